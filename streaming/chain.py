@@ -1,0 +1,205 @@
+"""One writer's line: its position, the spans that wait above it, and the gaps between. Pure; magnitudes only.
+
+    position        span           span
+    ────────┤  gap  ├────────┤ gap ├────┤
+            (low, top]
+
+A gap lies below every span and is named by its `top`, the `prev` of that span. It counts its age from the batch in
+which it was first seen (DESIGN 2, rule 7); a gap that is split hands its age to both parts.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Literal
+
+from streaming.intervals import Intervals
+
+# A chain of a writer that never joined: not even an edge from 0 joins it.
+NOWHERE = -1
+
+How = Literal["completed", "joined", "retired", "skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """How the IDs of a range were settled (DESIGN 1): counts of facts, and of IDs void or announced, unseen, skipped."""
+
+    facts: int = 0
+    empty: int = 0
+    unseen: int = 0
+    skipped: int = 0
+
+    def __add__(self, other: "Evidence") -> "Evidence":
+        return Evidence(
+            self.facts + other.facts,
+            self.empty + other.empty,
+            self.unseen + other.unseen,
+            self.skipped + other.skipped,
+        )
+
+
+NOTHING = Evidence()
+
+
+@dataclass(slots=True)
+class Span:
+    """`(prev, id]` is settled and waits for the gap below it, which is open `since` (ms). `edges` were completed."""
+
+    prev: int
+    id: int
+    evidence: Evidence
+    edges: int
+    since: int
+
+
+@dataclass(slots=True)
+class Moves:
+    """What happened to a chain since the last `take`: `(prev, id]` with its evidence, gaps changed, gaps closed."""
+
+    prev: int
+    id: int
+    evidence: Evidence
+    changed: list[tuple[int, int, int]]
+    closed: dict[int, How]
+
+
+@dataclass(slots=True)
+class Chain:
+    position: int = 0
+    pending: list[Span] = field(default_factory=list)
+    _prev: int = field(default=NOWHERE, init=False)
+    _evidence: Evidence = field(default=NOTHING, init=False)
+    _changed: set[int] = field(default_factory=set, init=False)
+    _closed: dict[int, How] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._prev = self.position
+
+    @property
+    def highest(self) -> int:
+        """The highest ID that is settled, held back by a gap or not."""
+        return self.pending[-1].id if self.pending else self.position
+
+    def covered(self, prev: int, id: int) -> list[tuple[int, int]]:
+        """The settled parts that overlap `(prev, id]`, uncut, ascending; the first may be `(0, position]`."""
+        found = [(0, self.position)] if prev < self.position else []
+        found.extend((span.prev, span.id) for span in self._overlapping(prev, id))
+        return found
+
+    def missing(self, prev: int, id: int) -> list[tuple[int, int]]:
+        """The open parts of `(prev, id]`, ascending."""
+        low = max(prev, self.position)
+        if not self.pending:
+            return [(low, id)] if low < id else []
+        return [*Intervals.of((span.prev, span.id) for span in self._overlapping(low, id)).missing(low, id)] if low < id else []
+
+    def adjoins(self, prev: int, id: int) -> bool:
+        """Whether settling `(prev, id]` adds no span: it joins the position or a span that is there."""
+        if prev == self.position:
+            return True
+        at = self._at(prev)
+        below = self.pending[at - 1].id if at else None
+        above = self.pending[at].prev if at < len(self.pending) else None
+        return prev == below or id == above
+
+    def settle(self, prev: int, id: int, evidence: Evidence, edges: int, how: How, now: int) -> None:
+        """`(prev, id]` is complete. The caller has made sure that all of it is open (`missing`)."""
+        if prev == self.position:
+            self._advance(id, evidence)
+            while self.pending and self.pending[0].prev == self.position:
+                span = self.pending.pop(0)
+                self._close(span.prev, how)
+                self._advance(span.id, span.evidence)
+            if self.pending:
+                self._changed.add(self.pending[0].prev)
+            return
+        at = self._at(prev)
+        below = self.pending[at - 1] if at else None
+        above = self.pending[at] if at < len(self.pending) else None
+        joins_below = below is not None and below.id == prev
+        joins_above = above is not None and above.prev == id
+        if below is not None and joins_below:
+            below.id = id
+            below.evidence += evidence
+            below.edges += edges
+            if above is not None and joins_above:
+                self._close(above.prev, how)
+                below.id = above.id
+                below.evidence += above.evidence
+                below.edges += above.edges
+                del self.pending[at]
+            elif above is not None:
+                self._changed.add(above.prev)
+        elif above is not None and joins_above:
+            self._close(above.prev, how)
+            above.prev = prev
+            above.evidence += evidence
+            above.edges += edges
+            self._changed.add(prev)
+        else:
+            self.pending.insert(at, Span(prev, id, evidence, edges, above.since if above is not None else now))
+            self._changed.add(prev)
+            if above is not None:
+                self._changed.add(above.prev)
+
+    def cut_above(self, limit: int) -> list[Span]:
+        """Take away what is settled beyond `limit` but not passed by the position; returns it, ascending.
+
+        A span across `limit` is divided: its counts cannot be, so both parts carry them, at most their width each.
+        """
+        at = self._at(limit)
+        gone = self.pending[at:]
+        del self.pending[at:]
+        if at and self.pending[at - 1].id > limit:
+            across = self.pending[at - 1]
+            gone.insert(0, _part(across, limit, across.id))
+            self.pending[at - 1] = _part(across, across.prev, limit)
+        for span in gone:
+            self._close(span.prev, "joined")
+        return gone
+
+    def gaps(self) -> Iterator[tuple[int, int, int]]:
+        """`(low, top, since)` of every gap, ascending."""
+        low = self.position
+        for span in self.pending:
+            yield low, span.prev, span.since
+            low = span.id
+
+    def take(self) -> Moves:
+        """What happened since the last `take`."""
+        changed = []
+        for top in sorted(self._changed):
+            at = self._at(top)
+            if at < len(self.pending) and self.pending[at].prev == top:
+                low = self.pending[at - 1].id if at else self.position
+                changed.append((low, top, self.pending[at].since))
+        moves = Moves(self._prev, self.position, self._evidence, changed, self._closed)
+        self._prev, self._evidence, self._changed, self._closed = self.position, NOTHING, set(), {}
+        return moves
+
+    def _advance(self, id: int, evidence: Evidence) -> None:
+        self.position = id
+        self._evidence += evidence
+
+    def _close(self, top: int, how: How) -> None:
+        self._changed.discard(top)
+        self._closed[top] = how
+
+    def _at(self, prev: int) -> int:
+        return bisect_left(self.pending, prev, key=attrgetter("prev"))
+
+    def _overlapping(self, prev: int, id: int) -> Iterator[Span]:
+        at = self._at(prev)
+        if at and self.pending[at - 1].id > prev:
+            at -= 1
+        while at < len(self.pending) and self.pending[at].prev < id:
+            yield self.pending[at]
+            at += 1
+
+
+def _part(span: Span, prev: int, id: int) -> Span:
+    width = id - prev
+    counts = (min(count, width) for count in (span.evidence.facts, span.evidence.empty, span.evidence.unseen, span.evidence.skipped))
+    return Span(prev, id, Evidence(*counts), min(span.edges, width), span.since)

@@ -1,0 +1,170 @@
+"""What a batch did to a shard: the only thing that leaves the state function, and all that the sinks are told.
+
+IDs are signed here (negative on a backward stream); "beyond" means away from 0, so that sinks compare magnitudes.
+Equal input gives equal bytes: lists are sorted, and the only clock is the batch's (`now`, ms since 1970).
+"""
+
+import msgspec
+
+from streaming.packet import Rejected
+
+
+class Advance(msgspec.Struct, array_like=True, frozen=True):
+    """A writer's position moved over `(prev, id]`. At most one per writer, stream and batch.
+
+    `facts` RDATA seen; `empty` IDs declared void (1 each) or announced (the width of the range); `unseen` and
+    `skipped` the widths of the ranges that a join or an operator settled. `oldest` is the Kafka time (ms) of the
+    oldest record of this writer in this batch.
+    """
+
+    writer: str
+    epoch: int
+    prev: int
+    id: int
+    facts: int
+    empty: int
+    unseen: int
+    skipped: int
+    oldest: int
+
+
+class WriterRow(msgspec.Struct, array_like=True, frozen=True):
+    """A joined writer as it stands after the batch; sent when position, epoch or retirement changed."""
+
+    writer: str
+    epoch: int
+    position: int
+    retired: bool
+
+
+class Gap(msgspec.Struct, array_like=True, frozen=True):
+    """`(low, top]` of `writer` is open since `since` (ms). `top` names a gap while it lives; `low` may move up."""
+
+    writer: str
+    epoch: int
+    low: int
+    top: int
+    since: int
+
+
+class GapClosed(msgspec.Struct, array_like=True, frozen=True):
+    """The gap of `writer` that ended at `top` is closed; `how` is `completed`, `joined`, `retired` or `skipped`."""
+
+    writer: str
+    top: int
+    how: str
+
+
+class Late(msgspec.Struct, array_like=True, frozen=True):
+    """Completions in `(prev, id]` that came after the range was settled without them; `facts` of them are RDATA.
+
+    `why`: `skipped` (an operator's SKIP, RETIRE or JOIN passed them) or `regressed` (the source went back).
+    """
+
+    writer: str
+    epoch: int
+    prev: int
+    id: int
+    facts: int
+    why: str
+
+
+class Forced(msgspec.Struct, array_like=True, frozen=True):
+    """An operator's act from the control topic, for the audit table; `kind` is SKIP, RETIRE or JOIN."""
+
+    writer: str
+    epoch: int
+    kind: str
+    prev: int
+    id: int
+    by: str
+    why: str
+
+
+class Regressed(msgspec.Struct, array_like=True, frozen=True):
+    """`writer` joined at `id`, below its `position`: its database was set back (DESIGN 3)."""
+
+    writer: str
+    epoch: int
+    id: int
+    position: int
+
+
+class Blocker(msgspec.Struct, array_like=True, frozen=True):
+    """Who holds a position back: the open range `(low, top]`, or a writer that never joined (`unknown`)."""
+
+    writer: str
+    epoch: int
+    low: int
+    top: int
+    since: int
+    unknown: bool
+
+
+class Summary(msgspec.Struct, array_like=True, frozen=True):
+    """A stream for people: for metrics and `tidemark status`.
+
+    `pending` counts completed edges above their writer's position, `oldest` is the blocker that stands longest,
+    `unknown` names writers (`writer/epoch`) that are held because they never joined, `completed` counts the
+    intervals of completed IDs kept above the line.
+    """
+
+    pending: int
+    gaps: int
+    oldest: Blocker | None
+    unknown: list[str]
+    completed: int
+
+
+class StreamEffects(msgspec.Struct, array_like=True, frozen=True):
+    """What happened to one stream. `direction` is 1, -1, or 0 while no signed ID was seen.
+
+    `counts` holds records by outcome: `applied`, `held`, `duplicate`, `late`, `batch`, and `forgotten` (completed
+    IDs dropped at the bound). Rejected ones are in `ShardEffects.rejected`. `dropped` names retired writers that
+    left the state. `state` is the stream's whole new state in `streaming.state`'s encoding.
+    """
+
+    stream: str
+    direction: int
+    linear_prev: int
+    linear: int
+    advances: list[Advance]
+    writers: list[WriterRow]
+    gaps: list[Gap]
+    closed: list[GapClosed]
+    late: list[Late]
+    forced: list[Forced]
+    regressed: list[Regressed]
+    dropped: list[str]
+    counts: dict[str, int]
+    summary: Summary
+    state: bytes
+
+
+class Progress(msgspec.Struct, array_like=True, frozen=True):
+    """The next offset to read of one Kafka partition."""
+
+    topic: str
+    partition: int
+    offset: int
+
+
+class ShardEffects(msgspec.Struct, array_like=True, frozen=True):
+    """One row of the query's output. `now` is the batch's time; streams are sorted by name."""
+
+    shard: int
+    now: int
+    streams: list[StreamEffects]
+    rejected: list[Rejected]
+    progress: list[Progress]
+
+
+def encode(effects: ShardEffects) -> bytes:
+    return msgspec.msgpack.encode(effects)
+
+
+_decoder = msgspec.msgpack.Decoder(ShardEffects)
+
+
+def decode(data: bytes) -> ShardEffects:
+    return _decoder.decode(data)

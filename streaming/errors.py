@@ -1,0 +1,158 @@
+"""Every error of Tidemark, by who must act.
+
+TidemarkError
+├── Retry                 the world will mend it: back off and try again
+│   ├── Unavailable(what, where)
+│   └── LeaseLost(held, now)
+├── Reject                this record is wrong, its neighbours are not: dead-letter it and go on
+│   └── BadRecord(reason, detail)
+└── Stop                  a person must decide: one line, exit code 2
+    ├── BadSetting(name, problem)
+    ├── TopicMissing(topic)
+    ├── TopicCompacted(topic, policy)
+    ├── PartitionsChanged(topic, was, now)
+    ├── TopicReplaced(topic)
+    ├── RecordsGone(topic, partition, wanted, earliest)
+    ├── SchemaMismatch(found, wanted)
+    ├── ShardsChanged(was, now)
+    ├── StateTooNew(found, known)
+    └── Refused(what, problem)
+"""
+
+
+class TidemarkError(Exception):
+    """Base of all errors that Tidemark raises on purpose. Its text is one line, written for a person."""
+
+
+class Retry(TidemarkError):
+    """The world will mend it: the caller backs off and tries again."""
+
+
+class Unavailable(Retry):
+    """`what` (Kafka, Postgres, Redis) does not answer at `where` (an address without secrets)."""
+
+    def __init__(self, what: str, where: str, problem: str) -> None:
+        super().__init__(f"{what} at {where} does not answer: {problem}")
+        self.what = what
+        self.where = where
+
+
+class LeaseLost(Retry):
+    """Another query holds the lease; nothing of ours may be published any more (DESIGN 2, rule 6)."""
+
+    def __init__(self, held: int, now: int) -> None:
+        super().__init__(f"the lease was taken over: ours has token {held}, the newest is {now}")
+        self.held = held
+        self.now = now
+
+
+class Reject(TidemarkError):
+    """One record is wrong; it goes to the dead letters and its neighbours go on."""
+
+
+class BadRecord(Reject):
+    """`reason` is one of `streaming.wire.Reason`; `detail` says what was found where."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+class Stop(TidemarkError):
+    """A person must decide. Printed as one line; the process ends with exit code 2."""
+
+
+class BadSetting(Stop):
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"{name}: {problem}")
+        self.name = name
+
+
+class TopicMissing(Stop):
+    def __init__(self, topic: str) -> None:
+        super().__init__(
+            f"topic {topic} does not exist; create it with cleanup.policy=delete,"
+            " or set TIDEMARK_KAFKA_CREATE_TOPICS=true"
+        )
+        self.topic = topic
+
+
+class TopicCompacted(Stop):
+    def __init__(self, topic: str, policy: str) -> None:
+        super().__init__(
+            f"topic {topic} has cleanup.policy={policy}: compaction keeps one record per stream and destroys the rest;"
+            f" set it back: kafka-configs --alter --topic {topic} --add-config cleanup.policy=delete"
+        )
+        self.topic = topic
+        self.policy = policy
+
+
+class PartitionsChanged(Stop):
+    def __init__(self, topic: str, was: int, now: int) -> None:
+        super().__init__(
+            f"topic {topic} had {was} partitions and has {now}: streams have moved between partitions and lost their"
+            " order; stop all writers, let the pipeline read what is left, then start it once with --accept partitions"
+            " and restart the writers (gaps that the move left open stay held)"
+        )
+        self.topic = topic
+        self.was = was
+        self.now = now
+
+
+class TopicReplaced(Stop):
+    def __init__(self, topic: str, was: str, now: str) -> None:
+        super().__init__(
+            f"topic {topic} was deleted and created again (id {was}, now {now}): records may be lost; restart the"
+            " writers so that they join again, and start the pipeline once with --accept loss"
+        )
+        self.topic = topic
+
+
+class RecordsGone(Stop):
+    def __init__(self, topic: str, partition: int, wanted: int, earliest: int) -> None:
+        super().__init__(
+            f"{topic}[{partition}]: the next record to read is {wanted} but the topic now begins at {earliest}:"
+            " retention removed records before they were read; raise retention.ms, then start the pipeline once with"
+            " --accept loss (what was lost shows as gaps that hold until their writers join again)"
+        )
+        self.topic = topic
+        self.partition = partition
+        self.wanted = wanted
+        self.earliest = earliest
+
+
+class SchemaMismatch(Stop):
+    def __init__(self, found: int, wanted: int) -> None:
+        do = "run `tidemark migrate`" if found < wanted else "upgrade this Tidemark: it is older than its database"
+        super().__init__(f"the database has schema version {found} and this Tidemark needs {wanted}: {do}")
+        self.found = found
+        self.wanted = wanted
+
+
+class ShardsChanged(Stop):
+    def __init__(self, was: int, now: int) -> None:
+        super().__init__(
+            f"the checkpoint and the database were made with {was} shards and TIDEMARK_SHARDS is {now}:"
+            f" set TIDEMARK_SHARDS={was}, or start the pipeline once with --accept shards to seed it anew from Postgres"
+        )
+        self.was = was
+        self.now = now
+
+
+class StateTooNew(Stop):
+    def __init__(self, found: int, known: int) -> None:
+        super().__init__(
+            f"a stream's state has format {found} and this Tidemark knows formats up to {known}: upgrade this Tidemark"
+        )
+        self.found = found
+        self.known = known
+
+
+class Refused(Stop):
+    """A server answered and said no (wrong password, missing right, unknown database)."""
+
+    def __init__(self, what: str, where: str, problem: str, do: str) -> None:
+        super().__init__(f"{what} at {where} refused us: {problem}; {do}")
+        self.what = what
+        self.where = where
