@@ -93,7 +93,11 @@ class Chain:
         low = max(prev, self.position)
         if not self.pending:
             return [(low, id)] if low < id else []
-        return [*Intervals.of((span.prev, span.id) for span in self._overlapping(low, id)).missing(low, id)] if low < id else []
+        return (
+            [*Intervals.of((span.prev, span.id) for span in self._overlapping(low, id)).missing(low, id)]
+            if low < id
+            else []
+        )
 
     def adjoins(self, prev: int, id: int) -> bool:
         """Whether settling `(prev, id]` adds no span: it joins the position or a span that is there."""
@@ -160,6 +164,13 @@ class Chain:
             self._close(span.prev, "joined")
         return gone
 
+    def adopt(self, other: "Chain", now: int) -> None:
+        """Take over the spans of a chain that had no position, as far as they are open here."""
+        for span in other.pending:
+            for prev, id in self.missing(span.prev, span.id):
+                part = _part(span, prev, id)
+                self.settle(prev, id, part.evidence, part.edges, "joined", now)
+
     def gaps(self) -> Iterator[tuple[int, int, int]]:
         """`(low, top, since)` of every gap, ascending."""
         low = self.position
@@ -200,6 +211,11 @@ class Chain:
 
 
 def _part(span: Span, prev: int, id: int) -> Span:
+    if (prev, id) == (span.prev, span.id):
+        return span
     width = id - prev
-    counts = (min(count, width) for count in (span.evidence.facts, span.evidence.empty, span.evidence.unseen, span.evidence.skipped))
+    counts = (
+        min(count, width)
+        for count in (span.evidence.facts, span.evidence.empty, span.evidence.unseen, span.evidence.skipped)
+    )
     return Span(prev, id, Evidence(*counts), min(span.edges, width), span.since)

@@ -8,6 +8,7 @@ from streaming.intervals import Ids
 from streaming.reasons import Reason
 
 Outcome = Literal["applied", "held", "duplicate", "late", "batch", "forgotten"]
+Why = Literal["skipped", "regressed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class LateRange:
     prev: int
     id: int
     facts: int
+    why: Why
 
 
 @dataclass(frozen=True, slots=True)

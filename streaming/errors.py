@@ -13,6 +13,7 @@ TidemarkError
     ├── PartitionsChanged(topic, was, now)
     ├── TopicReplaced(topic)
     ├── RecordsGone(topic, partition, wanted, earliest)
+    ├── RecordsBeyondEnd(topic, partition, wanted, end)
     ├── SchemaMismatch(found, wanted)
     ├── ShardsChanged(was, now)
     ├── StateTooNew(found, known)
@@ -120,6 +121,19 @@ class RecordsGone(Stop):
         self.partition = partition
         self.wanted = wanted
         self.earliest = earliest
+
+
+class RecordsBeyondEnd(Stop):
+    def __init__(self, topic: str, partition: int, wanted: int, end: int) -> None:
+        super().__init__(
+            f"{topic}[{partition}]: the next record to read is {wanted} but the topic ends at {end}: the brokers lost"
+            " records that were read already (an unclean election, or an older copy of their disks); restart the"
+            " writers so that they join again, and start the pipeline once with --accept loss"
+        )
+        self.topic = topic
+        self.partition = partition
+        self.wanted = wanted
+        self.end = end
 
 
 class SchemaMismatch(Stop):

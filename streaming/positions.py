@@ -1,56 +1,50 @@
 """The state machine of one stream: who has joined, what is settled, how far the line is. The heart of Tidemark.
 
 Pure: no Spark, no I/O, no clock of its own; magnitudes only, the sign lives at the edges of the system. Nothing here
-raises for what a writer sent: each record is counted in `Changes` as applied, held, duplicate or late, or rejected
-with its reason (DESIGN 2, rule 5).
+raises for what a writer sent: each record is counted as applied, held, duplicate, late or one of several rows, or it
+is rejected with its reason (DESIGN 2, rule 5).
 
-Records come in *stretches*: the edges between two neighbouring JOIN or RETIRE records of the stream (`complete`), then
-the marker (`join`, `retire`, `skip`). Inside a stretch the order of arrival does not matter, but for two things that
-the offsets of the edges decide: who was first on a new stream, and what came before a writer that never joined.
+Records come in *stretches*: `complete` takes the edges between two neighbouring JOIN or RETIRE records of the stream,
+then `join`, `retire` or `skip` takes the marker. Inside a stretch the order of arrival does not matter but for two
+things, which the offsets decide: who was first on a new stream, and what came before a writer that never joined.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 
-from streaming.chain import NOTHING, NOWHERE, Chain, Evidence, How
-from streaming.effects import Late
+from streaming.bounds import Bounds
+from streaming.chain import NOWHERE, Chain, Evidence, How
+from streaming.changes import Changes, LateRange, Regress
+from streaming.feed import Feed
 from streaming.intervals import EMPTY, Ids, Intervals
+from streaming.line import Line
 from streaming.reasons import Reason
 from streaming.runs import Run
 
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What a stream's state may hold; past a bound Tidemark holds, rejects or forgets towards holding (rule 9).
-
-    `pending`: spans per writer; an edge that would add one is rejected. `completed`: intervals above the line; the
-    highest are forgotten. `held`: writers that never joined; further ones are rejected. `retired`: retired writers,
-    the longest retired are dropped; `retirement` (ms): so long after retiring they are dropped in any case.
-    """
-
-    pending: int = 10_000
-    completed: int = 10_000
-    held: int = 1_000
-    retired: int = 10_000
-    retirement: int = 7 * 24 * 3600 * 1000
+Incarnation = tuple[str, int]
 
 
 @dataclass(slots=True)
 class Writer:
-    """A writer that has joined. `late` was settled without its evidence: a completion in there comes too late."""
+    """A writer that has joined; `retired` is the batch time (ms) at which it retired.
+
+    `late` was settled without the writer's evidence: a completion in there is late. Up to `regressed` that is so
+    because the source went back to an earlier state; beyond, an operator skipped it.
+    """
 
     epoch: int
     chain: Chain
     retired: int | None = None
     late: Intervals = EMPTY
+    regressed: int = 0
 
 
 @dataclass(slots=True)
 class Held:
-    """An incarnation that has not joined: its edges wait on a chain without a position. `retire`: the ID of its RETIRE."""
+    """An incarnation that has not joined, since when (ms), and the ID of its RETIRE, if it sent one."""
 
     chain: Chain
     since: int
@@ -59,7 +53,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of facts whose last row will carry the number: they move nothing."""
+    """Rows of facts whose last row will carry the number: they move nothing, but they show that their writer lives."""
 
     writer: str
     epoch: int
@@ -69,63 +63,255 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Who says it: the writer's own record, or an operator (`by`, `why`) through the control topic."""
+    """A JOIN or RETIRE of one incarnation at `id`. `forced`: by an operator, without the writer's evidence."""
 
     writer: str
     epoch: int
-    by: str | None = None
-    why: str | None = None
+    id: int
+    time: int
+    unseen: bool = False
+    forced: bool = False
 
-
-@dataclass(slots=True)
-class Changes:
-    """What a batch did to a stream, collected as it is fed; `now` is the batch's time (ms).
-
-    `touched` maps writers to the Kafka time of their oldest record; `rejected` maps reasons to offsets.
-    """
-
-    now: int
-    counts: Counter[str] = field(default_factory=Counter)
-    touched: dict[str, int] = field(default_factory=dict)
-    rejected: list[tuple[Reason, Ids]] = field(default_factory=list)
-    late: list[Late] = field(default_factory=list)
-    regressed: list[tuple[str, int, int, int]] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
-
-    def touch(self, writer: str, oldest: int) -> None:
-        known = self.touched.get(writer, 0)
-        self.touched[writer] = min(known, oldest) if known else oldest
-
-    def reject(self, reason: Reason, offsets: Ids) -> None:
-        self.rejected.append((reason, offsets))
+    def evidence(self, width: int) -> Evidence:
+        """How an open range counts that this marker settles."""
+        if self.forced:
+            return Evidence(skipped=width)
+        return Evidence(unseen=width) if self.unseen else Evidence(empty=width)
 
 
 @dataclass(slots=True)
 class Stream:
     """`direction` is 1 or -1, 0 until the first signed ID; `home` is the Kafka partition that the stream lives in.
 
-    `held` is keyed by writer and epoch. While it holds anything, `line` stays (DESIGN 3).
+    While `held` holds anything, the line stays (DESIGN 3).
     """
 
     direction: int = 0
     home: int | None = None
-    line: int = 0
-    completed: Intervals = EMPTY
+    line: Line = field(default_factory=Line)
     writers: dict[str, Writer] = field(default_factory=dict)
-    held: dict[tuple[str, int], Held] = field(default_factory=dict)
+    held: dict[Incarnation, Held] = field(default_factory=dict)
+
+    def faces(self, backward: bool | None) -> bool:
+        """Whether an ID of that sign may stand here; the first signed one decides for ever (DESIGN 3)."""
+        if backward is None:
+            return True
+        if self.direction == 0:
+            self.direction = -1 if backward else 1
+        return backward == (self.direction < 0)
+
+    def complete(self, runs: Sequence[Run], rows: Sequence[Rows], bounds: Bounds, changes: Changes) -> None:
+        """Feed the edges and rows of one stretch."""
+        known, strange = self._sort_out(runs, rows, changes)
+        if strange and not self.held:
+            # What came before the first record of an unknown writer may still move the line; what came after may not.
+            first = min(item.first_offset for item in strange)
+            self._apply([part for run in known for part in run.parts(run.offsets < first)], bounds, changes)
+            self._settle_line()
+            known = [part for run in known for part in run.parts(run.offsets >= first)]
+        for item in strange:
+            self._hold(item, bounds, changes)
+        self._apply(known, bounds, changes)
+        self._settle_line()
+
+    def join(self, mark: Mark, changes: Changes) -> Reason | None:
+        """A new epoch begins: all of the writer's IDs up to `mark.id` are complete. Gives why it is refused, or None."""
+        writer = self.writers.get(mark.writer)
+        if writer is not None and mark.epoch <= writer.epoch:
+            if mark.epoch < writer.epoch:
+                return Reason.ZOMBIE
+            if mark.id > writer.chain.position:
+                return Reason.CONFLICT
+            changes.counts["duplicate"] += 1
+            return None
+        changes.counts["applied"] += 1
+        writer, retire = self._begin(mark, changes)
+        if retire is not None:
+            self._retire(writer, Mark(mark.writer, mark.epoch, retire, mark.time), changes)
+        self._settle_line()
+        return None
+
+    def retire(self, mark: Mark, bounds: Bounds, changes: Changes) -> Reason | None:
+        """The writer is complete up to `mark.id` and nothing follows. Gives why it is refused, or None.
+
+        An incarnation that never joined has said nothing that may move a position: its RETIRE waits for its JOIN. An
+        operator's RETIRE does not, and is how a held incarnation is got rid of.
+        """
+        writer = self.writers.get(mark.writer)
+        if writer is not None and mark.epoch < writer.epoch:
+            return Reason.ZOMBIE
+        if writer is None or mark.epoch > writer.epoch:
+            if not mark.forced:
+                return self._hold_retire(mark, bounds, changes)
+            writer, _ = self._begin(mark, changes)
+        refused = self._retire(writer, mark, changes)
+        self._settle_line()
+        return refused
+
+    def skip(self, mark: Mark, prev: int, changes: Changes) -> Reason | None:
+        """An operator settles what is open in `(prev, mark.id]`; completions in there will be late."""
+        writer = self.writers.get(mark.writer)
+        if writer is None or mark.epoch > writer.epoch:
+            return Reason.UNKNOWN_WRITER
+        if mark.epoch < writer.epoch:
+            return Reason.ZOMBIE
+        if writer.retired is not None:
+            return Reason.CONFLICT
+        skipped = self._settle(writer, prev, mark, "skipped", changes)
+        changes.counts["applied" if len(skipped) else "duplicate"] += 1
+        self._settle_line()
+        return None
+
+    def distrust(self, incarnation: Incarnation, bounds: Bounds, changes: Changes) -> None:
+        """Its records were rejected for standing in another partition, where they have no order against this one.
+
+        A writer that has joined is held by its own broken chain; any other holds the line until it joins here.
+        """
+        writer = self.writers.get(incarnation[0])
+        if (writer is None or incarnation[1] > writer.epoch) and len(self.held) < bounds.held:
+            self.held.setdefault(incarnation, Held(Chain(NOWHERE), changes.now))
+
+    def keep_within(self, bounds: Bounds, changes: Changes) -> None:
+        """Called once after a batch: forget what passes the bounds, and retired writers that the line has passed."""
+        changes.counts["forgotten"] += self.line.forget_beyond(bounds.completed)
+        retired = sorted(
+            (writer.retired, name)
+            for name, writer in self.writers.items()
+            if writer.retired is not None and writer.chain.position <= self.line.position
+        )
+        surplus = len(retired) - bounds.retired
+        for at, (since, name) in enumerate(retired):
+            if at < surplus or since + bounds.retirement <= changes.now:
+                del self.writers[name]
+                changes.dropped.append(name)
+
+    def _settle_line(self) -> None:
+        """Both halves of the line's definition; with no writer left it goes to the highest position of any."""
+        if self.held or not self.writers:
+            return
+        active = [writer.chain.position for writer in self.writers.values() if writer.retired is None]
+        self.line.settle(min(active) if active else max(writer.chain.position for writer in self.writers.values()))
 
     # -- edges
 
-    def complete(self, runs: Sequence[Run], rows: Sequence[Rows], bounds: Bounds, changes: Changes) -> None:
-        """Feed all edges and rows of one stretch."""
-        runs = self._of_direction(runs, changes)
-        first_seen: dict[tuple[str, int], int] = {}
-        for item in (*runs, *rows):
-            key = item.writer, item.epoch
-            first_seen[key] = min(item.first_offset, first_seen.get(key, item.first_offset))
-        strangers = [at for key, at in sorted(first_seen.items(), key=lambda seen: seen[1]) if self._is_stranger(key, at, bounds, changes)]
-        for some in rows:
-            self._count_rows(some, changes)
-        frozen_from = min(strangers, default=None)
-        if frozen_from is None or self.held_before(changes):
-            ...
+    def _sort_out(
+        self, runs: Sequence[Run], rows: Sequence[Rows], changes: Changes
+    ) -> tuple[list[Run], list[Run | Rows]]:
+        """Runs of writers that have joined, and what came from those that have not; the rest is counted or rejected.
+
+        A retired writer that completes anything beyond its RETIRE is unknown again.
+        """
+        known: list[Run] = []
+        strange: list[Run | Rows] = []
+        items: list[Run | Rows] = [*runs, *rows]
+        for item in sorted(items, key=attrgetter("first_offset")):
+            if isinstance(item, Run) and not self.faces(item.backward):
+                changes.rejected.append((Reason.MIXED_SIGN, np.sort(item.offsets)))
+                continue
+            writer = self.writers.get(item.writer)
+            if writer is None and item.epoch == 0 and self._is_new() and not strange:
+                writer = self.writers[item.writer] = Writer(0, Chain())
+            if writer is not None and item.epoch < writer.epoch:
+                changes.rejected.append((Reason.ZOMBIE, np.sort(item.offsets)))
+            elif writer is None or item.epoch > writer.epoch:
+                strange.append(item)
+            elif isinstance(item, Rows):
+                changes.counts["batch"] += len(item.offsets)
+            elif writer.retired is None:
+                known.append(item)
+            else:
+                beyond = item.prevs >= writer.chain.position
+                known.extend(item.parts(~beyond))
+                strange.extend(item.parts(beyond))
+        return known, strange
+
+    def _is_new(self) -> bool:
+        """Whether nobody was ever seen here, so that a writer of epoch 0 needs no JOIN."""
+        return not self.writers and not self.held and self.line.position == 0
+
+    def _apply(self, runs: Sequence[Run], bounds: Bounds, changes: Changes) -> None:
+        completed: list[Ids] = []
+        for run in runs:
+            writer = self.writers[run.writer]
+            changes.touch(run.writer, run.oldest)
+            feed = Feed(writer.chain, bounds.pending, changes, "applied", writer.late, writer.regressed)
+            completed.extend(feed.run(run))
+        self.line.remember(completed)
+
+    def _hold(self, item: Run | Rows, bounds: Bounds, changes: Changes) -> None:
+        held = self._held((item.writer, item.epoch), bounds, changes)
+        if held is None:
+            changes.rejected.append((Reason.HELD_OVERFLOW, np.sort(item.offsets)))
+        elif isinstance(item, Rows):
+            changes.counts["batch"] += len(item.offsets)
+        else:
+            self.line.remember([*Feed(held.chain, bounds.pending, changes, "held").run(item)])
+
+    def _held(self, incarnation: Incarnation, bounds: Bounds, changes: Changes) -> Held | None:
+        """The place where its records wait; None where the bound leaves none."""
+        if incarnation not in self.held and len(self.held) >= bounds.held:
+            return None
+        return self.held.setdefault(incarnation, Held(Chain(NOWHERE), changes.now))
+
+    # -- markers
+
+    def _begin(self, mark: Mark, changes: Changes) -> tuple[Writer, int | None]:
+        """Start the epoch of a JOIN. Gives the writer, and the ID of a RETIRE that waited for this JOIN.
+
+        What earlier epochs completed up to the JOIN stays as evidence; what they left open there is settled by it.
+        What they completed beyond it was taken back with the writer's database (DESIGN 3): it is late, and IDs that
+        were complete beyond the JOIN may come again, so that the line forgets them.
+        """
+        writer = self.writers.setdefault(mark.writer, Writer(mark.epoch, Chain()))
+        chain, position, epoch = writer.chain, writer.chain.position, writer.epoch
+        taken_back = [(epoch, span) for span in chain.cut_above(mark.id)]
+        retire = None
+        for incarnation in sorted(key for key in self.held if key[0] == mark.writer and key[1] <= mark.epoch):
+            held = self.held.pop(incarnation)
+            if incarnation[1] < mark.epoch:
+                taken_back.extend((incarnation[1], span) for span in held.chain.cut_above(mark.id))
+            else:
+                retire = held.retire
+            chain.adopt(held.chain, changes.now)
+        writer.epoch, writer.retired, writer.late, writer.regressed = mark.epoch, None, EMPTY, 0
+        if mark.id < position:
+            writer.late, writer.regressed = Intervals.of([(mark.id, position)]), position
+        if taken_back or mark.id < position:
+            changes.regressed.append(Regress(mark.writer, mark.epoch, mark.id, position))
+            changes.counts["forgotten"] += self.line.forget_above(mark.id)
+        for of_epoch, span in taken_back:
+            late = LateRange(mark.writer, of_epoch, span.prev, span.id, span.evidence.facts, "regressed")
+            changes.late.append(late)
+        self._settle(writer, 0, mark, "joined", changes)
+        return writer, retire
+
+    def _retire(self, writer: Writer, mark: Mark, changes: Changes) -> Reason | None:
+        if writer.retired is not None and mark.id <= writer.chain.position:
+            changes.counts["duplicate"] += 1
+            return None
+        if writer.retired is not None or (writer.chain.pending and writer.chain.highest > mark.id):
+            return Reason.CONFLICT
+        self._settle(writer, 0, mark, "retired", changes)
+        writer.retired = changes.now
+        changes.counts["applied"] += 1
+        return None
+
+    def _hold_retire(self, mark: Mark, bounds: Bounds, changes: Changes) -> Reason | None:
+        held = self._held((mark.writer, mark.epoch), bounds, changes)
+        if held is None:
+            return Reason.HELD_OVERFLOW
+        if held.retire is not None and held.retire != mark.id:
+            return Reason.CONFLICT
+        changes.counts["held" if held.retire is None else "duplicate"] += 1
+        held.retire = mark.id
+        return None
+
+    def _settle(self, writer: Writer, prev: int, mark: Mark, how: How, changes: Changes) -> Intervals:
+        """Settle what is open in `(prev, mark.id]`; gives it. What an operator settles is late from then on."""
+        open_ = Intervals.of(writer.chain.missing(prev, mark.id))
+        for low, high in open_:
+            writer.chain.settle(low, high, mark.evidence(high - low), 0, how, changes.now)
+        if mark.forced:
+            writer.late = writer.late.union(open_)
+        changes.touch(mark.writer, mark.time)
+        return open_

@@ -89,4 +89,5 @@ class Run:
 
     def completed(self) -> Ids:
         """The IDs that are known to be complete: of facts and voids. An announced ID may be another writer's."""
-        return self.ids[self.kinds != Kind.POSITION]
+        ids: Ids = self.ids[self.kinds != Kind.POSITION]
+        return ids
