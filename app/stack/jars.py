@@ -1,0 +1,75 @@
+"""The jars of Spark's Kafka source and of the local broker, fetched once by the Ivy that pyspark carries.
+
+No Maven and no Spark session is needed. `ivy.xml` beside this file pins every version.
+"""
+
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Callable
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+
+from streaming.errors import Stop
+
+CONNECTOR = "connector"
+BROKER = "broker"
+
+
+class JarsUnavailable(Stop):
+    def __init__(self, problem: str, log: Path) -> None:
+        super().__init__(
+            f"the jars could not be fetched ({problem}): check the network and try again, it goes on where it stopped;"
+            f" the whole output is in {log}"
+        )
+
+
+def fetch_jars(directory: Path, java: str, progress: Callable[[str], None]) -> None:
+    """Fill `directory/connector` and `directory/broker`, unless they already hold what `ivy.xml` asks for.
+
+    May be repeated after any interruption. `progress` is told one line per jar that is downloaded. Raises
+    `JarsUnavailable`.
+    """
+    ivy_xml = files("app.stack").joinpath("ivy.xml").read_bytes()
+    marker = directory / "ivy.sha256"
+    wanted = hashlib.sha256(ivy_xml).hexdigest()
+    if marker.exists() and marker.read_text() == wanted:
+        return
+    marker.unlink(missing_ok=True)
+    for stale in (CONNECTOR, BROKER):
+        shutil.rmtree(directory / stale, ignore_errors=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    description = directory / "ivy.xml"
+    description.write_bytes(ivy_xml)
+    _retrieve(description, java, progress)
+    marker.write_text(wanted)
+
+
+def _retrieve(description: Path, java: str, progress: Callable[[str], None]) -> None:
+    directory = description.parent
+    command = [java, "-jar", str(_ivy()), "-ivy", str(description), "-cache", str(directory / "cache")]
+    command += ["-types", "jar", "bundle", "-retrieve", f"{directory}/[conf]/[artifact]-[revision].[ext]"]
+    log = directory / "ivy.log"
+    problem = "no reason given"
+    with (
+        log.open("w") as record,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as ivy,
+    ):
+        assert ivy.stdout is not None
+        for line in ivy.stdout:
+            record.write(line)
+            if line.startswith("downloading "):
+                progress(line.split()[1].rsplit("/", 1)[-1])
+            elif "unresolved dependency" in line or "FAILED" in line or "ERRORS" in line:
+                problem = line.strip(" \t\n:")
+    if ivy.returncode != 0:
+        raise JarsUnavailable(problem, log)
+
+
+def _ivy() -> Path:
+    """Found without importing pyspark, which takes a second."""
+    spec = find_spec("pyspark")
+    assert spec is not None
+    assert spec.origin is not None
+    return next(Path(spec.origin).parent.glob("jars/ivy-*.jar"))

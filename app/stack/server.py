@@ -1,0 +1,173 @@
+"""One server process: started, awaited, stopped or killed. Restarting it when it dies is the supervisor's business.
+
+Every server runs in a session of its own, so Ctrl-C in a terminal reaches only its parent; its process ID stands in
+`run/<name>.pid` and its output goes to `log/<name>.log`.
+"""
+
+import signal
+import socket
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import psutil
+
+from app.stack.home import Home
+from streaming.errors import TidemarkError
+
+LOOPBACK = "127.0.0.1"
+_POLL_SECONDS = 0.05
+
+
+class StartFailed(TidemarkError):
+    """A server ended or stayed silent while it was started; `log` is the end of its output."""
+
+    def __init__(self, name: str, problem: str, log: str) -> None:
+        super().__init__(f"{name} did not start: {problem}; the end of its log: {log}")
+        self.name = name
+        self.log = log
+
+
+class Server(ABC):
+    """A process that serves on `port`. Not thread-safe; several servers may be started from a thread each.
+
+    `start`, `stop` and `kill` may be called in any order and repeatedly: data stays, so a server that is started
+    again finds it.
+    """
+
+    name: ClassVar[str]
+    patience: ClassVar[float] = 30.0
+    """Seconds that a start may take."""
+    stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
+
+    def __init__(self, home: Home, port: int) -> None:
+        self.home = home
+        self.port = port
+        self._process: psutil.Popen | None = None
+
+    @abstractmethod
+    def command(self) -> Sequence[str]:
+        """The command line of the process."""
+
+    @abstractmethod
+    def answers(self) -> bool:
+        """Whether the server does its work now. Returns within about a second and does not raise."""
+
+    def prepare(self) -> None:
+        """Make what the process needs to find (formatted storage, configuration); called before each start."""
+
+    def environment(self) -> Mapping[str, str] | None:
+        """The whole environment of the process; None is ours."""
+        return None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self.running and self._process else None
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def returncode(self) -> int | None:
+        """How the last process ended: None while it runs or before the first start."""
+        return self._process.poll() if self._process else None
+
+    def start(self) -> None:
+        """Return when the server answers; raises `StartFailed` and leaves nothing running where it does not."""
+        self.spawn()
+        try:
+            self.await_answer()
+        except BaseException:
+            self.kill()
+            raise
+
+    def spawn(self) -> None:
+        if self.running:
+            return
+        self.prepare()
+        with self.home.log(self.name).open("ab") as log:
+            self._process = psutil.Popen(
+                list(self.command()),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self.home.root,
+                env=self.environment(),
+                start_new_session=True,
+            )
+        self.home.pid(self.name).write_text(f"{self._process.pid}\n")
+
+    def await_answer(self) -> None:
+        deadline = time.monotonic() + self.patience
+        while not self.answers():
+            if not self.running:
+                raise StartFailed(self.name, f"it ended with code {self.returncode}", self.log_tail())
+            if time.monotonic() > deadline:
+                raise StartFailed(self.name, f"no answer within {self.patience:.0f} s", self.log_tail())
+            time.sleep(_POLL_SECONDS)
+
+    def stop(self, seconds: float = 20.0) -> None:
+        """End the process in an orderly way; killed where that takes longer than `seconds`."""
+        if self._process is not None:
+            end(self._process, self.stop_signal, seconds)
+        self.home.pid(self.name).unlink(missing_ok=True)
+
+    def kill(self) -> None:
+        """End the process at once, as a crash would, and wait until all of its children are gone too."""
+        if self._process is not None:
+            end(self._process, signal.SIGKILL, seconds=10)
+        self.home.pid(self.name).unlink(missing_ok=True)
+
+    def end_leftover(self) -> int | None:
+        """End the process that an earlier, dead owner of this home left behind; returns its ID if there was one.
+
+        A process that began after its pid file was written is another one that was given the same number.
+        """
+        path = self.home.pid(self.name)
+        try:
+            process = psutil.Process(int(path.read_text()))
+            if process.create_time() > path.stat().st_mtime + 1:
+                return None
+            end(process, self.stop_signal, seconds=20)
+        except (FileNotFoundError, ValueError, psutil.NoSuchProcess):
+            return None
+        finally:
+            path.unlink(missing_ok=True)
+        return process.pid
+
+    def log_tail(self, lines: int = 3) -> str:
+        text = self.home.log(self.name).read_text(errors="replace") if self.home.log(self.name).exists() else ""
+        return " | ".join(text.splitlines()[-lines:]) or "(empty)"
+
+
+def end(process: psutil.Process, how: signal.Signals, seconds: float) -> None:
+    """Send `how` to the process, wait, then kill what is left of it and of its children (workers, a JVM)."""
+    try:
+        family = [process, *process.children(recursive=True)]
+        process.send_signal(how)
+    except psutil.NoSuchProcess:
+        return
+    _, left = psutil.wait_procs(family[:1], timeout=seconds)
+    # Children notice the end of their parent by themselves (Postgres backends, Spark's JVM) and clean up; give them time.
+    _, orphans = psutil.wait_procs(family[1:], timeout=0 if left else 5)
+    for survivor in [*left, *orphans]:
+        survivor.kill()
+    psutil.wait_procs([*left, *orphans], timeout=10)
+
+
+def free_port() -> int:
+    """A TCP port of the loopback address that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def listens(port: int) -> bool:
+    """Whether something accepts connections at the port."""
+    with socket.socket() as probe:
+        probe.settimeout(0.5)
+        return probe.connect_ex((LOOPBACK, port)) == 0

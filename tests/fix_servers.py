@@ -1,0 +1,103 @@
+"""Real servers for tests: started when a test first asks for one, in a home that is thrown away, and shared by all.
+
+A test that stops or kills a server starts it again before it ends. The jars are those of TIDEMARK_HOME.
+"""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import psycopg
+import pytest
+import redis
+from psycopg import sql
+
+from app.settings import Settings
+from app.stack.home import Home
+from app.stack.jars import BROKER, CONNECTOR, fetch_jars
+from app.stack.java import find_java
+from app.stack.kafka import Kafka
+from app.stack.postgres import Postgres
+from app.stack.redis import Redis
+from app.stack.server import Server, free_port
+
+S = TypeVar("S", bound=Server)
+_numbers = itertools.count(1)
+
+
+@contextmanager
+def _started(server: S) -> Iterator[S]:
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    """The home of the test servers; nothing of the user's own stack is in it."""
+    return Home(tmp_path_factory.mktemp("tidemark"))
+
+
+@pytest.fixture(scope="session")
+def java() -> str:
+    return find_java(Settings().java_home)
+
+
+@pytest.fixture(scope="session")
+def jars(java: str) -> Path:
+    """The directory with the jars, one directory for each configuration of `ivy.xml`."""
+    directory = Home(Settings().home).jars
+    fetch_jars(directory, java, progress=lambda _: None)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def connector_jars(jars: Path) -> Path:
+    return jars / CONNECTOR
+
+
+@pytest.fixture(scope="session")
+def postgres(home: Home) -> Iterator[Postgres]:
+    with _started(Postgres(home, free_port())) as server:
+        yield server
+
+
+@pytest.fixture
+def database(postgres: Postgres) -> Iterator[str]:
+    """The DSN of an empty database that only this test uses."""
+    name = f"test_{next(_numbers)}"
+    with psycopg.connect(postgres.dsn("postgres"), autocommit=True) as connection:
+        connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+    yield postgres.dsn(name)
+    with psycopg.connect(postgres.dsn("postgres"), autocommit=True) as connection:
+        connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
+
+
+@pytest.fixture(scope="session")
+def redis_server(home: Home) -> Iterator[Redis]:
+    with _started(Redis(home, free_port())) as server:
+        yield server
+
+
+@pytest.fixture
+def redis_url(redis_server: Redis) -> str:
+    """The URL of a Redis that is empty as the test begins."""
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.flushall()
+    return redis_server.url
+
+
+@pytest.fixture(scope="session")
+def kafka(home: Home, java: str, jars: Path) -> Iterator[Kafka]:
+    with _started(Kafka(home, free_port(), java=java, jars=jars / BROKER)) as server:
+        yield server
+
+
+@pytest.fixture
+def prefix() -> str:
+    """A name that no other test of this run uses, for topics: `f"{prefix}.facts"`."""
+    return f"test{next(_numbers)}"
