@@ -1,0 +1,122 @@
+"""Where reading starts: what the topics are now, held against what was remembered of them. Pure; no Kafka here.
+
+A stream lives in one partition, in one order, and nothing is read twice or passed over (DESIGN 3). So a topic that was
+made anew, repartitioned, or cut behind our back stops the pipeline, until a person accepts what is lost.
+"""
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import Literal
+
+import structlog
+
+from sources.kafka import EARLIEST, Offsets
+from streaming.errors import PartitionsChanged, RecordsBeyondEnd, RecordsGone, TopicCompacted, TopicReplaced
+
+log = structlog.get_logger(__name__)
+
+Acceptance = Literal["partitions", "loss"]
+"""`partitions`: the partition count changed, and streams may have moved. `loss`: records went before they were read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """The offsets that a partition holds now: `[earliest, end)`."""
+
+    earliest: int
+    end: int
+
+    def holds(self, next_offset: int) -> bool:
+        return self.earliest <= next_offset <= self.end
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """A topic as the brokers describe it; `partitions[i]` is partition `i`."""
+
+    name: str
+    id: str
+    policy: str
+    partitions: tuple[Partition, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """What Postgres knows of a topic since the last start."""
+
+    id: str
+    partitions: int
+
+
+def require_uncompacted(topics: Mapping[str, Topic]) -> None:
+    """Raises `TopicCompacted` for the first topic whose clean-up would destroy records by their key."""
+    for topic in topics.values():
+        if topic.policy != "delete":
+            raise TopicCompacted(topic.name, topic.policy)
+
+
+def starting_offsets(
+    topics: Mapping[str, Topic],
+    remembered: Mapping[str, Remembered],
+    stored: Mapping[str, Mapping[int, int]],
+    accept: Set[Acceptance] = frozenset(),
+) -> Offsets:
+    """The next offset to read of every partition of `topics`; a partition never read starts at `EARLIEST`.
+
+    `stored` holds the next offsets that the last commit left. Raises `TopicReplaced`, `PartitionsChanged`,
+    `RecordsGone` or `RecordsBeyondEnd`, unless `accept` holds what allows it; what was given up is then logged.
+    """
+    return {
+        name: _topic_offsets(topic, remembered.get(name), stored.get(name, {}), accept)
+        for name, topic in topics.items()
+    }
+
+
+def _topic_offsets(
+    topic: Topic, before: Remembered | None, stored: Mapping[int, int], accept: Set[Acceptance]
+) -> dict[int, int]:
+    if before is not None and before.id != topic.id:
+        if "loss" not in accept:
+            raise TopicReplaced(topic.name, before.id, topic.id)
+        log.warning(
+            "the topic was made anew: it is read from its beginning, and what the old one still held is lost",
+            topic=topic.name,
+            stored=dict(stored),
+        )
+        return dict.fromkeys(range(len(topic.partitions)), EARLIEST)
+    if before is not None and before.partitions != len(topic.partitions):
+        if "partitions" not in accept:
+            raise PartitionsChanged(topic.name, before.partitions, len(topic.partitions))
+        log.warning(
+            "the partition count changed: the order of streams that moved is lost, their gaps hold",
+            topic=topic.name,
+            was=before.partitions,
+            now=len(topic.partitions),
+        )
+    return {
+        number: _partition_offset(topic.name, number, partition, stored.get(number), accept)
+        for number, partition in enumerate(topic.partitions)
+    }
+
+
+def _partition_offset(
+    topic: str, number: int, partition: Partition, wanted: int | None, accept: Set[Acceptance]
+) -> int:
+    if wanted is None:
+        return EARLIEST
+    if partition.holds(wanted):
+        return wanted
+    if "loss" not in accept:
+        if wanted > partition.end:
+            raise RecordsBeyondEnd(topic, number, wanted, partition.end)
+        raise RecordsGone(topic, number, wanted, partition.earliest)
+    log.warning(
+        "records went before they were read: the partition is read from its oldest record",
+        topic=topic,
+        partition=number,
+        wanted=wanted,
+        earliest=partition.earliest,
+        end=partition.end,
+        lost=max(partition.earliest - wanted, 0),
+    )
+    return partition.earliest

@@ -1,0 +1,162 @@
+"""The topics as the brokers know them: made where that is allowed, described, and measured. Decides nothing.
+
+What a finding means for the start of the query is decided in `sources.start`.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from confluent_kafka import KafkaError, KafkaException, TopicCollection, TopicPartition
+from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, TopicDescription
+
+from sources.kafka import KafkaConnection
+from sources.start import Partition, Topic
+from sources.trouble import Complaints, tidemark_error
+from streaming.errors import TopicMissing
+
+_DAY_MS = 24 * 3600 * 1000
+
+
+@dataclass(frozen=True, slots=True)
+class TopicPlan:
+    """How a topic is made where it is missing; says nothing of one that exists."""
+
+    name: str
+    partitions: int
+    retention_ms: int
+
+    def settings(self) -> dict[str, str]:
+        return {"cleanup.policy": "delete", "retention.ms": str(self.retention_ms)}
+
+
+def plans(facts: str, control: str, dead_letters: str, partitions: int) -> tuple[TopicPlan, TopicPlan, TopicPlan]:
+    """Tidemark's three topics; `partitions` is for the facts and fixed for life."""
+    return (
+        # A week: how long the pipeline may be away before records go that it never read.
+        TopicPlan(facts, partitions, 7 * _DAY_MS),
+        # Operators' acts are few and wanted in one order; a month, so that an audit finds them.
+        TopicPlan(control, 1, 30 * _DAY_MS),
+        # A month for a person to look at what was refused.
+        TopicPlan(dead_letters, 1, 30 * _DAY_MS),
+    )
+
+
+class Topics:
+    """Asks the brokers about topics. Holds one connection; any thread may call, one at a time.
+
+    Every method raises `Unavailable` where the brokers do not answer within `patience` seconds (ask again), and
+    `Refused` where they say no.
+    """
+
+    def __init__(self, connection: KafkaConnection, patience: float = 10.0) -> None:
+        self._where = connection.bootstrap
+        self._patience = patience
+        self._complaints = Complaints(connection.bootstrap)
+        try:
+            self._admin = AdminClient({**connection.client(), "error_cb": self._complaints})
+        except KafkaException as error:
+            raise tidemark_error(error.args[0], self._where) from error
+
+    def create_missing(self, wanted: Iterable[TopicPlan]) -> list[str]:
+        """Make what does not exist, with the brokers' own replication factor; the names of the topics made."""
+        # Asked first, and not just tried: a user without the right to create may still use topics that exist.
+        missing = {plan.name: plan for plan in wanted if not self._exists(plan.name)}
+        if not missing:
+            return []
+        topics = [
+            NewTopic(plan.name, num_partitions=plan.partitions, replication_factor=-1, config=plan.settings())
+            for plan in missing.values()
+        ]
+        self._ask(
+            lambda patience: self._admin.create_topics(topics, request_timeout=patience),
+            expected=KafkaError.TOPIC_ALREADY_EXISTS,  # another process was quicker
+        )
+        self._wait_until_known(missing)
+        return list(missing)
+
+    def describe(self, names: Iterable[str]) -> dict[str, Topic]:
+        """The topics as they are now, in the order of `names`. Raises `TopicMissing` for the first that is absent."""
+        names = list(names)
+        descriptions = self._descriptions(names)
+        policies = self._policies(names)
+        partitions = [TopicPartition(name, p.id) for name in names for p in descriptions[name].partitions]
+        earliest = self._offsets(partitions, OffsetSpec.earliest())
+        end = self._offsets(partitions, OffsetSpec.latest())
+        return {
+            name: Topic(
+                name,
+                str(descriptions[name].topic_id),
+                policies[name],
+                tuple(
+                    Partition(earliest[name, number], end[name, number])
+                    for number in range(len(descriptions[name].partitions))
+                ),
+            )
+            for name in names
+        }
+
+    def heads(self, partition_counts: Mapping[str, int]) -> dict[tuple[str, int], int]:
+        """The offset of the next record to be written, by topic and partition: what a lag is measured against."""
+        partitions = [
+            TopicPartition(name, number) for name, count in partition_counts.items() for number in range(count)
+        ]
+        return self._offsets(partitions, OffsetSpec.latest())
+
+    def _exists(self, name: str) -> bool:
+        try:
+            self._descriptions([name])
+        except TopicMissing:
+            return False
+        return True
+
+    def _wait_until_known(self, names: Iterable[str]) -> None:
+        """A broker may answer "unknown topic" for a moment after the controller has made it."""
+        deadline = time.monotonic() + self._patience
+        for name in names:
+            while not self._exists(name):
+                if time.monotonic() > deadline:
+                    raise TopicMissing(name)
+                time.sleep(0.05)
+
+    def _descriptions(self, names: list[str]) -> dict[str, TopicDescription]:
+        answers = self._ask(
+            lambda patience: self._admin.describe_topics(TopicCollection(names), request_timeout=patience),
+            expected=KafkaError.UNKNOWN_TOPIC_OR_PART,
+        )
+        for name in names:
+            if isinstance(answers[name], KafkaError):
+                raise TopicMissing(name)
+        return answers
+
+    def _policies(self, names: list[str]) -> dict[str, str]:
+        resources = [ConfigResource(ConfigResource.Type.TOPIC, name) for name in names]
+        answers = self._ask(lambda patience: self._admin.describe_configs(resources, request_timeout=patience))
+        return {resource.name: entries["cleanup.policy"].value for resource, entries in answers.items()}
+
+    def _offsets(self, partitions: list[TopicPartition], spec: OffsetSpec) -> dict[tuple[str, int], int]:
+        request = dict.fromkeys(partitions, spec)
+        answers = self._ask(lambda patience: self._admin.list_offsets(request, request_timeout=patience))
+        return {(partition.topic, partition.partition): answer.offset for partition, answer in answers.items()}
+
+    def _ask(self, request: Callable[[float], Mapping[Any, Any]], expected: int | None = None) -> dict[Any, Any]:
+        """Send a request and wait for all its answers; an error of the code `expected` is an answer too."""
+        self._complaints.forget()
+        try:
+            futures = request(self._patience)
+        except KafkaException as error:
+            raise self._complaints.explain(error.args[0]) from error
+        answers: dict[Any, Any] = {}
+        for key, future in futures.items():
+            while not future.done():
+                self._admin.poll(0.02)
+                self._complaints.raise_refusal()
+            self._admin.poll(0)
+            try:
+                answers[key] = future.result()
+            except KafkaException as error:
+                if error.args[0].code() != expected:
+                    raise self._complaints.explain(error.args[0]) from error
+                answers[key] = error.args[0]
+        return answers
