@@ -55,7 +55,7 @@ class Server(ABC):
     def answers(self) -> bool:
         """Whether the server does its work now. Returns within about a second and does not raise."""
 
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027 - a hook: not every server has something to prepare
         """Make what the process needs to find (formatted storage, configuration); called before each start."""
 
     def environment(self) -> Mapping[str, str] | None:
@@ -73,7 +73,8 @@ class Server(ABC):
     @property
     def returncode(self) -> int | None:
         """How the last process ended: None while it runs or before the first start."""
-        return self._process.poll() if self._process else None
+        code: int | None = self._process.poll() if self._process else None
+        return code
 
     def start(self) -> None:
         """Return when the server answers; raises `StartFailed` and leaves nothing running where it does not."""
@@ -151,7 +152,7 @@ def end(process: psutil.Process, how: signal.Signals, seconds: float) -> None:
     except psutil.NoSuchProcess:
         return
     _, left = psutil.wait_procs(family[:1], timeout=seconds)
-    # Children notice the end of their parent by themselves (Postgres backends, Spark's JVM) and clean up; give them time.
+    # Children notice the end of their parent by themselves (Postgres backends, Spark's JVM); give them time to clean up.
     _, orphans = psutil.wait_procs(family[1:], timeout=0 if left else 5)
     for survivor in [*left, *orphans]:
         survivor.kill()
