@@ -6,6 +6,7 @@ TidemarkError
 │   └── LeaseLost(held, now)
 ├── Reject                this record is wrong, its neighbours are not: dead-letter it and go on
 │   └── BadRecord(reason, detail)
+├── Stopping              the process was told to end: leave at once, nothing is wrong
 └── Stop                  a person must decide: one line, exit code 2
     ├── BadSetting(name, problem)
     ├── TopicMissing(topic)
@@ -17,6 +18,7 @@ TidemarkError
     ├── SchemaMismatch(found, wanted)
     ├── ShardsChanged(was, now)
     ├── StateTooNew(found, known)
+    ├── ChainBroken(stream, writer, position, prev)
     └── Refused(what, problem)
 """
 
@@ -58,6 +60,10 @@ class BadRecord(Reject):
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
+
+
+class Stopping(TidemarkError):
+    """The process was told to end while it waited; what it waited for is done again after the next start."""
 
 
 class Stop(TidemarkError):
@@ -161,6 +167,20 @@ class StateTooNew(Stop):
         )
         self.found = found
         self.known = known
+
+
+class ChainBroken(Stop):
+    """A batch does not join what Postgres holds (DESIGN 2, rule 3): a foreign checkpoint, or a restored database."""
+
+    def __init__(self, stream: str, writer: str, position: int, prev: int) -> None:
+        super().__init__(
+            f"stream {stream}: Postgres holds {writer} at {position} and this batch would go on from {prev}: the"
+            " checkpoint is not of this database; set the checkpoint aside (it is disposable) and start again"
+        )
+        self.stream = stream
+        self.writer = writer
+        self.position = position
+        self.prev = prev
 
 
 class Refused(Stop):
