@@ -96,7 +96,8 @@ class Intervals:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Intervals) and list(self) == list(other)
 
-    __hash__ = None  # type: ignore[assignment]  # equal by content, so not for use as a key
+    def __hash__(self) -> int:
+        return hash(tuple(self))
 
 
 EMPTY = Intervals(np.empty(0, np.int64), np.empty(0, np.int64))

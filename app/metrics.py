@@ -1,0 +1,144 @@
+"""Every metric of the pipeline: its name, its kind, what it means and what to do when it moves.
+
+`docs/metrics.md` is made from this file (`make docs`). Metrics are moved on the driver only: nothing scrapes Spark's
+Python workers. What is known of each stream comes from `app.board` at the time of the scrape.
+"""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
+
+REGISTRY = CollectorRegistry()
+
+RECORDS = Counter(
+    "tidemark_records",
+    "Records by outcome: applied, held (their writer never joined), duplicate, late, batch (rows without a number),"
+    " forgotten (completed IDs dropped at a bound). `held` or `late` rising: see `tidemark status` for the writer.",
+    ["outcome"],
+    registry=REGISTRY,
+)
+DEAD_LETTERS = Counter(
+    "tidemark_dead_letters",
+    "Records sent to the dead letters, by reason. Any rise means a writer that breaks the contract: read the topic,"
+    " its headers name partition and offset.",
+    ["reason"],
+    registry=REGISTRY,
+)
+REGRESSIONS = Counter(
+    "tidemark_source_regressions",
+    "Writers that joined below their position: their database was set back. Readers must repair what was reused.",
+    registry=REGISTRY,
+)
+BATCH_SECONDS = Histogram(
+    "tidemark_batch_seconds",
+    "Wall time of a batch in the driver, from Spark's result to the last sink. Near the trigger's pace is normal;"
+    " rising with flat traffic points at a sink.",
+    registry=REGISTRY,
+    buckets=(0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6),
+)
+SINK_SECONDS = Histogram(
+    "tidemark_sink_seconds",
+    "Time of one batch in one sink, waiting for it included.",
+    ["sink"],
+    registry=REGISTRY,
+    buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5, 60),
+)
+LATENCY = Histogram(
+    "tidemark_completion_to_published_seconds",
+    "From the Kafka time of a writer's oldest record in a batch to its advance in Redis: one observation per advance.",
+    registry=REGISTRY,
+    buckets=(0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2, 2, 5, 10, 60),
+)
+KAFKA_HEAD = Gauge(
+    "tidemark_kafka_head_offset",
+    "The offset of the next record that will be written, asked of the brokers and not of the query: it moves even"
+    " when the query is dead.",
+    ["topic", "partition"],
+    registry=REGISTRY,
+)
+KAFKA_READ = Gauge(
+    "tidemark_kafka_read_offset",
+    "The offset of the next record to read, as committed to Postgres.",
+    ["topic", "partition"],
+    registry=REGISTRY,
+)
+KAFKA_LAG = Gauge(
+    "tidemark_kafka_lag_records",
+    "Head minus read. Rising: the pipeline is too slow or stands still; compare with the heartbeat.",
+    ["topic", "partition"],
+    registry=REGISTRY,
+)
+HEARTBEAT = Gauge(
+    "tidemark_heartbeat_timestamp_seconds",
+    "When the pipeline's own loop last went round (s since 1970). Older than 15 s: the process hangs, restart it.",
+    registry=REGISTRY,
+)
+LAST_BATCH = Gauge(
+    "tidemark_last_batch_timestamp_seconds",
+    "When the last batch was published (s since 1970). Old while the lag is not 0: the query stands still.",
+    registry=REGISTRY,
+)
+READY = Gauge(
+    "tidemark_pipeline_ready",
+    "1 while the query runs and holds the lease; 0 while it starts, waits for the lease or for a server.",
+    registry=REGISTRY,
+)
+LEASE_TOKEN = Gauge(
+    "tidemark_lease_token",
+    "The fencing token of the lease that this process holds, 0 while it holds none. Two processes never show the same.",
+    registry=REGISTRY,
+)
+RETRIES = Counter(
+    "tidemark_retries",
+    "Attempts that failed and will be made again, by what did not answer.",
+    ["what"],
+    registry=REGISTRY,
+)
+
+# Of streams, from the board: name, labels, meaning.
+STREAM_GAUGES = {
+    "position": (
+        "tidemark_position",
+        ["stream", "writer"],
+        "A writer's position (negative on a backward stream). Standing still while others move: look at its gap.",
+    ),
+    "linear": ("tidemark_linear_position", ["stream"], "The linear position of a stream."),
+    "pending": (
+        "tidemark_pending_ids",
+        ["stream"],
+        "Completed IDs that wait above their writer's position for a gap to close.",
+    ),
+    "gaps": ("tidemark_gaps", ["stream"], "Open gaps of a stream."),
+    "age": (
+        "tidemark_oldest_gap_age_seconds",
+        ["stream"],
+        "Age of the oldest gap, or of the writer held longest, counted from first sight; 0 while there is none."
+        " Past what a transaction may take: `tidemark status` names the blocker.",
+    ),
+    "unknown": (
+        "tidemark_unknown_writers",
+        ["stream"],
+        "Incarnations that never joined; while there is one the stream's line stays.",
+    ),
+}
+
+
+def page() -> str:
+    """The metrics page of the documentation."""
+    rows = []
+    for metric in (each for each in globals().values() if isinstance(each, MetricWrapperBase)):
+        family = next(iter(metric.describe()))
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        rows.append((name, family.type, metric._labelnames, family.documentation))
+    rows.extend((name, "gauge", labels, meaning) for name, labels, meaning in STREAM_GAUGES.values())
+    lines = [
+        "# Metrics",
+        "",
+        "The pipeline serves them on `TIDEMARK_METRICS_PORT`. Made from `app/metrics.py` by `make docs`.",
+        "",
+        "| metric | kind | labels | meaning, and what to do |",
+        "|---|---|---|---|",
+    ]
+    for name, kind, labels, meaning in sorted(rows):
+        named = ", ".join(f"`{label}`" for label in labels)
+        lines.append(f"| `{name}` | {kind} | {named} | {meaning} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,142 @@
+"""The query's checkpoint beside what Postgres remembers: do they join, and if not, start anew. Files only, no Spark.
+
+Spark keeps `offsets/N` (batch N is planned) and `commits/N` (batch N is done) in the checkpoint. Tidemark adds
+`seed`: written once, before the first batch, it names the line of batches (`lineage`), the batch that Postgres had
+applied last when the line began, and the states that the query begins with. A replay of any batch must find the same
+seeds, so they are never read from Postgres again while the checkpoint lives.
+"""
+
+import fcntl
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from streaming.errors import Stopping
+
+log = structlog.get_logger(__name__)
+
+KEPT_ASIDE = 3
+
+
+class Applied(msgspec.Struct, array_like=True, frozen=True):
+    """The batch that Postgres applied last."""
+
+    lineage: str
+    batch: int
+
+
+class Seed(msgspec.Struct, array_like=True, frozen=True):
+    """What a line of batches began with; `states` as of `streaming.query.by_shard`."""
+
+    lineage: str
+    after: Applied | None
+    shards: int
+    states: dict[int, bytes]
+
+
+_seeds = msgspec.msgpack.Decoder(Seed)
+
+
+class Checkpoint:
+    """A folder on a local file system. Not safe for two processes: take `lock` first."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def resume(self, applied: Applied | None) -> Seed | None:
+        """The seed to go on with, or None where the checkpoint cannot be gone on with; `applied` is Postgres' word.
+
+        They join where Postgres applied the last batch that Spark finished, or the one after, which Spark has planned
+        and will run again. Anything else (a restored database, a foreign or older checkpoint) is set aside.
+        """
+        seed = self._seed()
+        planned, done = self._last("offsets"), self._last("commits")
+        if seed is None or planned is None:
+            if planned is not None or done is not None:
+                self._set_aside("it does not say what it began with")
+            return None
+        finished = -1 if done is None else done
+        if applied is not None and applied.lineage == seed.lineage:
+            joins = finished <= applied.batch <= planned
+        else:
+            joins = finished == -1 and applied == seed.after
+        if not joins:
+            self._set_aside(f"its last batch is {seed.lineage}/{finished}, the database has applied {_named(applied)}")
+            return None
+        return seed
+
+    def begin(self, after: Applied | None, shards: int, states: dict[int, bytes]) -> Seed:
+        """Start a new line of batches from `states`; durable when it returns."""
+        seed = Seed(uuid.uuid4().hex, after, shards, states)
+        self.path.mkdir(parents=True, exist_ok=True)
+        part = self.path / "seed.part"
+        with part.open("wb") as file:
+            file.write(msgspec.msgpack.encode(seed))
+            file.flush()
+            os.fsync(file.fileno())
+        part.rename(self.path / "seed")
+        return seed
+
+    def shards(self) -> int | None:
+        """How many shards the checkpoint was made with; None where there is none."""
+        seed = self._seed()
+        return None if seed is None or self._last("offsets") is None else seed.shards
+
+    def discard(self, why: str) -> None:
+        """Set the checkpoint aside, if there is one."""
+        if self.path.exists():
+            self._set_aside(why)
+
+    def _seed(self) -> Seed | None:
+        try:
+            return _seeds.decode((self.path / "seed").read_bytes())
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+
+    def _last(self, kind: str) -> int | None:
+        folder = self.path / kind
+        batches = [int(file.name) for file in folder.iterdir() if file.name.isdigit()] if folder.is_dir() else []
+        return max(batches, default=None)
+
+    def _set_aside(self, why: str) -> None:
+        aside = self.path.with_name(f"{self.path.name}.aside-{time.time_ns()}")
+        self.path.rename(aside)
+        log.warning("The checkpoint is set aside, Postgres is the truth", why=why, aside=str(aside))
+        old = sorted(self.path.parent.glob(f"{self.path.name}.aside-*"))[:-KEPT_ASIDE]
+        for path in old:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def locked(path: Path, stopping: threading.Event) -> Iterator[None]:
+    """Hold the checkpoint at `path` against other processes of this machine; waits, and says so.
+
+    Raises Stopping where `stopping` is set first. The lease (sinks.lease) fences processes everywhere; this one keeps
+    two that were given different databases from writing one checkpoint.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("a") as file:
+        waiting = False
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not waiting:
+                    log.info("Waiting for another process to leave the checkpoint", checkpoint=str(path))
+                waiting = True
+                if stopping.wait(0.5):
+                    raise Stopping from None
+        yield
+
+
+def _named(applied: Applied | None) -> str:
+    return "none" if applied is None else f"{applied.lineage}/{applied.batch}"

@@ -1,0 +1,71 @@
+"""The Spark session: each setting with the reason for it. Figures without a source are in docs/benchmarks.md."""
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pyspark.sql import SparkSession
+
+# Where measured: SPARK.md, "Latency" and "Traps".
+SETTINGS = {
+    "spark.app.name": "tidemark",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    # The default writes the checkpoint through a checksumming file system with a hidden file beside each file; on a
+    # local disk a plain rename is as atomic and takes a batch from 210 ms to 135 ms.
+    "spark.sql.streaming.checkpointFileManagerClass": (
+        "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
+    ),
+    "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
+    # The checkpoint is disposable (DESIGN 5): a damaged file costs a reseed from Postgres, so a second sum is not worth it.
+    "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
+    # Workers talk over a Unix socket instead of loopback TCP: 125 ms to 90 ms a batch.
+    "spark.python.unix.domain.socket.enabled": "true",
+    # Arrow data is handed to Python in pieces that stay in the processor's cache.
+    "spark.sql.execution.arrow.maxRecordsPerBatch": "10000",
+    # Effects and states are binary: nothing to gain from adapting a plan with one small shuffle.
+    "spark.sql.adaptive.enabled": "false",
+    # An idle system runs no batch; what must happen then is done by threads of the driver.
+    "spark.sql.streaming.noDataMicroBatches.enabled": "false",
+    # Old batches are of no use: a lost checkpoint is seeded from Postgres.
+    "spark.sql.streaming.minBatchesToRetain": "10",
+    # A query that fails is started again by the pipeline, which knows what may be retried.
+    "spark.task.maxFailures": "1",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SparkSettings:
+    """`jars`: the Kafka connector's jar files. `memory`: the driver's heap, in Spark's notation (`1g`).
+
+    `tasks`: parallel tasks after the shuffle; fixed by the checkpoint once it exists, shards bound it from above.
+    """
+
+    master: str
+    memory: str
+    jars: list[Path]
+    tasks: int
+    local_dir: Path
+    extra: dict[str, str] = field(default_factory=dict)
+
+
+def start(settings: SparkSettings) -> SparkSession:
+    """Start the JVM and the session; takes seconds. One per process."""
+    # Workers must run this interpreter: another would lack our packages.
+    os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    builder = SparkSession.builder.master(settings.master)
+    own = {
+        "spark.driver.memory": settings.memory,
+        "spark.jars": ",".join(str(jar) for jar in settings.jars),
+        "spark.sql.shuffle.partitions": str(settings.tasks),
+        "spark.local.dir": str(settings.local_dir),
+    }
+    for name, value in {**SETTINGS, **own, **settings.extra}.items():
+        builder = builder.config(name, value)
+    spark = builder.getOrCreate()
+    spark.sparkContext.setLogLevel("ERROR")
+    return spark
