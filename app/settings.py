@@ -1,12 +1,261 @@
-"""Settings (being written)."""
+"""Every setting, from `TIDEMARK_...` in the environment. The only module that reads the environment.
 
+A value comes from the first of: the variable; the file that `<variable>_FILE` names (secrets only); `stack.env` of
+the local stack in TIDEMARK_HOME, so that a second terminal needs no settings; the default.
+"""
+
+import os
+import re
+import socket
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+import psycopg
+from dotenv import dotenv_values
+from psycopg.conninfo import conninfo_to_dict
+from pydantic import AfterValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    DotEnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from sources.kafka import KafkaConnection
+from streaming.bounds import Bounds
+from streaming.errors import BadSetting
+
+PREFIX = "TIDEMARK_"
+_HOME = Path("~/.cache/tidemark").expanduser()
+
+
+def _is_conninfo(secret: SecretStr) -> SecretStr:
+    try:
+        conninfo_to_dict(secret.get_secret_value())
+    except psycopg.ProgrammingError:  # its text may quote the password
+        raise ValueError("not a Postgres URL (postgresql://user:password@host:5432/database)") from None
+    return secret
+
+
+def _is_redis_url(secret: SecretStr) -> SecretStr:
+    if not re.match(r"(rediss?|unix)://", secret.get_secret_value()):
+        raise ValueError("not a Redis URL (redis://, rediss:// or unix://)")
+    return secret
+
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+AnyPort = Annotated[int, Field(ge=0, le=65535)]
+PostgresDsn = Annotated[SecretStr, AfterValidator(_is_conninfo)]
+RedisUrl = Annotated[SecretStr, AfterValidator(_is_redis_url)]
+Positive = Annotated[int, Field(ge=1)]
+Topic = Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]{1,249}$")]
 
 
 class Settings(BaseSettings):
-    model_config = SettingsConfigDict(env_prefix="TIDEMARK_")
-    home: Path = Path.home() / ".cache" / "tidemark"
-    java_home: Path | None = Field(None, validation_alias="JAVA_HOME")
+    """The effective settings. Made by `load`, which turns a wrong value into `BadSetting`."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, extra="ignore", frozen=True)
+
+    home: Annotated[Path, AfterValidator(Path.absolute)] = Field(
+        _HOME, description="Directory of the jars and of the local stack's data."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
+    log_format: Literal["console", "json"] = Field("console", description="Log lines for people or for machines.")
+
+    kafka_bootstrap_servers: str = Field("localhost:9092", min_length=1, description="Kafka brokers, host:port[,...].")
+    kafka_facts_topic: Topic = Field("tidemark.facts", description="Topic that writers' records are read from.")
+    kafka_control_topic: Topic = Field("tidemark.control", description="Topic of operators' forced acts.")
+    kafka_dead_letters_topic: Topic = Field("tidemark.dead-letters", description="Topic that bad records go to.")
+    kafka_create_topics: Annotated[bool, Field(description="Create topics that are missing; the local stack does.")] = (
+        False
+    )
+    kafka_partitions: Positive = Field(4, description="Partitions of a facts topic that is created; fixed for life.")
+    kafka_security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = Field(
+        "PLAINTEXT", description="How brokers are reached."
+    )
+    kafka_sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] | None = Field(
+        None, description="How to log in where the protocol has SASL."
+    )
+    kafka_username: str | None = Field(None, description="User name for SASL.")
+    kafka_password: SecretStr | None = Field(None, description="Password for SASL.")
+    kafka_ca_file: Path | None = Field(None, description="PEM file of the authority that signed the brokers' names.")
+
+    postgres_dsn: PostgresDsn = Field(
+        SecretStr("postgresql://localhost:5432/tidemark"), description="Postgres URL or key=value words."
+    )
+    redis_url: RedisUrl = Field(SecretStr("redis://localhost:6379/0"), description="Redis URL (redis, rediss, unix).")
+
+    shards: Annotated[int, Field(ge=1, le=4096)] = Field(
+        16, description="Groups that streams are spread over; a change needs --accept shards."
+    )
+    checkpoint: str = Field(
+        default_factory=lambda known: str(known["home"] / "checkpoint"),
+        description="Spark's checkpoint, a path or URL; may be deleted at any time while the pipeline is stopped.",
+    )
+    spark_master: str = Field("local[*]", min_length=1, description="Where Spark runs.")
+    spark_driver_memory: str = Field(
+        "1g", pattern=r"^[1-9]\d*[kmgt]$", description="Heap of Spark's driver, such as 512m or 2g."
+    )
+    spark_jars: Path = Field(
+        default_factory=lambda known: known["home"] / "jars" / "connector",
+        description="Directory with the jars of Spark's Kafka source.",
+    )
+    max_records_per_batch: Positive = Field(2_000_000, description="Kafka records that one batch reads at most.")
+    java_home: Path | None = Field(
+        None, validation_alias="JAVA_HOME", description="Java to use; without it the first on the PATH."
+    )
+
+    owner: str = Field(
+        default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}",
+        min_length=1,
+        description="Name of this process in the lease; for people.",
+    )
+    lease_seconds: Annotated[int, Field(ge=3, le=600)] = Field(
+        15, description="How long a lease lives that is not renewed: bounds a take-over from a host that fell silent."
+    )
+    metrics_host: str = Field("127.0.0.1", description="Address that the pipeline's /metrics listens on.")
+    metrics_port: AnyPort = Field(9464, description="Port of the pipeline's /metrics; 0 = any free one.")
+
+    history_days: Positive = Field(7, description="Days that Postgres keeps the history of advances.")
+    advances_kept: Positive = Field(10_000, description="Advances that Redis keeps of each stream.")
+    pending_bound: Positive = Field(10_000, description="Intervals held back of one writer; past it records wait.")
+    completed_bound: Positive = Field(
+        10_000, description="Intervals of completed IDs kept above a linear position; past it the line is cautious."
+    )
+    retirement_days: Positive = Field(7, description="Days after which a retired writer leaves the state.")
+    retired_bound: Positive = Field(10_000, description="Retired writers kept of one stream before that.")
+
+    up_kafka_port: AnyPort = Field(19092, description="`tidemark up`: port of Kafka; 0 = any free one.")
+    up_postgres_port: AnyPort = Field(15432, description="`tidemark up`: port of Postgres; 0 = any free one.")
+    up_redis_port: AnyPort = Field(16379, description="`tidemark up`: port of Redis; 0 = any free one.")
+    up_metrics_port: AnyPort = Field(19464, description="`tidemark up`: port of the metrics; 0 = any free one.")
+
+    @model_validator(mode="after")
+    def _sasl_is_complete(self) -> Self:
+        missing = [
+            name for name in ("kafka_sasl_mechanism", "kafka_username", "kafka_password") if getattr(self, name) is None
+        ]
+        if self.kafka_security_protocol.startswith("SASL") and missing:
+            raise ValueError(
+                f"{PREFIX}KAFKA_SECURITY_PROTOCOL={self.kafka_security_protocol} also needs "
+                + ", ".join(map(variable_of, missing))
+            )
+        return self
+
+    @property
+    def kafka(self) -> KafkaConnection:
+        return KafkaConnection(
+            bootstrap=self.kafka_bootstrap_servers,
+            protocol=self.kafka_security_protocol,
+            mechanism=self.kafka_sasl_mechanism,
+            username=self.kafka_username,
+            password=self.kafka_password.get_secret_value() if self.kafka_password else None,
+            ca_file=str(self.kafka_ca_file) if self.kafka_ca_file else None,
+        )
+
+    @property
+    def bounds(self) -> Bounds:
+        return Bounds(
+            pending=self.pending_bound,
+            completed=self.completed_bound,
+            retired=self.retired_bound,
+            retirement=self.retirement_days * 24 * 3600 * 1000,
+        )
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://{self.metrics_host}:{self.metrics_port}/metrics"
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        stack_env = DotEnvSettingsSource(settings_cls, env_file=_stack_env())
+        return init_settings, env_settings, _SecretFiles(settings_cls), stack_env
+
+
+class _SecretFiles(PydanticBaseSettingsSource):
+    """Secrets from the files that `TIDEMARK_..._FILE` name, as container platforms hand them out."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """Raises `BadSetting` for a file that cannot be read, and where the variable itself is set too."""
+        variable = f"{variable_of(field_name)}_FILE"
+        if not is_secret(field) or not (path := os.environ.get(variable)):
+            return None, field_name, False
+        if os.environ.get(variable_of(field_name)):
+            raise BadSetting(variable, f"{variable_of(field_name)} is set too; keep one of them")
+        try:
+            return Path(path).read_text().rstrip("\r\n"), field_name, False
+        except OSError as error:
+            raise BadSetting(variable, f"cannot read {path}: {error.strerror}") from None
+
+    def __call__(self) -> dict[str, Any]:
+        values = {name: self.get_field_value(field, name)[0] for name, field in Settings.model_fields.items()}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def load() -> Settings:
+    """The settings of this process; raises `BadSetting` for the first one that is wrong."""
+    try:
+        return Settings()
+    except ValidationError as error:
+        raise _bad_setting(error) from None
+
+
+def _bad_setting(error: ValidationError) -> BadSetting:
+    first = error.errors()[0]
+    problem = first["msg"].removeprefix("Value error, ")
+    if not first["loc"]:  # of several settings together; the text names them
+        return BadSetting("settings", problem)
+    name = str(first["loc"][0])
+    field = Settings.model_fields.get(name) or Settings.model_fields["java_home"]
+    value = "the value" if is_secret(field) else repr(first["input"])
+    return BadSetting(
+        variable_of(name), f"{value} is not allowed: {problem[0].lower()}{problem[1:]} ({field.description})"
+    )
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of a field."""
+    alias = Settings.model_fields[name].validation_alias if name in Settings.model_fields else name
+    return str(alias or f"{PREFIX}{name.upper()}")
+
+
+def is_secret(field: FieldInfo) -> bool:
+    return SecretStr in (field.annotation, *get_args(field.annotation))
+
+
+def origin_of(name: str) -> str:
+    """Where the effective value of a field comes from, in words."""
+    variable = variable_of(name)
+    if os.environ.get(variable):
+        return "environment"
+    if path := os.environ.get(f"{variable}_FILE"):
+        return path
+    if variable in dotenv_values(_stack_env()):
+        return str(_stack_env())
+    return "default"
+
+
+def unknown_variables() -> list[str]:
+    """`TIDEMARK_...` variables that are no setting: a typing error, or another part of the system."""
+    known = {variable_of(name) for name in Settings.model_fields}
+    known |= {f"{variable_of(name)}_FILE" for name, field in Settings.model_fields.items() if is_secret(field)}
+    return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
+
+
+def child_environment(overrides: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a child process: ours, with `overrides` by variable in place of what is set there."""
+    replaced = {*overrides, *(f"{name}_FILE" for name in overrides)}
+    return {name: value for name, value in os.environ.items() if name not in replaced} | dict(overrides)
+
+
+def _stack_env() -> Path:
+    return Path(os.environ.get(f"{PREFIX}HOME") or _HOME) / "stack.env"

@@ -129,7 +129,8 @@ class Server(ABC):
         """
         path = self.home.pid(self.name)
         try:
-            process = psutil.Process(int(path.read_text()))
+            pid = int(path.read_text())
+            process = psutil.Process(pid)
             if process.create_time() > path.stat().st_mtime + 1:
                 return None
             end(process, self.stop_signal, seconds=20)
@@ -137,7 +138,7 @@ class Server(ABC):
             return None
         finally:
             path.unlink(missing_ok=True)
-        return process.pid
+        return pid
 
     def log_tail(self, lines: int = 3) -> str:
         text = self.home.log(self.name).read_text(errors="replace") if self.home.log(self.name).exists() else ""
@@ -152,7 +153,7 @@ def end(process: psutil.Process, how: signal.Signals, seconds: float) -> None:
     except psutil.NoSuchProcess:
         return
     _, left = psutil.wait_procs(family[:1], timeout=seconds)
-    # Children notice the end of their parent by themselves (Postgres backends, Spark's JVM); give them time to clean up.
+    # Children notice the end of their parent by themselves (Postgres backends, Spark's JVM): time to clean up.
     _, orphans = psutil.wait_procs(family[1:], timeout=0 if left else 5)
     for survivor in [*left, *orphans]:
         survivor.kill()
