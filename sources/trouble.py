@@ -39,6 +39,8 @@ def tidemark_error(error: KafkaError, where: str) -> TidemarkError:
         return Refused("Kafka", where, problem, "check the user name, the password and the SASL mechanism")
     if code in _RIGHTS:
         return Refused("Kafka", where, problem, "grant our user that right")
+    if code == KafkaError.MSG_SIZE_TOO_LARGE:
+        return Refused("Kafka", where, problem, "send a smaller row, or raise max.message.bytes of the topic")
     if code in _TLS:
         return Refused("Kafka", where, problem, "check the security protocol and the CA file")
     return Unavailable("Kafka", where, problem)

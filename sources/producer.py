@@ -1,0 +1,69 @@
+"""Sends records to one topic with the stream as key, so that a stream stays in its partition and its order."""
+
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
+
+from sources.kafka import KafkaConnection
+from sources.trouble import Complaints, tidemark_error
+
+FOR_EVER = 0.0
+
+
+class RecordProducer:
+    """One thread. What was sent is in Kafka only once `flush` returned without an error.
+
+    `give_up_after` (seconds) bounds how long a record is tried; `FOR_EVER` waits out any outage and keeps the order.
+    """
+
+    def __init__(self, connection: KafkaConnection, topic: str, give_up_after: float) -> None:
+        self._topic = topic
+        self._where = connection.bootstrap
+        self._complaints = Complaints(connection.bootstrap)
+        self._failure: KafkaError | None = None
+        self.delivered = 0
+        self.last: tuple[int, int] | None = None
+        """Partition and offset of the record that was acknowledged last."""
+        settings = connection.producer() | {"message.timeout.ms": str(int(give_up_after * 1000))}
+        try:
+            self._producer = Producer({**settings, "error_cb": self._complaints})
+        except KafkaException as error:
+            raise tidemark_error(error.args[0], self._where) from error
+
+    def send(self, stream: str, value: bytes) -> None:
+        """Hand a record over; blocks while the queue is full. Raises what an *earlier* record failed with."""
+        while True:
+            try:
+                self._producer.produce(self._topic, value=value, key=stream.encode(), on_delivery=self._delivered)
+            except BufferError:
+                self._poll(0.1)
+            except KafkaException as error:
+                raise tidemark_error(error.args[0], self._where) from error
+            else:
+                self._poll(0)
+                return
+
+    def backlog(self) -> int:
+        """Records that Kafka has not acknowledged."""
+        self._poll(0)
+        return len(self._producer)
+
+    def flush(self, seconds: float) -> int:
+        """Wait for acknowledgements; the number of records that have none yet. Raises `Unavailable` or `Refused`."""
+        left: int = self._producer.flush(seconds)
+        self._check()
+        return left
+
+    def _poll(self, seconds: float) -> None:
+        self._producer.poll(seconds)
+        self._check()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._complaints.explain(self._failure)
+        self._complaints.raise_refusal()
+
+    def _delivered(self, error: KafkaError | None, message: Message) -> None:
+        if error is not None:
+            self._failure = self._failure or error
+        else:
+            self.delivered += 1
+            self.last = message.partition(), message.offset()
