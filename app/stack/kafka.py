@@ -1,6 +1,5 @@
 """A Kafka broker of the local stack: one KRaft process, broker and controller in one."""
 
-import subprocess
 import uuid
 from base64 import urlsafe_b64encode
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ class Kafka(Server):
         if not (logs / "meta.properties").exists():
             cluster = urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
             arguments = ["format", "--standalone", "-t", cluster, "-c", str(self._properties)]
-            subprocess.run([*self._jvm(), "kafka.tools.StorageTool", *arguments], check=True, capture_output=True)
+            self.run_first([*self._jvm(), "kafka.tools.StorageTool", *arguments])
 
     def command(self) -> Sequence[str]:
         return [*self._jvm(), "kafka.Kafka", str(self._properties)]

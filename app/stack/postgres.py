@@ -10,7 +10,6 @@ import pwd
 import secrets
 import shutil
 import signal
-import subprocess
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,8 +44,8 @@ class Postgres(Server):
         self._password_file = home.data(self.name) / "password"
 
     def dsn(self, database: str = DATABASE) -> str:
-        """A connection URL of the superuser. The server must have been prepared once."""
-        return f"postgresql://{_USER}:{self._password_file.read_text()}@{LOOPBACK}:{self.port}/{database}"
+        """A connection URL of the superuser; good to know before the server runs."""
+        return f"postgresql://{_USER}:{self._password()}@{LOOPBACK}:{self.port}/{database}"
 
     def prepare(self) -> None:
         if (self._data / "PG_VERSION").exists():
@@ -55,11 +54,10 @@ class Postgres(Server):
         self._data.mkdir(mode=0o700)
         if os.geteuid() == 0:
             os.chown(self._data, *_nobody())
-        self._password_file.touch(mode=0o600)
-        self._password_file.write_text(secrets.token_urlsafe(16))
+        self._password()
         arguments = ["-D", str(self._data), "-U", _USER, "--encoding=UTF8", "--no-locale", "--no-instructions"]
         arguments += ["--auth=scram-sha-256", f"--pwfile={self._password_file}"]
-        subprocess.run([*_as_ordinary_user(), _binary("initdb"), *arguments], check=True, capture_output=True)
+        self.run_first([*_as_ordinary_user(), _binary("initdb"), *arguments])
 
     def command(self) -> Sequence[str]:
         settings = {
@@ -81,6 +79,12 @@ class Postgres(Server):
         except psycopg.OperationalError:
             return False
         return True
+
+    def _password(self) -> str:
+        if not self._password_file.exists():
+            self._password_file.touch(mode=0o600)
+            self._password_file.write_text(secrets.token_urlsafe(16))
+        return self._password_file.read_text()
 
     def _create_database(self, connection: psycopg.Connection) -> None:
         found = connection.execute("SELECT FROM pg_database WHERE datname = %s", [DATABASE]).fetchone()

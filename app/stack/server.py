@@ -62,6 +62,13 @@ class Server(ABC):
         """The whole environment of the process; None is ours."""
         return None
 
+    def run_first(self, command: Sequence[str]) -> None:
+        """Run a command of `prepare` to its end, into the server's log; raises `StartFailed`."""
+        with self.home.log(self.name).open("ab") as log:
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False)
+        if done.returncode != 0:
+            raise StartFailed(self.name, f"its preparation ended with code {done.returncode}", self.log_tail())
+
     @property
     def pid(self) -> int | None:
         return self._process.pid if self.running and self._process else None
@@ -166,6 +173,17 @@ def free_port() -> int:
         probe.bind((LOOPBACK, 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def obstacle(port: int) -> str | None:
+    """Why nobody may begin to listen at the port; None where it is free."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that just ended are no obstacle
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError as error:
+            return error.strerror
+    return None
 
 
 def listens(port: int) -> bool:

@@ -1,0 +1,28 @@
+"""Log lines on stderr: for people on a terminal, as JSON where a machine reads them."""
+
+import logging
+import sys
+
+import structlog
+from structlog.typing import Processor
+
+from app.settings import Settings
+
+
+def configure(settings: Settings) -> None:
+    """Call once per process, before the first line is logged."""
+    common: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    shape: list[Processor]
+    if settings.log_format == "json":
+        shape = [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+    else:
+        shape = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+    structlog.configure(
+        processors=[*common, *shape],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[settings.log_level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )

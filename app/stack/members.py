@@ -1,0 +1,75 @@
+"""Which processes make up the local stack, at which ports, and the settings by which others reach them."""
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from app.settings import Settings
+from app.stack.home import Home
+from app.stack.jars import BROKER, CONNECTOR
+from app.stack.kafka import Kafka
+from app.stack.postgres import Postgres
+from app.stack.redis import Redis
+from app.stack.server import LOOPBACK, Server, free_port, obstacle
+from app.stack.tidemark import Demo, Pipeline
+from streaming.errors import Stop
+
+
+class PortTaken(Stop):
+    def __init__(self, server: str, port: int, problem: str) -> None:
+        super().__init__(
+            f"port {port} for {server} is not free ({problem}): end the program that has it,"
+            f" or choose another with TIDEMARK_UP_{server.upper()}_PORT (0 = any free one)"
+        )
+        self.port = port
+
+
+class Members:
+    """The processes, not started yet. A port of 0 in `settings` is replaced by a free one, for the stack's life."""
+
+    def __init__(self, home: Home, settings: Settings, java: str) -> None:
+        self.home = home
+        self.kafka = Kafka(home, settings.up_kafka_port or free_port(), java=java, jars=home.jars / BROKER)
+        self.postgres = Postgres(home, settings.up_postgres_port or free_port())
+        self.redis = Redis(home, settings.up_redis_port or free_port())
+        self._metrics_port = settings.up_metrics_port or free_port()
+
+    @property
+    def servers(self) -> list[Server]:
+        return [self.kafka, self.postgres, self.redis]
+
+    def pipeline(self) -> Pipeline:
+        return Pipeline(self.home, self._metrics_port, self.variables())
+
+    def demo(self) -> Demo:
+        return Demo(self.home, 0, self.variables())
+
+    def require_free_ports(self) -> None:
+        """Raises `PortTaken`."""
+        ports = {server.name: server.port for server in self.servers} | {"metrics": self._metrics_port}
+        for name, port in ports.items():
+            if problem := obstacle(port):
+                raise PortTaken(name, port, problem)
+
+    def variables(self) -> Mapping[str, str]:
+        """The stack's settings by variable."""
+        return {
+            "TIDEMARK_HOME": str(self.home.root),
+            "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": self.kafka.bootstrap_servers,
+            "TIDEMARK_KAFKA_SECURITY_PROTOCOL": "PLAINTEXT",
+            "TIDEMARK_KAFKA_CREATE_TOPICS": "true",
+            "TIDEMARK_POSTGRES_DSN": self.postgres.dsn(),
+            "TIDEMARK_REDIS_URL": self.redis.url,
+            "TIDEMARK_METRICS_HOST": LOOPBACK,
+            "TIDEMARK_METRICS_PORT": str(self._metrics_port),
+            "TIDEMARK_METRICS_URL": f"http://{LOOPBACK}:{self._metrics_port}/metrics",
+            "TIDEMARK_CHECKPOINT": str(self.home.data("pipeline") / "checkpoint"),
+            "TIDEMARK_SPARK_JARS": str(self.home.jars / CONNECTOR),
+        }
+
+    def write_stack_env(self) -> Path:
+        """Lines for a shell to source. For the owner's eyes: it holds the password of Postgres."""
+        path = self.home.stack_env
+        path.touch(mode=0o600)
+        path.write_text("".join(f"export {name}={shlex.quote(text)}\n" for name, text in self.variables().items()))
+        return path

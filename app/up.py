@@ -1,0 +1,136 @@
+"""`tidemark up`: the whole local stack in one command, from the first download to the last process stopped."""
+
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import click
+
+from app.settings import Settings
+from app.stack.home import Home
+from app.stack.jars import fetch_jars
+from app.stack.java import find_java
+from app.stack.members import Members
+from app.stack.redis import redis_program
+from app.stack.server import Server
+from app.stack.supervisor import Supervisor
+from sinks.migrations import migrate
+from streaming.errors import BadSetting
+
+
+def run(settings: Settings, *, demo: bool) -> None:
+    """Return when the stack was told to end (Ctrl-C, SIGTERM, SIGHUP) and has ended.
+
+    Raises a `Stop` before anything was started, or `StartFailed` after what did start was ended again.
+    """
+    home = Home(settings.home)
+    _require_writable(home)
+    with home.claimed(), suppress(KeyboardInterrupt), _signals_interrupt():
+        began = time.monotonic()
+        java = find_java(settings.java_home)
+        members = Members(home, settings, java)
+        _end_leftovers(members)
+        members.require_free_ports()
+        fetch_jars(home.jars, java, lambda jar: _say(f"fetching {jar} (once)"))
+        with _running(members, demo=demo) as running:
+            _invite(members, time.monotonic() - began)
+            supervisor = Supervisor(running, _say)
+            while True:
+                time.sleep(0.5)
+                supervisor.tick()
+
+
+def _require_writable(home: Home) -> None:
+    try:
+        home.root.mkdir(parents=True, exist_ok=True)
+        home.pid("up").touch()
+    except OSError as error:
+        raise BadSetting("TIDEMARK_HOME", f"cannot write in {home.root}: {error.strerror}; choose another") from None
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """The first signal raises KeyboardInterrupt, once; what comes while the stack ends does not disturb it."""
+
+    def interrupt(*_: object) -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_leftovers(members: Members) -> None:
+    """End what an `up` that was killed left behind, readers before the servers that they read from."""
+    for server in [members.demo(), members.pipeline(), *members.servers]:
+        if pid := server.end_leftover():
+            _say(f"ended {server.name} (pid {pid}), left behind by an earlier stack")
+
+
+@contextmanager
+def _running(members: Members, *, demo: bool) -> Iterator[Sequence[Server]]:
+    """Everything started, in the order in which it was; ended in the reverse order whatever happens."""
+    running: list[Server] = [*members.servers]
+    try:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(_start, members.servers))
+        migrate(members.postgres.dsn())
+        for later in [members.pipeline(), members.demo()] if demo else [members.pipeline()]:
+            running.append(later)
+            _start(later)
+        members.write_stack_env()
+        yield running
+    finally:
+        members.home.stack_env.unlink(missing_ok=True)
+        for server in reversed(running):
+            if server.running:
+                _say(f"ending {server.name}")
+            server.stop()
+
+
+def _start(server: Server) -> None:
+    began = time.monotonic()
+    _say(f"starting {server.name}")
+    server.start()
+    _say(f"{server.name} answers after {time.monotonic() - began:.1f} s")
+
+
+def _invite(members: Members, seconds: float) -> None:
+    tidemark = _shown("tidemark", Path(sys.executable).parent / "tidemark")
+    redis_cli = _shown("redis-cli", Path(redis_program("redis-cli")))
+    fact = '{"kind":"RDATA","stream":"orders","writer":"shop","id":1,"row":{}}'
+    _say(
+        f"""
+ready after {seconds:.0f} s. Ctrl-C ends everything; the next start finds its data again.
+
+  In another terminal:
+    {tidemark} status
+    echo '{fact}' | {tidemark} produce
+    {redis_cli} -p {members.redis.port} get 'tidemark:{{orders}}:token'
+
+  Settings for your own programs:  . {members.home.stack_env}
+  Logs:                            {members.home.root / "log"}
+"""
+    )
+
+
+def _shown(name: str, path: Path) -> str:
+    """How a person calls a program from here: by name where the shell finds it, else by the shortest path."""
+    if shutil.which(name):
+        return name
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _say(text: str) -> None:
+    click.echo(text)
