@@ -1,0 +1,66 @@
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+VENV := .venv
+BIN := $(VENV)/bin
+# The first Python that is new enough; `make PYTHON=/path/to/python3.12 setup` names another.
+PYTHON := $(shell for p in python3 python3.11 python3.12 python3.13; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
+EXTRAS := local,dev
+
+##@ Start here
+.PHONY: help
+help: ## Show this list
+	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } \
+		/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: setup
+setup: $(VENV)/.installed ## Make the virtual environment .venv with everything that Tidemark needs
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@[ -n "$(PYTHON)" ] || { echo "make: Python 3.11 or newer is needed: install it (Debian, Ubuntu: apt-get install python3 python3-venv) or name it: make PYTHON=/path/to/python3.11 ..." >&2; exit 2; }
+	@[ -x $(BIN)/python ] || "$(PYTHON)" -m venv $(VENV) || { echo "make: $(PYTHON) cannot make virtual environments (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 2; }
+	@echo "installing into $(VENV) (about 1 GB, once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+.PHONY: run
+run: setup ## Run the whole local stack with a demo: several writers whose facts complete out of order
+	@exec $(BIN)/tidemark up --demo
+
+.PHONY: up
+up: setup ## Run the whole local stack without the demo, for facts of your own
+	@exec $(BIN)/tidemark up
+
+##@ Check
+.PHONY: test
+test: setup ## Run every test
+	$(BIN)/pytest
+
+.PHONY: test-quick
+test-quick: setup ## Run the tests that take less than about five seconds each
+	$(BIN)/pytest -m "not slow"
+
+.PHONY: lint
+lint: setup ## Check style, types and the direction of imports
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.PHONY: format
+format: setup ## Put the code into its one format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+##@ Measure
+.PHONY: bench
+bench: setup ## Measure Tidemark beside its alternatives and write docs/benchmarks.md
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS),bench]'
+	$(BIN)/python -m tests.bench
+
+##@ Tidy up
+.PHONY: clean
+clean: ## Remove what was built or cached in this directory (the stack's data stays in TIDEMARK_HOME)
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find app sinks sources streaming tests -name __pycache__ -prune -exec rm -rf {} +
