@@ -42,9 +42,11 @@ class Remembered:
 
 @dataclass(frozen=True, slots=True)
 class StreamPositions:
-    """A stream as committed. `forgotten` names writers that retired long ago and stand neither here nor in Redis."""
+    """A stream as committed. `forgotten` names writers that retired long ago and stand neither here nor in Redis;
+    `late` is the number of its newest late completion, 0 for none."""
 
     linear: int
+    late: int
     positions: dict[str, int]
     forgotten: frozenset[str]
 
@@ -163,9 +165,11 @@ class Postgres:
         with self._reads.session() as connection:
             # The lines first: a line that is older than the positions claims too little, the other way too much.
             found = {
-                stream: StreamPositions(linear, {}, frozenset(forgotten))
-                for stream, linear, forgotten in connection.execute(
-                    "select stream, linear, array(select writer from tidemark.stream_positions p"
+                stream: StreamPositions(linear, late, {}, frozenset(forgotten))
+                for stream, linear, late, forgotten in connection.execute(
+                    "select stream, linear,"
+                    " coalesce((select max(number) from tidemark.late_completions l where l.stream = s.stream), 0),"
+                    " array(select writer from tidemark.stream_positions p"
                     "   where p.stream = s.stream and forgotten)"
                     " from tidemark.streams s where stream = any(%s)",
                     names,

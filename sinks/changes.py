@@ -1,0 +1,119 @@
+"""What Redis is told of one stream: made from a batch, or from what Postgres holds; both go through the same script.
+
+All numbers are text: an ID may have 63 bits, and a number in Redis's Lua has 53.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from sinks.batch import Applied, Batch
+from sinks.postgres import PastAdvance, PastLate, StreamPositions
+from streaming.effects import Advance, Late, StreamEffects
+
+
+class Entry(msgspec.Struct, array_like=True, frozen=True):
+    """A `POSITION` entry among the advances; moves its writer's position."""
+
+    writer: str
+    epoch: str
+    prev: str
+    id: str
+    facts: str
+    empty: str
+    unseen: str
+    skipped: str
+    linear: str
+    batch: str
+    time: str
+
+
+class LateEntry(msgspec.Struct, array_like=True, frozen=True):
+    """A `LATE` entry among the advances. `number` is Postgres's, and tells which ones Redis has already."""
+
+    number: str
+    writer: str
+    epoch: str
+    prev: str
+    id: str
+    facts: str
+    why: str
+    batch: str
+    time: str
+
+
+class Change(msgspec.Struct, array_like=True, frozen=True):
+    """One call of the script. Entries of a writer are in chain order; `positions` may name writers without entries."""
+
+    stream: str
+    linear: str
+    entries: list[Entry] = []
+    positions: list[tuple[str, str]] = []
+    late: list[LateEntry] = []
+    dropped: list[str] = []
+
+
+def of_batch(batch: Batch, applied: Applied) -> list[Change]:
+    """What `batch` changed, as Postgres settled it; streams that only held or counted something are left out."""
+    changes = (_of_stream(batch.number, shard.now, stream, applied) for shard, stream in batch.streams())
+    return [change for change in changes if change is not None]
+
+
+def _of_stream(batch: int, now: int, effects: StreamEffects, applied: Applied) -> Change | None:
+    if effects.linear == effects.linear_prev and not (effects.writers or effects.late or effects.dropped):
+        return None
+    name = effects.stream
+    advances = (applied.settled.get((name, advance.writer), advance) for advance in effects.advances)
+    numbers = applied.late.get(name, [])
+    return Change(
+        name,
+        str(effects.linear),
+        entries=[_entry(advance, effects.linear, batch, now) for advance in advances if advance],
+        positions=[
+            (row.writer, str(applied.positions.get((name, row.writer), row.position))) for row in effects.writers
+        ],
+        late=[_late(number, late, batch, now) for number, late in zip(numbers, effects.late, strict=True)],
+        dropped=effects.dropped,
+    )
+
+
+def of_history(
+    stream: str, held: StreamPositions, advances: Iterable[Sequence[PastAdvance]], late: Iterable[PastLate]
+) -> Change:
+    """A stream as Postgres holds it; `advances` has one chain per writer."""
+    past: list[tuple[int, PastAdvance]] = []
+    for chain in advances:
+        newest = 0
+        for advance in chain:
+            # A clock that was set back must not put a writer's advances out of their order.
+            newest = max(newest, advance.time)
+            past.append((newest, advance))
+    past.sort(key=lambda item: item[0])
+    return Change(
+        stream,
+        str(held.linear),
+        entries=[_entry(item.advance, item.linear, item.batch, item.time) for _, item in past],
+        positions=[(writer, str(position)) for writer, position in held.positions.items()],
+        late=[_late(item.number, item.late, item.batch, item.time) for item in late],
+        dropped=sorted(held.forgotten),
+    )
+
+
+def _entry(advance: Advance, linear: int, batch: int, time: int) -> Entry:
+    a = advance
+    numbers = (a.epoch, a.prev, a.id, a.facts, a.empty, a.unseen, a.skipped, linear, batch, time)
+    return Entry(a.writer, *map(str, numbers))
+
+
+def _late(number: int, late: Late, batch: int, time: int) -> LateEntry:
+    return LateEntry(
+        str(number),
+        late.writer,
+        str(late.epoch),
+        str(late.prev),
+        str(late.id),
+        str(late.facts),
+        late.why,
+        str(batch),
+        str(time),
+    )

@@ -1,0 +1,146 @@
+"""Keeps Redis a mirror of what Postgres holds: publishes each batch, and refills what Redis lost.
+
+The mirror only ever copies what is committed, so it may run at any time, and twice (DESIGN 2, rule 4). One lock keeps
+a refill and a batch from interleaving within a stream, so that the list of advances stays chained (rule 3).
+"""
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from sinks.batch import Applied, Batch
+from sinks.changes import Change, of_batch, of_history
+from sinks.lease import Lease
+from sinks.postgres import PastAdvance, Postgres, StreamPositions
+from sinks.redis import Held, Mode, Redis
+from streaming.errors import LeaseLost
+
+log = structlog.get_logger(__name__)
+
+STREAMS_AT_ONCE = 500
+ENTRIES = 100_000  # of the history, copied by one refill: what takes about two seconds; older ones stay in Postgres
+
+
+@dataclass(frozen=True, slots=True)
+class Refilled:
+    """Streams that were found behind Postgres, and the entries of history that were copied for them."""
+
+    streams: int
+    entries: int
+
+
+class Mirror:
+    """Any thread may call. Methods raise `Unavailable` and may then be called again, `LeaseLost`, and `Refused`."""
+
+    def __init__(self, postgres: Postgres, redis: Redis, lease: Lease) -> None:
+        self._postgres = postgres
+        self._redis = redis
+        self._lease = lease
+        self._known: set[str] = set()
+        self._lock = threading.Lock()
+
+    def publish(self, batch: Batch, applied: Applied) -> int:
+        """Show a committed batch to the readers; returns the count of streams that changed for them."""
+        if applied.repeated:
+            # Postgres knows how it was settled then; the batch alone does not.
+            return self.refill(sorted({stream.stream for _, stream in batch.streams()})).streams
+        changes = of_batch(batch, applied)
+        with self._lock:
+            lost = self._write([("known" if it.stream in self._known else "new", it) for it in changes])
+        if lost:
+            log.warning("Redis has lost data; filling it again from Postgres", streams=len(lost), first=lost[0])
+            self.refill(lost)
+        return len(changes)
+
+    def refill(self, streams: Sequence[str] | None = None) -> Refilled:
+        """Compare `streams` (None: all) with Postgres, and write what Redis lacks. Readers keep reading meanwhile."""
+        behind = list(self._behind(self._postgres.streams() if streams is None else streams))
+        writers = sum(count for _, count in behind)
+        newest = max(10, ENTRIES // max(1, writers))
+        entries = 0
+        for names in _chunks([stream for stream, _ in behind]):
+            with self._lock:
+                calls = self._mending(names, newest)
+                self._write(calls)
+            entries += sum(len(change.entries) for _, change in calls)
+        if behind:
+            log.info("Filled Redis from Postgres", streams=len(behind), writers=writers, entries=entries)
+        return Refilled(len(behind), entries)
+
+    def _behind(self, streams: Sequence[str]) -> Iterable[tuple[str, int]]:
+        """Streams of which Redis lacks something, with the count of writers that are affected."""
+        for names in _chunks(streams):
+            held = self._redis.held(names)
+            for stream, wanted in self._postgres.positions(names).items():
+                here = held[stream]
+                lacking = len(_lacking(here, wanted)) + len(wanted.forgotten & here.positions.keys())
+                if here.linear is not None and abs(here.linear) > abs(wanted.linear):
+                    log.warning(
+                        "Redis is ahead of Postgres, and stays so; was the database restored from a backup?",
+                        stream=stream,
+                        redis=here.linear,
+                        postgres=wanted.linear,
+                    )
+                if lacking or _moved(here, wanted):
+                    yield stream, lacking
+                else:
+                    self._known.add(stream)
+
+    def _mending(self, names: Sequence[str], newest: int) -> list[tuple[Mode, Change]]:
+        held = self._redis.held(names)
+        wanted = self._postgres.positions(names)
+        since = [
+            (stream, writer, held[stream].positions.get(writer, 0))
+            for stream, here in wanted.items()
+            for writer in _lacking(held[stream], here)
+        ]
+        # One more than will be written shows that there are too many.
+        history = self._postgres.advances_since(since, newest + 1)
+        anew = {stream for stream in wanted if not held[stream].positions}
+        anew |= {stream for (stream, _), chain in history.items() if len(chain) > newest}
+        everything = [(stream, writer, 0) for stream in anew for writer in wanted[stream].positions]
+        history |= self._postgres.advances_since(everything, newest)
+        chains: dict[str, list[Sequence[PastAdvance]]] = {}
+        for (stream, _), chain in history.items():
+            chains.setdefault(stream, []).append(chain)
+        late = self._postgres.late_since(
+            [(stream, 0 if stream in anew else held[stream].late) for stream in wanted], newest
+        )
+        return [
+            (
+                "anew" if stream in anew else "mend",
+                of_history(stream, here, chains.get(stream, ()), late.get(stream, ())),
+            )
+            for stream, here in wanted.items()
+        ]
+
+    def _write(self, calls: Sequence[tuple[Mode, Change]]) -> list[str]:
+        self._lease.check()
+        try:
+            lost = self._redis.publish(self._lease.token, calls)
+        except LeaseLost as error:
+            self._lease.lose(error.now)
+            raise
+        named = {change.stream for mode, change in calls if mode != "known"}
+        self._redis.name(named)
+        self._known |= named
+        return lost
+
+
+def _moved(held: Held, wanted: StreamPositions) -> bool:
+    return held.linear is None or abs(held.linear) < abs(wanted.linear) or held.late < wanted.late
+
+
+def _lacking(held: Held, wanted: StreamPositions) -> list[str]:
+    """Writers that Redis does not know, or holds at an earlier position."""
+    return [
+        writer
+        for writer, position in wanted.positions.items()
+        if writer not in held.positions or abs(held.positions[writer]) < abs(position)
+    ]
+
+
+def _chunks(names: Sequence[str]) -> Iterable[Sequence[str]]:
+    return (names[start : start + STREAMS_AT_ONCE] for start in range(0, len(names), STREAMS_AT_ONCE))

@@ -1,0 +1,180 @@
+"""Redis: what readers look at. Everything in it can be made again from Postgres, and its script refuses to go back.
+
+The keys of a stream share a hash tag and are written by one script (`publish.lua`), one call per stream.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha1
+from importlib.resources import files
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import msgspec
+import redis
+from redis import exceptions as problems
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from sinks.changes import Change
+from streaming.errors import BadSetting, LeaseLost, Refused, TidemarkError, Unavailable
+
+STREAMS = "tidemark:streams"
+SENTINEL = "tidemark:sentinel"
+CALLS_AT_ONCE = 500  # streams in one pipeline: bounds the memory of both sides, and how long a reader waits its turn
+
+_SCRIPT = files("sinks").joinpath("publish.lua").read_text("utf-8")
+_SHA = sha1(_SCRIPT.encode(), usedforsecurity=False).hexdigest()
+_KEYS = ("positions", "linear", "token", "advances", "fence")
+
+Mode = Literal["new", "known", "mend", "anew"]
+"""How a change is published; `publish.lua` says what each means."""
+
+_WAITED_FOR = (
+    problems.ConnectionError,  # also: loading its data, too many clients
+    problems.TimeoutError,
+    problems.ReadOnlyError,  # a replica that is about to be promoted
+    problems.OutOfMemoryError,
+    problems.ClusterDownError,  # also: replica without its master
+    problems.TryAgainError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RedisConfig:
+    """`url` may hold a password. `advances_kept` bounds each stream's list of advances, about. `timeout` in seconds."""
+
+    url: str = field(repr=False)
+    advances_kept: int = 10_000
+    timeout: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What Redis holds of a stream; `linear` is None and `late` (the newest late completion's number) 0 where it holds
+    nothing."""
+
+    linear: int | None
+    positions: dict[str, int]
+    late: int
+
+
+def key(stream: str, name: str) -> str:
+    return f"tidemark:{{{stream}}}:{name}"
+
+
+class Redis:
+    """One server. Any thread may call; all methods raise `Unavailable` (call again) and `Refused`."""
+
+    def __init__(self, config: RedisConfig) -> None:
+        self._kept = config.advances_kept
+        try:
+            self._client = redis.Redis.from_url(
+                config.url,
+                decode_responses=True,
+                socket_timeout=config.timeout,
+                socket_connect_timeout=config.timeout,
+                retry=Retry(NoBackoff(), 0),  # the publisher waits, and says so
+            )
+        except ValueError:
+            raise BadSetting(
+                "TIDEMARK_REDIS_URL", "is not a Redis address; write redis://user:password@host:6379/0"
+            ) from None
+        options = self._client.connection_pool.connection_kwargs
+        self.where = str(options.get("path") or f"{options.get('host')}:{options.get('port')}/{options.get('db', 0)}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._client.close()
+
+    def publish(self, token: int, calls: Sequence[tuple[Mode, Change]]) -> list[str]:
+        """Publish each change; returns the streams for which nothing was written because Redis has lost data.
+
+        Not one transaction: readers see stream after stream, and after an error some are published. A repeat of a call
+        changes nothing. Raises `LeaseLost` when a newer token was seen; nothing of that stream is written then.
+        """
+        lost = []
+        for start in range(0, len(calls), CALLS_AT_ONCE):
+            chunk = calls[start : start + CALLS_AT_ONCE]
+            for (_, change), answer in zip(chunk, self._run(token, chunk), strict=True):
+                if answer[0] == "fenced":
+                    raise LeaseLost(token, int(answer[1]))
+                if answer[0] == "lost":
+                    lost.append(change.stream)
+        return lost
+
+    def name(self, streams: Collection[str]) -> None:
+        """Add to the set of stream names."""
+        if streams:
+            with self._translated():
+                self._client.sadd(STREAMS, *streams)
+
+    def held(self, streams: Sequence[str]) -> dict[str, Held]:
+        with self._translated():
+            pipeline = self._client.pipeline(transaction=False)
+            for stream in streams:
+                pipeline.get(key(stream, "linear"))
+                pipeline.hgetall(key(stream, "positions"))
+                pipeline.hget(key(stream, "fence"), "late")
+            answers = pipeline.execute()
+        return {
+            stream: Held(
+                linear=None if linear is None else int(linear),
+                positions={writer: int(position) for writer, position in positions.items()},
+                late=int(late or 0),
+            )
+            for stream, linear, positions, late in zip(
+                streams, answers[0::3], answers[1::3], answers[2::3], strict=True
+            )
+        }
+
+    def names(self) -> set[str]:
+        with self._translated():
+            return set(self._client.smembers(STREAMS))  # type: ignore[arg-type] # redis types a client as maybe async
+
+    def stamp(self, value: str) -> str | None:
+        """Leave `value` at the sentinel and take what was there: anything but our last stamp means lost writes."""
+        with self._translated():
+            before: Any = self._client.set(SENTINEL, value, get=True)
+            return None if before is None else str(before)
+
+    def _run(self, token: int, chunk: Sequence[tuple[Mode, Change]]) -> list[list[str]]:
+        with self._translated():
+            pipeline = self._client.pipeline(transaction=False)
+            for place, (mode, change) in enumerate(chunk):
+                keys = [key(change.stream, name) for name in _KEYS]
+                arguments = (mode, str(token), str(self._kept), msgspec.msgpack.encode(change))
+                # The first call teaches the server the script, whatever it forgot; the others name it.
+                if place == 0:
+                    pipeline.eval(_SCRIPT, len(keys), *keys, *arguments)
+                else:
+                    pipeline.evalsha(_SHA, len(keys), *keys, *arguments)
+            answers: list[list[str]] = pipeline.execute()
+            return answers
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except problems.RedisError as error:
+            raise self._explained(error) from error
+
+    def _explained(self, error: problems.RedisError) -> TidemarkError | problems.RedisError:
+        problem = (str(error).splitlines() or [type(error).__name__])[0]
+        # An authentication error is a connection error too, so it comes first.
+        if isinstance(error, problems.AuthenticationError | problems.AuthorizationError):
+            return Refused("Redis", self.where, problem, "check user and password in TIDEMARK_REDIS_URL")
+        if isinstance(error, _WAITED_FOR):
+            return Unavailable("Redis", self.where, problem)
+        if isinstance(error, problems.ResponseError):
+            do = "give the user all rights on the keys and channels tidemark:*, and see that nothing else writes there"
+            return Refused("Redis", self.where, problem, do)
+        return error
