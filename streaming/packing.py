@@ -1,0 +1,148 @@
+"""Packs the decoded records of one Kafka partition: edges linked to runs, rows and markers, per shard.
+
+An incarnation's records are cut into *stretches* by the JOIN and RETIRE records of its stream, so that a run lies
+between two of them; and where offsets of a run would be too far apart for the 32 bits that it has for them.
+Loops here are over runs, markers and incarnations; over records only numpy does.
+"""
+
+from collections.abc import Iterator
+from operator import itemgetter
+
+import numpy as np
+import numpy.typing as npt
+
+from streaming import wire
+from streaming.columns import ROW, Columns, Edges
+from streaming.intervals import Ids
+from streaming.linking import link
+from streaming.packet import Marker, MarkerKind, PackedRun, Packet, Rejected, Rows
+from streaming.shards import shard_of
+from streaming.wire import Topic
+
+OFFSET_BITS = 32
+
+
+def pack(topic: str, partition: int, columns: Columns, shards: int) -> dict[int, Packet]:
+    """The packets by shard: at least one, so that the offsets read are known. Same records, same packets."""
+    packets: dict[int, Packet] = {}
+
+    def packet_of(shard: int) -> Packet:
+        if shard not in packets:
+            control = columns.topic is Topic.CONTROL
+            packets[shard] = Packet(topic, partition, control, columns.next_offset, [], [], [], [])
+        return packets[shard]
+
+    known = columns.incarnations
+    shard_of_stream = {stream: shard_of(stream, shards) for stream in known.streams}
+    markers = [_marker(*found) for found in sorted(columns.markers, key=itemgetter(1))]
+    for marker in markers:
+        packet_of(shard_of(marker.stream, shards)).markers.append(marker)
+
+    edges = columns.edges()
+    if len(edges.ids):
+        stretches = _stretches(edges, known.stream_of(), known.streams, markers)
+        is_row = edges.kinds == ROW
+        for rows in _rows(edges.where(is_row), stretches[is_row], known.all):
+            packet_of(shard_of_stream[rows.stream]).rows.append(rows)
+        for run in _runs(edges.where(~is_row), stretches[~is_row], known.all):
+            packet_of(shard_of_stream[run.stream]).runs.append(run)
+
+    for reason, offsets in sorted(columns.rejected.items()):
+        rejected = Rejected(topic, partition, reason, np.sort(np.array(offsets, "<i8")).tobytes())
+        packet_of(partition % shards).rejected.append(rejected)
+    if not packets:
+        packet_of(partition % shards)
+    return packets
+
+
+def _marker(record: wire.Marker, offset: int, time: int) -> Marker:
+    return Marker(
+        record.stream,
+        record.writer,
+        record.epoch,
+        MarkerKind[str(record.__struct_config__.tag)],
+        abs(record.prev) if isinstance(record, wire.Skip) else 0,
+        abs(record.id),
+        record.id < 0 if record.id else None,
+        record.unseen if isinstance(record, wire.Join) else False,
+        record.by,
+        record.why,
+        offset,
+        time,
+    )
+
+
+def _stretches(edges: Edges, stream_of: Ids, streams: list[str], markers: list[Marker]) -> Ids:
+    """For each edge the number of cuts before it: by JOIN and RETIRE of its stream, and by blocks of offsets."""
+    blocks: Ids = (edges.offsets - edges.offsets[0]) >> OFFSET_BITS
+    places = {stream: place for place, stream in enumerate(streams)}
+    cutting = [marker for marker in markers if marker.kind is not MarkerKind.SKIP and marker.stream in places]
+    if not cutting:
+        return blocks
+    # Streams side by side on one line, each with a place for every edge: one search finds the cuts of all.
+    room = len(edges.ids) + 1
+    before = np.searchsorted(edges.offsets, [marker.offset for marker in cutting])
+    cuts = np.sort(np.array([places[marker.stream] for marker in cutting]) * room + before)
+    begins = stream_of[edges.incarnations] * room
+    passed: Ids = np.searchsorted(cuts, begins + np.arange(room - 1), side="right") - np.searchsorted(cuts, begins)
+    return blocks + passed
+
+
+def _rows(rows: Edges, stretches: Ids, incarnations: list[tuple[str, str, int]]) -> Iterator[Rows]:
+    if not len(rows.ids):
+        return
+    groups = rows.incarnations.astype(np.int64) * (stretches.max() + 1) + stretches
+    order = np.argsort(groups, kind="stable")
+    offsets, groups = rows.offsets[order], groups[order]
+    firsts = np.flatnonzero(np.concatenate(([True], groups[1:] != groups[:-1])))
+    for first, stop in zip(firsts.tolist(), [*firsts[1:].tolist(), len(offsets)], strict=True):
+        stream, writer, epoch = incarnations[rows.incarnations[order[first]]]
+        low, high = int(offsets[first]), int(offsets[stop - 1])
+        yield Rows(stream, writer, epoch, _packed(offsets[first:stop] - low, "<u4"), low, high)
+
+
+def _runs(edges: Edges, stretches: Ids, incarnations: list[tuple[str, str, int]]) -> Iterator[PackedRun]:
+    if not len(edges.ids):
+        return
+    prevs, ids, backward = np.abs(edges.prevs), np.abs(edges.ids), edges.ids < 0
+    groups = (edges.incarnations.astype(np.int64) * 2 + backward) * (stretches.max() + 1) + stretches
+    chains = link(groups, prevs, ids)
+    order, firsts = chains.order, chains.firsts
+    stops = np.append(firsts[1:], len(order))
+    heads = order[firsts]
+    offsets, times = edges.offsets[order], edges.times[order]
+    first_offsets = np.minimum.reduceat(offsets, firsts)
+    ids_packed = _packed(ids[order], "<i8")
+    kinds_packed = _packed(edges.kinds[order], "u1")
+    offsets_packed = _packed(offsets - np.repeat(first_offsets, stops - firsts), "<u4")
+    for number, away, start, first, stop, low, high, oldest, newest in zip(
+        edges.incarnations[heads].tolist(),
+        backward[heads].tolist(),
+        prevs[heads].tolist(),
+        firsts.tolist(),
+        stops.tolist(),
+        first_offsets.tolist(),
+        np.maximum.reduceat(offsets, firsts).tolist(),
+        np.minimum.reduceat(times, firsts).tolist(),
+        np.maximum.reduceat(times, firsts).tolist(),
+        strict=True,
+    ):
+        stream, writer, epoch = incarnations[number]
+        yield PackedRun(
+            stream,
+            writer,
+            epoch,
+            away,
+            start,
+            ids_packed[8 * first : 8 * stop],
+            kinds_packed[first:stop],
+            offsets_packed[4 * first : 4 * stop],
+            low,
+            high,
+            oldest,
+            newest,
+        )
+
+
+def _packed(array: npt.NDArray[np.generic], layout: str) -> bytes:
+    return array.astype(layout, copy=False).tobytes()
