@@ -4,8 +4,13 @@
 Python workers. What is known of each stream comes from `app.board` at the time of the scrape.
 """
 
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
+
+from sinks.publisher import Published
+from streaming.effects import ShardEffects
 
 REGISTRY = CollectorRegistry()
 
@@ -120,6 +125,44 @@ STREAM_GAUGES = {
         "Incarnations that never joined; while there is one the stream's line stays.",
     ),
 }
+
+
+def set_head(topic: str, partition: int, head: int) -> None:
+    """`head` is the offset of the next record that will be written."""
+    KAFKA_HEAD.labels(topic, partition).set(head)
+    _set_lag(topic, partition)
+
+
+def set_read(topic: str, partition: int, read: int) -> None:
+    """`read` is the offset of the next record to read."""
+    KAFKA_READ.labels(topic, partition).set(read)
+    _set_lag(topic, partition)
+
+
+def _set_lag(topic: str, partition: int) -> None:
+    known = (gauge.labels(topic, partition)._value.get() for gauge in (KAFKA_HEAD, KAFKA_READ))
+    head, read = known
+    KAFKA_LAG.labels(topic, partition).set(max(0, head - read))
+
+
+def count_batch(effects: Iterable[ShardEffects], published: Published, seconds: float) -> None:
+    """A batch was published; one that is published again after a failure is counted again."""
+    BATCH_SECONDS.observe(seconds)
+    LAST_BATCH.set(published.published_at)
+    SINK_SECONDS.labels("postgres").observe(published.postgres_seconds)
+    SINK_SECONDS.labels("redis").observe(published.redis_seconds)
+    SINK_SECONDS.labels("dead_letters").observe(published.dead_letters_seconds)
+    for shard in effects:
+        for stream in shard.streams:
+            for outcome, count in stream.counts.items():
+                RECORDS.labels(outcome).inc(count)
+            REGRESSIONS.inc(len(stream.regressed))
+            for advance in stream.advances:
+                LATENCY.observe(max(0.0, published.published_at - advance.oldest / 1000))
+        for rejected in shard.rejected:
+            DEAD_LETTERS.labels(rejected.reason).inc(len(rejected.offsets) // 8)
+        for progress in shard.progress:
+            set_read(progress.topic, progress.partition, progress.offset)
 
 
 def page() -> str:

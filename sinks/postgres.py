@@ -112,6 +112,16 @@ class Postgres:
         with self._reads.session() as connection:
             return dict(connection.execute("select stream, state from tidemark.streams"))
 
+    def replace_states(self, states: dict[str, bytes]) -> None:
+        """Write states back that were changed outside a batch: only for what an operator accepted."""
+        with self._batches.session() as connection, connection.transaction():
+            execute(
+                connection,
+                "update tidemark.streams s set state = given.state"
+                " from unnest(%s::text[], %s::bytea[]) as given (stream, state) where s.stream = given.stream",
+                states.items(),
+            )
+
     def offsets(self) -> dict[str, dict[int, int]]:
         """Topic -> partition -> the first offset that is not counted into the states."""
         offsets: dict[str, dict[int, int]] = {}

@@ -15,8 +15,9 @@ from streaming.errors import PartitionsChanged, RecordsBeyondEnd, RecordsGone, T
 
 log = structlog.get_logger(__name__)
 
-Acceptance = Literal["partitions", "loss"]
-"""`partitions`: the partition count changed, and streams may have moved. `loss`: records went before they were read."""
+Acceptance = Literal["partitions", "loss", "shards"]
+"""What an operator gives up for one start. `partitions`: the partition count changed, and streams may have moved.
+`loss`: records went before they were read. `shards`: the count of shards changed; costs nothing, and is not of here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a stream's state may hold. Past a bound Tidemark holds, rejects or forgets towards holding (DESIGN 2, rule 9)."""
+"""What a stream's state may hold. Past a bound it holds, rejects, or forgets towards holding (DESIGN 2, rule 9)."""
 
 from dataclasses import dataclass
 

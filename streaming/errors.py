@@ -3,7 +3,8 @@
 TidemarkError
 ├── Retry                 the world will mend it: back off and try again
 │   ├── Unavailable(what, where)
-│   └── LeaseLost(held, now)
+│   ├── LeaseLost(held, now)
+│   └── QueryFailed(problem)
 ├── Reject                this record is wrong, its neighbours are not: dead-letter it and go on
 │   └── BadRecord(reason, detail)
 ├── Stopping              the process was told to end: leave at once, nothing is wrong
@@ -47,6 +48,14 @@ class LeaseLost(Retry):
         super().__init__(f"the lease was taken over: ours has token {held}, the newest is {now}")
         self.held = held
         self.now = now
+
+
+class QueryFailed(Retry):
+    """Spark ended the query; `problem` is the innermost cause it names. Starting it again replays the batch in hand."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"the query failed: {problem}")
+        self.problem = problem
 
 
 class Reject(TidemarkError):

@@ -30,7 +30,7 @@ _states = msgspec.msgpack.Decoder(dict[str, bytes])
 
 @cache
 def _freeze() -> None:
-    """Once per worker: what was imported lives for ever, so the collector need not walk it (SPARK.md: 10 ms a batch)."""
+    """Once per worker: what was imported lives for ever, so the collector need not walk it (10 ms a batch)."""
     gc.collect()
     gc.freeze()
 

@@ -18,7 +18,7 @@ SETTINGS = {
         "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
     ),
     "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
-    # The checkpoint is disposable (DESIGN 5): a damaged file costs a reseed from Postgres, so a second sum is not worth it.
+    # The checkpoint is disposable (DESIGN 5): a damaged file costs a reseed from Postgres, so a sum is not worth it.
     "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
     # Workers talk over a Unix socket instead of loopback TCP: 125 ms to 90 ms a batch.
     "spark.python.unix.domain.socket.enabled": "true",
@@ -32,6 +32,8 @@ SETTINGS = {
     "spark.sql.streaming.minBatchesToRetain": "10",
     # A query that fails is started again by the pipeline, which knows what may be retried.
     "spark.task.maxFailures": "1",
+    # Stopping must not wait for ever for a batch that waits for a server: the batch is replayed.
+    "spark.sql.streaming.stopTimeout": "3s",
     "spark.sql.session.timeZone": "UTC",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",

@@ -35,6 +35,7 @@ class _Writer(msgspec.Struct, array_like=True, frozen=True):
     retired: int | None
     late: Pairs
     regressed: int
+    refused: int
     pending: list[_Span]
 
 
@@ -43,11 +44,15 @@ class _Held(msgspec.Struct, array_like=True, frozen=True):
     epoch: int
     since: int
     retire: int | None
+    refused: int
     pending: list[_Span]
 
 
-class _Stream(msgspec.Struct, array_like=True, frozen=True):
+class _Leader(msgspec.Struct, array_like=True, frozen=True):
     format: int
+
+
+class _Stream(_Leader, array_like=True, frozen=True):
     direction: int
     home: int | None
     line: int
@@ -57,6 +62,7 @@ class _Stream(msgspec.Struct, array_like=True, frozen=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
+_leader = msgspec.msgpack.Decoder(_Leader)
 _decoder = msgspec.msgpack.Decoder(_Stream)
 
 
@@ -77,12 +83,13 @@ def encode(stream: Stream) -> bytes:
                     writer.retired,
                     list(writer.late),
                     writer.regressed,
+                    writer.chain.refused,
                     _spans(writer.chain),
                 )
                 for name, writer in sorted(stream.writers.items())
             ],
             [
-                _Held(name, epoch, held.since, held.retire, _spans(held.chain))
+                _Held(name, epoch, held.since, held.retire, held.chain.refused, _spans(held.chain))
                 for (name, epoch), held in sorted(stream.held.items())
             ],
         )
@@ -99,14 +106,17 @@ def decode(data: bytes) -> Stream:
         {
             writer.name: Writer(
                 writer.epoch,
-                _chain(writer.position, writer.pending),
+                _chain(writer.position, writer.pending, writer.refused),
                 writer.retired,
                 Intervals.of(writer.late),
                 writer.regressed,
             )
             for writer in stored.writers
         },
-        {(held.name, held.epoch): Held(_chain(NOWHERE, held.pending), held.since, held.retire) for held in stored.held},
+        {
+            (held.name, held.epoch): Held(_chain(NOWHERE, held.pending, held.refused), held.since, held.retire)
+            for held in stored.held
+        },
     )
 
 
@@ -126,7 +136,7 @@ def _spans(chain: Chain) -> list[_Span]:
     ]
 
 
-def _chain(position: int, spans: list[_Span]) -> Chain:
+def _chain(position: int, spans: list[_Span], refused: int) -> Chain:
     return Chain(
         position,
         [
@@ -139,14 +149,19 @@ def _chain(position: int, spans: list[_Span]) -> Chain:
             )
             for span in spans
         ],
+        refused,
     )
 
 
 def _decode(data: bytes) -> _Stream:
-    try:
-        return _decoder.decode(data)
-    except msgspec.ValidationError:
-        found = msgspec.msgpack.decode(data)[0]
-        if found > FORMAT:
-            raise StateTooNew(found, FORMAT) from None
-        raise
+    found = _leader.decode(data).format  # first: a later format may well look like this one with more behind
+    if found > FORMAT:
+        raise StateTooNew(found, FORMAT)
+    return _decoder.decode(data)
+
+
+def homeless(data: bytes) -> bytes:
+    """The same state for a stream that may have moved to another Kafka partition."""
+    stream = decode(data)
+    stream.home = None
+    return encode(stream)

@@ -1,0 +1,73 @@
+"""What happens to a batch in the driver: collected, checked, published, counted. Called by Spark's own thread.
+
+Spark turns what a callback raises into a text, so the error itself is kept here for the pipeline to act on.
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+
+import structlog
+from pyspark.sql import DataFrame
+
+from app import metrics
+from app.board import Board
+from sinks.publisher import Publisher
+from streaming.effects import ShardEffects
+from streaming.errors import PartitionsChanged, Stopping, TidemarkError
+from streaming.query import collect
+
+log = structlog.get_logger(__name__)
+
+
+class Batches:
+    """The query's sink. `lineage` names the line of batches; `partitions` are the topics' counts, fixed for life.
+
+    After `finish` the batch in hand is completed and none begins.
+    """
+
+    def __init__(self, publisher: Publisher, board: Board, lineage: str, partitions: Mapping[str, int]) -> None:
+        self._publisher = publisher
+        self._board = board
+        self._lineage = lineage
+        self._partitions = partitions
+        self._finishing = threading.Event()
+        self._in_hand = threading.Lock()
+        self.failure: TidemarkError | None = None
+        self.published = 0
+
+    def __call__(self, batch: DataFrame, number: int) -> None:
+        with self._in_hand:
+            try:
+                if self._finishing.is_set():
+                    raise Stopping("told to end between two batches")
+                self._publish(batch, number)
+            except TidemarkError as error:
+                self.failure = error
+                raise
+
+    def finish(self, seconds: float) -> bool:
+        """Let the batch in hand end and no other begin; False where it did not end in time."""
+        self._finishing.set()
+        if not self._in_hand.acquire(timeout=seconds):
+            return False
+        self._in_hand.release()
+        return True
+
+    def _publish(self, batch: DataFrame, number: int) -> None:
+        began = time.monotonic()
+        effects = collect(batch)
+        self._require_known_partitions(effects)
+        published = self._publisher.publish(self._lineage, number, effects)
+        self._board.update(effects)
+        metrics.count_batch(effects, published, time.monotonic() - began)
+        self.published += 1
+        log.debug("Published a batch", batch=number, seconds=round(time.monotonic() - began, 3))
+
+    def _require_known_partitions(self, effects: list[ShardEffects]) -> None:
+        """Spark reads a partition that is added while it runs; its streams would have two orders."""
+        for shard in effects:
+            for progress in shard.progress:
+                known = self._partitions[progress.topic]
+                if progress.partition >= known:
+                    raise PartitionsChanged(progress.topic, known, progress.partition + 1)

@@ -1,0 +1,220 @@
+"""`tidemark pipeline`: the composition root of the query, its source and its sinks.
+
+Its threads: this one supervises; Spark's callback publishes batches (`app.batches`); the lease renews itself; a guard
+refills Redis; a watch asks Kafka for its heads (`app.heads`); the scrape.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import structlog
+from prometheus_client import start_http_server
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+
+from app import metrics
+from app.batches import Batches
+from app.board import Board
+from app.heads import Heads
+from app.settings import Settings
+from app.start import Start, prepare
+from sinks.dead_letters import DeadLetters, DeadLettersConfig
+from sinks.lease import Lease, LeaseTerms
+from sinks.mirror import Mirror
+from sinks.postgres import Postgres, PostgresConfig
+from sinks.publisher import Publisher
+from sinks.redis import Redis, RedisConfig
+from sinks.watch import Watch, WatchTerms
+from sources.kafka import source_options
+from sources.start import Acceptance
+from sources.topics import Topics
+from streaming import query, session
+from streaming.checkpoint import Checkpoint, locked
+from streaming.errors import BadSetting, QueryFailed, Retry, Stopping
+
+log = structlog.get_logger(__name__)
+
+# A batch in hand at SIGTERM may take this long; with what follows the process ends within 10 s.
+LAST_BATCH_SECONDS = 6.0
+LONGEST_PAUSE = 5.0
+# A query that fails so often without publishing one batch will not mend itself.
+FAILURES = 6
+
+
+def run(settings: Settings, accept: Set[Acceptance]) -> None:
+    """Run until SIGTERM or SIGINT; then end the batch in hand and return.
+
+    `accept` holds what an operator gives up for this start: `partitions`, `loss`, `shards`. Raises Stop where a person
+    must decide, and QueryFailed where the query fails again and again.
+    """
+    stopping = _stop_on_signals()
+    board = Board()
+    metrics.REGISTRY.register(board)
+    checkpoint = Checkpoint(Path(settings.checkpoint))
+    with suppress(Stopping), _scraped(settings), locked(checkpoint.path, stopping), _spark(settings) as spark:
+        failures = 0
+        while not stopping.is_set():
+            attempt = Attempt(settings, checkpoint, spark, board, stopping)
+            try:
+                attempt.run(accept)
+                accept = frozenset()
+            except Retry as error:
+                failures = 0 if attempt.published else failures + 1
+                if isinstance(error, QueryFailed) and failures >= FAILURES:
+                    raise
+                pause = min(LONGEST_PAUSE, 0.25 * 2**failures)
+                log.warning("Trying again", problem=str(error), pause=pause)
+                stopping.wait(pause)
+    log.info("Ended")
+
+
+class Attempt:
+    """One life of the query, from taking the lease to losing it. Used once."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        checkpoint: Checkpoint,
+        spark: Future[SparkSession],
+        board: Board,
+        stopping: threading.Event,
+    ) -> None:
+        self._settings = settings
+        self._checkpoint = checkpoint
+        self._spark = spark
+        self._board = board
+        self._stopping = stopping
+        self._batches: Batches | None = None
+
+    @property
+    def published(self) -> bool:
+        """Whether a batch got through."""
+        return self._batches is not None and self._batches.published > 0
+
+    def run(self, accept: Set[Acceptance]) -> None:
+        """Returns when asked to stop. Raises Retry where another attempt may succeed, and Stop."""
+        settings, stopping = self._settings, self._stopping
+        dsn = settings.postgres_dsn.get_secret_value()
+        with ExitStack() as stack:
+            postgres = stack.enter_context(Postgres(PostgresConfig(dsn, settings.history_days)))
+            postgres.check()
+            lease = stack.enter_context(
+                Lease.acquire(dsn, LeaseTerms(settings.owner, settings.lease_seconds), stopping)
+            )
+            metrics.LEASE_TOKEN.set(lease.token)
+            stack.callback(metrics.LEASE_TOKEN.set, 0)
+            topics = Topics(settings.kafka)
+            start = prepare(settings, self._checkpoint, postgres, topics, accept)
+            self._board.load(start.states)
+            redis = stack.enter_context(
+                Redis(RedisConfig(settings.redis_url.get_secret_value(), settings.advances_kept))
+            )
+            mirror = Mirror(postgres, redis, lease)
+            stack.enter_context(Watch(mirror, postgres, redis, lease, WatchTerms()))
+            kafka = settings.kafka
+            dead_letters = stack.enter_context(
+                DeadLetters(DeadLettersConfig(settings.kafka_dead_letters_topic, kafka.client(), kafka.producer()))
+            )
+            publisher = Publisher(postgres, mirror, dead_letters, lease, stopping)
+            heads = stack.enter_context(Heads(topics, start.partitions).running())
+            self._batches = Batches(publisher, self._board, start.seed.lineage, start.partitions)
+            self._supervise(stack.enter_context(self._query(start, self._batches)), self._batches, lease, heads)
+
+    @contextmanager
+    def _query(self, start: Start, batches: Batches) -> Iterator[StreamingQuery]:
+        settings, spark = self._settings, self._spark.result()
+        options = source_options(settings.kafka, start.offsets, settings.max_records_per_batch)
+        effects = query.positions(
+            query.source(spark, options),
+            facts=settings.kafka_facts_topic,
+            control=settings.kafka_control_topic,
+            shards=start.seed.shards,
+            seeds=start.seed.states,
+            bounds=settings.bounds,
+        )
+        running = (
+            effects.writeStream.queryName("tidemark")
+            .option("checkpointLocation", str(self._checkpoint.path))
+            .foreachBatch(batches)
+            .start()
+        )
+        log.info("The query runs", lineage=start.seed.lineage, streams=len(start.states))
+        try:
+            yield running
+        finally:
+            metrics.READY.set(0)
+            batches.finish(LAST_BATCH_SECONDS)
+            # It may wait for a server; what it has in hand is replayed by the next query.
+            with suppress(PySparkException):
+                running.stop()
+
+    def _supervise(self, running: StreamingQuery, batches: Batches, lease: Lease, heads: Heads) -> None:
+        while not self._stopping.is_set():
+            metrics.HEARTBEAT.set_to_current_time()
+            lease.check()
+            for failure in (batches.failure, heads.failure):
+                if failure is not None:
+                    raise failure
+            if not running.isActive:
+                raise QueryFailed(_cause(running))
+            if not running.status["message"].startswith("Initializing"):
+                metrics.READY.set(1)
+            self._stopping.wait(0.5)
+
+
+def _stop_on_signals() -> threading.Event:
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    return stopping
+
+
+@contextmanager
+def _scraped(settings: Settings) -> Iterator[None]:
+    try:
+        server, thread = start_http_server(settings.metrics_port, settings.metrics_host, metrics.REGISTRY)
+    except OSError as error:
+        raise BadSetting(
+            "TIDEMARK_METRICS_PORT",
+            f"cannot listen on {settings.metrics_host}:{settings.metrics_port}: {error.strerror}",
+        ) from None
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join()
+
+
+@contextmanager
+def _spark(settings: Settings) -> Iterator[Future[SparkSession]]:
+    """The session, started on a thread: the JVM warms up while servers and the lease are waited for."""
+    local = settings.spark_master.startswith("local")
+    wanted = session.SparkSettings(
+        master=settings.spark_master,
+        memory=settings.spark_driver_memory,
+        jars=sorted(settings.spark_jars.glob("*.jar")),
+        tasks=min(settings.shards, os.cpu_count() or 1) if local else settings.shards,
+        local_dir=settings.home / "spark",
+    )
+    if not wanted.jars:
+        raise BadSetting("TIDEMARK_SPARK_JARS", f"no jar of Spark's Kafka connector in {settings.spark_jars}")
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        starting = pool.submit(session.start, wanted)
+        try:
+            yield starting
+        finally:
+            starting.result().stop()
+
+
+def _cause(running: StreamingQuery) -> str:
+    """The innermost cause that Spark names, as one line."""
+    error = running.exception()
+    lines = [] if error is None else [line.strip() for line in str(error).splitlines() if line.strip()]
+    causes = [line for line in lines if line.startswith("Caused by:")]
+    return (causes or lines or ["no cause given"])[-1].removeprefix("Caused by:").strip()

@@ -1,0 +1,96 @@
+"""Before the query: do topics, database and checkpoint agree with each other and with what is remembered of them."""
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+import structlog
+
+from app.settings import Settings
+from sinks.postgres import Postgres, Remembered
+from sources import start as sources_start
+from sources.kafka import EARLIEST, Offsets
+from sources.start import Acceptance, Topic, require_uncompacted, starting_offsets
+from sources.topics import Topics, plans
+from streaming import state
+from streaming.checkpoint import Applied, Checkpoint, Seed
+from streaming.errors import ShardsChanged
+from streaming.query import by_shard
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What the query begins with. `offsets` count only for a checkpoint that is new; `states` are as Postgres has them.
+
+    `partitions` are the topics' counts.
+    """
+
+    seed: Seed
+    offsets: Offsets
+    partitions: dict[str, int]
+    states: dict[str, bytes]
+
+
+def prepare(
+    settings: Settings, checkpoint: Checkpoint, postgres: Postgres, topics: Topics, accept: Set[Acceptance]
+) -> Start:
+    """Check everything that can be wrong at a start, then decide from where to go on.
+
+    To be called under the lease. Raises the Stop that names the first disagreement, but for those that `accept` gives
+    up: what they cost is written to Postgres first, so that the next start needs no acceptance.
+    """
+    found = _topics(settings, topics)
+    read = {name: found[name] for name in (settings.kafka_facts_topic, settings.kafka_control_topic)}
+    remembered = postgres.remembered()
+    offsets = starting_offsets(
+        read,
+        {name: sources_start.Remembered(id_, count) for name, (id_, count) in remembered.topics.items()},
+        postgres.offsets(),
+        accept,
+    )
+    for was in (remembered.shards, checkpoint.shards()):
+        if was not in {None, settings.shards} and "shards" not in accept:
+            raise ShardsChanged(was, settings.shards)
+    if accept:
+        _give_up(postgres, read, offsets, accept)
+        checkpoint.discard(f"an operator accepted {', '.join(sorted(accept))}")
+    postgres.remember(
+        Remembered(settings.shards, {topic.name: (topic.id, len(topic.partitions)) for topic in read.values()})
+    )
+    states = postgres.states()
+    last = postgres.last_batch()
+    applied = None if last is None else Applied(*last)
+    seed = checkpoint.resume(applied) or checkpoint.begin(applied, settings.shards, by_shard(states, settings.shards))
+    return Start(seed, offsets, {name: len(topic.partitions) for name, topic in read.items()}, states)
+
+
+def _topics(settings: Settings, topics: Topics) -> dict[str, Topic]:
+    wanted = plans(
+        settings.kafka_facts_topic,
+        settings.kafka_control_topic,
+        settings.kafka_dead_letters_topic,
+        settings.kafka_partitions,
+    )
+    if settings.kafka_create_topics:
+        for name in topics.create_missing(wanted):
+            log.info("Made a topic", topic=name)
+    found = topics.describe(plan.name for plan in wanted)
+    require_uncompacted(found)
+    return found
+
+
+def _give_up(postgres: Postgres, read: dict[str, Topic], offsets: Offsets, accept: Set[Acceptance]) -> None:
+    if "partitions" in accept:
+        # Each stream may live in another partition now: the first record after this says which.
+        postgres.replace_states({stream: state.homeless(stored) for stream, stored in postgres.states().items()})
+    if "loss" in accept:
+        postgres.set_offsets(
+            {
+                name: {
+                    number: topic.partitions[number].earliest if offset == EARLIEST else offset
+                    for number, offset in offsets[name].items()
+                }
+                for name, topic in read.items()
+            }
+        )

@@ -1,0 +1,131 @@
+"""`tidemark status`: where every stream stands, from Postgres, as a table for people or as JSON for programs."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from streaming import state
+from streaming.effects import Blocker, Summary
+from streaming.summary import summarize
+
+HEADINGS = ("STREAM", "LINEAR", "WRITER", "EPOCH", "POSITION", "PENDING", "OLDEST GAP")
+NUMBERS = {"LINEAR", "EPOCH", "POSITION", "PENDING"}
+
+
+@dataclass(frozen=True, slots=True)
+class WriterStatus:
+    writer: str
+    epoch: int
+    position: int
+    retired: bool
+    pending: int
+    gaps: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStatus:
+    """IDs are signed. `gaps` of a writer are open ranges `(low, top]`, nearest first."""
+
+    stream: str
+    linear: int
+    writers: list[WriterStatus]
+    summary: Summary
+
+
+def read(stored: Mapping[str, bytes], only: str | None = None) -> list[StreamStatus]:
+    """From the encoded states, by stream name."""
+    return [_status(name, data) for name, data in sorted(stored.items()) if only is None or name == only]
+
+
+def _status(name: str, data: bytes) -> StreamStatus:
+    stream = state.decode(data)
+    sign = -1 if stream.direction < 0 else 1
+    writers = [
+        WriterStatus(
+            writer,
+            known.epoch,
+            sign * known.chain.position,
+            known.retired is not None,
+            sum(span.edges for span in known.chain.pending),
+            [(sign * low, sign * top) for low, top, _ in known.chain.gaps()],
+        )
+        for writer, known in sorted(stream.writers.items())
+    ]
+    return StreamStatus(name, sign * stream.line.position, writers, summarize(stream))
+
+
+def as_json(streams: Sequence[StreamStatus], now: float) -> str:
+    """One object; `now` (s since 1970) gives the age of the oldest gap."""
+    return msgspec.json.format(
+        msgspec.json.encode({"streams": [_plain(stream, now) for stream in streams]}), indent=2
+    ).decode()
+
+
+def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
+    oldest = stream.summary.oldest
+    return {
+        "stream": stream.stream,
+        "linear": stream.linear,
+        "writers": stream.writers,
+        "pending": stream.summary.pending,
+        "unknown_writers": stream.summary.unknown,
+        "oldest_gap": None
+        if oldest is None
+        else {
+            "writer": oldest.writer,
+            "epoch": oldest.epoch,
+            "low": None if oldest.unknown else oldest.low,
+            "top": None if oldest.unknown else oldest.top,
+            "unknown": oldest.unknown,
+            "age_seconds": round(max(0.0, now - oldest.since / 1000), 1),
+        },
+    }
+
+
+def as_table(streams: Sequence[StreamStatus], now: float) -> str:
+    """One line per writer; the stream's own figures stand on its first line."""
+    rows = [row for stream in streams for row in _rows(stream, now)]
+    widths = [max(len(row[at]) for row in [HEADINGS, *rows]) for at in range(len(HEADINGS))]
+    return "\n".join(_line(row, widths) for row in [HEADINGS, *rows])
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    cells = (
+        cell.rjust(width) if heading in NUMBERS else cell.ljust(width)
+        for heading, cell, width in zip(HEADINGS, row, widths, strict=True)
+    )
+    return "  ".join(cells).rstrip()
+
+
+def _rows(stream: StreamStatus, now: float) -> Iterable[tuple[str, ...]]:
+    head = [stream.stream, str(stream.linear)]
+    oldest = "" if stream.summary.oldest is None else described(stream.summary.oldest, now)
+    for writer in stream.writers:
+        epoch = f"{writer.epoch} retired" if writer.retired else str(writer.epoch)
+        yield (*head, writer.writer, epoch, str(writer.position), str(writer.pending), oldest)
+        head, oldest = ["", ""], ""
+    for name in stream.summary.unknown:
+        writer_name, _, epoch = name.rpartition("/")
+        yield (*head, writer_name, epoch, "not joined", "", oldest)
+        head, oldest = ["", ""], ""
+
+
+def described(blocker: Blocker, now: float) -> str:
+    """Who holds what back, and for how long."""
+    age = _age(now - blocker.since / 1000)
+    if blocker.unknown:
+        return f"{blocker.writer} (epoch {blocker.epoch}) has not joined, for {age}"
+    first, last = (blocker.low + 1, blocker.top) if blocker.top > 0 else (blocker.low - 1, blocker.top)
+    ids = str(first) if first == last else f"{first}..{last}"
+    return f"{blocker.writer} owes {ids}, for {age}"
+
+
+def _age(seconds: float) -> str:
+    seconds = max(0, int(seconds))
+    if seconds < 120:
+        return f"{seconds} s"
+    if seconds < 2 * 3600:
+        return f"{seconds // 60} min"
+    return f"{seconds // 3600} h"
