@@ -52,10 +52,10 @@ class Simulation:
 
         With nothing left, all positions stand at their sequence's last ID. Call it again to complete the rest.
         """
-        self._agenda.clear()
         records, self._unsent = self._unsent, []
         for name, play in self._plays.items():
             records += play.close({held.id for held in leaving if held.stream == name})
+        self._agenda.clear()
         return self._counted(records)
 
     def held(self) -> list[Held]:

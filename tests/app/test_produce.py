@@ -1,0 +1,58 @@
+"""`tidemark produce` on a real broker."""
+
+import pytest
+
+from app.produce import Produced, produce
+from app.stack.kafka import Kafka
+from sources.kafka import KafkaConnection
+from sources.topics import Topics, plans
+from streaming.errors import TopicMissing
+from streaming.wire import Topic
+
+FACT = b'{"kind":"RDATA","stream":"orders","writer":"shop","id":%d,"row":{}}\n'
+SKIP = b'{"kind":"SKIP","stream":"orders","writer":"shop","prev":3,"id":4,"by":"ann","why":"lost"}\n'
+
+
+@pytest.fixture
+def connection(kafka: Kafka, prefix: str) -> KafkaConnection:
+    """A broker with this test's three topics on it."""
+    connection = KafkaConnection(kafka.bootstrap_servers)
+    Topics(connection).create_missing(plans(f"{prefix}.facts", f"{prefix}.control", f"{prefix}.dead", 4))
+    return connection
+
+
+def test_good_lines_are_sent_and_bad_ones_named_by_number(connection: KafkaConnection, prefix: str) -> None:
+    """A bad line stops none of the others; blank lines are no lines; the last record's place is told."""
+    refused: list[str] = []
+    lines = [FACT % 1, b"\n", b"{not json}\n", SKIP, FACT % 2]
+    produced = produce(connection, f"{prefix}.facts", Topic.FACTS, lines, refused.append)
+    assert (produced.sent, produced.refused) == (2, 2)
+    assert [text.split(":")[:2] for text in refused] == [["line 3", " not_json"], ["line 4", " wrong_topic"]]
+    assert produced.last is not None
+    partition, offset = produced.last
+    assert offset == 1
+    assert Topics(connection).heads({f"{prefix}.facts": 4})[f"{prefix}.facts", partition] == 2
+
+
+def test_an_operators_act_goes_to_the_control_topic_and_a_fact_does_not(
+    connection: KafkaConnection, prefix: str
+) -> None:
+    """Each topic takes what belongs on it."""
+    refused: list[str] = []
+    produced = produce(connection, f"{prefix}.control", Topic.CONTROL, [SKIP, FACT % 1], refused.append)
+    assert produced == Produced(sent=1, refused=1, last=(0, 0))
+    assert "wrong_topic" in refused[0]
+
+
+def test_a_missing_topic_is_said_and_not_made(connection: KafkaConnection, prefix: str) -> None:
+    """A typing error in a topic's name must not leave a topic behind."""
+    with pytest.raises(TopicMissing):
+        produce(connection, f"{prefix}.typo", Topic.FACTS, [FACT % 1], print)
+    with pytest.raises(TopicMissing):
+        Topics(connection).describe([f"{prefix}.typo"])
+
+
+def test_the_summary_says_how_many_and_where() -> None:
+    """One record is not "1 records", and no record has no place."""
+    assert Produced(1, 0, (2, 5)).summary("facts") == "1 record sent to facts, the last to partition 2 at offset 5"
+    assert Produced(0, 1, None).summary("facts") == "0 records sent to facts"
