@@ -129,10 +129,10 @@ class DeadLetters:
         reader = self._consumer()
         pending = list(reversed(wanted))
         while pending:
-            first, _ = reader.get_watermark_offsets(
+            first, end = reader.get_watermark_offsets(
                 TopicPartition(topic, partition), timeout=self._config.patience, cached=False
             )
-            while pending and pending[-1] < first:
+            while pending and not first <= pending[-1] < end:
                 yield pending.pop(), None
             if not pending:
                 break

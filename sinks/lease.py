@@ -88,12 +88,17 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the lease, so that a waiter has it at once. Never raises."""
         self._closing.set()
-        self._renewal.join()
+        if self._renewal.is_alive():
+            self._renewal.join()
         try:
             if not self.lost.is_set():
                 with self._database.session() as connection:
-                    # Expired for all to see, so that the next one need not wait for our session to be gone.
+                    # Expired for all to see: the next one need not wait for our session to be gone.
                     connection.execute(
                         "update tidemark.query_lease set expires_at = '-infinity' where token = %s", (self.token,)
                     )

@@ -15,7 +15,6 @@ from sinks.changes import Change, of_batch, of_history
 from sinks.lease import Lease
 from sinks.postgres import PastAdvance, Postgres, StreamPositions
 from sinks.redis import Held, Mode, Redis
-from streaming.errors import LeaseLost
 
 log = structlog.get_logger(__name__)
 
@@ -118,11 +117,7 @@ class Mirror:
 
     def _write(self, calls: Sequence[tuple[Mode, Change]]) -> list[str]:
         self._lease.check()
-        try:
-            lost = self._redis.publish(self._lease.token, calls)
-        except LeaseLost as error:
-            self._lease.lose(error.now)
-            raise
+        lost = self._redis.publish(self._lease.token, calls)
         named = {change.stream for mode, change in calls if mode != "known"}
         self._redis.name(named)
         self._known |= named

@@ -155,7 +155,7 @@ class Postgres:
             if remembered.shards is not None:
                 connection.execute(
                     "insert into tidemark.pipeline (shards) values (%s)"
-                    " on conflict (only) do update set shards = excluded.shards",
+                    " on conflict (singleton) do update set shards = excluded.shards",
                     (remembered.shards,),
                 )
             execute(

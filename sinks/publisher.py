@@ -19,6 +19,7 @@ from sinks.mirror import Mirror
 from sinks.patience import wait_out
 from sinks.postgres import Postgres
 from streaming.effects import ShardEffects
+from streaming.errors import LeaseLost
 
 log = structlog.get_logger(__name__)
 
@@ -92,7 +93,11 @@ class Publisher:
     def _patiently(self, step: Callable[[], T]) -> tuple[T, float]:
         def checked() -> T:
             self._lease.check()
-            return step()
+            try:
+                return step()
+            except LeaseLost as error:
+                self._lease.lose(error.now)
+                raise
 
         began = time.monotonic()
         return wait_out(checked, self._stopping), time.monotonic() - began

@@ -63,7 +63,8 @@ class Watch:
                 self._try("Redis", self._look)
                 self._try("Postgres's history", self._tidy)
                 self._closing.wait(self._terms.look)
-        except LeaseLost:
+        except LeaseLost as error:
+            self._lease.lose(error.now)
             log.info("Another query looks after the sinks now")
 
     def _try(self, what: str, step: Callable[[], None]) -> None:

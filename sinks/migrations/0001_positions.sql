@@ -109,7 +109,7 @@ create table tidemark.topics (
 );
 
 create table tidemark.pipeline (
-    only        boolean     primary key default true check (only),
+    singleton   boolean     primary key default true check (singleton),
     shards      integer     not null
 );
 

@@ -1,0 +1,52 @@
+import threading
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+import redis
+
+from sinks.lease import Lease, LeaseTerms
+from sinks.migrations import migrate
+from sinks.postgres import Postgres, PostgresConfig
+from sinks.redis import Redis, RedisConfig
+
+TERMS = LeaseTerms("test", ttl=2.0, grace=0.3, poll=0.05)
+
+
+@pytest.fixture
+def dsn(database: str) -> str:
+    """A migrated database."""
+    migrate(database)
+    return database
+
+
+@pytest.fixture
+def sql(dsn: str) -> Iterator[psycopg.Connection]:
+    """A session of the test's own, to look with."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        yield connection
+
+
+@pytest.fixture
+def lease(dsn: str) -> Iterator[Lease]:
+    with Lease.acquire(dsn, TERMS, threading.Event()) as lease:
+        yield lease
+
+
+@pytest.fixture
+def store(dsn: str) -> Iterator[Postgres]:
+    with Postgres(PostgresConfig(dsn)) as postgres:
+        yield postgres
+
+
+@pytest.fixture
+def shown(redis_url: str) -> Iterator[Redis]:
+    with Redis(RedisConfig(redis_url)) as sink:
+        yield sink
+
+
+@pytest.fixture
+def keys(redis_url: str) -> Iterator[redis.Redis]:
+    """A client of the test's own, to look with."""
+    with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+        yield client

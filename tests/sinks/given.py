@@ -1,0 +1,69 @@
+"""Batches for tests, told in few words; what is not said is empty."""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinks.batch import Batch
+from streaming.effects import Advance, Progress, ShardEffects, StreamEffects, Summary, WriterRow
+from streaming.packet import Rejected
+
+NOW = 1_790_000_000_000  # ms; some day in 2026
+
+
+def advance(writer: str, prev: int, id_: int, **more: int) -> Advance:
+    """All of `(prev, id]` are facts unless `more` says otherwise."""
+    evidence = {"facts": 0 if more else abs(id_ - prev), "empty": 0, "unseen": 0, "skipped": 0} | more
+    return Advance(writer=writer, prev=prev, id=id_, oldest=NOW, **({"epoch": 1} | evidence))
+
+
+def stream(name: str, *advances: Advance, linear: int = 0, **more: Any) -> StreamEffects:
+    """The writers' rows follow from the advances unless `writers` is given."""
+    fields: dict[str, Any] = {
+        "direction": -1 if any(it.id < 0 for it in advances) else 1,
+        "linear_prev": 0,
+        "advances": list(advances),
+        "writers": [WriterRow(it.writer, it.epoch, it.id, retired=False) for it in advances],
+        "gaps": [],
+        "closed": [],
+        "late": [],
+        "forced": [],
+        "regressed": [],
+        "dropped": [],
+        "counts": {},
+        "summary": Summary(0, 0, None, [], 0),
+        "state": f"state of {name} at {linear}".encode(),
+    }
+    return StreamEffects(stream=name, linear=linear, **(fields | more))
+
+
+def shard(
+    *streams: StreamEffects, now: int = NOW, rejected: Sequence[Rejected] = (), offset: int = 0, number: int = 0
+) -> ShardEffects:
+    progress = [Progress("facts", 0, offset)] if offset else []
+    return ShardEffects(number, now, list(streams), list(rejected), progress)
+
+
+def batch(number: int, *streams: StreamEffects, token: int = 1, query: str = "query", **more: Any) -> Batch:
+    return Batch(query, number, token, [shard(*streams, **more)])
+
+
+def rejected(topic: str, reason: str, offsets: Iterable[int], partition: int = 0) -> Rejected:
+    return Rejected(topic, partition, reason, np.array(list(offsets), "<i8").tobytes())
+
+
+def eventually(check: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Fail unless `check` holds within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.02)
+
+
+def lines(path: Path) -> list[Any]:
+    """What another process has written so far, one JSON value a line."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

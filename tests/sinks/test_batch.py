@@ -1,0 +1,225 @@
+"""The transaction, on a real Postgres: what it writes, and what no order of calls can make it write."""
+
+import time
+from typing import Any
+
+import psycopg
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sinks.lease import Lease
+from sinks.postgres import Postgres, Remembered
+from streaming.effects import Advance, Forced, Gap, GapClosed, Late, Progress, ShardEffects, WriterRow
+from streaming.errors import ChainBroken, LeaseLost
+from tests.sinks.given import NOW, advance, batch, stream
+
+LARGEST = 2**63 - 1
+
+
+@pytest.fixture
+def token(lease: Lease) -> int:
+    return lease.token
+
+
+def rows(sql: psycopg.Connection, query: str) -> list[Any]:
+    return sql.execute(query.encode()).fetchall()
+
+
+def positions(sql: psycopg.Connection) -> dict[tuple[str, str], int]:
+    found = rows(sql, "select stream, writer, position from tidemark.stream_positions")
+    return {(stream, writer): position for stream, writer, position in found}
+
+
+def history(sql: psycopg.Connection, columns: str = "prev, id") -> list[Any]:
+    return rows(sql, f"select {columns} from tidemark.position_advances order by abs(id)")
+
+
+def test_batch_is_kept_whole(store: Postgres, sql: psycopg.Connection, token: int) -> None:
+    """Position, line, history, state, offsets and the batch's number are there after one call."""
+    moved = advance("w", 0, 9, facts=5, empty=2, unseen=1, skipped=1)
+    store.apply(batch(7, stream("s", moved, linear=8, state=b"\x00s"), token=token, offset=40))
+    assert positions(sql) == {("s", "w"): 9}
+    assert history(sql, "stream, writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch") == [
+        ("s", "w", 1, 0, 9, 5, 2, 1, 1, 8, 7)
+    ]
+    assert history(sql, "extract(epoch from time) * 1000") == [(NOW,)]
+    assert rows(sql, "select stream, linear, direction, shard, state from tidemark.streams") == [
+        ("s", 8, 1, 0, b"\x00s")
+    ]
+    assert store.states() == {"s": b"\x00s"}
+    assert store.offsets() == {"facts": {0: 40}}
+    assert store.last_batch() == ("query", 7)
+
+
+def test_repeated_batch_writes_nothing(store: Postgres, sql: psycopg.Connection, token: int) -> None:
+    """Rule 2: a batch that comes again, or an older one of the same query, is recognised and changes nothing."""
+    store.apply(batch(1, stream("s", advance("w", 0, 1)), token=token))
+    assert not store.apply(batch(2, stream("s", advance("w", 1, 5)), token=token)).repeated
+    for number, *move in ((2, 1, 5), (1, 0, 1)):
+        assert store.apply(batch(number, stream("s", advance("w", *move)), token=token)).repeated
+    assert history(sql) == [(0, 1), (1, 5)]
+    assert not store.apply(batch(1, stream("s", advance("w", 5, 6)), token=token, query="another")).repeated
+
+
+def test_other_token_is_refused(store: Postgres, sql: psycopg.Connection, token: int) -> None:
+    """Rule 6: a batch under any token but the newest is refused, and nothing of it is kept."""
+    for other in (token - 1, token + 1):
+        with pytest.raises(LeaseLost) as caught:
+            store.apply(batch(1, stream("s", advance("w", 0, 1)), token=other))
+        assert (caught.value.held, caught.value.now) == (other, token)
+    assert positions(sql) == {}
+    assert store.last_batch() is None
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sign=st.sampled_from((1, -1)),
+    ends=st.lists(st.integers(0, LARGEST), min_size=1, max_size=6, unique=True),
+    data=st.data(),
+)
+def test_no_order_of_writes_moves_anything_back(
+    store: Postgres, sql: psycopg.Connection, token: int, sign: int, ends: list[int], data: st.DataObject
+) -> None:
+    """Rules 2 and 3: whatever stale rows come in whatever order, both directions, positions and line only move on."""
+    name = f"s{time.monotonic_ns()}"
+    seen = 0
+    for end in data.draw(st.lists(st.sampled_from(ends), min_size=1, max_size=8)):
+        row = WriterRow("w", 1, sign * end, retired=False)
+        moved = [advance("w", 0, sign * end, empty=end)] if end else []
+        effects = stream(name, *moved, linear=sign * end, writers=[row])
+        store.apply(batch(1, effects, token=token, query=f"{name}{time.monotonic_ns()}"))
+        seen = max(seen, end)
+        held = store.positions([name])[name]
+        assert (held.linear, held.positions) == (sign * seen, {"w": sign * seen})
+    chain = [(a.advance.prev, a.advance.id) for a in store.advances_since([(name, "w", 0)], 100).get((name, "w"), [])]
+    assert [prev for prev, _ in chain] == [0, *(id_ for _, id_ in chain[:-1])][: len(chain)]
+    assert not chain or chain[-1][1] == sign * seen
+
+
+def test_rejoined_writer_is_cut_to_what_was_open(store: Postgres, sql: psycopg.Connection, token: int) -> None:
+    """Rule 3: a writer that had left the state joins again from 0; its advance goes on where Postgres knows it."""
+    store.apply(batch(1, stream("s", advance("w", 0, 100)), token=token))
+    store.apply(batch(2, stream("s", dropped=["w"]), token=token))
+    assert store.positions(["s"])["s"].forgotten == {"w"}
+    applied = store.apply(batch(3, stream("s", advance("w", 0, 130, unseen=120, facts=10, epoch=2)), token=token))
+    assert applied.settled == {("s", "w"): Advance("w", 2, 100, 130, 10, 0, 20, 0, 0)}
+    assert history(sql, "prev, id, facts, empty, unseen, skipped") == [(0, 100, 100, 0, 0, 0), (100, 130, 10, 0, 20, 0)]
+    assert store.positions(["s"])["s"].forgotten == frozenset()
+
+
+def test_writer_that_rejoins_lower_stays(store: Postgres, sql: psycopg.Connection, token: int) -> None:
+    """Rules 2 and 3: a forgotten writer that joins below its position makes no advance, and its position stands."""
+    store.apply(batch(1, stream("s", advance("w", 0, -100)), token=token))
+    store.apply(batch(2, stream("s", dropped=["w"]), token=token))
+    applied = store.apply(batch(3, stream("s", advance("w", 0, -60, empty=60, epoch=2)), token=token))
+    assert applied.settled == {("s", "w"): None}
+    assert applied.positions == {("s", "w"): -100}
+    assert history(sql) == [(0, -100)]
+    assert rows(sql, "select position, epoch from tidemark.stream_positions") == [(-100, 2)]
+
+
+def test_batch_that_leaves_a_hole_is_refused(store: Postgres, sql: psycopg.Connection, token: int) -> None:
+    """Rule 3: an advance that begins beyond what Postgres holds stops the pipeline, and nothing is kept."""
+    store.apply(batch(1, stream("s", advance("w", 0, 5)), token=token))
+    with pytest.raises(ChainBroken, match="holds w at 5"):
+        store.apply(batch(2, stream("s", advance("w", 6, 9)), token=token))
+    assert store.last_batch() == ("query", 1)
+    assert positions(sql) == {("s", "w"): 5}
+
+
+def test_epoch_and_retirement_change_without_a_move(store: Postgres, sql: psycopg.Connection, token: int) -> None:
+    """A writer's row follows its epoch and its retirement where the position stays."""
+    for number, (epoch, retired) in enumerate([(1, False), (1, True), (2, False)]):
+        row = WriterRow("w", epoch, 5, retired)
+        store.apply(batch(number, stream("s", writers=[row]), token=token))
+        assert rows(sql, "select epoch, position, retired from tidemark.stream_positions") == [(epoch, 5, retired)]
+
+
+def test_gaps_open_narrow_and_close(store: Postgres, sql: psycopg.Connection, token: int) -> None:
+    """Rule 7: a gap keeps the time it was first seen while it narrows, and says at the end how it was closed."""
+    gap = Gap("w", 1, 4, 9, NOW)
+    store.apply(batch(1, stream("s", gaps=[gap]), token=token))
+    store.apply(batch(2, stream("s", gaps=[Gap("w", 1, 6, 9, NOW + 500)]), token=token, now=NOW + 1000))
+    columns = "select low, top, extract(epoch from opened_at) * 1000, closed_by from tidemark.stream_gaps"
+    assert rows(sql, columns) == [(6, 9, NOW, None)]
+    store.apply(batch(3, stream("s", closed=[GapClosed("w", 9, "joined")]), token=token, now=NOW + 2000))
+    assert rows(sql, columns) == [(6, 9, NOW, "joined")]
+    store.apply(batch(4, stream("s", gaps=[gap]), token=token))
+    assert len(rows(sql, columns)) == 2
+
+
+def test_late_completions_and_forced_acts_are_kept(store: Postgres, sql: psycopg.Connection, token: int) -> None:
+    """Rule 5: late completions are numbered in their order, and an operator's act is kept with who and why."""
+    late = [Late("w", 1, n, n + 1, 1, "skipped") for n in (7, 3, 5)]
+    effects = stream("s", late=late, forced=[Forced("w", 1, "SKIP", 3, 9, "ann", "stuck for days")])
+    numbers = store.apply(batch(1, effects, token=token)).late["s"]
+    assert numbers == sorted(numbers)
+    kept = store.late_since([("s", 0)], 10)["s"]
+    assert [(it.number, it.late) for it in kept] == list(zip(numbers, late, strict=True))
+    assert rows(sql, "select kind, prev, id, by, why from tidemark.skips") == [("SKIP", 3, 9, "ann", "stuck for days")]
+    assert store.positions(["s"])["s"].late == numbers[-1]
+
+
+def test_offsets_only_rise(store: Postgres, token: int) -> None:
+    """Of several shards the highest next offset of a partition counts, and a lower one is ignored."""
+    shards = [
+        ShardEffects(number, NOW, [], [], [Progress("facts", 0, offset), Progress("control", 0, 2)])
+        for number, offset in enumerate((5, 9, 7))
+    ]
+    store.apply(type(batch(1))("query", 1, token, shards))
+    store.apply(batch(2, token=token, offset=6))
+    assert store.offsets() == {"facts": {0: 9}, "control": {0: 2}}
+    store.set_offsets({"facts": {0: 3, 1: 1}})
+    assert store.offsets() == {"facts": {0: 3, 1: 1}, "control": {0: 2}}
+
+
+def test_listeners_are_told_of_changed_streams(store: Postgres, sql: psycopg.Connection, token: int) -> None:
+    """NOTIFY names each changed stream."""
+    sql.execute("listen tidemark_positions")
+    store.apply(batch(1, stream("a", advance("w", 0, 1)), stream("b"), token=token))
+    assert sorted(it.payload for it in sql.notifies(timeout=2, stop_after=2)) == ["a", "b"]
+
+
+def test_only_the_newest_thousand_batches_are_remembered(store: Postgres, sql: psycopg.Connection, token: int) -> None:
+    """The list of applied batches is bounded, and what was dropped from it still counts as applied."""
+    for number in (1, 2, 1002):
+        store.apply(batch(number, token=token))
+    assert rows(sql, "select batch from tidemark.applied_batches order by 1") == [(1002,)]
+    assert store.apply(batch(1, token=token)).repeated
+
+
+def test_names_may_hold_any_character(store: Postgres, token: int) -> None:
+    """Quotes, braces, commas and back-slashes in names reach Postgres as they are."""
+    names = ['a"b', "a{b}", "a,b", "a\\b", "NULL", "ü'~%"]
+    store.apply(batch(1, *(stream(name, advance(name, 0, LARGEST, facts=1)) for name in names), token=token))
+    held = store.positions(names)
+    assert {name: held[name].positions for name in names} == {name: {name: LARGEST} for name in names}
+
+
+def test_pipeline_remembers_shards_and_topics(store: Postgres) -> None:
+    """What must not change behind the pipeline's back is kept; what is not named stays."""
+    assert store.remembered() == Remembered(None, {})
+    store.remember(Remembered(16, {"facts": ("id-1", 4), "control": ("id-2", 1)}))
+    store.remember(Remembered(None, {"facts": ("id-3", 8)}))
+    assert store.remembered() == Remembered(16, {"facts": ("id-3", 8), "control": ("id-2", 1)})
+
+
+def test_ten_thousand_streams_in_one_batch(store: Postgres, token: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rule 8: 10 000 streams with 80 000 advances are written by a handful of statements; the times are printed."""
+    taken = []
+    for number in (1, 2):
+        effects = [
+            stream(
+                f"stream-{s}",
+                *(advance(f"writer-{w}", 100 * (number - 1), 100 * number) for w in range(8)),
+                linear=100 * number,
+                state=bytes(200),
+            )
+            for s in range(10_000)
+        ]
+        began = time.monotonic()
+        store.apply(batch(number, *effects, token=token))
+        taken.append(round(time.monotonic() - began, 2))
+    with capsys.disabled():
+        print(f" [10 000 streams, 80 000 advances: first {taken[0]} s, again {taken[1]} s] ", end="")  # noqa: T201

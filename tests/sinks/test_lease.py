@@ -1,0 +1,170 @@
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from app.stack.postgres import Postgres as PostgresServer
+from sinks.lease import Lease, LeaseTerms
+from sinks.postgres import Postgres
+from streaming.errors import LeaseLost, Stopping
+from tests.sinks.conftest import TERMS
+from tests.sinks.given import batch, eventually, lines
+
+NEVER = threading.Event()
+spawn = multiprocessing.get_context("spawn")
+
+
+def hold(dsn: str, owner: str, report: str, ttl: float) -> None:
+    """A process that takes the lease, says so, and keeps it until it is killed."""
+    with Lease.acquire(dsn, LeaseTerms(owner, ttl, grace=0.3, poll=0.05), NEVER) as lease:
+        with Path(report).open("a") as file:
+            file.write(f'["{owner}", {lease.token}]\n')
+        time.sleep(600)
+
+
+@pytest.fixture
+def processes() -> Iterator[list[BaseProcess]]:
+    started: list[BaseProcess] = []
+    yield started
+    for process in started:
+        if process.is_alive():
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+        process.join()
+
+
+def test_token_rises_with_every_owner(dsn: str) -> None:
+    """Rule 6: a released lease is taken at once, under a higher token."""
+    with Lease.acquire(dsn, TERMS, NEVER) as first:
+        pass
+    began = time.monotonic()
+    with Lease.acquire(dsn, TERMS, NEVER) as second:
+        assert second.token > first.token
+    assert time.monotonic() - began < 1
+
+
+def test_waiter_stops_when_told(dsn: str, lease: Lease) -> None:
+    """Waiting for the lease ends promptly when the process is to end."""
+    stopping = threading.Event()
+    threading.Timer(0.3, stopping.set).start()
+    began = time.monotonic()
+    with pytest.raises(Stopping):
+        Lease.acquire(dsn, TERMS, stopping)
+    assert time.monotonic() - began < 2
+
+
+def test_renewed_lease_outlives_its_time(dsn: str) -> None:
+    """An owner that renews is not replaced, however often its time to live passes."""
+    terms = LeaseTerms("owner", ttl=0.6, grace=0.2, poll=0.05)
+    stopping = threading.Event()
+    threading.Timer(2.0, stopping.set).start()
+    with Lease.acquire(dsn, terms, NEVER) as lease:
+        with pytest.raises(Stopping):
+            Lease.acquire(dsn, terms, stopping)
+        lease.check()
+
+
+def test_killed_owner_is_replaced_before_its_time(dsn: str, tmp_path: Path, processes: list[BaseProcess]) -> None:
+    """Rule 6: two processes race for the lease; after kill -9 the other has it, long before the lease expires."""
+    report = tmp_path / "owners"
+    for owner in ("a", "b"):
+        processes.append(spawn.Process(target=hold, args=(dsn, owner, str(report), 60.0)))
+        processes[-1].start()
+    eventually(lambda: len(lines(report)) == 1, 30)
+    time.sleep(1.0)
+    ((first, token),) = lines(report)
+    killed = processes[0 if first == "a" else 1].pid
+    assert killed is not None
+    os.kill(killed, signal.SIGKILL)
+    eventually(lambda: len(lines(report)) == 2)
+    assert lines(report)[1] == ["b" if first == "a" else "a", token + 1]
+
+
+def test_frozen_owner_is_replaced_and_refused(
+    dsn: str, tmp_path: Path, processes: list[BaseProcess], store: Postgres
+) -> None:
+    """Rule 6: an owner that neither renews nor dies loses the lease in time, and its batches are refused."""
+    report = tmp_path / "owners"
+    processes.append(spawn.Process(target=hold, args=(dsn, "frozen", str(report), 1.0)))
+    processes[0].start()
+    eventually(lambda: len(lines(report)) == 1, 30)
+    assert processes[0].pid is not None
+    os.kill(processes[0].pid, signal.SIGSTOP)
+    token = lines(report)[0][1]
+    with Lease.acquire(dsn, TERMS, NEVER) as lease:
+        assert lease.token == token + 1
+        with pytest.raises(LeaseLost) as caught:
+            store.apply(batch(1, token=token))
+        assert (caught.value.held, caught.value.now) == (token, token + 1)
+
+
+def test_transaction_that_hangs_does_not_keep_the_lease(dsn: str) -> None:
+    """Rule 6: a frozen owner in the middle of a batch is ended by its successor, and its batch is rolled back."""
+    terms = LeaseTerms("owner", ttl=0.5, grace=0.2, poll=0.05)
+    frozen = Lease.acquire(dsn, terms, NEVER)  # not entered: nothing renews it
+    with psycopg.connect(dsn) as hung:
+        hung.execute("select token from tidemark.query_lease for key share")
+        hung.execute("select set_config('application_name', %s, true)", (f"tidemark token {frozen.token}",))
+        began = time.monotonic()
+        with Lease.acquire(dsn, terms, NEVER) as lease:
+            assert lease.token == frozen.token + 1
+        assert time.monotonic() - began < 5
+        with pytest.raises(psycopg.OperationalError):
+            hung.execute("select 1")
+    frozen.close()
+
+
+def test_batch_in_flight_delays_a_takeover(dsn: str, sql: psycopg.Connection) -> None:
+    """Rule 6: nobody takes the lease over between a batch's check of its token and its commit."""
+    with Lease.acquire(dsn, TERMS, NEVER):
+        pass
+    taken: list[float] = []
+
+    def take() -> None:
+        with Lease.acquire(dsn, TERMS, NEVER):
+            taken.append(time.monotonic())
+
+    with sql.transaction():
+        sql.execute("select token from tidemark.query_lease for key share")
+        waiter = threading.Thread(target=take)
+        waiter.start()
+        time.sleep(0.5)
+        assert not taken
+        committed = time.monotonic()
+    waiter.join()
+    assert taken[0] >= committed
+
+
+def test_owner_learns_that_it_lost(dsn: str, sql: psycopg.Connection) -> None:
+    """Rule 6: once somebody raised the token, the owner's next check raises."""
+    with Lease.acquire(dsn, LeaseTerms("owner", ttl=0.3), NEVER) as lease:
+        lease.check()
+        sql.execute("update tidemark.query_lease set token = token + 5")
+        eventually(lease.lost.is_set)
+        with pytest.raises(LeaseLost, match=f"the newest is {lease.token + 5}"):
+            lease.check()
+
+
+@pytest.mark.slow
+def test_lease_survives_a_restart_of_postgres(dsn: str, postgres: PostgresServer) -> None:
+    """An owner whose session broke takes it up again under the same token, as nobody else was quicker."""
+    with Lease.acquire(dsn, LeaseTerms("owner", ttl=0.6, grace=5.0), NEVER) as lease:
+        postgres.kill()
+        postgres.start()
+
+        def held_again() -> bool:
+            with psycopg.connect(dsn) as connection:
+                row = connection.execute("select count(*) from pg_locks where locktype = 'advisory'").fetchone()
+            return row == (1,)
+
+        eventually(held_again)
+        lease.check()
+        with psycopg.connect(dsn) as connection:
+            assert connection.execute("select token from tidemark.query_lease").fetchone() == (lease.token,)

@@ -1,0 +1,115 @@
+import threading
+
+import psycopg
+import pytest
+
+from sinks.database import Database
+from sinks.migrations import WANTED, check, migrate
+from streaming.errors import BadSetting, Refused, SchemaMismatch, Unavailable
+
+
+def test_every_version_is_applied_once(database: str) -> None:
+    """An empty database gets all versions in order, and a second call finds nothing to do."""
+    assert migrate(database) == list(range(1, WANTED + 1))
+    assert migrate(database) == []
+
+
+def test_several_at_once_apply_each_version_once(database: str) -> None:
+    """Of several migrations at the same time one does the work and the others wait for it."""
+    applied: list[int] = []
+    threads = [threading.Thread(target=lambda: applied.extend(migrate(database))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(applied) == list(range(1, WANTED + 1))
+
+
+@pytest.mark.parametrize(("make", "found"), [("", 0), ("delete", WANTED - 1), ("newer", WANTED + 1)])
+def test_another_schema_is_named_with_what_to_do(database: str, make: str, found: int) -> None:
+    """A database without schema, with an older or a newer one is refused, and nothing is changed in it."""
+    with psycopg.connect(database, autocommit=True) as connection:
+        if make:
+            migrate(database)
+        if make == "delete":
+            connection.execute("delete from tidemark.schema_version where version = %s", (WANTED,))
+        if make == "newer":
+            connection.execute("insert into tidemark.schema_version values (%s, 'x')", (WANTED + 1,))
+        with pytest.raises(SchemaMismatch) as caught:
+            check(connection)
+    assert (caught.value.found, caught.value.wanted) == (found, WANTED)
+
+
+def test_newer_schema_is_never_migrated(database: str) -> None:
+    """An old Tidemark does not touch the schema of a newer one."""
+    migrate(database)
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute("insert into tidemark.schema_version values (%s, 'x')", (WANTED + 1,))
+    with pytest.raises(SchemaMismatch):
+        migrate(database)
+
+
+@pytest.fixture
+def plain_user(database: str) -> str:
+    """The DSN of a user who may use the database and nothing beyond."""
+    name = database.rsplit("/", 1)[-1].split("?", maxsplit=1)[0]
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute(b"drop role if exists plain")
+        connection.execute(b"create role plain login password 'plain'")
+        connection.execute(f"grant create on database {name} to plain".encode())
+    return psycopg.conninfo.make_conninfo(database, user="plain", password="plain")
+
+
+def test_user_without_createrole_can_migrate(plain_user: str) -> None:
+    """The roles are a courtesy: who may not create them still gets the whole schema."""
+    assert migrate(plain_user) == list(range(1, WANTED + 1))
+
+
+def test_reader_sees_and_changes_nothing(database: str) -> None:
+    """A member of tidemark_reader can read every table, history included, and write none."""
+    migrate(database)
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute("set role tidemark_reader")
+        connection.execute("select * from tidemark.position_advances, tidemark.streams, tidemark.stream_gaps")
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            connection.execute("delete from tidemark.streams")
+
+
+def test_owner_makes_and_drops_days_of_history(database: str) -> None:
+    """A member of tidemark_owner can run the pipeline without owning the tables."""
+    migrate(database)
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute("set role tidemark_owner")
+        connection.execute("select tidemark.make_history_day('2026-01-01'), tidemark.make_history_day('2026-01-02')")
+        dropped = connection.execute("select tidemark.drop_history_before('2026-01-02')").fetchall()
+    assert dropped == [("position_advances_20260101",)]
+
+
+def test_right_that_is_missing_is_named(plain_user: str, database: str) -> None:
+    """A user without any right on the schema is told which role to ask for."""
+    migrate(database)
+    user = Database(plain_user, "test")
+    with pytest.raises(Refused, match="tidemark_owner"), user.session() as connection:
+        connection.execute("select * from tidemark.streams")
+    user.close()
+
+
+@pytest.mark.parametrize("wrong", [{"dbname": "no_such_database"}, {"user": "nobody_we_know"}])
+def test_server_that_says_no_stops_us(database: str, wrong: dict[str, str]) -> None:
+    """An unknown database or user is a refusal with what to do, although libpq gives no code for it."""
+    user = Database(psycopg.conninfo.make_conninfo(database, **wrong), "test")
+    with pytest.raises(Refused, match="TIDEMARK_POSTGRES_DSN"), user.session():
+        pass
+
+
+def test_server_that_is_away_is_waited_for() -> None:
+    """A port without a server is no refusal."""
+    with pytest.raises(Unavailable), Database("postgresql://u:secret@127.0.0.1:1/db", "test").session():
+        pass
+
+
+def test_address_that_cannot_be_read_is_not_quoted() -> None:
+    """A malformed DSN is named without its password."""
+    with pytest.raises(BadSetting) as caught:
+        Database("host=h secret word", "test")
+    assert "secret" not in str(caught.value)
