@@ -1,0 +1,59 @@
+"""What the two competitors on Spark share: Tidemark's own session and source, and marks from the query's progress."""
+
+import os
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import DataFrame
+
+from sources.kafka import EARLIEST, KafkaConnection, source_options
+from streaming import session
+from streaming.query import source
+from tests.bench.competitors.task import Task
+from tests.bench.rate import Meter
+
+_POLL_SECONDS = 0.1
+
+
+def run(task: Task, meter: Meter, plan: Callable[[DataFrame], DataFrame]) -> None:
+    """Run `plan` of the topic's records into a sink that drops everything, until the meter has seen enough."""
+    directory = Path(task.directory)
+    spark = session.start(
+        session.SparkSettings(
+            master="local[*]",
+            memory="1g",
+            jars=sorted(Path(task.jars).glob("*.jar")),
+            tasks=os.cpu_count() or 1,
+            local_dir=directory / "spark",
+        )
+    )
+    offsets = {task.topic: dict.fromkeys(range(task.partitions), EARLIEST)}
+    records = source(spark, source_options(KafkaConnection(task.bootstrap), offsets, task.batch))
+    query = (
+        plan(records)
+        .writeStream.format("noop")
+        .outputMode("append")
+        .option("checkpointLocation", str(directory / "checkpoint"))
+        .start()
+    )
+    noted, seen = -1, 0
+    while not meter.done:
+        if not query.isActive:
+            raise RuntimeError(f"the query ended: {query.exception()}")
+        for progress in query.recentProgress:
+            if progress["batchId"] > noted and progress["numInputRows"]:
+                noted = progress["batchId"]
+                seen += progress["numInputRows"]
+                meter.note(seen, _end(progress))
+        time.sleep(_POLL_SECONDS)
+    query.stop()
+    spark.stop()
+
+
+def _end(progress: Any) -> float:
+    """When the batch was over, in s since 1970."""
+    began = datetime.fromisoformat(progress["timestamp"]).timestamp()
+    return began + float(progress["durationMs"]["triggerExecution"]) / 1000

@@ -1,0 +1,92 @@
+"""The servers of a benchmark: a broker, a Postgres and a Redis of their own, in a home that is thrown away."""
+
+import itertools
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psycopg
+import redis
+
+from app.settings import Settings
+from app.stack.home import Home
+from app.stack.jars import BROKER, CONNECTOR, fetch_jars
+from app.stack.java import find_java
+from app.stack.kafka import Kafka
+from app.stack.postgres import Postgres
+from app.stack.redis import Redis
+from app.stack.server import free_port
+from sinks.migrations import migrate
+from sources.kafka import KafkaConnection
+from tests.bench.topic import Loaded, fill
+from tests.bench.workload import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    home: Home
+    jars: Path
+    kafka: Kafka
+    postgres: Postgres
+    redis: Redis
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    @property
+    def connection(self) -> KafkaConnection:
+        return KafkaConnection(self.kafka.bootstrap_servers)
+
+    @property
+    def connector_jars(self) -> Path:
+        return self.jars / CONNECTOR
+
+    def fresh(self, what: str) -> str:
+        """A name that was not used here before."""
+        return f"{what}_{next(self._numbers)}"
+
+    def directory(self, what: str) -> Path:
+        path = self.home.root / self.fresh(what)
+        path.mkdir()
+        return path
+
+    def database(self) -> str:
+        """The DSN of a new database with Tidemark's schema."""
+        name = self.fresh("bench")
+        with psycopg.connect(self.postgres.dsn("postgres"), autocommit=True) as connection:
+            connection.execute(f"create database {name}".encode())
+        migrate(self.postgres.dsn(name))
+        return self.postgres.dsn(name)
+
+    def emptied_redis(self) -> str:
+        with redis.Redis.from_url(self.redis.url) as client:
+            client.flushall()
+        return self.redis.url
+
+    def load(self, shape: Shape, *, records: int, partitions: int) -> Loaded:
+        return fill(self.connection, self.fresh("facts"), shape, records=records, partitions=partitions)
+
+
+@contextmanager
+def servers() -> Iterator[Site]:
+    """Jars come from TIDEMARK_HOME and are fetched there if need be."""
+    settings = Settings()
+    java = find_java(settings.java_home)
+    jars = Home(settings.home).jars
+    fetch_jars(jars, java, progress=lambda _: None)
+    with (
+        tempfile.TemporaryDirectory(prefix="tidemark-bench-", ignore_cleanup_errors=True) as root,
+        ExitStack() as stack,
+    ):
+        home = Home(Path(root))
+        site = Site(
+            home,
+            jars,
+            Kafka(home, free_port(), java=java, jars=jars / BROKER),
+            Postgres(home, free_port()),
+            Redis(home, free_port()),
+        )
+        for server in (site.kafka, site.postgres, site.redis):
+            server.start()
+            stack.callback(server.stop)
+        yield site

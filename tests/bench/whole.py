@@ -1,0 +1,123 @@
+"""Tidemark whole: a real `tidemark pipeline` process on the servers of a site, and what it has reached."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psycopg
+import redis
+
+from app.stack.server import free_port
+from app.stack.tidemark import Pipeline
+from tests.bench.rate import Mark
+from tests.bench.site import Site
+from tests.bench.workload import Play
+
+_POLL_SECONDS = 0.2
+
+
+class WrongResult(Exception):
+    """What was published is not what the workload says: no figure of this run counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A running pipeline; everything it has written is read from its database and its Redis."""
+
+    server: Pipeline
+    topic: str
+    dsn: str
+    redis_url: str
+
+    @property
+    def pid(self) -> int:
+        pid = self.server.pid
+        if pid is None:
+            raise WrongResult(f"the pipeline ended with {self.server.returncode}: {self.server.log_tail(5)}")
+        return pid
+
+    def marks(self) -> list[Mark]:
+        """One mark per batch: records of the topic counted so far, when Postgres began the batch's transaction.
+
+        From one transaction to the next is one whole turn of the pipeline: reading, computing and both sinks.
+        """
+        with psycopg.connect(self.dsn) as connection:
+            rows = connection.execute(
+                "select (select sum(o.value::bigint) from jsonb_each_text(offsets -> %s) o)::bigint,"
+                " extract(epoch from applied_at)::float8 from tidemark.applied_batches order by number",
+                [self.topic],
+            ).fetchall()
+        return [Mark(records, at) for records, at in rows if records is not None]
+
+    def await_records(self, records: int, seconds: float) -> None:
+        """Return once so many records of the topic are counted and published."""
+        deadline = time.monotonic() + seconds
+        while (reached := max((mark.records for mark in self.marks()), default=0)) < records:
+            _ = self.pid
+            if time.monotonic() > deadline:
+                raise WrongResult(f"{reached} of {records} records after {seconds:.0f} s: {self.server.log_tail(3)}")
+            time.sleep(_POLL_SECONDS)
+
+    def await_positions(self, play: Play, seconds: float = 30) -> None:
+        """Return once Redis shows every position and line as `play` left them; Redis is the last sink of a batch."""
+        deadline = time.monotonic() + seconds
+        while (difference := self._difference(play)) is not None:
+            if time.monotonic() > deadline:
+                raise WrongResult(difference)
+            time.sleep(_POLL_SECONDS)
+
+    def state_bytes(self, stream: str) -> int:
+        with psycopg.connect(self.dsn) as connection:
+            row = connection.execute(
+                "select length(state) from tidemark.streams where stream = %s", [stream]
+            ).fetchone()
+        if row is None:
+            raise WrongResult(f"the database knows no stream {stream}")
+        return int(row[0])
+
+    def _difference(self, play: Play) -> str | None:
+        shape = play.shape
+        with redis.Redis.from_url(self.redis_url) as client, client.pipeline(transaction=False) as asked:
+            for number in range(shape.streams):
+                asked.hgetall(f"tidemark:{{{shape.stream(number)}}}:positions")
+                asked.get(f"tidemark:{{{shape.stream(number)}}}:linear")
+            answers = asked.execute()
+        for number in range(shape.streams):
+            positions = {writer.decode(): int(position) for writer, position in answers[2 * number].items()}
+            found = positions, int(answers[2 * number + 1] or 0)
+            wanted = play.positions(number), play.linear(number)
+            if found != wanted:
+                return f"{shape.stream(number)}: Redis has {found}, the workload ends at {wanted}"
+        return None
+
+
+@contextmanager
+def pipeline(site: Site, topic: str, partitions: int, variables: Mapping[str, str]) -> Iterator[Whole]:
+    """A pipeline on `topic`, with an empty database, an empty Redis and no checkpoint; ready when the block begins.
+
+    `variables` are settings beyond those of the site (`TIDEMARK_...`); all others have their defaults.
+    """
+    directory = site.directory("pipeline")
+    port = free_port()
+    dsn, redis_url = site.database(), site.emptied_redis()
+    settings = {
+        "TIDEMARK_HOME": str(directory),
+        "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": site.kafka.bootstrap_servers,
+        "TIDEMARK_KAFKA_FACTS_TOPIC": topic,
+        "TIDEMARK_KAFKA_CONTROL_TOPIC": f"{topic}.control",
+        "TIDEMARK_KAFKA_DEAD_LETTERS_TOPIC": f"{topic}.dead-letters",
+        "TIDEMARK_KAFKA_CREATE_TOPICS": "true",
+        "TIDEMARK_KAFKA_PARTITIONS": str(partitions),
+        "TIDEMARK_POSTGRES_DSN": dsn,
+        "TIDEMARK_REDIS_URL": redis_url,
+        "TIDEMARK_SPARK_JARS": str(site.connector_jars),
+        "TIDEMARK_METRICS_PORT": str(port),
+        **variables,
+    }
+    server = Pipeline(site.home, port, settings)
+    server.start()
+    try:
+        yield Whole(server, topic, dsn, redis_url)
+    finally:
+        server.stop()

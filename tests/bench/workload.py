@@ -1,0 +1,172 @@
+"""What writers would send: facts that complete out of order, made fast and without end. Pure; sends nothing.
+
+Slim beside `sources.simulator`: no crashes, no retirements, no garbage, so that a million records a second can be
+made and the final positions are known without an oracle.
+"""
+
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.int64]
+
+RDATA, VOID = 0, 1
+_ROWS = 997
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """`in_flight`: transactions that a writer has open on average; one in `slow_every` takes `slow_factor` times as
+    long as the others, which is what leaves gaps. One in `void_every` rolls back.
+    """
+
+    streams: int = 4
+    writers: int = 8
+    in_flight: float = 2.0
+    slow_every: int = 100
+    slow_factor: int = 20
+    void_every: int = 33
+    seed: int = 1
+
+    def stream(self, number: int) -> str:
+        return f"events-{number}"
+
+    def writer(self, number: int) -> str:
+        return f"writer-{number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """Completions in the order in which they go to Kafka. `owner` is `stream * writers + writer`."""
+
+    owner: Array
+    prev: Array
+    id: Array
+    kind: Array
+
+    def __len__(self) -> int:
+        return len(self.id)
+
+    def then(self, later: "Edges") -> "Edges":
+        pairs = zip(astuple(self), astuple(later), strict=True)
+        return Edges(*(np.concatenate(pair) for pair in pairs))
+
+    def pick(self, chosen: npt.NDArray[np.bool_] | Array) -> "Edges":
+        return Edges(self.owner[chosen], self.prev[chosen], self.id[chosen], self.kind[chosen])
+
+
+class Play:
+    """Writers at work: `step` lets them begin so many transactions and gives what completed meanwhile.
+
+    The same shape gives the same records, however they are cut into steps of equal size. After `finish` nothing is
+    open: each writer's position is its last ID, and each line stands at its stream's last.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self._random = np.random.default_rng(shape.seed)
+        self._last = np.zeros(shape.streams, np.int64)
+        self._told = np.zeros(shape.streams * shape.writers, np.int64)
+        self._begun = 0
+        none = np.zeros(0, np.int64)
+        self._open = Edges(none, none, none, none)
+        self._due = np.zeros(0)
+
+    def step(self, transactions: int) -> Edges:
+        """Begin `transactions`; what completes before the next one would begin, in its order."""
+        began = self._begin(transactions)
+        arrivals = self._begun + np.arange(transactions)
+        self._begun += transactions
+        self._open = self._open.then(began)
+        self._due = np.concatenate([self._due, arrivals + self._delays(transactions)])
+        return self._complete(self._due < self._begun)
+
+    def finish(self) -> Edges:
+        """Everything that is still open, in its order."""
+        return self._complete(np.ones(len(self._due), np.bool_))
+
+    def positions(self, stream: int) -> dict[str, int]:
+        """Where the writers stand once everything has completed."""
+        first = stream * self.shape.writers
+        return {self.shape.writer(n): int(self._told[first + n]) for n in range(self.shape.writers)}
+
+    def linear(self, stream: int) -> int:
+        """Where the line stands once everything has completed."""
+        return int(self._last[stream])
+
+    def _begin(self, count: int) -> Edges:
+        owner = self._random.integers(0, len(self._told), count)
+        stream = owner // self.shape.writers
+        id_ = np.empty(count, np.int64)
+        order = np.argsort(stream, kind="stable")
+        counts = np.bincount(stream, minlength=len(self._last))
+        firsts = np.cumsum(counts) - counts
+        id_[order] = np.arange(1, count + 1) + (self._last - firsts)[stream[order]]
+        self._last += counts
+
+        prev = np.empty(count, np.int64)
+        order = np.argsort(owner, kind="stable")
+        by_owner, ids = owner[order], id_[order]
+        first = np.diff(by_owner, prepend=-1) != 0
+        prev[order] = np.where(first, self._told[by_owner], np.roll(ids, 1))
+        last = np.roll(first, -1)
+        self._told[by_owner[last]] = ids[last]
+        kind = (self._random.integers(0, self.shape.void_every, count) == 0).astype(np.int64)
+        return Edges(owner, prev, id_, kind)
+
+    def _delays(self, count: int) -> npt.NDArray[np.float64]:
+        """How many transactions begin, over all writers, before each of these has completed."""
+        mean = self.shape.in_flight * len(self._told)
+        slow = self._random.integers(0, self.shape.slow_every, count) == 0
+        return self._random.exponential(mean, count) * np.where(slow, self.shape.slow_factor, 1)
+
+    def _complete(self, done: npt.NDArray[np.bool_]) -> Edges:
+        order = np.flatnonzero(done)[np.argsort(self._due[done], kind="stable")]
+        completed = self._open.pick(order)
+        self._open = self._open.pick(~done)
+        self._due = self._due[~done]
+        return completed
+
+
+class Rendering:
+    """Edges as the JSON of DESIGN 3; about 141 bytes each while IDs have six digits."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self.keys = [shape.stream(stream).encode() for stream in range(shape.streams)]
+        self._templates = [
+            self._template(owner, kind) for owner in range(shape.streams * shape.writers) for kind in (RDATA, VOID)
+        ]
+        random = np.random.default_rng(shape.seed)
+        self._rows = [random.bytes(14).hex().encode() for _ in range(_ROWS)]
+
+    def joins(self) -> Iterator[tuple[int, bytes]]:
+        """Stream and value of one JOIN per writer: what stands first in the topic."""
+        shape = self._shape
+        for stream in range(shape.streams):
+            for writer in range(shape.writers):
+                head = f'{{"kind":"JOIN","stream":"{shape.stream(stream)}","writer":"{shape.writer(writer)}"'
+                yield stream, f'{head},"epoch":1,"id":0}}'.encode()
+
+    def values(self, edges: Edges) -> list[bytes]:
+        templates, rows = self._templates, self._rows
+        numbers = (2 * edges.owner + edges.kind).tolist()
+        ids = edges.id.tolist()
+        return [
+            templates[number] % (prev, id_, rows[id_ % _ROWS])
+            for number, prev, id_ in zip(numbers, edges.prev.tolist(), ids, strict=True)
+        ]
+
+    def streams(self, edges: Edges) -> list[int]:
+        streams: list[int] = (edges.owner // self._shape.writers).tolist()
+        return streams
+
+    def _template(self, owner: int, kind: int) -> bytes:
+        stream, writer = divmod(owner, self._shape.writers)
+        names = f'"stream":"{self._shape.stream(stream)}","writer":"{self._shape.writer(writer)}","epoch":1'
+        if kind == VOID:
+            # %.0s takes the row and prints nothing: all templates are filled alike.
+            return f'{{"kind":"VOID",{names},"prev":%d,"id":%d%.0s}}'.encode()
+        return f'{{"kind":"RDATA",{names},"prev":%d,"id":%d,"row":{{"event_id":"$%s"}}}}'.encode()
