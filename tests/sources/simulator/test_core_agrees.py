@@ -1,0 +1,104 @@
+"""Wild plays through the pipeline's own compaction and state machine, without Spark: what comes out is the truth."""
+
+from collections import Counter
+from random import Random
+
+import msgspec
+import pyarrow as pa
+import pytest
+
+from sources.simulator.cast import Cast, Habits
+from sources.simulator.simulation import Simulation
+from streaming.advance import advance
+from streaming.bounds import Bounds
+from streaming.compaction import compactor
+from streaming.effects import ShardEffects
+from streaming.packet import Packet
+from streaming.wire import Record, encode
+
+WILD = Habits(
+    duration=0.3,
+    rollback=0.2,
+    several_rows=0.2,
+    sent_twice=0.1,
+    stuck_every=2.0,
+    stuck_for=(1.0, 3.0),
+    idle_every=3.0,
+    crash_every=2.0,
+    down_for=(0.5, 2.0),
+    turnover_every=1.0,
+)
+SCHEMA = pa.schema(
+    [
+        ("topic", pa.string()),
+        ("partition", pa.int32()),
+        ("offset", pa.int64()),
+        ("timestamp", pa.timestamp("ms")),
+        ("key", pa.binary()),
+        ("value", pa.binary()),
+    ]
+)
+NO_BOUNDS = Bounds(pending=10**6, completed=10**6, retired=10**6, retirement=10**12)
+
+
+class Core:
+    """One partition and one shard: everything between Kafka and the sinks."""
+
+    def __init__(self) -> None:
+        self.linear: dict[str, int] = {}
+        self.positions: dict[str, dict[str, int]] = {}
+        self.counts: Counter[str] = Counter()
+        self._states: dict[str, bytes] = {}
+        self._offset = 0
+        self._compact = compactor(1, "facts", "control")
+
+    def feed(self, records: list[Record], now: int) -> None:
+        rows = [
+            ("facts", 0, self._offset + number, now, record.stream.encode(), encode(record))
+            for number, record in enumerate(records)
+        ]
+        self._offset += len(rows)
+        batch = pa.RecordBatch.from_pylist([dict(zip(SCHEMA.names, row, strict=True)) for row in rows], schema=SCHEMA)
+        packets = [
+            msgspec.msgpack.decode(value.as_py(), type=Packet)
+            for out in self._compact(iter([batch]))
+            for value in out.column("packet")
+        ]
+        self._take(advance(0, self._states, packets, now, NO_BOUNDS))
+
+    def _take(self, effects: ShardEffects) -> None:
+        for stream in effects.streams:
+            positions = self.positions.setdefault(stream.stream, {})
+            for advanced in stream.advances:
+                assert positions.get(advanced.writer, advanced.prev) == advanced.prev, "rule 3: advances are chained"
+            for writer in stream.writers:
+                assert abs(writer.position) >= abs(positions.get(writer.writer, 0)), "rule 2: positions are monotone"
+                positions[writer.writer] = writer.position
+            self.linear[stream.stream] = stream.linear
+            self.counts.update(stream.counts)
+        for rejected in effects.rejected:
+            self.counts[rejected.reason] += len(rejected.offsets) // 8
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_core_finds_the_truth_after_every_batch(seed: int) -> None:
+    """Rules 1 to 5: whatever the writers do and however batches are cut, positions and lines are exactly the truth."""
+    simulation = Simulation(seed, Cast(streams=3, writers=3, rate=150.0, habits=WILD))
+    cuts = Random(seed)
+    core = Core()
+    now = 0.0
+    while now < 20.0:
+        now += cuts.choice([0.01, 0.1, 1.0, 4.0])
+        compare(core, simulation, simulation.step(now), now)
+    compare(core, simulation, simulation.drain(simulation.held()[:1]), now)
+    compare(core, simulation, simulation.drain(), now)
+    assert core.counts["duplicate"] == simulation.sent()["duplicate"]
+    assert core.counts["zombie"] == simulation.sent()["zombie"]
+
+
+def compare(core: Core, simulation: Simulation, records: list[Record], now: float) -> None:
+    if records:
+        core.feed(records, int(now * 1000))
+    for stream in simulation.streams():
+        assert core.linear.get(stream.name, 0) == stream.linear()
+        assert core.positions.get(stream.name, {}) == stream.positions()
