@@ -141,7 +141,8 @@ class StreamBatch:
 
     def _turn_away(self, topic: str, partition: int, items: list[Fact]) -> None:
         for item in items:
-            self.stream.distrust((item.writer, item.epoch), self._bounds, self.changes)
+            reach = int(np.frombuffer(item.ids[-8:], np.int64)[0]) if isinstance(item, PackedRun) else 0
+            self.stream.distrust((item.writer, item.epoch), reach, self._bounds, self.changes)
             offsets = np.array([item.offset]) if isinstance(item, Marker) else np.sort(_offsets(item))
             self.rejected.append((topic, partition, Reason.WRONG_PARTITION, offsets))
 
@@ -149,7 +150,9 @@ class StreamBatch:
         refused = self._take(marker)
         if refused is not None:
             self.rejected.append((topic, partition, refused, np.array([marker.offset])))
-        elif marker.by is not None and marker.why is not None:
+            return
+        self.stream.face(marker.backward)
+        if marker.by is not None and marker.why is not None:
             self.forced.append((marker, marker.by, marker.why))
 
     def _take(self, marker: Marker) -> Reason | None:

@@ -24,7 +24,7 @@ How = Literal["completed", "joined", "retired", "skipped"]
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """How the IDs of a range were settled (DESIGN 1): counts of facts, and of IDs void or announced, unseen, skipped."""
+    """How the IDs of a range were settled (DESIGN 1): facts, IDs void or announced, unseen, skipped."""
 
     facts: int = 0
     empty: int = 0
@@ -67,8 +67,13 @@ class Moves:
 
 @dataclass(slots=True)
 class Chain:
+    """`refused` is the highest ID of an edge that was turned away although it may be true: what is open up to there may
+    hold facts, whatever its writer says later.
+    """
+
     position: int = 0
     pending: list[Span] = field(default_factory=list)
+    refused: int = 0
     _prev: int = field(default=NOWHERE, init=False)
     _evidence: Evidence = field(default=NOTHING, init=False)
     _changed: set[int] = field(default_factory=set, init=False)
@@ -77,10 +82,9 @@ class Chain:
     def __post_init__(self) -> None:
         self._prev = self.position
 
-    @property
-    def highest(self) -> int:
-        """The highest ID that is settled, held back by a gap or not."""
-        return self.pending[-1].id if self.pending else self.position
+    def pending_beyond(self, id: int) -> bool:
+        """Whether a span waits that reaches beyond `id`."""
+        return bool(self.pending) and self.pending[-1].id > id
 
     def covered(self, prev: int, id: int) -> list[tuple[int, int]]:
         """The settled parts that overlap `(prev, id]`, uncut, ascending; the first may be `(0, position]`."""
@@ -108,8 +112,11 @@ class Chain:
         above = self.pending[at].prev if at < len(self.pending) else None
         return prev == below or id == above
 
-    def settle(self, prev: int, id: int, evidence: Evidence, edges: int, how: How, now: int) -> None:
-        """`(prev, id]` is complete. The caller has made sure that all of it is open (`missing`)."""
+    def settle(self, prev: int, id: int, evidence: Evidence, edges: int, how: How, since: int) -> None:
+        """`(prev, id]` is complete. The caller has made sure that all of it is open (`missing`).
+
+        `since` (ms) is when it was first seen: the age of the gap below it, unless that gap is older.
+        """
         if prev == self.position:
             self._advance(id, evidence)
             while self.pending and self.pending[0].prev == self.position:
@@ -143,7 +150,8 @@ class Chain:
             above.edges += edges
             self._changed.add(prev)
         else:
-            self.pending.insert(at, Span(prev, id, evidence, edges, above.since if above is not None else now))
+            age = since if above is None else min(since, above.since)
+            self.pending.insert(at, Span(prev, id, evidence, edges, age))
             self._changed.add(prev)
             if above is not None:
                 self._changed.add(above.prev)
@@ -156,20 +164,27 @@ class Chain:
         at = self._at(limit)
         gone = self.pending[at:]
         del self.pending[at:]
+        for span in gone:
+            self._close(span.prev, "joined")
         if at and self.pending[at - 1].id > limit:
             across = self.pending[at - 1]
             gone.insert(0, _part(across, limit, across.id))
             self.pending[at - 1] = _part(across, across.prev, limit)
-        for span in gone:
-            self._close(span.prev, "joined")
         return gone
 
-    def adopt(self, other: "Chain", now: int) -> None:
+    def adopt(self, other: "Chain") -> None:
         """Take over the spans of a chain that had no position, as far as they are open here."""
+        self.refused = max(self.refused, other.refused)
         for span in other.pending:
             for prev, id in self.missing(span.prev, span.id):
                 part = _part(span, prev, id)
-                self.settle(prev, id, part.evidence, part.edges, "joined", now)
+                self.settle(prev, id, part.evidence, part.edges, "joined", span.since)
+
+    def within(self, prev: int, id: int) -> Iterator[Span]:
+        """The parts of the spans that lie in `(prev, id]`, ascending."""
+        if prev < id:
+            for span in self._overlapping(prev, id):
+                yield _part(span, max(prev, span.prev), min(id, span.id))
 
     def gaps(self) -> Iterator[tuple[int, int, int]]:
         """`(low, top, since)` of every gap, ascending."""

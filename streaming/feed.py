@@ -15,7 +15,7 @@ from streaming.changes import Changes, LateRange, Outcome, Why
 from streaming.intervals import EMPTY, Ids, Intervals
 from streaming.packet import Kind
 from streaming.reasons import Reason
-from streaming.runs import Run
+from streaming.runs import Mask, Run
 
 _NEW, _DUPLICATE, _CONFLICT = 0, 1, 2
 _CLEAR, _LATE, _ACROSS = 0, 1, 2
@@ -38,12 +38,13 @@ class Feed:
 
     def run(self, run: Run) -> Iterator[Ids]:
         """Settle what is new in `run`; gives the IDs of the facts and voids that were accepted or late."""
-        if not len(self.late) or not len(self.late.within(run.start, run.end)):
+        late = self.late.within(run.start, run.end)
+        if not len(late):
             yield from self._clear(run)
             return
         prevs = run.prevs
         standing = np.full(len(run), _CLEAR)
-        for low, high in self.late:
+        for low, high in late:
             first = int(np.searchsorted(run.ids, low, side="right"))
             stop = int(np.searchsorted(prevs, high, side="left"))
             if first >= stop:
@@ -76,15 +77,19 @@ class Feed:
             yield from self._settle(part)
         self.changes.counts["duplicate"] += int(np.count_nonzero(standing == _DUPLICATE))
         if (standing == _CONFLICT).any():
-            self.changes.rejected.append((Reason.CONFLICT, np.sort(run.offsets[standing == _CONFLICT])))
+            self._refuse(run, standing == _CONFLICT, Reason.CONFLICT)
 
     def _settle(self, run: Run) -> Iterator[Ids]:
         if len(self.chain.pending) >= self.spans and not self.chain.adjoins(run.start, run.end):
-            self.changes.rejected.append((Reason.PENDING_OVERFLOW, np.sort(run.offsets)))
+            self._refuse(run, np.ones(len(run), np.bool_), Reason.PENDING_OVERFLOW)
             return
         self.chain.settle(run.start, run.end, run.evidence(), len(run), "completed", self.changes.now)
         self.changes.counts[self.outcome] += len(run)
         yield run.completed()
+
+    def _refuse(self, run: Run, edges: Mask, reason: Reason) -> None:
+        self.changes.rejected.append((reason, np.sort(run.offsets[edges])))
+        self.chain.refused = max(self.chain.refused, int(run.ids[edges][-1]))
 
     def _late(self, run: Run) -> Iterator[Ids]:
         ids = run.completed()
@@ -104,8 +109,8 @@ class Feed:
         bare = [*self.late.missing(edge.start, edge.end)]
         if bare and bare[-1][1] == edge.end:
             tail = replace(edge, start=bare.pop()[0])
-            accepted = not self.chain.covered(tail.start, tail.end)
-            yield from self._clear(tail)
+            accepted = [*self._clear(tail)]
+            yield from accepted
             if not accepted:
                 return
         else:

@@ -72,11 +72,16 @@ class Mark:
     unseen: bool = False
     forced: bool = False
 
-    def evidence(self, width: int) -> Evidence:
-        """How an open range counts that this marker settles."""
+    def evidence(self, low: int, high: int, refused: int) -> Evidence:
+        """How the open range `(low, high]` counts that this marker settles.
+
+        Its writer speaks of what it sent, not of what was taken: up to `refused` there may be facts.
+        """
+        width = high - low
         if self.forced:
             return Evidence(skipped=width)
-        return Evidence(unseen=width) if self.unseen else Evidence(empty=width)
+        unseen = width if self.unseen else min(max(refused - low, 0), width)
+        return Evidence(unseen=unseen, empty=width - unseen)
 
 
 @dataclass(slots=True)
@@ -93,12 +98,13 @@ class Stream:
     held: dict[Incarnation, Held] = field(default_factory=dict)
 
     def faces(self, backward: bool | None) -> bool:
-        """Whether an ID of that sign may stand here; the first signed one decides for ever (DESIGN 3)."""
-        if backward is None:
-            return True
-        if self.direction == 0:
+        """Whether an ID of that sign may stand here: a stream never mixes signs (DESIGN 3)."""
+        return backward is None or self.direction == 0 or backward == (self.direction < 0)
+
+    def face(self, backward: bool | None) -> None:
+        """A record was accepted whose ID has that sign; the first signed one decides for ever."""
+        if self.direction == 0 and backward is not None:
             self.direction = -1 if backward else 1
-        return backward == (self.direction < 0)
 
     def complete(self, runs: Sequence[Run], rows: Sequence[Rows], bounds: Bounds, changes: Changes) -> None:
         """Feed the edges and rows of one stretch."""
@@ -126,8 +132,8 @@ class Stream:
             return None
         changes.counts["applied"] += 1
         writer, retire = self._begin(mark, changes)
-        if retire is not None:
-            self._retire(writer, Mark(mark.writer, mark.epoch, retire, mark.time), changes)
+        if retire is not None and not writer.chain.pending_beyond(retire):
+            self._end(writer, Mark(mark.writer, mark.epoch, retire, mark.time), changes)
         self._settle_line()
         return None
 
@@ -135,18 +141,31 @@ class Stream:
         """The writer is complete up to `mark.id` and nothing follows. Gives why it is refused, or None.
 
         An incarnation that never joined has said nothing that may move a position: its RETIRE waits for its JOIN. An
-        operator's RETIRE does not, and is how a held incarnation is got rid of.
+        operator's RETIRE does not, and is how a held incarnation is got rid of, also one that went on after it retired.
         """
         writer = self.writers.get(mark.writer)
+        held = self.held.get((mark.writer, mark.epoch))
         if writer is not None and mark.epoch < writer.epoch:
             return Reason.ZOMBIE
+        if mark.forced and held is not None and held.chain.pending_beyond(mark.id):
+            return Reason.CONFLICT
         if writer is None or mark.epoch > writer.epoch:
             if not mark.forced:
                 return self._hold_retire(mark, bounds, changes)
             writer, _ = self._begin(mark, changes)
-        refused = self._retire(writer, mark, changes)
+        elif writer.retired is not None and mark.forced and held is not None:
+            writer.chain.adopt(self.held.pop((mark.writer, mark.epoch)).chain)
+        elif writer.retired is not None:
+            if mark.id > writer.chain.position:
+                return Reason.CONFLICT
+            changes.counts["duplicate"] += 1
+            return None
+        elif writer.chain.pending_beyond(mark.id):
+            return Reason.CONFLICT
+        self._end(writer, mark, changes)
+        changes.counts["applied"] += 1
         self._settle_line()
-        return refused
+        return None
 
     def skip(self, mark: Mark, prev: int, changes: Changes) -> Reason | None:
         """An operator settles what is open in `(prev, mark.id]`; completions in there will be late."""
@@ -162,14 +181,19 @@ class Stream:
         self._settle_line()
         return None
 
-    def distrust(self, incarnation: Incarnation, bounds: Bounds, changes: Changes) -> None:
-        """Its records were rejected for standing in another partition, where they have no order against this one.
+    def distrust(self, incarnation: Incarnation, reach: int, bounds: Bounds, changes: Changes) -> None:
+        """Its records up to `reach` were rejected: they stand in another partition and have no order against this one.
 
         A writer that has joined is held by its own broken chain; any other holds the line until it joins here.
         """
-        writer = self.writers.get(incarnation[0])
-        if (writer is None or incarnation[1] > writer.epoch) and len(self.held) < bounds.held:
-            self.held.setdefault(incarnation, Held(Chain(NOWHERE), changes.now))
+        name, epoch = incarnation
+        writer = self.writers.get(name)
+        if writer is not None and epoch < writer.epoch:
+            return
+        if writer is not None and epoch == writer.epoch and writer.retired is None:
+            writer.chain.refused = max(writer.chain.refused, reach)
+        elif (held := self._held(incarnation, bounds, changes)) is not None:
+            held.chain.refused = max(held.chain.refused, reach)
 
     def keep_within(self, bounds: Bounds, changes: Changes) -> None:
         """Called once after a batch: forget what passes the bounds, and retired writers that the line has passed."""
@@ -177,7 +201,9 @@ class Stream:
         retired = sorted(
             (writer.retired, name)
             for name, writer in self.writers.items()
-            if writer.retired is not None and writer.chain.position <= self.line.position
+            if writer.retired is not None
+            and writer.chain.position <= self.line.position
+            and name not in changes.touched  # its moves have still to be told
         )
         surplus = len(retired) - bounds.retired
         for at, (since, name) in enumerate(retired):
@@ -213,14 +239,17 @@ class Stream:
                 writer = self.writers[item.writer] = Writer(0, Chain())
             if writer is not None and item.epoch < writer.epoch:
                 changes.rejected.append((Reason.ZOMBIE, np.sort(item.offsets)))
-            elif writer is None or item.epoch > writer.epoch:
+                continue
+            if isinstance(item, Run):
+                self.face(item.backward)
+            if writer is None or item.epoch > writer.epoch:
                 strange.append(item)
             elif isinstance(item, Rows):
                 changes.counts["batch"] += len(item.offsets)
             elif writer.retired is None:
                 known.append(item)
             else:
-                beyond = item.prevs >= writer.chain.position
+                beyond = item.ids > writer.chain.position
                 known.extend(item.parts(~beyond))
                 strange.extend(item.parts(beyond))
         return known, strange
@@ -263,16 +292,17 @@ class Stream:
         were complete beyond the JOIN may come again, so that the line forgets them.
         """
         writer = self.writers.setdefault(mark.writer, Writer(mark.epoch, Chain()))
-        chain, position, epoch = writer.chain, writer.chain.position, writer.epoch
-        taken_back = [(epoch, span) for span in chain.cut_above(mark.id)]
+        chain, position = writer.chain, writer.chain.position
+        taken_back = [(writer.epoch, span) for span in chain.cut_above(mark.id)]
         retire = None
-        for incarnation in sorted(key for key in self.held if key[0] == mark.writer and key[1] <= mark.epoch):
-            held = self.held.pop(incarnation)
-            if incarnation[1] < mark.epoch:
-                taken_back.extend((incarnation[1], span) for span in held.chain.cut_above(mark.id))
+        for name, epoch in sorted(key for key in self.held if key[0] == mark.writer and key[1] <= mark.epoch):
+            held = self.held.pop((name, epoch))
+            if epoch < mark.epoch:
+                taken_back.extend((epoch, span) for span in held.chain.cut_above(mark.id))
             else:
                 retire = held.retire
-            chain.adopt(held.chain, changes.now)
+                taken_back.extend((epoch, span) for span in held.chain.within(mark.id, position))
+            chain.adopt(held.chain)
         writer.epoch, writer.retired, writer.late, writer.regressed = mark.epoch, None, EMPTY, 0
         if mark.id < position:
             writer.late, writer.regressed = Intervals.of([(mark.id, position)]), position
@@ -285,16 +315,9 @@ class Stream:
         self._settle(writer, 0, mark, "joined", changes)
         return writer, retire
 
-    def _retire(self, writer: Writer, mark: Mark, changes: Changes) -> Reason | None:
-        if writer.retired is not None and mark.id <= writer.chain.position:
-            changes.counts["duplicate"] += 1
-            return None
-        if writer.retired is not None or (writer.chain.pending and writer.chain.highest > mark.id):
-            return Reason.CONFLICT
+    def _end(self, writer: Writer, mark: Mark, changes: Changes) -> None:
         self._settle(writer, 0, mark, "retired", changes)
         writer.retired = changes.now
-        changes.counts["applied"] += 1
-        return None
 
     def _hold_retire(self, mark: Mark, bounds: Bounds, changes: Changes) -> Reason | None:
         held = self._held((mark.writer, mark.epoch), bounds, changes)
@@ -310,7 +333,7 @@ class Stream:
         """Settle what is open in `(prev, mark.id]`; gives it. What an operator settles is late from then on."""
         open_ = Intervals.of(writer.chain.missing(prev, mark.id))
         for low, high in open_:
-            writer.chain.settle(low, high, mark.evidence(high - low), 0, how, changes.now)
+            writer.chain.settle(low, high, mark.evidence(low, high, writer.chain.refused), 0, how, changes.now)
         if mark.forced:
             writer.late = writer.late.union(open_)
         changes.touch(mark.writer, mark.time)
