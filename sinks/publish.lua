@@ -41,11 +41,7 @@ local function before(a, b)
     return #a < #b
 end
 
-local known = {} -- writer -> position, or false where there is none
-local function position(writer)
-    if known[writer] == nil then known[writer] = call('HGET', POSITIONS, writer) end
-    return known[writer]
-end
+local known = {} -- writer -> position, as in the hash
 
 local moved, order = {}, {} -- writer -> what to tell the channel; in the order of their first move
 local function move(writer, prev, id, plain)
@@ -66,16 +62,19 @@ local function append(kind, ...)
 end
 
 local function joins()
+    local reached = setmetatable({}, {__index = known})
     for _, entry in ipairs(entries) do
-        local here = position(entry[1])
-        if here and beyond(entry[3], here) then return false end
+        local writer, prev, id = entry[1], entry[3], entry[4]
+        local here = reached[writer]
+        if here and beyond(prev, here) then return false end
+        if not here or beyond(id, here) then reached[writer] = id end
     end
     return true
 end
 
 local function write_entry(entry)
     local writer, epoch, prev, id, facts, empty, unseen, skipped, line, batch, time = unpack(entry)
-    local here = position(writer)
+    local here = known[writer]
     local moves = not here or beyond(id, here)
     if here and mode ~= 'anew' and beyond(here, prev) then prev = here end -- the list stays chained
     if moves or mode == 'anew' then
@@ -97,19 +96,15 @@ local function write_late(entry)
 end
 
 local function write_token(line)
-    local flat = call('HGETALL', POSITIONS)
-    local writers, held = {}, {}
-    for i = 1, #flat, 2 do
-        if beyond(flat[i + 1], line) then
-            writers[#writers + 1] = flat[i]
-            held[flat[i]] = flat[i + 1]
-        end
+    local writers = {}
+    for writer, id in pairs(known) do
+        if beyond(id, line) then writers[#writers + 1] = writer end
     end
     table.sort(writers, before)
     local parts = {'m' .. line}
     for _, writer in ipairs(writers) do
         local name = string.gsub(string.gsub(writer, '%%', '%%25'), '~', '%%7E')
-        parts[#parts + 1] = name .. '.' .. held[writer]
+        parts[#parts + 1] = name .. '.' .. known[writer]
     end
     call('SET', TOKEN, table.concat(parts, '~'))
 end
@@ -118,6 +113,8 @@ local function publish()
     local newest = call('HGET', FENCE, 'token')
     if newest and beyond(newest, lease) then return {'fenced', newest} end
     if mode == 'known' and not newest then return {'lost'} end
+    local flat = call('HGETALL', POSITIONS)
+    for i = 1, #flat, 2 do known[flat[i]] = flat[i + 1] end
     if (mode == 'new' or mode == 'known') and not joins() then return {'lost'} end
     if newest ~= lease then call('HSET', FENCE, 'token', lease) end
     if mode == 'anew' then
@@ -128,11 +125,11 @@ local function publish()
     local changed = false
     for _, writer in ipairs(dropped) do
         changed = call('HDEL', POSITIONS, writer) == 1 or changed
-        known[writer] = false
+        known[writer] = nil
     end
     for _, entry in ipairs(entries) do write_entry(entry) end
     for _, pair in ipairs(positions) do
-        local here = position(pair[1])
+        local here = known[pair[1]]
         if not here or beyond(pair[2], here) then move(pair[1], pair[2], pair[2], false) end
     end
     local last = call('HGET', FENCE, 'late') or '0'

@@ -1,5 +1,6 @@
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import psycopg
 import pytest
@@ -46,7 +47,7 @@ def shown(redis_url: str) -> Iterator[Redis]:
 
 
 @pytest.fixture
-def keys(redis_url: str) -> Iterator[redis.Redis]:
-    """A client of the test's own, to look with."""
+def keys(redis_url: str) -> Iterator[Any]:
+    """A client of the test's own, to look with; Any, because its types say that every answer may be awaitable."""
     with redis.Redis.from_url(redis_url, decode_responses=True) as client:
         yield client

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from sinks.batch import Batch
+from sinks.redis import key
 from streaming.effects import Advance, Progress, ShardEffects, StreamEffects, Summary, WriterRow
 from streaming.packet import Rejected
 
@@ -67,3 +68,8 @@ def eventually(check: Callable[[], bool], seconds: float = 10.0) -> None:
 def lines(path: Path) -> list[Any]:
     """What another process has written so far, one JSON value a line."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def entries(keys: Any, stream: str = "s") -> list[dict[str, str]]:
+    """The list of advances in Redis, oldest first."""
+    return [fields for _, fields in keys.xrange(key(stream, "advances"))]
