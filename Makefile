@@ -53,6 +53,10 @@ format: setup ## Put the code into its one format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+.PHONY: docs
+docs: setup ## Write the pages that are made from code
+	$(BIN)/python -c 'from app.metrics import page; print(page(), end="")' > docs/metrics.md
+
 ##@ Measure
 .PHONY: bench
 bench: setup ## Measure Tidemark beside its alternatives and write docs/benchmarks.md

@@ -24,14 +24,16 @@ class Entry:
 
 
 class Board(Collector):
-    """`now` gives seconds since 1970."""
+    """`now` gives seconds since 1970. `read` holds the next offset to read, by topic and partition."""
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
+        self.read: dict[tuple[str, int], int] = {}
         self._entries: dict[str, Entry] = {}
         self._now = now
 
-    def load(self, states: Mapping[str, bytes]) -> None:
+    def load(self, states: Mapping[str, bytes], read: Mapping[tuple[str, int], int]) -> None:
         """Start from what Postgres holds, so that a restart without traffic shows every stream."""
+        self.read.update(read)
         for name, stored in states.items():
             stream = state.decode(stored)
             sign = -1 if stream.direction < 0 else 1
@@ -41,6 +43,7 @@ class Board(Collector):
     def update(self, effects: Iterable[ShardEffects]) -> None:
         """A batch was published."""
         for shard in effects:
+            self.read.update({(seen.topic, seen.partition): seen.offset for seen in shard.progress})
             for stream in shard.streams:
                 before = self._entries.get(stream.stream)
                 positions = dict(before.positions) if before else {}

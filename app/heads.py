@@ -11,22 +11,24 @@ from typing import Self
 import structlog
 
 from app import metrics
+from app.board import Board
 from sources.start import require_uncompacted
 from sources.topics import Topics
 from streaming.errors import PartitionsChanged, Retry, Stop
 
 log = structlog.get_logger(__name__)
 
-SECONDS = 5.0
-ROUNDS_PER_CHECK = 12
+SECONDS = 2.0
+ROUNDS_PER_CHECK = 15
 
 
 class Heads:
     """`partitions` are the topics' counts. `failure` is the Stop that was found, for the thread that supervises."""
 
-    def __init__(self, topics: Topics, partitions: Mapping[str, int]) -> None:
+    def __init__(self, topics: Topics, partitions: Mapping[str, int], board: Board) -> None:
         self._topics = topics
         self._partitions = partitions
+        self._board = board
         self._closing = threading.Event()
         self.failure: Stop | None = None
 
@@ -46,7 +48,7 @@ class Heads:
         while not self._closing.is_set():
             try:
                 for (topic, partition), head in self._topics.heads(self._partitions).items():
-                    metrics.set_head(topic, partition, head)
+                    metrics.set_offsets(topic, partition, head=head, read=self._board.read[topic, partition])
                 rounds += 1
                 if rounds % ROUNDS_PER_CHECK == 0:
                     self._check()

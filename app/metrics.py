@@ -127,21 +127,10 @@ STREAM_GAUGES = {
 }
 
 
-def set_head(topic: str, partition: int, head: int) -> None:
-    """`head` is the offset of the next record that will be written."""
+def set_offsets(topic: str, partition: int, *, head: int, read: int) -> None:
+    """The offsets of the next record to be written and of the next one to read."""
     KAFKA_HEAD.labels(topic, partition).set(head)
-    _set_lag(topic, partition)
-
-
-def set_read(topic: str, partition: int, read: int) -> None:
-    """`read` is the offset of the next record to read."""
     KAFKA_READ.labels(topic, partition).set(read)
-    _set_lag(topic, partition)
-
-
-def _set_lag(topic: str, partition: int) -> None:
-    known = (gauge.labels(topic, partition)._value.get() for gauge in (KAFKA_HEAD, KAFKA_READ))
-    head, read = known
     KAFKA_LAG.labels(topic, partition).set(max(0, head - read))
 
 
@@ -161,8 +150,6 @@ def count_batch(effects: Iterable[ShardEffects], published: Published, seconds: 
                 LATENCY.observe(max(0.0, published.published_at - advance.oldest / 1000))
         for rejected in shard.rejected:
             DEAD_LETTERS.labels(rejected.reason).inc(len(rejected.offsets) // 8)
-        for progress in shard.progress:
-            set_read(progress.topic, progress.partition, progress.offset)
 
 
 def page() -> str:
@@ -171,7 +158,8 @@ def page() -> str:
     for metric in (each for each in globals().values() if isinstance(each, MetricWrapperBase)):
         family = next(iter(metric.describe()))
         name = f"{family.name}_total" if family.type == "counter" else family.name
-        rows.append((name, family.type, metric._labelnames, family.documentation))
+        labels = list(metric._labelnames)  # the library tells them nowhere else
+        rows.append((name, family.type, labels, family.documentation))
     rows.extend((name, "gauge", labels, meaning) for name, labels, meaning in STREAM_GAUGES.values())
     lines = [
         "# Metrics",

@@ -111,7 +111,7 @@ class Attempt:
             stack.callback(metrics.LEASE_TOKEN.set, 0)
             topics = Topics(settings.kafka)
             start = prepare(settings, self._checkpoint, postgres, topics, accept)
-            self._board.load(start.states)
+            self._board.load(start.states, start.read)
             redis = stack.enter_context(
                 Redis(RedisConfig(settings.redis_url.get_secret_value(), settings.advances_kept))
             )
@@ -122,7 +122,7 @@ class Attempt:
                 DeadLetters(DeadLettersConfig(settings.kafka_dead_letters_topic, kafka.client(), kafka.producer()))
             )
             publisher = Publisher(postgres, mirror, dead_letters, lease, stopping)
-            heads = stack.enter_context(Heads(topics, start.partitions).running())
+            heads = stack.enter_context(Heads(topics, start.partitions, self._board).running())
             self._batches = Batches(publisher, self._board, start.seed.lineage, start.partitions)
             self._supervise(stack.enter_context(self._query(start, self._batches)), self._batches, lease, heads)
 

@@ -23,13 +23,14 @@ log = structlog.get_logger(__name__)
 class Start:
     """What the query begins with. `offsets` count only for a checkpoint that is new; `states` are as Postgres has them.
 
-    `partitions` are the topics' counts.
+    `partitions` are the topics' counts, `read` the next offsets to read by topic and partition, none of them relative.
     """
 
     seed: Seed
     offsets: Offsets
     partitions: dict[str, int]
     states: dict[str, bytes]
+    read: dict[tuple[str, int], int]
 
 
 def prepare(
@@ -62,7 +63,13 @@ def prepare(
     last = postgres.last_batch()
     applied = None if last is None else Applied(*last)
     seed = checkpoint.resume(applied) or checkpoint.begin(applied, settings.shards, by_shard(states, settings.shards))
-    return Start(seed, offsets, {name: len(topic.partitions) for name, topic in read.items()}, states)
+    return Start(
+        seed,
+        offsets,
+        {name: len(topic.partitions) for name, topic in read.items()},
+        states,
+        {(name, number): offset for name, of in _absolute(read, offsets).items() for number, offset in of.items()},
+    )
 
 
 def _topics(settings: Settings, topics: Topics) -> dict[str, Topic]:
@@ -85,12 +92,14 @@ def _give_up(postgres: Postgres, read: dict[str, Topic], offsets: Offsets, accep
         # Each stream may live in another partition now: the first record after this says which.
         postgres.replace_states({stream: state.homeless(stored) for stream, stored in postgres.states().items()})
     if "loss" in accept:
-        postgres.set_offsets(
-            {
-                name: {
-                    number: topic.partitions[number].earliest if offset == EARLIEST else offset
-                    for number, offset in offsets[name].items()
-                }
-                for name, topic in read.items()
-            }
-        )
+        postgres.set_offsets(_absolute(read, offsets))
+
+
+def _absolute(read: dict[str, Topic], offsets: Offsets) -> Offsets:
+    return {
+        name: {
+            number: topic.partitions[number].earliest if offset == EARLIEST else offset
+            for number, offset in offsets[name].items()
+        }
+        for name, topic in read.items()
+    }

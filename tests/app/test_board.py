@@ -1,0 +1,51 @@
+import pytest
+from prometheus_client import CollectorRegistry
+
+from app.board import Board
+from streaming import state
+from streaming.chain import Chain, Evidence, Span
+from streaming.effects import Progress, ShardEffects, StreamEffects, Summary, WriterRow
+from streaming.line import Line
+from streaming.positions import Stream, Writer
+
+
+def a_backward_stream() -> Stream:
+    """At -4, with -6 complete and -5 not, seen first at 10 s."""
+    chain = Chain(4, [Span(5, 6, Evidence(facts=1), 1, since=10_000)])
+    return Stream(direction=-1, line=Line(4), writers={"importer": Writer(1, chain)})
+
+
+def effects(stream: str, **positions: int) -> ShardEffects:
+    rows = [WriterRow(writer, 1, position, False) for writer, position in positions.items()]
+    summary = Summary(0, 0, None, [], 0)
+    moved = StreamEffects(stream, 1, 0, 3, [], rows, [], [], [], [], [], [], {}, summary, b"")
+    return ShardEffects(0, 0, [moved], [], [Progress("facts", 2, 7)])
+
+
+@pytest.fixture
+def scraped() -> tuple[Board, CollectorRegistry]:
+    registry = CollectorRegistry()
+    board = Board(now=lambda: 25.0)
+    registry.register(board)
+    return board, registry
+
+
+def test_a_restart_shows_every_stream_without_traffic(scraped: tuple[Board, CollectorRegistry]) -> None:
+    """Rule 7: the age of a gap counts from when it was first seen, as the state remembers it."""
+    board, registry = scraped
+    board.load({"history": state.encode(a_backward_stream())}, {("facts", 0): 5})
+    labels = {"stream": "history"}
+    assert registry.get_sample_value("tidemark_oldest_gap_age_seconds", labels) == 15.0
+    assert registry.get_sample_value("tidemark_pending_ids", labels) == 1
+    assert registry.get_sample_value("tidemark_linear_position", labels) == -4
+    assert registry.get_sample_value("tidemark_position", {**labels, "writer": "importer"}) == -4
+
+
+def test_a_batch_moves_only_the_writers_that_it_names(scraped: tuple[Board, CollectorRegistry]) -> None:
+    """Writers that a batch did not touch keep their last position."""
+    board, registry = scraped
+    board.update([effects("orders", web=3, shop=4)])
+    board.update([effects("orders", web=5)])
+    assert registry.get_sample_value("tidemark_position", {"stream": "orders", "writer": "web"}) == 5
+    assert registry.get_sample_value("tidemark_position", {"stream": "orders", "writer": "shop"}) == 4
+    assert board.read == {("facts", 2): 7}
