@@ -1,0 +1,133 @@
+"""Dead letters, on a real Kafka: the record as it was, and why and from where it came."""
+
+from collections.abc import Iterator
+
+import pytest
+from confluent_kafka import Consumer, Message, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic
+
+from app.stack.kafka import Kafka
+from sinks.dead_letters import Buried, DeadLetters, DeadLettersConfig
+from sources.kafka import KafkaConnection
+from streaming.errors import TopicMissing, Unavailable
+from tests.sinks.given import rejected
+
+
+@pytest.fixture
+def connection(kafka: Kafka) -> KafkaConnection:
+    return KafkaConnection(kafka.bootstrap_servers)
+
+
+@pytest.fixture
+def admin(connection: KafkaConnection) -> AdminClient:
+    return AdminClient(connection.client())
+
+
+@pytest.fixture
+def facts(prefix: str, admin: AdminClient) -> str:
+    """A topic with two partitions, and the dead letters beside it with a small limit of record size."""
+    topics = [
+        NewTopic(f"{prefix}.facts", 2, 1),
+        NewTopic(f"{prefix}.dead", 1, 1, config={"max.message.bytes": "2000"}),
+    ]
+    for made in admin.create_topics(topics).values():
+        made.result(10)
+    return f"{prefix}.facts"
+
+
+@pytest.fixture
+def dead(prefix: str) -> str:
+    return f"{prefix}.dead"
+
+
+@pytest.fixture
+def letters(connection: KafkaConnection, dead: str) -> Iterator[DeadLetters]:
+    with DeadLetters(DeadLettersConfig(dead, connection.client(), connection.producer())) as letters:
+        yield letters
+
+
+def produce(connection: KafkaConnection, topic: str, values: list[bytes | None], partition: int = 0) -> None:
+    producer = Producer(connection.producer())
+    for n, value in enumerate(values):
+        producer.produce(topic, key=f"key-{n}".encode(), value=value, partition=partition, headers=[("own", b"1")])
+    assert producer.flush(10) == 0
+
+
+def read(connection: KafkaConnection, topic: str, count: int) -> list[Message]:
+    consumer = Consumer(connection.client() | {"group.id": "test", "enable.auto.commit": "false"})
+    consumer.assign([TopicPartition(topic, 0, 0)])
+    found: list[Message] = consumer.consume(count, timeout=10)
+    extra: list[Message] = consumer.consume(1, timeout=0.3)
+    consumer.close()
+    assert len(found) == count
+    assert extra == []
+    return found
+
+
+def test_record_is_sent_on_unchanged(connection: KafkaConnection, facts: str, dead: str, letters: DeadLetters) -> None:
+    """Rule 5: key, value (none at all too) and headers are the original ones; reason and origin stand in headers."""
+    produce(connection, facts, [b"good", b"\xff\x00 bad", None], partition=1)
+    assert letters.send([rejected(facts, "not_json", [1, 2], partition=1)]) == Buried(sent=2)
+    bad, none = read(connection, dead, 2)
+    assert (bad.key(), bad.value(), none.value()) == (b"key-1", b"\xff\x00 bad", None)
+    origin = [("reason", b"not_json"), ("topic", facts.encode()), ("partition", b"1"), ("offset", b"1")]
+    assert bad.headers() == [("own", b"1"), *origin]
+
+
+def test_far_apart_records_are_all_found(
+    connection: KafkaConnection, facts: str, dead: str, letters: DeadLetters
+) -> None:
+    """Rule 5: dense runs and single records of several partitions and reasons arrive, each with its own reason."""
+    for partition in (0, 1):
+        produce(connection, facts, [str(n).encode() for n in range(6000)], partition)
+    wanted = [rejected(facts, "zombie", range(100, 200)), rejected(facts, "conflict", [5, 150, 5990])]
+    wanted[0] = rejected(facts, "zombie", [n for n in range(100, 200) if n != 150])
+    assert letters.send([*wanted, rejected(facts, "bad_name", [0, 5999], partition=1)]).sent == 104
+    found = {
+        (headers["partition"], headers["offset"]): (headers["reason"], message.value())
+        for message in read(connection, dead, 104)
+        if (headers := dict(message.headers() or ()))
+    }
+    assert found[b"0", b"150"] == (b"conflict", b"150")
+    assert found[b"0", b"151"] == (b"zombie", b"151")
+    assert found[b"0", b"5990"] == (b"conflict", b"5990")
+    assert found[b"1", b"5999"] == (b"bad_name", b"5999")
+
+
+def test_record_that_retention_removed_leaves_its_origin(
+    connection: KafkaConnection, facts: str, dead: str, letters: DeadLetters, admin: AdminClient
+) -> None:
+    """Rule 5: a record that is gone, or too large for the dead letters, leaves a letter without its value."""
+    produce(connection, facts, [b"0", b"1", b"2", b"x" * 5000])
+    for deleted in admin.delete_records([TopicPartition(facts, 0, 2)]).values():
+        deleted.result(10)
+    assert letters.send([rejected(facts, "not_json", [0, 2, 3, 77])]) == Buried(sent=4, gone=3)
+    found = {dict(it.headers() or ())["offset"]: it for it in read(connection, dead, 4)}
+    assert found[b"2"].value() == b"2"
+    for offset in (b"0", b"3", b"77"):
+        assert found[offset].value() == b""
+        assert "gone" in dict(found[offset].headers() or ())
+
+
+def test_missing_topic_is_named(connection: KafkaConnection, facts: str) -> None:
+    """Dead letters without their topic stop the pipeline with what to do."""
+    produce(connection, facts, [b"0"])
+    config = DeadLettersConfig(f"{facts}.none", connection.client(), connection.producer())
+    with DeadLetters(config) as letters, pytest.raises(TopicMissing, match="none"):
+        letters.send([rejected(facts, "not_json", [0])])
+
+
+@pytest.mark.slow
+def test_kafka_that_was_away_is_asked_again(connection: KafkaConnection, facts: str, dead: str, kafka: Kafka) -> None:
+    """A broker that is away is unavailable, and a later call sends everything."""
+    produce(connection, facts, [b"0", b"1"])
+    with DeadLetters(DeadLettersConfig(dead, connection.client(), connection.producer(), patience=1.0)) as letters:
+        kafka.kill()
+        try:
+            with pytest.raises(Unavailable):
+                letters.send([rejected(facts, "not_json", [0, 1])])
+        finally:
+            kafka.start()
+    with DeadLetters(DeadLettersConfig(dead, connection.client(), connection.producer())) as letters:
+        assert letters.send([rejected(facts, "not_json", [0, 1])]).sent == 2
+    assert [it.value() for it in read(connection, dead, 2)] == [b"0", b"1"]

@@ -1,0 +1,251 @@
+"""Redis as a mirror of Postgres: after any loss it holds again what was committed, and nothing else."""
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from app.stack.redis import Redis as RedisServer
+from sinks.batch import Batch
+from sinks.lease import Lease
+from sinks.mirror import Mirror
+from sinks.postgres import Postgres
+from sinks.redis import SENTINEL, STREAMS, Redis, key
+from sinks.watch import Watch, WatchTerms
+from streaming.effects import Late, StreamEffects
+from streaming.errors import LeaseLost
+from tests.sinks.given import NOW, advance, batch, entries, eventually, stream
+
+
+class Pipeline:
+    """Commits batches as the publisher does, and shows them or (a crash) does not."""
+
+    def __init__(self, store: Postgres, shown: Redis, lease: Lease) -> None:
+        self.store = store
+        self.lease = lease
+        self.mirror = Mirror(store, shown, lease)
+        self.number = 0
+
+    def commit(self, *streams: StreamEffects) -> tuple[Batch, Any]:
+        self.number += 1
+        made = batch(self.number, *streams, token=self.lease.token, now=NOW + self.number)
+        return made, self.store.apply(made)
+
+    def publish(self, *streams: StreamEffects) -> None:
+        self.mirror.publish(*self.commit(*streams))
+
+    def restarted(self, shown: Redis) -> Mirror:
+        """The mirror of a new process, which knows nothing of Redis."""
+        return Mirror(self.store, shown, self.lease)
+
+
+@pytest.fixture
+def pipeline(store: Postgres, shown: Redis, lease: Lease) -> Pipeline:
+    return Pipeline(store, shown, lease)
+
+
+def moves(*steps: int, writer: str = "w", name: str = "s") -> Iterator[StreamEffects]:
+    """One batch per step from position to position."""
+    for prev, id_ in zip((0, *steps), steps, strict=False):
+        yield stream(name, advance(writer, prev, id_), linear=id_)
+
+
+def dump(keys: Any, name: str = "s") -> object:
+    """All that readers can see of a stream."""
+    read = (keys.get(key(name, "linear")), keys.get(key(name, "token")), keys.hgetall(key(name, "positions")))
+    return (*read, entries(keys, name))
+
+
+def test_batch_becomes_visible(pipeline: Pipeline, keys: Any) -> None:
+    """A committed batch is in Redis with its evidence, under the name of its stream."""
+    pipeline.publish(*moves(3))
+    assert keys.smembers(STREAMS) == {"s"}
+    assert keys.get(key("s", "token")) == "m3"
+    assert entries(keys)[0]["facts"] == "3"
+
+
+def test_batch_that_only_held_is_not_shown(pipeline: Pipeline, keys: Any) -> None:
+    """A stream on which nothing moved costs Redis nothing."""
+    pipeline.publish(stream("s"))
+    assert keys.keys() == []
+
+
+@pytest.mark.parametrize("lost", [1, 2, 5])
+def test_crash_between_commit_and_redis_is_made_good(pipeline: Pipeline, shown: Redis, keys: Any, lost: int) -> None:
+    """Rules 3 and 4: batches that were committed and never shown appear at the start, chained, with their evidence."""
+    steps = list(moves(1, 2, 4, 8, 16, 32, 64))
+    for step in steps[:-lost]:
+        pipeline.publish(step)
+    for step in steps[-lost:]:
+        pipeline.commit(step)
+    assert pipeline.restarted(shown).refill().entries == lost
+    assert [it["id"] for it in entries(keys)] == ["1", "2", "4", "8", "16", "32", "64"]
+    assert [it["batch"] for it in entries(keys)] == list("1234567")
+    assert keys.get(key("s", "token")) == "m64"
+
+
+def test_repeated_batch_is_shown_from_postgres(pipeline: Pipeline, shown: Redis, keys: Any) -> None:
+    """Rules 2 and 4: a batch whose commit succeeded and whose publication did not is shown when it comes again."""
+    late = Late("w", 1, 1, 2, 1, "skipped")
+    made, _ = pipeline.commit(stream("s", advance("w", 0, 3), late=[late]))
+    repeated = pipeline.store.apply(made)
+    assert repeated.repeated
+    pipeline.restarted(shown).publish(made, repeated)
+    before = dump(keys)
+    assert [it["kind"] for it in entries(keys)] == ["POSITION", "LATE"]
+    pipeline.restarted(shown).publish(made, repeated)
+    assert dump(keys) == before
+
+
+def test_batch_after_a_crash_does_not_leave_a_hole(pipeline: Pipeline, shown: Redis, keys: Any) -> None:
+    """Rule 3: an advance that does not join what Redis holds brings the missing ones with it."""
+    first, second, third = moves(3, 5, 9)
+    pipeline.publish(first)
+    pipeline.commit(second)
+    pipeline.restarted(shown).publish(*pipeline.commit(third))
+    assert [(it["prev"], it["id"]) for it in entries(keys)] == [("0", "3"), ("3", "5"), ("5", "9")]
+
+
+def test_flushed_redis_is_the_same_again(pipeline: Pipeline, keys: Any) -> None:
+    """Rules 2 and 4: after FLUSHALL a refill gives the same keys, LATE entries and backward streams included."""
+    for step in (*moves(3, 5, 9), *moves(-2, -7, name="back"), *moves(2**62, 2**63 - 1, name="far")):
+        pipeline.publish(step)
+    pipeline.publish(stream("s", linear=9, linear_prev=9, late=[Late("w", 1, 1, 2, 1, "skipped")]))
+    pipeline.publish(stream("s", advance("v", 0, 10), linear=9))
+    names = ("s", "back", "far")
+    before = {name: dump(keys, name) for name in names}
+    keys.flushall()
+    assert pipeline.mirror.refill().streams == 3
+    after = {name: dump(keys, name) for name in names}
+    assert after["back"] == before["back"]
+    assert after["far"] == before["far"]
+    assert after["s"][:3] == before["s"][:3]  # type: ignore[index]
+    assert sorted(map(str, entries(keys))) == sorted(map(str, before["s"][3]))  # type: ignore[index]
+    assert keys.smembers(STREAMS) == set(names)
+    assert pipeline.mirror.refill().streams == 0
+
+
+def test_flush_between_batches_is_noticed_by_the_next(pipeline: Pipeline, keys: Any) -> None:
+    """Rule 4: the first batch after a loss refills its streams before readers see half of them."""
+    pipeline.publish(stream("s", advance("a", 0, 3), advance("b", 0, 4), linear=3))
+    keys.flushall()
+    pipeline.publish(stream("s", advance("a", 3, 5), linear=4))
+    assert keys.hgetall(key("s", "positions")) == {"a": "5", "b": "4"}
+    assert keys.get(key("s", "token")) == "m4~a.5"
+
+
+def test_list_with_too_much_missing_begins_anew(
+    pipeline: Pipeline, shown: Redis, keys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule 3: where more is missing than a refill copies, the list begins anew and is chained from there."""
+    steps = list(moves(*range(1, 41)))
+    pipeline.publish(steps[0])
+    for step in steps[1:]:
+        pipeline.commit(step)
+    monkeypatch.setattr("sinks.mirror.ENTRIES", 12)
+    pipeline.restarted(shown).refill()
+    assert [it["id"] for it in entries(keys)] == [str(n) for n in range(29, 41)]
+    assert keys.hgetall(key("s", "positions")) == {"w": "40"}
+
+
+def test_rejoined_writer_is_shown_where_postgres_has_it(pipeline: Pipeline, keys: Any) -> None:
+    """Rules 2 and 3: a writer that was dropped and joins again is shown cut to what was open, in Redis as well."""
+    pipeline.publish(stream("s", advance("w", 0, 100), linear=100))
+    pipeline.publish(stream("s", dropped=["w"], linear=100))
+    assert keys.hgetall(key("s", "positions")) == {}
+    pipeline.publish(stream("s", advance("w", 0, 60, empty=60, epoch=2), linear=100))
+    assert keys.hgetall(key("s", "positions")) == {"w": "100"}
+    pipeline.publish(stream("s", dropped=["w"], linear=100))
+    pipeline.publish(stream("s", advance("w", 0, 130, unseen=130, epoch=3), linear=130))
+    assert [(it["prev"], it["id"], it["unseen"]) for it in entries(keys)] == [("0", "100", "0"), ("100", "130", "30")]
+
+
+def test_owner_that_lost_shows_nothing(pipeline: Pipeline, shown: Redis, keys: Any) -> None:
+    """Rule 6: a mirror whose lease was taken over refuses, and so does Redis if the mirror does not know it yet."""
+    first, second = moves(3, 5)
+    pipeline.publish(first)
+    made = pipeline.commit(second)
+    keys.hset(key("s", "fence"), "token", pipeline.lease.token + 1)
+    with pytest.raises(LeaseLost):
+        pipeline.mirror.publish(*made)
+    pipeline.lease.lose(pipeline.lease.token + 1)
+    with pytest.raises(LeaseLost):
+        pipeline.mirror.refill()
+    assert keys.get(key("s", "linear")) == "3"
+
+
+@pytest.fixture
+def watch(pipeline: Pipeline, store: Postgres, shown: Redis, lease: Lease) -> Iterator[Watch]:
+    with Watch(pipeline.mirror, store, shown, lease, WatchTerms(look=0.1, compare=60, tidy=60)) as watch:
+        eventually(lambda: shown.stamp("") is not None)
+        yield watch
+
+
+def test_thousand_streams_are_refilled_without_traffic(
+    pipeline: Pipeline, shown: Redis, lease: Lease, keys: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rule 4: a flushed Redis has all of 1 000 streams with 8 writers again within 5 s, although no batch comes."""
+    writers = [f"w{n}" for n in range(8)]
+    for step in (1, 2):
+        pipeline.publish(
+            *(
+                stream(f"s{n}", *(advance(writer, step - 1, step) for writer in writers), linear=step)
+                for n in range(1000)
+            )
+        )
+    with Watch(pipeline.mirror, pipeline.store, shown, lease, WatchTerms()):
+        eventually(lambda: keys.get(SENTINEL) is not None)
+        keys.flushall()
+        began = time.monotonic()
+        eventually(lambda: keys.scard(STREAMS) == 1000)
+        taken = time.monotonic() - began
+    assert keys.hgetall(key("s999", "positions")) == dict.fromkeys(writers, "2")
+    with capsys.disabled():
+        print(f" [1 000 streams refilled within {taken:.2f} s] ", end="")  # noqa: T201
+
+
+@pytest.mark.usefixtures("watch")
+def test_redis_that_lost_its_last_second_is_made_good(pipeline: Pipeline, shown: Redis, keys: Any) -> None:
+    """Rule 4: a Redis that comes back without its newest writes is noticed by the stamp it does not remember."""
+    first, second = moves(3, 5)
+    pipeline.publish(first)
+    old = {name: keys.dump(name) for name in keys.scan_iter()}
+    pipeline.publish(second)
+    stamp = keys.get(SENTINEL)
+    eventually(lambda: keys.get(SENTINEL) != stamp)
+    pipe = keys.pipeline()
+    pipe.flushall()
+    for name, value in old.items():
+        pipe.restore(name, 0, value)
+    pipe.execute()
+    eventually(lambda: keys.get(key("s", "linear")) == "5")
+    assert [it["id"] for it in entries(keys)] == ["3", "5"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("watch")
+def test_redis_that_was_away_is_refilled(pipeline: Pipeline, keys: Any, redis_server: RedisServer) -> None:
+    """A Redis that died and came back without its data is filled as soon as it answers."""
+    pipeline.publish(*moves(3))
+    redis_server.kill()
+    time.sleep(0.5)
+    redis_server.start()
+    keys.flushall()
+    eventually(lambda: keys.get(key("s", "linear")) == "3")
+
+
+def test_watch_makes_tomorrows_history(pipeline: Pipeline, shown: Redis, lease: Lease, sql: Any) -> None:
+    """The partition of the next day is there before the day begins."""
+    with Watch(pipeline.mirror, pipeline.store, shown, lease, WatchTerms(look=0.05)):
+        query = "select 1 from pg_class where relname = 'position_advances_' || to_char({}, 'YYYYMMDD')"
+        tomorrow = query.format("(now() at time zone 'UTC')::date + 1")
+        eventually(lambda: sql.execute(tomorrow).fetchone() is not None)
+
+
+def test_watch_ends_with_the_lease(pipeline: Pipeline, shown: Redis, lease: Lease) -> None:
+    """Rule 6: a watch whose lease was lost touches Redis no more."""
+    with Watch(pipeline.mirror, pipeline.store, shown, lease, WatchTerms(look=0.05)):
+        lease.lose(lease.token + 1)
+        eventually(lambda: all(thread.name != "watch" for thread in threading.enumerate()))
