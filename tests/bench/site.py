@@ -20,8 +20,6 @@ from app.stack.redis import Redis
 from app.stack.server import free_port
 from sinks.migrations import migrate
 from sources.kafka import KafkaConnection
-from tests.bench.topic import Loaded, fill
-from tests.bench.workload import Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +60,6 @@ class Site:
         with redis.Redis.from_url(self.redis.url) as client:
             client.flushall()
         return self.redis.url
-
-    def load(self, shape: Shape, *, records: int, partitions: int) -> Loaded:
-        return fill(self.connection, self.fresh("facts"), shape, records=records, partitions=partitions)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Workloads in Kafka: a topic made, and filled before anything is measured."""
+"""Workloads in Kafka: topics made, records sent, topics filled before anything is measured."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -25,35 +25,48 @@ class Loaded:
     play: Play
 
 
-class Filler:
+def create(connection: KafkaConnection, topic: str, partitions: int) -> None:
+    admin = AdminClient(connection.client())
+    admin.create_topics([NewTopic(topic, partitions, config={"retention.ms": "-1"})])[topic].result(timeout=10)
+
+
+class Sender:
     """Sends to one topic. A stream's records go to the partition `stream number % partitions`, so that the partitions
     are equally full; a producer would choose by the key, and Tidemark only minds that a stream stays in one.
     """
 
-    def __init__(self, connection: KafkaConnection, topic: str, partitions: int) -> None:
-        admin = AdminClient(connection.client())
-        admin.create_topics([NewTopic(topic, partitions, config={"retention.ms": "-1"})])[topic].result(timeout=10)
+    def __init__(self, connection: KafkaConnection, topic: str, partitions: int, shape: Shape) -> None:
         self._producer = Producer(connection.producer() | {"queue.buffering.max.messages": str(4 * _STEP)})
         self._topic = topic
         self._partitions = partitions
+        self._rendering = Rendering(shape)
         self.records = 0
         self.bytes = 0
 
-    def send(self, keys: list[bytes], streams: Iterable[int], values: Iterable[bytes]) -> None:
+    def join(self) -> None:
+        """Send one JOIN per writer: what stands first in a topic."""
+        streams, joins = zip(*self._rendering.joins(), strict=True)
+        self._send(streams, joins)
+
+    def send(self, edges: Edges) -> None:
         """Returns when everything was handed to the client; `flush` waits for the broker."""
+        self._send(self._rendering.streams(edges), self._rendering.values(edges))
+
+    def _send(self, streams: Iterable[int], values: Iterable[bytes]) -> None:
         parts: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for stream, value in zip(streams, values, strict=True):
-            parts[stream % self._partitions].append({"key": keys[stream], "value": value})
+            parts[stream % self._partitions].append({"key": self._rendering.keys[stream], "value": value})
             self.bytes += len(value)
         for partition, messages in parts.items():
             self.records += len(messages)
             while len(self._producer) + len(messages) > 3 * _STEP:
-                self._producer.poll(0.05)
+                self._producer.poll(0.01)
             accepted = self._producer.produce_batch(self._topic, messages, partition=partition)
             if accepted != len(messages):
                 raise RuntimeError(f"Kafka's client took {accepted} of {len(messages)} records")
 
     def flush(self) -> None:
+        """Raises where the broker does not acknowledge everything within a minute."""
         left = self._producer.flush(60)
         if left:
             raise RuntimeError(f"{left} records were not acknowledged within a minute")
@@ -69,17 +82,11 @@ def fill(
     keep: Callable[[Edges], Edges] = lambda edges: edges,
 ) -> Loaded:
     """Make `topic` and fill it with JOINs and about `records` completions; `keep` may leave some out."""
-    filler = Filler(connection, topic, partitions)
-    play, rendering = Play(shape), Rendering(shape)
-    streams, joins = zip(*rendering.joins(), strict=True)
-    filler.send(rendering.keys, streams, joins)
-
-    def send(edges: Edges) -> None:
-        edges = keep(edges)
-        filler.send(rendering.keys, rendering.streams(edges), rendering.values(edges))
-
+    create(connection, topic, partitions)
+    play, sender = Play(shape), Sender(connection, topic, partitions, shape)
+    sender.join()
     for begun in range(0, records, _STEP):
-        send(play.step(min(_STEP, records - begun)))
-    send(play.finish())
-    filler.flush()
-    return Loaded(topic, partitions, filler.records, filler.bytes, play)
+        sender.send(keep(play.step(min(_STEP, records - begun))))
+    sender.send(keep(play.finish()))
+    sender.flush()
+    return Loaded(topic, partitions, sender.records, sender.bytes, play)

@@ -1,0 +1,103 @@
+"""The benchmark's command line. Without a subcommand it measures everything but `soak`, about half an hour."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import click
+
+from app.settings import Settings
+from app.stack.java import find_java
+from tests.bench import flat, gap, latency, race, report, results, soak
+from tests.bench.site import Site, servers
+
+Run = Callable[[Site], dict[str, Any]]
+
+
+@click.group(invoke_without_command=True, context_settings={"show_default": True})
+@click.pass_context
+def main(context: click.Context) -> None:
+    """Measure Tidemark and write docs/benchmarks.md."""
+    if context.invoked_subcommand is None:
+        context.invoke(everything)
+
+
+@main.command("all")
+def everything() -> None:
+    """Everything but `soak`, at full size."""
+    with servers() as site:
+        _record("throughput", race.run(site, race.THROUGHPUT))
+        _record("streams", race.run(site, race.STREAMS))
+        _record("latency", latency.run(site, latency.Plan()))
+        _record("gap", gap.run(site, gap.Plan()))
+    _record("flat", flat.run(flat.Plan()))
+
+
+def _sizes(plan: Any, *names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Options for these fields of `plan`, with its own values as defaults."""
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        for name in reversed(names):
+            command = click.option(f"--{name.replace('_', '-')}", default=getattr(plan, name))(command)
+        return command
+
+    return add
+
+
+@main.command()
+@_sizes(race.THROUGHPUT, "records", "batch", "warm_batches", "rounds")
+def throughput(**sizes: Any) -> None:
+    """Few streams: Tidemark, its ceiling, and four alternatives."""
+    _on_servers("throughput", lambda site: race.run(site, replace(race.THROUGHPUT, **sizes)))
+
+
+@main.command()
+@_sizes(race.STREAMS, "records", "batch", "warm_batches", "rounds")
+def streams(**sizes: Any) -> None:
+    """10 000 streams: Tidemark and its ceiling."""
+    _on_servers("streams", lambda site: race.run(site, replace(race.STREAMS, **sizes)))
+
+
+@main.command("latency")
+@_sizes(latency.Plan(), "rate", "warm_seconds", "seconds")
+def latency_(**sizes: Any) -> None:
+    """Completion to subscriber, under light traffic."""
+    _on_servers("latency", lambda site: latency.run(site, latency.Plan(**sizes)))
+
+
+@main.command("gap")
+@_sizes(gap.Plan(), "pending", "batch", "batches", "rounds")
+def gap_(**sizes: Any) -> None:
+    """One gap with very many pending IDs."""
+    _on_servers("gap", lambda site: gap.run(site, gap.Plan(**sizes)))
+
+
+@main.command("flat")
+@_sizes(flat.Plan(), "records", "batch")
+def flat_(**sizes: Any) -> None:
+    """Very many IDs through one stream, without Spark and Kafka."""
+    _record("flat", flat.run(flat.Plan(**sizes)))
+
+
+@main.command("soak")
+@_sizes(soak.Plan(), "minutes", "rate")
+def soak_(**sizes: Any) -> None:
+    """Memory of the whole stack over time."""
+    _on_servers("soak", lambda site: soak.run(site, soak.Plan(**sizes)))
+
+
+def _on_servers(name: str, run: Run) -> None:
+    with servers() as site:
+        _record(name, run(site))
+
+
+def _record(name: str, figures: dict[str, Any]) -> None:
+    machine = results.machine(find_java(Settings().java_home))
+    results.save(name, sys.argv[1:], machine, figures)
+    report.write()
+    click.echo(f"wrote {report.PAGE}", err=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Very many IDs through one stream, synthetic: compaction and positions alone, in this process, and its memory."""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import msgspec
+import numpy as np
+import psutil
+import pyarrow as pa
+
+from streaming import state
+from streaming.advance import advance
+from streaming.bounds import Bounds
+from streaming.compaction import compactor
+from streaming.packet import Packet
+from tests.bench.table import mib, rate, table
+from tests.bench.whole import WrongResult
+from tests.bench.workload import Edges, Play, Rendering, Shape
+
+_TOPIC = "facts"
+_ARROW_ROWS = 10_000  # what Spark hands over at a time: streaming.session
+_packets = msgspec.msgpack.Decoder(Packet)
+_SHAPE = Shape(streams=1, writers=8)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    records: int = 100_000_000
+    batch: int = 250_000
+
+
+class Shard:
+    """The one shard of the query, without Spark."""
+
+    def __init__(self, stream: str) -> None:
+        self._stream = stream
+        self._compact = compactor(1, _TOPIC, "control")
+        self._states: dict[str, bytes] = {}
+        self._next = 0
+
+    def feed(self, values: list[bytes]) -> int:
+        """One batch; returns how many records it applied."""
+        tables = list(self._arrow(values))
+        packets = [
+            _packets.decode(data) for out in self._compact(iter(tables)) for data in out.column("packet").to_pylist()
+        ]
+        effects = advance(0, self._states, packets, self._next, Bounds())
+        return sum(stream.counts.get("applied", 0) for stream in effects.streams)
+
+    @property
+    def stored(self) -> bytes:
+        return self._states[self._stream]
+
+    def _arrow(self, values: list[bytes]) -> Iterator[pa.RecordBatch]:
+        for first in range(0, len(values), _ARROW_ROWS):
+            part = values[first : first + _ARROW_ROWS]
+            count = len(part)
+            offsets = np.arange(self._next, self._next + count)
+            self._next += count
+            yield pa.record_batch(
+                {
+                    "topic": pa.array([_TOPIC] * count),
+                    "partition": pa.array(np.zeros(count, np.int32)),
+                    "offset": pa.array(offsets),
+                    "timestamp": pa.array(offsets, pa.timestamp("us", "UTC")),
+                    "key": pa.array([self._stream.encode()] * count, pa.binary()),
+                    "value": pa.array(part, pa.binary()),
+                }
+            )
+
+
+def run(plan: Plan) -> dict[str, Any]:
+    """Making the records is not counted into the time; what it holds is counted into the memory."""
+    stream = _SHAPE.stream(0)
+    shard, play, rendering = Shard(stream), Play(_SHAPE), Rendering(_SHAPE)
+    process = psutil.Process()
+    seconds, applied = 0.0, 0
+    rows: list[dict[str, float]] = []
+
+    def feed(values: list[bytes]) -> None:
+        nonlocal seconds, applied
+        began = time.perf_counter()
+        applied += shard.feed(values)
+        seconds += time.perf_counter() - began
+
+    feed([value for _, value in rendering.joins()])
+    for edges, begun in _steps(play, plan):
+        feed(rendering.values(edges))
+        if begun * 10 // plan.records > len(rows):
+            rows.append(
+                {
+                    "records": applied,
+                    "rss": process.memory_info().rss,
+                    "state": len(shard.stored),
+                    "per_second": applied / seconds,
+                }
+            )
+            click.echo(f"{applied} records, {mib(rows[-1]['rss'])}", err=True)
+    _check(shard.stored, play)
+    return {"records": applied, "batch": plan.batch, "rows": rows}
+
+
+def render(figures: Mapping[str, Any]) -> list[str]:
+    rows = figures["rows"]
+    growth = rows[-1]["rss"] - rows[0]["rss"]
+    return [
+        f"{figures['records']:,} records of one stream with 8 writers, in batches of {figures['batch']:,}, from JSON to"
+        " encoded state in one process without Spark and Kafka. The rate is that of one core.",
+        "",
+        *table(
+            ["records so far", "resident", "state", "records/s"],
+            [
+                [f"{row['records']:,}", mib(row["rss"]), f"{row['state']:,.0f} bytes", rate(row["per_second"])]
+                for row in rows
+            ],
+        ),
+        "",
+        f"From the first row to the last the memory changed by {growth / (1 << 20):+.1f} MiB.",
+    ]
+
+
+def _steps(play: Play, plan: Plan) -> Iterator[tuple[Edges, int]]:
+    """Completions, and how many transactions had begun."""
+    begun = 0
+    while begun < plan.records:
+        count = min(plan.batch, plan.records - begun)
+        begun += count
+        yield play.step(count), begun - 1
+    yield play.finish(), begun
+
+
+def _check(stored: bytes, play: Play) -> None:
+    stream = state.decode(stored)
+    found = {name: writer.chain.position for name, writer in stream.writers.items()}, stream.line.position
+    wanted = play.positions(0), play.linear(0)
+    if found != wanted:
+        raise WrongResult(f"the state stands at {found}, the workload ends at {wanted}")

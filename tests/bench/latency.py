@@ -1,0 +1,164 @@
+"""From a completion to its position in a subscriber's hands: the whole stack under light traffic, on one machine."""
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import click
+import numpy as np
+import redis
+
+from tests.bench.site import Site
+from tests.bench.table import table, verdict
+from tests.bench.topic import Sender, create
+from tests.bench.whole import WrongResult, pipeline
+from tests.bench.workload import Edges, Play, Shape
+
+WANTED = {50: 300.0, 99: 800.0}
+_SHAPE = Shape(streams=4, writers=8)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Transactions begin at random moments, `rate` a second on average."""
+
+    rate: float = 200.0
+    warm_seconds: float = 30.0
+    seconds: float = 90.0
+    partitions: int = 4
+
+
+class Moves:
+    """Moves of positions: when a completion allowed one, and when a subscriber was told. Two threads, no lock: each
+    deque is appended by one and popped by the other.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._positions: dict[int, int] = defaultdict(int)
+        self._early: dict[int, dict[int, int]] = defaultdict(dict)
+        self._awaited: dict[tuple[str, str], deque[tuple[int, float]]] = defaultdict(deque)
+        self.latencies: list[tuple[float, float]] = []
+
+    @property
+    def unseen(self) -> int:
+        return sum(map(len, self._awaited.values()))
+
+    def completed(self, edges: Edges, at: float) -> None:
+        """To be called right before the edges are sent."""
+        for owner, prev, id_ in zip(edges.owner.tolist(), edges.prev.tolist(), edges.id.tolist(), strict=True):
+            early = self._early[owner]
+            early[prev] = id_
+            position = start = self._positions[owner]
+            while (following := early.pop(position, None)) is not None:
+                position = following
+            if position != start:
+                self._positions[owner] = position
+                stream, writer = divmod(owner, self._shape.writers)
+                self._awaited[self._shape.stream(stream), self._shape.writer(writer)].append((position, at))
+
+    def seen(self, stream: str, writer: str, position: int, at: float) -> None:
+        awaited = self._awaited[stream, writer]
+        while awaited and awaited[0][0] <= position:
+            _, allowed = awaited.popleft()
+            self.latencies.append((allowed, at - allowed))
+
+
+def run(site: Site, plan: Plan) -> dict[str, Any]:
+    topic = site.fresh("latency")
+    create(site.connection, topic, plan.partitions)
+    play, moves = Play(_SHAPE), Moves(_SHAPE)
+    sender = Sender(site.connection, topic, plan.partitions, _SHAPE)
+    sender.join()
+    sender.flush()
+    with (
+        pipeline(site, topic, plan.partitions, {}) as running,
+        _subscribed(running.redis_url, _SHAPE, moves),
+    ):
+        click.echo(f"sending {plan.rate:g} records a second for {plan.warm_seconds + plan.seconds:.0f} s", err=True)
+        counted_from = time.monotonic() + plan.warm_seconds
+        sent_before = sender.records
+        counted_to = _send(plan, play, sender, moves)
+        rest = play.finish()
+        moves.completed(rest, time.monotonic())
+        sender.send(rest)
+        sender.flush()
+        running.await_positions(play)
+        _await_all_seen(moves)
+    counted = [1000 * latency for allowed, latency in moves.latencies if counted_from <= allowed < counted_to]
+    return {
+        "rate": (sender.records - sent_before - len(rest)) / (plan.warm_seconds + plan.seconds),
+        "seconds": plan.seconds,
+        "moves": len(counted),
+        "percentiles": {str(p): float(np.percentile(counted, p)) for p in (50, 90, 99, 99.9, 100)},
+    }
+
+
+def render(figures: Mapping[str, Any]) -> list[str]:
+    percentiles = figures["percentiles"]
+    cells = {name: f"{value:.0f} ms" for name, value in percentiles.items()}
+    cells |= {str(p): verdict(percentiles[str(p)], wanted, " ms") for p, wanted in WANTED.items()}
+    return [
+        f"{figures['rate']:.0f} records a second for {figures['seconds']:.0f} s after a warm-up, at random moments;"
+        " broker, Postgres, Redis, pipeline, producer and subscriber share the machine. From the call that sends the"
+        " completion which lets a position move, to the subscriber's receipt of that move from Redis:"
+        f" {figures['moves']:,} moves.",
+        "",
+        *table(["p50", "p90", "p99", "p99.9", "highest"], [list(cells.values())]),
+    ]
+
+
+def _send(plan: Plan, play: Play, sender: Sender, moves: Moves) -> float:
+    """Returns when the last was sent."""
+    random = Random(_SHAPE.seed)
+    due = time.monotonic()
+    ends = due + plan.warm_seconds + plan.seconds
+    while due < ends:
+        time.sleep(max(0.0, due - time.monotonic()))
+        edges = play.step(1)
+        if len(edges):
+            moves.completed(edges, time.monotonic())
+            sender.send(edges)
+        due += random.expovariate(plan.rate)
+    return time.monotonic()
+
+
+def _await_all_seen(moves: Moves) -> None:
+    deadline = time.monotonic() + 5
+    while moves.unseen:
+        if time.monotonic() > deadline:
+            raise WrongResult(f"{moves.unseen} moves of positions never came over the channel")
+        time.sleep(0.05)
+
+
+@contextmanager
+def _subscribed(url: str, shape: Shape, moves: Moves) -> Iterator[None]:
+    """A thread that listens on the streams' channels; subscribed when the block begins."""
+    with redis.Redis.from_url(url) as client, client.pubsub() as subscription:
+        channels = [f"tidemark:{{{shape.stream(number)}}}" for number in range(shape.streams)]
+        subscription.subscribe(*channels)
+        for _ in channels:
+            subscription.get_message(timeout=5)
+        stopping = threading.Event()
+
+        def listen() -> None:
+            while not stopping.is_set():
+                message = subscription.get_message(timeout=0.2)
+                if message is not None and message["type"] == "message":
+                    at = time.monotonic()
+                    for line in message["data"].decode().splitlines():
+                        _, stream, writer, _, position = line.split()
+                        moves.seen(stream, writer, int(position), at)
+
+        thread = threading.Thread(target=listen, name="subscriber", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stopping.set()
+            thread.join()

@@ -1,0 +1,50 @@
+"""docs/benchmarks.md, made from the results that are there."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.bench import flat, gap, latency, race, results, soak
+
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+
+Renderer = Callable[[Mapping[str, Any]], list[str]]
+
+SECTIONS: dict[str, tuple[str, Renderer]] = {
+    "throughput": ("Throughput, few streams", race.render),
+    "streams": ("Throughput, 10 000 streams", race.render),
+    "latency": ("Latency", latency.render),
+    "gap": ("One gap with a million pending IDs", gap.render),
+    "flat": ("100 million IDs", flat.render),
+    "soak": ("Memory over time", soak.render),
+}
+
+_HEAD = """\
+# Benchmarks
+
+Written by `make bench` (`python -m tests.bench`; `soak` only by name); do not edit. Every figure comes from real
+servers started for it on the machine named beside it, and a run whose final positions in Redis are not exactly those
+of the workload gives no figure.
+
+How it is measured: the topic is filled before; each contestant is a process of its own, started afresh each round, and
+gets the machine to itself. Tidemark is a `tidemark pipeline` with default settings. Its rate is taken between the
+transactions of two batches, so it holds reading, computing and both sinks in full. The two on Spark are timed by
+Spark's own progress of each batch. The competitors write their positions nowhere and check nothing (no epochs, no
+duplicates, no linear position), which is to their advantage. The workload: each writer has two transactions open on
+average, one in a hundred takes twenty times as long as the others, one in 33 rolls back.
+"""
+
+
+def write() -> None:
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text("\n".join([_HEAD, *_sections()]))
+
+
+def _sections() -> list[str]:
+    lines: list[str] = []
+    for name, (title, render) in SECTIONS.items():
+        result = results.load(name)
+        if result is not None:
+            lines += [f"## {title}", "", *render(result.figures), ""]
+            lines += [f"`{result.command}`, {result.date}: {result.machine}.", ""]
+    return lines
