@@ -7,13 +7,14 @@ what the facts settle needs no force.
 
 from collections import defaultdict
 from collections.abc import Iterator, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 import numpy as np
 
 from streaming import packet, state
 from streaming.bounds import Bounds
-from streaming.changes import Changes
+from streaming.changes import Changes, LateRange
 from streaming.effects import (
     Advance,
     Forced,
@@ -212,7 +213,7 @@ class StreamBatch:
             ],
             gaps,
             closed,
-            [Late(it.writer, it.epoch, sign * it.prev, sign * it.id, it.facts, it.why) for it in changes.late],
+            [Late(it.writer, it.epoch, sign * it.prev, sign * it.id, it.facts, it.why) for it in _merged(changes.late)],
             [
                 Forced(it.writer, it.epoch, it.kind.name, sign * it.prev, sign * it.id, by, why)
                 for it, by, why in self.forced
@@ -239,6 +240,18 @@ def _stretches(
             stretch.append(item)
     if stretch:
         yield stretch, None
+
+
+def _merged(ranges: list[LateRange]) -> list[LateRange]:
+    """Ranges that touch or overlap as one, so that it does not show in which runs they came."""
+    merged: list[LateRange] = []
+    for late in sorted(ranges, key=attrgetter("writer", "epoch", "why", "prev", "id")):
+        last = merged[-1] if merged else None
+        if last and (last.writer, last.epoch, last.why) == (late.writer, late.epoch, late.why) and late.prev <= last.id:
+            merged[-1] = replace(last, id=max(last.id, late.id), facts=last.facts + late.facts)
+        else:
+            merged.append(late)
+    return merged
 
 
 def _offsets(item: PackedRun | packet.Rows) -> Ids:

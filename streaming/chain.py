@@ -76,7 +76,7 @@ class Chain:
     refused: int = 0
     _prev: int = field(default=NOWHERE, init=False)
     _evidence: Evidence = field(default=NOTHING, init=False)
-    _changed: set[int] = field(default_factory=set, init=False)
+    _gaps: dict[int, tuple[int, int, int]] | None = field(default=None, init=False)  # by top, before the first change
     _closed: dict[int, How] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -117,14 +117,13 @@ class Chain:
 
         `since` (ms) is when it was first seen: the age of the gap below it, unless that gap is older.
         """
+        self._note_gaps()
         if prev == self.position:
             self._advance(id, evidence)
             while self.pending and self.pending[0].prev == self.position:
                 span = self.pending.pop(0)
                 self._close(span.prev, how)
                 self._advance(span.id, span.evidence)
-            if self.pending:
-                self._changed.add(self.pending[0].prev)
             return
         at = self._at(prev)
         below = self.pending[at - 1] if at else None
@@ -141,26 +140,21 @@ class Chain:
                 below.evidence += above.evidence
                 below.edges += above.edges
                 del self.pending[at]
-            elif above is not None:
-                self._changed.add(above.prev)
         elif above is not None and joins_above:
             self._close(above.prev, how)
             above.prev = prev
             above.evidence += evidence
             above.edges += edges
-            self._changed.add(prev)
         else:
             age = since if above is None else min(since, above.since)
             self.pending.insert(at, Span(prev, id, evidence, edges, age))
-            self._changed.add(prev)
-            if above is not None:
-                self._changed.add(above.prev)
 
     def cut_above(self, limit: int) -> list[Span]:
         """Take away what is settled beyond `limit` but not passed by the position; returns it, ascending.
 
         A span across `limit` is divided: its counts cannot be, so both parts carry them, at most their width each.
         """
+        self._note_gaps()
         at = self._at(limit)
         gone = self.pending[at:]
         del self.pending[at:]
@@ -194,15 +188,13 @@ class Chain:
             low = span.id
 
     def take(self) -> Moves:
-        """What happened since the last `take`."""
-        changed = []
-        for top in sorted(self._changed):
-            at = self._at(top)
-            if at < len(self.pending) and self.pending[at].prev == top:
-                low = self.pending[at - 1].id if at else self.position
-                changed.append((low, top, self.pending[at].since))
-        moves = Moves(self._prev, self.position, self._evidence, changed, self._closed)
-        self._prev, self._evidence, self._changed, self._closed = self.position, NOTHING, set(), {}
+        """What happened since the last `take`, by whatever steps: a gap that came and went in between is not told."""
+        before = self._gaps or {}
+        changed = [] if self._gaps is None else [gap for gap in self.gaps() if before.get(gap[1]) != gap]
+        standing = {span.prev for span in self.pending}
+        closed = {top: how for top, how in self._closed.items() if top in before and top not in standing}
+        moves = Moves(self._prev, self.position, self._evidence, changed, closed)
+        self._prev, self._evidence, self._gaps, self._closed = self.position, NOTHING, None, {}
         return moves
 
     def _advance(self, id: int, evidence: Evidence) -> None:
@@ -210,8 +202,11 @@ class Chain:
         self._evidence += evidence
 
     def _close(self, top: int, how: How) -> None:
-        self._changed.discard(top)
-        self._closed[top] = how
+        self._closed.setdefault(top, how)
+
+    def _note_gaps(self) -> None:
+        if self._gaps is None:
+            self._gaps = {gap[1]: gap for gap in self.gaps()}
 
     def _at(self, prev: int) -> int:
         return bisect_left(self.pending, prev, key=attrgetter("prev"))
