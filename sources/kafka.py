@@ -111,6 +111,8 @@ def source_options(
         ),
         # Records that went before they were read must stop the query and not be passed over (DESIGN 3).
         "failOnDataLoss": "true",
+        # A writer may use Kafka's transactions: what it aborted never happened, and is no evidence (DESIGN 2, rule 1).
+        "kafka.isolation.level": "read_committed",
         # Bounds the memory of a batch, and the time that a stop or a takeover waits for one.
         "maxOffsetsPerTrigger": str(records_per_batch),
         **_FETCHING,
