@@ -128,7 +128,7 @@ def _steps(play: Play, plan: Plan) -> Iterator[tuple[Edges, int]]:
     while begun < plan.records:
         count = min(plan.batch, plan.records - begun)
         begun += count
-        yield play.step(count), begun - 1
+        yield play.step(count), begun
     yield play.finish(), begun
 
 
