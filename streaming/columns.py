@@ -57,7 +57,7 @@ class Edges:
     `kinds` are codes of `Kind`, or `ROW`, whose `prevs` and `ids` mean nothing. `incarnations` are numbers.
     """
 
-    incarnations: npt.NDArray[np.int32]
+    incarnations: Ids
     kinds: npt.NDArray[np.uint8]
     prevs: Ids
     ids: Ids
@@ -165,7 +165,7 @@ class Columns:
     def add(self, batch: Batch) -> None:
         count = len(batch.values)
         edges = Edges(
-            np.zeros(count, np.int32),
+            np.zeros(count, np.int64),
             np.zeros(count, np.uint8),
             np.zeros(count, np.int64),
             np.zeros(count, np.int64),
@@ -203,7 +203,7 @@ class Columns:
     ) -> npt.NDArray[np.bool_]:
         """Fill `first .. stop - 1` from decoded lines; says for which of them that is certain and complete."""
         count = len(lines)
-        numbers = np.fromiter(self._numbers(lines), np.int32, count)
+        numbers = np.fromiter(self._numbers(lines), np.int64, count)
         kinds = np.frombuffer(bytearray([_CODES[type(line)] for line in lines]), np.uint8)
         ids = np.fromiter([line.id for line in lines], np.int64, count)
         prevs = np.fromiter([line.prev for line in lines], np.int64, count)
@@ -217,8 +217,9 @@ class Columns:
         edges.kinds[first:stop] = kinds
         edges.ids[first:stop] = ids
         edges.prevs[first:stop] = prevs
-        certain: npt.NDArray[np.bool_] = pc.fill_null(right_key, pa.scalar(value=False)).to_numpy(zero_copy_only=False)
-        return certain & (rows | (beyond & (kinds != MARKER)))
+        right_key = pc.fill_null(right_key, pa.scalar(value=False)).to_numpy(zero_copy_only=False)
+        certain: npt.NDArray[np.bool_] = right_key & (rows | (beyond & (kinds != MARKER)))
+        return certain
 
     def _numbers(self, lines: Sequence[_Line]) -> list[int]:
         number_of = self.incarnations.number_of

@@ -6,9 +6,11 @@ import pyarrow as pa
 
 from streaming.wire import is_name
 
+Incarnation = tuple[str, str, int]
+
 
 class Incarnations:
-    """Numbered from 0 in the order in which they were met.
+    """Numbered from 0 in the order in which they are met, which says nothing about the records.
 
     `number_of[writer][epoch][stream]` is asked once per record, hence plain dicts, the largest last: where streams are
     many, their writers are few. Who misses there calls `number`.
@@ -16,32 +18,28 @@ class Incarnations:
 
     def __init__(self) -> None:
         self.number_of: dict[str, dict[int, dict[str, int]]] = {}
-        self.all: list[tuple[str, str, int]] = []
-        self.streams: list[str] = []
-        self._stream_of: list[int] = []
-        self._stream_numbers: dict[str, int] = {}
+        self._all: list[Incarnation] = []
         self._keys = pa.array([], pa.binary())
 
     def number(self, stream: str, writer: str, epoch: int) -> int:
         """The number of an incarnation, new or known."""
         numbers = self.number_of.setdefault(writer, {}).setdefault(epoch, {})
         if stream not in numbers:
-            numbers[stream] = len(self.all)
-            self.all.append((stream, writer, epoch))
-            if stream not in self._stream_numbers:
-                self._stream_numbers[stream] = len(self.streams)
-                self.streams.append(stream)
-            self._stream_of.append(self._stream_numbers[stream])
+            numbers[stream] = len(self._all)
+            self._all.append((stream, writer, epoch))
         return numbers[stream]
 
-    def stream_of(self) -> npt.NDArray[np.int64]:
-        """By number of an incarnation: the place of its stream in `streams`."""
-        return np.array(self._stream_of, np.int64)
-
     def keys(self) -> pa.BinaryArray:
-        """By number of an incarnation: the Kafka key of its records; null where a name is none (`wire.is_name`)."""
-        new = self.all[len(self._keys) :]
+        """By number: the Kafka key of the incarnation's records; null where a name is none (`wire.is_name`)."""
+        new = self._all[len(self._keys) :]
         if new:
             keys = [stream.encode() if is_name(stream) and is_name(writer) else None for stream, writer, _ in new]
             self._keys = pa.concat_arrays([self._keys, pa.array(keys, pa.binary())])
         return self._keys
+
+    def ranked(self) -> tuple[list[Incarnation], npt.NDArray[np.int64]]:
+        """All in their natural order, and by number the rank in it: the same records give the same ranks."""
+        numbers = sorted(range(len(self._all)), key=self._all.__getitem__)
+        ranks = np.empty(len(numbers), np.int64)
+        ranks[numbers] = np.arange(len(numbers))
+        return [self._all[number] for number in numbers], ranks

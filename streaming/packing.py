@@ -6,6 +6,7 @@ Loops here are over runs, markers and incarnations; over records only numpy does
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from operator import itemgetter
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 from streaming import wire
 from streaming.columns import ROW, Columns, Edges
+from streaming.incarnations import Incarnation
 from streaming.intervals import Ids
 from streaming.linking import link
 from streaming.packet import Marker, MarkerKind, PackedRun, Packet, Rejected, Rows
@@ -32,20 +34,21 @@ def pack(topic: str, partition: int, columns: Columns, shards: int) -> dict[int,
             packets[shard] = Packet(topic, partition, control, columns.next_offset, [], [], [], [])
         return packets[shard]
 
-    known = columns.incarnations
-    shard_of_stream = {stream: shard_of(stream, shards) for stream in known.streams}
     markers = [_marker(*found) for found in sorted(columns.markers, key=itemgetter(1))]
     for marker in markers:
         packet_of(shard_of(marker.stream, shards)).markers.append(marker)
 
     edges = columns.edges()
     if len(edges.ids):
-        stretches = _stretches(edges, known.stream_of(), known.streams, markers)
+        incarnations, ranks = columns.incarnations.ranked()
+        shard = {stream: shard_of(stream, shards) for stream, _, _ in incarnations}
+        edges = replace(edges, incarnations=ranks[edges.incarnations])
+        stretches = _stretches(edges, incarnations, markers)
         is_row = edges.kinds == ROW
-        for rows in _rows(edges.where(is_row), stretches[is_row], known.all):
-            packet_of(shard_of_stream[rows.stream]).rows.append(rows)
-        for run in _runs(edges.where(~is_row), stretches[~is_row], known.all):
-            packet_of(shard_of_stream[run.stream]).runs.append(run)
+        for rows in _rows(edges.where(is_row), stretches[is_row], incarnations):
+            packet_of(shard[rows.stream]).rows.append(rows)
+        for run in _runs(edges.where(~is_row), stretches[~is_row], incarnations):
+            packet_of(shard[run.stream]).runs.append(run)
 
     for reason, offsets in sorted(columns.rejected.items()):
         rejected = Rejected(topic, partition, reason, np.sort(np.array(offsets, "<i8")).tobytes())
@@ -72,26 +75,26 @@ def _marker(record: wire.Marker, offset: int, time: int) -> Marker:
     )
 
 
-def _stretches(edges: Edges, stream_of: Ids, streams: list[str], markers: list[Marker]) -> Ids:
+def _stretches(edges: Edges, incarnations: list[Incarnation], markers: list[Marker]) -> Ids:
     """For each edge the number of cuts before it: by JOIN and RETIRE of its stream, and by blocks of offsets."""
     blocks: Ids = (edges.offsets - edges.offsets[0]) >> OFFSET_BITS
-    places = {stream: place for place, stream in enumerate(streams)}
+    places = {stream: place for place, (stream, _, _) in enumerate(incarnations)}
     cutting = [marker for marker in markers if marker.kind is not MarkerKind.SKIP and marker.stream in places]
     if not cutting:
         return blocks
-    # Streams side by side on one line, each with a place for every edge: one search finds the cuts of all.
+    # Streams side by side on one line, each with room for every edge: one search finds the cuts of all.
     room = len(edges.ids) + 1
     before = np.searchsorted(edges.offsets, [marker.offset for marker in cutting])
     cuts = np.sort(np.array([places[marker.stream] for marker in cutting]) * room + before)
-    begins = stream_of[edges.incarnations] * room
+    begins = np.array([places[stream] for stream, _, _ in incarnations])[edges.incarnations] * room
     passed: Ids = np.searchsorted(cuts, begins + np.arange(room - 1), side="right") - np.searchsorted(cuts, begins)
     return blocks + passed
 
 
-def _rows(rows: Edges, stretches: Ids, incarnations: list[tuple[str, str, int]]) -> Iterator[Rows]:
+def _rows(rows: Edges, stretches: Ids, incarnations: list[Incarnation]) -> Iterator[Rows]:
     if not len(rows.ids):
         return
-    groups = rows.incarnations.astype(np.int64) * (stretches.max() + 1) + stretches
+    groups = rows.incarnations * (stretches.max() + 1) + stretches
     order = np.argsort(groups, kind="stable")
     offsets, groups = rows.offsets[order], groups[order]
     firsts = np.flatnonzero(np.concatenate(([True], groups[1:] != groups[:-1])))
@@ -101,11 +104,11 @@ def _rows(rows: Edges, stretches: Ids, incarnations: list[tuple[str, str, int]])
         yield Rows(stream, writer, epoch, _packed(offsets[first:stop] - low, "<u4"), low, high)
 
 
-def _runs(edges: Edges, stretches: Ids, incarnations: list[tuple[str, str, int]]) -> Iterator[PackedRun]:
+def _runs(edges: Edges, stretches: Ids, incarnations: list[Incarnation]) -> Iterator[PackedRun]:
     if not len(edges.ids):
         return
     prevs, ids, backward = np.abs(edges.prevs), np.abs(edges.ids), edges.ids < 0
-    groups = (edges.incarnations.astype(np.int64) * 2 + backward) * (stretches.max() + 1) + stretches
+    groups = (edges.incarnations * 2 + backward) * (stretches.max() + 1) + stretches
     chains = link(groups, prevs, ids)
     order, firsts = chains.order, chains.firsts
     stops = np.append(firsts[1:], len(order))

@@ -1,0 +1,184 @@
+"""The reference for compaction: the same packets' content, record by record and with plain loops."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from streaming import wire
+from streaming.errors import BadRecord
+from streaming.packet import Kind, Packet
+from streaming.wire import Topic
+
+FACTS, CONTROL = "tidemark.facts", "tidemark.control"
+
+
+@dataclass(frozen=True)
+class Message:
+    value: bytes | None
+    key: bytes | None
+    offset: int
+    time: int = 1_700_000_000_000
+    partition: int = 0
+    topic: str = FACTS
+
+
+def message(record: wire.Record, offset: int, topic: str = FACTS) -> Message:
+    return Message(wire.encode(record), record.stream.encode(), offset, topic=topic)
+
+
+def arrow(messages: Sequence[Message]) -> pa.RecordBatch:
+    """As Spark's Kafka source gives them."""
+    return pa.record_batch(
+        {
+            "topic": pa.array([message.topic for message in messages], pa.string()),
+            "partition": pa.array([message.partition for message in messages], pa.int32()),
+            "offset": pa.array([message.offset for message in messages], pa.int64()),
+            "timestamp": pa.array([message.time * 1000 for message in messages], pa.timestamp("us", tz="UTC")),
+            "key": pa.array([message.key for message in messages], pa.binary()),
+            "value": pa.array([message.value for message in messages], pa.binary()),
+        }
+    )
+
+
+@dataclass(frozen=True, order=True)
+class Edge:
+    prev: int
+    id: int
+    kind: Kind
+    offset: int
+
+    def same_place(self, other: "Edge") -> bool:
+        return (self.prev, self.id) == (other.prev, other.id)
+
+    def overlaps(self, other: "Edge") -> bool:
+        return self.prev < other.id and other.prev < self.id
+
+
+@dataclass(frozen=True, order=True)
+class Group:
+    stream: str
+    writer: str
+    epoch: int
+    backward: bool
+    stretch: int
+
+
+Chain = tuple[Edge, ...]
+
+
+@dataclass
+class Compacted:
+    """What all packets of a Kafka partition say together; `runs` are group, chain, oldest and newest time."""
+
+    runs: set[tuple[Group, Chain, int, int]] = field(default_factory=set)
+    rows: set[tuple[str, str, int, int, int]] = field(default_factory=set)
+    markers: list[tuple[object, ...]] = field(default_factory=list)
+    rejected: dict[str, list[int]] = field(default_factory=dict)
+
+
+def compact(messages: Iterable[Message]) -> Compacted:
+    """All of one topic and partition, ascending by offset."""
+    result = Compacted()
+    stretches: dict[str, int] = defaultdict(int)
+    groups: dict[Group, list[Edge]] = defaultdict(list)
+    rejected: dict[str, list[int]] = defaultdict(list)
+    times: dict[int, int] = {}
+    for message in messages:
+        topic = Topic.FACTS if message.topic == FACTS else Topic.CONTROL
+        try:
+            record = wire.read(message.value, message.key, topic)
+        except BadRecord as bad:
+            rejected[bad.reason].append(message.offset)
+            continue
+        stretch = stretches[record.stream]
+        if isinstance(record, wire.Marker):
+            result.markers.append(_marker(record, message))
+            stretches[record.stream] += not isinstance(record, wire.Skip)
+        elif isinstance(record.id, str):
+            result.rows.add((record.stream, record.writer, record.epoch, stretch, message.offset))
+        else:
+            prev = wire.start(record) if isinstance(record, wire.Rdata) else record.prev
+            kind = Kind[str(record.__struct_config__.tag)]
+            group = Group(record.stream, record.writer, record.epoch, record.id < 0, stretch)
+            groups[group].append(Edge(abs(prev), abs(record.id), kind, message.offset))
+            times[message.offset] = message.time
+    result.rejected = dict(rejected)
+    for group, edges in groups.items():
+        for chain in chains(edges):
+            seen = [times[edge.offset] for edge in chain]
+            result.runs.add((group, chain, min(seen), max(seen)))
+    return result
+
+
+def _marker(record: wire.Marker, message: Message) -> tuple[object, ...]:
+    prev = record.prev if isinstance(record, wire.Skip) else 0
+    backward = None if record.id == 0 else record.id < 0
+    unseen = isinstance(record, wire.Join) and record.unseen
+    name = type(record).__name__.upper()
+    return (
+        *(record.stream, record.writer, record.epoch, name, abs(prev), abs(record.id), backward, unseen),
+        *(record.by, record.why, message.offset, message.time),
+    )
+
+
+def chains(edges: list[Edge]) -> Iterator[Chain]:
+    """The chains of one group: clashing edges alone, the others linked layer by layer."""
+    layers: dict[int, list[Edge]] = defaultdict(list)
+    for at, edge in enumerate(edges):
+        if any(edge.overlaps(other) and not edge.same_place(other) for other in edges):
+            yield (edge,)
+        else:
+            layers[sum(edge.same_place(other) for other in edges[:at])].append(edge)
+    for layer in layers.values():
+        after = {edge.prev: edge for edge in layer}
+        reached = {edge.id for edge in layer}
+        for edge in layer:
+            if edge.prev not in reached:
+                chain = [edge]
+                while chain[-1].id in after:
+                    chain.append(after[chain[-1].id])
+                yield tuple(chain)
+
+
+def unpack(packets: Iterable[Packet]) -> Compacted:
+    """What packets say, in the same form; stretches are counted anew from the markers."""
+    packets = list(packets)
+    result = Compacted()
+    cuts: dict[str, list[int]] = defaultdict(list)
+    for marker in (marker for packet in packets for marker in packet.markers):
+        fields = msgspec.structs.astuple(marker)
+        result.markers.append((*fields[:3], marker.kind.name, *fields[4:]))
+        if marker.kind.name != "SKIP":
+            cuts[marker.stream].append(marker.offset)
+
+    def stretch(stream: str, offset: int) -> int:
+        return sum(cut < offset for cut in cuts[stream])
+
+    for run in (run for packet in packets for run in packet.runs):
+        ids = np.frombuffer(run.ids, "<i8").tolist()
+        offsets = _offsets(run.offsets, run.first_offset, run.last_offset)
+        (found,) = {stretch(run.stream, offset) for offset in offsets}
+        group = Group(run.stream, run.writer, run.epoch, run.backward, found)
+        kinds = [Kind(kind) for kind in run.kinds]
+        chain = tuple(Edge(*edge) for edge in zip([run.start, *ids[:-1]], ids, kinds, offsets, strict=True))
+        result.runs.add((group, chain, run.oldest, run.newest))
+    for rows in (rows for packet in packets for rows in packet.rows):
+        offsets = _offsets(rows.offsets, rows.first_offset, rows.last_offset)
+        assert offsets == sorted(offsets)
+        (found,) = {stretch(rows.stream, offset) for offset in offsets}
+        result.rows.update((rows.stream, rows.writer, rows.epoch, found, offset) for offset in offsets)
+    for rejected in (rejected for packet in packets for rejected in packet.rejected):
+        assert rejected.reason not in result.rejected
+        result.rejected[rejected.reason] = np.frombuffer(rejected.offsets, "<i8").tolist()
+    result.markers.sort(key=lambda marker: marker[-2])  # type: ignore[arg-type,return-value]  # the offset
+    return result
+
+
+def _offsets(packed: bytes, first: int, last: int) -> list[int]:
+    offsets: list[int] = (np.frombuffer(packed, "<u4").astype(np.int64) + first).tolist()
+    assert (min(offsets), max(offsets)) == (first, last)
+    return offsets

@@ -1,0 +1,281 @@
+"""Compaction against its naive reference, and what bad, odd and huge input does to it."""
+
+import json
+import pickle
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streaming import wire
+from streaming.compaction import compactor
+from streaming.packet import Packet
+from streaming.reasons import Reason
+from streaming.shards import shard_of
+from tests.streaming import naive_compaction as naive
+from tests.streaming.naive_compaction import CONTROL, FACTS, Message, message
+from tests.streaming.test_wire import BAD, GOOD
+
+SHARDS = 5
+decoder = msgspec.msgpack.Decoder(Packet)
+
+
+def packets(messages: Sequence[Message], batch_size: int = 10_000) -> list[tuple[int, Packet]]:
+    batches = [naive.arrow(messages[at : at + batch_size]) for at in range(0, len(messages), batch_size)]
+    rows = [row for batch in compactor(SHARDS, FACTS, CONTROL)(iter(batches)) for row in batch.to_pylist()]
+    return [(row["shard"], decoder.decode(row["packet"])) for row in rows]
+
+
+def compacted(messages: Sequence[Message], batch_size: int = 10_000) -> naive.Compacted:
+    return naive.unpack(packet for _, packet in packets(messages, batch_size))
+
+
+def numbered(records: Iterable[wire.Record], first: int = 100) -> list[Message]:
+    return [message(record, offset) for offset, record in enumerate(records, first)]
+
+
+def fact(id: int, prev: int, writer: str = "w", stream: str = "events", epoch: int = 0) -> wire.Rdata:
+    return wire.Rdata(stream=stream, writer=writer, epoch=epoch, prev=prev, id=id, row=wire.row({"x": 1}))
+
+
+# -- random records: few IDs, so that they repeat, touch and overlap
+
+names = st.sampled_from(["events", "caches"])
+writers = st.sampled_from(["a", "b"])
+epochs = st.integers(0, 1)
+signs = st.sampled_from([1, 1, 1, -1])
+who = {"stream": names, "writer": writers, "epoch": epochs}
+
+
+@st.composite
+def edges(draw: st.DrawFn) -> wire.Record:
+    kind = draw(st.sampled_from(["RDATA", "RDATA", "VOID", "POSITION"]))
+    sign, prev, width = draw(signs), draw(st.integers(0, 12)), draw(st.integers(1, 3))
+    fields = {"stream": draw(names), "writer": draw(writers), "epoch": draw(epochs)}
+    fields |= {"prev": sign * prev, "id": sign * (prev + width), "row": draw(st.sampled_from([{}, [1], "x", None]))}
+    return wire.decode(json.dumps({"kind": kind, **fields}).encode())
+
+
+joins = st.builds(wire.Join, **who, id=st.integers(-3, 9), unseen=st.booleans())
+retires = st.builds(wire.Retire, **who, id=st.integers(-3, 9))
+rows = st.builds(wire.Rdata, **who, id=st.just("batch"), row=st.just(wire.row({})))
+records = st.one_of(edges(), edges(), edges(), edges(), edges(), rows, joins, retires)
+encoded = records.map(lambda record: (wire.encode(record), record.stream.encode()))
+unusual = st.sampled_from([(value, b"events") for value in [*(value for value, _ in BAD.values()), *GOOD.values()]])
+
+
+@st.composite
+def logs(draw: st.DrawFn) -> list[Message]:
+    """A partition's log: offsets ascend with holes, times do not. Bad records are in some, here and there."""
+    values = draw(st.sampled_from([encoded, st.one_of(*[encoded] * 20, unusual), st.one_of(encoded, unusual)]))
+    offset, messages = draw(st.integers(0, 10)), []
+    for value, key in draw(st.lists(values, min_size=1, max_size=60)):
+        offset += draw(st.sampled_from([1, 1, 1, 5]))
+        messages.append(Message(value, key, offset, draw(st.integers(1000, 1010))))
+    return messages
+
+
+@given(logs(), st.integers(1, 70))
+def test_fast_and_naive_compaction_agree(log: list[Message], batch_size: int) -> None:
+    """Runs, rows, markers and rejected records are those of the record-by-record reference, however Arrow cuts it."""
+    assert compacted(log, batch_size) == naive.compact(log)
+
+
+@given(logs())
+def test_feeding_runs_by_first_offset_is_feeding_records_by_offset(log: list[Message]) -> None:
+    """Inside a group, first come first served accepts the same records, whether fed as runs or one by one."""
+    runs = sorted(compacted(log).runs, key=lambda run: min(edge.offset for edge in run[1]))
+    as_runs = accepted((group, edge) for group, chain, *_ in runs for edge in chain)
+    as_records = accepted(
+        sorted(((group, edge) for group, chain, *_ in runs for edge in chain), key=lambda at: at[1].offset)
+    )
+    assert as_runs == as_records
+
+
+def accepted(arrivals: Iterable[tuple[naive.Group, naive.Edge]]) -> set[tuple[naive.Group, naive.Edge]]:
+    taken: dict[naive.Group, list[naive.Edge]] = {}
+    for group, edge in arrivals:
+        there = taken.setdefault(group, [])
+        if not any(edge.overlaps(other) for other in there):
+            there.append(edge)
+    return {(group, edge) for group, there in taken.items() for edge in there}
+
+
+@given(logs(), st.integers(1, 70), st.integers(1, 70))
+def test_compaction_is_deterministic(log: list[Message], one: int, other: int) -> None:
+    """A replayed task gives the same bytes, even where Arrow cuts its batches elsewhere."""
+    assert packets(log, one) == packets(log, other)
+
+
+# -- bad records among good ones
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_record_costs_itself_and_not_its_batch(name: str) -> None:
+    """Rule 5: the bad record is set aside with its reason and offset; its 999 neighbours make one run."""
+    value, reason = BAD[name]
+    log = numbered(fact(id, id - 1) for id in range(1, 1000))
+    log[500:500] = [Message(value, b"events", 5)]
+    log = [replace(each, offset=offset) for offset, each in enumerate(log)]
+    found = compacted(log)
+    assert found.rejected == {reason: [500]}
+    ((_, chain, *_),) = found.runs
+    assert [edge.id for edge in chain] == list(range(1, 1000))
+    assert {edge.offset for edge in chain} == set(range(1000)) - {500}
+
+
+@pytest.mark.parametrize("key", [None, b"caches"])
+def test_a_wrong_key_costs_its_record_only(key: bytes | None) -> None:
+    """A record under a null key or another stream's is set aside."""
+    log = numbered(fact(id, id - 1) for id in range(1, 10))
+    log[3] = replace(log[3], key=key)
+    assert compacted(log).rejected == {Reason.KEY_MISMATCH: [103]}
+
+
+def test_values_that_only_together_make_as_many_records_are_told_apart() -> None:
+    """Halves of a record and messages with two are not paired off: the count alone would not notice."""
+    whole = wire.encode(fact(1, 0))
+    log = [Message(value, b"events", at) for at, value in enumerate([whole[:-1], b"}", whole + whole, b"{}{}", whole])]
+    assert compacted(log).rejected == {Reason.NOT_JSON: [0, 1, 2, 3]}
+
+
+@pytest.mark.parametrize("space", ["", " ", "\n"])
+def test_layout_of_the_json_makes_no_difference(space: str) -> None:
+    """Pretty-printed records, and those with white space around, count like others."""
+    log = [
+        Message((space + json.dumps(record, indent=2 if space else None) + space).encode(), b"events", at)
+        for at, record in enumerate(
+            {"kind": "VOID", "stream": "events", "writer": "w", "prev": n, "id": n + 1} for n in range(20)
+        )
+    ]
+    ((_, chain, *_),) = compacted(log).runs
+    assert len(chain) == 20
+
+
+# -- chains
+
+
+def test_a_topic_replayed_twice_gives_two_full_chains() -> None:
+    """Duplicates lie in a layer of their own, so that they cost one run and not one each."""
+    once = [fact(id, id - 1) for id in range(1, 500)]
+    chains = [chain for _, chain, *_ in compacted(numbered([*once, *once])).runs]
+    assert sorted((len(chain), chain[0].offset) for chain in chains) == [(499, 100), (499, 599)]
+
+
+def test_a_join_cuts_the_runs_of_all_writers_of_its_stream() -> None:
+    """A run lies between two markers of its stream; other streams are not touched."""
+    log = numbered(
+        [
+            *(fact(1, 0, "a"), fact(2, 0, "b"), fact(1, 0, "a", "caches")),
+            wire.Join(stream="events", writer="c", epoch=1, id=2),
+            *(fact(3, 1, "a"), fact(4, 2, "b"), fact(2, 1, "a", "caches")),
+        ]
+    )
+    lengths = sorted(
+        (group.stream, group.writer, group.stretch, len(chain)) for group, chain, *_ in compacted(log).runs
+    )
+    assert lengths == [
+        ("caches", "a", 0, 2),
+        ("events", "a", 0, 1),
+        ("events", "a", 1, 1),
+        ("events", "b", 0, 1),
+        ("events", "b", 1, 1),
+    ]
+
+
+def test_ids_at_both_ends_of_64_bits_chain_up() -> None:
+    """The largest IDs of both directions survive arrays, packing and the default of `prev`."""
+    top = wire.MAX_ID
+    log = numbered([fact(top, top - 1), fact(top - 1, 0), fact(1 - top, 0), fact(-top, 1 - top), fact(5, 4, "v")])
+    found = {(group.writer, group.backward): [edge.id for edge in chain] for group, chain, *_ in compacted(log).runs}
+    assert found == {("w", False): [top - 1, top], ("w", True): [top - 1, top], ("v", False): [5]}
+
+
+def test_offsets_too_far_apart_for_a_run_divide_it() -> None:
+    """A topic whose offsets have holes of billions still packs them into 32 bits each."""
+    near, far = numbered([fact(1, 0), fact(3, 2)]), numbered([fact(2, 1), fact(4, 3)], first=100 + 2**32)
+    batch_rows = [wire.Rdata(stream="events", writer="w", id="batch", row=wire.row({})) for _ in range(2)]
+    far.extend(numbered(batch_rows[:1], first=2**33 + 7))
+    near.extend(numbered(batch_rows[1:], first=102))
+    found = compacted([*near, *far])
+    assert sorted([edge.offset for edge in chain] for _, chain, *_ in found.runs) == [
+        [100],
+        [101],
+        [100 + 2**32],
+        [101 + 2**32],
+    ]
+    assert {offset for *_, offset in found.rows} == {102, 2**33 + 7}
+
+
+def test_many_incarnations_keep_their_chains() -> None:
+    """More groups than 16 bits can number are still grouped right."""
+    log = [message(fact(id, id - 1, f"w{writer}"), 0) for writer in range(40_000) for id in (1, 2)]
+    log = [
+        replace(each, offset=offset)
+        for offset, each in enumerate(np.random.default_rng(5).permutation(np.array(log, object)))
+    ]
+    runs = [run for _, packet in packets(log) for run in packet.runs]
+    assert len(runs) == 40_000
+    assert {np.frombuffer(run.ids, "<i8").tolist() == [1, 2] for run in runs} == {True}
+
+
+# -- packets
+
+
+def test_packets_go_to_the_shard_of_their_stream() -> None:
+    """Every stream is found in one packet only, that of its shard, and all packets know how far the task read."""
+    streams = [f"stream-{number}" for number in range(40)]
+    log = numbered(
+        [*(fact(1, 0, stream=stream) for stream in streams), *(fact(2, 2, stream=stream) for stream in streams)]
+    )
+    found = packets(log)
+    assert sorted(shard for shard, _ in found) == list(range(SHARDS))
+    assert {run.stream: shard for shard, packet in found for run in packet.runs} == {
+        s: shard_of(s, SHARDS) for s in streams
+    }
+    assert {packet.next_offset for _, packet in found} == {180}
+    assert [shard for shard, packet in found if packet.rejected] == [0]
+
+
+def test_a_task_without_a_good_record_still_says_how_far_it_read() -> None:
+    """Offsets of nothing but garbage are progress too."""
+    log = [replace(each, partition=7) for each in [Message(b"?", b"events", 41), Message(None, None, 42)]]
+    ((shard, packet),) = packets(log)
+    assert (shard, packet.partition, packet.next_offset) == (7 % SHARDS, 7, 43)
+    assert [(rejected.reason, rejected.partition) for rejected in packet.rejected] == [(Reason.NOT_JSON, 7)]
+
+
+def test_partitions_and_topics_of_one_task_are_kept_apart() -> None:
+    """Spark may give a task several ranges, even inside one Arrow batch."""
+    skip = wire.Skip(stream="events", writer="w", prev=1, id=4, by="ann", why="lost")
+    log = [
+        message(fact(1, 0), 10),
+        replace(message(fact(1, 0, stream="caches"), 3), partition=1),
+        message(fact(2, 1), 11),
+        message(skip, 8, topic=CONTROL),
+    ]
+    found = packets(log)
+    assert {(packet.topic, packet.partition, packet.control, packet.next_offset) for _, packet in found} == {
+        (FACTS, 0, False, 12),
+        (FACTS, 1, False, 4),
+        (CONTROL, 0, True, 9),
+    }
+    (marker,) = (marker for _, packet in found for marker in packet.markers)
+    assert (marker.kind.name, marker.prev, marker.id, marker.by, marker.why) == ("SKIP", 1, 4, "ann", "lost")
+
+
+def test_an_empty_task_says_nothing() -> None:
+    """No records, no packets."""
+    assert packets([]) == []
+    assert list(compactor(SHARDS, FACTS, CONTROL)(iter([naive.arrow([])]))) == []
+
+
+def test_the_function_travels_by_name() -> None:
+    """Spark pickles it for its Python workers."""
+    again = pickle.loads(pickle.dumps(compactor(SHARDS, FACTS, CONTROL)))
+    (packed,) = again(iter([naive.arrow([message(fact(1, 0), 1)])]))
+    assert packed.num_rows == 1
