@@ -3,7 +3,10 @@
 Exit codes: 0 done, 1 the command failed, 2 a person must decide (wrong usage, wrong setting, any `Stop`), 130 Ctrl-C.
 """
 
-from typing import Any
+import math
+import secrets
+import time
+from typing import Any, BinaryIO, Literal
 
 import click
 
@@ -67,8 +70,7 @@ def config() -> None:
     """Print the effective settings, secrets masked, and where each came from."""
     from app.config import lines
 
-    for line in lines(_settings()):
-        click.echo(line)
+    click.echo("\n".join(lines(_settings())))
 
 
 @main.command()
@@ -87,11 +89,73 @@ def migrate() -> None:
     type=click.Choice(["partitions", "loss", "shards"]),
     help="Start once in spite of what an earlier start refused; may be repeated.",
 )
-def pipeline(accept: tuple[str, ...]) -> None:
+def pipeline(accept: tuple[Literal["partitions", "loss", "shards"], ...]) -> None:
     """Read facts from Kafka and publish positions, until SIGTERM or Ctrl-C."""
     from app import pipeline
 
-    pipeline.run(_settings(), accept=frozenset(accept))
+    pipeline.run(_settings(), frozenset(accept))
+
+
+@main.command()
+@click.argument("stream", required=False)
+@click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
+def status(stream: str | None, *, as_json: bool) -> None:
+    """Show how far every stream (or STREAM) and each of its writers are, and who holds them back."""
+    from app import status
+    from sinks.postgres import Postgres, PostgresConfig
+
+    settings = _settings()
+    with Postgres(PostgresConfig(settings.postgres_dsn.get_secret_value())) as postgres:
+        postgres.check()
+        found = status.read(postgres.states(), stream)
+    if stream is not None and not found:
+        raise _Failed(f"there is no stream {stream}; `tidemark status` shows all")
+    if as_json:
+        click.echo(status.as_json(found, time.time()))
+    else:
+        click.echo(status.as_table(found, time.time()) if found else "no streams yet: nothing has been read from Kafka")
+
+
+@main.command()
+@click.argument("file", type=click.File("rb"), default="-")
+@click.option("--control", is_flag=True, help="Send operators' records to the control topic instead.")
+def produce(file: BinaryIO, *, control: bool) -> None:
+    """Send JSON lines from FILE (or standard input) to Kafka, each under the key that it must have.
+
+    Bad lines are named and left out; then the exit code is 1.
+    """
+    from app.produce import produce
+    from streaming.wire import Topic
+
+    settings = _settings()
+    topic = settings.kafka_control_topic if control else settings.kafka_facts_topic
+    role = Topic.CONTROL if control else Topic.FACTS
+    produced = produce(settings.kafka, topic, role, file, lambda problem: click.echo(problem, err=True))
+    click.echo(produced.summary(topic))
+    if produced.refused:
+        raise SystemExit(1)
+
+
+@main.command()
+@click.option("--seconds", type=click.FloatRange(min=0), default=math.inf, help="How long; without it until Ctrl-C.")
+@click.option(
+    "--rate", type=click.FloatRange(0, min_open=True), default=200.0, show_default=True, help="Facts/s in all."
+)
+@click.option("--streams", type=click.IntRange(1), default=5, show_default=True, help="How many streams.")
+@click.option("--writers", type=click.IntRange(1), default=3, show_default=True, help="Writers of each stream.")
+@click.option("--prefix", default="", help="Begins each stream's name.")
+@click.option("--seed", type=int, help="Repeat the play that had this seed.")
+@click.option("--verify", is_flag=True, help="Compare Redis with the truth; exit code 1 where they differ.")
+def simulate(
+    *, seconds: float, rate: float, streams: int, writers: int, prefix: str, seed: int | None, verify: bool
+) -> None:
+    """Play several writers: facts out of order, rollbacks, stuck transactions, crashes, late joiners."""
+    from app.simulate import Script, run
+    from sources.simulator.cast import Cast
+
+    seed = secrets.randbits(32) if seed is None else seed
+    click.echo(f"playing with --seed {seed}")
+    run(_settings(), Script(Cast(streams, writers, rate, prefix), seed, seconds), verify=verify)
 
 
 if __name__ == "__main__":

@@ -90,9 +90,9 @@ class Settings(BaseSettings):
     shards: Annotated[int, Field(ge=1, le=4096)] = Field(
         16, description="Groups that streams are spread over; a change needs --accept shards."
     )
-    checkpoint: str = Field(
-        default_factory=lambda known: str(known["home"] / "checkpoint"),
-        description="Spark's checkpoint, a path or URL; may be deleted at any time while the pipeline is stopped.",
+    checkpoint: Path = Field(
+        default_factory=lambda known: known["home"] / "checkpoint",
+        description="Directory of Spark's checkpoint; disposable while the pipeline is stopped.",
     )
     spark_master: str = Field("local[*]", min_length=1, description="Where Spark runs.")
     spark_driver_memory: str = Field(
@@ -120,7 +120,9 @@ class Settings(BaseSettings):
 
     history_days: Positive = Field(7, description="Days that Postgres keeps the history of advances.")
     advances_kept: Positive = Field(10_000, description="Advances that Redis keeps of each stream.")
-    pending_bound: Positive = Field(10_000, description="Intervals held back of one writer; past it records wait.")
+    pending_bound: Positive = Field(
+        10_000, description="Intervals held back of one writer; a record that would add one is rejected."
+    )
     completed_bound: Positive = Field(
         10_000, description="Intervals of completed IDs kept above a linear position; past it the line is cautious."
     )

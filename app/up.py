@@ -36,7 +36,7 @@ def run(settings: Settings, *, demo: bool) -> None:
         members = Members(home, settings, java)
         _end_leftovers(members)
         members.require_free_ports()
-        fetch_jars(home.jars, java, lambda jar: _say(f"fetching {jar} (once)"))
+        fetch_jars(home.jars, java, _show_fetching)
         with _running(members, demo=demo) as running:
             _invite(members, time.monotonic() - began)
             supervisor = Supervisor(running, _say)
@@ -132,5 +132,13 @@ def _shown(name: str, path: Path) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
+def _show_fetching(what: str) -> None:
+    """On a terminal one line that changes; elsewhere a line for each."""
+    if sys.stdout.isatty():
+        click.echo(f"\r\x1b[Kfetching the jars of Kafka and Spark, once: {what}\r", nl=False)
+    else:
+        _say(f"fetching {what}")
+
+
 def _say(text: str) -> None:
-    click.echo(text)
+    click.echo(f"\x1b[K{text}" if sys.stdout.isatty() else text)

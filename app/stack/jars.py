@@ -4,6 +4,7 @@ No Maven and no Spark session is needed. `ivy.xml` beside this file pins every v
 """
 
 import hashlib
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -12,6 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from streaming.errors import Stop
+
+_STEP = re.compile(r"\tfound (\S+) in |downloading \S*/(\S+) \.\.\.")
+# Ivy's output holds the reason as the end of a line about one address, or as `:: module: not found`.
+_FAILURE = re.compile(r"\((java\.[^()]+)\)$|:: (\S+#\S+: not found)")
 
 CONNECTOR = "connector"
 BROKER = "broker"
@@ -28,8 +33,8 @@ class JarsUnavailable(Stop):
 def fetch_jars(directory: Path, java: str, progress: Callable[[str], None]) -> None:
     """Fill `directory/connector` and `directory/broker`, unless they already hold what `ivy.xml` asks for.
 
-    May be repeated after any interruption. `progress` is told one line per jar that is downloaded. Raises
-    `JarsUnavailable`.
+    May be repeated after any interruption. `progress` is told what was found or is being downloaded, a few times a
+    second. Raises `JarsUnavailable`.
     """
     ivy_xml = files("app.stack").joinpath("ivy.xml").read_bytes()
     marker = directory / "ivy.sha256"
@@ -59,10 +64,10 @@ def _retrieve(description: Path, java: str, progress: Callable[[str], None]) -> 
         assert ivy.stdout is not None
         for line in ivy.stdout:
             record.write(line)
-            if line.startswith("downloading "):
-                progress(line.split()[1].rsplit("/", 1)[-1])
-            elif "unresolved dependency" in line or "FAILED" in line or "ERRORS" in line:
-                problem = line.strip(" \t\n:")
+            if step := _STEP.match(line):
+                progress(step[1] or step[2])
+            elif failure := _FAILURE.search(line):
+                problem = failure[1] or failure[2]
     if ivy.returncode != 0:
         raise JarsUnavailable(problem, log)
 

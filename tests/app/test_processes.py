@@ -1,0 +1,107 @@
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from app.stack.home import AlreadyRunning, Home
+from app.stack.server import Server, StartFailed, free_port, listens
+from app.stack.supervisor import Supervisor
+
+
+class Listener(Server):
+    """A small real server: listens at its port until it is ended. `script` may be another Python program."""
+
+    name: ClassVar[str] = "listener"
+    patience: ClassVar[float] = 5.0
+    script = "import socket, sys, time; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); time.sleep(600)"
+
+    def command(self) -> Sequence[str]:
+        return [sys.executable, "-c", self.script, str(self.port)]
+
+    def answers(self) -> bool:
+        return listens(self.port)
+
+
+@pytest.fixture
+def own_home(tmp_path: Path) -> Home:
+    return Home(tmp_path)
+
+
+def test_home_has_one_owner(own_home: Home) -> None:
+    """A second stack is refused in one line that names the first; a home whose owner ended is free again."""
+    with own_home.claimed():
+        with pytest.raises(AlreadyRunning) as caught, own_home.claimed():
+            pass
+        assert caught.value.pid == str(os.getpid())
+        assert "\n" not in str(caught.value)
+    with own_home.claimed():
+        pass
+
+
+def test_process_that_ends_at_once_is_told_with_its_last_words(own_home: Home) -> None:
+    """A start that fails says how the process ended and what it logged last."""
+    server = Listener(own_home, free_port())
+    server.script = "raise SystemExit('no such disk')"
+    with pytest.raises(StartFailed, match=r"listener did not start: it ended with code 1; .*no such disk"):
+        server.start()
+
+
+def test_pid_file_stands_while_the_process_does(own_home: Home) -> None:
+    """`run/<name>.pid` names the process, and is gone when that was stopped."""
+    server = Listener(own_home, free_port())
+    server.start()
+    assert int(own_home.pid("listener").read_text()) == server.pid
+    server.stop()
+    assert not own_home.pid("listener").exists()
+    assert not listens(server.port)
+
+
+def test_leftover_of_a_dead_owner_is_ended(own_home: Home) -> None:
+    """A process that an earlier owner left behind is found by its pid file and ended."""
+    port = free_port()
+    left = Listener(own_home, port)
+    left.start()
+    assert Listener(own_home, port).end_leftover() == left.pid or not left.running
+    assert not left.running
+    assert not listens(port)
+
+
+def test_stranger_with_a_leftovers_number_is_let_live(own_home: Home) -> None:
+    """A process that began after the pid file was written only got the same number by chance."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
+        path = own_home.pid("listener")
+        path.write_text(f"{stranger.pid}\n")
+        os.utime(path, (0, 0))
+        assert Listener(own_home, free_port()).end_leftover() is None
+        assert stranger.poll() is None
+        stranger.communicate(b"\n")
+
+
+def test_dead_process_is_started_again_with_growing_pauses(own_home: Home) -> None:
+    """One that dies is started again after 1 s, then 2 s; what happened, and that it is back, is said."""
+    server = Listener(own_home, free_port())
+    server.start()
+    said: list[str] = []
+    now = 0.0
+    supervisor = Supervisor([server], said.append, now=lambda: now)
+    for pause in (1.0, 2.0):
+        server.kill()
+        supervisor.tick()
+        now += pause - 0.1
+        supervisor.tick()
+        assert server.pid is None
+        now += 0.2
+        supervisor.tick()
+        assert server.pid is not None
+        server.await_answer()
+        supervisor.tick()
+    server.stop()
+    assert [line.split(" (")[0] for line in said[::2]] == [
+        "listener ended with code -9; starting it again in 1 s",
+        "listener ended with code -9; starting it again in 2 s",
+    ]
+    assert [line.split(" after")[0] for line in said[1::2]] == ["listener is back"] * 2

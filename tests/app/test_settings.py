@@ -1,0 +1,149 @@
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from app import config
+from app.settings import Settings, child_environment, load
+from streaming.errors import BadSetting
+
+
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No setting of the user's own, and a home in which no stack has ever run."""
+    with monkeypatch.context() as patch:
+        for field in Settings.model_fields:
+            patch.delenv(f"TIDEMARK_{field.upper()}", raising=False)
+        patch.setenv("TIDEMARK_HOME", str(tmp_path))
+        yield
+
+
+SetEnv = Callable[[str, str], None]
+
+
+@pytest.fixture
+def setenv(monkeypatch: pytest.MonkeyPatch) -> SetEnv:
+    return lambda name, value: monkeypatch.setenv(f"TIDEMARK_{name}", value)
+
+
+def test_defaults_hang_together(tmp_path: Path) -> None:
+    """With nothing but a home set, everything has a value, and what belongs to the home lies in it."""
+    settings = load()
+    assert settings.checkpoint == tmp_path / "checkpoint"
+    assert settings.spark_jars == tmp_path / "jars" / "connector"
+    assert settings.kafka.bootstrap == "localhost:9092"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("SHARDS", "0", "greater than or equal to 1"),
+        ("SHARDS", "many", "valid integer"),
+        ("UP_KAFKA_PORT", "70000", "less than or equal to 65535"),
+        ("LOG_LEVEL", "loud", "'debug', 'info', 'warning' or 'error'"),
+        ("KAFKA_FACTS_TOPIC", "two words", "match pattern"),
+        ("SPARK_DRIVER_MEMORY", "lots", "such as 512m or 2g"),
+        ("KAFKA_CREATE_TOPICS", "perhaps", "valid boolean"),
+    ],
+)
+def test_wrong_value_is_named_with_what_is_allowed(setenv: SetEnv, name: str, value: str, allowed: str) -> None:
+    """The error names the variable, the value that it has, and which values it may have."""
+    setenv(name, value)
+    with pytest.raises(BadSetting) as caught:
+        load()
+    assert caught.value.name == f"TIDEMARK_{name}"
+    assert repr(value) in str(caught.value)
+    assert allowed in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["POSTGRES_DSN", "REDIS_URL"])
+def test_wrong_secret_is_not_shown(setenv: SetEnv, name: str) -> None:
+    """The error about a value that may hold a password does not repeat it."""
+    setenv(name, "hunter2")
+    with pytest.raises(BadSetting, match=f"TIDEMARK_{name}: the value is not allowed: not a") as caught:
+        load()
+    assert "hunter2" not in str(caught.value)
+
+
+def test_login_needs_all_its_parts(setenv: SetEnv) -> None:
+    """A protocol with a login names the settings that are missing for it."""
+    setenv("KAFKA_SECURITY_PROTOCOL", "SASL_SSL")
+    setenv("KAFKA_USERNAME", "ada")
+    with pytest.raises(BadSetting, match=r"needs TIDEMARK_KAFKA_SASL_MECHANISM, TIDEMARK_KAFKA_PASSWORD$"):
+        load()
+
+
+def test_secret_comes_from_a_file(setenv: SetEnv, tmp_path: Path) -> None:
+    """`..._FILE` names a file with the secret; the line end that editors add is no part of it."""
+    (tmp_path / "secret").write_text("hunter2\n")
+    setenv("KAFKA_PASSWORD_FILE", str(tmp_path / "secret"))
+    assert load().kafka.password == "hunter2"
+
+
+def test_secret_file_must_be_readable(setenv: SetEnv, tmp_path: Path) -> None:
+    """A secret file that is not there is an error, never an empty secret."""
+    setenv("POSTGRES_DSN_FILE", str(tmp_path / "nowhere"))
+    with pytest.raises(BadSetting, match=r"TIDEMARK_POSTGRES_DSN_FILE: cannot read .*nowhere: No such file"):
+        load()
+
+
+def test_secret_may_be_given_only_once(setenv: SetEnv, tmp_path: Path) -> None:
+    """A secret both in the environment and in a file is an error: nobody could say which one counts."""
+    (tmp_path / "secret").write_text("one")
+    setenv("KAFKA_PASSWORD_FILE", str(tmp_path / "secret"))
+    setenv("KAFKA_PASSWORD", "two")
+    with pytest.raises(BadSetting, match="TIDEMARK_KAFKA_PASSWORD is set too"):
+        load()
+
+
+def test_running_stack_fills_in_what_is_not_set(setenv: SetEnv, tmp_path: Path) -> None:
+    """Without settings a command finds the stack that runs in the home; a variable still wins."""
+    (tmp_path / "stack.env").write_text(
+        "export TIDEMARK_KAFKA_BOOTSTRAP_SERVERS=127.0.0.1:1\nexport TIDEMARK_REDIS_URL='redis://127.0.0.1:2/0'\n"
+    )
+    setenv("REDIS_URL", "redis://elsewhere/0")
+    settings = load()
+    assert settings.kafka_bootstrap_servers == "127.0.0.1:1"
+    assert settings.redis_url.get_secret_value() == "redis://elsewhere/0"
+
+
+def test_config_masks_every_password_and_says_where_values_come_from(setenv: SetEnv, tmp_path: Path) -> None:
+    """No password of any setting is printed, whatever its form, and each line ends with its origin."""
+    (tmp_path / "secret").write_text("host=db user=ada password='hunter 2' sslpassword=hunter2")
+    (tmp_path / "stack.env").write_text("export TIDEMARK_KAFKA_PASSWORD=hunter2\n")
+    setenv("POSTGRES_DSN_FILE", str(tmp_path / "secret"))
+    setenv("REDIS_URL", "rediss://:hunter2@@cache:6379/0")
+    printed = "\n".join(config.lines(load()))
+    assert "hunter" not in printed
+    line = {line.split()[0]: line.rstrip() for line in printed.splitlines()}
+    assert "host=db user=ada password=*** sslpassword=***" in line["TIDEMARK_POSTGRES_DSN"]
+    assert line["TIDEMARK_POSTGRES_DSN"].endswith(str(tmp_path / "secret"))
+    assert "rediss://:***@cache:6379/0" in line["TIDEMARK_REDIS_URL"]
+    assert line["TIDEMARK_REDIS_URL"].endswith("environment")
+    assert line["TIDEMARK_KAFKA_PASSWORD"].endswith(str(tmp_path / "stack.env"))
+    assert line["TIDEMARK_SHARDS"].endswith("default")
+
+
+def test_config_points_at_a_typing_error(setenv: SetEnv) -> None:
+    """A variable that is no setting is named, with the setting that was probably meant."""
+    setenv("SHARD", "8")
+    assert "TIDEMARK_SHARD is no setting; did you mean TIDEMARK_SHARDS?" in list(config.lines(load()))
+
+
+def test_settings_never_show_a_secret_by_accident(setenv: SetEnv) -> None:
+    """The text of the settings object, as a log line or a traceback would show it, holds no password."""
+    setenv("KAFKA_PASSWORD", "hunter2")
+    setenv("POSTGRES_DSN", "postgresql://ada:hunter2@db/tidemark")
+    settings = load()
+    assert "hunter2" not in repr(settings)
+    assert "hunter2" not in repr(settings.kafka)
+
+
+def test_child_gets_the_stacks_settings_in_place_of_ours(setenv: SetEnv, tmp_path: Path) -> None:
+    """What `up` says of the stack wins in its children, also over a secret file of the user's own."""
+    setenv("POSTGRES_DSN_FILE", str(tmp_path / "mine"))
+    setenv("SHARDS", "8")
+    child = child_environment({"TIDEMARK_POSTGRES_DSN": "postgresql://stack/tidemark"})
+    assert child["TIDEMARK_POSTGRES_DSN"] == "postgresql://stack/tidemark"
+    assert "TIDEMARK_POSTGRES_DSN_FILE" not in child
+    assert child["TIDEMARK_SHARDS"] == "8"

@@ -1,0 +1,187 @@
+"""`tidemark up` as a person runs it: a process of its own, signals, and whatever it prints."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+from dotenv import dotenv_values
+
+from app.settings import child_environment
+from app.stack.home import Home
+
+READY_SECONDS = 120.0  # with other tests on the same cores
+FACT = b'{"kind":"RDATA","stream":"orders","writer":"shop","id":1,"row":{}}\n'
+
+
+class Terminal:
+    """Runs `tidemark` with a home of its own, in which the jars are there already, and free ports."""
+
+    def __init__(self, root: Path, jars: Path) -> None:
+        self.home = Home(root)
+        if not (root / "jars").exists():
+            (root / "jars").symlink_to(jars)
+        self.output = root / "output"
+        ports = {f"TIDEMARK_UP_{server}_PORT": "0" for server in ("KAFKA", "POSTGRES", "REDIS", "METRICS")}
+        self.environment = child_environment({"TIDEMARK_HOME": str(root), **ports})
+
+    def run(self, *words: str, stdin: bytes = b"", **changes: str) -> subprocess.CompletedProcess[bytes]:
+        command = [sys.executable, "-m", "app.cli", *words]
+        return subprocess.run(
+            command, input=stdin, env=self.environment | changes, capture_output=True, timeout=60, check=False
+        )
+
+    @contextmanager
+    def up(self, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+        """A stack that is ready; ended with Ctrl-C where the test did not do it itself."""
+        command = [sys.executable, "-m", "app.cli", "up", *words]
+        with self.output.open("wb") as output:
+            process = subprocess.Popen(command, env=self.environment, stdout=output, stderr=output)
+        try:
+            eventually(lambda: process.poll() is not None or self.said("ready after"), READY_SECONDS)
+            assert process.poll() is None, self.output.read_text()
+            yield process
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+
+    def said(self, text: str) -> bool:
+        return text in self.output.read_text()
+
+    @property
+    def stack_env(self) -> dict[str, str | None]:
+        return dotenv_values(self.home.stack_env)
+
+    def redis(self) -> redis.Redis:
+        return redis.Redis.from_url(str(self.stack_env["TIDEMARK_REDIS_URL"]), decode_responses=True)
+
+
+def eventually(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path, jars: Path) -> Terminal:
+    return Terminal(tmp_path, jars)
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.slow
+def test_stack_ends_cleanly_and_the_next_start_finds_its_data(terminal: Terminal) -> None:
+    """One Ctrl-C ends every process with exit code 0; the next stack goes on where the first one ended."""
+    with terminal.up() as process:
+        names = {path.stem for path in (terminal.home.root / "run").iterdir()}
+        assert names == {"up", "kafka", "postgres", "redis", "pipeline"}
+        pids = [int(terminal.home.pid(name).read_text()) for name in names - {"up"}]
+        assert b"1 record sent" in terminal.run("produce", stdin=FACT).stdout
+        with terminal.redis() as client:
+            eventually(lambda: client.get("tidemark:{orders}:linear") == "1", 20)
+        assert b"orders" in terminal.run("status").stdout
+        second = terminal.run("up")
+        assert second.returncode == 2
+        assert f"already running in {terminal.home.root} (pid {process.pid})".encode() in second.stderr
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    assert all(map(_is_gone, pids))
+    assert not terminal.home.stack_env.exists()
+
+    with terminal.up():
+        with terminal.redis() as client:
+            assert client.get("tidemark:{orders}:linear") == "1"
+        terminal.run("produce", stdin=FACT.replace(b'"id":1', b'"id":2'))
+        with terminal.redis() as client:
+            eventually(lambda: client.get("tidemark:{orders}:linear") == "2", 20)
+
+
+@pytest.mark.slow
+def test_dead_processes_come_back_and_a_killed_stack_leaves_nothing_in_the_way(terminal: Terminal) -> None:
+    """A killed server and a killed pipeline are started again; after `up` itself was killed, a new one clears up."""
+    with terminal.up("--demo") as process:
+        for name in ("redis", "pipeline"):
+            os.kill(int(terminal.home.pid(name).read_text()), signal.SIGKILL)
+            eventually(lambda name=name: terminal.said(f"{name} is back"), READY_SECONDS)  # type: ignore[misc]
+        process.kill()
+        process.wait()
+    kafka = int(terminal.home.pid("kafka").read_text())
+    assert not _is_gone(kafka)
+    with terminal.up():
+        assert terminal.said(f"ended kafka (pid {kafka}), left behind by an earlier stack")
+        assert terminal.said("ended simulate")
+
+
+def test_taken_port_is_told_in_one_line(terminal: Terminal) -> None:
+    """Before anything is started, the port that another program has is named, and the setting that avoids it."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        done = terminal.run("up", TIDEMARK_UP_POSTGRES_PORT=port)
+    assert done.returncode == 2
+    assert done.stderr.count(b"\n") == 1
+    assert f"port {port} for postgres is not free".encode() in done.stderr
+    assert b"TIDEMARK_UP_POSTGRES_PORT" in done.stderr
+    assert done.stdout == b""
+
+
+def test_missing_java_is_told_in_one_line(terminal: Terminal) -> None:
+    """Without a Java nothing is started, and one line says what to install."""
+    done = terminal.run("up", JAVA_HOME=str(terminal.home.root))
+    assert done.returncode == 2
+    assert done.stderr.count(b"\n") == 1
+    assert b"Java 17 or newer is needed" in done.stderr
+
+
+def test_wrong_setting_is_told_in_one_line(terminal: Terminal) -> None:
+    """A wrong value ends any command with exit code 2 and one line, without a stack trace."""
+    done = terminal.run("up", TIDEMARK_UP_REDIS_PORT="many")
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"Error: TIDEMARK_UP_REDIS_PORT: 'many' is not allowed")
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_home_that_cannot_be_written_is_told_in_one_line(terminal: Terminal) -> None:
+    """A home below a file is refused with its path and the reason."""
+    terminal.output.touch()
+    done = terminal.run("up", TIDEMARK_HOME=str(terminal.output / "below"))
+    assert done.returncode == 2
+    assert b"TIDEMARK_HOME: cannot write in" in done.stderr
+
+
+def test_help_needs_no_spark() -> None:
+    """Looking at the help, or producing a record, does not wait for the engine."""
+    program = "import sys, app.cli, app.produce; sys.exit('pyspark' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_stack_env_can_be_sourced(terminal: Terminal) -> None:
+    """What a shell takes from `stack.env` is what was written, whatever the home is called."""
+    from app.settings import load
+    from app.stack.members import Members
+
+    home = Home(terminal.home.root / "a home; $(with) 'quotes'")
+    members = Members(home, load(), "java")
+    home.root.mkdir(exist_ok=True)
+    path = members.write_stack_env()
+    shell = subprocess.run(
+        ["sh", "-c", '. "$0"; printf %s "$TIDEMARK_HOME|$TIDEMARK_KAFKA_BOOTSTRAP_SERVERS"', str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shell.stdout == f"{home.root}|{members.kafka.bootstrap_servers}"
+    assert path.stat().st_mode & 0o077 == 0
