@@ -74,6 +74,8 @@ class Intervals:
 
     def lowest(self, count: int) -> "Intervals":
         """The `count` lowest intervals."""
+        if len(self) <= count:
+            return self
         return Intervals(self.lows[:count], self.highs[:count])
 
     def reach(self, position: int) -> int:

@@ -34,6 +34,8 @@ class Line:
         return self._keep(self.completed.lowest(intervals))
 
     def _keep(self, kept: Intervals) -> int:
+        if kept is self.completed:
+            return 0
         forgotten = self.completed.width() - kept.width()
         self.completed = kept
         return forgotten
