@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import structlog
@@ -17,6 +17,8 @@ from streaming.errors import Refused, TidemarkError, TopicMissing, Unavailable
 from streaming.packet import Rejected
 
 log = structlog.get_logger(__name__)
+
+Headers = Sequence[tuple[str, Any]]
 
 FAR = 2_000  # offsets that are read and thrown away rather than sought over
 
@@ -100,20 +102,18 @@ class DeadLetters:
         for item in rejected:
             wanted = reasons.setdefault((item.topic, item.partition), {})
             wanted.update(dict.fromkeys(np.frombuffer(item.offsets, "<i8").tolist(), item.reason))
-        outbox = _Outbox(self._producer(), self._config)
+        outbox = _Outbox(self._producer(), self._config.topic)
         sent = 0
         for (topic, partition), wanted in reasons.items():
-            gone = 0
+            before = outbox.gone
             for offset, record in self._records(topic, partition, sorted(wanted)):
                 origin = _origin(wanted[offset], topic, partition, offset)
                 if record is None:
-                    gone += 1
-                    outbox.put(None, b"", [*origin, ("gone", b"removed by retention")])
+                    outbox.put_empty(_Letter(origin), "removed by retention")
                 else:
-                    outbox.put(record.key(), record.value(), [*(record.headers() or ()), *origin])
+                    outbox.put(_Letter(origin, record.key(), record.value(), record.headers() or ()))
                 sent += 1
-            outbox.gone += gone
-            if gone:
+            if gone := outbox.gone - before:
                 log.warning(
                     "Rejected records were gone before they could be kept",
                     topic=topic,
@@ -190,6 +190,8 @@ class DeadLetters:
                 {
                     **self._config.producer,
                     "message.timeout.ms": str(int(self._config.patience * 1000)),
+                    # Before the time-out, so that a missing topic is told from brokers that are away.
+                    "topic.metadata.propagation.max.ms": str(int(self._config.patience * 500)),
                     "message.max.bytes": "100000000",  # the brokers decide, not our client
                     "error_cb": self._complain,
                 }
@@ -211,41 +213,68 @@ class DeadLetters:
         return Unavailable("Kafka", self._where, cause.str())
 
 
+class _Letter(NamedTuple):
+    origin: Headers
+    key: Any = None
+    value: Any = b""
+    headers: Headers = ()
+
+    def without_record(self, why: str) -> "_Letter":
+        return _Letter((*self.origin, ("gone", why.encode())))
+
+
 class _Outbox:
     """What was handed to the producer and is not acknowledged yet."""
 
-    def __init__(self, producer: Producer, config: DeadLettersConfig) -> None:
+    def __init__(self, producer: Producer, topic: str) -> None:
         self.gone = 0
         self._producer = producer
-        self._config = config
+        self._topic = topic
+        self._refused: list[_Letter] = []  # as too large; seen to in `flush`, as a callback may not produce
         self._error: KafkaError | None = None
 
-    def put(self, key: Any, value: Any, headers: list[tuple[str, Any]]) -> None:
+    def put(self, letter: _Letter) -> None:
         def delivered(error: KafkaError | None, _: Message) -> None:
-            if error is None:
-                return
-            if error.code() == KafkaError.MSG_SIZE_TOO_LARGE and value:
-                self.gone += 1
-                self.put(key, b"", [*headers, ("gone", b"too large for this topic")])
-            else:
+            if error is not None and error.code() == KafkaError.MSG_SIZE_TOO_LARGE and letter.value:
+                self._refused.append(letter)
+            elif error is not None:
                 self._error = error
 
+        headers = [*letter.headers, *letter.origin]
         while True:
             try:
-                self._producer.produce(self._config.topic, key=key, value=value, headers=headers, on_delivery=delivered)
+                self._producer.produce(
+                    self._topic, key=letter.key, value=letter.value, headers=headers, on_delivery=delivered
+                )
             except BufferError:
                 self._producer.poll(0.1)
             else:
                 self._producer.poll(0)
                 return
 
+    def put_empty(self, letter: _Letter, why: str) -> None:
+        self.gone += 1
+        self.put(letter.without_record(why))
+
     def flush(self) -> KafkaError | None:
         """Wait for the acknowledgements, which come or fail within the message time-out; the first failure, if any."""
-        while self._producer.flush(1.0) and self._error is None:
-            pass
+        self._await()
+        refused, self._refused = self._refused, []
+        for letter in refused:
+            # The brokers refuse a whole batch for one of its records, so each gets a batch of its own.
+            self.put(letter)
+            self._await()
+            if self._refused:
+                self._refused.clear()
+                self.put_empty(letter, "too large for this topic")
+        self._await()
         return self._error
 
+    def _await(self) -> None:
+        while self._error is None and self._producer.flush(1.0):
+            pass
 
-def _origin(reason: str, topic: str, partition: int, offset: int) -> list[tuple[str, bytes]]:
+
+def _origin(reason: str, topic: str, partition: int, offset: int) -> Headers:
     values = (("reason", reason), ("topic", topic), ("partition", partition), ("offset", offset))
     return [(name, str(value).encode()) for name, value in values]

@@ -57,7 +57,7 @@ class Mirror:
         """Compare `streams` (None: all) with Postgres, and write what Redis lacks. Readers keep reading meanwhile."""
         behind = list(self._behind(self._postgres.streams() if streams is None else streams))
         writers = sum(count for _, count in behind)
-        newest = max(10, ENTRIES // max(1, writers))
+        newest = max(1, ENTRIES // max(1, writers))
         entries = 0
         for names in _chunks([stream for stream, _ in behind]):
             with self._lock:
