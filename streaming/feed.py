@@ -92,14 +92,15 @@ class Feed:
         self.chain.refused = max(self.chain.refused, int(run.ids[edges][-1]))
 
     def _late(self, run: Run) -> Iterator[Ids]:
-        ids = run.completed()
-        facts = int(np.count_nonzero(run.kinds == Kind.RDATA))
-        self.changes.counts["duplicate"] += len(run) - len(ids)
-        if len(ids):
-            self.changes.counts["late"] += len(ids)
-            why: Why = "regressed" if run.end <= self.regressed else "skipped"
-            self.changes.late.append(LateRange(run.writer, run.epoch, run.start, run.end, facts, why))
-            yield ids
+        completed, again = run.kinds != Kind.POSITION, run.ids <= self.regressed
+        self.changes.counts["late"] += int(np.count_nonzero(completed))
+        self.changes.counts["duplicate"] += int(np.count_nonzero(~completed))
+        reasons: list[tuple[Why, Mask]] = [("regressed", completed & again), ("skipped", completed & ~again)]
+        for why, chosen in reasons:
+            for part in run.parts(chosen):
+                facts = int(np.count_nonzero(part.kinds == Kind.RDATA))
+                self.changes.late.append(LateRange(part.writer, part.epoch, part.start, part.end, facts, why))
+        yield run.completed()
 
     def _across(self, edge: Run) -> Iterator[Ids]:
         """One edge that lies in a late range in part: what lies outside is settled, as the edge says, without facts.
