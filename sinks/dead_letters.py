@@ -7,18 +7,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import structlog
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
+from sinks.outbox import Headers, Letter, Outbox
 from streaming.errors import Refused, TidemarkError, TopicMissing, Unavailable
 from streaming.packet import Rejected
 
 log = structlog.get_logger(__name__)
-
-Headers = Sequence[tuple[str, Any]]
 
 FAR = 2_000  # offsets that are read and thrown away rather than sought over
 
@@ -102,16 +101,16 @@ class DeadLetters:
         for item in rejected:
             wanted = reasons.setdefault((item.topic, item.partition), {})
             wanted.update(dict.fromkeys(np.frombuffer(item.offsets, "<i8").tolist(), item.reason))
-        outbox = _Outbox(self._producer(), self._config.topic)
+        outbox = Outbox(self._producer(), self._config.topic)
         sent = 0
         for (topic, partition), wanted in reasons.items():
             before = outbox.gone
             for offset, record in self._records(topic, partition, sorted(wanted)):
                 origin = _origin(wanted[offset], topic, partition, offset)
                 if record is None:
-                    outbox.put_empty(_Letter(origin), "removed by retention")
+                    outbox.put_empty(Letter(origin), "removed by retention")
                 else:
-                    outbox.put(_Letter(origin, record.key(), record.value(), record.headers() or ()))
+                    outbox.put(Letter(origin, record.key(), record.value(), record.headers() or ()))
                 sent += 1
             if gone := outbox.gone - before:
                 log.warning(
@@ -211,68 +210,6 @@ class DeadLetters:
             do = f"check user and password, and that we may write to {self._config.topic}"
             return Refused("Kafka", self._where, cause.str(), do)
         return Unavailable("Kafka", self._where, cause.str())
-
-
-class _Letter(NamedTuple):
-    origin: Headers
-    key: Any = None
-    value: Any = b""
-    headers: Headers = ()
-
-    def without_record(self, why: str) -> "_Letter":
-        return _Letter((*self.origin, ("gone", why.encode())))
-
-
-class _Outbox:
-    """What was handed to the producer and is not acknowledged yet."""
-
-    def __init__(self, producer: Producer, topic: str) -> None:
-        self.gone = 0
-        self._producer = producer
-        self._topic = topic
-        self._refused: list[_Letter] = []  # as too large; seen to in `flush`, as a callback may not produce
-        self._error: KafkaError | None = None
-
-    def put(self, letter: _Letter) -> None:
-        def delivered(error: KafkaError | None, _: Message) -> None:
-            if error is not None and error.code() == KafkaError.MSG_SIZE_TOO_LARGE and letter.value:
-                self._refused.append(letter)
-            elif error is not None:
-                self._error = error
-
-        headers = [*letter.headers, *letter.origin]
-        while True:
-            try:
-                self._producer.produce(
-                    self._topic, key=letter.key, value=letter.value, headers=headers, on_delivery=delivered
-                )
-            except BufferError:
-                self._producer.poll(0.1)
-            else:
-                self._producer.poll(0)
-                return
-
-    def put_empty(self, letter: _Letter, why: str) -> None:
-        self.gone += 1
-        self.put(letter.without_record(why))
-
-    def flush(self) -> KafkaError | None:
-        """Wait for the acknowledgements, which come or fail within the message time-out; the first failure, if any."""
-        self._await()
-        refused, self._refused = self._refused, []
-        for letter in refused:
-            # The brokers refuse a whole batch for one of its records, so each gets a batch of its own.
-            self.put(letter)
-            self._await()
-            if self._refused:
-                self._refused.clear()
-                self.put_empty(letter, "too large for this topic")
-        self._await()
-        return self._error
-
-    def _await(self) -> None:
-        while self._error is None and self._producer.flush(1.0):
-            pass
 
 
 def _origin(reason: str, topic: str, partition: int, offset: int) -> Headers:

@@ -13,9 +13,10 @@ from typing import Self
 import structlog
 
 from sinks import migrations
-from sinks.batch import Applied, Batch, apply
+from sinks.batch import Applied, Batch
 from sinks.columns import execute
 from sinks.database import Database
+from sinks.transaction import apply
 from streaming.effects import Advance, Late
 
 log = structlog.get_logger(__name__)

@@ -1,0 +1,173 @@
+"""The one transaction per batch (DESIGN 5): token, positions, history, gaps, audit, states, offsets, batch id.
+
+Set-based: each statement takes whole columns, whatever the number of streams, and all of them travel in two round
+trips. The order of locks is that of the functions in `apply`.
+"""
+
+from psycopg import Cursor
+from psycopg.rows import TupleRow
+from psycopg.types.json import Jsonb
+
+from sinks.batch import Applied, Batch
+from sinks.columns import execute
+from sinks.database import Connection
+from sinks.lease import session_name
+from sinks.moves import settled, standing, write_advances, write_writers
+from streaming.errors import LeaseLost
+
+BATCHES_KEPT = 1000  # of each query: enough to recognise any batch that Spark may replay
+
+
+def apply(connection: Connection, batch: Batch) -> Applied:
+    """Commit `batch`, or find that it was committed before. May be called again after any error but these two.
+
+    Raises `LeaseLost` when another query has taken over, and `ChainBroken` when the batch does not join what is
+    stored; nothing is written then.
+    """
+    with connection.pipeline(), connection.transaction():
+        if _applied_before(connection, batch):
+            return Applied(repeated=True)
+        _write_streams(connection, batch)
+        advances = write_advances(connection, batch)
+        writers = write_writers(connection, batch)
+        _write_gaps(connection, batch)
+        late = _write_late(connection, batch)
+        _write_forced(connection, batch)
+        _write_progress(connection, batch)
+        return Applied(settled=settled(advances), positions=standing(writers), late=_numbers(late))
+
+
+def _applied_before(connection: Connection, batch: Batch) -> bool:
+    """Check the token and hold the lease's row until the commit: nobody takes over in the middle of a batch."""
+    # KEY SHARE lets a renewal pass, and makes a takeover (which changes the key) wait.
+    lease = connection.execute("select token from tidemark.query_lease for key share")
+    known = connection.execute(
+        "select 1 from tidemark.applied_batches where query = %s and batch >= %s limit 1", (batch.query, batch.number)
+    )
+    # If we hang from here on, the server ends the transaction, or our successor does, who finds it by this name.
+    connection.execute(
+        "select set_config('application_name', %s, true),"
+        " set_config('idle_in_transaction_session_timeout', '10s', true)",
+        (session_name(batch.token),),
+    )
+    row = lease.fetchone()
+    newest = row[0] if row else 0
+    if newest != batch.token:
+        raise LeaseLost(batch.token, newest)
+    return known.fetchone() is not None
+
+
+def _write_streams(connection: Connection, batch: Batch) -> None:
+    execute(
+        connection,
+        """
+        insert into tidemark.streams as old (stream, linear, direction, shard, state, updated_at)
+        select stream, linear, direction, shard, state, to_timestamp(now / 1000.0)
+        from unnest(%s::text[], %s::bigint[], %s::smallint[], %s::int[], %s::bytea[], %s::bigint[])
+            as new (stream, linear, direction, shard, state, now)
+        on conflict (stream) do update set
+            linear = case when abs(excluded.linear) > abs(old.linear) then excluded.linear else old.linear end,
+            direction = excluded.direction, shard = excluded.shard, state = excluded.state,
+            updated_at = excluded.updated_at
+        """,
+        ((s.stream, s.linear, s.direction, shard.shard, s.state, shard.now) for shard, s in batch.streams()),
+    )
+    execute(
+        connection,
+        "select pg_notify('tidemark_positions', stream) from unnest(%s::text[]) as changed (stream)",
+        ((s.stream,) for _, s in batch.streams()),
+    )
+
+
+def _write_gaps(connection: Connection, batch: Batch) -> None:
+    execute(
+        connection,
+        """
+        update tidemark.stream_gaps g set closed_at = to_timestamp(now / 1000.0), closed_by = how
+        from unnest(%s::text[], %s::text[], %s::bigint[], %s::text[], %s::bigint[]) as c (stream, writer, top, how, now)
+        where (g.stream, g.writer, g.top) = (c.stream, c.writer, c.top) and g.closed_at is null
+        """,
+        ((s.stream, c.writer, c.top, c.how, shard.now) for shard, s in batch.streams() for c in s.closed),
+    )
+    execute(
+        connection,
+        """
+        insert into tidemark.stream_gaps as old (stream, writer, epoch, low, top, opened_at)
+        select stream, writer, epoch, low, top, to_timestamp(since / 1000.0)
+        from unnest(%s::text[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[])
+            as new (stream, writer, epoch, low, top, since)
+        on conflict (stream, writer, top) where closed_at is null
+            do update set low = excluded.low, epoch = excluded.epoch where abs(excluded.low) > abs(old.low)
+        """,
+        ((s.stream, g.writer, g.epoch, g.low, g.top, g.since) for _, s in batch.streams() for g in s.gaps),
+    )
+
+
+def _write_late(connection: Connection, batch: Batch) -> Cursor[TupleRow] | None:
+    return execute(
+        connection,
+        """
+        insert into tidemark.late_completions (stream, writer, epoch, prev, id, facts, why, time, batch)
+        select stream, writer, epoch, prev, id, facts, why, to_timestamp(now / 1000.0), batch
+        from unnest(%s::text[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::text[],
+                %s::bigint[])
+            with ordinality as new (stream, writer, epoch, prev, id, facts, why, now, place),
+            (values (%s::bigint)) as b (batch)
+        order by place
+        returning stream, number
+        """,
+        (
+            (s.stream, late.writer, late.epoch, late.prev, late.id, late.facts, late.why, shard.now)
+            for shard, s in batch.streams()
+            for late in s.late
+        ),
+        batch.number,
+    )
+
+
+def _write_forced(connection: Connection, batch: Batch) -> None:
+    execute(
+        connection,
+        """
+        insert into tidemark.skips (stream, writer, epoch, kind, prev, id, by, why, time, batch)
+        select stream, writer, epoch, kind, prev, id, by, why, to_timestamp(now / 1000.0), batch
+        from unnest(%s::text[], %s::text[], %s::bigint[], %s::text[], %s::bigint[], %s::bigint[], %s::text[],
+                %s::text[], %s::bigint[])
+            as new (stream, writer, epoch, kind, prev, id, by, why, now),
+            (values (%s::bigint)) as b (batch)
+        """,
+        (
+            (s.stream, f.writer, f.epoch, f.kind, f.prev, f.id, f.by, f.why, shard.now)
+            for shard, s in batch.streams()
+            for f in s.forced
+        ),
+        batch.number,
+    )
+
+
+def _write_progress(connection: Connection, batch: Batch) -> None:
+    offsets = batch.offsets()
+    execute(
+        connection,
+        """
+        insert into tidemark.kafka_offsets as old (topic, partition, next)
+        select * from unnest(%s::text[], %s::int[], %s::bigint[])
+        on conflict (topic, partition) do update set next = excluded.next where excluded.next > old.next
+        """,
+        ((topic, partition, offset) for topic, seen in offsets.items() for partition, offset in seen.items()),
+    )
+    connection.execute(
+        "insert into tidemark.applied_batches (query, batch, offsets) values (%s, %s, %s)",
+        (batch.query, batch.number, Jsonb(offsets)),
+    )
+    connection.execute(
+        "delete from tidemark.applied_batches where query = %s and batch <= %s",
+        (batch.query, batch.number - BATCHES_KEPT),
+    )
+
+
+def _numbers(late: Cursor[TupleRow] | None) -> dict[str, list[int]]:
+    numbers: dict[str, list[int]] = {}
+    for stream, number in late or ():
+        numbers.setdefault(stream, []).append(number)
+    return numbers
