@@ -242,6 +242,7 @@ class Stream:
                 continue
             if isinstance(item, Run):
                 self.face(item.backward)
+                changes.touch(item.writer, item.oldest)
             if writer is None or item.epoch > writer.epoch:
                 strange.append(item)
             elif isinstance(item, Rows):
@@ -262,7 +263,6 @@ class Stream:
         completed: list[Ids] = []
         for run in runs:
             writer = self.writers[run.writer]
-            changes.touch(run.writer, run.oldest)
             feed = Feed(writer.chain, bounds.pending, changes, "applied", writer.late, writer.regressed)
             completed.extend(feed.run(run))
         self.line.remember(completed)
