@@ -1,0 +1,96 @@
+"""Writers that keep DESIGN 3 and 4 against one sequence: what they would send, and what is true in their database."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tests.streaming.builders import Record, join, position, rdata, retire, void
+
+
+@dataclass
+class Transaction:
+    """Reserved `id`; `prev` is what its writer had reserved or announced before."""
+
+    prev: int
+    id: int
+
+
+@dataclass
+class Process:
+    """One writer's process; `outbox` holds committed facts that were not sent."""
+
+    name: str
+    epoch: int = 0
+    last: int = 0
+    alive: bool = False
+    open: list[Transaction] = field(default_factory=list)
+    outbox: list[Record] = field(default_factory=list)
+
+
+class Database:
+    """A sequence that goes up (or down: `sign` -1) and its writers. What is yielded was produced to Kafka, in order."""
+
+    def __init__(self, sign: int, writers: tuple[str, ...]) -> None:
+        self.sign = sign
+        self.last_value = 0
+        self.processes = {name: Process(name) for name in writers}
+        self.facts: set[tuple[str, int]] = set()
+
+    def start(self, name: str) -> Iterator[Record]:
+        """The fence: what was open is rolled back, the outbox is sent, then the JOIN."""
+        process = self.processes[name]
+        process.open.clear()
+        process.epoch += 1
+        yield from process.outbox
+        process.outbox.clear()
+        process.last, process.alive = self.last_value, True
+        yield join(name, self.sign * self.last_value, process.epoch)
+
+    def reserve(self, name: str) -> None:
+        process = self.processes[name]
+        self.last_value += 1
+        process.open.append(Transaction(process.last, self.last_value))
+        process.last = self.last_value
+
+    def commit(self, name: str, which: int) -> None:
+        """The fact is in the outbox."""
+        process, done = self._end(name, which)
+        self.facts.add((name, done.id))
+        process.outbox.append(rdata(name, self.sign * done.id, self.sign * done.prev, process.epoch))
+
+    def send(self, name: str, which: int) -> Iterator[Record]:
+        process = self.processes[name]
+        yield process.outbox.pop(which % len(process.outbox))
+
+    def roll_back(self, name: str, which: int) -> Iterator[Record]:
+        process, done = self._end(name, which)
+        yield void(name, self.sign * done.prev, self.sign * done.id, process.epoch)
+
+    def heartbeat(self, name: str) -> Iterator[Record]:
+        process = self.processes[name]
+        if process.last < self.last_value:
+            yield position(name, self.sign * process.last, self.sign * self.last_value, process.epoch)
+            process.last = self.last_value
+
+    def retire(self, name: str) -> Iterator[Record]:
+        """Stops for good, once it has nothing open and nothing to send."""
+        process = self.processes[name]
+        process.alive = False
+        yield retire(name, self.sign * process.last, process.epoch)
+
+    def restore(self, value: int) -> None:
+        """From a backup: the sequence goes back, and with it all processes end."""
+        self.last_value = min(value, self.last_value)
+        for process in self.processes.values():
+            process.alive = False
+            process.open.clear()
+            process.outbox.clear()
+
+    def in_flight(self) -> set[tuple[str, int]]:
+        """Reserved, and neither known to Kafka nor rolled back by a fence."""
+        return {(it.name, open_.id) for it in self.processes.values() for open_ in it.open} | {
+            (it.name, abs(record.id)) for it in self.processes.values() for record in it.outbox
+        }
+
+    def _end(self, name: str, which: int) -> tuple[Process, Transaction]:
+        process = self.processes[name]
+        return process, process.open.pop(which % len(process.open))

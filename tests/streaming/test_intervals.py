@@ -1,0 +1,75 @@
+"""Interval sets, held against sets of IDs."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streaming.intervals import EMPTY, Intervals
+
+Pairs = list[tuple[int, int]]
+
+pairs = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 6)).map(lambda it: (it[0], it[0] + it[1])), max_size=12)
+points = st.integers(0, 50)
+
+
+def ids(intervals: Intervals) -> set[int]:
+    return {at for low, high in intervals for at in range(low + 1, high + 1)}
+
+
+def is_normal(intervals: Intervals) -> bool:
+    flat = [at for pair in intervals for at in pair]
+    return flat == sorted(set(flat))
+
+
+@given(pairs, pairs)
+def test_a_union_holds_what_either_holds(one: Pairs, other: Pairs) -> None:
+    """Whatever touches or overlaps is merged, in any order."""
+    union = Intervals.of(one).union(Intervals.of(other))
+    assert is_normal(union)
+    assert ids(union) == ids(Intervals.of(one)) | ids(Intervals.of(other))
+    assert union == Intervals.of([*other, *one])
+    assert hash(union) == hash(Intervals.of([*other, *one]))
+    assert union.width() == len(ids(union))
+
+
+@given(st.lists(st.integers(1, 60)))
+def test_single_ids_become_intervals(numbers: list[int]) -> None:
+    """Each ID is the interval below it, and neighbours are one."""
+    made = Intervals.from_ids(np.array(numbers, np.int64))
+    assert is_normal(made)
+    assert ids(made) == set(numbers)
+
+
+@given(pairs, points, points)
+def test_a_cut_keeps_what_lies_on_its_side(raw: Pairs, low: int, high: int) -> None:
+    """`above`, `upto`, `within` and `missing` cut an interval that lies across."""
+    made, low, high = Intervals.of(raw), min(low, high), max(low, high)
+    held = ids(made)
+    inside = set(range(low + 1, high + 1))
+    for found, expected in [
+        (made.above(low), {at for at in held if at > low}),
+        (made.upto(high), {at for at in held if at <= high}),
+        (made.within(low, high), held & inside),
+        (made.missing(low, high), inside - held),
+    ]:
+        assert is_normal(found)
+        assert ids(found) == expected
+
+
+@given(pairs, points)
+def test_reach_goes_as_far_as_the_set_is_unbroken(raw: Pairs, position: int) -> None:
+    """From the position on, over every ID that is in the set."""
+    made, at = Intervals.of(raw), position
+    while at + 1 in ids(made):
+        at += 1
+    assert made.reach(position) == at
+
+
+def test_the_empty_set_holds_nothing() -> None:
+    """No interval, no width, nothing to reach."""
+    assert (len(EMPTY), EMPTY.width(), EMPTY.reach(3), [*EMPTY.union(EMPTY)]) == (0, 0, 3, [])
+
+
+def test_the_lowest_are_kept() -> None:
+    """What a bound cuts off are the highest."""
+    assert [*Intervals.of([(0, 1), (4, 5), (8, 9)]).lowest(2)] == [(0, 1), (4, 5)]

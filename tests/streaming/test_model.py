@@ -1,0 +1,226 @@
+"""Positions against the brute-force model, over records of every kind: what writers would send, mixed with garbage."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from streaming import state
+from streaming.effects import ShardEffects, StreamEffects
+from streaming.positions import Stream
+from tests.streaming.builders import EDGES, Record, Sent, Shard, compacted, forced, packets, rejections
+from tests.streaming.model import EMPTY, FACTS, SKIPPED, UNSEEN, Model
+from tests.streaming.protocol import Database
+
+WRITERS = ("a", "b", "c")
+writers = st.sampled_from(WRITERS)
+
+
+@dataclass(frozen=True)
+class Hint:
+    """A record near to where its writer stands: epoch and prev are told from there, so that most of them matter."""
+
+    kind: str
+    writer: str
+    epoch: int
+    prev: int
+    width: int
+    unseen: bool = False
+    wrong_sign: bool = False
+    partition: int = 0
+
+
+def hints(kinds: str) -> st.SearchStrategy[Hint]:
+    return st.builds(
+        Hint,
+        st.sampled_from(kinds.split()),
+        writers,
+        st.sampled_from([0, 0, 0, 0, 0, 0, 1, 1, 2, -1]),
+        st.integers(-4, 8),
+        st.integers(1, 4),
+        st.booleans(),
+        st.sampled_from([False] * 30 + [True]),
+        st.sampled_from([0] * 30 + [1]),
+    )
+
+
+def assert_equal_effects(one: ShardEffects, other: ShardEffects) -> None:
+    for mine, its in zip(one.streams, other.streams, strict=True):
+        for name in mine.__struct_fields__:
+            assert getattr(mine, name) == getattr(its, name), name
+    assert one == other
+
+
+class Compared(RuleBasedStateMachine):
+    """Each rule sends records; `flush` makes a batch of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shard = Shard()
+        self.model = Model()
+        self.queue: list[Record] = []
+        self.history: list[Record] = []
+        self.stands: dict[str, int] = {}
+
+    @initialize(sign=st.sampled_from([1, -1]))
+    def begin(self, sign: int) -> None:
+        self.database = Database(sign, WRITERS)
+
+    def send(self, *records: Record) -> None:
+        self.queue.extend(records)
+        self.history.extend(records)
+
+    @rule(name=writers, luck=st.integers(0, 3))
+    def crash(self, name: str, luck: int) -> None:
+        if luck == 3:
+            self.send(*self.database.start(name))
+
+    @rule(name=writers, count=st.integers(0, 6), ends=st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=6))
+    def work(self, name: str, count: int, ends: list[tuple[int, bool]]) -> None:
+        """Reserve some, complete some, in any order."""
+        process = self.database.processes[name]
+        if not process.alive:
+            self.send(*self.database.start(name))
+        for _ in range(count):
+            self.database.reserve(name)
+        for which, commit in ends[: len(process.open)]:
+            if commit:
+                self.database.commit(name, which)
+                self.send(*self.database.send(name, -1))
+            else:
+                self.send(*self.database.roll_back(name, which))
+
+    @rule()
+    def heartbeats(self) -> None:
+        for name, process in self.database.processes.items():
+            if process.alive:
+                self.send(*self.database.heartbeat(name))
+
+    @rule(name=writers)
+    def retire(self, name: str) -> None:
+        process = self.database.processes[name]
+        if process.alive and not process.open:
+            self.send(*self.database.retire(name))
+
+    @rule(back=st.integers(1, 6))
+    def restore(self, back: int) -> None:
+        self.database.restore(max(0, self.database.last_value - back))
+
+    @rule(seen=st.lists(hints("RDATA RDATA RDATA RDATA VOID VOID POSITION JOIN RETIRE ROW"), min_size=1, max_size=10))
+    def babble(self, seen: list[Hint]) -> None:
+        """Anything that decoding lets through, whatever was sent before."""
+        self.send(*(self.near(hint) for hint in seen))
+
+    @rule(hint=hints("SKIP SKIP SKIP RETIRE JOIN"))
+    def operate(self, hint: Hint) -> None:
+        self.send(forced(replace(self.near(hint), partition=0, unseen=False)))
+
+    def near(self, hint: Hint) -> Record:
+        known = self.model.writers.get(hint.writer)
+        edge, marker = hint.kind in EDGES or hint.kind == "SKIP", hint.kind in ("JOIN", "RETIRE")
+        sign = self.database.sign * (-1 if hint.wrong_sign else 1)
+        prev = max(0, (known.position if known else 0) + hint.prev)
+        return Record(
+            hint.kind,
+            hint.writer,
+            max(0, (known.epoch if known else 0) + hint.epoch),
+            prev=sign * prev if edge else 0,
+            id=sign * (prev + hint.width) if edge else sign * prev if marker else 0,
+            unseen=hint.kind == "JOIN" and hint.unseen,
+            partition=hint.partition,
+        )
+
+    @precondition(lambda self: self.history)
+    @rule(where=st.integers(0, 1000), count=st.integers(1, 10))
+    def replay(self, where: int, count: int) -> None:
+        at = where % len(self.history)
+        self.send(*self.history[at : at + count])
+
+    @precondition(lambda self: self.queue)
+    @rule(seed=st.integers(0, 3))
+    def flush(self, seed: int) -> None:
+        batch = [Sent(at, record) for at, record in enumerate(self.queue, self.shard.next_offset)]
+        self.queue = []
+        self.shard.next_offset += len(batch)
+        before = self.model.late_facts.copy(), len(self.model.regressed), self.model.line
+        # Operators' records have no order against the facts: they come last.
+        ordered = sorted(batch, key=lambda it: (it.record.control, it.record.partition, it.offset))
+        outcomes = {it.offset: self.model.feed(it.record) for it in ordered}
+
+        parts = packets(batch)
+        random.Random(seed).shuffle(parts)
+        twin = replace(self.shard, states=dict(self.shard.states))
+        done = self.shard.feed_packets(parts)
+        assert_equal_effects(twin.feed_packets(compacted(batch)), done)
+        (effects,) = done.streams
+        stored = state.decode(self.shard.states[effects.stream])
+
+        rejected = {at: it.removeprefix("rejected: ") for at, it in outcomes.items() if it.startswith("rejected: ")}
+        assert rejections(done) == rejected
+        kept = Counter(it for at, it in outcomes.items() if at not in rejected)
+        assert {k: v for k, v in effects.counts.items() if k != "forgotten"} == kept
+        late, regressed, line = before
+        self.compare_standing(effects, stored)
+        self.compare_moves(effects)
+        self.compare_late(effects, self.model.late_facts - late)
+        sign = self.sign
+        assert [(it.writer, it.epoch, sign * it.id, sign * it.position) for it in effects.regressed] == (
+            self.model.regressed[regressed:]
+        )
+        assert sign * effects.linear_prev == line <= sign * effects.linear
+        assert state.encode(stored) == effects.state
+
+    @property
+    def sign(self) -> int:
+        return -1 if self.model.direction < 0 else 1
+
+    def compare_standing(self, effects: StreamEffects, stored: Stream) -> None:
+        """Positions, line, gaps, what is held: all that the state says."""
+        model = self.model
+        assert {name: it.chain.position for name, it in sorted(stored.writers.items())} == model.positions()
+        assert self.sign * effects.linear == stored.line.position == model.line
+        assert stored.direction == effects.direction == model.direction
+        for name, writer in stored.writers.items():
+            twin = model.writers[name]
+            assert (writer.epoch, writer.retired is not None) == (twin.epoch, twin.retired)
+            assert [(low, top) for low, top, _ in writer.chain.gaps()] == twin.gaps()
+        assert {key: [(it.prev, it.id) for it in held.chain.pending] for key, held in stored.held.items()} == {
+            key: held.ranges() for key, held in model.held.items()
+        }
+        completed = {at for low, high in stored.line.completed for at in range(low + 1, high + 1)}
+        assert completed == {at for at in model.done if at > model.line}
+
+    def compare_moves(self, effects: StreamEffects) -> None:
+        """Each advance begins where the last one ended, and its evidence is that of its IDs."""
+        for move in effects.advances:
+            prev, id = self.sign * move.prev, self.sign * move.id
+            assert self.stands.get(move.writer, 0) == prev < id
+            self.stands[move.writer] = id
+            counts = {FACTS: move.facts, EMPTY: move.empty, UNSEEN: move.unseen, SKIPPED: move.skipped}
+            twin = self.model.writers[move.writer]
+            exact = twin.evidence(prev, id)
+            if twin.blurred:
+                assert all(exact[how] <= count <= id - prev for how, count in counts.items())
+            else:
+                assert +Counter(counts) == +exact
+        assert {name: at for name, at in self.model.positions().items() if at} == self.stands
+
+    def compare_late(self, effects: StreamEffects, expected: Counter[tuple[str, str]]) -> None:
+        """No fact that came too late vanishes."""
+        found: Counter[tuple[str, str]] = Counter()
+        for late in effects.late:
+            found[late.writer, late.why] += late.facts
+        blurred = {name for name, writer in self.model.writers.items() if writer.blurred}
+        for key in found | expected:
+            assert found[key] >= expected[key] if key[0] in blurred else found[key] == expected[key]
+
+    def teardown(self) -> None:
+        if self.queue:
+            self.flush(0)
+
+
+Compared.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None, print_blob=True)
+TestCompared = Compared.TestCase

@@ -1,0 +1,89 @@
+"""The stored form of a stream."""
+
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from streaming import state
+from streaming.errors import StateTooNew
+from streaming.packet import PackedRun, Packet
+from streaming.state import FORMAT
+from tests.streaming.builders import FACTS, STREAM, Shard, forced, join, position, rdata, retire, skip
+
+
+def long_run(start: int, count: int, offset: int) -> Packet:
+    """`count` facts of writer a in epoch 1, one after the other, as compaction packs them."""
+    ids = np.arange(start + 1, start + count + 1, dtype=np.int64)
+    offsets = np.arange(count, dtype=np.uint32)
+    kinds = np.zeros(count, np.uint8)
+    last = offset + count - 1
+    run = PackedRun(
+        STREAM, "a", 1, False, start, ids.tobytes(), kinds.tobytes(), offsets.tobytes(), offset, last, offset, last
+    )
+    return Packet(FACTS, 0, False, last + 1, [run], [], [], [])
+
+
+def test_a_state_comes_back_as_it_went() -> None:
+    """With spans, late ranges, retired and unknown writers, and what was refused."""
+    shard = Shard()
+    shard.feed(
+        join("a", 0),
+        rdata("a", 9, 7, epoch=1),
+        rdata("a", 8, 6, epoch=1),
+        skip("a", 2, 4),
+        retire("b", 3, epoch=2),
+        rdata("c", 5, 2, epoch=3),
+        join("d", 2),
+        retire("d", 4),
+        forced(join("e", 3)),
+    )
+    stored = shard.states[STREAM]
+    once = state.decode(stored)
+    assert state.encode(once) == stored
+    assert [*once.writers["a"].late] == [(2, 4)]
+    assert once.writers["a"].chain.refused == 8
+    assert once.held["b", 2].retire == 3
+    assert once.writers["d"].retired == 1000
+
+
+@pytest.mark.parametrize("more", [[], [["something", "new"]]])
+def test_a_newer_format_stops_instead_of_being_misread(more: list[object]) -> None:
+    """Also where it looks like ours with something more behind: a person must upgrade."""
+    shard = Shard()
+    shard.feed(join("a", 3))
+    fields = msgspec.msgpack.decode(shard.states[STREAM])
+    newer = msgspec.msgpack.encode([FORMAT + 1, *fields[1:], *more])
+    with pytest.raises(StateTooNew) as stopped:
+        state.decode(newer)
+    assert (stopped.value.found, stopped.value.known) == (FORMAT + 1, FORMAT)
+
+
+def test_a_newer_format_of_another_shape_stops_too() -> None:
+    """Only the leading number is read before the decision."""
+    with pytest.raises(StateTooNew):
+        state.decode(msgspec.msgpack.encode([FORMAT + 1, {"all": "different"}]))
+
+
+def test_a_million_pending_ids_behind_one_gap_are_one_interval() -> None:
+    """Rule 8: the state stays below 1 KB, and the batch that closes the gap costs what it brought, not what waited."""
+    shard = Shard()
+    shard.feed(join("a", 0))
+    shard.feed_packets([long_run(1, 1_000_000, 1)])
+    assert len(shard.states[STREAM]) < 1024
+    began = time.perf_counter()
+    done = shard.feed(rdata("a", 1, epoch=1))
+    assert time.perf_counter() - began < 0.1
+    (move,) = done.advances
+    assert (move.prev, move.id, move.facts) == (0, 1_000_001, 1_000_001)
+
+
+def test_a_stream_without_gaps_has_a_small_state_whatever_it_has_seen() -> None:
+    """Rule 8: what is settled leaves nothing behind but the position."""
+    shard = Shard()
+    shard.feed(join("a", 0), join("b", 0))
+    shard.feed_packets([long_run(0, 100_000, 2)])
+    shard.feed(position("b", 0, 100_000, epoch=1))
+    assert shard.linear == 100_000
+    assert len(shard.states[STREAM]) < 100
