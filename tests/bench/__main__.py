@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from app import logs
 from app.settings import Settings
 from app.stack.java import find_java
 from tests.bench import flat, gap, latency, race, report, results, soak
@@ -19,6 +20,7 @@ Run = Callable[[Site], dict[str, Any]]
 @click.pass_context
 def main(context: click.Context) -> None:
     """Measure Tidemark and write docs/benchmarks.md."""
+    logs.configure(Settings(log_level="warning"))
     if context.invoked_subcommand is None:
         context.invoke(everything)
 

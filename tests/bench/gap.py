@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import click
-import numpy as np
 
 from tests.bench.rate import Mark
 from tests.bench.site import Site
@@ -101,10 +101,12 @@ def _running(site: Site, plan: Plan, loaded: Loaded) -> Any:
 
 
 def _batch_seconds(marks: list[Mark], plan: Plan) -> list[float]:
-    """Of the batches that began with enough pending."""
-    times = np.array([mark.at for mark in marks if mark.records >= plan.pending])
-    gaps: list[float] = np.diff(times).tolist()
-    return gaps
+    """Of the full batches that began with enough pending."""
+    return [
+        after.at - before.at
+        for before, after in pairwise(marks)
+        if before.records >= plan.pending and after.records - before.records >= plan.batch
+    ]
 
 
 def _close(site: Site, running: Whole, opened: Loaded, withheld: Withheld) -> None:

@@ -14,11 +14,14 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What counts: from the first mark at `warm` records, to `total` records or for `window` s, what comes first."""
+    """What counts: from the first mark at `warm` records to the first at `total` records or after `window` s."""
 
     warm: int
     total: int
     window: float
+
+    def over(self, began: Mark, mark: Mark) -> bool:
+        return mark.records >= self.total or mark.at >= began.at + self.window
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +37,10 @@ class Rate:
 def steady(marks: Sequence[Mark], limits: Limits) -> Rate:
     """Raises ValueError where fewer than two marks count."""
     counting = [mark for mark in marks if mark.records >= limits.warm]
-    counting = [mark for mark in counting if mark.at <= counting[0].at + limits.window]
     if len(counting) < 2:
         raise ValueError(f"{len(counting)} marks after {limits.warm} records: too few records, or too large batches")
-    first, last = counting[0], counting[-1]
+    first, *rest = counting
+    last = next((mark for mark in rest if limits.over(first, mark)), rest[-1])
     return Rate(last.records - first.records, last.at - first.at)
 
 
@@ -47,16 +50,13 @@ class Meter:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.marks: list[Mark] = []
-        self._ends: float | None = None
+        self.done = False
+        self._began: Mark | None = None
 
     def note(self, records: int, at: float) -> None:
-        self.marks.append(Mark(records, at))
-        if self._ends is None and records >= self.limits.warm:
-            self._ends = at + self.limits.window
-
-    @property
-    def done(self) -> bool:
-        if not self.marks:
-            return False
-        last = self.marks[-1]
-        return last.records >= self.limits.total or (self._ends is not None and last.at >= self._ends)
+        mark = Mark(records, at)
+        self.marks.append(mark)
+        if self._began is not None:
+            self.done = self.done or self.limits.over(self._began, mark)
+        elif records >= self.limits.warm:
+            self._began = mark

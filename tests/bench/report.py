@@ -30,8 +30,8 @@ How it is measured: the topic is filled before; each contestant is a process of 
 gets the machine to itself. Tidemark is a `tidemark pipeline` with default settings. Its rate is taken between the
 transactions of two batches, so it holds reading, computing and both sinks in full. The two on Spark are timed by
 Spark's own progress of each batch. The competitors write their positions nowhere and check nothing (no epochs, no
-duplicates, no linear position), which is to their advantage. The workload: each writer has two transactions open on
-average, one in a hundred takes twenty times as long as the others, one in 33 rolls back.
+duplicates, no linear position), which is to their advantage. Facts complete out of order: each writer has several
+transactions open at a time, one in a hundred takes twenty times as long as the others, one in 33 rolls back.
 """
 
 

@@ -81,11 +81,11 @@ def fill(
     partitions: int,
     keep: Callable[[Edges], Edges] = lambda edges: edges,
 ) -> Loaded:
-    """Make `topic` and fill it with JOINs and about `records` completions; `keep` may leave some out."""
+    """Make `topic` and fill it with `records`, the JOINs included; `keep` may leave some out."""
     create(connection, topic, partitions)
     play, sender = Play(shape), Sender(connection, topic, partitions, shape)
     sender.join()
-    for begun in range(0, records, _STEP):
+    for begun in range(sender.records, records, _STEP):
         sender.send(keep(play.step(min(_STEP, records - begun))))
     sender.send(keep(play.finish()))
     sender.flush()
