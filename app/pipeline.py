@@ -8,17 +8,15 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Set
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import structlog
 from prometheus_client import start_http_server
 from pyspark.errors import PySparkException
-from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from app import metrics
+from app import engine, metrics
 from app.batches import Batches
 from app.board import Board
 from app.heads import Heads
@@ -34,7 +32,7 @@ from sinks.watch import Watch, WatchTerms
 from sources.kafka import source_options
 from sources.start import Acceptance
 from sources.topics import Topics
-from streaming import query, session
+from streaming import query
 from streaming.checkpoint import Checkpoint, locked
 from streaming.errors import BadSetting, QueryFailed, Retry, Stopping
 
@@ -42,6 +40,8 @@ log = structlog.get_logger(__name__)
 
 # A batch in hand at SIGTERM may take this long; with what follows the process ends within 10 s.
 LAST_BATCH_SECONDS = 6.0
+# Past this, whatever still waits for a server is left as a crash would leave it: an orchestrator kills after 10 s.
+LAST_SECONDS = 9.0
 LONGEST_PAUSE = 5.0
 # A query that fails so often without publishing one batch will not mend itself.
 FAILURES = 6
@@ -57,7 +57,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
     board = Board()
     metrics.REGISTRY.register(board)
     checkpoint = Checkpoint(Path(settings.checkpoint))
-    with suppress(Stopping), _scraped(settings), locked(checkpoint.path, stopping), _spark(settings) as spark:
+    with suppress(Stopping), _scraped(settings), locked(checkpoint.path, stopping), engine.running(settings) as spark:
         failures = 0
         while not stopping.is_set():
             attempt = Attempt(settings, checkpoint, spark, board, stopping)
@@ -81,7 +81,7 @@ class Attempt:
         self,
         settings: Settings,
         checkpoint: Checkpoint,
-        spark: Future[SparkSession],
+        spark: engine.Engine,
         board: Board,
         stopping: threading.Event,
     ) -> None:
@@ -102,6 +102,7 @@ class Attempt:
         settings, stopping = self._settings, self._stopping
         dsn = settings.postgres_dsn.get_secret_value()
         with ExitStack() as stack:
+            stack.enter_context(self._spark.alive())
             postgres = stack.enter_context(Postgres(PostgresConfig(dsn, settings.history_days)))
             postgres.check()
             lease = stack.enter_context(
@@ -128,7 +129,7 @@ class Attempt:
 
     @contextmanager
     def _query(self, start: Start, batches: Batches) -> Iterator[StreamingQuery]:
-        settings, spark = self._settings, self._spark.result()
+        settings, spark = self._settings, self._spark.session(self._stopping)
         options = source_options(settings.kafka, start.offsets, settings.max_records_per_batch)
         effects = query.positions(
             query.source(spark, options),
@@ -169,10 +170,24 @@ class Attempt:
 
 
 def _stop_on_signals() -> threading.Event:
+    """The event that SIGTERM and SIGINT set. The process has `LAST_SECONDS` from then on."""
     stopping = threading.Event()
+
+    def stop(*_: object) -> None:
+        if not stopping.is_set():
+            stopping.set()
+            deadline = threading.Timer(LAST_SECONDS, _leave)
+            deadline.daemon = True
+            deadline.start()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())
+        signal.signal(number, stop)
     return stopping
+
+
+def _leave() -> None:
+    log.warning("Left what still waited for a server; the next start does it again")
+    os._exit(0)
 
 
 @contextmanager
@@ -189,27 +204,6 @@ def _scraped(settings: Settings) -> Iterator[None]:
     finally:
         server.shutdown()
         thread.join()
-
-
-@contextmanager
-def _spark(settings: Settings) -> Iterator[Future[SparkSession]]:
-    """The session, started on a thread: the JVM warms up while servers and the lease are waited for."""
-    local = settings.spark_master.startswith("local")
-    wanted = session.SparkSettings(
-        master=settings.spark_master,
-        memory=settings.spark_driver_memory,
-        jars=sorted(settings.spark_jars.glob("*.jar")),
-        tasks=min(settings.shards, os.cpu_count() or 1) if local else settings.shards,
-        local_dir=settings.home / "spark",
-    )
-    if not wanted.jars:
-        raise BadSetting("TIDEMARK_SPARK_JARS", f"no jar of Spark's Kafka connector in {settings.spark_jars}")
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        starting = pool.submit(session.start, wanted)
-        try:
-            yield starting
-        finally:
-            starting.result().stop()
 
 
 def _cause(running: StreamingQuery) -> str:

@@ -8,6 +8,7 @@ TidemarkError
 ├── Reject                this record is wrong, its neighbours are not: dead-letter it and go on
 │   └── BadRecord(reason, detail)
 ├── Stopping              the process was told to end: leave at once, nothing is wrong
+├── SparkDied(problem)    this process is of no use any more: whoever started it starts it again
 └── Stop                  a person must decide: one line, exit code 2
     ├── BadSetting(name, problem)
     ├── TopicMissing(topic)
@@ -73,6 +74,14 @@ class BadRecord(Reject):
 
 class Stopping(TidemarkError):
     """The process was told to end while it waited; what it waited for is done again after the next start."""
+
+
+class SparkDied(TidemarkError):
+    """The JVM ended or never came up (out of memory, killed). A new process goes on where this one was."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"Spark's JVM is gone: {problem}; start the pipeline again, it goes on where it was")
+        self.problem = problem
 
 
 class Stop(TidemarkError):

@@ -5,7 +5,10 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pyspark import SparkConf, SparkContext
 from pyspark.sql import SparkSession
+
+from streaming.jvm import Jvm
 
 # Where measured: SPARK.md, "Latency" and "Traps".
 SETTINGS = {
@@ -57,17 +60,23 @@ class SparkSettings:
 
 def start(settings: SparkSettings) -> SparkSession:
     """Start the JVM and the session; takes seconds. One per process."""
-    # Workers must run this interpreter: another would lack our packages.
-    os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
-    builder = SparkSession.builder.master(settings.master)
+    conf = configuration(settings)
+    return connect(Jvm(conf), conf)
+
+
+def configuration(settings: SparkSettings) -> SparkConf:
     own = {
+        "spark.master": settings.master,
         "spark.driver.memory": settings.memory,
         "spark.jars": ",".join(str(jar) for jar in settings.jars),
         "spark.sql.shuffle.partitions": str(settings.tasks),
         "spark.local.dir": str(settings.local_dir),
     }
-    for name, value in {**SETTINGS, **own, **settings.extra}.items():
-        builder = builder.config(name, value)
-    spark = builder.getOrCreate()
-    spark.sparkContext.setLogLevel("ERROR")
-    return spark
+    return SparkConf(loadDefaults=False).setAll(list({**SETTINGS, **own, **settings.extra}.items()))
+
+
+def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
+    """The session in a JVM that was started with `conf`."""
+    # Workers must run this interpreter: another would lack our packages.
+    os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    return SparkSession(SparkContext(conf=conf, gateway=jvm.gateway))
