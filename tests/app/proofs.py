@@ -1,0 +1,219 @@
+"""What must hold of a site whatever happened to its pipelines. Each proof fails with the first thing that does not.
+
+`undisturbed` is the yardstick: the core alone over all that is in Kafka, in one batch, without Spark and faults.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import pyarrow as pa
+import redis
+from confluent_kafka import Consumer, Message, TopicPartition
+
+from app.verification import RedisReader, ahead
+from sources.kafka import KafkaConnection
+from sources.simulator.stream import SimulatedStream
+from sources.topics import Topics
+from streaming.advance import advance
+from streaming.bounds import Bounds
+from streaming.compaction import compactor
+from streaming.effects import ShardEffects
+from streaming.packet import Packet
+from tests.fix_pipeline import PARTITIONS, Site
+
+
+class Advance(NamedTuple):
+    """A row of the history: `prev`, `id`, and its evidence."""
+
+    prev: int
+    id: int
+    facts: int
+    empty: int
+    unseen: int
+    skipped: int
+
+
+Chains = dict[tuple[str, str], list[Advance]]
+
+
+def as_undisturbed(site: Site) -> None:
+    """Positions, lines, evidence and dead letters are those of an undisturbed run; history and Redis chain up to them.
+
+    To be called when all is read and no pipeline publishes any more, or none has anything to do.
+    """
+    wanted = undisturbed(site)
+    chains = history(site)
+    chained(chains)
+    for stream in wanted.streams:
+        writers = {row.writer: (row.position, row.epoch) for row in stream.writers}
+        rows = site.sql(
+            "select writer, position, epoch from tidemark.stream_positions where stream = %s", stream.stream
+        )
+        assert {writer: (position, epoch) for writer, position, epoch in rows} == writers, stream.stream
+        assert site.sql("select linear from tidemark.streams where stream = %s", stream.stream) == [(stream.linear,)]
+        assert site.positions(stream.stream) == {
+            "linear": stream.linear,
+            **{name: position for name, (position, _) in writers.items()},
+        }
+        for row in stream.advances:
+            chain = chains[stream.stream, row.writer]
+            assert chain[-1].id == row.id, f"{stream.stream}/{row.writer} ends at {chain[-1].id}"
+            summed = [sum(counts) for counts in zip(*(each[2:] for each in chain), strict=True)]
+            assert summed == [row.facts, row.empty, row.unseen, row.skipped], f"{stream.stream}/{row.writer}"
+    mirrored(site, chains)
+    buried = {(origin.topic, origin.partition, origin.offset, origin.reason) for origin, _ in dead_letters(site)}
+    assert buried == {
+        (bad.topic, bad.partition, offset, bad.reason)
+        for bad in wanted.rejected
+        for offset in memoryview(bad.offsets).cast("q").tolist()
+    }
+
+
+def chained(chains: Chains) -> None:
+    """Rule 3: no hole and no overlap, from 0 on."""
+    for (stream, writer), chain in chains.items():
+        for before, after in itertools.pairwise([Advance(0, 0, 0, 0, 0, 0), *chain]):
+            assert after.prev == before.id, f"{stream}/{writer}: {before} then {after}"
+
+
+def mirrored(site: Site, chains: Chains) -> None:
+    """Redis holds the very advances of Postgres, in their order."""
+    found: Chains = {}
+    with redis.Redis.from_url(site.redis_url, decode_responses=True) as client:
+        for stream in {stream for stream, _ in chains}:
+            entries: list[tuple[str, dict[str, str]]] = client.xrange(f"tidemark:{{{stream}}}:advances")
+            for _, entry in entries:
+                if entry["kind"] == "POSITION":
+                    chain = found.setdefault((stream, entry["writer"]), [])
+                    chain.append(Advance(*(int(entry[name]) for name in Advance._fields)))
+    assert found == chains
+
+
+def history(site: Site) -> Chains:
+    """Postgres's advances by stream and writer, from 0 outwards."""
+    chains: Chains = {}
+    rows: list[Any] = site.sql(
+        "select stream, writer, prev, id, facts, empty, unseen, skipped from tidemark.position_advances"
+        " order by stream, writer, abs(id)"
+    )
+    for stream, writer, *advanced in rows:
+        chains.setdefault((stream, writer), []).append(Advance(*advanced))
+    return chains
+
+
+def undisturbed(site: Site) -> ShardEffects:
+    """What one batch over everything in Kafka comes to; streams are in the order of their names."""
+    records = [*read(site.kafka, site.facts, PARTITIONS), *read(site.kafka, site.control, 1)]
+    columns = {
+        "topic": pa.array([record.topic() for record in records]),
+        "partition": pa.array([record.partition() for record in records], pa.int32()),
+        "offset": pa.array([record.offset() for record in records], pa.int64()),
+        "timestamp": pa.array([record.timestamp()[1] * 1000 for record in records], pa.timestamp("us", "UTC")),
+        "key": pa.array([record.key() for record in records], pa.binary()),
+        "value": pa.array([record.value() for record in records], pa.binary()),
+    }
+    compact = compactor(1, site.facts, site.control)
+    decoder = msgspec.msgpack.Decoder(Packet)
+    packets = [
+        decoder.decode(packet.as_py())
+        for batch in compact(iter([pa.RecordBatch.from_pydict(columns)]))
+        for packet in batch.column("packet")
+    ]
+    return advance(0, {}, packets, 0, Bounds())
+
+
+def read(kafka: KafkaConnection, topic: str, partitions: int) -> Iterator[Message]:
+    """All records of a topic, partition by partition."""
+    consumer = Consumer({**kafka.client(), "group.id": "proofs", "enable.auto.commit": "false"})
+    try:
+        for (_, partition), head in Topics(kafka).heads({topic: partitions}).items():
+            consumer.assign([TopicPartition(topic, partition, 0)])
+            following = 0
+            while following < head:
+                for message in consumer.consume(1000, timeout=1.0):
+                    assert message.error() is None, message.error()
+                    following = message.offset() + 1
+                    yield message
+    finally:
+        consumer.close()
+
+
+class Origin(NamedTuple):
+    """Where a dead letter came from, by its headers."""
+
+    topic: str
+    partition: int
+    offset: int
+    reason: str
+
+
+def dead_letters(site: Site) -> Iterator[tuple[Origin, Message]]:
+    for letter in read(site.kafka, site.dead_letters, 1):
+        headers = dict(letter.headers() or ())
+        yield (
+            Origin(
+                headers["topic"].decode(),
+                int(headers["partition"]),
+                int(headers["offset"]),
+                headers["reason"].decode(),
+            ),
+            letter,
+        )
+
+
+class Watcher:
+    """A reader who looks at Redis all the time and remembers every step back and every claim before it was true.
+
+    A Redis that is away or was emptied claims nothing. A thread of its own, while it is used as a context manager.
+    """
+
+    def __init__(self, site: Site, streams: Sequence[SimulatedStream]) -> None:
+        self.looks = 0
+        self.wrong: list[str] = []
+        self._reader = RedisReader(site.redis_url)
+        self._streams = streams
+        self._best: dict[tuple[str, str], int] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watcher")
+
+    def __enter__(self) -> "Watcher":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        from streaming.errors import Unavailable
+
+        while not self._closing.wait(0.02):
+            try:
+                seen = self._reader.read(stream.name for stream in self._streams)
+            except Unavailable:
+                continue
+            self.looks += 1
+            self.wrong += ahead(self._streams, seen)
+            for stream, found in seen.items():
+                for what, position in found.line_and_positions().items():
+                    if position is not None:
+                        self._compare(stream, what, position)
+
+    def _compare(self, stream: str, what: str, position: int) -> None:
+        best = self._best.setdefault((stream, what), position)
+        if abs(position) < abs(best):
+            self.wrong.append(f"{stream}: {what} went back from {best} to {position}")
+        self._best[stream, what] = max(best, position, key=abs)
+
+
+def no_later_than(seconds: float, began: float, what: str) -> None:
+    elapsed = time.monotonic() - began
+    assert elapsed <= seconds, f"{what} took {elapsed:.1f} s"
+
+
+def names(streams: Iterable[SimulatedStream]) -> list[str]:
+    return [stream.name for stream in streams]
