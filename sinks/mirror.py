@@ -38,10 +38,14 @@ class Mirror:
         self._redis = redis
         self._lease = lease
         self._known: set[str] = set()
+        self._compared = False
         self._lock = threading.Lock()
 
     def publish(self, batch: Batch, applied: Applied) -> int:
         """Show a committed batch to the readers; returns the count of streams that changed for them."""
+        if not self._compared:
+            # Redis may lack all or some of what earlier processes committed; a batch must not join half a stream.
+            self.refill()
         if applied.repeated:
             # Postgres knows how it was settled then; the batch alone does not.
             return self.refill(sorted({stream.stream for _, stream in batch.streams()})).streams
@@ -55,37 +59,43 @@ class Mirror:
 
     def refill(self, streams: Sequence[str] | None = None) -> Refilled:
         """Compare `streams` (None: all) with Postgres, and write what Redis lacks. Readers keep reading meanwhile."""
-        behind = list(self._behind(self._postgres.streams() if streams is None else streams))
-        writers = sum(count for _, count in behind)
+        behind = self._behind(self._postgres.streams() if streams is None else streams)
+        writers = sum(behind.values())
         newest = max(1, ENTRIES // max(1, writers))
         entries = 0
-        for names in _chunks([stream for stream, _ in behind]):
+        for names in _chunks(list(behind)):
             with self._lock:
                 calls = self._mending(names, newest)
                 self._write(calls)
             entries += sum(len(change.entries) for _, change in calls)
         if behind:
             log.info("Filled Redis from Postgres", streams=len(behind), writers=writers, entries=entries)
+        self._compared = self._compared or streams is None
         return Refilled(len(behind), entries)
 
-    def _behind(self, streams: Sequence[str]) -> Iterable[tuple[str, int]]:
+    def _behind(self, streams: Sequence[str]) -> dict[str, int]:
         """Streams of which Redis lacks something, with the count of writers that are affected."""
+        behind: dict[str, int] = {}
+        ahead: list[str] = []
         for names in _chunks(streams):
             held = self._redis.held(names)
             for stream, wanted in self._postgres.positions(names).items():
                 here = held[stream]
-                lacking = len(_lacking(here, wanted)) + len(wanted.forgotten & here.positions.keys())
-                if here.linear is not None and abs(here.linear) > abs(wanted.linear):
-                    log.warning(
-                        "Redis is ahead of Postgres, and stays so; was the database restored from a backup?",
-                        stream=stream,
-                        redis=here.linear,
-                        postgres=wanted.linear,
-                    )
-                if lacking or _moved(here, wanted):
-                    yield stream, lacking
+                writers = len(_lacking(here, wanted)) + len(wanted.forgotten & here.positions.keys())
+                if writers or _moved(here, wanted):
+                    behind[stream] = writers
                 else:
                     self._known.add(stream)
+                if here.linear is not None and abs(here.linear) > abs(wanted.linear):
+                    ahead.append(stream)
+        if ahead:
+            # Nothing is taken back (rule 2): readers may have used it.
+            log.error(
+                "Redis is ahead of Postgres; was the database restored from a backup?",
+                streams=len(ahead),
+                first=ahead[0],
+            )
+        return behind
 
     def _mending(self, names: Sequence[str], newest: int) -> list[tuple[Mode, Change]]:
         held = self._redis.held(names)

@@ -52,8 +52,8 @@ class RedisConfig:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What Redis holds of a stream; `linear` is None and `late` (the newest late completion's number) 0 where it holds
-    nothing."""
+    """What Redis holds of a stream: None, {} and 0 where it holds nothing. `late` is the number of the newest entry
+    about a late completion."""
 
     linear: int | None
     positions: dict[str, int]
@@ -135,10 +135,6 @@ class Redis:
                 streams, answers[0::3], answers[1::3], answers[2::3], strict=True
             )
         }
-
-    def names(self) -> set[str]:
-        with self._translated():
-            return set(self._client.smembers(STREAMS))  # type: ignore[arg-type] # redis types a client as maybe async
 
     def stamp(self, value: str) -> str | None:
         """Leave `value` at the sentinel and take what was there: anything but our last stamp means lost writes."""

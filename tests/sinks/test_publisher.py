@@ -157,7 +157,7 @@ def during() -> Iterator[Callable[[Callable[[], object]], threading.Thread]]:
 def test_postgres_that_dies_is_waited_for(
     publisher: Publisher,
     postgres: PostgresServer,
-    store: Postgres,
+    dsn: str,
     keys: Any,
     during: Callable[[Callable[[], object]], threading.Thread],
 ) -> None:
@@ -169,7 +169,8 @@ def test_postgres_that_dies_is_waited_for(
     assert waiting.is_alive()
     postgres.start()
     waiting.join(20)
-    assert_undisturbed(store, keys, 3)
+    with Postgres(PostgresConfig(dsn)) as fresh:
+        assert_undisturbed(fresh, keys, 3)
 
 
 @pytest.mark.slow
