@@ -60,9 +60,10 @@ def _settings() -> Settings:
 @click.option("--demo", is_flag=True, help="Also play several writers whose facts complete out of order.")
 def up(*, demo: bool) -> None:
     """Run the whole local stack: Kafka, Postgres, Redis and the pipeline."""
+    settings = _settings()
     from app import up
 
-    up.run(_settings(), demo=demo)
+    up.run(settings, demo=demo)
 
 
 @main.command()
@@ -91,9 +92,10 @@ def migrate() -> None:
 )
 def pipeline(accept: tuple[Literal["partitions", "loss", "shards"], ...]) -> None:
     """Read facts from Kafka and publish positions, until SIGTERM or Ctrl-C."""
+    settings = _settings()
     from app import pipeline
 
-    pipeline.run(_settings(), frozenset(accept))
+    pipeline.run(settings, frozenset(accept))
 
 
 @main.command()

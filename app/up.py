@@ -103,7 +103,7 @@ def _start(server: Server) -> None:
     began = time.monotonic()
     _say(f"starting {server.name}")
     server.start()
-    _say(f"{server.name} answers after {time.monotonic() - began:.1f} s")
+    _say(f"{server.name} is up after {time.monotonic() - began:.1f} s")
 
 
 def _invite(members: Members, seconds: float) -> None:

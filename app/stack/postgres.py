@@ -48,16 +48,19 @@ class Postgres(Server):
         return f"postgresql://{_USER}:{self._password()}@{LOOPBACK}:{self.port}/{database}"
 
     def prepare(self) -> None:
-        if (self._data / "PG_VERSION").exists():
+        if self._data.exists():
             return
-        shutil.rmtree(self._data, ignore_errors=True)  # an initdb that was cut short
-        self._data.mkdir(mode=0o700)
+        # Made beside its place and moved there when it is whole: one that was cut short looks finished to Postgres.
+        new = self._data.with_name("new")
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(mode=0o700)
         if os.geteuid() == 0:
-            os.chown(self._data, *_nobody())
+            os.chown(new, *_nobody())
         self._password()
-        arguments = ["-D", str(self._data), "-U", _USER, "--encoding=UTF8", "--no-locale", "--no-instructions"]
+        arguments = ["-D", str(new), "-U", _USER, "--encoding=UTF8", "--no-locale", "--no-instructions"]
         arguments += ["--auth=scram-sha-256", f"--pwfile={self._password_file}"]
         self.run_first([*_as_ordinary_user(), _binary("initdb"), *arguments])
+        new.rename(self._data)
 
     def command(self) -> Sequence[str]:
         settings = {

@@ -17,7 +17,9 @@ from dotenv import dotenv_values
 from app.settings import child_environment
 from app.stack.home import Home
 
-READY_SECONDS = 120.0  # with other tests on the same cores
+# With other tests on the same cores.
+READY_SECONDS = 120.0
+VISIBLE_SECONDS = 60.0
 FACT = b'{"kind":"RDATA","stream":"orders","writer":"shop","id":1,"row":{}}\n'
 
 
@@ -92,7 +94,7 @@ def test_stack_ends_cleanly_and_the_next_start_finds_its_data(terminal: Terminal
         pids = [int(terminal.home.pid(name).read_text()) for name in names - {"up"}]
         assert b"1 record sent" in terminal.run("produce", stdin=FACT).stdout
         with terminal.redis() as client:
-            eventually(lambda: client.get("tidemark:{orders}:linear") == "1", 20)
+            eventually(lambda: client.get("tidemark:{orders}:linear") == "1", VISIBLE_SECONDS)
         assert b"orders" in terminal.run("status").stdout
         second = terminal.run("up")
         assert second.returncode == 2
@@ -107,16 +109,15 @@ def test_stack_ends_cleanly_and_the_next_start_finds_its_data(terminal: Terminal
             assert client.get("tidemark:{orders}:linear") == "1"
         terminal.run("produce", stdin=FACT.replace(b'"id":1', b'"id":2'))
         with terminal.redis() as client:
-            eventually(lambda: client.get("tidemark:{orders}:linear") == "2", 20)
+            eventually(lambda: client.get("tidemark:{orders}:linear") == "2", VISIBLE_SECONDS)
 
 
 @pytest.mark.slow
-def test_dead_processes_come_back_and_a_killed_stack_leaves_nothing_in_the_way(terminal: Terminal) -> None:
-    """A killed server and a killed pipeline are started again; after `up` itself was killed, a new one clears up."""
+def test_dead_server_comes_back_and_a_killed_stack_leaves_nothing_in_the_way(terminal: Terminal) -> None:
+    """A killed server is started again; after `up` itself was killed, the next one ends what it left behind."""
     with terminal.up("--demo") as process:
-        for name in ("redis", "pipeline"):
-            os.kill(int(terminal.home.pid(name).read_text()), signal.SIGKILL)
-            eventually(lambda name=name: terminal.said(f"{name} is back"), READY_SECONDS)  # type: ignore[misc]
+        os.kill(int(terminal.home.pid("redis").read_text()), signal.SIGKILL)
+        eventually(lambda: terminal.said("redis is back"), READY_SECONDS)
         process.kill()
         process.wait()
     kafka = int(terminal.home.pid("kafka").read_text())
@@ -146,26 +147,12 @@ def test_missing_java_is_told_in_one_line(terminal: Terminal) -> None:
     assert b"Java 17 or newer is needed" in done.stderr
 
 
-def test_wrong_setting_is_told_in_one_line(terminal: Terminal) -> None:
-    """A wrong value ends any command with exit code 2 and one line, without a stack trace."""
-    done = terminal.run("up", TIDEMARK_UP_REDIS_PORT="many")
-    assert done.returncode == 2
-    assert done.stderr.startswith(b"Error: TIDEMARK_UP_REDIS_PORT: 'many' is not allowed")
-    assert done.stderr.count(b"\n") == 1
-
-
 def test_home_that_cannot_be_written_is_told_in_one_line(terminal: Terminal) -> None:
     """A home below a file is refused with its path and the reason."""
     terminal.output.touch()
     done = terminal.run("up", TIDEMARK_HOME=str(terminal.output / "below"))
     assert done.returncode == 2
     assert b"TIDEMARK_HOME: cannot write in" in done.stderr
-
-
-def test_help_needs_no_spark() -> None:
-    """Looking at the help, or producing a record, does not wait for the engine."""
-    program = "import sys, app.cli, app.produce; sys.exit('pyspark' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_stack_env_can_be_sourced(terminal: Terminal) -> None:

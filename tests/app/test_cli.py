@@ -1,0 +1,73 @@
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from app.settings import child_environment
+
+
+def _tidemark(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "app.cli", *words]
+    environment = child_environment(changes)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_help_lists_every_command() -> None:
+    """The help is the index of what a person can do."""
+    done = _tidemark("--help")
+    for command in ("config", "migrate", "pipeline", "produce", "simulate", "status", "up"):
+        assert f"  {command} " in done.stdout
+
+
+@pytest.mark.parametrize("command", ["config", "migrate", "pipeline", "produce", "simulate", "status", "up"])
+def test_wrong_setting_is_told_in_one_line(command: str) -> None:
+    """A wrong value ends any command with exit code 2 and one line, without a stack trace."""
+    done = _tidemark(command, TIDEMARK_UP_REDIS_PORT="many")
+    assert done.returncode == 2
+    assert done.stderr.startswith("Error: TIDEMARK_UP_REDIS_PORT: 'many' is not allowed")
+    assert done.stderr.count("\n") == 1
+
+
+def test_server_that_is_away_is_told_in_one_line() -> None:
+    """A command that asks once and finds no server says which one and where, without its password."""
+    done = _tidemark("status", TIDEMARK_POSTGRES_DSN="postgresql://ada:hunter2@127.0.0.1:1/tidemark")
+    assert done.returncode == 1
+    assert "127.0.0.1:1" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "hunter2" not in done.stderr
+
+
+def test_status_of_an_unprepared_database_says_what_to_run(database: str) -> None:
+    """Without the schema, status names the command that makes it; after that it says that nothing was read yet."""
+    before = _tidemark("status", TIDEMARK_POSTGRES_DSN=database)
+    assert before.returncode == 2
+    assert "tidemark migrate" in before.stderr
+    assert _tidemark("migrate", TIDEMARK_POSTGRES_DSN=database).stdout.startswith("applied 1")
+    assert _tidemark("migrate", TIDEMARK_POSTGRES_DSN=database).stdout == "the schema is up to date\n"
+    assert "no streams yet" in _tidemark("status", TIDEMARK_POSTGRES_DSN=database).stdout
+    unknown = _tidemark("status", "orders", TIDEMARK_POSTGRES_DSN=database)
+    assert unknown.returncode == 1
+    assert "there is no stream orders" in unknown.stderr
+
+
+def test_ctrl_c_ends_without_a_stack_trace() -> None:
+    """Ctrl-C is no error: exit code 130, as shells have it, and nothing of Python's on the screen."""
+    wait = "lambda: (print('here', flush=True), time.sleep(60))"
+    program = f"import time; from app import cli; cli.main.command('wait')({wait}); cli.main(['wait'])"
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+
+
+def test_help_needs_no_spark() -> None:
+    """Looking at the help, or producing a record, does not wait for the engine."""
+    program = "import sys, app.cli, app.produce; sys.exit('pyspark' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
