@@ -95,6 +95,11 @@ class Redis:
     def close(self) -> None:
         self._client.close()
 
+    def check(self) -> None:
+        """Raise `Refused` where Redis does not let us in: at the start, rather than at the first batch."""
+        with self._translated():
+            self._client.ping()
+
     def publish(self, token: int, calls: Sequence[tuple[Mode, Change]]) -> list[str]:
         """Publish each change; returns the streams for which nothing was written because Redis has lost data.
 

@@ -42,12 +42,13 @@ def processes() -> Iterator[list[BaseProcess]]:
 
 def test_token_rises_with_every_owner(dsn: str) -> None:
     """Rule 6: a released lease is taken at once, under a higher token."""
-    with Lease.acquire(dsn, TERMS, NEVER) as first:
+    patient = LeaseTerms("owner", ttl=60.0, grace=60.0)
+    with Lease.acquire(dsn, patient, NEVER) as first:
         pass
     began = time.monotonic()
-    with Lease.acquire(dsn, TERMS, NEVER) as second:
+    with Lease.acquire(dsn, patient, NEVER) as second:
         assert second.token > first.token
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 5
 
 
 def test_waiter_stops_when_told(dsn: str, lease: Lease) -> None:
@@ -57,14 +58,14 @@ def test_waiter_stops_when_told(dsn: str, lease: Lease) -> None:
     began = time.monotonic()
     with pytest.raises(Stopping):
         Lease.acquire(dsn, TERMS, stopping)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 5
 
 
 def test_renewed_lease_outlives_its_time(dsn: str) -> None:
     """An owner that renews is not replaced, however often its time to live passes."""
-    terms = LeaseTerms("owner", ttl=0.6, grace=0.2, poll=0.05)
+    terms = LeaseTerms("owner", ttl=1.0, grace=0.5, poll=0.05)
     stopping = threading.Event()
-    threading.Timer(2.0, stopping.set).start()
+    threading.Timer(2.5, stopping.set).start()
     with Lease.acquire(dsn, terms, NEVER) as lease:
         with pytest.raises(Stopping):
             Lease.acquire(dsn, terms, stopping)
@@ -115,7 +116,7 @@ def test_transaction_that_hangs_does_not_keep_the_lease(dsn: str) -> None:
         began = time.monotonic()
         with Lease.acquire(dsn, terms, NEVER) as lease:
             assert lease.token == frozen.token + 1
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 10
         with pytest.raises(psycopg.OperationalError):
             hung.execute("select 1")
     frozen.close()

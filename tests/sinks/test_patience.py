@@ -51,4 +51,4 @@ def test_stopping_cuts_a_pause_short() -> None:
     began = time.monotonic()
     with pytest.raises(Stopping):
         wait_out(Flaky(*(away() for _ in range(99))), stopping)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 3.0

@@ -201,7 +201,7 @@ def test_waiting_ends_when_told_to_stop(store: Postgres, lease: Lease) -> None:
         began = time.monotonic()
         with pytest.raises(Stopping):
             publisher.publish("query", 1, effects(1))
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 5
     assert store.last_batch() == ("query", 1)
 
 

@@ -224,8 +224,10 @@ def test_script_is_taught_again(shown: Redis, keys: Any) -> None:
 def test_wrong_password_is_a_refusal(redis_url: str) -> None:
     """A password that Redis does not know stops us, with what to do."""
     url = redis_url.replace("redis://", "redis://nobody:wrong@")
-    with Redis(RedisConfig(url)) as sink, pytest.raises(Refused, match="TIDEMARK_REDIS_URL"):
-        publish(sink, Change("s", "1"))
+    with Redis(RedisConfig(url)) as sink:
+        for ask in (sink.check, lambda: publish(sink, Change("s", "1"))):
+            with pytest.raises(Refused, match="TIDEMARK_REDIS_URL"):
+                ask()
 
 
 def test_missing_right_is_a_refusal(redis_url: str, keys: Any) -> None:
