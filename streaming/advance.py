@@ -29,10 +29,11 @@ from streaming.effects import (
 )
 from streaming.intervals import Ids
 from streaming.packet import Marker, MarkerKind, PackedRun, Packet, Rejected
-from streaming.positions import Mark, Rows, Stream
+from streaming.positions import Stream
 from streaming.reasons import Reason
 from streaming.runs import Run
 from streaming.summary import summarize
+from streaming.writers import Mark, Rows
 
 Partition = tuple[str, int]
 Fact = PackedRun | packet.Rows | Marker

@@ -16,72 +16,14 @@ from operator import attrgetter
 import numpy as np
 
 from streaming.bounds import Bounds
-from streaming.chain import NOWHERE, Chain, Evidence, How
+from streaming.chain import NOWHERE, Chain, How
 from streaming.changes import Changes, LateRange, Regress
 from streaming.feed import Feed
 from streaming.intervals import EMPTY, Ids, Intervals
 from streaming.line import Line
 from streaming.reasons import Reason
 from streaming.runs import Run
-
-Incarnation = tuple[str, int]
-
-
-@dataclass(slots=True)
-class Writer:
-    """A writer that has joined; `retired` is the batch time (ms) at which it retired.
-
-    `late` was settled without the writer's evidence: a completion in there is late. Up to `regressed` that is so
-    because the source went back to an earlier state; beyond, an operator skipped it.
-    """
-
-    epoch: int
-    chain: Chain
-    retired: int | None = None
-    late: Intervals = EMPTY
-    regressed: int = 0
-
-
-@dataclass(slots=True)
-class Held:
-    """An incarnation that has not joined, since when (ms), and the ID of its RETIRE, if it sent one."""
-
-    chain: Chain
-    since: int
-    retire: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows of facts whose last row will carry the number: they move nothing, but they show that their writer lives."""
-
-    writer: str
-    epoch: int
-    offsets: Ids
-    first_offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A JOIN or RETIRE of one incarnation at `id`. `forced`: by an operator, without the writer's evidence."""
-
-    writer: str
-    epoch: int
-    id: int
-    time: int
-    unseen: bool = False
-    forced: bool = False
-
-    def evidence(self, low: int, high: int, refused: int) -> Evidence:
-        """How the open range `(low, high]` counts that this marker settles.
-
-        Its writer speaks of what it sent, not of what was taken: up to `refused` there may be facts.
-        """
-        width = high - low
-        if self.forced:
-            return Evidence(skipped=width)
-        unseen = width if self.unseen else min(max(refused - low, 0), width)
-        return Evidence(unseen=unseen, empty=width - unseen)
+from streaming.writers import Held, Incarnation, Mark, Rows, Writer
 
 
 @dataclass(slots=True)

@@ -10,7 +10,8 @@ from streaming.chain import NOWHERE, Chain, Evidence, Span
 from streaming.errors import StateTooNew
 from streaming.intervals import Intervals
 from streaming.line import Line
-from streaming.positions import Held, Stream, Writer
+from streaming.positions import Stream
+from streaming.writers import Held, Writer
 
 FORMAT = 1
 

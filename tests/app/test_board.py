@@ -6,7 +6,8 @@ from streaming import state
 from streaming.chain import Chain, Evidence, Span
 from streaming.effects import Progress, ShardEffects, StreamEffects, Summary, WriterRow
 from streaming.line import Line
-from streaming.positions import Stream, Writer
+from streaming.positions import Stream
+from streaming.writers import Writer
 
 
 def a_backward_stream() -> Stream:
