@@ -101,11 +101,11 @@ def _running(site: Site, plan: Plan, loaded: Loaded) -> Any:
 
 
 def _batch_seconds(marks: list[Mark], plan: Plan) -> list[float]:
-    """Of the full batches that began with enough pending."""
+    """Of the batches that began with enough pending; not of the crumbs at the end of the topic."""
     return [
         after.at - before.at
         for before, after in pairwise(marks)
-        if before.records >= plan.pending and after.records - before.records >= plan.batch
+        if before.records >= plan.pending and after.records - before.records >= plan.batch // 2
     ]
 
 

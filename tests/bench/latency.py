@@ -101,7 +101,7 @@ def run(site: Site, plan: Plan) -> dict[str, Any]:
 
 def render(figures: Mapping[str, Any]) -> list[str]:
     percentiles = figures["percentiles"]
-    cells = {name: f"{value:.0f} ms" for name, value in percentiles.items()}
+    cells = {name: f"{value:,.0f} ms" for name, value in percentiles.items()}
     cells |= {str(p): verdict(percentiles[str(p)], wanted, " ms") for p, wanted in WANTED.items()}
     return [
         f"{figures['rate']:.0f} records a second for {figures['seconds']:.0f} s after a warm-up, at random moments;"
