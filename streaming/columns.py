@@ -211,7 +211,7 @@ class Columns:
         prevs = np.where(facts & (prevs == _NO_PREV), ids - np.sign(ids), prevs)
         rows = facts & (ids == _BATCH)
         kinds[rows] = ROW
-        beyond = ((prevs >= 0) & (prevs < ids)) | ((prevs <= 0) & (prevs > ids) & (prevs != _NO_PREV))
+        beyond = ((prevs >= 0) & (prevs < ids)) | ((prevs <= 0) & (prevs > ids))  # never so without a prev
         right_key = pc.equal(keys, self.incarnations.keys().take(pa.array(numbers)))  # null where a key or name is
         edges.incarnations[first:stop] = numbers
         edges.kinds[first:stop] = kinds

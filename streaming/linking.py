@@ -67,9 +67,9 @@ def _link_tangled(groups: Ids, prevs: Ids, ids: Ids, arrival: Order) -> Chains:
     layers = places - np.maximum.accumulate(np.where(again, 0, places))
     clashing = _clashing(groups[~again], prevs[~again], ids[~again])[np.cumsum(~again) - 1]
 
-    order = np.lexsort((prevs, layers, groups))
-    groups, prevs, ids, layers, clashing = groups[order], prevs[order], ids[order], layers[order], clashing[order]
-    joined = (groups[1:] == groups[:-1]) & (layers[1:] == layers[:-1]) & (prevs[1:] == ids[:-1])
+    order = np.lexsort((prevs, layers, groups))  # each layer begins below the end of the one before
+    groups, prevs, ids, clashing = groups[order], prevs[order], ids[order], clashing[order]
+    joined = (groups[1:] == groups[:-1]) & (prevs[1:] == ids[:-1])
     return Chains(arrival[order], _firsts(joined & ~clashing[1:] & ~clashing[:-1]))
 
 

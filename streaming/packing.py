@@ -79,7 +79,7 @@ def _stretches(edges: Edges, incarnations: list[Incarnation], markers: list[Mark
     """For each edge the number of cuts before it: by JOIN and RETIRE of its stream, and by blocks of offsets."""
     blocks: Ids = (edges.offsets - edges.offsets[0]) >> OFFSET_BITS
     places = {stream: place for place, (stream, _, _) in enumerate(incarnations)}
-    cutting = [marker for marker in markers if marker.kind is not MarkerKind.SKIP and marker.stream in places]
+    cutting = [marker for marker in markers if marker.stream in places]  # no SKIP: those come without facts
     if not cutting:
         return blocks
     # Streams side by side on one line, each with room for every edge: one search finds the cuts of all.
