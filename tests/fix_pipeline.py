@@ -8,9 +8,10 @@ import itertools
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -26,7 +27,7 @@ from app.stack.kafka import Kafka
 from app.stack.postgres import Postgres
 from app.stack.redis import Redis
 from app.stack.server import LOOPBACK, Server, free_port
-from app.verification import RedisReader, Verifier
+from app.verification import RedisReader, differences
 from sinks.migrations import migrate
 from sources.kafka import KafkaConnection
 from sources.producer import RecordProducer
@@ -34,6 +35,7 @@ from sources.simulator.cast import Cast
 from sources.simulator.simulation import Simulation
 from sources.simulator.stream import SimulatedStream
 from sources.topics import Topics, plans
+from streaming.errors import Unavailable
 from streaming.wire import Record, encode
 
 T = TypeVar("T")
@@ -44,12 +46,12 @@ PATIENCE = 90.0  # seconds; what takes this long on a busy machine will not come
 _numbers = itertools.count(1)
 
 
-def eventually(found: Callable[[], T | None], what: str, seconds: float = PATIENCE) -> T:
-    """The first true answer of `found`, asked ten times a second; fails with `what` was waited for."""
+def eventually(found: Callable[[], T | None], what: Callable[[], str], seconds: float = PATIENCE) -> T:
+    """The first true answer of `found`, asked ten times a second; fails with `what` was waited for, and how it is."""
     deadline = time.monotonic() + seconds
     while not (answer := found()):
         if time.monotonic() > deadline:
-            pytest.fail(f"not within {seconds:.0f} s: {what}")
+            pytest.fail(f"not within {seconds:.0f} s: {what()}")
         time.sleep(0.1)
     return answer
 
@@ -66,15 +68,17 @@ class Running:
     def log(self) -> str:
         return self.log_file.read_text()
 
-    def says(self, text: str, seconds: float = PATIENCE) -> str:
-        """Wait until `text` stands in the log; gives its last line that has it."""
+    def says(self, text: str, seconds: float = PATIENCE, times: int = 1) -> str:
+        """Wait until `text` stands in so many lines of the log; gives the last of them."""
 
         def found() -> str | None:
             lines = [line for line in self.log().splitlines() if text in line]
-            assert lines or self.process.poll() is None, f"it ended and never said {text!r}:\n{self.log()}"
-            return lines[-1] if lines else None
+            assert len(lines) >= times or self.process.poll() is None, (
+                f"it ended and never said {text!r}:\n{self.log()}"
+            )
+            return lines[-1] if len(lines) >= times else None
 
-        return eventually(found, f"{text!r} in the log:\n{self.log()}", seconds)
+        return eventually(found, lambda: f"{text!r} in the log:\n{self.log()}", seconds)
 
     def metric(self, name: str) -> float | None:
         """A metric without labels; None while nothing is served."""
@@ -93,7 +97,7 @@ class Running:
             self._look_after()
             return self.metric("tidemark_pipeline_ready") == 1.0
 
-        eventually(found, f"ready; its log:\n{self.log()}")
+        eventually(found, lambda: f"ready; its log:\n{self.log()}")
         return self
 
     def ends(self, seconds: float = PATIENCE) -> int:
@@ -103,7 +107,7 @@ class Running:
             self._look_after()
             return self.process.poll() is not None
 
-        eventually(found, f"the end of the process; its log:\n{self.log()}", seconds)
+        eventually(found, lambda: f"the end of the process; its log:\n{self.log()}", seconds)
         return int(self.process.returncode)
 
     def terminate(self) -> None:
@@ -220,6 +224,11 @@ class Site:
         running = self.start(*arguments, module=("app.cli",), **{"log_level": "error", **changed})
         return Ended(running.ends(30.0), running.log().splitlines())
 
+    @property
+    def latest(self) -> Running:
+        """The process that was started last."""
+        return self._started[-1]
+
     def leave(self) -> None:
         for running in self._started:
             running.leave()
@@ -265,40 +274,61 @@ class Site:
             seen = self.positions(stream)
             return all(seen.get(name) == position for name, position in wanted.items())
 
-        eventually(found, f"{stream} at {wanted}, it is at {self.positions(stream)}\n{self._last_log()}", seconds)
+        eventually(
+            found, lambda: f"{stream} at {wanted}, it is at {self.positions(stream)}\n{self._last_log()}", seconds
+        )
 
-    def shows(self, streams: Sequence[SimulatedStream], seconds: float = PATIENCE) -> None:
-        """Wait until Redis has exactly the truth."""
-        try:
-            Verifier(RedisReader(self.redis_url)).conclude(streams, seconds)
-        except Exception as error:
-            error.add_note(self._last_log())
-            raise
+    def shows(self, play: "Play") -> None:
+        """Wait until Redis has exactly the truth of the play."""
+        reader = RedisReader(self.redis_url)
+        differ = ["nothing was read"]
+
+        def found() -> bool:
+            with play.truth() as streams, suppress(Unavailable):
+                differ[:] = differences(streams, reader.read(stream.name for stream in streams))
+            return not differ
+
+        eventually(found, lambda: f"Redis has the truth: {'; '.join(differ)}\n{self._last_log()}")
 
     def _last_log(self) -> str:
-        return self._started[-1].log() if self._started else ""
+        return self.latest.log() if self._started else ""
 
 
 class Play:
-    """A simulation whose records go to a site's topic as fast as Kafka takes them; time is the play's own."""
+    """A simulation whose records go to a site's topic as fast as Kafka takes them; time is the play's own.
+
+    One thread plays; `truth` may be asked by any.
+    """
 
     def __init__(self, site: Site, seed: int, cast: Cast) -> None:
-        self.simulation = Simulation(seed, cast)
-        self._producer = RecordProducer(site.kafka, site.facts, give_up_after=120.0)
+        self.sent = 0
+        self._simulation = Simulation(seed, cast)
+        self._producer = RecordProducer(site.kafka, site.facts, give_up_after=PATIENCE)
+        self._lock = threading.Lock()
 
-    def until(self, now: float) -> list[SimulatedStream]:
+    def until(self, now: float) -> None:
         """Play up to `now`; all is in Kafka when this returns."""
-        return self._send(self.simulation.step(now))
+        with self._lock:
+            records = self._simulation.step(now)
+        self._send(records)
 
-    def end(self) -> list[SimulatedStream]:
+    def end(self) -> None:
         """Let everything complete, so that no position is held back."""
-        return self._send(self.simulation.drain())
+        with self._lock:
+            records = self._simulation.drain()
+        self._send(records)
 
-    def _send(self, records: Sequence[Record]) -> list[SimulatedStream]:
+    @contextmanager
+    def truth(self) -> Iterator[list[SimulatedStream]]:
+        """The streams, which do not move on meanwhile."""
+        with self._lock:
+            yield self._simulation.streams()
+
+    def _send(self, records: Sequence[Record]) -> None:
         for record in records:
             self._producer.send(record.stream, encode(record))
-        assert self._producer.flush(120.0) == 0
-        return self.simulation.streams()
+        self.sent += len(records)
+        assert self._producer.flush(PATIENCE) == 0
 
 
 @contextmanager

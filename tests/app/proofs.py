@@ -5,8 +5,7 @@
 
 import itertools
 import threading
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,14 +15,14 @@ from confluent_kafka import Consumer, Message, TopicPartition
 
 from app.verification import RedisReader, ahead
 from sources.kafka import KafkaConnection
-from sources.simulator.stream import SimulatedStream
 from sources.topics import Topics
 from streaming.advance import advance
 from streaming.bounds import Bounds
 from streaming.compaction import compactor
 from streaming.effects import ShardEffects
+from streaming.errors import Unavailable
 from streaming.packet import Packet
-from tests.fix_pipeline import PARTITIONS, Site
+from tests.fix_pipeline import PARTITIONS, Play, Site
 
 
 class Advance(NamedTuple):
@@ -41,33 +40,37 @@ Chains = dict[tuple[str, str], list[Advance]]
 
 
 def as_undisturbed(site: Site) -> None:
-    """Positions, lines, evidence and dead letters are those of an undisturbed run; history and Redis chain up to them.
+    """All that `settled` says, and Redis holds the very advances of Postgres."""
+    settled(site)
+    assert redis_history(site) == history(site)
+
+
+def settled(site: Site) -> None:
+    """Positions, lines, evidence and dead letters are those of an undisturbed run; the history chains up to them.
 
     To be called when all is read and no pipeline publishes any more, or none has anything to do.
     """
     wanted = undisturbed(site)
     chains = history(site)
     chained(chains)
+    chained(redis_history(site))
     for stream in wanted.streams:
+        name = stream.stream
         writers = {row.writer: (row.position, row.epoch) for row in stream.writers}
-        rows = site.sql(
-            "select writer, position, epoch from tidemark.stream_positions where stream = %s", stream.stream
+        rows: list[Any] = site.sql(
+            "select writer, position, epoch from tidemark.stream_positions where stream = %s", name
         )
-        assert {writer: (position, epoch) for writer, position, epoch in rows} == writers, stream.stream
-        assert site.sql("select linear from tidemark.streams where stream = %s", stream.stream) == [(stream.linear,)]
-        assert site.positions(stream.stream) == {
-            "linear": stream.linear,
-            **{name: position for name, (position, _) in writers.items()},
-        }
+        assert {writer: (position, epoch) for writer, position, epoch in rows} == writers, name
+        assert site.sql("select linear from tidemark.streams where stream = %s", name) == [(stream.linear,)]
+        reached = {writer: position for writer, (position, _) in writers.items()}
+        assert site.positions(name) == {"linear": stream.linear, **reached}
         for row in stream.advances:
-            chain = chains[stream.stream, row.writer]
-            assert chain[-1].id == row.id, f"{stream.stream}/{row.writer} ends at {chain[-1].id}"
-            summed = [sum(counts) for counts in zip(*(each[2:] for each in chain), strict=True)]
-            assert summed == [row.facts, row.empty, row.unseen, row.skipped], f"{stream.stream}/{row.writer}"
-    mirrored(site, chains)
-    buried = {(origin.topic, origin.partition, origin.offset, origin.reason) for origin, _ in dead_letters(site)}
-    assert buried == {
-        (bad.topic, bad.partition, offset, bad.reason)
+            evidence = [sum(counts) for counts in zip(*(step[2:] for step in chains[name, row.writer]), strict=True)]
+            assert evidence == [row.facts, row.empty, row.unseen, row.skipped], f"{name}/{row.writer}"
+        ends = {writer: chains[name, writer][-1].id if position else 0 for writer, position in reached.items()}
+        assert ends == reached, name
+    assert {origin for origin, _ in dead_letters(site)} == {
+        Origin(bad.topic, bad.partition, offset, bad.reason)
         for bad in wanted.rejected
         for offset in memoryview(bad.offsets).cast("q").tolist()
     }
@@ -80,17 +83,17 @@ def chained(chains: Chains) -> None:
             assert after.prev == before.id, f"{stream}/{writer}: {before} then {after}"
 
 
-def mirrored(site: Site, chains: Chains) -> None:
-    """Redis holds the very advances of Postgres, in their order."""
-    found: Chains = {}
+def redis_history(site: Site) -> Chains:
+    """Redis's advances by stream and writer, in their order."""
+    chains: Chains = {}
     with redis.Redis.from_url(site.redis_url, decode_responses=True) as client:
-        for stream in {stream for stream, _ in chains}:
-            entries: list[tuple[str, dict[str, str]]] = client.xrange(f"tidemark:{{{stream}}}:advances")
+        for stream in client.smembers("tidemark:streams"):
+            entries: Any = client.xrange(f"tidemark:{{{stream}}}:advances")
             for _, entry in entries:
                 if entry["kind"] == "POSITION":
-                    chain = found.setdefault((stream, entry["writer"]), [])
+                    chain = chains.setdefault((stream, entry["writer"]), [])
                     chain.append(Advance(*(int(entry[name]) for name in Advance._fields)))
-    assert found == chains
+    return chains
 
 
 def history(site: Site) -> Chains:
@@ -171,14 +174,14 @@ class Watcher:
     A Redis that is away or was emptied claims nothing. A thread of its own, while it is used as a context manager.
     """
 
-    def __init__(self, site: Site, streams: Sequence[SimulatedStream]) -> None:
+    def __init__(self, site: Site, play: Play) -> None:
         self.looks = 0
         self.wrong: list[str] = []
         self._reader = RedisReader(site.redis_url)
-        self._streams = streams
+        self._play = play
         self._best: dict[tuple[str, str], int] = {}
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watcher")
+        self._thread = threading.Thread(target=self._watch, name="watcher", daemon=True)
 
     def __enter__(self) -> "Watcher":
         self._thread.start()
@@ -189,15 +192,16 @@ class Watcher:
         self._thread.join()
 
     def _watch(self) -> None:
-        from streaming.errors import Unavailable
-
+        with self._play.truth() as streams:
+            names = [stream.name for stream in streams]
         while not self._closing.wait(0.02):
             try:
-                seen = self._reader.read(stream.name for stream in self._streams)
+                seen = self._reader.read(names)
             except Unavailable:
                 continue
             self.looks += 1
-            self.wrong += ahead(self._streams, seen)
+            with self._play.truth() as streams:
+                self.wrong += ahead(streams, seen)
             for stream, found in seen.items():
                 for what, position in found.line_and_positions().items():
                     if position is not None:
@@ -208,12 +212,3 @@ class Watcher:
         if abs(position) < abs(best):
             self.wrong.append(f"{stream}: {what} went back from {best} to {position}")
         self._best[stream, what] = max(best, position, key=abs)
-
-
-def no_later_than(seconds: float, began: float, what: str) -> None:
-    elapsed = time.monotonic() - began
-    assert elapsed <= seconds, f"{what} took {elapsed:.1f} s"
-
-
-def names(streams: Iterable[SimulatedStream]) -> list[str]:
-    return [stream.name for stream in streams]

@@ -17,10 +17,10 @@ def test_a_kill_between_any_two_steps_of_a_batch_leaves_no_trace(site: Site) -> 
     undisturbed run."""
     play = Play(site, seed=7, cast=Cast(streams=3, writers=3, rate=200.0))
     play.until(15.0)
-    streams = play.end()
+    play.end()
     for step in ("commit", "show", "bury", "end"):
         doomed = site.start(module=("tests.app.killers", step, "3"), max_records_per_batch=FEW)
         assert doomed.ends() == -9, doomed.log()
     site.start()
-    site.shows(streams)
+    site.shows(play)
     as_undisturbed(site)

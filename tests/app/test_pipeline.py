@@ -1,0 +1,142 @@
+"""A running pipeline, seen from outside: what a reader, an operator and an orchestrator see."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from confluent_kafka import Producer
+
+from app.stack.kafka import Kafka
+from app.stack.postgres import Postgres
+from app.stack.redis import Redis
+from streaming.wire import Join, Position, Rdata, Record, Void, row
+from tests.app.proofs import dead_letters
+from tests.fix_pipeline import Site, eventually, made_site
+
+pytestmark = pytest.mark.slow
+
+NOTHING = row({})
+
+
+@pytest.fixture(scope="module")
+def shared(
+    kafka: Kafka,
+    postgres: Postgres,
+    redis_server: Redis,
+    connector_jars: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Site]:
+    """A site whose pipeline runs for all tests of this module; each has streams of its own."""
+    with made_site(kafka, postgres, redis_server, connector_jars, tmp_path_factory.mktemp("shared")) as site:
+        site.start().ready()
+        yield site
+
+
+def fact(stream: str, id: int, writer: str = "first") -> Record:
+    return Rdata(stream=stream, writer=writer, id=id, row=NOTHING)
+
+
+def test_the_worked_example(shared: Site) -> None:
+    """Rule 1: reserve 2 to 6 and complete 3, 2, 5, 4, 6: the position goes 1, 1, 3, 3, 5, 6, in Redis and in order."""
+    for id, position in ((1, 1), (3, 1), (2, 3), (5, 3), (4, 5), (6, 6)):
+        shared.send(fact("example", id))
+        shared.reaches("example", first=position, linear=position)
+    with redis.Redis.from_url(shared.redis_url, decode_responses=True) as client:
+        assert client.get("tidemark:{example}:token") == "m6"
+        assert client.sismember("tidemark:streams", "example")
+
+
+def test_one_writer_holds_the_line_and_not_the_other(shared: Site) -> None:
+    """B announces 5 while A's 5 is in flight: B's position moves, the line stays at 4 until A completes."""
+    shared.send(
+        Join(stream="pair", writer="A", epoch=1, id=0),
+        Join(stream="pair", writer="B", epoch=1, id=0),
+        Rdata(stream="pair", writer="A", epoch=1, prev=0, id=4, row=NOTHING),
+        Position(stream="pair", writer="B", epoch=1, prev=0, id=5),
+    )
+    shared.reaches("pair", A=4, B=5, linear=4)
+    shared.send(Void(stream="pair", writer="A", epoch=1, prev=4, id=5))
+    shared.reaches("pair", A=5, B=5, linear=5)
+
+
+BAD = {
+    "not_json": (b"strange", b"{not json"),
+    "not_an_object": (b"strange", b"[]"),
+    "unknown_kind": (b"strange", b'{"kind":"RUMOUR","stream":"strange","writer":"w","id":1}'),
+    "missing_field": (b"strange", b'{"kind":"VOID","stream":"strange","writer":"w","id":1}'),
+    "wrong_type": (b"strange", b'{"kind":"VOID","stream":"strange","writer":"w","prev":0,"id":"one"}'),
+    "out_of_64_bits": (
+        b"strange",
+        b'{"kind":"VOID","stream":"strange","writer":"w","prev":0,"id":9223372036854775808}',
+    ),
+    "id_not_beyond_prev": (b"strange", b'{"kind":"VOID","stream":"strange","writer":"w","prev":2,"id":2}'),
+    "negative_epoch": (b"strange", b'{"kind":"JOIN","stream":"strange","writer":"w","epoch":-1,"id":2}'),
+    "bad_name": (b"a b", b'{"kind":"JOIN","stream":"a b","writer":"w","epoch":1,"id":2}'),
+    "key_mismatch": (b"other", b'{"kind":"JOIN","stream":"strange","writer":"w","epoch":1,"id":2}'),
+    "wrong_topic": (b"strange", b'{"kind":"SKIP","stream":"strange","writer":"w","prev":0,"id":2}'),
+    "mixed_sign": (b"strange", b'{"kind":"VOID","stream":"strange","writer":"w","prev":-1,"id":2}'),
+    "zombie": (b"undead", b'{"kind":"RDATA","stream":"undead","writer":"w","epoch":1,"id":9,"row":null}'),
+    "conflict": (b"undead", b'{"kind":"VOID","stream":"undead","writer":"w","epoch":2,"prev":5,"id":8}'),
+    "unknown_writer": (
+        b"undead",
+        b'{"kind":"SKIP","stream":"undead","writer":"x","prev":0,"id":2,"by":"me","why":"so"}',
+    ),
+}
+"""Of each reason that one record alone, or one after the good ones below, may have: key and value."""
+
+
+def test_every_kind_of_bad_record_arrives_unchanged_in_the_dead_letters(shared: Site) -> None:
+    """Rule 5: key, value and headers are those of the record, byte for byte, with reason, topic, partition and offset;
+    a record without a value keeps having none, and the good record behind them all is applied."""
+    shared.send(
+        Join(stream="undead", writer="w", epoch=2, id=4),
+        Rdata(stream="undead", writer="w", epoch=2, prev=4, id=6, row=NOTHING),
+    )
+    shared.reaches("undead", w=6)
+    producer = Producer(shared.kafka.producer())
+    sent = {**BAD, "no value": (b"strange", None)}
+    for reason, (key, value) in sent.items():
+        topic = shared.control if reason == "unknown_writer" else shared.facts
+        producer.produce(topic, key=key, value=value, headers=[("trace", reason.encode()), ("raw", b"\x00\xff")])
+    assert producer.flush(30) == 0
+    shared.send(fact("strange", 1))
+    shared.reaches("strange", first=1)
+
+    def arrived() -> dict[str, tuple[str, bytes | None, bytes | None]] | None:
+        found = {}
+        for origin, letter in dead_letters(shared):
+            headers = dict(letter.headers())
+            assert headers["raw"] == b"\x00\xff"
+            found[headers["trace"].decode()] = origin.reason, letter.key(), letter.value()
+        return found if len(found) == len(sent) else None
+
+    assert eventually(arrived, lambda: "all dead letters") == {
+        trace: ("not_json" if trace == "no value" else trace, key, value) for trace, (key, value) in sent.items()
+    }
+
+
+def test_a_flushed_redis_is_filled_within_five_seconds_without_traffic(shared: Site) -> None:
+    """Everything a reader looks at comes back from Postgres: names, positions, line, token and advances."""
+    shared.send(fact("flushed", 1), fact("flushed", 2))
+    shared.reaches("flushed", first=2, linear=2)
+    with redis.Redis.from_url(shared.redis_url, decode_responses=True) as client:
+        client.flushdb()
+        shared.reaches("flushed", 5.0, first=2, linear=2)
+        assert client.get("tidemark:{flushed}:token") == "m2"
+        assert client.sismember("tidemark:streams", "flushed")
+        assert client.xlen("tidemark:{flushed}:advances") >= 1
+
+
+def test_a_second_process_on_one_checkpoint_waits_and_leaves_when_told(shared: Site) -> None:
+    """Whatever its database is, it touches nothing, says what it waits for, and ends at SIGTERM with code 0."""
+    second = shared.start()
+    second.says("Waiting for another process to leave the checkpoint")
+    second.terminate()
+
+
+def test_the_log_is_readable(shared: Site) -> None:
+    """Nothing but lines of our own, in which Spark's voice is marked as such: no stack trace, no foreign format."""
+    log = shared.latest.log()
+    assert all(line[:2] == "20" and "[" in line for line in log.splitlines()), log
+    assert "Traceback" not in log
