@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import click
@@ -61,17 +61,28 @@ THROUGHPUT = Plan(
 STREAMS = Plan(Shape(streams=10_000, writers=2, in_flight=0.1), {CEILING: 0.2}, records=6 * _DEFAULT_BATCH, window=60.0)
 
 
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """Tidemark's way through the topic: `turn` is what a batch takes in all, `sinks` what each sink takes of it (s)."""
+
+    rate: Rate
+    turn: float
+    sinks: Mapping[str, float]
+    memory: Samples
+
+
 def run(site: Site, plan: Plan) -> dict[str, Any]:
     """Every round measures everybody once; Tidemark comes right after the ceiling."""
     loaded = fill(site.connection, site.fresh("facts"), plan.shape, records=plan.records, partitions=plan.partitions)
     click.echo(f"{loaded.records} records of {loaded.bytes / loaded.records:.0f} bytes are in Kafka", err=True)
     rates: dict[str, list[float]] = {name: [] for name in NAMES if name in {WHOLE, *plan.wanted}}
-    peaks = dict.fromkeys(KINDS, 0)
+    passages: list[Passage] = []
     for number in range(1, plan.rounds + 1):
         for name, found in rates.items():
             if name == WHOLE:
-                reached, samples = _whole(site, plan, loaded)
-                peaks = {kind: max(peaks[kind], samples.peak(kind)) for kind in KINDS}
+                passage = _whole(site, plan, loaded)
+                reached = passage.rate
+                passages.append(passage)
             else:
                 reached = measure(name, _task(site, plan, loaded, name))
             found.append(reached.per_second)
@@ -88,7 +99,9 @@ def run(site: Site, plan: Plan) -> dict[str, Any]:
         "window": plan.window,
         "rates": rates,
         "wanted": dict(plan.wanted),
-        "memory": peaks,
+        "memory": {kind: max(passage.memory.peak(kind) for passage in passages) for kind in KINDS},
+        "turn": mean(passage.turn for passage in passages),
+        "sinks": {sink: mean(passage.sinks[sink] for passage in passages) for sink in passages[0].sinks},
     }
 
 
@@ -107,6 +120,10 @@ def render(figures: Mapping[str, Any]) -> list[str]:
             ["what", "records/s", "each round", "Tidemark is", "wanted"],
             [_row(name, found, rates[WHOLE], wanted.get(name)) for name, found in rates.items()],
         ),
+        "",
+        f"One of Tidemark's batches takes {figures['turn']:.2f} s in all: "
+        + "".join(f"{sink} {seconds:.2f} s, " for sink, seconds in figures["sinks"].items())
+        + "the rest reads and computes.",
         "",
         "Memory of the pipeline at most (resident; shared pages of the workers count in each): "
         + ", ".join(f"{kind} {mib(figures['memory'][kind])}" for kind in KINDS)
@@ -134,11 +151,12 @@ def _task(site: Site, plan: Plan, loaded: Loaded, name: str) -> Task:
     )
 
 
-def _whole(site: Site, plan: Plan, loaded: Loaded) -> tuple[Rate, Samples]:
+def _whole(site: Site, plan: Plan, loaded: Loaded) -> Passage:
     """The whole topic through a new pipeline; what it published in the end must be right for the rate to count."""
     variables = {"TIDEMARK_MAX_RECORDS_PER_BATCH": str(plan.batch)}
     with pipeline(site, loaded.name, loaded.partitions, variables) as running:
         with sampled(running.pid, every=0.5) as samples:
             running.await_records(loaded.records, seconds=600)
         running.await_positions(loaded.play)
-        return steady(running.marks(), plan.limits(WHOLE, loaded.records)), samples
+        found = steady(running.marks(), plan.limits(WHOLE, loaded.records))
+        return Passage(found, found.seconds * plan.batch / found.records, running.sink_seconds(), samples)

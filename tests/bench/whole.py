@@ -4,11 +4,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from urllib.request import urlopen
 
 import psycopg
 import redis
+from prometheus_client.parser import text_string_to_metric_families
 
-from app.stack.server import free_port
+from app.stack.server import LOOPBACK, free_port
 from app.stack.tidemark import Pipeline
 from tests.bench.rate import Mark
 from tests.bench.site import Site
@@ -66,6 +68,15 @@ class Whole:
             if time.monotonic() > deadline:
                 raise WrongResult(difference)
             time.sleep(_POLL_SECONDS)
+
+    def sink_seconds(self) -> dict[str, float]:
+        """What each sink took on average for a batch, by the pipeline's own metric."""
+        with urlopen(f"http://{LOOPBACK}:{self.server.port}/metrics") as response:
+            families = {family.name: family for family in text_string_to_metric_families(response.read().decode())}
+        samples = families["tidemark_sink_seconds"].samples
+        sums = {sample.labels["sink"]: sample.value for sample in samples if sample.name.endswith("_sum")}
+        counts = {sample.labels["sink"]: sample.value for sample in samples if sample.name.endswith("_count")}
+        return {sink: sums[sink] / counts[sink] for sink in sums if counts[sink]}
 
     def state_bytes(self, stream: str) -> int:
         with psycopg.connect(self.dsn) as connection:

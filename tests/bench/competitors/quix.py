@@ -27,7 +27,7 @@ def run(task: Task, meter: Meter) -> None:
     def count(*_: object) -> None:
         nonlocal seen
         seen += 1
-        if seen % _RECORDS_PER_MARK == 0 or seen == meter.limits.total:
+        if seen % _RECORDS_PER_MARK == 0:
             meter.note(seen, time.monotonic())
             if meter.done:
                 app.stop()
