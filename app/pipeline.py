@@ -34,7 +34,7 @@ from sources.start import Acceptance
 from sources.topics import Topics
 from streaming import query
 from streaming.checkpoint import Checkpoint, locked
-from streaming.errors import BadSetting, QueryFailed, Retry, Stopping
+from streaming.errors import BadSetting, QueryFailed, Retry, Stopping, Unavailable
 
 log = structlog.get_logger(__name__)
 
@@ -116,8 +116,10 @@ class Attempt:
             redis = stack.enter_context(
                 Redis(RedisConfig(settings.redis_url.get_secret_value(), settings.advances_kept))
             )
+            with suppress(Unavailable):  # that is waited for when there is something to publish
+                redis.check()
             mirror = Mirror(postgres, redis, lease)
-            stack.enter_context(Watch(mirror, postgres, redis, lease, WatchTerms()))
+            watch = stack.enter_context(Watch(mirror, postgres, redis, lease, WatchTerms()))
             kafka = settings.kafka
             dead_letters = stack.enter_context(
                 DeadLetters(DeadLettersConfig(settings.kafka_dead_letters_topic, kafka.client(), kafka.producer()))
@@ -125,7 +127,8 @@ class Attempt:
             publisher = Publisher(postgres, mirror, dead_letters, lease, stopping)
             heads = stack.enter_context(Heads(topics, start.partitions, self._board).running())
             self._batches = Batches(publisher, self._board, start.seed.lineage, start.partitions)
-            self._supervise(stack.enter_context(self._query(start, self._batches)), self._batches, lease, heads)
+            running = stack.enter_context(self._query(start, self._batches))
+            self._supervise(running, lease, (self._batches, heads, watch))
 
     @contextmanager
     def _query(self, start: Start, batches: Batches) -> Iterator[StreamingQuery]:
@@ -155,13 +158,13 @@ class Attempt:
             with suppress(PySparkException):
                 running.stop()
 
-    def _supervise(self, running: StreamingQuery, batches: Batches, lease: Lease, heads: Heads) -> None:
+    def _supervise(self, running: StreamingQuery, lease: Lease, threads: tuple[Batches, Heads, Watch]) -> None:
         while not self._stopping.is_set():
             metrics.HEARTBEAT.set_to_current_time()
             lease.check()
-            for failure in (batches.failure, heads.failure):
-                if failure is not None:
-                    raise failure
+            for thread in threads:
+                if thread.failure is not None:
+                    raise thread.failure
             if not running.isActive:
                 raise QueryFailed(_cause(running))
             if not running.status["message"].startswith("Initializing"):

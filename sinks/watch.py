@@ -17,7 +17,7 @@ from sinks.lease import Lease
 from sinks.mirror import Mirror
 from sinks.postgres import Postgres
 from sinks.redis import Redis
-from streaming.errors import LeaseLost, TidemarkError
+from streaming.errors import LeaseLost, Stop, TidemarkError
 
 log = structlog.get_logger(__name__)
 
@@ -32,7 +32,10 @@ class WatchTerms:
 
 
 class Watch:
-    """A context manager. Problems are logged and tried again at the next look; they never reach the caller."""
+    """A context manager. Problems are logged and tried again at the next look.
+
+    `failure` is the `Stop` among them, for the thread that supervises.
+    """
 
     def __init__(self, mirror: Mirror, postgres: Postgres, redis: Redis, lease: Lease, terms: WatchTerms) -> None:
         self._mirror = mirror
@@ -46,6 +49,7 @@ class Watch:
         self._compared = -float("inf")
         self._tidied = -float("inf")
         self._trouble: dict[str, str] = {}
+        self.failure: Stop | None = None
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -73,6 +77,8 @@ class Watch:
             step()
         except LeaseLost:
             raise
+        except Stop as problem:
+            self.failure = problem
         except TidemarkError as problem:
             if self._trouble.get(what) != str(problem):  # once, not at every look
                 log.warning(f"Could not look after {what}; trying again", problem=str(problem))
