@@ -65,6 +65,10 @@ class Running:
     metrics_port: int
     _family: set[psutil.Process] = field(default_factory=set)
 
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
     def log(self) -> str:
         return self.log_file.read_text()
 

@@ -2,8 +2,7 @@
 
     python -m tests.app.killers STEP BATCH pipeline ...
 
-STEP is `commit`, `show` or `bury` of `sinks.publisher.Publisher`, or `end`: after all of them, before Spark is told.
-BATCH counts from 1 in the life of this process.
+STEP is `commit`, `show` or `bury` of `sinks.publisher.Publisher`. BATCH counts from 1 in the life of this process.
 """
 
 import itertools
@@ -18,20 +17,15 @@ from sinks.publisher import Publisher
 
 def die_before(step: str, batch: int) -> None:
     """Replace `step` by one that works until it is called for the time that is named `batch`."""
-    name = "bury" if step == "end" else step
-    proper = getattr(Publisher, name)
+    proper = getattr(Publisher, step)
     calls = itertools.count(1)
 
     def deadly(self: Publisher, *arguments: Any) -> Any:
-        its_time = next(calls) == batch
-        if its_time and step != "end":
+        if next(calls) == batch:
             os.kill(os.getpid(), signal.SIGKILL)
-        result = proper(self, *arguments)
-        if its_time:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
+        return proper(self, *arguments)
 
-    setattr(Publisher, name, deadly)
+    setattr(Publisher, step, deadly)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,95 @@
+"""Servers that are stopped or deaf: the pipeline says what it waits for, loses nothing, and goes on by itself."""
+
+import time
+
+import pytest
+
+from app.stack.kafka import Kafka
+from app.stack.postgres import Postgres
+from app.stack.redis import Redis
+from app.stack.server import Server
+from sources.simulator.cast import Cast
+from tests.app.proofs import Watcher, as_undisturbed
+from tests.fix_pipeline import Play, Site, away, deaf
+
+pytestmark = pytest.mark.slow
+
+CAST = Cast(streams=2, writers=3, rate=100.0)
+
+
+@pytest.mark.parametrize("what", ["Postgres", "Kafka"])
+def test_sigterm_while_it_waits_at_the_start_ends_it_at_once(
+    site: Site, postgres: Postgres, kafka: Kafka, what: str
+) -> None:
+    """A server that is not there yet is named, and SIGTERM is obeyed with code 0 within ten seconds."""
+    servers: dict[str, Server] = {"Postgres": postgres, "Kafka": kafka}
+    with away(servers[what]):
+        waiting = site.start()
+        waiting.says(f"{what} at")
+        waiting.terminate()
+
+
+def test_servers_that_come_one_after_the_other_are_waited_for(
+    site: Site, postgres: Postgres, kafka: Kafka, redis_server: Redis
+) -> None:
+    """Nothing answers at the start: each server is named until it is there, then all is published, none lost."""
+    play = Play(site, seed=21, cast=CAST)
+    play.until(5.0)
+    play.end()
+    with away(redis_server):
+        with away(kafka):
+            with away(postgres):
+                running = site.start()
+                running.says("Postgres at")
+            running.says("Kafka at")
+        running.says("Waiting for Redis")
+    site.shows(play)
+    as_undisturbed(site)
+
+
+def test_servers_that_go_away_in_the_middle_are_waited_for(
+    site: Site, postgres: Postgres, kafka: Kafka, redis_server: Redis
+) -> None:
+    """Rules 2, 4 and 5: while records flow each server is stopped for ten seconds, and two are deaf; positions go on
+    by themselves, as if nothing had been. SIGTERM is obeyed with code 0 within ten seconds also when Postgres is
+    deaf."""
+    play = Play(site, seed=22, cast=CAST)
+    running = site.start().ready()
+    now = 0.0
+
+    def meanwhile(seconds: float) -> None:
+        nonlocal now
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            now += 0.2
+            play.until(now)
+            time.sleep(0.2)
+
+    with Watcher(site, play) as watcher:
+        meanwhile(3.0)
+        for server, name in ((redis_server, "Redis"), (postgres, "Postgres")):
+            with away(server):
+                meanwhile(10.0)
+                running.says(f"Waiting for {name}")
+            running.says(f"{name} answers again")
+            meanwhile(1.0)
+        with away(kafka):
+            running.says("Waiting for Kafka", seconds=30.0)
+            time.sleep(5.0)
+        running.says("Kafka answers again")
+        meanwhile(1.0)
+        for server in (redis_server, postgres):
+            with deaf(server):
+                meanwhile(8.0)
+        play.until(now + 2.0)
+        site.shows(play)
+        with deaf(postgres):
+            play.until(now + 4.0)
+            time.sleep(1.0)
+            running.terminate()
+        play.end()
+        site.start()
+        site.shows(play)
+    assert watcher.looks
+    assert not watcher.wrong
+    as_undisturbed(site)
