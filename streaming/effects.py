@@ -106,7 +106,8 @@ class Summary(msgspec.Struct, array_like=True, frozen=True):
 
     `pending` counts completed edges above their writer's position, `oldest` is the blocker that stands longest,
     `unknown` names writers (`writer/epoch`) that are held because they never joined, `completed` counts the
-    intervals of completed IDs kept above the line.
+    intervals of completed IDs kept above the line. `awaited` is the writer that the line waits for, with or without a
+    gap: the active one that is furthest behind while others are ahead.
     """
 
     pending: int
@@ -114,6 +115,7 @@ class Summary(msgspec.Struct, array_like=True, frozen=True):
     oldest: Blocker | None
     unknown: list[str]
     completed: int
+    awaited: str | None
 
 
 class StreamEffects(msgspec.Struct, array_like=True, frozen=True):

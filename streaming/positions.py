@@ -16,8 +16,9 @@ from operator import attrgetter
 import numpy as np
 
 from streaming.bounds import Bounds
-from streaming.chain import NOWHERE, Chain, How
+from streaming.chain import NOTHING, NOWHERE, Chain, How
 from streaming.changes import Changes, LateRange, Regress
+from streaming.epochs import begin, settle
 from streaming.feed import Feed
 from streaming.intervals import EMPTY, Ids, Intervals
 from streaming.line import Line
@@ -73,7 +74,7 @@ class Stream:
             changes.counts["duplicate"] += 1
             return None
         changes.counts["applied"] += 1
-        writer, retire = self._begin(mark, changes)
+        writer, retire = begin(self.writers, self.held, self.line, mark, changes)
         if retire is not None and not writer.chain.pending_beyond(retire):
             self._end(writer, Mark(mark.writer, mark.epoch, retire, mark.time), changes)
         self._settle_line()
@@ -84,6 +85,7 @@ class Stream:
 
         An incarnation that never joined has said nothing that may move a position: its RETIRE waits for its JOIN. An
         operator's RETIRE does not, and is how a held incarnation is got rid of, also one that went on after it retired.
+        Of a writer that has joined, it only throws out the incarnation that never did: what that one said is late.
         """
         writer = self.writers.get(mark.writer)
         held = self.held.get((mark.writer, mark.epoch))
@@ -91,10 +93,12 @@ class Stream:
             return Reason.ZOMBIE
         if mark.forced and held is not None and held.chain.pending_beyond(mark.id):
             return Reason.CONFLICT
-        if writer is None or mark.epoch > writer.epoch:
-            if not mark.forced:
-                return self._hold_retire(mark, bounds, changes)
-            writer, _ = self._begin(mark, changes)
+        if not mark.forced and (writer is None or mark.epoch > writer.epoch):
+            return self._hold_retire(mark, bounds, changes)
+        if writer is None:
+            writer, _ = begin(self.writers, self.held, self.line, mark, changes)
+        elif mark.epoch > writer.epoch:
+            return self._throw_out(mark, changes)
         elif writer.retired is not None and mark.forced and held is not None:
             writer.chain.adopt(self.held.pop((mark.writer, mark.epoch)).chain)
         elif writer.retired is not None:
@@ -118,8 +122,9 @@ class Stream:
             return Reason.ZOMBIE
         if writer.retired is not None:
             return Reason.CONFLICT
-        skipped = self._settle(writer, prev, mark, "skipped", changes)
-        changes.counts["applied" if len(skipped) else "duplicate"] += 1
+        again = [] if writer.again is None else writer.again.missing(prev, mark.id)
+        skipped = settle(writer, prev, mark, "skipped", changes)
+        changes.counts["applied" if len(skipped) or again else "duplicate"] += 1
         self._settle_line()
         return None
 
@@ -136,6 +141,13 @@ class Stream:
             writer.chain.refused = max(writer.chain.refused, reach)
         elif (held := self._held(incarnation, bounds, changes)) is not None:
             held.chain.refused = max(held.chain.refused, reach)
+
+    def doubt(self) -> None:
+        """A record could not be read: it may be a fact of any writer, so what their next marker settles is `unseen`."""
+        for writer in self.writers.values():
+            writer.doubt = True
+        for held in self.held.values():
+            held.doubt = True
 
     def keep_within(self, bounds: Bounds, changes: Changes) -> None:
         """Called once after a batch: forget what passes the bounds, and retired writers that the line has passed."""
@@ -157,7 +169,7 @@ class Stream:
         """Both halves of the line's definition; with no writer left it goes to the highest position of any."""
         if self.held or not self.writers:
             return
-        active = [writer.chain.position for writer in self.writers.values() if writer.retired is None]
+        active = [writer.floor for writer in self.writers.values() if writer.retired is None]
         self.line.settle(min(active) if active else max(writer.chain.position for writer in self.writers.values()))
 
     # -- edges
@@ -207,7 +219,14 @@ class Stream:
             writer = self.writers[run.writer]
             feed = Feed(writer.chain, bounds.pending, changes, "applied", writer.late, writer.regressed)
             completed.extend(feed.run(run))
+            if writer.again is not None:
+                self._follow(writer, writer.again, run, bounds, changes)
         self.line.remember(completed)
+
+    def _follow(self, writer: Writer, again: Chain, run: Run, bounds: Bounds, changes: Changes) -> None:
+        for _ in Feed(again, bounds.pending, Changes(changes.now), "applied").run(run):
+            pass  # counted, rejected and remembered where the run was fed to the writer's own chain
+        writer.caught_up()
 
     def _hold(self, item: Run | Rows, bounds: Bounds, changes: Changes) -> None:
         held = self._held((item.writer, item.epoch), bounds, changes)
@@ -226,40 +245,20 @@ class Stream:
 
     # -- markers
 
-    def _begin(self, mark: Mark, changes: Changes) -> tuple[Writer, int | None]:
-        """Start the epoch of a JOIN. Gives the writer, and the ID of a RETIRE that waited for this JOIN.
-
-        What earlier epochs completed up to the JOIN stays as evidence; what they left open there is settled by it.
-        What they completed beyond it was taken back with the writer's database (DESIGN 3): it is late, and IDs that
-        were complete beyond the JOIN may come again, so that the line forgets them.
-        """
-        writer = self.writers.setdefault(mark.writer, Writer(mark.epoch, Chain()))
-        chain, position = writer.chain, writer.chain.position
-        taken_back = [(writer.epoch, span) for span in chain.cut_above(mark.id)]
-        retire = None
-        for name, epoch in sorted(key for key in self.held if key[0] == mark.writer and key[1] <= mark.epoch):
-            held = self.held.pop((name, epoch))
-            if epoch < mark.epoch:
-                taken_back.extend((epoch, span) for span in held.chain.cut_above(mark.id))
-            else:
-                retire = held.retire
-                taken_back.extend((epoch, span) for span in held.chain.within(mark.id, position))
-            chain.adopt(held.chain)
-        writer.epoch, writer.retired, writer.late, writer.regressed = mark.epoch, None, EMPTY, 0
-        if mark.id < position:
-            writer.late, writer.regressed = Intervals.of([(mark.id, position)]), position
-        if taken_back or mark.id < position:
-            changes.regressed.append(Regress(mark.writer, mark.epoch, mark.id, position))
-            changes.counts["forgotten"] += self.line.forget_above(mark.id)
-        for of_epoch, span in taken_back:
-            late = LateRange(mark.writer, of_epoch, span.prev, span.id, span.evidence.facts, "regressed")
-            changes.late.append(late)
-        self._settle(writer, 0, mark, "joined", changes)
-        return writer, retire
-
     def _end(self, writer: Writer, mark: Mark, changes: Changes) -> None:
-        self._settle(writer, 0, mark, "retired", changes)
-        writer.retired = changes.now
+        settle(writer, 0, mark, "retired", changes)
+        writer.retired, writer.again = changes.now, None
+
+    def _throw_out(self, mark: Mark, changes: Changes) -> Reason | None:
+        held = self.held.pop((mark.writer, mark.epoch), None)
+        if held is None:
+            return Reason.UNKNOWN_WRITER
+        for span in held.chain.pending:
+            late = LateRange(mark.writer, mark.epoch, span.prev, span.id, span.evidence.facts, "skipped")
+            changes.late.append(late)
+        changes.counts["applied"] += 1
+        self._settle_line()
+        return None
 
     def _hold_retire(self, mark: Mark, bounds: Bounds, changes: Changes) -> Reason | None:
         held = self._held((mark.writer, mark.epoch), bounds, changes)
@@ -270,13 +269,3 @@ class Stream:
         changes.counts["held" if held.retire is None else "duplicate"] += 1
         held.retire = mark.id
         return None
-
-    def _settle(self, writer: Writer, prev: int, mark: Mark, how: How, changes: Changes) -> Intervals:
-        """Settle what is open in `(prev, mark.id]`; gives it. What an operator settles is late from then on."""
-        open_ = Intervals.of(writer.chain.missing(prev, mark.id))
-        for low, high in open_:
-            writer.chain.settle(low, high, mark.evidence(low, high, writer.chain.refused), 0, how, changes.now)
-        if mark.forced:
-            writer.late = writer.late.union(open_)
-        changes.touch(mark.writer, mark.time)
-        return open_

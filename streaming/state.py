@@ -6,7 +6,7 @@ few bytes. A format that this Tidemark does not know stops it; older ones are re
 
 import msgspec
 
-from streaming.chain import NOWHERE, Chain, Evidence, Span
+from streaming.chain import Chain, Evidence, Span
 from streaming.errors import StateTooNew
 from streaming.intervals import Intervals
 from streaming.line import Line
@@ -29,24 +29,30 @@ class _Span(msgspec.Struct, array_like=True, frozen=True):
     since: int
 
 
+class _Chain(msgspec.Struct, array_like=True, frozen=True):
+    position: int
+    refused: int
+    pending: list[_Span]
+
+
 class _Writer(msgspec.Struct, array_like=True, frozen=True):
     name: str
     epoch: int
-    position: int
+    chain: _Chain
     retired: int | None
     late: Pairs
     regressed: int
-    refused: int
-    pending: list[_Span]
+    again: _Chain | None
+    doubt: bool
 
 
 class _Held(msgspec.Struct, array_like=True, frozen=True):
     name: str
     epoch: int
+    chain: _Chain
     since: int
     retire: int | None
-    refused: int
-    pending: list[_Span]
+    doubt: bool
 
 
 class _Leader(msgspec.Struct, array_like=True, frozen=True):
@@ -80,17 +86,17 @@ def encode(stream: Stream) -> bytes:
                 _Writer(
                     name,
                     writer.epoch,
-                    writer.chain.position,
+                    _stored(writer.chain),
                     writer.retired,
                     list(writer.late),
                     writer.regressed,
-                    writer.chain.refused,
-                    _spans(writer.chain),
+                    None if writer.again is None else _stored(writer.again),
+                    writer.doubt,
                 )
                 for name, writer in sorted(stream.writers.items())
             ],
             [
-                _Held(name, epoch, held.since, held.retire, held.chain.refused, _spans(held.chain))
+                _Held(name, epoch, _stored(held.chain), held.since, held.retire, held.doubt)
                 for (name, epoch), held in sorted(stream.held.items())
             ],
         )
@@ -107,22 +113,24 @@ def decode(data: bytes) -> Stream:
         {
             writer.name: Writer(
                 writer.epoch,
-                _chain(writer.position, writer.pending, writer.refused),
+                _chain(writer.chain),
                 writer.retired,
                 Intervals.of(writer.late),
                 writer.regressed,
+                None if writer.again is None else _chain(writer.again),
+                writer.doubt,
             )
             for writer in stored.writers
         },
         {
-            (held.name, held.epoch): Held(_chain(NOWHERE, held.pending, held.refused), held.since, held.retire)
+            (held.name, held.epoch): Held(_chain(held.chain), held.since, held.retire, held.doubt)
             for held in stored.held
         },
     )
 
 
-def _spans(chain: Chain) -> list[_Span]:
-    return [
+def _stored(chain: Chain) -> _Chain:
+    spans = [
         _Span(
             span.prev,
             span.id,
@@ -135,11 +143,12 @@ def _spans(chain: Chain) -> list[_Span]:
         )
         for span in chain.pending
     ]
+    return _Chain(chain.position, chain.refused, spans)
 
 
-def _chain(position: int, spans: list[_Span], refused: int) -> Chain:
+def _chain(stored: _Chain) -> Chain:
     return Chain(
-        position,
+        stored.position,
         [
             Span(
                 span.prev,
@@ -148,9 +157,9 @@ def _chain(position: int, spans: list[_Span], refused: int) -> Chain:
                 span.edges,
                 span.since,
             )
-            for span in spans
+            for span in stored.pending
         ],
-        refused,
+        stored.refused,
     )
 
 

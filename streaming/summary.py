@@ -10,7 +10,9 @@ def summarize(stream: Stream) -> Summary:
     blockers = [
         Blocker(name, writer.epoch, sign * low, sign * top, since, unknown=False)
         for name, writer in stream.writers.items()
-        for low, top, since in writer.chain.gaps()
+        for chain in (writer.chain, writer.again)
+        if chain is not None
+        for low, top, since in chain.gaps()
     ]
     strangers = [Blocker(name, epoch, 0, 0, held.since, unknown=True) for (name, epoch), held in stream.held.items()]
     chains = [writer.chain for writer in stream.writers.values()] + [held.chain for held in stream.held.values()]
@@ -20,4 +22,12 @@ def summarize(stream: Stream) -> Summary:
         oldest=min([*blockers, *strangers], key=lambda blocker: (blocker.since, blocker.writer), default=None),
         unknown=sorted(f"{name}/{epoch}" for name, epoch in stream.held),
         completed=len(stream.line.completed),
+        awaited=_awaited(stream),
     )
+
+
+def _awaited(stream: Stream) -> str | None:
+    active = {name: writer.floor for name, writer in sorted(stream.writers.items()) if writer.retired is None}
+    if stream.held or not active or max(active.values()) <= stream.line.position:
+        return None
+    return min(active, key=lambda name: active[name])

@@ -14,7 +14,9 @@ class Writer:
     """A writer that has joined; `retired` is the batch time (ms) at which it retired.
 
     `late` was settled without the writer's evidence: a completion in there is late. Up to `regressed` that is so
-    because the source went back to an earlier state; beyond, an operator skipped it.
+    because the source went back to an earlier state; beyond, an operator skipped it. `again` follows the IDs that such
+    a source hands out a second time, until it is at `regressed`: the writer's position passed them long ago, but the
+    line must not pass one that is in flight again. `doubt`: records of the stream could not be read, perhaps its own.
     """
 
     epoch: int
@@ -22,6 +24,18 @@ class Writer:
     retired: int | None = None
     late: Intervals = EMPTY
     regressed: int = 0
+    again: Chain | None = None
+    doubt: bool = False
+
+    @property
+    def floor(self) -> int:
+        """All IDs of the writer up to here are complete, those included that came again."""
+        return self.chain.position if self.again is None else self.again.position
+
+    def caught_up(self) -> None:
+        """Stop following IDs that come again once the last of them did."""
+        if self.again is not None and self.again.position >= self.regressed:
+            self.again = None
 
 
 @dataclass(slots=True)
@@ -31,6 +45,7 @@ class Held:
     chain: Chain
     since: int
     retire: int | None = None
+    doubt: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ def stream(name: str, *advances: Advance, linear: int = 0, **more: Any) -> Strea
         "regressed": [],
         "dropped": [],
         "counts": {},
-        "summary": Summary(0, 0, None, [], 0),
+        "summary": Summary(0, 0, None, [], 0, None),
         "state": f"state of {name} at {linear}".encode(),
     }
     return StreamEffects(stream=name, linear=linear, **(fields | more))

@@ -30,6 +30,34 @@ class Incarnated:
     retire: int | None = None
     refused: int = 0
     blurred: bool = False
+    floor: int | None = None
+    again: set[int] = field(default_factory=set)
+
+    @property
+    def passed(self) -> int:
+        """All IDs up to here are complete; after the source went back, those included that came again since."""
+        if self.floor is None:
+            return self.position
+        at = self.floor
+        while at + 1 in self.again:
+            at += 1
+        if all(late <= at for late, why in self.late.items() if why == "regressed"):
+            self.floor = None
+            return self.position
+        return at
+
+    def come_again(self, prev: int, id: int) -> None:
+        """An edge of the epoch that goes through IDs again; edges that contradict what came before count for nothing."""
+        ids = range(prev + 1, id + 1)
+        if self.floor is not None and prev >= self.floor and not any(at in self.again for at in ids):
+            self.again.update(ids)
+
+    def skip_again(self, prev: int, id: int) -> bool:
+        """Whether anything that is awaited again lies there; it is no longer."""
+        low = prev if self.floor is None else max(prev, self.passed)
+        awaited = set(range(low + 1, id + 1)) - self.again if self.floor is not None else set()
+        self.again |= awaited
+        return bool(awaited)
 
     @property
     def position(self) -> int:
@@ -89,7 +117,7 @@ class Model:
         if self.held or not self.writers:
             return self.line
         positions = [writer.position for writer in self.writers.values()]
-        active = [writer.position for writer in self.writers.values() if not writer.retired]
+        active = [writer.passed for writer in self.writers.values() if not writer.retired]
         passed = min(active) if active else max(positions)
         at = 0
         while at + 1 <= self.line or at + 1 in self.done or at + 1 <= passed:
@@ -165,6 +193,7 @@ class Model:
         return "applied"
 
     def _edge_of(self, writer: Incarnated, record: Record, prev: int, id: int) -> str:
+        writer.come_again(prev, id)
         late = [at for at in range(prev + 1, id + 1) if at in writer.late]
         if not late:
             return self._edge(writer, record.kind, prev, id)
@@ -199,7 +228,7 @@ class Model:
     def _begin(self, record: Record) -> tuple[Incarnated, int | None]:
         id, name = abs(record.id), record.writer
         writer = self.writers.setdefault(name, Incarnated(record.epoch))
-        position, retire = writer.position, None
+        position, retire, early = writer.position, None, None
         back = self._take_back(writer, name, max(id, position), max(writer.settled, default=0))
         for key in sorted(self.held):
             if key[0] == name and key[1] <= record.epoch:
@@ -207,13 +236,16 @@ class Model:
                 if key[1] < record.epoch:
                     back |= self._take_back(held, name, id, max(held.settled, default=0))
                 else:
-                    retire = held.retire
-                    early = Incarnated(0, dict(held.settled))
-                    self._take_back(early, name, id, position)
-                    writer.blurred |= early.blurred
+                    retire, early = held.retire, set(held.settled)
+                    gone = Incarnated(0, dict(held.settled))
+                    self._take_back(gone, name, id, position)
+                    writer.blurred |= gone.blurred
                 writer.adopt(held)
         writer.epoch, writer.retired = record.epoch, False
         writer.late = dict.fromkeys(range(id + 1, position + 1), "regressed")
+        writer.floor, writer.again = (id if id < position else None), set()
+        if early is not None:
+            writer.again = {at for at in early if at > id}
         if back or id < position:
             self.regressed.append((name, record.epoch, id, position))
             self.done = {at for at in self.done if at <= id}
@@ -235,10 +267,12 @@ class Model:
             return "rejected: zombie"
         if record.control and held is not None and max(held.settled, default=0) > id:
             return "rejected: conflict"
-        if writer is None or record.epoch > writer.epoch:
-            if not record.control:
-                return self._retire_held(record)
+        if not record.control and (writer is None or record.epoch > writer.epoch):
+            return self._retire_held(record)
+        if writer is None:
             writer, _ = self._begin(record)
+        elif record.epoch > writer.epoch:
+            return self._throw_out(record)
         elif writer.retired and record.control and held is not None:
             writer.adopt(self.held.pop(key))
         elif writer.retired:
@@ -246,6 +280,13 @@ class Model:
         elif max(writer.settled, default=0) > max(id, writer.position):
             return "rejected: conflict"
         self._end(writer, id, _how(record))
+        return "applied"
+
+    def _throw_out(self, record: Record) -> str:
+        held = self.held.pop((record.writer, record.epoch), None)
+        if held is None:
+            return "rejected: unknown_writer"
+        self.late_facts[record.writer, "skipped"] += sum(how == FACTS for how in held.settled.values())
         return "applied"
 
     def _retire_held(self, record: Record) -> str:
@@ -263,11 +304,12 @@ class Model:
             return "rejected: zombie"
         if writer.retired:
             return "rejected: conflict"
-        return "applied" if self._settle(writer, abs(record.prev), abs(record.id), SKIPPED) else "duplicate"
+        again = writer.skip_again(abs(record.prev), abs(record.id))
+        return "applied" if self._settle(writer, abs(record.prev), abs(record.id), SKIPPED) or again else "duplicate"
 
     def _end(self, writer: Incarnated, id: int, how: str) -> None:
         self._settle(writer, 0, id, how)
-        writer.retired = True
+        writer.retired, writer.floor = True, None
 
     def _settle(self, writer: Incarnated, prev: int, id: int, how: str) -> bool:
         """Settle what is open in `(prev, id]`; whether anything was."""
