@@ -34,7 +34,8 @@ class Kafka(Server):
         logs = self.home.data(self.name) / "logs"
         self._properties.write_text("".join(f"{key}={value}\n" for key, value in self._settings(logs).items()))
         if not (logs / "meta.properties").exists():
-            cluster = urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+            # A leading "-" would be taken for an option.
+            cluster = "T" + urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")[1:]
             arguments = ["format", "--standalone", "-t", cluster, "-c", str(self._properties)]
             self.run_first([*self._jvm(), "kafka.tools.StorageTool", *arguments])
 
