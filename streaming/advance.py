@@ -5,8 +5,9 @@ Operators' records come after the facts of the same batch: the control topic has
 what the facts settle needs no force.
 """
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Set
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
@@ -41,9 +42,12 @@ Fact = PackedRun | packet.Rows | Marker
 
 @dataclass(slots=True)
 class Inbox:
-    """What a batch brought for one stream: facts by Kafka partition, and operators' markers in their order."""
+    """What a batch brought for one stream: facts by Kafka partition, offsets of such that nobody could read, and
+    operators' markers.
+    """
 
     facts: dict[Partition, list[Fact]] = field(default_factory=lambda: defaultdict(list))
+    unread: dict[Partition, list[int]] = field(default_factory=lambda: defaultdict(list))
     control: list[tuple[Partition, Marker]] = field(default_factory=list)
 
 
@@ -59,7 +63,7 @@ def advance(
         for bad in seen.rejected:
             rejected[bad.topic, bad.partition, bad.reason].append(np.frombuffer(bad.offsets, np.int64))
     streams = []
-    for name, inbox in sorted(_inboxes(packets).items()):
+    for name, inbox in sorted(_inboxes(packets, states.keys()).items()):
         batch = StreamBatch(name, states.get(name), now, bounds)
         batch.feed(inbox)
         for topic, partition, reason, offsets in batch.rejected:
@@ -78,7 +82,7 @@ def advance(
     )
 
 
-def _inboxes(packets: list[Packet]) -> dict[str, Inbox]:
+def _inboxes(packets: list[Packet], known: Set[str]) -> dict[str, Inbox]:
     inboxes: dict[str, Inbox] = defaultdict(Inbox)
     for seen in packets:
         origin = seen.topic, seen.partition
@@ -89,6 +93,10 @@ def _inboxes(packets: list[Packet]) -> dict[str, Inbox]:
         items: list[Fact] = [*seen.runs, *seen.rows, *seen.markers]
         for item in items:
             inboxes[item.stream].facts[origin].append(item)
+    for seen in packets:
+        for unread in seen.unread:
+            if unread.stream in known or unread.stream in inboxes:  # else its key is no stream's name
+                inboxes[unread.stream].unread[seen.topic, seen.partition].append(unread.offset)
     return inboxes
 
 
@@ -120,14 +128,16 @@ class StreamBatch:
             if self.stream.home is None:
                 self.stream.home = partition
             if partition == self.stream.home:
-                self._feed_facts(topic, partition, items)
+                self._feed_facts(topic, partition, items, sorted(inbox.unread.pop((topic, partition), ())))
             else:
                 self._turn_away(topic, partition, items)
+        if inbox.unread:
+            self.stream.doubt()
         for (topic, partition), marker in sorted(inbox.control, key=lambda found: (found[0], found[1].offset)):
             self._mark(topic, partition, marker)
         self.stream.keep_within(self._bounds, self.changes)
 
-    def _feed_facts(self, topic: str, partition: int, items: list[Fact]) -> None:
+    def _feed_facts(self, topic: str, partition: int, items: list[Fact], unread: list[int]) -> None:
         for stretch, marker in _stretches(items):
             runs = [Run.unpack(item) for item in stretch if isinstance(item, PackedRun)]
             rows = [
@@ -138,7 +148,12 @@ class StreamBatch:
             if stretch:
                 self.stream.complete(runs, rows, self._bounds, self.changes)
             if marker is not None:
+                if before := bisect_left(unread, marker.offset):
+                    self.stream.doubt()
+                    del unread[:before]
                 self._mark(topic, partition, marker)
+        if unread:
+            self.stream.doubt()
         self.rejected.extend((topic, partition, reason, offsets) for reason, offsets in self.changes.rejected)
 
     def _turn_away(self, topic: str, partition: int, items: list[Fact]) -> None:

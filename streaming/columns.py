@@ -5,12 +5,13 @@ begins with `{` and ends with `}`. A newline inside a JSON string is refused by 
 in a string; between `}` and `{` no JSON value goes on, so it never lies in a value either. Each message then holds one
 record or more, and as many records as messages came out: one each.
 
-What the shortcut cannot take for certain goes to `wire.read`, record by record, which alone gives reasons. Where a
-batch fails as a whole it is divided, so that a bad record costs a few dozen neighbours a slower decoding and no more.
+Where that does not come out, the batch is decoded value by value, at twice the cost. What is not a plain edge or row
+then goes to `wire.read`, which alone gives reasons: so a bad record costs itself, and its neighbours at most some time.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import starmap
@@ -34,10 +35,6 @@ from streaming.wire import Topic
 ROW: Final = 3
 MARKER: Final = 4
 REJECTED: Final = 5
-
-# A batch that fails as a whole is tried again in so many parts, down to parts of this size.
-PARTS: Final = 16
-SMALLEST_PART: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +62,8 @@ class Edges:
     times: Ids
 
     def where(self, chosen: npt.NDArray[np.bool_]) -> "Edges":
+        if chosen.all():
+            return self  # the usual case
         return Edges(*(getattr(self, name)[chosen] for name in self.__slots__))
 
 
@@ -123,60 +122,64 @@ _CODES: Final[dict[type[_Line], int]] = {
     _Join: MARKER,
     _Retire: MARKER,
 }
-_DECODERS: Final = (
-    msgspec.json.Decoder(_Fact | _Void | _Position | _Join | _Retire),
-    msgspec.json.Decoder(_AnyFact | _Void | _Position | _Join | _Retire),
+_decoder: Final[msgspec.json.Decoder[_Line]] = msgspec.json.Decoder(_Fact | _Void | _Position | _Join | _Retire)
+_decoder_of_any_row: Final[msgspec.json.Decoder[_Line]] = msgspec.json.Decoder(
+    _AnyFact | _Void | _Position | _Join | _Retire
 )
+_UNREAD: Final = _Retire(stream="", writer="", id=0)  # in the place of a record that only `wire.read` can judge
 
 
-def _lines(values: pa.BinaryArray) -> Sequence[_Line] | None:
-    """The records of `values`, one each, or None where the shortcut cannot tell."""
-    if values.null_count or not pc.all(pc.and_(pc.starts_with(values, b"{"), pc.ends_with(values, b"}"))).as_py():
-        return None
+def _lines(values: pa.BinaryArray) -> Sequence[_Line]:
+    """For each of `values` the record in it, or `_UNREAD`."""
     try:
-        values.cast(pa.string())  # the decoder does not look for UTF-8 in what it passes over
-        whole = pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
-        joined = pc.binary_join(whole, b"\n")[0].as_buffer()
+        values.cast(pa.string())  # the decoders do not look for UTF-8 in what they pass over
+        if not values.null_count and pc.all(pc.and_(pc.starts_with(values, b"{"), pc.ends_with(values, b"}"))).as_py():
+            whole = pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
+            joined = pc.binary_join(whole, b"\n")[0].as_buffer()
+            for decoder in (_decoder, _decoder_of_any_row):
+                with suppress(ValueError, RecursionError):
+                    lines = decoder.decode_lines(joined)
+                    if len(lines) == len(values):
+                        return lines
     except pa.ArrowException:  # not UTF-8, or longer than 2 GiB
-        return None
-    for decoder in _DECODERS:
-        try:
-            lines = decoder.decode_lines(joined)
-        except (ValueError, RecursionError):
-            continue
-        return lines if len(lines) == len(values) else None
-    return None
+        pass
+    return [_line(value) for value in values.to_pylist()]
+
+
+def _line(value: bytes | None) -> _Line:
+    if value is None:
+        return _UNREAD
+    try:
+        value.decode()
+        return _decoder_of_any_row.decode(value)
+    except (ValueError, RecursionError):
+        return _UNREAD
 
 
 class Columns:
     """The records of a task from one Kafka partition, decoded batch by batch. Not for use by several threads.
 
-    `markers` come with their offsets and times, `rejected` gives the offsets for each reason.
+    `markers` come with their offsets and times, `rejected` gives the offsets for each reason, `unread` the streams that
+    the keys of rejected facts name, with their offsets.
     """
 
     def __init__(self, topic: Topic) -> None:
+        self.topic = topic
         self.incarnations = Incarnations()
         self.markers: list[tuple[wire.Marker, int, int]] = []
         self.rejected: dict[Reason, list[int]] = defaultdict(list)
+        self.unread: list[tuple[str, int]] = []
         self.next_offset = 0
-        self.topic = topic
         self._edges: list[Edges] = []
 
     def add(self, batch: Batch) -> None:
-        count = len(batch.values)
-        edges = Edges(
-            np.zeros(count, np.int64),
-            np.zeros(count, np.uint8),
-            np.zeros(count, np.int64),
-            np.zeros(count, np.int64),
-            batch.offsets,
-            batch.times,
-        )
-        self._fill(edges, batch, 0, count)
-        if edges.kinds.max(initial=0) > ROW:
-            edges = edges.where(edges.kinds <= ROW)
-        self._edges.append(edges)
-        self.next_offset = max(self.next_offset, int(batch.offsets.max(initial=-1)) + 1)
+        """Decode one batch; it must not be empty."""
+        lines = _lines(batch.values) if self.topic is Topic.FACTS else [_UNREAD] * len(batch.values)
+        edges, certain = self._from_lines(lines, batch)
+        for at in np.flatnonzero(~certain).tolist():
+            self._read(edges, batch, at)
+        self._edges.append(edges.where(edges.kinds <= ROW))
+        self.next_offset = max(self.next_offset, int(batch.offsets.max()) + 1)
 
     def edges(self) -> Edges:
         """All edges and batch rows, in the order of their offsets."""
@@ -185,23 +188,8 @@ class Columns:
             return Edges(*(getattr(edges, name)[np.argsort(edges.offsets)] for name in Edges.__slots__))
         return edges
 
-    def _fill(self, edges: Edges, batch: Batch, first: int, stop: int) -> None:
-        lines = _lines(batch.values[first:stop]) if self.topic is Topic.FACTS else None
-        if lines is not None:
-            for at in np.flatnonzero(~self._fill_from(lines, edges, batch.keys[first:stop], first, stop)).tolist():
-                self._fill_one(edges, batch, first + at)
-        elif stop - first <= SMALLEST_PART:
-            for at in range(first, stop):
-                self._fill_one(edges, batch, at)
-        else:
-            step = max(SMALLEST_PART, -(-(stop - first) // PARTS))
-            for part in range(first, stop, step):
-                self._fill(edges, batch, part, min(part + step, stop))
-
-    def _fill_from(
-        self, lines: Sequence[_Line], edges: Edges, keys: pa.BinaryArray, first: int, stop: int
-    ) -> npt.NDArray[np.bool_]:
-        """Fill `first .. stop - 1` from decoded lines; says for which of them that is certain and complete."""
+    def _from_lines(self, lines: Sequence[_Line], batch: Batch) -> tuple[Edges, npt.NDArray[np.bool_]]:
+        """A row for each line, and which of them are certain to be what `wire.read` would make of it."""
         count = len(lines)
         numbers = np.fromiter(self._numbers(lines), np.int64, count)
         kinds = np.frombuffer(bytearray([_CODES[type(line)] for line in lines]), np.uint8)
@@ -212,14 +200,12 @@ class Columns:
         rows = facts & (ids == _BATCH)
         kinds[rows] = ROW
         beyond = ((prevs >= 0) & (prevs < ids)) | ((prevs <= 0) & (prevs > ids))  # never so without a prev
-        right_key = pc.equal(keys, self.incarnations.keys().take(pa.array(numbers)))  # null where a key or name is
-        edges.incarnations[first:stop] = numbers
-        edges.kinds[first:stop] = kinds
-        edges.ids[first:stop] = ids
-        edges.prevs[first:stop] = prevs
+        right_key = pc.equal(
+            batch.keys, self.incarnations.keys().take(pa.array(numbers))
+        )  # null where a key or name is
         right_key = pc.fill_null(right_key, pa.scalar(value=False)).to_numpy(zero_copy_only=False)
-        certain: npt.NDArray[np.bool_] = right_key & (rows | (beyond & (kinds != MARKER)))
-        return certain
+        certain = right_key & (rows | (beyond & (kinds != MARKER)))
+        return Edges(numbers, kinds, prevs, ids, batch.offsets, batch.times), certain
 
     def _numbers(self, lines: Sequence[_Line]) -> list[int]:
         number_of = self.incarnations.number_of
@@ -228,12 +214,14 @@ class Columns:
         except KeyError:
             return list(starmap(self.incarnations.number, ((line.stream, line.writer, line.epoch) for line in lines)))
 
-    def _fill_one(self, edges: Edges, batch: Batch, at: int) -> None:
+    def _read(self, edges: Edges, batch: Batch, at: int) -> None:
+        """Replace row `at` by what `wire.read` says."""
         try:
             record = wire.read(batch.values[at].as_py(), batch.keys[at].as_py(), self.topic)
         except BadRecord as bad:
             edges.kinds[at] = REJECTED
             self.rejected[Reason(bad.reason)].append(int(batch.offsets[at]))
+            self._note_unread(batch.keys[at].as_py(), int(batch.offsets[at]))
             return
         if isinstance(record, wire.Marker):
             edges.kinds[at] = MARKER
@@ -248,3 +236,11 @@ class Columns:
             case wire.Void() | wire.Position():
                 kind = Kind.VOID if isinstance(record, wire.Void) else Kind.POSITION
                 edges.kinds[at], edges.prevs[at], edges.ids[at] = kind, record.prev, record.id
+
+    def _note_unread(self, key: bytes | None, offset: int) -> None:
+        if self.topic is not Topic.FACTS or key is None:
+            return
+        try:
+            self.unread.append((key.decode(), offset))
+        except UnicodeDecodeError:
+            return  # no stream has such a name

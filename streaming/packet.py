@@ -85,11 +85,19 @@ class Rejected(msgspec.Struct, array_like=True, frozen=True):
     offsets: bytes
 
 
+class Unread(msgspec.Struct, array_like=True, frozen=True):
+    """A rejected fact that nobody could read: any writer of the stream that its key names may have sent it."""
+
+    stream: str
+    offset: int
+
+
 class Packet(msgspec.Struct, array_like=True, frozen=True):
     """What one task (an offset range of one Kafka partition) saw of one shard.
 
     `next_offset` is one more than the highest offset that the task read; it is the same in all packets of a task.
-    Rejected records and tasks without any good record travel with the shard `partition % shards`.
+    Rejected records and tasks without any good record travel with the shard `partition % shards`; `unread` tells the
+    streams of those that were rejected unread, at least the first between two markers of a stream.
     """
 
     topic: str
@@ -100,3 +108,4 @@ class Packet(msgspec.Struct, array_like=True, frozen=True):
     rows: list[Rows]
     markers: list[Marker]
     rejected: list[Rejected]
+    unread: list[Unread] = []

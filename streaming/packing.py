@@ -5,6 +5,8 @@ between two of them; and where offsets of a run would be too far apart for the 3
 Loops here are over runs, markers and incarnations; over records only numpy does.
 """
 
+from bisect import bisect
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from operator import itemgetter
@@ -17,7 +19,7 @@ from streaming.columns import ROW, Columns, Edges
 from streaming.incarnations import Incarnation
 from streaming.intervals import Ids
 from streaming.linking import link
-from streaming.packet import Marker, MarkerKind, PackedRun, Packet, Rejected, Rows
+from streaming.packet import Marker, MarkerKind, PackedRun, Packet, Rejected, Rows, Unread
 from streaming.shards import shard_of
 from streaming.wire import Topic
 
@@ -31,7 +33,7 @@ def pack(topic: str, partition: int, columns: Columns, shards: int) -> dict[int,
     def packet_of(shard: int) -> Packet:
         if shard not in packets:
             control = columns.topic is Topic.CONTROL
-            packets[shard] = Packet(topic, partition, control, columns.next_offset, [], [], [], [])
+            packets[shard] = Packet(topic, partition, control, columns.next_offset, [], [], [], [], [])
         return packets[shard]
 
     markers = [_marker(*found) for found in sorted(columns.markers, key=itemgetter(1))]
@@ -53,9 +55,24 @@ def pack(topic: str, partition: int, columns: Columns, shards: int) -> dict[int,
     for reason, offsets in sorted(columns.rejected.items()):
         rejected = Rejected(topic, partition, reason, np.sort(np.array(offsets, "<i8")).tobytes())
         packet_of(partition % shards).rejected.append(rejected)
+    for unread in _unread(columns.unread, markers):
+        packet_of(shard_of(unread.stream, shards)).unread.append(unread)
     if not packets:
         packet_of(partition % shards)
     return packets
+
+
+def _unread(found: list[tuple[str, int]], markers: list[Marker]) -> Iterator[Unread]:
+    """The first between two markers of its stream: further ones would say nothing new."""
+    marks: dict[str, list[int]] = defaultdict(list)
+    for marker in markers:
+        marks[marker.stream].append(marker.offset)
+    told: set[tuple[str, int]] = set()
+    for stream, offset in sorted(found, key=itemgetter(1)):
+        place = stream, bisect(marks[stream], offset)
+        if place not in told:
+            told.add(place)
+            yield Unread(stream, offset)
 
 
 def _marker(record: wire.Marker, offset: int, time: int) -> Marker:

@@ -9,7 +9,7 @@ whatever they hold. IDs keep their sign here.
 
 import re
 from enum import Enum
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
@@ -168,59 +168,72 @@ def _check_range(prev: int, top: int) -> None:
         raise BadRecord(Reason.ID_NOT_BEYOND_PREV, f"id {top} is not beyond prev {prev}")
 
 
-# -- why the decoder refused a value, found out slowly
+# -- why the decoder refused a value, found out step by step
 
 _KINDS: Final = {str(kind.__struct_config__.tag): kind for kind in (Rdata, Void, Position, Join, Retire, Skip)}
-_TEXT: Final = {"stream": str, "writer": str, "by": str | None, "why": str | None}
+_FIELDS: Final = {kind: msgspec.structs.fields(kind) for kind in _KINDS.values()}
 _INTEGER = re.compile(rb"-?[0-9]+")
+
+_any = msgspec.json.Decoder(Raw)
+_object = msgspec.json.Decoder(dict[str, Raw])
+_text = msgspec.json.Decoder(str)
+_id = msgspec.json.Decoder(Id)
+_batch = msgspec.json.Decoder(Literal["batch"])
+_TYPES: Final[dict[str, msgspec.json.Decoder[Any]]] = {
+    "stream": _text,
+    "writer": _text,
+    "row": _any,
+    "unseen": msgspec.json.Decoder(bool),
+    "by": msgspec.json.Decoder(str | None),
+    "why": msgspec.json.Decoder(str | None),
+}
 
 
 def _diagnosis(value: bytes, error: Exception) -> BadRecord:
     try:
         value.decode()
-        msgspec.json.decode(value, type=Raw)
+        _any.decode(value)
     except (ValueError, RecursionError) as problem:
         return BadRecord(Reason.NOT_JSON, str(problem))
     try:
-        fields = {name: bytes(raw) for name, raw in msgspec.json.decode(value, type=dict[str, Raw]).items()}
+        fields = {name: bytes(raw) for name, raw in _object.decode(value).items()}
     except msgspec.ValidationError as problem:
         return BadRecord(Reason.NOT_AN_OBJECT, str(problem))
     if "kind" not in fields:
         return BadRecord(Reason.MISSING_FIELD, "kind is missing")
-    if not _is(fields["kind"], str):
+    if not _takes(_text, fields["kind"]):
         return BadRecord(Reason.WRONG_TYPE, "kind is not a string")
-    kind = _KINDS.get(msgspec.json.decode(fields["kind"], type=str))
+    kind = _KINDS.get(_text.decode(fields["kind"]))
     if kind is None:
-        return BadRecord(Reason.UNKNOWN_KIND, f"kind {fields['kind'].decode()} is none of {', '.join(_KINDS)}")
-    known = msgspec.structs.fields(kind)
-    for field in known:
+        return BadRecord(Reason.UNKNOWN_KIND, f"kind {_shown(fields['kind'])} is none of {', '.join(_KINDS)}")
+    for field in _FIELDS[kind]:
         if field.required and field.name not in fields:
             return BadRecord(Reason.MISSING_FIELD, f"{field.name} is missing")
-    given = {field.name: fields[field.name] for field in known if field.name in fields}
+    given = {field.name: fields[field.name] for field in _FIELDS[kind] if field.name in fields}
     for name, raw in given.items():
-        if not _is_of_right_type(kind, name, raw):
-            return BadRecord(Reason.WRONG_TYPE, f"{name} is {raw[:80].decode(errors='replace')}")
+        if not _is_of_its_type(kind, name, raw):
+            return BadRecord(Reason.WRONG_TYPE, f"{name} is {_shown(raw)}")
     for name, raw in given.items():
-        if _INTEGER.fullmatch(raw) and not _is(raw, Id):
-            return BadRecord(Reason.OUT_OF_64_BITS, f"{name} is {raw[:80].decode()}")
+        if _INTEGER.fullmatch(raw) and not _takes(_id, raw):
+            return BadRecord(Reason.OUT_OF_64_BITS, f"{name} is {_shown(raw)}")
     if given.get("epoch", b"").startswith(b"-"):
-        return BadRecord(Reason.NEGATIVE_EPOCH, f"epoch is {given['epoch'].decode()}")
+        return BadRecord(Reason.NEGATIVE_EPOCH, f"epoch is {_shown(given['epoch'])}")
     return BadRecord(Reason.WRONG_TYPE, str(error))  # a field given twice, wrong the first time
 
 
-def _is_of_right_type(kind: type[Record], name: str, raw: bytes) -> bool:
-    if name == "row":
-        return True
-    if name == "unseen":
-        return _is(raw, bool)
-    if name in _TEXT:
-        return _is(raw, _TEXT[name])
-    return _INTEGER.fullmatch(raw) is not None or (kind is Rdata and name == "id" and _is(raw, Literal["batch"]))
+def _is_of_its_type(kind: type[Record], name: str, raw: bytes) -> bool:
+    if name in _TYPES:
+        return _takes(_TYPES[name], raw)
+    return _INTEGER.fullmatch(raw) is not None or (kind is Rdata and name == "id" and _takes(_batch, raw))
 
 
-def _is(raw: bytes, type_: object) -> bool:
+def _takes(decoder: msgspec.json.Decoder[Any], raw: bytes) -> bool:
     try:
-        msgspec.json.decode(raw, type=type_)
+        decoder.decode(raw)
     except ValueError:
         return False
     return True
+
+
+def _shown(raw: bytes) -> str:
+    return raw[:80].decode(errors="replace")

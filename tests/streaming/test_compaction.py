@@ -273,7 +273,7 @@ def test_packets_go_to_the_shard_of_their_stream() -> None:
 
 def test_a_task_without_a_good_record_still_says_how_far_it_read() -> None:
     """Offsets of nothing but garbage are progress too."""
-    log = [replace(each, partition=7) for each in [Message(b"?", b"events", 41), Message(None, None, 42)]]
+    log = [replace(each, partition=7) for each in [Message(b"?", None, 41), Message(None, None, 42)]]
     ((shard, packet),) = packets(log)
     assert (shard, packet.partition, packet.next_offset) == (7 % SHARDS, 7, 43)
     assert [(rejected.reason, rejected.partition) for rejected in packet.rejected] == [(Reason.NOT_JSON, 7)]
