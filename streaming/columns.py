@@ -126,11 +126,11 @@ _decoder: Final[msgspec.json.Decoder[_Line]] = msgspec.json.Decoder(_Fact | _Voi
 _decoder_of_any_row: Final[msgspec.json.Decoder[_Line]] = msgspec.json.Decoder(
     _AnyFact | _Void | _Position | _Join | _Retire
 )
-_UNREAD: Final = _Retire(stream="", writer="", id=0)  # in the place of a record that only `wire.read` can judge
+_UNDECIDED: Final = _Retire(stream="", writer="", id=0)  # in the place of a record that only `wire.read` can judge
 
 
 def _lines(values: pa.BinaryArray) -> Sequence[_Line]:
-    """For each of `values` the record in it, or `_UNREAD`."""
+    """For each of `values` the record in it, or `_UNDECIDED`."""
     try:
         values.cast(pa.string())  # the decoders do not look for UTF-8 in what they pass over
         if not values.null_count and pc.all(pc.and_(pc.starts_with(values, b"{"), pc.ends_with(values, b"}"))).as_py():
@@ -148,12 +148,12 @@ def _lines(values: pa.BinaryArray) -> Sequence[_Line]:
 
 def _line(value: bytes | None) -> _Line:
     if value is None:
-        return _UNREAD
+        return _UNDECIDED
     try:
         value.decode()
         return _decoder_of_any_row.decode(value)
     except (ValueError, RecursionError):
-        return _UNREAD
+        return _UNDECIDED
 
 
 class Columns:
@@ -174,7 +174,7 @@ class Columns:
 
     def add(self, batch: Batch) -> None:
         """Decode one batch; it must not be empty."""
-        lines = _lines(batch.values) if self.topic is Topic.FACTS else [_UNREAD] * len(batch.values)
+        lines = _lines(batch.values) if self.topic is Topic.FACTS else [_UNDECIDED] * len(batch.values)
         edges, certain = self._from_lines(lines, batch)
         for at in np.flatnonzero(~certain).tolist():
             self._read(edges, batch, at)
@@ -200,10 +200,8 @@ class Columns:
         rows = facts & (ids == _BATCH)
         kinds[rows] = ROW
         beyond = ((prevs >= 0) & (prevs < ids)) | ((prevs <= 0) & (prevs > ids))  # never so without a prev
-        right_key = pc.equal(
-            batch.keys, self.incarnations.keys().take(pa.array(numbers))
-        )  # null where a key or name is
-        right_key = pc.fill_null(right_key, pa.scalar(value=False)).to_numpy(zero_copy_only=False)
+        expected = self.incarnations.keys().take(pa.array(numbers))
+        right_key = pc.fill_null(pc.equal(batch.keys, expected), pa.scalar(value=False)).to_numpy(zero_copy_only=False)
         certain = right_key & (rows | (beyond & (kinds != MARKER)))
         return Edges(numbers, kinds, prevs, ids, batch.offsets, batch.times), certain
 
