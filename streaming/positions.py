@@ -16,11 +16,11 @@ from operator import attrgetter
 import numpy as np
 
 from streaming.bounds import Bounds
-from streaming.chain import NOTHING, NOWHERE, Chain, How
-from streaming.changes import Changes, LateRange, Regress
+from streaming.chain import NOWHERE, Chain
+from streaming.changes import Changes, LateRange
 from streaming.epochs import begin, settle
 from streaming.feed import Feed
-from streaming.intervals import EMPTY, Ids, Intervals
+from streaming.intervals import Ids
 from streaming.line import Line
 from streaming.reasons import Reason
 from streaming.runs import Run
@@ -40,11 +40,11 @@ class Stream:
     writers: dict[str, Writer] = field(default_factory=dict)
     held: dict[Incarnation, Held] = field(default_factory=dict)
 
-    def faces(self, backward: bool | None) -> bool:
+    def faces(self, backward: bool | None) -> bool:  # noqa: FBT001 - the sign of an ID, None of 0
         """Whether an ID of that sign may stand here: a stream never mixes signs (DESIGN 3)."""
         return backward is None or self.direction == 0 or backward == (self.direction < 0)
 
-    def face(self, backward: bool | None) -> None:
+    def face(self, backward: bool | None) -> None:  # noqa: FBT001 - as above
         """A record was accepted whose ID has that sign; the first signed one decides for ever."""
         if self.direction == 0 and backward is not None:
             self.direction = -1 if backward else 1
@@ -64,7 +64,7 @@ class Stream:
         self._settle_line()
 
     def join(self, mark: Mark, changes: Changes) -> Reason | None:
-        """A new epoch begins: all of the writer's IDs up to `mark.id` are complete. Gives why it is refused, or None."""
+        """A new epoch begins: all of the writer's IDs up to `mark.id` are complete. Gives why not, or None."""
         writer = self.writers.get(mark.writer)
         if writer is not None and mark.epoch <= writer.epoch:
             if mark.epoch < writer.epoch:

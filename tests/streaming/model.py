@@ -47,7 +47,7 @@ class Incarnated:
         return at
 
     def come_again(self, prev: int, id: int) -> None:
-        """An edge of the epoch that goes through IDs again; edges that contradict what came before count for nothing."""
+        """An edge of the epoch that goes through IDs again; one that contradicts an earlier one counts for nothing."""
         ids = range(prev + 1, id + 1)
         if self.floor is not None and prev >= self.floor and not any(at in self.again for at in ids):
             self.again.update(ids)

@@ -42,7 +42,7 @@ def evidence(done: list[StreamEffects]) -> list[tuple[str, int, int, int, int]]:
 
 
 def test_a_join_after_an_unreadable_record_leaves_its_range_unseen() -> None:
-    """Rule 5: the record is in the dead letters; readers are told to look at the table, once, and not that it is empty."""
+    """Rule 5: the record is a dead letter; readers are told to look at the table, once, not that there is nothing."""
     shard = Shard()
     feed(shard, join(1, 2))
     assert evidence(feed(shard, b'{"kind":"RDATA","stream":"ev', join(2, 5))) == [("a", 2, 5, 0, 3)]
