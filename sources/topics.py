@@ -14,7 +14,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetS
 from sources.kafka import KafkaConnection
 from sources.start import Partition, Topic
 from sources.trouble import Complaints, tidemark_error
-from streaming.errors import TopicMissing
+from streaming.errors import TopicMissing, Unavailable
 
 _DAY_MS = 24 * 3600 * 1000
 
@@ -51,11 +51,15 @@ class Topics:
     """
 
     def __init__(self, connection: KafkaConnection, patience: float = 10.0) -> None:
+        self._connection = connection
         self._where = connection.bootstrap
         self._patience = patience
         self._complaints = Complaints(connection.bootstrap)
+        self._admin = self._connected()
+
+    def _connected(self) -> AdminClient:
         try:
-            self._admin = AdminClient({**connection.client(), "error_cb": self._complaints})
+            return AdminClient({**self._connection.client(), "error_cb": self._complaints})
         except KafkaException as error:
             raise tidemark_error(error.args[0], self._where) from error
 
@@ -138,10 +142,22 @@ class Topics:
     def _offsets(self, partitions: list[TopicPartition], spec: OffsetSpec) -> dict[tuple[str, int], int]:
         request = dict.fromkeys(partitions, spec)
         answers = self._ask(lambda patience: self._admin.list_offsets(request, request_timeout=patience))
-        return {(partition.topic, partition.partition): answer.offset for partition, answer in answers.items()}
+        offsets = {(partition.topic, partition.partition): answer.offset for partition, answer in answers.items()}
+        if min(offsets.values(), default=0) < 0:  # how librdkafka answers for a broker that is away
+            self._admin = self._connected()
+            raise Unavailable("Kafka", self._where, "it gives no offsets")
+        return offsets
 
     def _ask(self, request: Callable[[float], Mapping[Any, Any]], expected: int | None = None) -> dict[Any, Any]:
         """Send a request and wait for all its answers; an error of the code `expected` is an answer too."""
+        try:
+            return self._answers(request, expected)
+        except Unavailable:
+            # A client that has seen its brokers go asks with stale knowledge of them for minutes after they came back.
+            self._admin = self._connected()
+            raise
+
+    def _answers(self, request: Callable[[float], Mapping[Any, Any]], expected: int | None) -> dict[Any, Any]:
         self._complaints.forget()
         try:
             futures = request(self._patience)
