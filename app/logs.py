@@ -11,6 +11,9 @@ from app.settings import Settings
 
 def configure(settings: Settings) -> None:
     """Call once per process, before the first line is logged."""
+    # What these libraries complain of reaches us as an exception too, and is told by who handles that.
+    for library in ("psycopg", "py4j"):
+        logging.getLogger(library).setLevel(logging.CRITICAL)
     common: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,

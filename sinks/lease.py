@@ -110,13 +110,18 @@ class Lease:
 
     def _renew_until_closed(self) -> None:
         pause = 0.0
+        failing = False
         while not self._closing.wait(pause) and not self.lost.is_set():
             try:
                 self._renew()
-                pause = self._terms.ttl / 3
             except TidemarkError as problem:
-                log.warning("Could not renew the lease; trying again", token=self.token, problem=str(problem))
-                pause = 0.5
+                if not failing:  # once, not at every attempt
+                    log.warning("Could not renew the lease; trying again", token=self.token, problem=str(problem))
+                failing, pause = True, 0.5
+            else:
+                if failing and not self.lost.is_set():
+                    log.info("Renewed the lease again", token=self.token)
+                failing, pause = False, self._terms.ttl / 3
 
     def _renew(self) -> None:
         with self._database.session() as connection:
