@@ -22,7 +22,7 @@ def wait_out(step: Callable[[], T], stopping: threading.Event) -> T:
     """Call `step` until it does not raise `Unavailable`; every other error passes.
 
     Pauses grow from 0.1 s to 5 s. Logs what is waited for at once, then every 10 s, and when it is over. Raises
-    `Stopping` as soon as `stopping` is set during a pause. (stamina would back off the same way, but sleeps deaf.)
+    `Stopping` as soon as `stopping` is set during a pause.
     """
     began = time.monotonic()
     said = began - SAY_EVERY

@@ -45,8 +45,7 @@ class Feed:
         prevs = run.prevs
         standing = np.full(len(run), _CLEAR)
         for low, high in late:
-            first = int(np.searchsorted(run.ids, low, side="right"))
-            stop = int(np.searchsorted(prevs, high, side="left"))
+            first, stop = run.overlapping(low, high)
             if first >= stop:
                 continue
             inside = (prevs[first:stop] >= low) & (run.ids[first:stop] <= high)
@@ -66,12 +65,13 @@ class Feed:
         prevs = run.prevs
         standing = np.full(len(run), _NEW)
         for low, high in covered:
-            first = int(np.searchsorted(run.ids, low, side="right"))
-            stop = int(np.searchsorted(prevs, high, side="left"))
+            first, stop = run.overlapping(low, high)
+            if first >= stop:
+                continue
             standing[first:stop] = np.maximum(standing[first:stop], _DUPLICATE)
-            if first < stop and prevs[first] < low:
+            if prevs[first] < low:
                 standing[first] = _CONFLICT
-            if first < stop and run.ids[stop - 1] > high:
+            if run.ids[stop - 1] > high:
                 standing[stop - 1] = _CONFLICT
         for part in run.parts(standing == _NEW):
             yield from self._settle(part)

@@ -57,6 +57,13 @@ class Run:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def overlapping(self, low: int, high: int) -> tuple[int, int]:
+        """The edges `first .. stop - 1` that overlap `(low, high]`; none where `first >= stop`."""
+        if self.start >= high:
+            return 0, 0
+        stop = min(int(np.searchsorted(self.ids, high, side="left")) + 1, len(self.ids))
+        return int(np.searchsorted(self.ids, low, side="right")), stop
+
     def part(self, first: int, stop: int) -> "Run":
         """The edges `first .. stop - 1`."""
         if first == 0 and stop == len(self.ids):
