@@ -92,6 +92,8 @@ def _give_up(postgres: Postgres, read: dict[str, Topic], offsets: Offsets, accep
         # Each stream may live in another partition now: the first record after this says which.
         postgres.replace_states({stream: state.homeless(stored) for stream, stored in postgres.states().items()})
     if "loss" in accept:
+        # The lost records may have been facts: what the writers settle next was not proven empty (DESIGN 2, rule 1).
+        postgres.replace_states({stream: state.doubtful(stored) for stream, stored in postgres.states().items()})
         postgres.set_offsets(_absolute(read, offsets))
 
 

@@ -175,3 +175,10 @@ def homeless(data: bytes) -> bytes:
     stream = decode(data)
     stream.home = None
     return encode(stream)
+
+
+def doubtful(data: bytes) -> bytes:
+    """The same state for a stream of which records may have gone before they were read."""
+    stream = decode(data)
+    stream.doubt()
+    return encode(stream)
