@@ -24,3 +24,26 @@ def test_a_kill_between_any_two_steps_of_a_batch_leaves_no_trace(site: Site) -> 
     site.start()
     site.shows(play)
     as_undisturbed(site)
+
+
+def test_spark_may_lose_its_workers_but_not_its_jvm(site: Site) -> None:
+    """Without its Python workers the query begins again; without its JVM the process ends with code 1, in one line
+    that says so, and the next one goes on where it was."""
+    play = Play(site, seed=8, cast=Cast(streams=2, writers=2, rate=100.0))
+    running = site.start()
+    play.until(3.0)
+    site.shows(play)
+    children = running.process.children(recursive=True)
+    workers = [process for process in children if "pyspark.daemon" in " ".join(process.cmdline())]
+    for process in workers:
+        process.kill()
+    play.until(6.0)
+    site.shows(play)
+    (jvm,) = (process for process in children if "org.apache.spark.deploy.SparkSubmit" in process.cmdline())
+    jvm.kill()
+    assert running.ends() == 1
+    assert running.log().splitlines()[-1].startswith("Error: Spark's JVM is gone: it ended with code -9")
+    play.end()
+    site.start()
+    site.shows(play)
+    as_undisturbed(site)

@@ -1,0 +1,105 @@
+"""When a checkpoint can be gone on with, and what becomes of it when not. Files as Spark would leave them."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from streaming.checkpoint import KEPT_ASIDE, Applied, Checkpoint, Seed, locked
+from streaming.errors import Stopping
+
+STATES = {3: b"state"}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    return Checkpoint(tmp_path / "checkpoint")
+
+
+def begun(checkpoint: Checkpoint, after: Applied | None = None) -> Seed:
+    return checkpoint.begin(after, 16, STATES)
+
+
+def leave(checkpoint: Checkpoint, planned: int, done: int | None) -> None:
+    """What Spark writes: batch `planned` was begun, batch `done` was finished."""
+    for kind, number in (("offsets", planned), ("commits", done)):
+        folder = checkpoint.path / kind
+        folder.mkdir(exist_ok=True)
+        if number is not None:
+            (folder / str(number)).touch()
+
+
+def test_a_new_checkpoint_holds_nothing_to_go_on_with(checkpoint: Checkpoint) -> None:
+    """Neither where there is no folder, nor where no batch was ever planned: both begin anew, unsaid."""
+    assert checkpoint.resume(None) is None
+    begun(checkpoint)
+    assert checkpoint.resume(None) is None
+    assert checkpoint.path.exists()
+
+
+@pytest.mark.parametrize("applied", [6, 7])
+def test_it_is_gone_on_with_where_postgres_stands_at_its_last_or_next_batch(
+    checkpoint: Checkpoint, applied: int
+) -> None:
+    """Spark finished 6 and planned 7; Postgres has 6, or 7 too: the seed is that of the beginning, states and all."""
+    seed = begun(checkpoint)
+    leave(checkpoint, planned=7, done=6)
+    assert checkpoint.resume(Applied(seed.lineage, applied)) == seed
+    assert seed.states == STATES
+
+
+def test_its_first_batch_may_be_replayed_before_postgres_has_any(checkpoint: Checkpoint) -> None:
+    """Killed in batch 0: Postgres still stands where the line of batches began."""
+    before = Applied("earlier", 41)
+    seed = begun(checkpoint, before)
+    leave(checkpoint, planned=0, done=None)
+    assert checkpoint.resume(before) == seed
+    assert checkpoint.resume(Applied(seed.lineage, 0)) == seed
+
+
+@pytest.mark.parametrize("applied", [None, Applied("another", 6), 5, 8])
+def test_it_is_set_aside_where_postgres_stands_elsewhere(checkpoint: Checkpoint, applied: Applied | int | None) -> None:
+    """A restored database (behind), an older checkpoint (ahead), a foreign one: kept beside, and not gone on with."""
+    seed = begun(checkpoint)
+    leave(checkpoint, planned=7, done=6)
+    stands = Applied(seed.lineage, applied) if isinstance(applied, int) else applied
+    assert checkpoint.resume(stands) is None
+    assert not checkpoint.path.exists()
+    (aside,) = checkpoint.path.parent.glob("checkpoint.aside-*")
+    assert (aside / "seed").exists()
+
+
+def test_it_is_set_aside_without_a_seed(checkpoint: Checkpoint) -> None:
+    """What its states began with is not known, so no replay of its batch could be the same."""
+    begun(checkpoint)
+    leave(checkpoint, planned=7, done=6)
+    (checkpoint.path / "seed").write_bytes(b"torn")
+    assert checkpoint.resume(None) is None
+    assert not checkpoint.path.exists()
+
+
+def test_few_are_kept_aside(checkpoint: Checkpoint) -> None:
+    """The oldest goes when there are too many: a loop of restarts does not fill the disk."""
+    for _ in range(KEPT_ASIDE + 2):
+        begun(checkpoint)
+        checkpoint.discard("a test")
+    assert len(list(checkpoint.path.parent.glob("checkpoint.aside-*"))) == KEPT_ASIDE
+
+
+def test_its_shards_are_known_once_a_batch_was_planned(checkpoint: Checkpoint) -> None:
+    """Before that it may be begun again with any number."""
+    begun(checkpoint)
+    assert checkpoint.shards() is None
+    leave(checkpoint, planned=0, done=None)
+    assert checkpoint.shards() == 16
+
+
+def test_two_processes_do_not_share_it(checkpoint: Checkpoint) -> None:
+    """The lock is waited for until the process is told to stop, and free again when its holder leaves."""
+    stopping = threading.Event()
+    with locked(checkpoint.path, stopping):
+        threading.Timer(0.1, stopping.set).start()
+        with pytest.raises(Stopping), locked(checkpoint.path, stopping):
+            pass
+    with locked(checkpoint.path, threading.Event()):
+        pass
