@@ -6,6 +6,7 @@ Postgres, Redis and Kafka. A process dies for real.
 
 import itertools
 import os
+import re
 import signal
 import sys
 import threading
@@ -43,6 +44,7 @@ ROOT = Path(__file__).parents[1]
 PARTITIONS = 4
 PATIENCE = 90.0  # seconds; what takes this long on a busy machine will not come
 
+_OURS = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z \[(debug|info|warning|error) *\] |Error: ")
 _numbers = itertools.count(1)
 
 
@@ -135,24 +137,24 @@ class Running:
         for process in (*self._alive(), self.process):
             process.resume()
 
+    def alone(self) -> bool:
+        """Whether none of its children is left."""
+        return not any(self._alive())
+
     def leave(self) -> None:
         """End whatever is left of it."""
         self._look_after()
-        if self.process.poll() is None:
-            self.thaw()
-            self.process.kill()
-            self.process.wait()
-        # A JVM ends by itself once its driver is gone; one that does not must not disturb the next test.
-        _, alive = psutil.wait_procs(list(self._alive()), timeout=10)
-        for process in alive:
-            process.kill()
+        for process in (self.process, *self._alive()):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
 
     def _look_after(self) -> None:
         if self.process.poll() is None:
             self._family.update(self.process.children(recursive=True))
 
     def _alive(self) -> Iterator[psutil.Process]:
-        return (process for process in self._family if process.is_running())
+        return (process for process in self._family if process.is_running() and process.status() != "zombie")
 
 
 @dataclass(frozen=True)
@@ -234,8 +236,11 @@ class Site:
         return self._started[-1]
 
     def leave(self) -> None:
+        """End all that was started. Fails where a log holds anything but lines of ours: a person is to read it."""
         for running in self._started:
             running.leave()
+        strange = [line for running in self._started for line in running.log().splitlines() if not _OURS.match(line)]
+        assert not strange, "\n".join(strange[:20])
 
     def sql(self, query: sql.SQL | str, *parameters: object) -> list[tuple[object, ...]]:
         with psycopg.connect(self.dsn, autocommit=True) as connection:
@@ -393,8 +398,6 @@ def made_site(kafka: Kafka, postgres: Postgres, server: Redis, jars: Path, home:
         yield site
     finally:
         site.leave()
-        with psycopg.connect(postgres.dsn("postgres"), autocommit=True) as connection:
-            connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
 
 
 @pytest.fixture

@@ -40,6 +40,7 @@ def test_one_publishes_and_the_other_takes_over(site: Site) -> None:
         play.end()
         site.shows(play)
         assert time.monotonic() - killed < 30.0
+        assert second.alone(), "its JVM outlived it"
     assert watcher.looks
     assert not watcher.wrong
     as_undisturbed(site)

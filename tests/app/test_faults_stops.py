@@ -27,21 +27,22 @@ def fact(id: int, prev: int, epoch: int = 1) -> Record:
 
 
 def wrong(url: str) -> str:
-    """The same address with another password."""
-    return re.sub(r"://(\w*):?[^@/]*@|://(?=[^@]*$)", r"://\1:wrong@", url)
+    """The same address with a login that nobody has."""
+    return re.sub(r"://([^@]*@)?", "://nobody:wrong@", url)
 
 
 def compacted(site: Site) -> dict[str, object]:
     policy = ConfigEntry("cleanup.policy", "compact", incremental_operation=AlterConfigOpType.SET)
     resource = ConfigResource(ConfigResource.Type.TOPIC, site.facts, incremental_configs=[policy])
-    admin(site).incremental_alter_configs([resource])[resource].result(30)
+    kafka = admin(site)
+    kafka.incremental_alter_configs([resource])[resource].result(30)
     return {}
 
 
 def schema(difference: int) -> Callable[[Site], dict[str, object]]:
     def change(site: Site) -> dict[str, object]:
-        site.sql("update tidemark.schema_version set version = version + %s where version = %s", difference, WANTED)
-        site.sql("delete from tidemark.schema_version where version < %s", WANTED + difference)
+        site.sql("delete from tidemark.schema_version where version > %s", WANTED + difference)
+        site.sql("update tidemark.schema_version set version = %s where version = %s", WANTED + difference, WANTED)
         return {}
 
     return change
@@ -117,7 +118,8 @@ def test_each_disagreement_stops_until_it_is_accepted_and_is_then_mended(site: S
 
     site.send(*(fact(id, id - 1) for id in range(6, 9)))
     partition, end = next(iter(ends(site)))
-    for future in admin(site).delete_records([TopicPartition(site.facts, partition, end)]).values():
+    kafka = admin(site)
+    for future in kafka.delete_records([TopicPartition(site.facts, partition, end)]).values():
         future.result(30)
     site.send(fact(9, 8))
     refuses(site, f"{site.facts}[{partition}]", f"begins at {end}", "--accept loss")
@@ -129,7 +131,7 @@ def test_each_disagreement_stops_until_it_is_accepted_and_is_then_mended(site: S
     site.reaches("orders", shop=9, linear=9)
     assert site.sql("select facts, empty, unseen from tidemark.position_advances where id = 9") == [(1, 0, 3)]
 
-    admin(site).create_partitions([NewPartitions(site.facts, PARTITIONS + 1)])[site.facts].result(30)
+    kafka.create_partitions([NewPartitions(site.facts, PARTITIONS + 1)])[site.facts].result(30)
     producer = Producer(site.kafka.producer())
     producer.produce(site.facts, partition=PARTITIONS, key=b"orders", value=encode(fact(10, 9, epoch=2)))
     assert producer.flush(30) == 0

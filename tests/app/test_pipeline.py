@@ -133,10 +133,3 @@ def test_a_second_process_on_one_checkpoint_waits_and_leaves_when_told(shared: S
     second = shared.start()
     second.says("Waiting for another process to leave the checkpoint")
     second.terminate()
-
-
-def test_the_log_is_readable(shared: Site) -> None:
-    """Nothing but lines of our own, in which Spark's voice is marked as such: no stack trace, no foreign format."""
-    log = shared.latest.log()
-    assert all(line[:2] == "20" and "[" in line for line in log.splitlines()), log
-    assert "Traceback" not in log
