@@ -28,6 +28,8 @@ from streaming.bounds import Bounds
 from streaming.errors import BadSetting
 
 PREFIX = "TIDEMARK_"
+# Written to `stack.env` for people and their programs; read by none of ours.
+FOR_OTHERS = {f"{PREFIX}METRICS_URL"}
 _HOME = Path("~/.cache/tidemark").expanduser()
 
 
@@ -248,7 +250,7 @@ def origin_of(name: str) -> str:
 
 def unknown_variables() -> list[str]:
     """`TIDEMARK_...` variables that are no setting: a typing error, or another part of the system."""
-    known = {variable_of(name) for name in Settings.model_fields}
+    known = FOR_OTHERS | {variable_of(name) for name in Settings.model_fields}
     known |= {f"{variable_of(name)}_FILE" for name, field in Settings.model_fields.items() if is_secret(field)}
     return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
 
