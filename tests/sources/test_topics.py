@@ -1,5 +1,7 @@
 """What a real broker says of topics, and what it says when it does not let us in."""
 
+import time
+
 import pytest
 from confluent_kafka import Producer, TopicCollection
 from confluent_kafka.admin import AdminClient, NewTopic
@@ -81,6 +83,35 @@ def test_a_broker_that_is_away_is_waited_for() -> None:
     topics = Topics(KafkaConnection(f"127.0.0.1:{free_port()}"), patience=1)
     with pytest.raises(Unavailable, match="refused"):
         topics.describe(["any"])
+
+
+def test_a_broker_that_came_back_is_asked_as_if_it_had_never_gone(
+    kafka: Kafka, connection: KafkaConnection, prefix: str
+) -> None:
+    """While it is away no offset is made up; once it answers, its offsets are known at once and not minutes later."""
+    topics = Topics(connection, patience=2)
+    topics.create_missing([TopicPlan(prefix, 2, 1000)])
+    assert _eventual_heads(topics, prefix) == {(prefix, 0): 0, (prefix, 1): 0}
+    kafka.stop()
+    try:
+        for _ in range(2):
+            with pytest.raises(Unavailable):
+                topics.heads({prefix: 2})
+    finally:
+        kafka.start()
+    assert _eventual_heads(topics, prefix) == {(prefix, 0): 0, (prefix, 1): 0}
+
+
+def _eventual_heads(topics: Topics, name: str) -> dict[tuple[str, int], int]:
+    """A broker needs a moment before it leads its partitions."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return topics.heads({name: 2})
+        except Unavailable:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def test_a_refused_login_needs_a_person_and_is_told_at_once(kafka: Kafka) -> None:
