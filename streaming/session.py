@@ -79,4 +79,11 @@ def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
     """The session in a JVM that was started with `conf`."""
     # Workers must run this interpreter: another would lack our packages.
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
-    return SparkSession(SparkContext(conf=conf, gateway=jvm.gateway))
+    context = SparkContext(conf=conf, gateway=jvm.gateway)
+    # Its one client is the JVM: when that dies it would print a stack trace about it.
+    context._accumulatorServer.handle_error = _say_nothing
+    return SparkSession(context)
+
+
+def _say_nothing(*_: object) -> None:
+    pass
