@@ -127,15 +127,9 @@ class Running:
         self.process.kill()
         self.process.wait()
 
-    def freeze(self) -> None:
-        """SIGSTOP to all of its processes: a machine that stands still."""
-        self._look_after()
-        for process in (self.process, *self._alive()):
-            process.suspend()
-
-    def thaw(self) -> None:
-        for process in (*self._alive(), self.process):
-            process.resume()
+    def stopped(self) -> bool:
+        """Whether SIGSTOP holds the driver."""
+        return bool(self.process.status() == psutil.STATUS_STOPPED)
 
     def alone(self) -> bool:
         """Whether none of its children is left."""
@@ -154,7 +148,9 @@ class Running:
             self._family.update(self.process.children(recursive=True))
 
     def _alive(self) -> Iterator[psutil.Process]:
-        return (process for process in self._family if process.is_running() and process.status() != "zombie")
+        return (
+            process for process in self._family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        )
 
 
 @dataclass(frozen=True)
@@ -287,17 +283,17 @@ class Site:
             found, lambda: f"{stream} at {wanted}, it is at {self.positions(stream)}\n{self._last_log()}", seconds
         )
 
+    def lacks(self, play: "Play") -> list[str]:
+        """Where Redis differs from the truth of the play."""
+        with play.truth() as streams:
+            try:
+                return differences(streams, RedisReader(self.redis_url).read(stream.name for stream in streams))
+            except Unavailable as problem:
+                return [str(problem)]
+
     def shows(self, play: "Play") -> None:
         """Wait until Redis has exactly the truth of the play."""
-        reader = RedisReader(self.redis_url)
-        differ = ["nothing was read"]
-
-        def found() -> bool:
-            with play.truth() as streams, suppress(Unavailable):
-                differ[:] = differences(streams, reader.read(stream.name for stream in streams))
-            return not differ
-
-        eventually(found, lambda: f"Redis has the truth: {'; '.join(differ)}\n{self._last_log()}")
+        eventually(lambda: not self.lacks(play), lambda: f"Redis has the truth: {self.lacks(play)}\n{self._last_log()}")
 
     def _last_log(self) -> str:
         return self.latest.log() if self._started else ""

@@ -1,8 +1,8 @@
-"""The pipeline, but it kills itself with SIGKILL just before one step of one batch: for tests of what a crash leaves.
+"""The pipeline, but it sends itself a signal just before one step of one batch: for tests of crashes and of stalls.
 
-    python -m tests.app.killers STEP BATCH pipeline ...
+    python -m tests.app.killers SIGKILL commit 3 pipeline ...
 
-STEP is `commit`, `show` or `bury` of `sinks.publisher.Publisher`. BATCH counts from 1 in the life of this process.
+The step is `commit`, `show` or `bury` of `sinks.publisher.Publisher`; the batch counts from 1 in this process.
 """
 
 import itertools
@@ -15,20 +15,23 @@ from app.cli import main
 from sinks.publisher import Publisher
 
 
-def die_before(step: str, batch: int) -> None:
-    """Replace `step` by one that works until it is called for the time that is named `batch`."""
+def strike(number: signal.Signals, step: str, batch: int) -> None:
+    """Replace `step` by one that does the same, but raises the signal first when it is called for the `batch`th time.
+
+    What the signal leaves alive goes on with the step.
+    """
     proper = getattr(Publisher, step)
     calls = itertools.count(1)
 
-    def deadly(self: Publisher, *arguments: Any) -> Any:
+    def struck(self: Publisher, *arguments: Any) -> Any:
         if next(calls) == batch:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
         return proper(self, *arguments)
 
-    setattr(Publisher, step, deadly)
+    setattr(Publisher, step, struck)
 
 
 if __name__ == "__main__":
-    _, step, batch, *arguments = sys.argv
-    die_before(step, int(batch))
+    _, name, step, batch, *arguments = sys.argv
+    strike(signal.Signals[name], step, int(batch))
     main(arguments)

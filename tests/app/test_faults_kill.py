@@ -19,7 +19,7 @@ def test_a_kill_between_any_two_steps_of_a_batch_leaves_no_trace(site: Site) -> 
     play.until(15.0)
     play.end()
     for step in ("commit", "show", "bury"):
-        doomed = site.start(module=("tests.app.killers", step, "3"), max_records_per_batch=FEW)
+        doomed = site.start(module=("tests.app.killers", "SIGKILL", step, "3"), max_records_per_batch=FEW)
         assert doomed.ends() == -9, doomed.log()
     site.start()
     site.shows(play)
@@ -33,13 +33,11 @@ def test_spark_may_lose_its_workers_but_not_its_jvm(site: Site) -> None:
     running = site.start()
     play.until(3.0)
     site.shows(play)
-    children = running.process.children(recursive=True)
-    workers = [process for process in children if "pyspark.daemon" in " ".join(process.cmdline())]
-    for process in workers:
-        process.kill()
+    (jvm,) = running.process.children()
+    for worker in jvm.children(recursive=True):
+        worker.kill()
     play.until(6.0)
     site.shows(play)
-    (jvm,) = (process for process in children if "org.apache.spark.deploy.SparkSubmit" in process.cmdline())
     jvm.kill()
     assert running.ends() == 1
     assert running.log().splitlines()[-1].startswith("Error: Spark's JVM is gone: it ended with code -9")

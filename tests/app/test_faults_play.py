@@ -70,6 +70,7 @@ def test_positions_survive_everything_at_once(site: Site, postgres: Postgres) ->
             time.sleep(0.1)
         play.end()
         site.shows(play)
+    assert not faults
     assert watcher.looks, f"seed {seed}"
     assert not watcher.wrong, f"seed {seed}"
     settled(site)
