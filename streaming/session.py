@@ -81,7 +81,7 @@ def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     context = SparkContext(conf=conf, gateway=jvm.gateway)
     # Its one client is the JVM: when that dies it would print a stack trace about it.
-    context._accumulatorServer.handle_error = _say_nothing
+    context._accumulatorServer.handle_error = _say_nothing  # type: ignore[method-assign, assignment]
     return SparkSession(context)
 
 
