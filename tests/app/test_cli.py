@@ -55,7 +55,9 @@ def test_status_of_an_unprepared_database_says_what_to_run(database: str) -> Non
 def test_ctrl_c_ends_without_a_stack_trace() -> None:
     """Ctrl-C is no error: exit code 130, as shells have it, and nothing of Python's on the screen."""
     wait = "lambda: (print('here', flush=True), time.sleep(60))"
-    program = f"import time; from app import cli; cli.main.command('wait')({wait}); cli.main(['wait'])"
+    # A shell starts its background jobs deaf to Ctrl-C, and this test may run in one.
+    hear = "signal.signal(signal.SIGINT, signal.default_int_handler)"
+    program = f"import signal, time; {hear}; from app import cli; cli.main.command('wait')({wait}); cli.main(['wait'])"
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
