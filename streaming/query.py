@@ -10,7 +10,8 @@ from functools import cache, partial
 
 import msgspec
 import pandas as pd
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql.functions import col, when
 from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 
 from streaming import effects
@@ -70,7 +71,7 @@ def positions(
     `records` has the columns of Spark's Kafka source; `facts` and `control` name the two topics.
     """
     return (
-        records.select("topic", "partition", "offset", "timestamp", "key", "value")
+        records.select(_origin(control), "offset", "timestamp", "key", "value")
         .mapInArrow(compactor(shards, facts, control), PACKETS)
         .groupBy("shard")
         .applyInPandasWithState(
@@ -81,6 +82,11 @@ def positions(
             timeoutConf=GroupStateTimeout.NoTimeout,
         )
     )
+
+
+def _origin(control: str) -> Column:
+    """`streaming.compaction.origin_of` in Spark's terms."""
+    return when(col("topic") == control, -1 - col("partition")).otherwise(col("partition")).alias("origin")
 
 
 def source(spark: SparkSession, options: dict[str, str]) -> DataFrame:

@@ -18,10 +18,11 @@ from sources.kafka import KafkaConnection
 from sources.topics import Topics
 from streaming.advance import advance
 from streaming.bounds import Bounds
-from streaming.compaction import compactor
+from streaming.compaction import compactor, origin_of
 from streaming.effects import ShardEffects
 from streaming.errors import Unavailable
 from streaming.packet import Packet
+from streaming.wire import Topic
 from tests.fix_pipeline import PARTITIONS, Play, Site
 
 
@@ -108,12 +109,15 @@ def history(site: Site) -> Chains:
     return chains
 
 
+def _origin(site: Site, record: Message) -> int:
+    return origin_of(Topic.FACTS if record.topic() == site.facts else Topic.CONTROL, record.partition())
+
+
 def undisturbed(site: Site) -> ShardEffects:
     """What one batch over everything in Kafka comes to; streams are in the order of their names."""
     records = [*read(site.kafka, site.facts, PARTITIONS), *read(site.kafka, site.control, 1)]
     columns = {
-        "topic": pa.array([record.topic() for record in records]),
-        "partition": pa.array([record.partition() for record in records], pa.int32()),
+        "origin": pa.array([_origin(site, record) for record in records], pa.int32()),
         "offset": pa.array([record.offset() for record in records], pa.int64()),
         "timestamp": pa.array([record.timestamp()[1] * 1000 for record in records], pa.timestamp("us", "UTC")),
         "key": pa.array([record.key() for record in records], pa.binary()),

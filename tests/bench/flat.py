@@ -62,8 +62,7 @@ class Shard:
             self._next += count
             yield pa.record_batch(
                 {
-                    "topic": pa.array([_TOPIC] * count),
-                    "partition": pa.array(np.zeros(count, np.int32)),
+                    "origin": pa.array(np.zeros(count, np.int32)),
                     "offset": pa.array(offsets),
                     "timestamp": pa.array(offsets, pa.timestamp("us", "UTC")),
                     "key": pa.array([self._stream.encode()] * count, pa.binary()),

@@ -13,10 +13,11 @@ import pyarrow as pa
 from streaming import state
 from streaming.advance import advance
 from streaming.bounds import Bounds
-from streaming.compaction import compactor
+from streaming.compaction import compactor, origin_of
 from streaming.effects import ShardEffects, StreamEffects
 from streaming.packet import Kind, Marker, MarkerKind, PackedRun, Packet, Rows
 from streaming.positions import Stream
+from streaming.wire import Topic
 
 STREAM = "events"
 FACTS, CONTROL = "tidemark.facts", "tidemark.control"
@@ -141,8 +142,7 @@ def compacted(batch: Sequence[Sent]) -> list[Packet]:
     """The packets that the pipeline's own compaction makes, from JSON."""
     table = pa.table(
         {
-            "topic": pa.array([_topic(it.record) for it in batch], pa.string()),
-            "partition": pa.array([it.record.partition for it in batch], pa.int32()),
+            "origin": pa.array([_origin(it.record) for it in batch], pa.int32()),
             "offset": pa.array([it.offset for it in batch], pa.int64()),
             "timestamp": pa.array([it.offset for it in batch], pa.timestamp("ms")),
             "key": pa.array([it.record.stream.encode() for it in batch], pa.binary()),
@@ -153,6 +153,10 @@ def compacted(batch: Sequence[Sent]) -> list[Packet]:
     return [
         msgspec.msgpack.decode(packet, type=Packet) for batch in out for packet in batch.column("packet").to_pylist()
     ]
+
+
+def _origin(record: Record) -> int:
+    return origin_of(Topic.CONTROL if record.control else Topic.FACTS, record.partition)
 
 
 def _topic(record: Record) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from streaming import wire
+from streaming.compaction import origin_of
 from streaming.errors import BadRecord
 from streaming.packet import Kind, Packet
 from streaming.wire import Topic
@@ -31,17 +32,20 @@ def message(record: wire.Record, offset: int, topic: str = FACTS) -> Message:
 
 
 def arrow(messages: Sequence[Message]) -> pa.RecordBatch:
-    """As Spark's Kafka source gives them."""
+    """As the query gives them to compaction."""
     return pa.record_batch(
         {
-            "topic": pa.array([message.topic for message in messages], pa.string()),
-            "partition": pa.array([message.partition for message in messages], pa.int32()),
+            "origin": pa.array([origin_of(_topic(message), message.partition) for message in messages], pa.int32()),
             "offset": pa.array([message.offset for message in messages], pa.int64()),
             "timestamp": pa.array([message.time * 1000 for message in messages], pa.timestamp("us", tz="UTC")),
             "key": pa.array([message.key for message in messages], pa.binary()),
             "value": pa.array([message.value for message in messages], pa.binary()),
         }
     )
+
+
+def _topic(message: Message) -> Topic:
+    return Topic.FACTS if message.topic == FACTS else Topic.CONTROL
 
 
 @dataclass(frozen=True, order=True)
@@ -88,7 +92,7 @@ def compact(messages: Iterable[Message]) -> Compacted:
     rejected: dict[str, list[int]] = defaultdict(list)
     times: dict[int, int] = {}
     for message in messages:
-        topic = Topic.FACTS if message.topic == FACTS else Topic.CONTROL
+        topic = _topic(message)
         try:
             record = wire.read(message.value, message.key, topic)
         except BadRecord as bad:

@@ -30,8 +30,7 @@ WILD = Habits(
 )
 SCHEMA = pa.schema(
     [
-        ("topic", pa.string()),
-        ("partition", pa.int32()),
+        ("origin", pa.int32()),
         ("offset", pa.int64()),
         ("timestamp", pa.timestamp("ms")),
         ("key", pa.binary()),
@@ -54,7 +53,7 @@ class Core:
 
     def feed(self, records: list[Record], now: int) -> None:
         rows = [
-            ("facts", 0, self._offset + number, now, record.stream.encode(), encode(record))
+            (0, self._offset + number, now, record.stream.encode(), encode(record))
             for number, record in enumerate(records)
         ]
         self._offset += len(rows)
