@@ -10,7 +10,7 @@ from functools import cache, partial
 
 import msgspec
 import pandas as pd
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.functions import col, when
 from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 
@@ -71,7 +71,7 @@ def positions(
     `records` has the columns of Spark's Kafka source; `facts` and `control` name the two topics.
     """
     return (
-        records.select(_origin(control), "offset", "timestamp", "key", "value")
+        columns(records, control)
         .mapInArrow(compactor(shards, facts, control), PACKETS)
         .groupBy("shard")
         .applyInPandasWithState(
@@ -84,9 +84,10 @@ def positions(
     )
 
 
-def _origin(control: str) -> Column:
-    """`streaming.compaction.origin_of` in Spark's terms."""
-    return when(col("topic") == control, -1 - col("partition")).otherwise(col("partition")).alias("origin")
+def columns(records: DataFrame, control: str) -> DataFrame:
+    """What compaction takes of the Kafka source's records; `origin` as of `streaming.compaction.origin_of`."""
+    origin = when(col("topic") == control, -1 - col("partition")).otherwise(col("partition"))
+    return records.select(origin.alias("origin"), "offset", "timestamp", "key", "value")
 
 
 def source(spark: SparkSession, options: dict[str, str]) -> DataFrame:

@@ -10,7 +10,7 @@ import click
 from app import logs
 from app.settings import Settings
 from app.stack.java import find_java
-from tests.bench import flat, gap, latency, race, report, results, soak
+from tests.bench import flat, gap, latency, race, report, results, soak, stages
 from tests.bench.site import Site, servers
 
 Run = Callable[[Site], dict[str, Any]]
@@ -30,6 +30,7 @@ def everything() -> None:
     """Everything but `soak`, at full size."""
     with servers() as site:
         _record("throughput", race.run(site, race.THROUGHPUT))
+        _record("stages", stages.run(site, stages.Plan()))
         _record("streams", race.run(site, race.STREAMS))
         _record("latency", latency.run(site, latency.Plan()))
         _record("gap", gap.run(site, gap.Plan()))
@@ -59,6 +60,13 @@ def throughput(**sizes: Any) -> None:
 def streams(**sizes: Any) -> None:
     """10 000 streams: Tidemark and its ceiling."""
     _on_servers("streams", lambda site: race.run(site, replace(race.STREAMS, **sizes)))
+
+
+@main.command("stages")
+@_sizes(stages.Plan(), "records", "rounds")
+def stages_(**sizes: Any) -> None:
+    """A profile: what each stage of the query costs."""
+    _on_servers("stages", lambda site: stages.run(site, stages.Plan(**sizes)))
 
 
 @main.command("latency")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.bench import flat, gap, latency, race, results, soak
+from tests.bench import flat, gap, latency, race, results, soak, stages
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
@@ -12,6 +12,7 @@ Renderer = Callable[[Mapping[str, Any]], list[str]]
 
 SECTIONS: dict[str, tuple[str, Renderer]] = {
     "throughput": ("Throughput, few streams", race.render),
+    "stages": ("Where the time goes", stages.render),
     "streams": ("Throughput, 10 000 streams", race.render),
     "latency": ("Latency", latency.render),
     "gap": ("One gap with a million pending IDs", gap.render),
