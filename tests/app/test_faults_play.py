@@ -11,7 +11,7 @@ import redis
 from app.stack.postgres import Postgres
 from sources.simulator.cast import Cast, Habits
 from tests.app.proofs import Watcher, settled
-from tests.fix_pipeline import Play, Site, away
+from tests.fix_pipeline import Play, Site, away, eventually
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,9 @@ def test_positions_survive_everything_at_once(site: Site, postgres: Postgres) ->
         site.latest.kill()
 
     def lose_the_checkpoint() -> None:
-        site.latest.kill()
+        dead = site.latest
+        dead.kill()
+        eventually(dead.alone, lambda: "the end of the JVM, which may still write to the checkpoint")
         shutil.rmtree(site.checkpoint)
 
     def flush_redis() -> None:
