@@ -25,6 +25,7 @@ def test_sigterm_under_load_and_a_lost_checkpoint_leave_no_trace(site: Site) -> 
     assert "Ended" in first.log()
     head = sum(end for (end,) in site.sql("select next from tidemark.kafka_offsets"))  # type: ignore[misc]
     assert 0 < head < play.sent, "there was no load left"
+    eventually(first.alone, lambda: "the end of the JVM, which may still write to the checkpoint")
     shutil.rmtree(site.checkpoint)
     site.start()
     site.shows(play)
