@@ -116,6 +116,8 @@ def test_stack_ends_cleanly_and_the_next_start_finds_its_data(terminal: Terminal
 def test_dead_server_comes_back_and_a_killed_stack_leaves_nothing_in_the_way(terminal: Terminal) -> None:
     """A killed server is started again; after `up` itself was killed, the next one ends what it left behind."""
     with terminal.up("--demo") as process:
+        with terminal.redis() as client:  # the demo asks Redis before it plays: it plays from here on
+            eventually(lambda: any(client.scan_iter("tidemark:{*}:linear")), VISIBLE_SECONDS)
         os.kill(int(terminal.home.pid("redis").read_text()), signal.SIGKILL)
         eventually(lambda: terminal.said("redis is back"), READY_SECONDS)
         process.kill()
