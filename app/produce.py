@@ -10,7 +10,7 @@ from sources.kafka import KafkaConnection
 from sources.producer import RecordProducer
 from sources.topics import Topics
 from streaming import wire
-from streaming.errors import BadRecord, Unavailable
+from streaming.errors import BadRecord
 
 DELIVERY_SECONDS = 30.0
 
@@ -53,6 +53,5 @@ def produce(
             refuse(f"line {number}: {error}")
             continue
         producer.send(stream, value)
-    if left := producer.flush(DELIVERY_SECONDS):
-        raise Unavailable("Kafka", connection.bootstrap, f"{left} records were not acknowledged")
+    producer.deliver(DELIVERY_SECONDS)
     return Produced(producer.delivered, refused, producer.last)

@@ -1,9 +1,13 @@
 """Sends records to one topic with the stream as key, so that a stream stays in its partition and its order."""
 
+from collections.abc import Callable
+from functools import partial
+
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from sources.kafka import KafkaConnection
 from sources.trouble import Complaints, tidemark_error
+from streaming.errors import Unavailable
 
 FOR_EVER = 0.0
 
@@ -28,11 +32,15 @@ class RecordProducer:
         except KafkaException as error:
             raise tidemark_error(error.args[0], self._where) from error
 
-    def send(self, stream: str, value: bytes) -> None:
-        """Hand a record over; blocks while the queue is full. Raises what an *earlier* record failed with."""
+    def send(self, stream: str, value: bytes, acknowledged: Callable[[], None] | None = None) -> None:
+        """Hand a record over; blocks while the queue is full. Raises what an *earlier* record failed with.
+
+        `acknowledged` is called once Kafka has it, during a later call of any method.
+        """
+        done = self._delivered if acknowledged is None else partial(self._delivered, acknowledged=acknowledged)
         while True:
             try:
-                self._producer.produce(self._topic, value=value, key=stream.encode(), on_delivery=self._delivered)
+                self._producer.produce(self._topic, value=value, key=stream.encode(), on_delivery=done)
             except BufferError:
                 self._poll(0.1)
             except KafkaException as error:
@@ -52,6 +60,11 @@ class RecordProducer:
         self._check()
         return left
 
+    def deliver(self, seconds: float) -> None:
+        """Return when Kafka has acknowledged everything; raises `Unavailable` where it does not in that time."""
+        if left := self.flush(seconds):
+            raise Unavailable("Kafka", self._where, f"{left} records were not acknowledged")
+
     def _poll(self, seconds: float) -> None:
         self._producer.poll(seconds)
         self._check()
@@ -61,9 +74,13 @@ class RecordProducer:
             raise self._complaints.explain(self._failure)
         self._complaints.raise_refusal()
 
-    def _delivered(self, error: KafkaError | None, message: Message) -> None:
+    def _delivered(
+        self, error: KafkaError | None, message: Message, acknowledged: Callable[[], None] | None = None
+    ) -> None:
         if error is not None:
             self._failure = self._failure or error
-        else:
-            self.delivered += 1
-            self.last = message.partition(), message.offset()
+            return
+        self.delivered += 1
+        self.last = message.partition(), message.offset()
+        if acknowledged is not None:
+            acknowledged()

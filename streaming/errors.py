@@ -6,7 +6,9 @@ TidemarkError
 │   ├── LeaseLost(held, now)
 │   └── QueryFailed(problem)
 ├── Reject                this record is wrong, its neighbours are not: dead-letter it and go on
-│   └── BadRecord(reason, detail)
+│   ├── BadRecord(reason, detail)
+│   ├── RowTooLarge(stream, size, limit)     a fact that its writer refused: roll its transaction back
+│   └── FactWithoutRow(stream, ids)
 ├── Stopping              the process was told to end: leave at once, nothing is wrong
 ├── SparkDied(problem)    this process is of no use any more: whoever started it starts it again
 └── Stop                  a person must decide: one line, exit code 2
@@ -21,6 +23,10 @@ TidemarkError
     ├── ShardsChanged(was, now)
     ├── StateTooNew(found, known)
     ├── ChainBroken(stream, writer, position, prev)
+    ├── WriterFenced(instance, epoch)
+    ├── UnknownWriter(instance, known)
+    ├── SequenceUnfit(sequence, problem)
+    ├── SequenceSetBack(stream)
     └── Refused(what, problem)
 """
 
@@ -70,6 +76,30 @@ class BadRecord(Reject):
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
+
+
+class RowTooLarge(Reject):
+    def __init__(self, stream: str, size: int, limit: int) -> None:
+        super().__init__(
+            f"a row of stream {stream} has {size} bytes of JSON and Kafka takes {limit}: leave in the row what readers"
+            " need to find the fact, or give it in several rows"
+        )
+        self.stream = stream
+        self.size = size
+        self.limit = limit
+
+
+class FactWithoutRow(Reject):
+    """To commit it would tell readers that nothing is there, and whatever the transaction wrote would be missed."""
+
+    def __init__(self, stream: str, ids: list[int]) -> None:
+        named = ", ".join(map(str, ids[:5])) + (", ..." if len(ids) > 5 else "")
+        super().__init__(
+            f"stream {stream}: {named} reserved and no row given: rolled back; give a row with"
+            " facts.add(stream, id, row), or say facts.void(stream, id) where nothing was written"
+        )
+        self.stream = stream
+        self.ids = ids
 
 
 class Stopping(TidemarkError):
@@ -161,8 +191,8 @@ class RecordsBeyondEnd(Stop):
 
 
 class SchemaMismatch(Stop):
-    def __init__(self, found: int, wanted: int) -> None:
-        do = "run `tidemark migrate`" if found < wanted else "upgrade this Tidemark: it is older than its database"
+    def __init__(self, found: int, wanted: int, command: str = "tidemark migrate") -> None:
+        do = f"run `{command}`" if found < wanted else "upgrade this Tidemark: it is older than its database"
         super().__init__(f"the database has schema version {found} and this Tidemark needs {wanted}: {do}")
         self.found = found
         self.wanted = wanted
@@ -199,6 +229,43 @@ class ChainBroken(Stop):
         self.writer = writer
         self.position = position
         self.prev = prev
+
+
+class WriterFenced(Stop):
+    """Nothing was written, and nothing can be any more in this process: its place is taken (DESIGN 4)."""
+
+    def __init__(self, instance: str, epoch: int) -> None:
+        super().__init__(
+            f"epoch {epoch} of writer {instance} is over: another process was started as {instance}, or an operator"
+            " fenced it; end this process (each process needs an instance name of its own)"
+        )
+        self.instance = instance
+        self.epoch = epoch
+
+
+class UnknownWriter(Stop):
+    def __init__(self, instance: str, known: list[str]) -> None:
+        super().__init__(f"no writer {instance} ever started on this database; known: {', '.join(known) or 'none'}")
+        self.instance = instance
+        self.known = known
+
+
+class SequenceUnfit(Stop):
+    """The IDs of a sequence that breaks the rules of DESIGN 4 would not be safe to announce."""
+
+    def __init__(self, sequence: str, problem: str, do: str) -> None:
+        super().__init__(f"sequence {sequence}: {problem}; {do}")
+        self.sequence = sequence
+        self.problem = problem
+
+
+class SequenceSetBack(Stop):
+    def __init__(self, stream: str, problem: str) -> None:
+        super().__init__(
+            f"{problem}: the database was set back (a backup, a lost standby, setval); restart this process so that it"
+            " joins again, and readers learn that they must repair"
+        )
+        self.stream = stream
 
 
 class Refused(Stop):

@@ -1,0 +1,16 @@
+"""The library with which a service writes facts to its own Postgres, so that each has a stream ID with exact positions.
+
+    with Writer(dsn, "kafka:9092", instance="shop-1", streams=["orders"]) as writer, psycopg.connect(dsn) as connection:
+        with writer.transaction(connection) as facts:
+            id = facts.append("orders", {"total": 40})
+            connection.execute("insert into orders (id, total) values (%s, 40)", [id])
+
+`docs/writer.md` shows the use, DESIGN 4 says why it is exact.
+"""
+
+from sources.writer.aio import AsyncFacts, AsyncWriter
+from sources.writer.stream import Direction, Stream
+from sources.writer.transaction import Facts
+from sources.writer.writer import Writer
+
+__all__ = ["AsyncFacts", "AsyncWriter", "Direction", "Facts", "Stream", "Writer"]

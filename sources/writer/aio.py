@@ -1,0 +1,92 @@
+"""The writer for asyncio: the same behaviour with psycopg's `AsyncConnection`. Never blocks the loop.
+
+What announces runs on a thread, as in `Writer`; start and stop are waited for on a thread too.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import psycopg
+from psycopg.rows import tuple_row
+
+from sources.writer.core import Core
+from sources.writer.draft import ADD, AWAIT_FENCE, RESERVE, Draft, encoded
+from sources.writer.metrics import Meters
+
+
+class AsyncFacts:
+    """`transaction.Facts` for one task."""
+
+    def __init__(
+        self,
+        connection: psycopg.AsyncConnection[Any],
+        draft: Draft,
+        turns: Mapping[str, asyncio.Lock],
+        meters: Meters,
+    ) -> None:
+        self._draft = draft
+        self._turns = turns
+        self._meters = meters
+        self._cursor = psycopg.AsyncCursor(connection, row_factory=tuple_row)
+
+    async def append(self, stream: str, row: object) -> int:
+        """Reserve the next ID of `stream` for a fact whose only row (any JSON) is known: `reserve` and `add` in one."""
+        return (await self._reserve(stream, 1, encoded(stream, row)))[0]
+
+    async def reserve(self, stream: str) -> int:
+        """The next ID of `stream`. It holds back the stream until this transaction ends, and needs rows: `add`."""
+        return (await self._reserve(stream, 1))[0]
+
+    async def reserve_many(self, stream: str, count: int) -> list[int]:
+        """Several at once, away from 0, not always neighbours."""
+        return await self._reserve(stream, count)
+
+    async def add(self, stream: str, id: int, *rows: object) -> None:
+        """Rows (any JSON) of the fact `id`; may be called again, they keep their order."""
+        with self._draft.adding(stream, id, rows) as params:
+            await self._cursor.execute(ADD, params)
+
+    def void(self, stream: str, id: int) -> None:
+        """Nothing was written with `id` and nothing will be: it gets no rows. Costs nothing."""
+        self._draft.void(stream, id)
+
+    async def _reserve(self, stream: str, count: int, body: str | None = None) -> list[int]:
+        outlet = self._draft.outlet(stream)
+        with self._meters.reserving(stream):
+            while True:
+                async with self._turns[stream]:
+                    with self._draft.reserving(outlet, count, body) as reservation:
+                        await self._cursor.execute(RESERVE, reservation.params)
+                        reservation.answer = await self._cursor.fetchone()
+                if reservation.ids:
+                    return reservation.ids
+                await self._cursor.execute(AWAIT_FENCE, [self._draft.instance])
+
+
+class AsyncWriter(Core):
+    """As `Writer`, of one event loop: `async with AsyncWriter(...) as writer`, `async with writer.transaction(...)`."""
+
+    async def __aenter__(self) -> Self:
+        await asyncio.to_thread(self._start)
+        self._turns = {stream: asyncio.Lock() for stream in self.streams}
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Shielded: a task that is cancelled while it stops would leave the thread behind.
+        await asyncio.shield(asyncio.to_thread(self._stop))
+
+    @asynccontextmanager
+    async def transaction(self, connection: psycopg.AsyncConnection[Any]) -> AsyncIterator[AsyncFacts]:
+        """As `Writer.transaction`."""
+        draft = self._draft()
+        try:
+            async with connection.transaction():
+                yield AsyncFacts(connection, draft, self._turns, self._meters)
+                draft.require_whole()
+        finally:
+            self._ended(draft, connection.info.transaction_status)

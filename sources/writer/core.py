@@ -1,0 +1,178 @@
+"""What both writers are: configuration, start, the relay, stop. How a transaction is run is theirs."""
+
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+import structlog
+from prometheus_client import REGISTRY, CollectorRegistry
+from psycopg.pq import TransactionStatus
+
+from sources.kafka import KafkaConnection
+from sources.producer import FOR_EVER, RecordProducer
+from sources.topics import Topics
+from sources.writer import schema, sequences, takeover
+from sources.writer.chain import Chain
+from sources.writer.draft import Draft, Outlet
+from sources.writer.metrics import Meters
+from sources.writer.relay import Relay
+from sources.writer.session import Connection, Session
+from sources.writer.stream import Direction, Stream, named
+from sources.writer.takeover import Holder
+from streaming.errors import Stopping, WriterFenced
+
+log = structlog.get_logger(__name__)
+
+_SAY_EVERY = 10.0
+
+
+class Core:
+    """One per process and instance: whoever starts the same instance again fences this one.
+
+    Start (entering the block) waits until every transaction of the instance's earlier epoch has ended, and says whose
+    it waits for; it raises `Unavailable` where Kafka or Postgres does not answer within `patience` seconds, and the
+    `Stop` that names what a person must mend. Stop (leaving it) waits up to `patience` for this process's transactions
+    and for Kafka; what is left then is told by the next start. Not to be forked.
+    """
+
+    def __init__(
+        self,
+        dsn: str,
+        kafka: KafkaConnection | str,
+        *,
+        instance: str,
+        streams: Iterable[str | Stream],
+        direction: Direction = "forward",
+        topic: str = "tidemark.facts",
+        patience: float = 30.0,
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
+        self.instance = instance
+        self.streams = {stream.name: stream for stream in named(streams, instance, direction)}
+        self.epoch = 0
+        self._kafka = KafkaConnection(kafka) if isinstance(kafka, str) else kafka
+        self._topic = topic
+        self._patience = patience
+        self._session = Session(dsn, f"tidemark writer {instance}")
+        self._meters = Meters(registry, instance)
+        self._outlets: dict[str, Outlet] = {}
+        self._relay: Relay | None = None
+        self._open = 0
+        self._idle = threading.Condition()
+        self._stopping = False
+        self._retiring = False
+
+    def retire(self) -> None:
+        """This instance ends for good: when it stops, it says so, and holds the linear position back no more."""
+        self._retiring = True
+
+    def _producer(self) -> RecordProducer:
+        return RecordProducer(self._kafka, self._topic, give_up_after=FOR_EVER)
+
+    # -- start
+
+    def _start(self) -> None:
+        Topics(self._kafka, self._patience).describe([self._topic])
+        with self._session.use() as connection:
+            schema.check(connection)
+            oids = sequences.require(connection, self.streams.values())
+            before = takeover.registered(connection, self.instance)
+        wanted = {name: (oids[name], stream.sign) for name, stream in self.streams.items()}
+        left = {name: known for name, known in before.items() if name not in wanted}
+        self.epoch = takeover.raise_epoch(self._session, self.instance, wanted, _Waiting(self.instance))
+        producer = self._producer()
+        joined = takeover.settle(self._session, producer, self.instance, self.epoch, wanted | left, self._patience)
+        if left:
+            self._leave(producer, left, joined.starts)
+        self._outlets = {name: Outlet(name, *wanted[name], Chain(joined.starts[name])) for name in wanted}
+        self._relay = Relay(self._session, self._producer, self.instance, self.epoch, self._outlets, self._meters)
+        for name, outlet in self._outlets.items():
+            self._meters.watch(name, outlet.chain, partial(self._relay.oldest_untold, name))
+        self._relay.start()
+        log.info(
+            "Joined", instance=self.instance, epoch=self.epoch, told_before=joined.leftovers, streams=joined.starts
+        )
+
+    def _leave(self, producer: RecordProducer, streams: takeover.Streams, starts: Mapping[str, int]) -> None:
+        """Streams that this instance wrote in an earlier epoch and writes no more must not wait for it."""
+        ids = {name: starts[name] for name in streams}
+        takeover.retire(producer, self.instance, self.epoch, streams, ids, self._patience)
+        with self._session.use() as connection:
+            connection.execute(
+                "delete from tidemark.writer_streams where instance = %s and stream = any(%s)",
+                [self.instance, list(streams)],
+            )
+
+    # -- transactions
+
+    def _draft(self) -> Draft:
+        if self._relay is None:
+            raise RuntimeError("use the writer as a context manager: `with Writer(...) as writer`")
+        if self._relay.fenced:
+            raise WriterFenced(self.instance, self.epoch)
+        with self._idle:
+            if self._stopping:
+                raise Stopping(f"writer {self.instance} was told to stop")
+            self._open += 1
+        return Draft(self.instance, self.epoch, self._outlets)
+
+    def _ended(self, draft: Draft, status: TransactionStatus) -> None:
+        """The caller's block is over, and its connection is in `status`."""
+        with self._idle:
+            self._open -= 1
+            self._idle.notify_all()
+        if self._relay is None or not len(draft):
+            return
+        if status == TransactionStatus.IDLE:
+            draft.end()
+            self._relay.wake()
+        else:  # a savepoint in the caller's transaction, or the connection is gone and perhaps the commit was not
+            self._relay.unclear(draft)
+
+    # -- stop
+
+    def _stop(self) -> None:
+        deadline = time.monotonic() + self._patience
+        relay, self._relay = self._relay, None
+        assert relay is not None
+        with self._idle:
+            self._stopping = True
+            self._idle.wait_for(lambda: not self._open, self._patience)
+        while relay.busy() and not relay.fenced and time.monotonic() < deadline:
+            relay.wake()
+            time.sleep(0.02)
+        relay.stop()
+        try:
+            if relay.fenced:
+                return
+            if relay.busy():
+                left = {name: outlet.chain.in_flight for name, outlet in self._outlets.items()}
+                log.warning("Stopped before all was told: the next start will tell it", in_flight=left)
+            elif self._retiring:
+                ids = {name: outlet.chain.last for name, outlet in self._outlets.items()}
+                streams = {name: (outlet.oid, outlet.sign) for name, outlet in self._outlets.items()}
+                takeover.retire(self._producer(), self.instance, self.epoch, streams, ids, self._patience)
+        finally:
+            self._session.close()
+
+
+class _Waiting:
+    """Says who is waited for: at once, whenever that changes, and every 10 s."""
+
+    def __init__(self, instance: str) -> None:
+        self._instance = instance
+        self._said = -_SAY_EVERY
+        self._pids: list[int | None] = []
+
+    def __call__(self, connection: Connection, holders: list[Holder]) -> None:
+        pids, now = [holder.pid for holder in holders], time.monotonic()
+        if pids == self._pids and now < self._said + _SAY_EVERY:
+            return
+        self._pids, self._said = pids, now
+        log.warning(
+            "Waiting for transactions of this writer's earlier epoch",
+            instance=self._instance,
+            transactions=[str(holder) for holder in holders],
+            do=f"end them, or run `tidemark writer fence {self._instance} --terminate`",
+        )

@@ -1,0 +1,65 @@
+"""The outbox table: which facts of ended transactions there are, and away with what was told."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+
+from sources.writer.chain import Span
+from sources.writer.records import Fact, Voice
+from sources.writer.session import Connection
+
+ROWS_AT_ONCE = 500
+"""Rows that are read of one span at a time; the last fact is read to its end also beyond that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The facts of a span, in order; `whole` unless there may be more behind the last one."""
+
+    facts: Sequence[Fact]
+    whole: bool
+
+
+def read(connection: Connection, voice: Voice, spans: Sequence[Span]) -> list[Found]:
+    """What the outbox holds of each span. Its transactions must all have ended: then the answer is final."""
+    lows, highs = _signed(voice, spans)
+    rows = connection.execute(
+        f"""
+        select number, abs(found.id), abs(found.prev), found.ordinal, found.body::text
+        from unnest(%s::bigint[], %s::bigint[]) with ordinality as span (low, high, number)
+        cross join lateral (
+            select id, prev, ordinal, body from tidemark.outbox
+            where instance = %s and epoch = %s and stream = %s and id between low and high
+            order by id {"asc" if voice.sign > 0 else "desc"} fetch first {ROWS_AT_ONCE} rows with ties
+        ) as found
+        order by 1, 2, 4
+        """.encode(),
+        [lows, highs, voice.instance, voice.epoch, voice.stream],
+    ).fetchall()
+    by_span = {number: [*of] for number, of in groupby(rows, key=itemgetter(0))}
+    return [_found(by_span.get(number, [])) for number in range(1, len(spans) + 1)]
+
+
+def delete(connection: Connection, voice: Voice, spans: Sequence[Span]) -> None:
+    """Kafka has acknowledged all facts of `spans`."""
+    lows, highs = _signed(voice, spans)
+    connection.execute(
+        """
+        delete from tidemark.outbox using unnest(%s::bigint[], %s::bigint[]) as span (low, high)
+        where instance = %s and epoch = %s and stream = %s and id between low and high
+        """,
+        [lows, highs, voice.instance, voice.epoch, voice.stream],
+    )
+
+
+def _found(rows: Sequence[tuple[int, int, int, int, str]]) -> Found:
+    facts = [Fact(prev, id, tuple(body for *_, body in of)) for (id, prev), of in groupby(rows, key=itemgetter(1, 2))]
+    return Found(facts, whole=len(rows) < ROWS_AT_ONCE)
+
+
+def _signed(voice: Voice, spans: Sequence[Span]) -> tuple[list[int], list[int]]:
+    """The lowest and the highest ID of each, as the table has them."""
+    if voice.sign > 0:
+        return [span.prev + 1 for span in spans], [span.id for span in spans]
+    return [-span.id for span in spans], [-span.prev - 1 for span in spans]

@@ -1,0 +1,140 @@
+"""The sequence behind a stream: made, checked, and read. What it must be is decided by `problem`, which is pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from psycopg import sql
+
+from sources.writer.session import Connection
+from sources.writer.stream import Stream
+from streaming.errors import SequenceUnfit
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """A sequence as the catalogue has it. `filled` are columns (`shop.orders.id`) whose default takes from it."""
+
+    oid: int
+    type: str
+    increment: int
+    lowest: int
+    highest: int
+    cache: int
+    cycle: bool
+    persistent: bool
+    filled: tuple[str, ...]
+
+
+def problem(found: Sequence, sign: int) -> tuple[str, str] | None:
+    """Why a stream cannot live on it, and what to do; None where it can."""
+    if found.cache != 1:
+        return "sessions take numbers from it in advance, so IDs would not ascend: CACHE", "alter sequence {} cache 1"
+    if found.increment != sign:
+        way = "forward" if sign > 0 else "backward"
+        return (
+            f"it goes by {found.increment} and the stream goes {way}: INCREMENT",
+            f"alter sequence {{}} increment {sign}",
+        )
+    if found.type != "bigint":
+        return f"it is of type {found.type} and stream IDs have 64 bits", "alter sequence {} as bigint"
+    if found.cycle:
+        return "it would begin again at its end, and an ID is given once: CYCLE", "alter sequence {} no cycle"
+    if not found.persistent:
+        return "it is unlogged or temporary, and would begin again after a crash", "alter sequence {} set logged"
+    if sign > 0 and found.lowest < 1:
+        return (
+            "it may give 0 or negative numbers to a stream that goes forward: MINVALUE",
+            "alter sequence {} minvalue 1",
+        )
+    if sign < 0 and found.highest > -1:
+        return (
+            "it may give 0 or positive numbers to a stream that goes backward: MAXVALUE",
+            "alter sequence {} maxvalue -1",
+        )
+    if found.filled:
+        # Nobody would announce that row, and every heartbeat says that nothing is there (DESIGN 2, rule 1).
+        column = found.filled[0]
+        table, _, name = column.rpartition(".")
+        return (
+            f"an INSERT that leaves out {column} takes a number from it that no writer knows of: DEFAULT",
+            f"alter table {table} alter column {name} drop default (or drop identity, and make the sequence anew)",
+        )
+    return None
+
+
+def inspect(connection: Connection, name: str) -> Sequence | None:
+    """The sequence called so (its schema may be left out, as in any statement), None where there is none."""
+    row = connection.execute(
+        """
+        select s.seqrelid, format_type(s.seqtypid, null), s.seqincrement, s.seqmin, s.seqmax, s.seqcache, s.seqcycle,
+            c.relpersistence = 'p',
+            array(
+                select format('%%I.%%I.%%I', t.relnamespace::regnamespace, t.relname, a.attname)
+                from pg_depend d
+                left join pg_attrdef e on d.classid = 'pg_attrdef'::regclass and d.deptype = 'n' and e.oid = d.objid
+                join pg_attribute a on (a.attrelid, a.attnum) = (e.adrelid, e.adnum)
+                join pg_class t on t.oid = a.attrelid
+                where d.refclassid = 'pg_class'::regclass and d.refobjid = s.seqrelid
+                union
+                select format('%%I.%%I.%%I', t.relnamespace::regnamespace, t.relname, a.attname)
+                from pg_depend d
+                join pg_attribute a on (a.attrelid, a.attnum) = (d.refobjid, d.refobjsubid)
+                join pg_class t on t.oid = a.attrelid
+                where d.classid = 'pg_class'::regclass and d.objid = s.seqrelid and d.deptype = 'i'
+            )
+        from pg_sequence s join pg_class c on c.oid = s.seqrelid
+        where s.seqrelid = to_regclass(%s)
+        """,
+        [name],
+    ).fetchone()
+    if row is None:
+        return None
+    *properties, filled = row
+    return Sequence(*properties, tuple(filled))
+
+
+def require(connection: Connection, streams: Iterable[Stream]) -> dict[str, int]:
+    """The sequences' OIDs by stream. Raises `SequenceUnfit` for the first that is missing or breaks a rule."""
+    found = {}
+    for stream in streams:
+        sequence = inspect(connection, stream.sequence)
+        if sequence is None:
+            do = f"run `tidemark writer migrate --sequence {stream.sequence}`"
+            raise SequenceUnfit(stream.sequence, f"it does not exist (stream {stream.name})", do)
+        refuse_unfit(stream.sequence, sequence, stream.sign)
+        found[stream.name] = sequence.oid
+    return found
+
+
+def refuse_unfit(name: str, found: Sequence, sign: int) -> None:
+    if (why := problem(found, sign)) is not None:
+        raise SequenceUnfit(name, why[0], why[1].format(name))
+
+
+def create(connection: Connection, name: str, sign: int) -> None:
+    """A sequence as a stream wants it: bigint, from 1 up or from -1 down, no cache, no cycle."""
+    connection.execute(
+        sql.SQL("create sequence {} as bigint increment by {} start with {} cache 1 no cycle").format(
+            sql.Identifier(*name.split(".")), sql.Literal(sign), sql.Literal(sign)
+        )
+    )
+
+
+def heads(connection: Connection, sequences: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """For each stream, given its sequence's OID and sign: up to where IDs were given out, as a magnitude.
+
+    Where none was yet, what comes before the first: 0, or 1 for a sequence that starts with 2.
+    """
+    rows = connection.execute(
+        """
+        select case when exists (select from pg_class where pg_class.oid = given.oid)
+               then abs(tidemark.sequence_head(given.oid, given.sign)) end
+        from unnest(%s::oid[], %s::integer[]) with ordinality as given (oid, sign, number) order by number
+        """,
+        [[oid for oid, _ in sequences.values()], [sign for _, sign in sequences.values()]],
+    ).fetchall()
+    found = dict(zip(sequences, (row[0] for row in rows), strict=True))
+    for stream, head in found.items():
+        if head is None:
+            raise SequenceUnfit(stream, "the sequence of this stream was dropped", "make it again, beyond the last ID")
+    return found

@@ -1,0 +1,65 @@
+"""A service's database with a table and a sequence, a topic, and what Tidemark makes of the topic."""
+
+from collections.abc import Callable, Iterator
+
+import psycopg
+import pytest
+from prometheus_client import CollectorRegistry
+
+from app.stack.kafka import Kafka
+from sources.kafka import KafkaConnection
+from sources.topics import TopicPlan, Topics
+from sources.writer import Writer, schema, sequences
+from sources.writer.session import Session
+from tests.sources.writer.judge import Judge
+
+Make = Callable[..., Writer]
+
+
+@pytest.fixture
+def dsn(database: str) -> str:
+    """A database with the writer's schema, a table `orders` and the sequences of two streams."""
+    session = Session(database, "test")
+    schema.migrate(session)
+    with session.use() as connection:
+        sequences.create(connection, "orders_id_seq", 1)
+        sequences.create(connection, "history_id_seq", -1)
+        connection.execute("create table orders (id bigint primary key, total integer not null default 0)")
+    session.close()
+    return database
+
+
+@pytest.fixture
+def sql(dsn: str) -> Iterator[psycopg.Connection]:
+    """A session of the test's own, to look with."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        yield connection
+
+
+@pytest.fixture
+def connection(dsn: str) -> Iterator[psycopg.Connection]:
+    """A connection of the service."""
+    with psycopg.connect(dsn) as connection:
+        yield connection
+
+
+@pytest.fixture
+def topic(kafka: Kafka, prefix: str) -> str:
+    Topics(KafkaConnection(kafka.bootstrap_servers)).create_missing([TopicPlan(prefix, 1, 3_600_000)])
+    return prefix
+
+
+@pytest.fixture
+def make(dsn: str, kafka: Kafka, topic: str) -> Make:
+    """Makes writers of stream `orders`, by default called `shop-1`."""
+
+    def make(**changes: object) -> Writer:
+        settings = {"instance": "shop-1", "streams": ["orders"], "topic": topic, "registry": CollectorRegistry()}
+        return Writer(dsn, kafka.bootstrap_servers, **(settings | changes))  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def judge(kafka: Kafka, topic: str) -> Judge:
+    return Judge(KafkaConnection(kafka.bootstrap_servers), topic)

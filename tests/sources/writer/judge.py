@@ -1,0 +1,110 @@
+"""What Tidemark's own core makes of a topic, and whether that is the truth of the service's database."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import psycopg
+import pyarrow as pa
+from confluent_kafka import Consumer, Message, TopicPartition
+
+from sources.kafka import KafkaConnection
+from sources.topics import Topics
+from streaming import state
+from streaming.advance import advance
+from streaming.bounds import Bounds
+from streaming.compaction import compactor
+from streaming.effects import StreamEffects
+from streaming.packet import Packet
+from streaming.wire import Rdata, Record, Topic, read
+
+
+@dataclass
+class Verdict:
+    """`effects` of one batch with everything, by stream; IDs are signed. `announced` are the IDs that came as RDATA."""
+
+    records: list[Record]
+    effects: dict[str, StreamEffects]
+    states: dict[str, bytes]
+    rejected: dict[str, int]
+    announced: dict[str, set[int]] = field(default_factory=dict)
+
+    def position(self, stream: str, writer: str = "shop-1") -> int:
+        return state.decode(self.states[stream]).writers[writer].chain.position
+
+    def kinds(self, stream: str = "orders") -> list[tuple[str, int, int | str]]:
+        """Kind, epoch and ID of every record, in order."""
+        return [
+            (str(record.__struct_config__.tag), record.epoch, record.id)
+            for record in self.records
+            if record.stream == stream
+        ]
+
+
+class Judge:
+    """Reads one topic of one partition."""
+
+    def __init__(self, connection: KafkaConnection, topic: str) -> None:
+        self._connection = connection
+        self._topic = topic
+
+    def messages(self) -> list[Message]:
+        """All that is there now."""
+        end = Topics(self._connection).heads({self._topic: 1})[self._topic, 0]
+        consumer = Consumer({**self._connection.client(), "group.id": "judge", "enable.auto.commit": "false"})
+        consumer.assign([TopicPartition(self._topic, 0, 0)])
+        found: list[Message] = []
+        try:
+            while len(found) < end:
+                found += consumer.consume(end - len(found), timeout=10)
+        finally:
+            consumer.close()
+        return found
+
+    def records(self) -> list[Record]:
+        """Raises `BadRecord` for the first that breaks the contract."""
+        return [read(message.value(), message.key(), Topic.FACTS) for message in self.messages()]
+
+    def verdict(self) -> Verdict:
+        messages = self.messages()
+        table = pa.table(
+            {
+                "origin": pa.array([0] * len(messages), pa.int32()),
+                "offset": pa.array([message.offset() for message in messages], pa.int64()),
+                "timestamp": pa.array([message.timestamp()[1] for message in messages], pa.timestamp("ms")),
+                "key": pa.array([message.key() for message in messages], pa.binary()),
+                "value": pa.array([message.value() for message in messages], pa.binary()),
+            }
+        )
+        packets: list[Any] = [
+            msgspec.msgpack.decode(packet, type=Packet)
+            for batch in compactor(1, self._topic, "control")(iter(table.to_batches()))
+            for packet in batch.column("packet").to_pylist()
+        ]
+        states: dict[str, bytes] = {}
+        done = advance(0, states, packets, 0, Bounds())
+        records = self.records()
+        announced: dict[str, set[int]] = {}
+        for record in records:
+            if isinstance(record, Rdata) and isinstance(record.id, int):
+                announced.setdefault(record.stream, set()).add(record.id)
+        rejected: dict[str, int] = {}
+        for bad in done.rejected:
+            rejected[bad.reason] = rejected.get(bad.reason, 0) + len(bad.offsets) // 8
+        return Verdict(records, {stream.stream: stream for stream in done.streams}, states, rejected, announced)
+
+    def agrees(self, sql: psycopg.Connection, writer: str = "shop-1") -> Verdict:
+        """The position of the one writer of `orders` passed every ID, and each committed fact was announced and counted
+        once; nothing that did not commit was. To be called when the writer has nothing to tell any more.
+        """
+        verdict = self.verdict()
+        truth = {id for (id,) in sql.execute("select id from orders").fetchall()}
+        row = sql.execute("select last_value from orders_id_seq").fetchone()
+        assert row is not None
+        assert verdict.announced.get("orders", set()) == truth
+        assert verdict.position("orders", writer) == row[0]
+        moves = verdict.effects["orders"].advances
+        assert sum(move.facts for move in moves) == len(truth)
+        assert sum(move.unseen + move.skipped for move in moves) == 0
+        assert sql.execute("select count(*) from tidemark.outbox").fetchone() == (0,)
+        return verdict
