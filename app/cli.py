@@ -160,5 +160,50 @@ def simulate(
     run(_settings(), Script(Cast(streams, writers, rate, prefix), seed, seconds), verify=verify)
 
 
+@main.group("writer")
+def writer_() -> None:
+    """For services that write facts with the library `sources.writer`: their own database, and their dead."""
+
+
+_dsn = click.option("--dsn", help="The service's database; without it TIDEMARK_POSTGRES_DSN.")
+_dry_run = click.option("--dry-run", is_flag=True, help="Change nothing, say what would be done.")
+
+
+@writer_.command("migrate")
+@_dsn
+@click.option("--sequence", "names", multiple=True, help="Make this sequence, or check it; may be repeated.")
+@click.option(
+    "--direction", type=click.Choice(["forward", "backward"]), default="forward", help="Where the sequences go."
+)
+@_dry_run
+def writer_migrate(
+    dsn: str | None, names: tuple[str, ...], direction: Literal["forward", "backward"], *, dry_run: bool
+) -> None:
+    """Make or update schema and outbox in a service's database, and the sequences of its streams."""
+    from app import writer
+
+    act = writer.plan if dry_run else writer.migrate
+    act(dsn or _settings().postgres_dsn.get_secret_value(), names, direction, click.echo)
+
+
+@writer_.command("fence")
+@click.argument("instance")
+@_dsn
+@click.option("--terminate", is_flag=True, help="End transactions that are still open, instead of waiting for them.")
+@click.option("--retire", is_flag=True, help="The writer will not come back: it shall hold back no line any more.")
+@_dry_run
+def writer_fence(instance: str, dsn: str | None, *, terminate: bool, retire: bool, dry_run: bool) -> None:
+    """Do for the dead writer INSTANCE what its own restart would do. One that lives can write no more after it."""
+    from app import writer
+
+    settings = _settings()
+    dsn = dsn or settings.postgres_dsn.get_secret_value()
+    if dry_run:
+        writer.report(dsn, instance, click.echo)
+    else:
+        order = writer.Fence(instance, terminate, retire)
+        writer.fence(dsn, settings.kafka, settings.kafka_facts_topic, order, click.echo)
+
+
 if __name__ == "__main__":
     main()

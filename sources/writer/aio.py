@@ -15,6 +15,7 @@ from psycopg.rows import tuple_row
 from sources.writer.core import Core
 from sources.writer.draft import ADD, AWAIT_FENCE, RESERVE, Draft, encoded
 from sources.writer.metrics import Meters
+from streaming.errors import WriterFenced
 
 
 class AsyncFacts:
@@ -88,5 +89,9 @@ class AsyncWriter(Core):
             async with connection.transaction():
                 yield AsyncFacts(connection, draft, self._turns, self._meters)
                 draft.require_whole()
+        except psycopg.OperationalError as error:
+            if connection.broken and await asyncio.to_thread(self._replaced):
+                raise WriterFenced(self.instance, self.epoch) from error
+            raise
         finally:
             self._ended(draft, connection.info.transaction_status)

@@ -20,7 +20,7 @@ from sources.writer.relay import Relay
 from sources.writer.session import Connection, Session
 from sources.writer.stream import Direction, Stream, named
 from sources.writer.takeover import Holder
-from streaming.errors import Stopping, WriterFenced
+from streaming.errors import Retry, Stopping, WriterFenced
 
 log = structlog.get_logger(__name__)
 
@@ -130,11 +130,22 @@ class Core:
         else:  # a savepoint in the caller's transaction, or the connection is gone and perhaps the commit was not
             self._relay.unclear(draft)
 
+    def _replaced(self) -> bool:
+        """Whether a successor has ended the transaction that just broke, as far as can be known now."""
+        try:
+            with self._session.use() as connection:
+                takeover.require_epoch(connection, self.instance, self.epoch)
+        except WriterFenced:
+            return True
+        except Retry:
+            pass
+        return False
+
     # -- stop
 
     def _stop(self) -> None:
         deadline = time.monotonic() + self._patience
-        relay, self._relay = self._relay, None
+        relay = self._relay
         assert relay is not None
         with self._idle:
             self._stopping = True

@@ -21,8 +21,8 @@ from sources.writer.chain import Span
 from sources.writer.draft import Draft, Outlet
 from sources.writer.metrics import Meters
 from sources.writer.records import Voice
-from sources.writer.session import Connection, Session
-from sources.writer.takeover import make_durable
+from sources.writer.session import Session
+from sources.writer.takeover import make_durable, require_epoch
 from streaming.errors import Stop, Unavailable, WriterFenced
 
 log = structlog.get_logger(__name__)
@@ -160,7 +160,7 @@ class Relay:
         calm = {name: outlet.chain.calm() for name, outlet in self._outlets.items()}
         with self._session.use() as connection:
             heads = sequences.heads(connection, {name: (it.oid, it.sign) for name, it in self._outlets.items()})
-            self._require_epoch(connection)
+            require_epoch(connection, self._instance, self._epoch)
         now = time.monotonic()
         for name, head in heads.items():
             if self._outlets[name].chain.announce(head, calm[name], now):
@@ -211,14 +211,9 @@ class Relay:
                 found = {name: outbox.read(connection, self._voices[name], spans) for name, spans in taken.items()}
                 # After the reading: had a successor taken over, told these facts and deleted them, its epoch would show
                 # here. Without this, what it deleted would look as if it had been rolled back.
-                self._require_epoch(connection)
+                require_epoch(connection, self._instance, self._epoch)
                 make_durable(connection)
         return found
-
-    def _require_epoch(self, connection: Connection) -> None:
-        row = connection.execute("select epoch from tidemark.writers where instance = %s", [self._instance]).fetchone()
-        if row is None or row[0] != self._epoch:
-            raise WriterFenced(self._instance, self._epoch)
 
     def _pack(
         self, outlet: Outlet, spans: Sequence[Span], found: Sequence[outbox.Found]

@@ -22,7 +22,7 @@ class Sequence:
     cache: int
     cycle: bool
     persistent: bool
-    filled: tuple[str, ...]
+    filled: list[str]
 
 
 def problem(found: Sequence, sign: int) -> tuple[str, str] | None:
@@ -87,10 +87,7 @@ def inspect(connection: Connection, name: str) -> Sequence | None:
         """,
         [name],
     ).fetchone()
-    if row is None:
-        return None
-    *properties, filled = row
-    return Sequence(*properties, tuple(filled))
+    return None if row is None else Sequence(*row)
 
 
 def require(connection: Connection, streams: Iterable[Stream]) -> dict[str, int]:

@@ -17,7 +17,7 @@ from sources.producer import RecordProducer
 from sources.writer import sequences
 from sources.writer.records import Fact, Voice
 from sources.writer.session import Connection, Session
-from streaming.errors import UnknownWriter
+from streaming.errors import UnknownWriter, WriterFenced
 
 PATIENCE = "1s"
 """How long one attempt at the lock stands in its queue, before those who hold it are named."""
@@ -182,6 +182,13 @@ def retire(
     for stream, id in ids.items():
         producer.send(stream, Voice(instance, epoch, stream, streams[stream][1]).retire(id))
     producer.deliver(patience)
+
+
+def require_epoch(connection: Connection, instance: str, epoch: int) -> None:
+    """Raise `WriterFenced` where another epoch has begun."""
+    row = connection.execute("select epoch from tidemark.writers where instance = %s", [instance]).fetchone()
+    if row is None or row[0] != epoch:
+        raise WriterFenced(instance, epoch)
 
 
 def make_durable(connection: Connection) -> None:

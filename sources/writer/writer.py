@@ -10,6 +10,7 @@ import psycopg
 
 from sources.writer.core import Core
 from sources.writer.transaction import Facts
+from streaming.errors import WriterFenced
 
 
 class Writer(Core):
@@ -41,5 +42,9 @@ class Writer(Core):
             with connection.transaction():
                 yield Facts(connection, draft, self._turns, self._meters)
                 draft.require_whole()
+        except psycopg.OperationalError as error:
+            if connection.broken and self._replaced():
+                raise WriterFenced(self.instance, self.epoch) from error
+            raise
         finally:
             self._ended(draft, connection.info.transaction_status)

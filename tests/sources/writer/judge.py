@@ -1,5 +1,6 @@
 """What Tidemark's own core makes of a topic, and whether that is the truth of the service's database."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,37 +62,8 @@ class Judge:
             consumer.close()
         return found
 
-    def records(self) -> list[Record]:
-        """Raises `BadRecord` for the first that breaks the contract."""
-        return [read(message.value(), message.key(), Topic.FACTS) for message in self.messages()]
-
     def verdict(self) -> Verdict:
-        messages = self.messages()
-        table = pa.table(
-            {
-                "origin": pa.array([0] * len(messages), pa.int32()),
-                "offset": pa.array([message.offset() for message in messages], pa.int64()),
-                "timestamp": pa.array([message.timestamp()[1] for message in messages], pa.timestamp("ms")),
-                "key": pa.array([message.key() for message in messages], pa.binary()),
-                "value": pa.array([message.value() for message in messages], pa.binary()),
-            }
-        )
-        packets: list[Any] = [
-            msgspec.msgpack.decode(packet, type=Packet)
-            for batch in compactor(1, self._topic, "control")(iter(table.to_batches()))
-            for packet in batch.column("packet").to_pylist()
-        ]
-        states: dict[str, bytes] = {}
-        done = advance(0, states, packets, 0, Bounds())
-        records = self.records()
-        announced: dict[str, set[int]] = {}
-        for record in records:
-            if isinstance(record, Rdata) and isinstance(record.id, int):
-                announced.setdefault(record.stream, set()).add(record.id)
-        rejected: dict[str, int] = {}
-        for bad in done.rejected:
-            rejected[bad.reason] = rejected.get(bad.reason, 0) + len(bad.offsets) // 8
-        return Verdict(records, {stream.stream: stream for stream in done.streams}, states, rejected, announced)
+        return judged([(message.key(), message.value()) for message in self.messages()])
 
     def agrees(self, sql: psycopg.Connection, writer: str = "shop-1") -> Verdict:
         """The position of the one writer of `orders` passed every ID, and each committed fact was announced and counted
@@ -108,3 +80,33 @@ class Judge:
         assert sum(move.unseen + move.skipped for move in moves) == 0
         assert sql.execute("select count(*) from tidemark.outbox").fetchone() == (0,)
         return verdict
+
+
+def judged(messages: Sequence[tuple[bytes, bytes]]) -> Verdict:
+    """What the core makes of these keys and values, in one batch of one partition."""
+    count = len(messages)
+    table = pa.table(
+        {
+            "origin": pa.array([0] * count, pa.int32()),
+            "offset": pa.array(range(count), pa.int64()),
+            "timestamp": pa.array([0] * count, pa.timestamp("ms")),
+            "key": pa.array([key for key, _ in messages], pa.binary()),
+            "value": pa.array([value for _, value in messages], pa.binary()),
+        }
+    )
+    packets: list[Any] = [
+        msgspec.msgpack.decode(packet, type=Packet)
+        for batch in compactor(1, "facts", "control")(iter(table.to_batches()))
+        for packet in batch.column("packet").to_pylist()
+    ]
+    states: dict[str, bytes] = {}
+    done = advance(0, states, packets, 0, Bounds())
+    records = [read(value, key, Topic.FACTS) for key, value in messages]
+    announced: dict[str, set[int]] = {}
+    for record in records:
+        if isinstance(record, Rdata) and isinstance(record.id, int):
+            announced.setdefault(record.stream, set()).add(record.id)
+    rejected: dict[str, int] = {}
+    for bad in done.rejected:
+        rejected[bad.reason] = rejected.get(bad.reason, 0) + len(bad.offsets) // 8
+    return Verdict(records, {stream.stream: stream for stream in done.streams}, states, rejected, announced)

@@ -1,0 +1,135 @@
+"""`tidemark writer`: prepare a service's database, and do for a dead writer what its own restart would do."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sources.kafka import KafkaConnection
+from sources.producer import FOR_EVER, RecordProducer
+from sources.topics import Topics
+from sources.writer import Direction, Stream, schema, sequences, takeover
+from sources.writer.session import Connection, Session
+from sources.writer.takeover import Holder
+
+KAFKA_SECONDS = 30.0
+
+Say = Callable[[str], None]
+
+
+def migrate(dsn: str, names: Sequence[str], direction: Direction, say: Say) -> None:
+    """Bring the writer's schema up to date; make the sequences that are missing and check those that are there.
+
+    Raises `SequenceUnfit` for the first that breaks a rule, `SchemaMismatch` where the schema is newer.
+    """
+    session = Session(dsn, "tidemark writer migrate")
+    applied = schema.migrate(session)
+    say(f"applied {', '.join(map(str, applied))}" if applied else "the writer's schema is up to date")
+    with session.use() as connection:
+        for stream in _streams(names, direction):
+            if sequences.inspect(connection, stream.sequence) is None:
+                sequences.create(connection, stream.sequence, stream.sign)
+                say(f"made sequence {stream.sequence}")
+            sequences.require(connection, [stream])
+    session.close()
+
+
+def plan(dsn: str, names: Sequence[str], direction: Direction, say: Say) -> None:
+    """Say what `migrate` would do; changes nothing, raises the same."""
+    session = Session(dsn, "tidemark writer migrate --dry-run")
+    with session.use() as connection:
+        pending = schema.pending(connection)
+        say(f"would apply {', '.join(map(str, pending))}" if pending else "the writer's schema is up to date")
+        for stream in _streams(names, direction):
+            if sequences.inspect(connection, stream.sequence) is None:
+                say(f"would make sequence {stream.sequence}")
+            else:
+                sequences.require(connection, [stream])
+                say(f"sequence {stream.sequence} is fit")
+    session.close()
+
+
+def _streams(names: Sequence[str], direction: Direction) -> list[Stream]:
+    return [Stream(name, name, direction) for name in names]
+
+
+def report(dsn: str, instance: str, say: Say) -> None:
+    """Say what `fence` would find; changes nothing. Raises `UnknownWriter`."""
+    session = Session(dsn, "tidemark writer fence --dry-run")
+    with session.use() as connection:
+        schema.check(connection)
+    found = takeover.look(session, instance)
+    session.close()
+    say(f"{instance} is in epoch {found.epoch}")
+    for holder in found.holders:
+        say(f"open transaction: {holder}")
+    if not found.holders:
+        say("no open transaction")
+    for stream, head in found.heads.items():
+        say(f"{stream}: {_counted(found.leftovers.get(stream, 0), 'row')} in the outbox, would join at {head}")
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """What an operator asked for."""
+
+    instance: str
+    terminate: bool
+    retire: bool
+
+
+def fence(dsn: str, kafka: KafkaConnection, topic: str, order: Fence, say: Say) -> None:
+    """End the writer's epoch: wait for its transactions (or end them), tell what it left, join in its name.
+
+    Raises `UnknownWriter`, and `Unavailable` where Kafka or Postgres does not answer: then run it again.
+    """
+    Topics(kafka).describe([topic])
+    session = Session(dsn, f"tidemark writer fence {order.instance}")
+    with session.use() as connection:
+        schema.check(connection)
+    instance = order.instance
+    before = takeover.look(session, instance)
+    with session.use() as connection:
+        streams = takeover.registered(connection, instance)
+    epoch = takeover.raise_epoch(session, instance, {}, _Ending(say) if order.terminate else _Waiting(say))
+    say(f"{instance} was in epoch {before.epoch}, which is over; now {epoch}")
+    producer = RecordProducer(kafka, topic, give_up_after=FOR_EVER)
+    joined = takeover.settle(session, producer, instance, epoch, streams, KAFKA_SECONDS)
+    for stream, start in joined.starts.items():
+        say(
+            f"{stream}: told {_counted(joined.leftovers.get(stream, 0), 'fact')} from the outbox,"
+            f" everything up to {streams[stream][1] * start} is settled"
+        )
+    if order.retire:
+        takeover.retire(producer, instance, epoch, streams, joined.starts, KAFKA_SECONDS)
+        say(f"{instance} is retired: it holds no line back any more")
+    session.close()
+
+
+class _Waiting:
+    """Names each transaction that is waited for, once."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._named: set[int | None] = set()
+
+    def __call__(self, connection: Connection, holders: list[Holder]) -> None:
+        for holder in holders:
+            if holder.pid not in self._named:
+                self._named.add(holder.pid)
+                self._say(f"waiting for open transaction: {holder} (--terminate ends it)")
+
+
+class _Ending:
+    """Ends what is waited for, naming it."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+
+    def __call__(self, connection: Connection, holders: list[Holder]) -> None:
+        for holder in holders:
+            if holder.pid is not None:
+                connection.execute("select pg_terminate_backend(%s)", [holder.pid])
+            self._say(f"{'ended' if holder.pid is not None else 'cannot end'} open transaction: {holder}")
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -1,0 +1,194 @@
+"""The chain as a state machine: whatever happens in whatever order, what is told tiles the line and tells the truth."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sources.writer.chain import Chain, Span
+from sources.writer.records import Fact, Voice
+from tests.sources.writer.judge import Verdict, judged
+
+START = 3
+
+
+class Writing(RuleBasedStateMachine):
+    """A writer whose sequence others use too. `_truth` says of each of its IDs whether a row was committed with it."""
+
+    @initialize(sign=st.sampled_from([1, -1]), seed=st.integers(0, 2**32))
+    def begin(self, sign: int, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.voice = Voice("shop", 1, "orders", sign)
+        self.chain = Chain(START)
+        self.head = START
+        self.prevs: dict[int, int] = {}
+        self.open: dict[int, bool] = {}
+        self.truth: dict[int, bool] = {}
+        self.taken: list[Span] = []
+        self.told: list[bytes] = []
+
+    @rule()
+    def another_writer_takes_an_id(self) -> None:
+        self.head += 1
+
+    @rule(count=st.integers(1, 3))
+    def reserve(self, count: int) -> None:
+        """Other writers' IDs may lie between those of one call."""
+        prev = self.chain.begin()
+        ids = []
+        for _ in range(count):
+            self.head += self.random.randint(1, 2)
+            ids.append(self.head)
+        self.chain.took(ids, 0.0)
+        for id in ids:
+            self.prevs[id], prev = prev, id
+            self.open[id] = True
+
+    @rule()
+    def lose_an_answer(self) -> None:
+        """The server gave an ID and its connection died: nobody knows of it."""
+        self.chain.begin()
+        self.head += 1
+        self.chain.missed()
+
+    @precondition(lambda self: self.open)
+    @rule(row=st.booleans(), known=st.booleans())
+    def end(self, row: bool, known: bool) -> None:
+        """Any transaction ends; that it wrote nothing may be known at once or only from the outbox."""
+        id = self.random.choice(sorted(self.open))
+        del self.open[id]
+        self.truth[id] = row
+        self.chain.end([id], [id] if known and not row else [], 0.0)
+
+    @rule()
+    def beat(self) -> None:
+        self.chain.announce(self.head, self.chain.calm(), 0.0)
+
+    @rule()
+    def beat_while_reserving(self) -> None:
+        """A head that was read while a nextval was in flight says nothing: the new ID may be below it."""
+        calm = self.chain.calm()
+        self.chain.begin()
+        assert self.chain.calm() is None
+        self.head += 1
+        assert not self.chain.announce(self.head, calm, 0.0)
+        self.chain.missed()
+        assert not self.chain.announce(self.head, calm, 0.0)
+
+    @rule()
+    def take(self) -> None:
+        self.taken += self.chain.take()
+
+    @precondition(lambda self: self.taken)
+    @rule()
+    def put_back(self) -> None:
+        self.chain.put_back(self.taken.pop(self.random.randrange(len(self.taken))))
+
+    @rule()
+    def crash_of_the_database(self) -> None:
+        self.chain.doubt_voids()
+
+    @precondition(lambda self: self.taken)
+    @rule(facts=st.integers(1, 3))
+    def tell(self, facts: int) -> None:
+        """No more facts of a span are read at once than `facts`; the rest of it goes back."""
+        span = self.taken.pop(self.random.randrange(len(self.taken)))
+        ids = sorted(id for id, row in self.truth.items() if row and span.prev < id <= span.id)
+        if len(ids) > facts:
+            ids = ids[:facts]
+            span, rest = span.cut(ids[-1], len(ids))
+            self.chain.put_back(rest)
+        found = [Fact(self.prevs[id], id, ("{}",)) for id in ids]
+        self.told += self.voice.span(span, found, self.chain.voids(span))
+        self.chain.told(span)
+
+    @invariant()
+    def in_flight_is_what_is_open(self) -> None:
+        if hasattr(self, "chain"):
+            assert self.chain.in_flight == len(self.open)
+
+    def teardown(self) -> None:
+        """All ends, all is told, in any order: the position is the last ID, and the facts are the truth's."""
+        if not hasattr(self, "chain"):
+            return
+        while self.open:
+            self.end(row=True, known=False)
+        self.beat()
+        self.taken += self.chain.take()
+        while self.taken:
+            self.tell(10**6)
+            self.taken += self.chain.take()
+        assert self.chain.untold == 0
+        self.random.shuffle(self.told)
+        verdict = judge(self.voice, self.told)
+        facts = {self.voice.sign * id for id, row in self.truth.items() if row}
+        assert verdict.rejected == {}
+        assert verdict.announced.get("orders", set()) == facts
+        assert verdict.position("orders", "shop") == self.chain.last == max(self.head, START)
+        effects = verdict.effects["orders"]
+        assert sum(move.facts for move in effects.advances) == len(facts)
+        assert effects.counts.get("duplicate", 0) == 0
+
+
+def judge(voice: Voice, told: list[bytes]) -> Verdict:
+    return judged([(b"orders", value) for value in [voice.join(START), *told]])
+
+
+TestWriting = Writing.TestCase
+
+
+@given(st.permutations([4, 5, 6, 7, 8]))
+def test_what_ended_is_one_span_as_soon_as_it_joins(order: list[int]) -> None:
+    """Five IDs in any order of their ends: never more spans than gaps between them, and one at the end."""
+    chain = Chain(START)
+    chain.begin()
+    chain.took([4, 5, 6, 7, 8], 0.0)
+    ended: set[int] = set()
+    for id in order:
+        chain.end([id], [], 0.0)
+        ended.add(id)
+        spans = chain.take()
+        assert len(spans) == sum(1 for each in ended if each - 1 not in ended)
+        for span in spans:
+            chain.put_back(span)
+    assert chain.take() == [Span(START, 8, 5, 0.0)]
+
+
+def test_a_million_ended_ids_are_one_span() -> None:
+    """Kafka is away for long: what is kept of the facts that wait does not grow with them."""
+    chain = Chain(0)
+    for id in range(1, 100_001):
+        chain.begin()
+        chain.took([id], 0.0)
+        chain.end([id], [id] if id % 5 == 0 else [], 0.0)
+    (span,) = chain.take()
+    assert (span.prev, span.id, span.ids) == (0, 100_000, 100_000)
+    assert len(chain.voids(span)) == 10_000
+
+
+def test_an_id_that_was_promised_to_be_empty_is_never_taken() -> None:
+    """A sequence that was set back gives an ID at or below the last: it must not become a fact."""
+    chain = Chain(START)
+    assert chain.announce(9, chain.calm(), 0.0)
+    chain.begin()
+    with pytest.raises(ValueError, match="9 was reserved after 9"):
+        chain.took([9], 0.0)
+
+
+def test_void_ids_are_named_only_while_the_database_has_not_crashed() -> None:
+    """After a crash a number may be given again to another writer: as an edge it moves our position, not the line."""
+    chain = Chain(START)
+    chain.begin()
+    chain.took([4, 5, 6], 0.0)
+    chain.end([4], [4], 0.0)
+    chain.doubt_voids()
+    chain.end([5], [5], 0.0)
+    chain.begin()
+    chain.took([7], 0.0)
+    chain.end([6, 7], [7], 0.0)
+    (span,) = chain.take()
+    told = [*Voice("shop", 1, "orders", 1).span(span, [Fact(5, 6, ("{}",))], chain.voids(span))]
+    kinds = judge(Voice("shop", 1, "orders", 1), told).kinds()
+    assert kinds == [("JOIN", 1, 3), ("POSITION", 1, 5), ("RDATA", 1, 6), ("VOID", 1, 7)]

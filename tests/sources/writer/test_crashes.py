@@ -1,0 +1,86 @@
+"""The service's process is killed, or frozen, at each moment; what follows must lose nothing and double nothing."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import psycopg
+import pytest
+
+from app.stack.kafka import Kafka
+from app.writer import Fence, fence
+from sources.kafka import KafkaConnection
+from tests.sources.writer.conftest import Make, until
+from tests.sources.writer.judge import Judge
+
+MOMENTS = [
+    [("add", 3)],
+    [("commit", 3)],
+    [("ended", 2)],
+    [("decide", 2)],
+    [("pack", 1)],
+    [("hear", 4)],
+    [("delete", 1)],
+    [("pack", 1), ("settle", 1)],
+    [("pack", 1), ("deliver", 1)],
+    [("pack", 1), ("deliver", 2)],
+]
+
+
+@contextmanager
+def service(dsn: str, kafka: Kafka, topic: str, number: signal.Signals, step: str, nth: int) -> Iterator[psutil.Popen]:
+    """The process, which is ended with the block."""
+    arguments = [dsn, kafka.bootstrap_servers, topic, number.name, step, str(nth)]
+    command = [sys.executable, "-m", "tests.sources.writer.service", *arguments]
+    process = psutil.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("moments", MOMENTS, ids=lambda moments: "-".join(f"{step}{nth}" for step, nth in moments))
+def test_killed_at_any_moment_nothing_is_lost_or_doubled(
+    make: Make,
+    dsn: str,
+    kafka: Kafka,
+    topic: str,
+    sql: psycopg.Connection,
+    judge: Judge,
+    moments: list[tuple[str, int]],
+) -> None:
+    """After the next start positions have passed every ID, and every committed fact counts once."""
+    for step, nth in moments:
+        with service(dsn, kafka, topic, signal.SIGKILL, step, nth) as process:
+            assert process.wait(30) == -signal.SIGKILL
+    with make() as writer, psycopg.connect(dsn) as connection, writer.transaction(connection) as facts:
+        connection.execute("insert into orders (id) values (%s)", [facts.append("orders", {})])
+    verdict = judge.agrees(sql)
+    assert verdict.rejected == {}
+
+
+def test_frozen_while_its_successor_takes_over_it_can_write_no_more(
+    make: Make, dsn: str, kafka: Kafka, topic: str, sql: psycopg.Connection, judge: Judge
+) -> None:
+    """It stands still between deciding and sending, one transaction open. Fenced and woken up, that transaction fails
+    as fenced, and what it sends late are zombies.
+    """
+    with service(dsn, kafka, topic, signal.SIGSTOP, "pack", 1) as process:
+        until(lambda: process.status() == psutil.STATUS_STOPPED, 30)
+        said: list[str] = []
+        order = Fence("shop-1", terminate=True, retire=False)
+        fence(dsn, KafkaConnection(kafka.bootstrap_servers), topic, order, said.append)
+        assert sum(line.startswith("ended open transaction: pid") for line in said) >= 1
+        with make() as writer, psycopg.connect(dsn) as connection:
+            with writer.transaction(connection) as facts:
+                connection.execute("insert into orders (id) values (%s)", [facts.append("orders", {})])
+            process.send_signal(signal.SIGCONT)
+            assert process.wait(30) == 3
+    verdict = judge.agrees(sql)
+    assert verdict.rejected.keys() <= {"zombie"}
+    assert verdict.effects["orders"].advances[0].epoch == 3

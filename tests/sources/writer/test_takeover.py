@@ -1,0 +1,190 @@
+"""The fence: who is shut out, when, and what is found of the dead."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import psycopg
+import pytest
+from psycopg import IsolationLevel
+
+from sources.writer import takeover
+from sources.writer.session import Session
+from streaming.errors import UnknownWriter, WriterFenced
+from tests.sources.writer.conftest import Make, until
+from tests.sources.writer.judge import Judge
+
+LOCK = "select pg_advisory_xact_lock(tidemark.writer_lock('shop-1'))"
+LEVELS = [IsolationLevel.READ_COMMITTED, IsolationLevel.REPEATABLE_READ, IsolationLevel.SERIALIZABLE]
+SHUT_OUT = (WriterFenced, psycopg.errors.SerializationFailure)
+
+
+def waits_for_lock(sql: psycopg.Connection) -> bool:
+    row = sql.execute("select 1 from pg_locks where locktype = 'advisory' and not granted").fetchone()
+    return row is not None
+
+
+def left(sql: psycopg.Connection) -> tuple[int, int]:
+    """Rows of the table and of the outbox."""
+    row = sql.execute("select (select count(*) from orders), (select count(*) from tidemark.outbox)").fetchone()
+    assert row is not None
+    return row[0], row[1]
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name.lower())
+@pytest.mark.parametrize("warm", [True, False], ids=["old snapshot", "fresh"])
+def test_a_fence_that_is_waited_for_shuts_the_transaction_out(
+    make: Make, dsn: str, sql: psycopg.Connection, level: IsolationLevel, warm: bool
+) -> None:
+    """While the lock is waited for, the epoch is raised: in no isolation may the old one be seen then."""
+    with make() as writer, psycopg.connect(dsn) as connection, psycopg.connect(dsn) as fencer:
+        connection.isolation_level = level
+        fencer.execute(LOCK)
+
+        def write() -> None:
+            with writer.transaction(connection) as facts:
+                if warm:
+                    connection.execute("select count(*) from orders")
+                connection.execute("insert into orders (id) values (%s)", [facts.append("orders", {})])
+
+        with ThreadPoolExecutor(1) as pool:
+            written = pool.submit(write)
+            until(lambda: waits_for_lock(sql))
+            fencer.execute("update tidemark.writers set epoch = epoch + 1")
+            fencer.commit()
+            with pytest.raises(SHUT_OUT):
+                written.result(timeout=10)
+        assert left(sql) == (0, 0)
+        with pytest.raises(SHUT_OUT):
+            write()
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name.lower())
+def test_a_fence_between_snapshot_and_reservation_shuts_the_transaction_out(
+    make: Make, dsn: str, sql: psycopg.Connection, level: IsolationLevel
+) -> None:
+    """The whole fence happens after the transaction's first statement, which took no lock: its snapshot is too old."""
+    with make() as writer, psycopg.connect(dsn) as connection:
+        connection.isolation_level = level
+
+        def write() -> None:
+            with writer.transaction(connection) as facts:
+                connection.execute("insert into orders (id) values (-1)")
+                sql.execute("update tidemark.writers set epoch = epoch + 1")
+                facts.reserve("orders")
+
+        with pytest.raises(SHUT_OUT):
+            write()
+        assert left(sql) == (0, 0)
+
+
+def test_rows_are_fenced_too_after_the_savepoint_of_their_id_is_gone(
+    make: Make, dsn: str, sql: psycopg.Connection
+) -> None:
+    """A rolled-back savepoint takes the lock along. Whoever gives a row later waits for the fence and sees it."""
+    with make() as writer, psycopg.connect(dsn) as connection, psycopg.connect(dsn) as fencer:
+
+        def write() -> None:
+            with writer.transaction(connection) as facts:
+                try:
+                    with connection.transaction():
+                        id = facts.reserve("orders")
+                        raise psycopg.DataError
+                except psycopg.DataError:
+                    pass
+                fencer.execute(LOCK)
+                facts.add("orders", id, {})
+
+        with ThreadPoolExecutor(1) as pool:
+            written = pool.submit(write)
+            until(lambda: waits_for_lock(sql))
+            fencer.execute("update tidemark.writers set epoch = epoch + 1")
+            fencer.commit()
+            with pytest.raises(WriterFenced):
+                written.result(timeout=10)
+        assert left(sql) == (0, 0)
+
+
+def test_a_fence_that_is_given_up_lets_the_writer_go_on(make: Make, dsn: str, sql: psycopg.Connection) -> None:
+    """Who waited for the lock reserves once it is free and the epoch is still its own."""
+    with make() as writer, psycopg.connect(dsn) as connection, psycopg.connect(dsn) as fencer:
+        fencer.execute(LOCK)
+
+        def write() -> int:
+            with writer.transaction(connection) as facts:
+                return facts.append("orders", {})
+
+        with ThreadPoolExecutor(1) as pool:
+            written = pool.submit(write)
+            until(lambda: waits_for_lock(sql))
+            fencer.rollback()
+            assert written.result(timeout=10) == 1
+
+
+def test_a_successor_waits_for_open_transactions_and_names_them(
+    make: Make, dsn: str, sql: psycopg.Connection, judge: Judge
+) -> None:
+    """The open transaction of the old epoch commits in peace, its fact is told, and only then the new epoch joins."""
+    with make() as old, psycopg.connect(dsn, application_name="till") as connection:
+        session = Session(dsn, "test")
+        started = threading.Event()
+
+        def succeed() -> None:
+            with make():
+                started.set()
+
+        with ThreadPoolExecutor(1) as pool:
+            with old.transaction(connection) as facts:
+                id = facts.append("orders", {})
+                connection.execute("insert into orders (id) values (%s)", [id])
+                successor = pool.submit(succeed)
+                until(lambda: waits_for_lock(sql))
+                (holder,) = takeover.look(session, "shop-1").holders
+                assert (holder.pid, holder.application) == (connection.info.backend_pid, "till")
+                assert holder.since is not None
+                assert "insert into orders" in holder.query
+                assert not started.is_set()
+            successor.result(timeout=20)
+        session.close()
+        until(lambda: left(sql) == (1, 0))
+        with pytest.raises(WriterFenced), old.transaction(connection) as facts:
+            facts.reserve("orders")
+    verdict = judge.agrees(sql)
+    assert ("JOIN", 2, 1) in verdict.kinds()
+
+
+def test_what_the_dead_left_is_told_in_its_epoch_before_the_join(
+    make: Make, dsn: str, sql: psycopg.Connection, judge: Judge
+) -> None:
+    """Facts in the outbox, IDs that were given and never used: all settled, nothing unseen."""
+    with make():
+        pass
+    for id, prev in [(2, 0), (4, 2)]:
+        sql.execute("insert into tidemark.outbox values ('shop-1', 1, 'orders', %s, 0, %s, '{}')", [id, prev])
+        sql.execute("insert into tidemark.outbox values ('shop-1', 1, 'orders', %s, 1, %s, '{}')", [id, prev])
+        sql.execute("insert into orders values (%s)", [id])
+    sql.execute("select setval('orders_id_seq', 5)")
+    with make():
+        pass
+    verdict = judge.agrees(sql)
+    rdata = [("RDATA", 1, "batch"), ("RDATA", 1, 2), ("RDATA", 1, "batch"), ("RDATA", 1, 4)]
+    assert verdict.kinds() == [("JOIN", 1, 0), *rdata, ("JOIN", 2, 5)]
+
+
+def test_a_stream_that_is_written_no_more_is_retired(make: Make, judge: Judge, sql: psycopg.Connection) -> None:
+    """A new version of the service writes another stream: the one before does not wait for it for ever."""
+    with make():
+        pass
+    with make(streams=["history"], direction="backward"):
+        pass
+    assert judge.verdict().kinds() == [("JOIN", 1, 0), ("JOIN", 2, 0), ("RETIRE", 2, 0)]
+    assert sql.execute("select stream from tidemark.writer_streams").fetchall() == [("history",)]
+
+
+def test_a_writer_that_never_was_is_not_fenced(dsn: str, make: Make) -> None:
+    """A typing error must not make a writer; the names there are help to find it."""
+    with make():
+        pass
+    session = Session(dsn, "test")
+    with pytest.raises(UnknownWriter, match="shop-1"):
+        takeover.look(session, "shop-l")
+    session.close()
