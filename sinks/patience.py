@@ -18,28 +18,48 @@ LONGEST_PAUSE = 5.0
 SAY_EVERY = 10.0
 
 
+class Patience:
+    """How long to pause before the next attempt, and what to tell people meanwhile. One wait at a time.
+
+    Pauses grow from 0.1 s to 5 s. Logs what is waited for at once, then every 10 s, and when it is over.
+    """
+
+    def __init__(self) -> None:
+        self._began = self._said = 0.0
+        self._pause = FIRST_PAUSE
+        self._waited_for = ""
+
+    def pause_after(self, problem: Unavailable) -> float:
+        """Seconds to wait after this failure."""
+        now = time.monotonic()
+        if not self._waited_for:
+            self._began, self._pause = now, FIRST_PAUSE
+        if now - self._said >= SAY_EVERY or problem.what != self._waited_for:
+            seconds = round(now - self._began)
+            log.warning(f"Waiting for {problem.what}", problem=str(problem), seconds=seconds)
+            self._said, self._waited_for = now, problem.what
+        pause, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        return pause
+
+    def succeeded(self) -> None:
+        """An attempt went well."""
+        if self._waited_for:
+            log.info(f"{self._waited_for} answers again", seconds=round(time.monotonic() - self._began, 1))
+            self._waited_for = ""
+
+
 def wait_out(step: Callable[[], T], stopping: threading.Event) -> T:
     """Call `step` until it does not raise `Unavailable`; every other error passes.
 
-    Pauses grow from 0.1 s to 5 s. Logs what is waited for at once, then every 10 s, and when it is over. Raises
-    `Stopping` as soon as `stopping` is set during a pause.
+    Raises `Stopping` as soon as `stopping` is set during a pause.
     """
-    began = time.monotonic()
-    said = began - SAY_EVERY
-    pause = FIRST_PAUSE
-    waited_for = ""
+    patience = Patience()
     while True:
         try:
             result = step()
         except Unavailable as problem:
-            now = time.monotonic()
-            if now - said >= SAY_EVERY or problem.what != waited_for:
-                log.warning(f"Waiting for {problem.what}", problem=str(problem), seconds=round(now - began))
-                said, waited_for = now, problem.what
-            if stopping.wait(pause):
+            if stopping.wait(patience.pause_after(problem)):
                 raise Stopping(f"told to stop while waiting for {problem.what}") from problem
-            pause = min(2 * pause, LONGEST_PAUSE)
         else:
-            if waited_for:
-                log.info(f"{waited_for} answers again", seconds=round(time.monotonic() - began, 1))
+            patience.succeeded()
             return result

@@ -195,6 +195,12 @@ class Postgres:
                     found[stream].positions[writer] = position
         return found
 
+    def writers(self, stream: str) -> dict[str, int]:
+        """Every writer that the stream ever had, the forgotten ones too, with its position."""
+        with self._reads.session() as connection:
+            query = "select writer, position from tidemark.stream_positions where stream = %s"
+            return dict(connection.execute(query, (stream,)))
+
     def advances_since(
         self, known: Iterable[tuple[str, str, int]], newest: int
     ) -> dict[tuple[str, str], list[PastAdvance]]:

@@ -3,7 +3,7 @@
 The keys of a stream share a hash tag and are written by one script (`publish.lua`), one call per stream.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha1
@@ -18,7 +18,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from sinks.changes import Change
-from streaming.errors import BadSetting, LeaseLost, Refused, TidemarkError, Unavailable
+from sinks.redis_problems import Remedies, explained
+from streaming.errors import BadSetting, LeaseLost
 
 STREAMS = "tidemark:streams"
 SENTINEL = "tidemark:sentinel"
@@ -31,13 +32,9 @@ _KEYS = ("positions", "linear", "token", "advances", "fence")
 Mode = Literal["new", "known", "mend", "anew"]
 """How a change is published; `publish.lua` says what each means."""
 
-_WAITED_FOR = (
-    problems.ConnectionError,  # also: loading its data, too many clients
-    problems.TimeoutError,
-    problems.ReadOnlyError,  # a replica that is about to be promoted
-    problems.OutOfMemoryError,
-    problems.ClusterDownError,  # also: replica without its master
-    problems.TryAgainError,
+_REMEDIES = Remedies(
+    access="check user and password in TIDEMARK_REDIS_URL",
+    rights="give the user all rights on the keys and channels tidemark:*, and see that nothing else writes there",
 )
 
 
@@ -64,6 +61,11 @@ def key(stream: str, name: str) -> str:
     return f"tidemark:{{{stream}}}:{name}"
 
 
+def address(options: Mapping[str, Any]) -> str:
+    """Where a connection pool connects to, fit for a message: no user, no password."""
+    return str(options.get("path") or f"{options.get('host')}:{options.get('port')}/{options.get('db', 0)}")
+
+
 class Redis:
     """One server. Any thread may call; all methods raise `Unavailable` (call again) and `Refused`."""
 
@@ -81,8 +83,7 @@ class Redis:
             raise BadSetting(
                 "TIDEMARK_REDIS_URL", "is not a Redis address; write redis://user:password@host:6379/0"
             ) from None
-        options = self._client.connection_pool.connection_kwargs
-        self.where = str(options.get("path") or f"{options.get('host')}:{options.get('port')}/{options.get('db', 0)}")
+        self.where = address(self._client.connection_pool.connection_kwargs)
 
     def __enter__(self) -> Self:
         return self
@@ -166,16 +167,4 @@ class Redis:
         try:
             yield
         except problems.RedisError as error:
-            raise self._explained(error) from error
-
-    def _explained(self, error: problems.RedisError) -> TidemarkError | problems.RedisError:
-        problem = (str(error).splitlines() or [type(error).__name__])[0]
-        # An authentication error is a connection error too, so it comes first.
-        if isinstance(error, problems.AuthenticationError | problems.AuthorizationError):
-            return Refused("Redis", self.where, problem, "check user and password in TIDEMARK_REDIS_URL")
-        if isinstance(error, _WAITED_FOR):
-            return Unavailable("Redis", self.where, problem)
-        if isinstance(error, problems.ResponseError):
-            do = "give the user all rights on the keys and channels tidemark:*, and see that nothing else writes there"
-            return Refused("Redis", self.where, problem, do)
-        return error
+            raise explained(error, self.where, _REMEDIES) from error

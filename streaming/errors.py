@@ -4,11 +4,14 @@ TidemarkError
 ├── Retry                 the world will mend it: back off and try again
 │   ├── Unavailable(what, where)
 │   ├── LeaseLost(held, now)
+│   ├── NotReached(stream, token, stands)
 │   └── QueryFailed(problem)
 ├── Reject                this record is wrong, its neighbours are not: dead-letter it and go on
 │   ├── BadRecord(reason, detail)
 │   ├── RowTooLarge(stream, size, limit)     a fact that its writer refused: roll its transaction back
-│   └── FactWithoutRow(stream, ids)
+│   ├── FactWithoutRow(stream, ids)
+│   ├── BadToken(text, problem)
+│   └── TokenFromTheFuture(stream, token, head)
 ├── Stopping              the process was told to end: leave at once, nothing is wrong
 ├── SparkDied(problem)    this process is of no use any more: whoever started it starts it again
 └── Stop                  a person must decide: one line, exit code 2
@@ -57,6 +60,18 @@ class LeaseLost(Retry):
         self.now = now
 
 
+class NotReached(Retry):
+    """A wait was over before `stream` came as far as `token`; it `stands` there, or None: Redis is recovering."""
+
+    def __init__(self, stream: str, token: str, stands: str | None, seconds: float) -> None:
+        super().__init__(
+            f"stream {stream} did not reach {token} within {seconds:g} s; it stands at {stands or 'nothing known'}"
+        )
+        self.stream = stream
+        self.token = token
+        self.stands = stands
+
+
 class QueryFailed(Retry):
     """Spark ended the query; `problem` is the innermost cause it names. Starting it again replays the batch in hand."""
 
@@ -100,6 +115,26 @@ class FactWithoutRow(Reject):
         )
         self.stream = stream
         self.ids = ids
+class BadToken(Reject):
+    """`text` does not say how far a stream was read."""
+
+    def __init__(self, text: str, problem: str) -> None:
+        super().__init__(f"{text!r} is not a token such as m7~first.9: {problem}")
+        self.text = text
+        self.problem = problem
+
+
+class TokenFromTheFuture(Reject):
+    """`token` names an ID beyond `head`, the highest that any record of `stream` named: it will not be reached soon."""
+
+    def __init__(self, stream: str, token: str, head: int) -> None:
+        super().__init__(
+            f"{token} is ahead of stream {stream}, whose writers have come to {head}: the token is of another stream,"
+            " or of a database that was restored since"
+        )
+        self.stream = stream
+        self.token = token
+        self.head = head
 
 
 class Stopping(TidemarkError):

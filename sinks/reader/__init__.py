@@ -1,0 +1,34 @@
+"""The reader's library: how far a stream may be read, what moved it there, and the loop that reads it.
+
+`Positions` and `AsyncPositions` look at what is published.
+"""
+
+from sinks.reader.aio import AsyncFollow, AsyncPositions
+from sinks.reader.events import Advance, Event, Evidence, Late, LateLost, Line, Reread
+from sinks.reader.interval_text import interval_text, parse_intervals
+from sinks.reader.place import Place
+from sinks.reader.positions import Follow, Positions
+from sinks.reader.standing import Recovering, Standing
+from sinks.reader.token import ZERO, Order, Token
+
+__all__ = [
+    "ZERO",
+    "Advance",
+    "AsyncFollow",
+    "AsyncPositions",
+    "Event",
+    "Evidence",
+    "Follow",
+    "Late",
+    "LateLost",
+    "Line",
+    "Order",
+    "Place",
+    "Positions",
+    "Recovering",
+    "Reread",
+    "Standing",
+    "Token",
+    "interval_text",
+    "parse_intervals",
+]

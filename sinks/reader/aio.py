@@ -1,0 +1,135 @@
+"""`AsyncPositions`: the same as `positions`, for asyncio. One event loop per object."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from sinks.reader.asks import Answer, Ask, Doorbell, Glance, Look, Pause, Recall
+from sinks.reader.connection import OPTIONS, bad_address, translated
+from sinks.reader.driver import Driver
+from sinks.reader.events import Event
+from sinks.reader.following import CaughtUp, Following, Mode
+from sinks.reader.history import History
+from sinks.reader.keys import queue, ring, seen
+from sinks.reader.place import Place
+from sinks.reader.standing import GRACE, Recovering, Standing, WaitTerms, getting, target, waiting
+from sinks.reader.token import Token
+from streaming.errors import Unavailable
+
+R = TypeVar("R")
+
+
+class AsyncPositions:
+    """An async context manager; arguments as of `Positions`. Its methods raise what those of `Positions` raise."""
+
+    def __init__(self, redis: "str | redis.asyncio.Redis", dsn: str | None = None) -> None:
+        self._owned = isinstance(redis, str)
+        self._client: Any = _client(redis) if isinstance(redis, str) else redis
+        self._history = None if dsn is None else History(dsn)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        if self._owned:
+            await self._client.aclose()
+        if self._history is not None:
+            await asyncio.to_thread(self._history.close)
+
+    async def get(self, stream: str) -> Standing | Recovering:
+        """What is published of `stream` now."""
+        return await self._result(Driver[Standing | Recovering](getting(stream)))
+
+    async def wait(
+        self,
+        stream: str,
+        until: Token | str | int,
+        writer: str | None = None,
+        timeout: float | None = None,
+        grace: float = GRACE,
+    ) -> Standing:
+        """Wait until `stream` is complete up to `until`: a token, or an ID (of `writer`, or of all)."""
+        return await self._result(Driver[Standing](waiting(stream, target(until, writer), WaitTerms(timeout, grace))))
+
+    def follow(self, stream: str, mode: Mode = "vector", since: Place | Token | str | None = None) -> "AsyncFollow":
+        """Every advance after `since` (None: after what is published now), each once, joined, in order per writer.
+
+        For one task at a time. A cancelled `anext` loses nothing.
+        """
+        since = Token.parse(since) if isinstance(since, str) else since
+        return AsyncFollow(self, Following(stream, mode, since))
+
+    async def carry_out(self, ask: Ask) -> Answer:
+        match ask:
+            case Look() | Glance():
+                with translated(self._client):
+                    pipe = self._client.pipeline(transaction=True)
+                    queue(pipe, ask)
+                    return seen(ask, await pipe.execute())
+            case Doorbell():
+                with translated(self._client):
+                    await ring(self._client, ask)
+            case Recall():
+                return None if self._history is None else await asyncio.to_thread(self._history.past, ask)
+            case Pause(seconds):
+                await asyncio.sleep(seconds)
+        return None
+
+    async def _result(self, driver: Driver[R]) -> R:
+        result = await until_handed(driver, self.carry_out)
+        assert result is not None
+        return result
+
+
+class AsyncFollow(AsyncIterator[Event]):
+    """An async iterator of events; `place` is what was handed over so far, to go on from in another `follow`."""
+
+    def __init__(self, positions: AsyncPositions, following: Following) -> None:
+        self._positions = positions
+        self._following = following
+        self._driver: Driver[Event | CaughtUp] = Driver(following.steps())
+
+    @property
+    def place(self) -> Place | None:
+        """None while nothing is known of the stream and we began nowhere."""
+        return self._following.place
+
+    async def __anext__(self) -> Event:
+        while True:
+            event = await until_handed(self._driver, self._positions.carry_out)
+            if event is None:
+                raise StopAsyncIteration
+            if not isinstance(event, CaughtUp):
+                return event
+
+
+async def until_handed(driver: Driver[R], carry_out: Callable[[Ask], Awaitable[Answer]]) -> R | None:
+    """Carry out what the program asks until it hands something over; None: it is over."""
+    while True:
+        step = driver.step()
+        if not isinstance(step, Ask):
+            driver.handed_over()
+            return step
+        try:
+            answer = await carry_out(step)
+        except Unavailable as problem:
+            driver.failed(problem)
+        else:
+            driver.answered(answer)
+
+
+def _client(url: str) -> Any:
+    try:
+        return redis.asyncio.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **OPTIONS)
+    except ValueError:
+        raise bad_address() from None

@@ -1,0 +1,103 @@
+"""What a follower hands over. Values only; IDs are signed, times are the pipeline's batch times (ms since 1970)."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """How the IDs of a range were settled (DESIGN 1): IDs with a fact, proven empty, unseen, skipped."""
+
+    facts: int = 0
+    empty: int = 0
+    unseen: int = 0
+    skipped: int = 0
+
+    def __add__(self, other: "Evidence") -> "Evidence":
+        return Evidence(
+            self.facts + other.facts,
+            self.empty + other.empty,
+            self.unseen + other.unseen,
+            self.skipped + other.skipped,
+        )
+
+    @property
+    def proven_empty(self) -> bool:
+        """Nothing was written there: who reads the table for it finds nothing."""
+        return not (self.facts or self.unseen or self.skipped)
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """The position of `writer` moved over `(prev, id]`; `prev` is where the writer's last event ended.
+
+    `evidence` is of `(claimed, id]`. That is the same range, but where the reader stood in the middle of it: then the
+    counts are upper bounds for `(prev, id]`. `linear` is the linear position after the batch that made the advance.
+    """
+
+    writer: str
+    epoch: int
+    prev: int
+    id: int
+    evidence: Evidence
+    claimed: int
+    linear: int
+    batch: int
+    time: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reread:
+    """Completed IDs `(prev, id]` of `writer` whose evidence is gone: read the table for them.
+
+    Without a `writer`: those of every writer but the ones in `besides`, up to the linear position `id`. A writer may
+    have come and gone while nobody followed, and no list tells of it any more.
+    """
+
+    writer: str | None
+    prev: int
+    id: int
+    besides: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The linear position moved over `(prev, id]`.
+
+    `evidence` adds up the advances that touch the range (an advance across an end counts whole). `known` tells whether
+    those are all that there are: else there may be facts that `evidence` does not count.
+    """
+
+    prev: int
+    id: int
+    evidence: Evidence
+    known: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Completions in `(prev, id]` of `writer` that came after the range was settled without them; see `why`:
+    `skipped` by an operator, or the source `regressed` (its database was restored and gave these IDs out again).
+
+    `number` ascends; each is handed over once. The range holds no ID of `writer` that was completed in time.
+    """
+
+    number: int
+    writer: str
+    epoch: int
+    prev: int
+    id: int
+    facts: int
+    why: str
+    batch: int
+    time: int
+
+
+@dataclass(frozen=True, slots=True)
+class LateLost:
+    """Late completions numbered `(after, number]` are not listed any more: Tidemark's Postgres would know them."""
+
+    after: int
+    number: int
+
+
+Event = Advance | Reread | Line | Late | LateLost

@@ -1,0 +1,122 @@
+"""The program behind `follow`: what to read next, and what to hand over of it. No sockets: see `asks`.
+
+The list of advances in Redis is a convenience that may be cut, emptied and begun anew at any time. So each look at it
+begins with the entry that the last one ended with: where that entry is gone, the list is read from its start, and
+Postgres is asked for what it does not hold (or the reader is told to read the table). And whatever the list says, a
+look is over only when each writer stands where the positions say, which Redis gives in the same transaction.
+"""
+
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from sinks.reader.asks import LONGEST_WAIT, Answer, Ask, Doorbell, Entry, Look, Past, Recall, Seen, patiently
+from sinks.reader.events import Advance, Event, Reread
+from sinks.reader.joining import Joining
+from sinks.reader.lines import Lines
+from sinks.reader.listing import Listing
+from sinks.reader.place import Place
+from sinks.reader.token import Token
+
+Mode = Literal["vector", "linear"]
+
+
+@dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """All that was published when we looked has been handed over. For programs that build on this one."""
+
+
+Steps = Generator[Ask | Event | CaughtUp, Answer, None]
+
+
+class Following:
+    """`since` is what the reader has; None: what is published at the first look.
+
+    A token says nothing of late completions: those that are known at the first look are not handed over then.
+    """
+
+    def __init__(self, stream: str, mode: Mode, since: Place | Token | None) -> None:
+        self._stream = stream
+        self._mode = mode
+        self._since = since
+        self._joining: Joining | None = None
+        self._lines: Lines | None = None
+
+    @property
+    def place(self) -> Place | None:
+        """What was handed over; None while Redis is recovering and we began nowhere."""
+        if self._joining is None:
+            return self._since if isinstance(self._since, Place) else None
+        place = self._joining.place
+        return Place(self._lines.linear, {}, place.late) if self._lines else place
+
+    def steps(self) -> Steps:
+        while True:
+            yield from self._follow_list()
+
+    def _follow_list(self) -> Steps:
+        """Until the list is not the one any more that we read so far."""
+        seen = yield from self._look(None)
+        if self._joining is None and seen.linear is not None:
+            while self._since is None and seen.more:
+                seen = yield from self._look(seen.entries[-1])
+            self._begin(seen)
+        if self._joining is None or seen.linear is None:  # Redis knows nothing: it is recovering
+            yield from self._ring(seen)
+            return
+        if self._lines:
+            self._lines.doubt()
+        listing = Listing(self._joining)
+        after: Entry | None = None
+        while True:
+            if listing.misses(seen) and (past := (yield from self._recall(self._joining))) is not None:
+                yield from self._handed(listing.remember(past))
+            yield from self._handed(listing.take(seen.entries))
+            if seen.entries:
+                after = seen.entries[-1]
+            if not seen.more:
+                yield from self._handed(listing.complete(seen))
+                if self._lines:
+                    yield from self._lines.move(seen.linear, seen.positions)
+                yield CaughtUp()
+                yield from self._ring(seen)
+            if after is None:  # an empty list gives no hold: it may have been longer, and cut, before we look again
+                return
+            seen = yield from self._look(after)
+            if seen.linear is None or not seen.joined:
+                return
+
+    def _begin(self, seen: Seen) -> None:
+        assert seen.linear is not None
+        match self._since:
+            case None:
+                place = Place(seen.linear, seen.positions, seen.late)
+            case Token() as token:
+                place = Place.after(token, seen.late)
+            case Place() as place:
+                pass
+        if self._mode == "linear":
+            place = Place(place.linear, {}, place.late)
+            self._lines = Lines(place.linear)
+        self._joining = Joining(place)
+
+    def _handed(self, events: Iterable[Event]) -> Iterator[Event]:
+        """In linear mode the writers' events are only noted."""
+        for event in events:
+            if self._lines and isinstance(event, Advance | Reread):
+                self._lines.note(event)
+            else:
+                yield event
+
+    def _look(self, after: Entry | None) -> Generator[Ask, Answer, Seen]:
+        seen = yield from patiently(Look(self._stream, after))
+        assert isinstance(seen, Seen)
+        return seen
+
+    def _recall(self, joining: Joining) -> Generator[Ask, Answer, Past | None]:
+        past = yield from patiently(Recall(self._stream, joining.place))
+        assert past is None or isinstance(past, Past)
+        return past
+
+    def _ring(self, seen: Seen) -> Generator[Ask, Answer, None]:
+        yield from patiently(Doorbell(self._stream, seen.last, LONGEST_WAIT))

@@ -1,0 +1,44 @@
+"""What Tidemark's Postgres remembers of a stream: asked when Redis's list does not reach back far enough."""
+
+from sinks.postgres import PastAdvance, PastLate, Postgres, PostgresConfig
+from sinks.reader.asks import Past, Recall
+from sinks.reader.events import Advance, Evidence, Late
+
+NEWEST = 10_000  # advances of each writer that are told; what lies before them is to be read from the table
+
+
+class History:
+    """Needs the rights of the role tidemark_reader. Any thread may call; raises `Unavailable` (call again) and
+    `Refused`."""
+
+    def __init__(self, dsn: str) -> None:
+        self._postgres = Postgres(PostgresConfig(dsn))
+
+    def close(self) -> None:
+        self._postgres.close()
+
+    def past(self, ask: Recall) -> Past:
+        place, stream = ask.place, ask.stream
+        # Positions before advances: a writer may not seem to stand where its advances do not lead yet.
+        writers = self._postgres.writers(stream)
+        known = [(stream, writer, place.positions.get(writer, place.linear)) for writer in writers]
+        advances = self._postgres.advances_since(known, NEWEST)
+        late = self._postgres.late_since([(stream, place.late)], 2**31)
+        return Past(
+            chains={
+                writer: (position, [_advance(past) for past in advances.get((stream, writer), ())])
+                for writer, position in writers.items()
+            },
+            late=[_late(past) for past in late.get(stream, ())],
+        )
+
+
+def _advance(past: PastAdvance) -> Advance:
+    told = past.advance
+    evidence = Evidence(told.facts, told.empty, told.unseen, told.skipped)
+    return Advance(told.writer, told.epoch, told.prev, told.id, evidence, told.prev, past.linear, past.batch, past.time)
+
+
+def _late(past: PastLate) -> Late:
+    told = past.late
+    return Late(past.number, told.writer, told.epoch, told.prev, told.id, told.facts, told.why, past.batch, past.time)

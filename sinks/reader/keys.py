@@ -1,0 +1,66 @@
+"""The commands that an ask means to Redis, and what their replies mean. No sockets: a client carries them out.
+
+A client may decode its replies or not; both are understood.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sinks.reader.asks import Doorbell, Entry, Glance, Look, Seen
+from sinks.redis import key
+
+PAGE = 10_000  # entries of a list that one look reads: some megabytes
+
+
+def queue(pipe: Any, ask: Look | Glance) -> None:
+    """Put the commands on a transaction of either form of redis-py's client."""
+    pipe.get(key(ask.stream, "linear"))
+    pipe.hgetall(key(ask.stream, "positions"))
+    pipe.hget(key(ask.stream, "fence"), "late")
+    pipe.get(key(ask.stream, "head"))
+    match ask:
+        case Look(stream, None):
+            pipe.xrange(key(stream, "advances"), count=PAGE)
+        case Look(stream, Entry(name)):
+            pipe.xrange(key(stream, "advances"), min=name, count=PAGE + 1)
+        case Glance(stream):
+            pipe.xrevrange(key(stream, "advances"), count=1)
+
+
+def ring(client: Any, ask: Doorbell) -> Any:
+    """Block until the list goes on or the time is over; of an asyncio client's, the coroutine."""
+    milliseconds = max(1, round(1000 * ask.seconds))  # 0 would be for ever
+    return client.xread({key(ask.stream, "advances"): ask.after}, count=1, block=milliseconds)
+
+
+def seen(ask: Look | Glance, reply: Sequence[Any]) -> Seen:
+    linear, positions, late, head, listed = reply
+    entries = [Entry(_text(name), _texts(fields)) for name, fields in listed]
+    last = entries[-1].name if entries else "0-0"
+    joined, more = True, False
+    if isinstance(ask, Glance):
+        entries = []
+    elif ask.after is None:
+        more = len(entries) == PAGE
+    else:
+        joined = entries[:1] == [ask.after]
+        more = joined and len(entries) == PAGE + 1
+        entries = entries[1:] if joined else []
+    return Seen(
+        linear=None if linear is None else int(linear),
+        positions={writer: int(position) for writer, position in _texts(positions).items()},
+        late=int(late or 0),
+        head=None if head is None else int(head),
+        entries=entries,
+        joined=joined,
+        more=more,
+        last=last,
+    )
+
+
+def _texts(fields: Mapping[Any, Any]) -> dict[str, str]:
+    return {_text(name): _text(value) for name, value in fields.items()}
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

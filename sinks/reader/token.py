@@ -1,0 +1,125 @@
+"""Tokens: how far a stream was read, as text that a service may hand around: `m7~first.9`. Pure.
+
+`m7~first.9` says: every ID up to 7 whoever wrote it, and those of `first` up to 9. The text is the one that Redis
+holds (`publish.lua`): entries at or below the linear position are left out, the others are sorted by the bytes of the
+writer's name, and `%` and `~` in a name are written `%25` and `%7E`. A name may hold dots: the last one divides.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Self
+
+from sinks.reader.order import beyond, farther, nearer
+from streaming.errors import BadToken
+
+_ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
+_ESCAPE = re.compile(r"%(25|7E)")
+_STRAY = re.compile(r"%(?!25|7E)")
+
+
+class Order(Enum):
+    """How one token stands to another. Of two `INCOMPARABLE` ones each knows more somewhere."""
+
+    BEFORE = "before"
+    EQUAL = "equal"
+    AFTER = "after"
+    INCOMPARABLE = "incomparable"
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """Make one with `of` or `parse`: `positions` has only writers beyond `linear`, sorted, so that equals are equal."""
+
+    linear: int
+    positions: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def of(cls, linear: int, positions: Mapping[str, int] | None = None) -> Self:
+        """Raises `BadToken` where signs are mixed: a stream never mixes them."""
+        above = sorted((writer, id) for writer, id in (positions or {}).items() if beyond(id, linear))
+        token = cls(linear, tuple(above))
+        if len({id > 0 for id in token._ids()}) > 1:
+            raise BadToken(str(token), "it mixes positive and negative IDs")
+        return token
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises `BadToken` for what is no token."""
+        first, *entries = text.split("~")
+        if not first.startswith("m"):
+            raise BadToken(text, "it does not begin with m and the linear position")
+        positions: dict[str, int] = {}
+        for entry in entries:
+            name, dot, id = entry.rpartition(".")
+            if not dot or not name:
+                raise BadToken(text, f"{entry!r} is not a writer's name, a dot and its position")
+            if _STRAY.search(name):
+                raise BadToken(text, f"in {entry!r} a percent sign does not begin %25 or %7E")
+            writer = _ESCAPE.sub(lambda escape: "%" if escape[1] == "25" else "~", name)
+            if writer in positions:
+                raise BadToken(text, f"it names {writer!r} twice")
+            positions[writer] = _id(text, id)
+        return cls.of(_id(text, first[1:]), positions)
+
+    def __str__(self) -> str:
+        entries = (f"{name.replace('%', '%25').replace('~', '%7E')}.{id}" for name, id in self.positions)
+        return "~".join((f"m{self.linear}", *entries))
+
+    def at(self, writer: str) -> int:
+        """How far the IDs of `writer` were read, named or not."""
+        return dict(self.positions).get(writer, self.linear)
+
+    def covers(self, other: "Token") -> bool:
+        """Whether who has read up to this token has read all that `other` stands for."""
+        return other.compare(self) in {Order.BEFORE, Order.EQUAL}
+
+    def compare(self, other: "Token") -> Order:
+        """Raises `BadToken` where one is of a backward stream and the other is not."""
+        _check_direction(self, other)
+        pairs = [(self.linear, other.linear), *((self.at(name), other.at(name)) for name in _named(self, other))]
+        less = any(beyond(theirs, ours) for ours, theirs in pairs)
+        more = any(beyond(ours, theirs) for ours, theirs in pairs)
+        if less and more:
+            return Order.INCOMPARABLE
+        return Order.BEFORE if less else Order.AFTER if more else Order.EQUAL
+
+    def least_upper(self, other: "Token") -> "Token":
+        """The least token that covers both: what was read by two readers together."""
+        return self._merged(other, farther)
+
+    def greatest_lower(self, other: "Token") -> "Token":
+        """The greatest token that both cover: what each of two readers has read."""
+        return self._merged(other, nearer)
+
+    def farthest(self) -> int:
+        """The ID furthest from 0 that the token names."""
+        return max((self.linear, *(id for _, id in self.positions)), key=abs)
+
+    def _merged(self, other: "Token", choose: Callable[[int, int], int]) -> "Token":
+        _check_direction(self, other)
+        merged = {name: choose(self.at(name), other.at(name)) for name in _named(self, other)}
+        return Token.of(choose(self.linear, other.linear), merged)
+
+    def _ids(self) -> Iterator[int]:
+        return (id for id in (self.linear, *(id for _, id in self.positions)) if id)
+
+
+ZERO = Token(0)
+"""Nothing was read."""
+
+
+def _id(text: str, id: str) -> int:
+    if not _ID.fullmatch(id) or not -(2**63) <= int(id) < 2**63:
+        raise BadToken(text, f"{id!r} is not a stream ID")
+    return int(id)
+
+
+def _named(a: Token, b: Token) -> set[str]:
+    return {name for name, _ in (*a.positions, *b.positions)}
+
+
+def _check_direction(a: Token, b: Token) -> None:
+    if a.farthest() * b.farthest() < 0:
+        raise BadToken(str(b), f"it is of a stream that runs the other way than {a}")

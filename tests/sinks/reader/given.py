@@ -1,0 +1,35 @@
+"""The project's own sinks, driven as the publisher drives them, and ways to collect what a follower hands over."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from sinks.batch import Batch
+from sinks.lease import Lease
+from sinks.mirror import Mirror
+from sinks.postgres import Postgres
+from sinks.reader import Event, Follow
+from sinks.redis import Redis
+from streaming.effects import StreamEffects
+from tests.sinks.given import NOW, advance, batch, stream
+
+
+class Pipeline:
+    """Commits batches and shows them, or (`commit` alone) dies in between."""
+
+    def __init__(self, store: Postgres, shown: Redis, lease: Lease) -> None:
+        self.store = store
+        self.lease = lease
+        self.mirror = Mirror(store, shown, lease)
+        self.number = 0
+
+    def commit(self, *streams: StreamEffects) -> tuple[Batch, Any]:
+        self.number += 1
+        made = batch(self.number, *streams, token=self.lease.token, now=NOW + self.number)
+        return made, self.store.apply(made)
+
+    def publish(self, *streams: StreamEffects) -> None:
+        self.mirror.publish(*self.commit(*streams))
+
+    def move(self, writer: str, prev: int, id_: int, linear: int | None = None, **evidence: int) -> None:
+        """One writer of stream `s` advances; the line goes with it unless told otherwise."""
+        self.publish(stream("s", advance(writer, prev, id_, **evidence), linear=id_ if linear is None else linear))

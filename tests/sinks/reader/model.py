@@ -1,0 +1,249 @@
+"""A stream, its keys in Redis and its tables in Postgres in a few lines, as DESIGN says them: what a follower is held to.
+
+Every write to `Model` is the world's; `answer` is what a shell would answer. Magnitudes inside, `sign` at the edges.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from sinks.reader.asks import Answer, Ask, Doorbell, Entry, Glance, Look, Past, Recall, Seen
+from sinks.reader.entries import parse
+from sinks.reader.events import Advance, Late
+
+Fields = dict[str, str]
+
+
+@dataclass
+class Edge:
+    """`what` is `fact`, `void`, `announced` or (an operator's act) `skipped`."""
+
+    prev: int
+    id: int
+    what: str
+    delivered: bool = False
+
+
+@dataclass
+class Writer:
+    last: int
+    position: int = 0
+    edges: list[Edge] = field(default_factory=list)
+    retired: bool = False
+    forgotten: bool = False
+
+    def settle(self) -> None:
+        for edge in self.edges:
+            if edge.prev >= self.position:
+                if edge.prev > self.position or not edge.delivered:
+                    return
+                self.position = edge.id
+
+
+class Model:
+    def __init__(self, sign: int) -> None:
+        self.sign = sign
+        self.head = 0
+        self.line = 0
+        self.writers: dict[str, Writer] = {}
+        self.facts: dict[int, str] = {}  # ID -> writer, of all that was ever committed
+        self.completed: set[int] = set()
+        self.batch = 0
+        self.late = 0
+        # Postgres
+        self.history: list[tuple[str, Fields]] = []
+        self.positions: dict[str, int] = {}
+        # Redis
+        self.known = False
+        self.shown: dict[str, int] = {}
+        self.list: list[Entry] = []
+        self.ticks = 1000
+        self.shown_late = 0
+        self.shown_line = 0
+        self._waiting_late: list[Fields] = []
+
+    # -- what writers and operators do
+
+    def join(self, name: str) -> None:
+        """A first epoch, or a later one of a writer that retired: all of it up to the head is empty."""
+        writer = self.writers.setdefault(name, Writer(0))
+        if writer.last < self.head:
+            writer.edges.append(Edge(writer.last, self.head, "announced", delivered=True))
+            writer.last = self.head
+        writer.retired = writer.forgotten = False
+
+    def reserve(self, name: str, what: str) -> None:
+        writer = self.writers[name]
+        self.head += 1
+        writer.edges.append(Edge(writer.last, self.head, what))
+        writer.last = self.head
+
+    def announce(self, name: str) -> None:
+        writer = self.writers[name]
+        if writer.last < self.head:
+            writer.edges.append(Edge(writer.last, self.head, "announced"))
+            writer.last = self.head
+
+    def open(self) -> list[tuple[str, Edge]]:
+        return [(name, edge) for name, it in sorted(self.writers.items()) for edge in it.edges if not edge.delivered]
+
+    def deliver(self, name: str, edge: Edge) -> None:
+        edge.delivered = True
+        if edge.what == "fact":
+            self.facts[self.sign * edge.id] = name
+        if edge.what != "announced":
+            self.completed.add(edge.id)
+
+    def skip(self, name: str, edge: Edge) -> None:
+        """An operator settles it; where it was a fact, that comes late."""
+        what, edge.what, edge.delivered = edge.what, "skipped", True
+        if what == "fact":
+            self.completed.add(edge.id)  # the completion is remembered, late or not
+            self.facts[self.sign * edge.id] = name
+            self.late += 7  # numbers are shared by all streams
+            ids = {"prev": str(self.sign * edge.prev), "id": str(self.sign * edge.id)}
+            fields = {"number": str(self.late), "writer": name, "epoch": "1", **ids, "facts": "1", "why": "skipped"}
+            self._waiting_late.append({"kind": "LATE", **fields})
+
+    def retire(self, name: str) -> None:
+        writer = self.writers[name]
+        if all(edge.delivered for edge in writer.edges):
+            writer.retired = True
+
+    # -- what the pipeline does
+
+    def commit(self) -> list[Fields]:
+        """One batch into Postgres; gives its entries."""
+        self.batch += 1
+        entries: list[Fields] = []
+        for name, writer in sorted(self.writers.items()):
+            prev = writer.position
+            writer.settle()
+            if writer.position > prev:
+                edges = [edge for edge in writer.edges if prev < edge.id <= writer.position]
+                entries.append(self._entry(name, prev, writer.position, edges))
+            self.positions[name] = self.sign * writer.position
+        active = [it.position for it in self.writers.values() if not it.retired]
+        if self.writers:
+            floor = min(active) if active else max(it.position for it in self.writers.values())
+            self.line = max(self.line, floor)
+        while self.line + 1 in self.completed:
+            self.line += 1
+        for entry in entries:
+            entry["linear"] = str(self.sign * self.line)
+        entries += [{**fields, **self._stamp()} for fields in self._waiting_late]
+        self._waiting_late = []
+        self.history += [(fields["writer"], fields) for fields in entries]
+        return entries
+
+    def publish(self) -> None:
+        """Commit, and show it; where Redis lost what came before, all that Postgres has."""
+        entries = self.commit()
+        if not self.known:
+            self.refill(newest=3)
+            return
+        self._show(entries)
+
+    def forget(self, name: str) -> None:
+        """A retired writer leaves state and Redis, once its moves were told and the line has passed it."""
+        writer = self.writers[name]
+        told = abs(self.positions.get(name, 0)) == writer.position == writer.last
+        if writer.retired and told and writer.position <= self.line and self.known:
+            writer.forgotten = True
+            self.shown.pop(name, None)
+
+    def trim(self, count: int) -> None:
+        del self.list[:count]
+
+    def flush(self, *, clock_back: bool) -> None:
+        self.known = False
+        self.shown, self.list, self.shown_late, self.shown_line = {}, [], 0, 0
+        if clock_back:
+            self.ticks = 0
+
+    def refill(self, newest: int) -> None:
+        """What Postgres holds, with the `newest` advances of each writer."""
+        if self.known:
+            return
+        chosen: list[Fields] = []
+        for name, writer in self.writers.items():
+            if not writer.forgotten:
+                chosen += [it for who, it in self.history if who == name and it["kind"] == "POSITION"][-newest:]
+        chosen.sort(key=lambda it: int(it["batch"]))
+        chosen += [it for _, it in self.history if it["kind"] == "LATE"][-newest:]
+        self._show(chosen)
+
+    def prune(self, count: int) -> None:
+        """Postgres's history of advances is dropped from its old end."""
+        advances = [it for it in self.history if it[1]["kind"] == "POSITION"][count:]
+        self.history = advances + [it for it in self.history if it[1]["kind"] == "LATE"]
+
+    def _show(self, entries: Iterable[Fields]) -> None:
+        self.known = True
+        for fields in entries:
+            if fields["kind"] == "POSITION" and fields["writer"] in self.shown:
+                here = self.shown[fields["writer"]]
+                if abs(int(fields["id"])) <= abs(here):
+                    continue
+            self.ticks += 1
+            self.list.append(Entry(f"{self.ticks}-0", dict(fields)))
+            if fields["kind"] == "POSITION":
+                self.shown[fields["writer"]] = int(fields["id"])
+            else:
+                self.shown_late = int(fields["number"])
+        for name, position in self.positions.items():
+            if not self.writers[name].forgotten:
+                self.shown[name] = position
+        self.shown_line = self.sign * self.line
+
+    def _entry(self, name: str, prev: int, id: int, edges: list[Edge]) -> Fields:
+        counts = {"facts": 0, "empty": 0, "unseen": 0, "skipped": 0}
+        for edge in edges:
+            kind, width = {
+                "fact": ("facts", 1),
+                "void": ("empty", 1),
+                "announced": ("empty", edge.id - edge.prev),
+                "skipped": ("skipped", edge.id - edge.prev),
+            }[edge.what]
+            counts[kind] += width
+        ids = {"prev": str(self.sign * prev), "id": str(self.sign * id)}
+        evidence = {kind: str(count) for kind, count in counts.items()}
+        return {"kind": "POSITION", "writer": name, "epoch": "1", **ids, **evidence, **self._stamp()}
+
+    def _stamp(self) -> Fields:
+        return {"batch": str(self.batch), "time": str(self.batch)}
+
+    # -- what a shell answers
+
+    def answer(self, ask: Ask, *, postgres: bool) -> Answer:
+        match ask:
+            case Look(after=after):
+                page = 4
+                names = [entry.name for entry in self.list]
+                start = 0
+                if after is not None:
+                    if after not in self.list:
+                        return self._seen([], joined=False, more=False)
+                    start = names.index(after.name) + 1
+                found = self.list[start : start + page]
+                return self._seen(found, joined=True, more=len(self.list) > start + page)
+            case Glance():
+                return self._seen([], joined=True, more=False)
+            case Recall(place=place) if postgres:
+                past = {name: (position, self._advances(name)) for name, position in self.positions.items()}
+                late = [parse(Entry("", it)) for _, it in self.history if it["kind"] == "LATE"]
+                return Past(past, [it for it in late if isinstance(it, Late) and it.number > place.late])
+            case _:
+                return None
+
+    def _advances(self, name: str) -> list[Advance]:
+        items = [parse(Entry("", it)) for who, it in self.history if who == name and it["kind"] == "POSITION"]
+        return [it for it in items if isinstance(it, Advance)]
+
+    def _seen(self, entries: list[Entry], *, joined: bool, more: bool) -> Seen:
+        linear = self.shown_line if self.known else None
+        last = entries[-1].name if entries else "0-0"
+        return Seen(linear, dict(self.shown), self.shown_late, None, entries, joined, more, last)
+
+
+def rings(ask: Ask) -> bool:
+    return isinstance(ask, Doorbell)

@@ -1,0 +1,240 @@
+"""The pure core of `follow` against a model of the stream, Redis and Postgres: whatever happens, in any order."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sinks.reader.asks import Ask, Doorbell
+from sinks.reader.driver import Driver
+from sinks.reader.events import Advance, Event, Late, LateLost, Line, Reread
+from sinks.reader.following import CaughtUp, Following
+from sinks.reader.order import beyond
+from sinks.reader.place import Place
+from tests.sinks.reader.model import Model
+
+NAMES = ("a", "b", "c")
+WHATS = ("fact", "fact", "void", "announced")
+
+
+class World(RuleBasedStateMachine):
+    """Writers, the pipeline and faults; two followers (one of each mode) look whenever they are told."""
+
+    @initialize(sign=st.sampled_from((1, -1)), postgres=st.booleans())
+    def begin(self, sign: int, postgres: bool) -> None:
+        self.model = Model(sign)
+        self.postgres = postgres
+        self.model.join("a")
+        self.vector = Reader(self.model, "vector", postgres)
+        self.linear = Reader(self.model, "linear", postgres)
+
+    @rule(name=st.sampled_from(NAMES))
+    def join(self, name: str) -> None:
+        if name not in self.model.writers or self.model.writers[name].retired:
+            self.model.join(name)
+
+    @rule(steps=st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(WHATS), st.booleans()), max_size=6))
+    def write(self, steps: list[tuple[str, str, bool]]) -> None:
+        """IDs are reserved; some complete at once."""
+        for name, what, done in steps:
+            if name not in self.model.writers or self.model.writers[name].retired:
+                continue
+            if what == "announced":
+                self.model.announce(name)
+            else:
+                self.model.reserve(name, what)
+            for who, edge in self.model.open()[-1:]:
+                if done and who == name:
+                    self.model.deliver(who, edge)
+
+    @rule(data=st.data(), skip=st.integers(0, 5))
+    @precondition(lambda self: self.model.open())
+    def complete(self, data: st.DataObject, skip: int) -> None:
+        name, edge = data.draw(st.sampled_from(self.model.open()))
+        if skip == 0:
+            self.model.skip(name, edge)
+        else:
+            self.model.deliver(name, edge)
+
+    @rule(name=st.sampled_from(NAMES))
+    def finish(self, name: str) -> None:
+        """All that a writer has open completes."""
+        for who, edge in self.model.open():
+            if who == name:
+                self.model.deliver(who, edge)
+
+    @rule(name=st.sampled_from(NAMES), forget=st.booleans(), back=st.booleans())
+    def leave(self, name: str, forget: bool, back: bool) -> None:
+        """A writer retires; perhaps it is forgotten, and comes back."""
+        if name in self.model.writers:
+            self.finish(name)
+            self.model.retire(name)
+            self.model.publish()
+            if forget:
+                self.model.forget(name)
+            if back:
+                self.model.join(name)
+
+    @rule()
+    def publish(self) -> None:
+        self.model.publish()
+
+    @rule()
+    def commit(self) -> None:
+        """The pipeline dies between Postgres and Redis: what it committed is shown with the next batch."""
+        self.model.commit()
+        self.model.flush(clock_back=False)
+
+    @rule(count=st.integers(1, 5))
+    def trim(self, count: int) -> None:
+        self.model.trim(count)
+
+    @rule(clock_back=st.booleans())
+    def flush(self, clock_back: bool) -> None:
+        self.model.flush(clock_back=clock_back)
+
+    @rule(newest=st.integers(0, 5))
+    def refill(self, newest: int) -> None:
+        if self.model.positions:
+            self.model.refill(newest)
+
+    @rule(count=st.integers(1, 3))
+    def prune(self, count: int) -> None:
+        self.model.prune(count)
+
+    @rule(both=st.booleans())
+    def look(self, both: bool) -> None:
+        self.vector.look()
+        if both:
+            self.linear.look()
+
+    @rule()
+    def publish_and_look(self) -> None:
+        self.model.publish()
+        self.look(True)
+
+    @rule()
+    def restart(self) -> None:
+        self.vector.restart()
+        self.linear.restart()
+
+    @invariant()
+    def each_once(self) -> None:
+        if hasattr(self, "vector"):
+            self.vector.check()
+            self.linear.check()
+
+
+class Reader:
+    """Drives one follower and holds what it hands over against the model."""
+
+    def __init__(self, model: Model, mode: str, postgres: bool) -> None:
+        self.model = model
+        self.mode = mode
+        self.postgres = postgres
+        self.covered: dict[str, int] = {}  # writer -> how far its events have come
+        self.line = 0
+        self.read: set[int] = set()  # IDs of facts that a service would have read
+        self.late: list[int] = []
+        self.late_upto = 0
+        self.caught_up = False
+        self._start(Place())
+
+    def _start(self, place: Place) -> None:
+        self.following = Following("s", self.mode, place)  # type: ignore[arg-type]
+        self.driver: Driver[Event | CaughtUp] = Driver(self.following.steps())
+
+    def restart(self) -> None:
+        place = self.following.place
+        assert place is not None
+        self._start(place)
+
+    def look(self) -> None:
+        """One whole look: until it would wait."""
+        self.caught_up = False
+        rung = isinstance(self.driver.step(), Doorbell)
+        while True:
+            step = self.driver.step()
+            assert step is not None
+            if isinstance(step, Doorbell):
+                if not rung:
+                    return
+                rung = False
+                self.driver.answered(None)
+            elif isinstance(step, Ask):
+                self.driver.answered(self.model.answer(step, postgres=self.postgres))
+            else:
+                self.driver.handed_over()
+                self._take(step)
+
+    def _take(self, event: Event | CaughtUp) -> None:
+        match event:
+            case CaughtUp():
+                self.caught_up = True
+            case Advance():
+                self._covers(event.writer, event.prev, event.id)
+                if event.evidence.proven_empty:
+                    assert not self._facts(event.prev, event.id, lambda who: who == event.writer)
+                self._read(event.prev, event.id, lambda who: who == event.writer)
+            case Reread(writer=None):
+                assert self.mode == "vector"
+                self._read(event.prev, event.id, lambda who: who not in event.besides)
+            case Reread(writer=writer):
+                assert writer is not None
+                self._covers(writer, event.prev, event.id)
+                self._read(event.prev, event.id, lambda who: who == writer)
+            case Line():
+                assert self.mode == "linear"
+                assert event.prev == self.line
+                assert beyond(event.id, event.prev)
+                self.line = event.id
+                facts = self._facts(event.prev, event.id, lambda _: True)
+                if event.known and event.evidence.proven_empty:
+                    assert not facts
+                self._read(event.prev, event.id, lambda _: True)
+            case Late():
+                assert event.number > self.late_upto
+                self.late.append(event.number)
+                self.late_upto = event.number
+            case LateLost():
+                assert not self.postgres
+                assert event.after == self.late_upto
+                assert event.number > event.after
+                self.late_upto = event.number
+
+    def _covers(self, writer: str, prev: int, id: int) -> None:
+        assert beyond(id, prev)
+        # A writer that we meet for the first time begins where the line was that we had seen settled.
+        assert prev == self.covered.get(writer, prev)
+        self.covered[writer] = id
+
+    def _facts(self, prev: int, id: int, whose: Callable[[str], bool]) -> set[int]:
+        return {
+            fact for fact, who in self.model.facts.items() if whose(who) and beyond(fact, prev) and not beyond(fact, id)
+        }
+
+    def _read(self, prev: int, id: int, whose: Callable[[str], bool]) -> None:
+        facts = self._facts(prev, id, whose)
+        assert not facts & self.read, "handed over twice"
+        self.read |= facts
+
+    def check(self) -> None:
+        """After a look, every fact up to the published positions was handed over."""
+        if not self.caught_up:
+            return
+        self.caught_up = False  # the world goes on
+        line = self.model.shown_line
+        for fact, who in self.model.facts.items():
+            position = line if self.mode == "linear" else self.model.shown.get(who, line)
+            if not beyond(fact, position):
+                assert fact in self.read, f"{fact} of {who} was stepped over"
+        assert self.late_upto >= self.model.shown_late
+
+
+World.TestCase.settings = settings(max_examples=1500, stateful_step_count=60, deadline=None)
+
+
+class TestFollowing(World.TestCase):  # type: ignore[name-defined,misc]
+    """Events join exactly per writer, hand every fact over once, step over none, and never call a fact empty."""
