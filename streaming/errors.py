@@ -64,9 +64,8 @@ class NotReached(Retry):
     """A wait was over before `stream` came as far as `token`; it `stands` there, or None: Redis is recovering."""
 
     def __init__(self, stream: str, token: str, stands: str | None, seconds: float) -> None:
-        super().__init__(
-            f"stream {stream} did not reach {token} within {seconds:g} s; it stands at {stands or 'nothing known'}"
-        )
+        found = f"it stands at {stands}" if stands else "Redis knows nothing of it"
+        super().__init__(f"stream {stream} did not reach {token} within {seconds:g} s: {found}")
         self.stream = stream
         self.token = token
         self.stands = stands

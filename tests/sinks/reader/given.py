@@ -1,6 +1,10 @@
 """The project's own sinks, driven as the publisher drives them, and ways to collect what a follower hands over."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from sinks.batch import Batch
@@ -33,3 +37,21 @@ class Pipeline:
     def move(self, writer: str, prev: int, id_: int, linear: int | None = None, **evidence: int) -> None:
         """One writer of stream `s` advances; the line goes with it unless told otherwise."""
         self.publish(stream("s", advance(writer, prev, id_, **evidence), linear=id_ if linear is None else linear))
+
+
+@contextmanager
+def later(seconds: float, act: Callable[[], object]) -> Iterator[None]:
+    """Do `act` on another thread while the block runs; what it raises is raised here."""
+
+    def wait_and_act() -> None:
+        time.sleep(seconds)
+        act()
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(wait_and_act)
+        yield
+        done.result()
+
+
+def taken(follow: Follow, count: int) -> list[Event]:
+    return [*islice(follow, count)]

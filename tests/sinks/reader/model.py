@@ -1,4 +1,4 @@
-"""A stream, its keys in Redis and its tables in Postgres in a few lines, as DESIGN says them: what a follower is held to.
+"""A stream, its keys in Redis and its tables in Postgres in a few lines: what a follower is held to.
 
 Every write to `Model` is the world's; `answer` is what a shell would answer. Magnitudes inside, `sign` at the edges.
 """
@@ -6,7 +6,7 @@ Every write to `Model` is the world's; `answer` is what a shell would answer. Ma
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sinks.reader.asks import Answer, Ask, Doorbell, Entry, Glance, Look, Past, Recall, Seen
+from sinks.reader.asks import Answer, Ask, Entry, Glance, Look, Past, Recall, Seen
 from sinks.reader.entries import parse
 from sinks.reader.events import Advance, Late
 
@@ -243,7 +243,3 @@ class Model:
         linear = self.shown_line if self.known else None
         last = entries[-1].name if entries else "0-0"
         return Seen(linear, dict(self.shown), self.shown_late, None, entries, joined, more, last)
-
-
-def rings(ask: Ask) -> bool:
-    return isinstance(ask, Doorbell)

@@ -2,10 +2,16 @@
 
 from collections.abc import Callable
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from sinks.reader.asks import Ask, Doorbell
 from sinks.reader.driver import Driver
@@ -233,8 +239,6 @@ class Reader:
         assert self.late_upto >= self.model.shown_late
 
 
-World.TestCase.settings = settings(max_examples=1500, stateful_step_count=60, deadline=None)
-
-
-class TestFollowing(World.TestCase):  # type: ignore[name-defined,misc]
+def test_events_join_and_hand_over_everything_once() -> None:
     """Events join exactly per writer, hand every fact over once, step over none, and never call a fact empty."""
+    run_state_machine_as_test(World, settings=settings(max_examples=300, stateful_step_count=60, deadline=None))

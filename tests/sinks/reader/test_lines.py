@@ -1,0 +1,72 @@
+"""When the linear position's range is known to hold nothing, and when that may only seem so."""
+
+from collections.abc import Iterator
+
+from sinks.reader.events import Advance, Evidence, Line, Reread
+from sinks.reader.lines import Lines
+
+
+def moved(writer: str, prev: int, id: int, facts: int = 0) -> Advance:
+    return Advance(writer, 1, prev, id, Evidence(facts=facts, empty=id - prev - facts), prev, 0, 1, 1)
+
+
+def watching(linear: int = 5) -> Lines:
+    """From the beginning of two writers' lives."""
+    lines = Lines(linear)
+    assert [*lines.move(linear, {"a": linear, "b": linear})] == []
+    return lines
+
+
+def only(moves: Iterator[Line]) -> Line:
+    (line,) = moves
+    return line
+
+
+def test_range_that_all_writers_proved_empty_is_known() -> None:
+    """Two announcements over the same IDs are all that there is."""
+    lines = watching()
+    lines.note(moved("a", 5, 8))
+    lines.note(moved("b", 5, 9))
+    assert [*lines.move(8, {"a": 8, "b": 9})] == [Line(5, 8, Evidence(empty=7), known=True)]
+    lines.note(moved("a", 8, 9))
+    assert [*lines.move(9, {"a": 9, "b": 9})] == [Line(8, 9, Evidence(empty=5), known=True)]
+
+
+def test_line_ahead_of_a_writer_proves_nothing() -> None:
+    """The line may pass a fact that still waits above its own writer's gap."""
+    lines = watching()
+    lines.note(moved("b", 5, 6, facts=1))
+    assert [*lines.move(6, {"a": 5, "b": 6})] == [Line(5, 6, Evidence(facts=1), known=False)]
+    assert [*lines.move(7, {"a": 5, "b": 6})] == [Line(6, 7, Evidence(), known=False)]
+
+
+def test_what_stood_before_we_watched_proves_nothing() -> None:
+    """A writer that was at 8 when we began to watch came there by advances that we were not told."""
+    lines = Lines(5)
+    assert [*lines.move(5, {"a": 5, "b": 8})] == []
+    lines.note(moved("a", 5, 9))
+    lines.note(moved("b", 8, 9))
+    assert [*lines.move(7, {"a": 9, "b": 9})] == [Line(5, 7, Evidence(empty=4), known=False)]
+    assert not only(lines.move(8, {"a": 9, "b": 9})).known
+    assert only(lines.move(9, {"a": 9, "b": 9})).known
+
+
+def test_doubt_lasts_until_the_line_has_passed_it() -> None:
+    """After a list was lost, nothing is known up to where the writers stood when it was there again."""
+    lines = watching()
+    lines.doubt()
+    lines.note(moved("a", 5, 8))
+    lines.note(moved("b", 5, 8))
+    assert not only(lines.move(7, {"a": 8, "b": 8})).known
+    assert not only(lines.move(8, {"a": 8, "b": 8})).known
+    lines.note(moved("a", 8, 9))
+    lines.note(moved("b", 8, 9))
+    assert only(lines.move(9, {"a": 9, "b": 9})).known
+
+
+def test_lost_evidence_proves_nothing() -> None:
+    """One writer's range that is to be read again makes the line's range one that is to be read."""
+    lines = watching()
+    lines.note(moved("a", 5, 8))
+    lines.note(Reread("b", 5, 8))
+    assert not only(lines.move(8, {"a": 8, "b": 8})).known

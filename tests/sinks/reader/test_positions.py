@@ -1,0 +1,203 @@
+"""`get` and `wait`, in both forms, on a real Redis that the project's own sinks fill."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from app.stack.redis import Redis as RedisServer
+from sinks.reader import AsyncPositions, Positions, Recovering, Standing, Token
+from sinks.redis import key
+from streaming.errors import BadSetting, BadToken, NotReached, Refused, TokenFromTheFuture, Unavailable
+from tests.sinks.given import advance, stream
+from tests.sinks.reader.given import Pipeline, later
+
+
+class Both:
+    """The asyncio form, called as the other one is: so that one test holds both to the same."""
+
+    def __init__(self, redis: str) -> None:
+        self._redis = redis
+
+    def get(self, *arguments: Any, **named: Any) -> Any:
+        return self._run(lambda positions: positions.get(*arguments, **named))
+
+    def wait(self, *arguments: Any, **named: Any) -> Any:
+        return self._run(lambda positions: positions.wait(*arguments, **named))
+
+    def _run(self, ask: Callable[[AsyncPositions], Any]) -> Any:
+        async def run() -> Any:
+            async with AsyncPositions(self._redis) as positions:
+                return await ask(positions)
+
+        return asyncio.run(run())
+
+
+@pytest.fixture(params=["threads", "asyncio"])
+def either(request: pytest.FixtureRequest, redis_url: str) -> Iterator[Any]:
+    if request.param == "asyncio":
+        yield Both(redis_url)
+    else:
+        with Positions(redis_url) as positions:
+            yield positions
+
+
+def test_unknown_is_a_state_of_its_own(either: Any) -> None:
+    """A stream that Redis knows nothing of is recovering, and never stands at 0."""
+    assert either.get("s") == Recovering("s")
+
+
+def test_all_of_it_is_read_at_once(either: Any, pipeline: Pipeline, keys: Any) -> None:
+    """Linear position, vector, and the token that Redis holds; the head where it is known."""
+    pipeline.publish(stream("s", advance("first", 0, 9), advance("second", 0, 7), linear=7))
+    found = either.get("s")
+    assert found == Standing("s", 7, {"first": 9, "second": 7}, None)
+    assert str(found.token) == keys.get(key("s", "token")) == "m7~first.9"
+    keys.set(key("s", "head"), "12")
+    assert either.get("s").head == 12
+
+
+def test_clients_of_ones_own_are_used_and_left_open(pipeline: Pipeline, redis_url: str) -> None:
+    """A client may decode its replies or not."""
+    pipeline.move("w", 0, 3)
+    for decodes in (True, False):
+        with redis.Redis.from_url(redis_url, decode_responses=decodes) as client:
+            with Positions(client) as positions:
+                assert positions.get("s") == Standing("s", 3, {"w": 3})
+            assert client.ping()
+
+
+@pytest.mark.parametrize(
+    ("until", "writer"), [("m7~first.9", None), (Token(7), None), (7, None), (9, "first"), (7, "gone"), ("m0", None)]
+)
+def test_what_is_reached_is_not_waited_for(either: Any, pipeline: Pipeline, until: Any, writer: str | None) -> None:
+    """Tokens and IDs that are complete are answered at once; an ID below the line is complete whose ever it was."""
+    pipeline.publish(stream("s", advance("first", 0, 9), advance("second", 0, 7), linear=7))
+    assert either.wait("s", until, writer, timeout=0).linear == 7
+
+
+def test_wait_ends_with_the_advance(either: Any, pipeline: Pipeline) -> None:
+    """The advance that completes the token wakes the waiter, long before its time is over."""
+    pipeline.move("w", 0, 3)
+    with later(0.3, lambda: pipeline.move("w", 3, 5)):
+        began = time.monotonic()
+        assert either.wait("s", "m3~w.5", timeout=20).vector == {"w": 5}
+    assert time.monotonic() - began < 5
+
+
+def test_line_that_moves_alone_is_noticed(either: Any, pipeline: Pipeline) -> None:
+    """After a retirement the line moves and no writer does: no entry tells, and the wait ends all the same."""
+    pipeline.move("w", 0, 5, linear=3)
+    with later(0.3, lambda: pipeline.publish(stream("s", linear=5, linear_prev=3))):
+        assert either.wait("s", 5, timeout=20).linear == 5
+
+
+def test_time_may_be_over(either: Any, pipeline: Pipeline) -> None:
+    """What is not reached in time is said with where the stream stands, or that nothing is known of it."""
+    with pytest.raises(NotReached, match="knows nothing"):
+        either.wait("s", 5, timeout=0.1)
+    pipeline.move("w", 0, 3)
+    with pytest.raises(NotReached, match="stands at m3") as caught:
+        either.wait("s", "m4~v.9", timeout=0.1)
+    assert caught.value.token == "m4~v.9"
+
+
+def test_token_from_the_future_is_an_error(either: Any, pipeline: Pipeline, keys: Any) -> None:
+    """A token beyond all that Tidemark has heard of is refused after the grace, and not waited for for ever."""
+    pipeline.move("w", 0, 3)
+    keys.set(key("s", "head"), "4")
+    with pytest.raises(TokenFromTheFuture, match="have come to 4") as caught:
+        either.wait("s", "m3~w.5", timeout=30, grace=0.3)
+    assert caught.value.head == 4
+
+
+def test_token_may_run_ahead_for_a_moment(either: Any, pipeline: Pipeline, keys: Any) -> None:
+    """A token that was issued before the writer's next heartbeat is waited for."""
+    pipeline.move("w", 0, 3)
+    keys.set(key("s", "head"), "4")
+    with later(0.5, lambda: keys.set(key("s", "head"), "5")), pytest.raises(NotReached):
+        either.wait("s", 5, timeout=1.5, grace=1)
+
+
+def test_backward_streams_are_waited_for(either: Any, pipeline: Pipeline, keys: Any) -> None:
+    """Negative IDs go down: -5 is beyond -3."""
+    pipeline.move("w", 0, -3)
+    keys.set(key("s", "head"), "-9")
+    assert either.wait("s", -2, timeout=0).linear == -3
+    with later(0.2, lambda: pipeline.move("w", -3, -5)):
+        assert either.wait("s", "m-3~w.-5", timeout=20).linear == -5
+
+
+def test_redis_that_comes_back_is_asked_again(either: Any, pipeline: Pipeline, redis_server: RedisServer) -> None:
+    """A wait goes on through an outage; a `get` says that Redis is away."""
+    pipeline.move("w", 0, 3)
+    redis_server.kill()
+    try:
+        with pytest.raises(Unavailable):
+            either.get("s")
+        with pytest.raises(Unavailable):
+            either.wait("s", 3, timeout=0.3)
+        with later(0.5, redis_server.start):
+            assert either.wait("s", 3, timeout=20).linear == 3
+    finally:
+        redis_server.start()
+
+
+def test_bad_arguments_are_named(either: Any) -> None:
+    """What is no token is refused before anybody is asked."""
+    with pytest.raises(BadToken):
+        either.wait("s", "7")
+
+
+def test_address_is_not_quoted() -> None:
+    """An address that cannot be read may hold a password."""
+    for form in (Positions, AsyncPositions):
+        with pytest.raises(BadSetting) as caught:
+            form("http://:secret@host")
+        assert "secret" not in str(caught.value)
+
+
+def test_wrong_password_is_a_refusal(redis_url: str) -> None:
+    """Redis answers and says no: a person must decide."""
+    with (
+        Positions(redis_url.replace("redis://", "redis://nobody:wrong@")) as positions,
+        pytest.raises(Refused, match="user and password"),
+    ):
+        positions.get("s")
+
+
+def test_reading_rights_suffice(pipeline: Pipeline, redis_url: str, keys: Any) -> None:
+    """A user who may only read our keys can get, wait and follow; without that right it is told what to allow."""
+    pipeline.move("w", 0, 3)
+    keys.execute_command("ACL", "SETUSER", "reader", "on", ">pw", "~tidemark:*", "+@read", "+multi", "+exec")
+    keys.execute_command("ACL", "SETUSER", "poor", "on", ">pw", "~other:*", "+@read", "+multi", "+exec")
+    try:
+        with Positions(redis_url.replace("redis://", "redis://reader:pw@")) as positions:
+            assert positions.wait("s", 3, timeout=0).linear == 3
+            assert next(positions.follow("s", since="m0"))
+        with Positions(redis_url.replace("redis://", "redis://poor:pw@")) as positions, pytest.raises(Refused):
+            positions.get("s")
+    finally:
+        keys.execute_command("ACL", "DELUSER", "reader", "poor")
+
+
+def test_one_object_serves_many_threads(pipeline: Pipeline, positions: Positions) -> None:
+    """Twenty threads wait for twenty positions; each gets its own."""
+    reached: list[int] = []
+
+    def wait(id: int) -> None:
+        positions.wait("s", id, timeout=20)
+        reached.append(id)
+
+    threads = [threading.Thread(target=wait, args=(id,)) for id in range(1, 21)]
+    for thread in threads:
+        thread.start()
+    for id in range(1, 21):
+        pipeline.move("w", id - 1, id)
+    for thread in threads:
+        thread.join()
+    assert sorted(reached) == [*range(1, 21)]

@@ -1,0 +1,104 @@
+"""Tokens as text and as an order, held against the text that Redis holds and against sets of (writer, ID)."""
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sinks.changes import Change
+from sinks.reader import ZERO, Order, Token
+from sinks.redis import Redis, key
+from streaming.errors import BadToken
+
+WRITERS = ("a", "b", "c.1", "d~e", "f%", "%7E", "é", "B")
+NAMES = st.sampled_from(WRITERS)
+LARGEST = 2**63 - 1
+
+
+def tokens(sign: int = 1) -> st.SearchStrategy[Token]:
+    ids = st.integers(0, 9).map(lambda id: sign * id)
+    return st.builds(Token.of, ids, st.dictionaries(NAMES, ids, max_size=4))
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[Token, Token]:
+    sign = draw(st.sampled_from((1, -1)))
+    return draw(tokens(sign)), draw(tokens(sign))
+
+
+def had(token: Token) -> set[tuple[str, int]]:
+    """What the token stands for, written out: IDs of each writer, and of one that no token names."""
+    return {(who, id) for who in (*WRITERS, "") for id in range(abs(token.at(who)))}
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sign=st.sampled_from((1, -1)),
+    linear=st.integers(0, 20) | st.just(LARGEST - 3),
+    positions=st.dictionaries(NAMES, st.integers(0, 20) | st.integers(LARGEST - 5, LARGEST), max_size=5),
+)
+def test_text_is_that_of_redis(shown: Redis, keys: Any, sign: int, linear: int, positions: dict[str, int]) -> None:
+    """What the script writes is parsed, and printed back byte for byte, escapes and far IDs included."""
+    keys.flushall()
+    told = {writer: sign * id for writer, id in positions.items()}
+    shown.publish(1, [("new", Change("s", str(sign * linear), positions=[(w, str(id)) for w, id in told.items()]))])
+    text = keys.get(key("s", "token"))
+    assert str(Token.of(sign * linear, told)) == text
+    assert Token.parse(text) == Token.of(sign * linear, told)
+
+
+@given(tokens() | tokens(-1))
+def test_text_comes_back(token: Token) -> None:
+    """Printing and parsing give the same token, and equal tokens are one key of a dict."""
+    assert Token.parse(str(token)) == token
+    assert len({token, Token.parse(str(token))}) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "7", "m", "m07", "m+7", "m-0", "m1.5", "m7 ", f"m{2**63}"),
+        *("m7~", "m7~first", "m7~.9", "m7~a.9\n", "m7~a.9~a.10", "m7~a%.9", "m7~a%7e.9", "m7~a.-9", "m-7~a.9"),
+    ],
+)
+def test_other_text_is_refused(text: str) -> None:
+    """What is no token is named with what is wrong with it, and never taken for another one."""
+    with pytest.raises(BadToken):
+        Token.parse(text)
+
+
+def test_entries_at_or_below_the_line_say_nothing() -> None:
+    """`m7~first.7~second.3` is `m7`."""
+    assert Token.parse("m7~first.7~second.3") == Token(7)
+
+
+@given(pairs())
+def test_order_is_that_of_what_was_read(pair: tuple[Token, Token]) -> None:
+    """One token is before another where all that it stands for is in the other, and more."""
+    a, b = pair
+    assert (
+        a.compare(b)
+        == {
+            (True, True): Order.EQUAL,
+            (True, False): Order.BEFORE,
+            (False, True): Order.AFTER,
+            (False, False): Order.INCOMPARABLE,
+        }[had(a) <= had(b), had(b) <= had(a)]
+    )
+    assert b.covers(a) == (had(a) <= had(b))
+    assert a.covers(ZERO)
+
+
+@given(pairs())
+def test_bounds_are_union_and_intersection(pair: tuple[Token, Token]) -> None:
+    """The least upper bound has been read by either of two readers, the greatest lower bound by both."""
+    a, b = pair
+    assert had(a.least_upper(b)) == had(a) | had(b)
+    assert had(a.greatest_lower(b)) == had(a) & had(b)
+
+
+def test_directions_are_not_compared() -> None:
+    """A token of a backward stream is no token of a forward one."""
+    with pytest.raises(BadToken, match="the other way"):
+        Token(7).compare(Token(-7))
