@@ -114,6 +114,8 @@ class FactWithoutRow(Reject):
         )
         self.stream = stream
         self.ids = ids
+
+
 class BadToken(Reject):
     """`text` does not say how far a stream was read."""
 
