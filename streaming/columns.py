@@ -1,6 +1,6 @@
 """Kafka's records as columns of numbers: whole Arrow batches decoded at once, each bad record set aside.
 
-The shortcut: the values of a batch are joined by newlines and decoded as JSON lines. That is exact because every value
+The shortcut: the values of a batch are decoded as JSON lines, a newline before each. That is exact because every value
 begins with `{` and ends with `}`. A newline inside a JSON string is refused by the decoder, so a boundary never lies
 in a string; between `}` and `{` no JSON value goes on, so it never lies in a value either. Each message then holds one
 record or more, and as many records as messages came out: one each.
@@ -21,10 +21,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from streaming import wire
 from streaming.errors import BadRecord
+from streaming.framing import Frames
 from streaming.incarnations import Incarnations
 from streaming.intervals import Ids
 from streaming.packet import Kind
@@ -35,16 +35,6 @@ from streaming.wire import Topic
 ROW: Final = 3
 MARKER: Final = 4
 REJECTED: Final = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A part of an Arrow batch from one Kafka partition; `times` are in ms since 1970."""
-
-    keys: pa.BinaryArray
-    values: pa.BinaryArray
-    offsets: Ids
-    times: Ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,26 +119,29 @@ _decoder_of_any_row: Final[msgspec.json.Decoder[_Line]] = msgspec.json.Decoder(
 _UNDECIDED: Final = _Retire(stream="", writer="", id=0)  # in the place of a record that only `wire.read` can judge
 
 
-def _lines(values: pa.BinaryArray) -> Sequence[_Line]:
-    """For each of `values` the record in it, or `_UNDECIDED`."""
+def _lines(frames: Frames) -> Sequence[_Line]:
+    """For each record what is in it, or `_UNDECIDED`."""
+    text = frames.lines()
+    if frames.in_braces() and _is_utf8(text):
+        for decoder in (_decoder, _decoder_of_any_row):
+            with suppress(ValueError, RecursionError):
+                lines = decoder.decode_lines(text)
+                if len(lines) == len(frames):
+                    return lines
+    return [_line(frames.value(at)) for at in range(len(frames))]
+
+
+def _is_utf8(text: memoryview) -> bool:
+    """The decoders do not look for it in what they pass over."""
+    bounds = np.array([0, len(text)], np.int32)
     try:
-        values.cast(pa.string())  # the decoders do not look for UTF-8 in what they pass over
-        if not values.null_count and pc.all(pc.and_(pc.starts_with(values, b"{"), pc.ends_with(values, b"}"))).as_py():
-            whole = pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
-            joined = pc.binary_join(whole, b"\n")[0].as_buffer()
-            for decoder in (_decoder, _decoder_of_any_row):
-                with suppress(ValueError, RecursionError):
-                    lines = decoder.decode_lines(joined)
-                    if len(lines) == len(values):
-                        return lines
-    except pa.ArrowException:  # not UTF-8, or longer than 2 GiB
-        pass
-    return [_line(value) for value in values.to_pylist()]
+        pa.BinaryArray.from_buffers(pa.binary(), 1, [None, pa.py_buffer(bounds), pa.py_buffer(text)]).cast(pa.string())
+    except pa.ArrowInvalid:
+        return False
+    return True
 
 
-def _line(value: bytes | None) -> _Line:
-    if value is None:
-        return _UNDECIDED
+def _line(value: bytes) -> _Line:
     try:
         value.decode()
         return _decoder_of_any_row.decode(value)
@@ -172,14 +165,14 @@ class Columns:
         self.next_offset = 0
         self._edges: list[Edges] = []
 
-    def add(self, batch: Batch) -> None:
-        """Decode one batch; it must not be empty."""
-        lines = _lines(batch.values) if self.topic is Topic.FACTS else [_UNDECIDED] * len(batch.values)
-        edges, certain = self._from_lines(lines, batch)
+    def add(self, frames: Frames) -> None:
+        """Decode what came of one partition in one batch."""
+        lines = _lines(frames) if self.topic is Topic.FACTS else [_UNDECIDED] * len(frames)
+        edges, certain = self._from_lines(lines, frames)
         for at in np.flatnonzero(~certain).tolist():
-            self._read(edges, batch, at)
+            self._read(edges, frames, at)
         self._edges.append(edges.where(edges.kinds <= ROW))
-        self.next_offset = max(self.next_offset, int(batch.offsets.max()) + 1)
+        self.next_offset = max(self.next_offset, int(frames.offsets.max()) + 1)
 
     def edges(self) -> Edges:
         """All edges and batch rows, in the order of their offsets."""
@@ -188,7 +181,7 @@ class Columns:
             return Edges(*(getattr(edges, name)[np.argsort(edges.offsets)] for name in Edges.__slots__))
         return edges
 
-    def _from_lines(self, lines: Sequence[_Line], batch: Batch) -> tuple[Edges, npt.NDArray[np.bool_]]:
+    def _from_lines(self, lines: Sequence[_Line], frames: Frames) -> tuple[Edges, npt.NDArray[np.bool_]]:
         """A row for each line, and which of them are certain to be what `wire.read` would make of it."""
         count = len(lines)
         numbers = np.fromiter(self._numbers(lines), np.int64, count)
@@ -200,10 +193,9 @@ class Columns:
         rows = facts & (ids == _BATCH)
         kinds[rows] = ROW
         beyond = ((prevs >= 0) & (prevs < ids)) | ((prevs <= 0) & (prevs > ids))  # never so without a prev
-        expected = self.incarnations.keys().take(pa.array(numbers))
-        right_key = pc.fill_null(pc.equal(batch.keys, expected), pa.scalar(value=False)).to_numpy(zero_copy_only=False)
+        right_key = frames.have_keys(self.incarnations.keys(), numbers)
         certain = right_key & (rows | (beyond & (kinds != MARKER)))
-        return Edges(numbers, kinds, prevs, ids, batch.offsets, batch.times), certain
+        return Edges(numbers, kinds, prevs, ids, frames.offsets, frames.times), certain
 
     def _numbers(self, lines: Sequence[_Line]) -> list[int]:
         number_of = self.incarnations.number_of
@@ -212,18 +204,19 @@ class Columns:
         except KeyError:
             return list(starmap(self.incarnations.number, ((line.stream, line.writer, line.epoch) for line in lines)))
 
-    def _read(self, edges: Edges, batch: Batch, at: int) -> None:
+    def _read(self, edges: Edges, frames: Frames, at: int) -> None:
         """Replace row `at` by what `wire.read` says."""
+        offset = int(frames.offsets[at])
         try:
-            record = wire.read(batch.values[at].as_py(), batch.keys[at].as_py(), self.topic)
+            record = wire.read(frames.value(at), frames.key(at), self.topic)
         except BadRecord as bad:
             edges.kinds[at] = REJECTED
-            self.rejected[Reason(bad.reason)].append(int(batch.offsets[at]))
-            self._note_unread(batch.keys[at].as_py(), int(batch.offsets[at]))
+            self.rejected[Reason(bad.reason)].append(offset)
+            self._note_unread(frames.key(at), offset)
             return
         if isinstance(record, wire.Marker):
             edges.kinds[at] = MARKER
-            self.markers.append((record, int(batch.offsets[at]), int(batch.times[at])))
+            self.markers.append((record, offset, int(frames.times[at])))
             return
         edges.incarnations[at] = self.incarnations.number(record.stream, record.writer, record.epoch)
         match record:
@@ -235,8 +228,8 @@ class Columns:
                 kind = Kind.VOID if isinstance(record, wire.Void) else Kind.POSITION
                 edges.kinds[at], edges.prevs[at], edges.ids[at] = kind, record.prev, record.id
 
-    def _note_unread(self, key: bytes | None, offset: int) -> None:
-        if self.topic is not Topic.FACTS or key is None:
+    def _note_unread(self, key: bytes, offset: int) -> None:
+        if self.topic is not Topic.FACTS or not key:
             return
         try:
             self.unread.append((key.decode(), offset))

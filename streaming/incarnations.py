@@ -2,8 +2,8 @@
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
+from streaming.framing import Keys
 from streaming.wire import is_name
 
 Incarnation = tuple[str, str, int]
@@ -19,7 +19,7 @@ class Incarnations:
     def __init__(self) -> None:
         self.number_of: dict[str, dict[int, dict[str, int]]] = {}
         self._all: list[Incarnation] = []
-        self._keys = pa.array([], pa.binary())
+        self._keys = Keys()
 
     def number(self, stream: str, writer: str, epoch: int) -> int:
         """The number of an incarnation, new or known."""
@@ -29,12 +29,12 @@ class Incarnations:
             self._all.append((stream, writer, epoch))
         return numbers[stream]
 
-    def keys(self) -> pa.BinaryArray:
-        """By number: the Kafka key of the incarnation's records; null where a name is none (`wire.is_name`)."""
-        new = self._all[len(self._keys) :]
-        if new:
-            keys = [stream.encode() if is_name(stream) and is_name(writer) else None for stream, writer, _ in new]
-            self._keys = pa.concat_arrays([self._keys, pa.array(keys, pa.binary())])
+    def keys(self) -> Keys:
+        """By number: the Kafka key of the incarnation's records; None where a name is none (`wire.is_name`)."""
+        if new := self._all[len(self._keys) :]:
+            self._keys.extend(
+                [stream.encode() if is_name(stream) and is_name(writer) else None for stream, writer, _ in new]
+            )
         return self._keys
 
     def ranked(self) -> tuple[list[Incarnation], npt.NDArray[np.int64]]:

@@ -11,7 +11,7 @@ from functools import cache, partial
 import msgspec
 import pandas as pd
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.functions import col, when
+from pyspark.sql.functions import coalesce, col, concat, lit, octet_length, unix_millis, when
 from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 
 from streaming import effects
@@ -71,7 +71,7 @@ def positions(
     `records` has the columns of Spark's Kafka source; `facts` and `control` name the two topics.
     """
     return (
-        columns(records, control)
+        frames(records, control)
         .mapInArrow(compactor(shards, facts, control), PACKETS)
         .groupBy("shard")
         .applyInPandasWithState(
@@ -84,10 +84,13 @@ def positions(
     )
 
 
-def columns(records: DataFrame, control: str) -> DataFrame:
-    """What compaction takes of the Kafka source's records; `origin` as of `streaming.compaction.origin_of`."""
+def frames(records: DataFrame, control: str) -> DataFrame:
+    """The Kafka source's records as compaction takes them: one column, laid out as of `streaming.framing`."""
     origin = when(col("topic") == control, -1 - col("partition")).otherwise(col("partition"))
-    return records.select(origin.alias("origin"), "offset", "timestamp", "key", "value")
+    nothing = lit(b"")
+    header = [col("offset"), unix_millis("timestamp"), origin, coalesce(octet_length("key"), lit(0))]
+    parts = [*(number.cast("binary") for number in header), coalesce("key", nothing), coalesce("value", nothing)]
+    return records.select(concat(*parts).alias("frame"))
 
 
 def source(spark: SparkSession, options: dict[str, str]) -> DataFrame:

@@ -37,6 +37,8 @@ SETTINGS = {
     "spark.task.maxFailures": "1",
     # Stopping must not wait for ever for a batch that waits for a server: the batch is replayed.
     "spark.sql.streaming.stopTimeout": "3s",
+    # Numbers are put into binary frames (streaming.query), which ANSI mode does not let one cast.
+    "spark.sql.ansi.enabled": "false",
     "spark.sql.session.timeZone": "UTC",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",

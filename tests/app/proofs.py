@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgspec
-import pyarrow as pa
 import redis
 from confluent_kafka import Consumer, Message, TopicPartition
 
@@ -24,6 +23,7 @@ from streaming.errors import Unavailable
 from streaming.packet import Packet
 from streaming.wire import Topic
 from tests.fix_pipeline import PARTITIONS, Play, Site
+from tests.streaming.builders import framed
 
 
 class Advance(NamedTuple):
@@ -116,20 +116,13 @@ def _origin(site: Site, record: Message) -> int:
 def undisturbed(site: Site) -> ShardEffects:
     """What one batch over everything in Kafka comes to; streams are in the order of their names."""
     records = [*read(site.kafka, site.facts, PARTITIONS), *read(site.kafka, site.control, 1)]
-    columns = {
-        "origin": pa.array([_origin(site, record) for record in records], pa.int32()),
-        "offset": pa.array([record.offset() for record in records], pa.int64()),
-        "timestamp": pa.array([record.timestamp()[1] * 1000 for record in records], pa.timestamp("us", "UTC")),
-        "key": pa.array([record.key() for record in records], pa.binary()),
-        "value": pa.array([record.value() for record in records], pa.binary()),
-    }
+    arrow = framed(
+        (record.offset(), record.timestamp()[1], _origin(site, record), record.key(), record.value())
+        for record in records
+    )
     compact = compactor(1, site.facts, site.control)
     decoder = msgspec.msgpack.Decoder(Packet)
-    packets = [
-        decoder.decode(packet.as_py())
-        for batch in compact(iter([pa.RecordBatch.from_pydict(columns)]))
-        for packet in batch.column("packet")
-    ]
+    packets = [decoder.decode(packet.as_py()) for batch in compact(iter([arrow])) for packet in batch.column("packet")]
     return advance(0, {}, packets, 0, Bounds())
 
 

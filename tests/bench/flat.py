@@ -15,6 +15,7 @@ from streaming import state
 from streaming.advance import advance
 from streaming.bounds import Bounds
 from streaming.compaction import compactor
+from streaming.framing import HEADER
 from streaming.packet import Packet
 from tests.bench.table import mib, rate, table
 from tests.bench.whole import WrongResult
@@ -57,18 +58,16 @@ class Shard:
     def _arrow(self, values: list[bytes]) -> Iterator[pa.RecordBatch]:
         for first in range(0, len(values), _ARROW_ROWS):
             part = values[first : first + _ARROW_ROWS]
-            count = len(part)
-            offsets = np.arange(self._next, self._next + count)
-            self._next += count
-            yield pa.record_batch(
-                {
-                    "origin": pa.array(np.zeros(count, np.int32)),
-                    "offset": pa.array(offsets),
-                    "timestamp": pa.array(offsets, pa.timestamp("us", "UTC")),
-                    "key": pa.array([self._stream.encode()] * count, pa.binary()),
-                    "value": pa.array(part, pa.binary()),
-                }
-            )
+            yield self._frames(part)
+            self._next += len(part)
+
+    def _frames(self, values: list[bytes]) -> pa.RecordBatch:
+        headers = np.zeros(len(values), HEADER)
+        headers["offset"] = headers["time"] = np.arange(self._next, self._next + len(values))
+        headers["key_length"] = len(self._stream)
+        key = self._stream.encode()
+        frames = [header.tobytes() + key + value for header, value in zip(headers, values, strict=True)]
+        return pa.record_batch({"frame": pa.array(frames, pa.binary())})
 
 
 def run(plan: Plan) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from streaming.advance import advance
 from streaming.bounds import Bounds
 from streaming.compaction import compactor, origin_of
 from streaming.effects import ShardEffects, StreamEffects
+from streaming.framing import HEADER
 from streaming.packet import Kind, Marker, MarkerKind, PackedRun, Packet, Rows
 from streaming.positions import Stream
 from streaming.wire import Topic
@@ -140,19 +141,22 @@ def _packet(item: Sent) -> Packet:
 
 def compacted(batch: Sequence[Sent]) -> list[Packet]:
     """The packets that the pipeline's own compaction makes, from JSON."""
-    table = pa.table(
-        {
-            "origin": pa.array([_origin(it.record) for it in batch], pa.int32()),
-            "offset": pa.array([it.offset for it in batch], pa.int64()),
-            "timestamp": pa.array([it.offset for it in batch], pa.timestamp("ms")),
-            "key": pa.array([it.record.stream.encode() for it in batch], pa.binary()),
-            "value": pa.array([_json(it.record) for it in batch], pa.binary()),
-        }
+    arrow = framed(
+        (it.offset, it.offset, _origin(it.record), it.record.stream.encode(), _json(it.record)) for it in batch
     )
-    out = compactor(1, FACTS, CONTROL)(iter(table.to_batches()))
+    out = compactor(1, FACTS, CONTROL)(iter([arrow]))
     return [
         msgspec.msgpack.decode(packet, type=Packet) for batch in out for packet in batch.column("packet").to_pylist()
     ]
+
+
+def framed(records: Iterable[tuple[int, int, int, bytes | None, bytes | None]]) -> pa.RecordBatch:
+    """Offset, time (ms), origin, key and value of each record, as the query gives them to compaction."""
+    frames = [
+        np.array([(offset, time, origin, len(key or b""))], HEADER).tobytes() + (key or b"") + (value or b"")
+        for offset, time, origin, key, value in records
+    ]
+    return pa.record_batch({"frame": pa.array(frames, pa.binary())})
 
 
 def _origin(record: Record) -> int:

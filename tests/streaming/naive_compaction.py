@@ -13,6 +13,7 @@ from streaming.compaction import origin_of
 from streaming.errors import BadRecord
 from streaming.packet import Kind, Packet
 from streaming.wire import Topic
+from tests.streaming.builders import framed
 
 FACTS, CONTROL = "tidemark.facts", "tidemark.control"
 
@@ -33,14 +34,9 @@ def message(record: wire.Record, offset: int, topic: str = FACTS) -> Message:
 
 def arrow(messages: Sequence[Message]) -> pa.RecordBatch:
     """As the query gives them to compaction."""
-    return pa.record_batch(
-        {
-            "origin": pa.array([origin_of(_topic(message), message.partition) for message in messages], pa.int32()),
-            "offset": pa.array([message.offset for message in messages], pa.int64()),
-            "timestamp": pa.array([message.time * 1000 for message in messages], pa.timestamp("us", tz="UTC")),
-            "key": pa.array([message.key for message in messages], pa.binary()),
-            "value": pa.array([message.value for message in messages], pa.binary()),
-        }
+    return framed(
+        (message.offset, message.time, origin_of(_topic(message), message.partition), message.key, message.value)
+        for message in messages
     )
 
 
