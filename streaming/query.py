@@ -10,6 +10,7 @@ from functools import cache, partial
 
 import msgspec
 import pandas as pd
+import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.functions import coalesce, col, concat, lit, octet_length, unix_millis, when
 from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
@@ -17,7 +18,7 @@ from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 from streaming import effects
 from streaming.advance import advance
 from streaming.bounds import Bounds
-from streaming.compaction import compactor
+from streaming.compaction import Compactor, compactor
 from streaming.packet import Packet
 from streaming.shards import shard_of
 
@@ -42,6 +43,12 @@ def by_shard(states: dict[str, bytes], shards: int) -> dict[int, bytes]:
     for stream, state in sorted(states.items()):
         parted.setdefault(shard_of(stream, shards), {})[stream] = state
     return {shard: msgspec.msgpack.encode(streams) for shard, streams in parted.items()}
+
+
+def compact_frames(batches: Iterator[pa.RecordBatch], *, compact: Compactor) -> Iterator[pa.RecordBatch]:
+    """One task's frames as packets."""
+    _freeze()
+    return compact(batches)
 
 
 def advance_shard(
@@ -72,7 +79,7 @@ def positions(
     """
     return (
         frames(records, control)
-        .mapInArrow(compactor(shards, facts, control), PACKETS)
+        .mapInArrow(partial(compact_frames, compact=compactor(shards, facts, control)), PACKETS)
         .groupBy("shard")
         .applyInPandasWithState(
             partial(advance_shard, seeds=seeds, bounds=bounds),
