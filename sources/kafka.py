@@ -85,14 +85,20 @@ def _jaas_quoted(text: str) -> str:
     return f'"{escaped}"'
 
 
+_FETCHED_BYTES = 256 << 20
+"""What the consumers of all partitions may hold of what they fetched ahead, about: it is a part of the JVM's heap."""
+_FETCHED_BYTES_OF_PARTITION = 1 << 20, 16 << 20
 _FETCHING = {
     # 500 rows a poll (the default), 1 MiB a partition and 64 KiB of socket buffer cost a quarter of the source's
     # throughput; so do checksums that TCP and the broker have already checked: SPARK.md, 0.95 M -> 1.31 M records/s.
     "kafka.max.poll.records": "10000",
-    "kafka.max.partition.fetch.bytes": str(16 << 20),
     "kafka.fetch.max.bytes": str(64 << 20),
     "kafka.receive.buffer.bytes": str(4 << 20),
     "kafka.check.crcs": "false",
+    # Spark asks for the partition's bounds after every poll, on the connection on which the client has by then asked
+    # for more records; a broker answers in turn, so that question would wait for the next record, or 500 ms. At 4
+    # records/s it took the latency from 210 to 1,050 ms (`python -m tests.bench latency --rate 4`).
+    "kafka.fetch.max.wait.ms": "1",
 }
 
 
@@ -104,6 +110,8 @@ def source_options(
     `starting` names every partition of every topic: Spark refuses to start where one is left out. It counts only
     while the checkpoint is empty; a checkpoint brings its own offsets.
     """
+    least, most = _FETCHED_BYTES_OF_PARTITION
+    partitions = sum(map(len, starting.values()))
     return {
         "subscribe": ",".join(sorted(starting)),
         "startingOffsets": json.dumps(
@@ -115,6 +123,7 @@ def source_options(
         "kafka.isolation.level": "read_committed",
         # Bounds the memory of a batch, and the time that a stop or a takeover waits for one.
         "maxOffsetsPerTrigger": str(records_per_batch),
+        "kafka.max.partition.fetch.bytes": str(max(least, min(most, _FETCHED_BYTES // partitions))),
         **_FETCHING,
         **{f"kafka.{name}": value for name, value in connection.jvm().items()},
     }

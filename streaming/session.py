@@ -29,6 +29,8 @@ SETTINGS = {
     "spark.sql.execution.arrow.maxRecordsPerBatch": "10000",
     # Effects and states are binary: nothing to gain from adapting a plan with one small shuffle.
     "spark.sql.adaptive.enabled": "false",
+    # Packets are packed integers already; compressing them costs a batch more than writing the rest of them.
+    "spark.shuffle.compress": "false",
     # An idle system runs no batch; what must happen then is done by threads of the driver.
     "spark.sql.streaming.noDataMicroBatches.enabled": "false",
     # Old batches are of no use: a lost checkpoint is seeded from Postgres.

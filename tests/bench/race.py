@@ -43,7 +43,7 @@ class Plan:
     records: int
     window: float = 30.0
     batch: int = _DEFAULT_BATCH
-    warm_batches: int = 2
+    warm_batches: int = 3
     partitions: int = 4
     rounds: int = 3
 
@@ -56,9 +56,9 @@ class Plan:
 THROUGHPUT = Plan(
     Shape(streams=4, writers=8),
     {CEILING: 0.5, "row-by-row": 2.5, "loop-json": 2.0, "loop-orjson": 1.2, "quixstreams": 6.0},
-    records=6 * _DEFAULT_BATCH,
+    records=7 * _DEFAULT_BATCH,
 )
-STREAMS = Plan(Shape(streams=10_000, writers=2, in_flight=0.1), {CEILING: 0.2}, records=6 * _DEFAULT_BATCH, window=60.0)
+STREAMS = Plan(Shape(streams=10_000, writers=2, in_flight=0.1), {CEILING: 0.2}, records=7 * _DEFAULT_BATCH, window=60.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,3 +36,10 @@ def test_the_source_names_every_partition_and_stops_at_lost_records() -> None:
     assert options["failOnDataLoss"] == "true"
     assert options["maxOffsetsPerTrigger"] == "500"
     assert options["kafka.bootstrap.servers"] == "k:9093"
+
+
+@pytest.mark.parametrize(("partitions", "mebibytes"), [(1, 16), (32, 8), (1000, 1)])
+def test_what_is_fetched_ahead_does_not_grow_with_the_partitions(partitions: int, mebibytes: int) -> None:
+    """Each partition has a consumer with a buffer of its own: many share what the JVM's heap can spare."""
+    options = source_options(SECURE, {"f": dict.fromkeys(range(partitions), EARLIEST)}, 500)
+    assert options["kafka.max.partition.fetch.bytes"] == str(mebibytes << 20)
