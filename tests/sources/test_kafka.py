@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from sources.kafka import EARLIEST, KafkaConnection, source_options
 
 SECURE = KafkaConnection("k:9093", "SASL_SSL", "SCRAM-SHA-512", "tide", 'a"b\\c', "/etc/ca.pem")
