@@ -51,6 +51,7 @@ class Change(msgspec.Struct, array_like=True, frozen=True):
     positions: list[tuple[str, str]] = []
     late: list[LateEntry] = []
     dropped: list[str] = []
+    head: str = "0"
 
 
 def of_batch(batch: Batch, applied: Applied) -> list[Change]:
@@ -60,7 +61,8 @@ def of_batch(batch: Batch, applied: Applied) -> list[Change]:
 
 
 def _of_stream(batch: int, now: int, effects: StreamEffects, applied: Applied) -> Change | None:
-    if effects.linear == effects.linear_prev and not (effects.writers or effects.late or effects.dropped):
+    moved = (effects.linear, effects.head) != (effects.linear_prev, effects.head_prev)
+    if not (moved or effects.writers or effects.late or effects.dropped):
         return None
     name = effects.stream
     advances = (applied.settled.get((name, advance.writer), advance) for advance in effects.advances)
@@ -74,6 +76,7 @@ def _of_stream(batch: int, now: int, effects: StreamEffects, applied: Applied) -
         ],
         late=[_late(number, late, batch, now) for number, late in zip(numbers, effects.late, strict=True)],
         dropped=effects.dropped,
+        head=str(effects.head),
     )
 
 
@@ -96,6 +99,7 @@ def of_history(
         positions=[(writer, str(position)) for writer, position in held.positions.items()],
         late=[_late(item.number, item.late, item.batch, item.time) for item in late],
         dropped=sorted(held.forgotten),
+        head=str(held.head),
     )
 
 

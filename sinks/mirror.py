@@ -135,7 +135,12 @@ class Mirror:
 
 
 def _moved(held: Held, wanted: StreamPositions) -> bool:
-    return held.linear is None or abs(held.linear) < abs(wanted.linear) or held.late < wanted.late
+    return (
+        held.linear is None
+        or abs(held.linear) < abs(wanted.linear)
+        or abs(held.head) < abs(wanted.head)
+        or held.late < wanted.late
+    )
 
 
 def _lacking(held: Held, wanted: StreamPositions) -> list[str]:

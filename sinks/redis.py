@@ -27,7 +27,7 @@ CALLS_AT_ONCE = 500  # streams in one pipeline: bounds the memory of both sides,
 
 _SCRIPT = files("sinks").joinpath("publish.lua").read_text("utf-8")
 _SHA = sha1(_SCRIPT.encode(), usedforsecurity=False).hexdigest()
-_KEYS = ("positions", "linear", "token", "advances", "fence")
+_KEYS = ("positions", "linear", "token", "advances", "fence", "head")
 
 Mode = Literal["new", "known", "mend", "anew"]
 """How a change is published; `publish.lua` says what each means."""
@@ -49,10 +49,11 @@ class RedisConfig:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What Redis holds of a stream: None, {} and 0 where it holds nothing. `late` is the number of the newest entry
+    """What Redis holds of a stream: None, 0 and {} where it holds nothing. `late` is the number of the newest entry
     about a late completion."""
 
     linear: int | None
+    head: int
     positions: dict[str, int]
     late: int
 
@@ -128,17 +129,19 @@ class Redis:
             pipeline = self._client.pipeline(transaction=False)
             for stream in streams:
                 pipeline.get(key(stream, "linear"))
+                pipeline.get(key(stream, "head"))
                 pipeline.hgetall(key(stream, "positions"))
                 pipeline.hget(key(stream, "fence"), "late")
             answers = pipeline.execute()
         return {
             stream: Held(
                 linear=None if linear is None else int(linear),
+                head=int(head or 0),
                 positions={writer: int(position) for writer, position in positions.items()},
                 late=int(late or 0),
             )
-            for stream, linear, positions, late in zip(
-                streams, answers[0::3], answers[1::3], answers[2::3], strict=True
+            for stream, linear, head, positions, late in zip(
+                streams, answers[0::4], answers[1::4], answers[2::4], answers[3::4], strict=True
             )
         }
 

@@ -61,16 +61,17 @@ def _write_streams(connection: Connection, batch: Batch) -> None:
     execute(
         connection,
         """
-        insert into tidemark.streams as old (stream, linear, direction, shard, state, updated_at)
-        select stream, linear, direction, shard, state, to_timestamp(now / 1000.0)
-        from unnest(%s::text[], %s::bigint[], %s::smallint[], %s::int[], %s::bytea[], %s::bigint[])
-            as new (stream, linear, direction, shard, state, now)
+        insert into tidemark.streams as old (stream, linear, head, direction, shard, state, updated_at)
+        select stream, linear, head, direction, shard, state, to_timestamp(now / 1000.0)
+        from unnest(%s::text[], %s::bigint[], %s::bigint[], %s::smallint[], %s::int[], %s::bytea[], %s::bigint[])
+            as new (stream, linear, head, direction, shard, state, now)
         on conflict (stream) do update set
             linear = case when abs(excluded.linear) > abs(old.linear) then excluded.linear else old.linear end,
+            head = case when abs(excluded.head) > abs(old.head) then excluded.head else old.head end,
             direction = excluded.direction, shard = excluded.shard, state = excluded.state,
             updated_at = excluded.updated_at
         """,
-        ((s.stream, s.linear, s.direction, shard.shard, s.state, shard.now) for shard, s in batch.streams()),
+        ((s.stream, s.linear, s.head, s.direction, shard.shard, s.state, shard.now) for shard, s in batch.streams()),
     )
     execute(
         connection,

@@ -119,6 +119,7 @@ class StreamBatch:
         self.forced: list[tuple[Marker, str, str]] = []
         self._bounds = bounds
         self._line_before = self.stream.line.position
+        self._head_before = self.stream.head
         self._before = {
             name: (writer.epoch, writer.retired is not None) for name, writer in self.stream.writers.items()
         }
@@ -221,6 +222,8 @@ class StreamBatch:
             stream.direction,
             sign * self._line_before,
             sign * stream.line.position,
+            sign * self._head_before,
+            sign * stream.head,
             advances,
             [
                 WriterRow(name, writer.epoch, sign * writer.chain.position, writer.retired is not None)

@@ -82,6 +82,11 @@ class Chain:
     def __post_init__(self) -> None:
         self._prev = self.position
 
+    @property
+    def reach(self) -> int:
+        """The highest ID that is settled, with gaps below it or without; 0 where there is none."""
+        return self.pending[-1].id if self.pending else max(self.position, 0)
+
     def pending_beyond(self, id: int) -> bool:
         """Whether a span waits that reaches beyond `id`."""
         return bool(self.pending) and self.pending[-1].id > id

@@ -121,6 +121,8 @@ class Summary(msgspec.Struct, array_like=True, frozen=True):
 class StreamEffects(msgspec.Struct, array_like=True, frozen=True):
     """What happened to one stream. `direction` is 1, -1, or 0 while no signed ID was seen.
 
+    `head` is the highest ID that a record of the stream has named: how far IDs are known to be allocated.
+
     `counts` holds records by outcome: `applied`, `held`, `duplicate`, `late`, `batch`, and `forgotten` (completed
     IDs dropped at the bound). Rejected ones are in `ShardEffects.rejected`. `dropped` names retired writers that
     left the state. `state` is the stream's whole new state in `streaming.state`'s encoding.
@@ -130,6 +132,8 @@ class StreamEffects(msgspec.Struct, array_like=True, frozen=True):
     direction: int
     linear_prev: int
     linear: int
+    head_prev: int
+    head: int
     advances: list[Advance]
     writers: list[WriterRow]
     gaps: list[Gap]

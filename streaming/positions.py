@@ -49,6 +49,12 @@ class Stream:
         if self.direction == 0 and backward is not None:
             self.direction = -1 if backward else 1
 
+    @property
+    def head(self) -> int:
+        """The highest ID that the stream's records have named, about: every ID up to here was allocated."""
+        chains = [writer.chain for writer in self.writers.values()] + [held.chain for held in self.held.values()]
+        return max([self.line.position, *(chain.reach for chain in chains)])
+
     def complete(self, runs: Sequence[Run], rows: Sequence[Rows], bounds: Bounds, changes: Changes) -> None:
         """Feed the edges and rows of one stretch."""
         known, strange = self._sort_out(runs, rows, changes)

@@ -3,12 +3,14 @@
 create table tidemark.streams (
     stream      text        primary key,
     linear      bigint      not null,
+    head        bigint      not null,
     direction   smallint    not null check (direction in (-1, 0, 1)),
     shard       integer     not null,
     state       bytea       not null,
     updated_at  timestamptz not null
 );
 comment on table tidemark.streams is 'Linear position and encoded state of each stream';
+comment on column tidemark.streams.head is 'The highest ID that any record of the stream named';
 
 create table tidemark.stream_positions (
     stream      text        not null,

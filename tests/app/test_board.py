@@ -19,7 +19,7 @@ def a_backward_stream() -> Stream:
 def effects(stream: str, **positions: int) -> ShardEffects:
     rows = [WriterRow(writer, 1, position, False) for writer, position in positions.items()]
     summary = Summary(0, 0, None, [], 0, None)
-    moved = StreamEffects(stream, 1, 0, 3, [], rows, [], [], [], [], [], [], {}, summary, b"")
+    moved = StreamEffects(stream, 1, 0, 3, 0, 3, [], rows, [], [], [], [], [], [], {}, summary, b"")
     return ShardEffects(0, 0, [moved], [], [Progress("facts", 2, 7)])
 
 

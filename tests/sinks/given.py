@@ -27,6 +27,8 @@ def stream(name: str, *advances: Advance, linear: int = 0, **more: Any) -> Strea
     fields: dict[str, Any] = {
         "direction": -1 if any(it.id < 0 for it in advances) else 1,
         "linear_prev": 0,
+        "head_prev": 0,
+        "head": max([linear, *(it.id for it in advances)], key=abs),
         "advances": list(advances),
         "writers": [WriterRow(it.writer, it.epoch, it.id, retired=False) for it in advances],
         "gaps": [],

@@ -38,14 +38,14 @@ def history(sql: psycopg.Connection, columns: str = "prev, id") -> list[Any]:
 def test_batch_is_kept_whole(store: Postgres, sql: psycopg.Connection, token: int) -> None:
     """Position, line, history, state, offsets and the batch's number are there after one call."""
     moved = advance("w", 0, 9, facts=5, empty=2, unseen=1, skipped=1)
-    store.apply(batch(7, stream("s", moved, linear=8, state=b"\x00s"), token=token, offset=40))
+    store.apply(batch(7, stream("s", moved, linear=8, head=12, state=b"\x00s"), token=token, offset=40))
     assert positions(sql) == {("s", "w"): 9}
     assert history(sql, "stream, writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch") == [
         ("s", "w", 1, 0, 9, 5, 2, 1, 1, 8, 7)
     ]
     assert history(sql, "extract(epoch from time) * 1000") == [(NOW,)]
-    assert rows(sql, "select stream, linear, direction, shard, state from tidemark.streams") == [
-        ("s", 8, 1, 0, b"\x00s")
+    assert rows(sql, "select stream, linear, head, direction, shard, state from tidemark.streams") == [
+        ("s", 8, 12, 1, 0, b"\x00s")
     ]
     assert store.states() == {"s": b"\x00s"}
     assert store.offsets() == {"facts": {0: 40}}
