@@ -1,6 +1,7 @@
 """quixstreams: a stateful update per record, its state in RocksDB, without a changelog topic (which costs more)."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 from quixstreams import Application, State
@@ -14,7 +15,7 @@ _RECORDS_PER_MARK = 1_000
 def run(task: Task, meter: Meter) -> None:
     app = Application(
         broker_address=task.bootstrap,
-        consumer_group=f"quix.{task.topic}",
+        consumer_group=Path(task.directory).name,  # a new one each round: one that is known goes on where it stopped
         auto_offset_reset="earliest",
         state_dir=task.directory,
         use_changelog_topics=False,
