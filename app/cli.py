@@ -59,7 +59,7 @@ def _settings() -> Settings:
 @main.command()
 @click.option("--demo", is_flag=True, help="Also play several writers whose facts complete out of order.")
 def up(*, demo: bool) -> None:
-    """Run the whole local stack: Kafka, Postgres, Redis and the pipeline."""
+    """Run the whole local stack: Kafka, Postgres, Redis, the pipeline and the sidecar."""
     settings = _settings()
     from app import up
 
@@ -96,6 +96,15 @@ def pipeline(accept: tuple[Literal["partitions", "loss", "shards"], ...]) -> Non
     from app import pipeline
 
     pipeline.run(settings, frozenset(accept))
+
+
+@main.command()
+def sidecar() -> None:
+    """Serve positions over HTTP, until SIGTERM or Ctrl-C. Any number may run."""
+    settings = _settings()
+    from app.sidecar import serve
+
+    serve.run(settings)
 
 
 @main.command()

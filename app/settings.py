@@ -29,7 +29,7 @@ from streaming.errors import BadSetting
 
 PREFIX = "TIDEMARK_"
 # Written to `stack.env` for people and their programs; read by none of ours.
-FOR_OTHERS = {f"{PREFIX}METRICS_URL"}
+FOR_OTHERS = {f"{PREFIX}METRICS_URL", f"{PREFIX}SIDECAR_URL"}
 _HOME = Path("~/.cache/tidemark").expanduser()
 
 
@@ -120,6 +120,19 @@ class Settings(BaseSettings):
     metrics_host: str = Field("127.0.0.1", description="Address that the pipeline's /metrics listens on.")
     metrics_port: AnyPort = Field(9464, description="Port of the pipeline's /metrics; 0 = any free one.")
 
+    sidecar_host: str = Field("127.0.0.1", min_length=1, description="Address that the sidecar listens on.")
+    sidecar_port: AnyPort = Field(9480, description="Port of the sidecar; 0 = any free one.")
+    sidecar_tokens: Path | None = Field(
+        None,
+        description="File of bearer tokens, one a line, read again when it changes; without it everybody may read.",
+    )
+    sidecar_cors: str = Field("", description="Web sites whose scripts may read the sidecar: https://host[,...].")
+    sidecar_connections: Positive = Field(5000, description="Connections that the sidecar serves at once.")
+    sidecar_held: Positive = Field(2500, description="Waits and event streams that the sidecar holds open at once.")
+    sidecar_wait_seconds: Annotated[float, Field(gt=0, le=3600)] = Field(
+        60.0, description="How long one wait may last at most."
+    )
+
     history_days: Positive = Field(7, description="Days that Postgres keeps the history of advances.")
     advances_kept: Positive = Field(10_000, description="Advances that Redis keeps of each stream.")
     pending_bound: Positive = Field(
@@ -135,6 +148,7 @@ class Settings(BaseSettings):
     up_postgres_port: AnyPort = Field(15432, description="`tidemark up`: port of Postgres; 0 = any free one.")
     up_redis_port: AnyPort = Field(16379, description="`tidemark up`: port of Redis; 0 = any free one.")
     up_metrics_port: AnyPort = Field(19464, description="`tidemark up`: port of the metrics; 0 = any free one.")
+    up_sidecar_port: AnyPort = Field(19480, description="`tidemark up`: port of the sidecar; 0 = any free one.")
 
     @model_validator(mode="after")
     def _sasl_is_complete(self) -> Self:
@@ -167,6 +181,10 @@ class Settings(BaseSettings):
             retired=self.retired_bound,
             retirement=self.retirement_days * 24 * 3600 * 1000,
         )
+
+    @property
+    def sidecar_origins(self) -> list[str]:
+        return [origin.strip() for origin in self.sidecar_cors.split(",") if origin.strip()]
 
     @property
     def metrics_url(self) -> str:

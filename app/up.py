@@ -73,7 +73,7 @@ def _signals_interrupt() -> Iterator[None]:
 
 def _end_leftovers(members: Members) -> None:
     """End what an `up` that was killed left behind, readers before the servers that they read from."""
-    for server in [members.demo(), members.pipeline(), *members.servers]:
+    for server in [members.demo(), members.sidecar(), members.pipeline(), *members.servers]:
         if pid := server.end_leftover():
             _say(f"ended {server.name} (pid {pid}), left behind by an earlier stack")
 
@@ -86,7 +86,8 @@ def _running(members: Members, *, demo: bool) -> Iterator[Sequence[Server]]:
         with ThreadPoolExecutor() as pool:
             list(pool.map(_start, members.servers))
         migrate(members.postgres.dsn())
-        for later in [members.pipeline(), members.demo()] if demo else [members.pipeline()]:
+        ours = [members.pipeline(), members.sidecar()]
+        for later in [*ours, members.demo()] if demo else ours:
             running.append(later)
             _start(later)
         members.write_stack_env()
@@ -117,6 +118,7 @@ ready after {seconds:.0f} s. Ctrl-C ends everything; the next start finds its da
   In another terminal:
     {tidemark} status
     echo '{fact}' | {tidemark} produce
+    curl {members.sidecar().url}/v1/streams
     {redis_cli} -p {members.redis.port} get 'tidemark:{{orders}}:token'
 
   Settings for your own programs:  . {members.home.stack_env}

@@ -109,10 +109,12 @@ class Postgres:
                 "select query, batch from tidemark.applied_batches order by number desc limit 1"
             ).fetchone()
 
-    def states(self) -> dict[str, bytes]:
-        """Every stream's encoded state: the seed of a query without a checkpoint."""
+    def states(self, streams: Collection[str] | None = None) -> dict[str, bytes]:
+        """The encoded state of `streams` (None: of all, the seed of a query without a checkpoint)."""
+        names = None if streams is None else list(streams)
+        query = "select stream, state from tidemark.streams where %s::text[] is null or stream = any(%s::text[])"
         with self._reads.session() as connection:
-            return dict(connection.execute("select stream, state from tidemark.streams"))
+            return dict(connection.execute(query, (names, names)))
 
     def replace_states(self, states: dict[str, bytes]) -> None:
         """Write states back that were changed outside a batch: only for what an operator accepted."""

@@ -4,10 +4,10 @@ from streaming.effects import Blocker, Summary
 from streaming.positions import Stream
 
 
-def summarize(stream: Stream) -> Summary:
-    """IDs come out signed."""
+def blockers(stream: Stream) -> list[Blocker]:
+    """Everything that holds a position of `stream` back, longest first. IDs come out signed."""
     sign = -1 if stream.direction < 0 else 1
-    blockers = [
+    gaps = [
         Blocker(name, writer.epoch, sign * low, sign * top, since, unknown=False)
         for name, writer in stream.writers.items()
         for chain in (writer.chain, writer.again)
@@ -15,11 +15,16 @@ def summarize(stream: Stream) -> Summary:
         for low, top, since in chain.gaps()
     ]
     strangers = [Blocker(name, epoch, 0, 0, held.since, unknown=True) for (name, epoch), held in stream.held.items()]
+    return sorted([*gaps, *strangers], key=lambda blocker: (blocker.since, blocker.writer))
+
+
+def summarize(stream: Stream) -> Summary:
+    found = blockers(stream)
     chains = [writer.chain for writer in stream.writers.values()] + [held.chain for held in stream.held.values()]
     return Summary(
         pending=sum(span.edges for chain in chains for span in chain.pending),
-        gaps=len(blockers),
-        oldest=min([*blockers, *strangers], key=lambda blocker: (blocker.since, blocker.writer), default=None),
+        gaps=sum(not blocker.unknown for blocker in found),
+        oldest=next(iter(found), None),
         unknown=sorted(f"{name}/{epoch}" for name, epoch in stream.held),
         completed=len(stream.line.completed),
         awaited=_awaited(stream),

@@ -11,7 +11,7 @@ from app.stack.kafka import Kafka
 from app.stack.postgres import Postgres
 from app.stack.redis import Redis
 from app.stack.server import LOOPBACK, Server, free_port, obstacle
-from app.stack.tidemark import Demo, Pipeline
+from app.stack.tidemark import Demo, Pipeline, Sidecar
 from streaming.errors import Stop
 
 
@@ -33,6 +33,7 @@ class Members:
         self.postgres = Postgres(home, settings.up_postgres_port or free_port())
         self.redis = Redis(home, settings.up_redis_port or free_port())
         self._metrics_port = settings.up_metrics_port or free_port()
+        self._sidecar_port = settings.up_sidecar_port or free_port()
 
     @property
     def servers(self) -> list[Server]:
@@ -41,12 +42,16 @@ class Members:
     def pipeline(self) -> Pipeline:
         return Pipeline(self.home, self._metrics_port, self.variables())
 
+    def sidecar(self) -> Sidecar:
+        return Sidecar(self.home, self._sidecar_port, self.variables())
+
     def demo(self) -> Demo:
         return Demo(self.home, 0, self.variables())
 
     def require_free_ports(self) -> None:
         """Raises `PortTaken`."""
-        ports = {server.name: server.port for server in self.servers} | {"metrics": self._metrics_port}
+        ports = {server.name: server.port for server in self.servers}
+        ports |= {"metrics": self._metrics_port, "sidecar": self._sidecar_port}
         for name, port in ports.items():
             if problem := obstacle(port):
                 raise PortTaken(name, port, problem)
@@ -63,6 +68,9 @@ class Members:
             "TIDEMARK_METRICS_HOST": LOOPBACK,
             "TIDEMARK_METRICS_PORT": str(self._metrics_port),
             "TIDEMARK_METRICS_URL": f"http://{LOOPBACK}:{self._metrics_port}/metrics",
+            "TIDEMARK_SIDECAR_HOST": LOOPBACK,
+            "TIDEMARK_SIDECAR_PORT": str(self._sidecar_port),
+            "TIDEMARK_SIDECAR_URL": f"http://{LOOPBACK}:{self._sidecar_port}",
             "TIDEMARK_CHECKPOINT": str(self.home.data("pipeline") / "checkpoint"),
             "TIDEMARK_SPARK_JARS": str(self.home.jars / CONNECTOR),
         }

@@ -1,4 +1,4 @@
-"""Tidemark's own processes in the local stack: the pipeline, and the demo's writers."""
+"""Tidemark's own processes in the local stack: the pipeline, the sidecar, and the demo's writers."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -36,6 +36,24 @@ class Pipeline(_Command):
         try:
             with urlopen(f"http://{LOOPBACK}:{self.port}/metrics", timeout=1) as response:
                 return b"\ntidemark_pipeline_ready 1.0" in response.read()
+        except (OSError, HTTPException):
+            return False
+
+
+class Sidecar(_Command):
+    """`port` is that of its HTTP side."""
+
+    name: ClassVar[str] = "sidecar"
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self.port}"
+
+    def answers(self) -> bool:
+        """Whether it is ready: Redis or Postgres answers it."""
+        try:
+            with urlopen(f"{self.url}/readyz", timeout=1) as response:
+                return bool(response.status == 200)
         except (OSError, HTTPException):
             return False
 

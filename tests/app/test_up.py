@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 import redis
@@ -31,7 +32,7 @@ class Terminal:
         if not (root / "jars").exists():
             (root / "jars").symlink_to(jars)
         self.output = root / "output"
-        ports = {f"TIDEMARK_UP_{server}_PORT": "0" for server in ("KAFKA", "POSTGRES", "REDIS", "METRICS")}
+        ports = {f"TIDEMARK_UP_{server}_PORT": "0" for server in ("KAFKA", "POSTGRES", "REDIS", "METRICS", "SIDECAR")}
         self.environment = child_environment({"TIDEMARK_HOME": str(root), **ports})
 
     def run(self, *words: str, stdin: bytes = b"", **changes: str) -> subprocess.CompletedProcess[bytes]:
@@ -90,12 +91,14 @@ def test_stack_ends_cleanly_and_the_next_start_finds_its_data(terminal: Terminal
     """One Ctrl-C ends every process with exit code 0; the next stack goes on where the first one ended."""
     with terminal.up() as process:
         names = {path.stem for path in (terminal.home.root / "run").iterdir()}
-        assert names == {"up", "kafka", "postgres", "redis", "pipeline"}
+        assert names == {"up", "kafka", "postgres", "redis", "pipeline", "sidecar"}
         pids = [int(terminal.home.pid(name).read_text()) for name in names - {"up"}]
         assert b"1 record sent" in terminal.run("produce", stdin=FACT).stdout
         with terminal.redis() as client:
             eventually(lambda: client.get("tidemark:{orders}:linear") == "1", VISIBLE_SECONDS)
         assert b"orders" in terminal.run("status").stdout
+        with urlopen(f"{terminal.stack_env['TIDEMARK_SIDECAR_URL']}/v1/streams/orders") as answer:
+            assert b'"token":"m1"' in answer.read()
         second = terminal.run("up")
         assert second.returncode == 2
         assert f"already running in {terminal.home.root} (pid {process.pid})".encode() in second.stderr

@@ -14,7 +14,7 @@ from app.stack.postgres import Postgres as PostgresServer
 from sinks.lease import Lease, LeaseTerms
 from sinks.postgres import Postgres
 from streaming.errors import LeaseLost, Stopping
-from tests.sinks.conftest import TERMS
+from tests.fix_sinks import TERMS
 from tests.sinks.given import batch, eventually, lines
 
 NEVER = threading.Event()

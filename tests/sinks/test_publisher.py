@@ -22,7 +22,7 @@ from sinks.publisher import Publisher
 from sinks.redis import Redis, RedisConfig, key
 from streaming.effects import ShardEffects
 from streaming.errors import LeaseLost, Stopping
-from tests.sinks.conftest import TERMS
+from tests.fix_sinks import TERMS
 from tests.sinks.given import advance, entries, shard, stream
 
 NEVER = threading.Event()

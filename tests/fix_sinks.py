@@ -1,3 +1,5 @@
+"""The sinks on real servers, driven by a test as the publisher drives them."""
+
 import threading
 from collections.abc import Iterator
 from typing import Any

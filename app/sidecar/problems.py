@@ -1,0 +1,114 @@
+"""What a request is refused with, as application/problem+json (RFC 9457).
+
+Problem                     400 to 503; `type` is a name that stays, `detail` is for people
+├── BadRequest              400 a parameter cannot be read
+├── Unauthorized            401 no token, or one that is not listed
+├── UnknownStream           404 nobody knows the stream
+├── NotYet                  408 a wait was over
+├── Ahead                   409 a token is beyond all that was allocated
+├── Busy                    429 this process serves as many as it may
+└── Recovering              503 nobody can say now
+"""
+
+from http import HTTPStatus
+from typing import ClassVar
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from app.sidecar import answers
+
+MEDIA_TYPE = "application/problem+json"
+
+
+class Problem(Exception):
+    """Raised by whatever answers a request; `answered` turns it into the response."""
+
+    status: ClassVar[HTTPStatus]
+    type: ClassVar[str]
+    title: ClassVar[str]
+    headers: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, detail: str, stream: answers.Stream | None = None) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.stream = stream
+
+
+class BadRequest(Problem):
+    status = HTTPStatus.BAD_REQUEST
+    type = "bad-request"
+    title = "A parameter cannot be read"
+
+
+class Unauthorized(Problem):
+    status = HTTPStatus.UNAUTHORIZED
+    type = "unauthorized"
+    title = "A bearer token is needed"
+    headers: ClassVar[dict[str, str]] = {"WWW-Authenticate": 'Bearer realm="tidemark"'}
+
+
+class UnknownStream(Problem):
+    status = HTTPStatus.NOT_FOUND
+    type = "unknown-stream"
+    title = "There is no such stream"
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(f"no record of a stream {stream[:255]!r} was ever read; /v1/streams lists all")
+
+
+class NotYet(Problem):
+    status = HTTPStatus.REQUEST_TIMEOUT
+    type = "not-yet"
+    title = "The stream has not come so far"
+
+
+class Ahead(Problem):
+    status = HTTPStatus.CONFLICT
+    type = "token-ahead"
+    title = "The token is beyond anything allocated"
+
+
+class Busy(Problem):
+    status = HTTPStatus.TOO_MANY_REQUESTS
+    type = "busy"
+    title = "This sidecar serves as many as it may"
+    headers: ClassVar[dict[str, str]] = {"Retry-After": "1"}
+
+
+class Recovering(Problem):
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    type = "recovering"
+    title = "Nobody can say at the moment"
+    headers: ClassVar[dict[str, str]] = {"Retry-After": "1"}
+
+
+async def answered(_: Request, problem: Exception) -> Response:
+    """The handler of `Problem`, for Starlette."""
+    assert isinstance(problem, Problem)
+    body = answers.Problem(
+        type=problem.type, title=problem.title, status=problem.status, detail=problem.detail, stream=problem.stream
+    )
+    return _response(body, problem.headers)
+
+
+async def framework(_: Request, problem: Exception) -> Response:
+    """The handler of what Starlette itself refuses: no such path, no such method."""
+    assert isinstance(problem, HTTPException)
+    status = HTTPStatus(problem.status_code)
+    type_ = status.phrase.lower().replace(" ", "-")
+    body = answers.Problem(type=type_, title=status.phrase, status=status, detail=status.description or status.phrase)
+    return _response(body, dict(problem.headers or {}))
+
+
+async def unexpected(_: Request, __: Exception) -> Response:
+    """The handler of our own mistakes; Starlette raises them again for the log."""
+    status = HTTPStatus.INTERNAL_SERVER_ERROR
+    detail = "the sidecar's log tells more"
+    return _response(answers.Problem(type="internal", title=status.phrase, status=status, detail=detail), {})
+
+
+def _response(body: answers.Problem, headers: dict[str, str]) -> Response:
+    return Response(msgspec.json.encode(body), body.status, headers, MEDIA_TYPE)

@@ -1,0 +1,72 @@
+"""`tidemark sidecar`: the composition root of the HTTP side."""
+
+import asyncio
+import logging
+import signal
+import socket
+from contextlib import suppress
+
+import structlog
+import uvicorn
+
+from app.settings import Settings
+from app.sidecar.service import Servers, opened
+from app.sidecar.site import Terms, site
+from streaming.errors import BadSetting, Unavailable
+
+log = structlog.get_logger(__name__)
+
+LAST_SECONDS = 3  # that open requests have at SIGTERM
+
+
+def run(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises Stop where a person must decide."""
+    servers = Servers(settings.redis_url.get_secret_value(), settings.postgres_dsn.get_secret_value())
+    terms = Terms(settings.sidecar_tokens, settings.sidecar_origins)
+    app = site(servers, terms)
+    asyncio.run(_require_welcome(servers))
+    # What it complains of reaches the client, or our log, in another way.
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+    with _listening(settings.sidecar_host, settings.sidecar_port) as listening:
+        host, port = listening.getsockname()[:2]
+        if terms.tokens_file is None and host not in {"127.0.0.1", "::1"}:
+            log.warning("Whoever reaches this address may read; TIDEMARK_SIDECAR_TOKENS keeps them out")
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            limit_concurrency=settings.sidecar_connections,
+            timeout_graceful_shutdown=LAST_SECONDS,
+        )
+        server = _stopped_by_signals(uvicorn.Server(config))
+        log.info("The sidecar listens", host=host, port=port)
+        server.run(sockets=[listening])
+    log.info("Ended")
+
+
+async def _require_welcome(servers: Servers) -> None:
+    """Raise `Stop` where a server answers and refuses us; one that is away is waited for while we serve."""
+    async with opened(servers) as service:
+        for ask in (service.live.ping, service.durable.check):
+            with suppress(Unavailable):
+                await ask()
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise BadSetting("TIDEMARK_SIDECAR_PORT", f"cannot listen on {host}:{port}: {error.strerror}") from None
+
+
+def _stopped_by_signals(server: uvicorn.Server) -> uvicorn.Server:
+    """uvicorn raises each signal again once it has ended; these handlers take it, so that the process ends with 0."""
+
+    def stop(*_: object) -> None:
+        server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    return server

@@ -1,0 +1,120 @@
+"""Where streams stand now: from Redis, else from Postgres, else from memory; never less than was said before."""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from app.sidecar.durable import Details, Durable
+from app.sidecar.gathered import Gathered
+from app.sidecar.highest import Highest, Known
+from app.sidecar.live import Live
+from streaming.errors import Stop, Unavailable
+
+DETAILS_AGE = 1.0  # seconds for which details are not read again: they take decoding
+DETAILS_PATIENCE = 0.25  # seconds that an answer waits for them
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What can be said of `stream`. `exists` is False where Postgres knows of no such stream, None where nobody can
+    tell; `known` is None where it is recovering."""
+
+    stream: str
+    exists: bool | None
+    known: Known | None
+    details: Details | None = None
+    details_read_at: float | None = None
+
+
+class Snapshots:
+    """One per process, for one event loop. Never raises for a server that is away: it answers with what there is."""
+
+    def __init__(
+        self, live: Live, durable: Durable, highest: Highest, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._live = live
+        self._durable = durable
+        self._highest = highest
+        self._now = now
+        self._positions = Gathered(self._read_positions)
+        self._details = Gathered(self._read_details)
+        self._detailed: dict[str, tuple[Details, float]] = {}
+        self._names: frozenset[str] = frozenset()
+
+    async def names(self) -> frozenset[str]:
+        """Every stream that somebody knows, or knew."""
+        found: set[str] | None = None
+        with suppress(Unavailable, Stop):
+            found = await self._live.names()
+        if not found:  # Redis may have lost its data
+            with suppress(Unavailable, Stop):
+                found = await self._durable.names()
+        self._names |= frozenset(found or ()) | self._highest.streams
+        return self._names
+
+    async def get(self, streams: Collection[str]) -> list[Snapshot]:
+        """In the order of `streams`; what was read is not older than this call, but for details."""
+        found = await self._positions.get(streams)
+        stale = [name for name in streams if self._is_stale(name) and found[name].exists is not False]
+        if stale:
+            with suppress(TimeoutError):  # they come with a later answer then
+                await asyncio.wait_for(self._details.get(stale), DETAILS_PATIENCE)
+        return [self._detailed_now(found[name]) for name in streams]
+
+    async def positions(self, stream: str) -> Known | None:
+        """Only where it stands; None: nobody can say."""
+        return (await self._positions.get([stream]))[stream].known
+
+    def _detailed_now(self, found: Snapshot) -> Snapshot:
+        # What was answered since we read may be more.
+        known = found.known and self._highest.raised(found.stream, found.known)
+        details, read_at = self._detailed.get(found.stream, (None, None))
+        return replace(found, known=known, details=details, details_read_at=read_at)
+
+    async def _read_positions(self, streams: Collection[str]) -> Mapping[str, Snapshot]:
+        found = await self._from_redis(streams)
+        missing = [name for name in streams if name not in found]
+        exists: bool | None = None
+        if missing:
+            with suppress(Unavailable, Stop):
+                found |= await self._from_postgres(missing)
+                exists = False
+        answer = {}
+        for name in streams:
+            if name in found:
+                answer[name] = Snapshot(name, exists=True, known=self._highest.raised(name, found[name]))
+            elif last := self._highest.recalled(name):
+                answer[name] = Snapshot(name, exists=True, known=last)
+            else:
+                answer[name] = Snapshot(name, exists=True if name in self._names else exists, known=None)
+        return answer
+
+    async def _from_redis(self, streams: Collection[str]) -> dict[str, Known]:
+        now = self._now()
+        with suppress(Unavailable, Stop):
+            seen = await self._live.glances(streams)
+            return {
+                name: Known(it.linear, it.positions, it.late, it.head, "redis", now)
+                for name, it in seen.items()
+                if it.linear is not None
+            }
+        return {}
+
+    async def _from_postgres(self, streams: Collection[str]) -> dict[str, Known]:
+        now = self._now()
+        stored = await self._durable.positions(streams)
+        return {name: Known(it.linear, it.positions, it.late, it.head, "postgres", now) for name, it in stored.items()}
+
+    def _is_stale(self, stream: str) -> bool:
+        detailed = self._detailed.get(stream)
+        return detailed is None or self._now() - detailed[1] >= DETAILS_AGE
+
+    async def _read_details(self, streams: Collection[str]) -> Mapping[str, Details]:
+        now = self._now()
+        found: Mapping[str, Details] = {}
+        with suppress(Unavailable, Stop):
+            found = await self._durable.details(streams)
+            self._detailed |= {name: (details, now) for name, details in found.items()}
+        return found

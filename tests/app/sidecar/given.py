@@ -1,0 +1,74 @@
+"""A sidecar that runs beside a test, and streams with a true state, so that it can tell who holds them back."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import uvicorn
+
+from app.sidecar.service import Servers
+from app.sidecar.site import Terms, site
+from streaming import state
+from streaming.chain import Chain, Evidence, Span
+from streaming.effects import StreamEffects
+from streaming.intervals import EMPTY
+from streaming.line import Line
+from streaming.positions import Stream
+from streaming.writers import Writer
+from tests.sinks.given import NOW, advance, eventually, stream
+
+
+class Client(httpx.Client):
+    """Talks to one sidecar."""
+
+    def json(self, path: str, status: int = 200, **more: Any) -> Any:
+        """The answer's JSON, which must come with `status`."""
+        answer = self.get(path, **more)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+
+@contextmanager
+def sidecar(servers: Servers, terms: Terms | None = None) -> Iterator[Client]:
+    """In a thread of this process, on a port of its own."""
+    config = uvicorn.Config(
+        site(servers, terms or Terms()), port=0, log_config=None, access_log=False, timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        eventually(lambda: server.started)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        with Client(base_url=f"http://127.0.0.1:{port}", timeout=15) as client:
+            yield client
+    finally:
+        server.should_exit = True
+        thread.join(15)
+
+
+@dataclass(frozen=True)
+class At:
+    """A writer that moved from `prev` to `id`; where `pending` is given, that ID waits above a gap of one ID or more,
+    which is open since `NOW`."""
+
+    prev: int
+    id: int
+    pending: int | None = None
+
+
+def moved(name: str, linear: int, **writers: At) -> StreamEffects:
+    """What a batch did to the stream, with the state that it left."""
+    known = {writer: Writer(1, _chain(at)) for writer, at in writers.items()}
+    encoded = state.encode(Stream(1, 0, Line(linear, EMPTY), known))
+    moves = [advance(writer, at.prev, at.id) for writer, at in writers.items() if at.id != at.prev]
+    head = max(at.pending or at.id for at in writers.values())
+    return stream(name, *moves, linear=linear, head=head, state=encoded)
+
+
+def _chain(at: At) -> Chain:
+    pending = [] if at.pending is None else [Span(at.pending - 1, at.pending, Evidence(facts=1), 1, NOW)]
+    return Chain(at.id, pending)

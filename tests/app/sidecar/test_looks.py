@@ -1,0 +1,160 @@
+"""Snapshots over HTTP, with servers that lose their data or are really stopped."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.sidecar.service import Servers
+from app.sidecar.site import Terms
+from app.stack.postgres import Postgres as PostgresServer
+from app.stack.redis import Redis as RedisServer
+from sinks.redis import key
+from tests.app.sidecar.given import At, Client, moved, sidecar
+from tests.sinks.given import eventually
+from tests.sinks.reader.given import Pipeline
+
+
+def test_all_that_is_known_of_a_stream(pipeline: Pipeline, client: Client) -> None:
+    """Line, vector, token, epochs, who retired, what is pending, who holds it back and since when, from where."""
+    pipeline.publish(moved("s", 7, first=At(0, 9, pending=12), second=At(0, 7)))
+    found = client.json("/v1/streams/s")
+    assert found.pop("age_seconds") < 5
+    assert found.pop("details_age_seconds") < 5
+    assert found == {
+        "stream": "s",
+        "state": "known",
+        "linear": 7,
+        "vector": {"first": 9, "second": 7},
+        "token": "m7~first.9",
+        "epochs": {"first": 1, "second": 1},
+        "retired": [],
+        "pending": 1,
+        "blockers": [{"writer": "first", "epoch": 1, "low": 9, "top": 11, "since": "2026-09-21T14:13:20Z"}],
+        "source": "redis",
+    }
+
+
+def test_all_streams_are_listed(pipeline: Pipeline, client: Client) -> None:
+    """Every stream by name, each as it would be told alone; none is no error."""
+    assert client.json("/v1/streams") == {"streams": []}
+    pipeline.publish(moved("b", 2, w=At(0, 2)), moved("a", 1, w=At(0, 1)))
+    assert [(it["stream"], it["token"]) for it in client.json("/v1/streams")["streams"]] == [("a", "m1"), ("b", "m2")]
+
+
+def test_answer_that_the_client_has_is_not_sent_again(pipeline: Pipeline, client: Client) -> None:
+    """The same positions are 304 for who names their tag, whatever their age; a move is 200 with another tag."""
+    pipeline.publish(moved("s", 7, w=At(0, 7)))
+    for path in ("/v1/streams", "/v1/streams/s"):
+        had = client.get(path).headers["etag"]
+        again = client.get(path, headers={"If-None-Match": f'"other", {had}'})
+        assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", had)
+    had = client.get("/v1/streams/s").headers["etag"]
+    pipeline.publish(moved("s", 8, w=At(7, 8)))
+    new = client.get("/v1/streams/s", headers={"If-None-Match": had})
+    assert (new.status_code, new.json()["linear"]) == (200, 8)
+    assert new.headers["etag"] != had
+
+
+@pytest.mark.parametrize("name", ["nobody", "a%20b", "%00", "%FF%FE", "x" * 256])
+def test_stream_that_does_not_exist(client: Client, name: str) -> None:
+    """404 with a reason for people, whatever the name looks like."""
+    answer = client.get(f"/v1/streams/{name}")
+    assert answer.status_code == 404
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.json()["type"] == "unknown-stream"
+
+
+def test_any_name_can_be_asked_for(pipeline: Pipeline, client: Client) -> None:
+    """A name with slashes and other letters is asked for in percent signs."""
+    pipeline.publish(moved("a/b?ö", 3, w=At(0, 3)))
+    assert client.json("/v1/streams/a%2Fb%3F%C3%B6")["stream"] == "a/b?ö"
+
+
+def test_what_is_no_operation_is_a_problem_too(client: Client) -> None:
+    """Every error of the server itself has the same form."""
+    for answer, status in ((client.get("/nothing"), 404), (client.post("/v1/streams"), 405)):
+        assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json")
+        assert answer.json()["status"] == status
+
+
+def test_flushed_redis_is_covered_by_postgres(pipeline: Pipeline, client: Client, keys: Any) -> None:
+    """While Redis is being filled again the positions come from Postgres: never 0, never less."""
+    pipeline.publish(moved("s", 7, first=At(0, 9), second=At(0, 7)))
+    assert client.json("/v1/streams/s")["source"] == "redis"
+    keys.flushall()
+    found = client.json("/v1/streams/s")
+    assert (found["source"], found["token"]) == ("postgres", "m7~first.9")
+    assert [it["stream"] for it in client.json("/v1/streams")["streams"]] == ["s"]
+
+
+def test_redis_that_went_back_is_not_believed(pipeline: Pipeline, client: Client, keys: Any) -> None:
+    """Rule 2: a Redis that was restored from an older copy does not take an answer back."""
+    pipeline.publish(moved("s", 7, first=At(0, 9), second=At(0, 7)))
+    client.json("/v1/streams/s")
+    keys.set(key("s", "linear"), 5)
+    keys.hset(key("s", "positions"), "first", 6)
+    assert client.json("/v1/streams/s")["token"] == "m7~first.9"
+
+
+def test_servers_go_and_come_back(
+    pipeline: Pipeline, client: Client, redis_server: RedisServer, postgres: PostgresServer
+) -> None:
+    """Redis stopped: Postgres answers and it is ready. Both stopped: the last answer with its age, and not ready."""
+    pipeline.publish(moved("s", 7, first=At(0, 9), second=At(0, 7)))
+    before = client.json("/v1/streams/s")
+    assert client.json("/readyz") == {"ready": True, "problems": []}
+    try:
+        redis_server.stop()
+        found = client.json("/v1/streams/s")
+        assert (found["source"], found["token"], found["pending"]) == ("postgres", before["token"], before["pending"])
+        health = client.json("/readyz")
+        assert health["ready"]
+        assert health["problems"][0].startswith("Redis at 127.0.0.1")
+        postgres.stop()
+        eventually(lambda: client.get("/readyz").status_code == 503)
+        found = client.json("/v1/streams/s")
+        assert (found["source"], found["token"], found["state"]) == ("memory", before["token"], "known")
+        assert found["age_seconds"] > 0
+        assert client.json("/v1/streams")["streams"][0]["token"] == before["token"]
+        assert client.json("/v1/streams/other", 503)["type"] == "recovering"
+        assert client.get("/livez").status_code == 200
+        assert 'tidemark_sidecar_server_up{server="redis"} 0.0' in client.get("/metrics").text
+    finally:
+        postgres.start()
+        redis_server.start()
+    eventually(lambda: client.json("/v1/streams/s")["source"] == "redis")
+    eventually(lambda: client.json("/readyz") == {"ready": True, "problems": []})
+
+
+def test_sidecar_without_any_server_says_so(redis_url: str, dsn: str, redis_server: RedisServer) -> None:
+    """A sidecar that starts while nothing answers runs, claims nothing, and answers as soon as a server is there."""
+    nowhere = Servers("redis://127.0.0.1:1/0", "postgresql://127.0.0.1:1/none")
+    with sidecar(nowhere) as client:
+        assert client.json("/v1/streams/s", 503)["type"] == "recovering"
+        assert client.json("/v1/streams", 503)["type"] == "recovering"
+        assert client.json("/readyz", 503)["ready"] is False
+        assert client.get("/livez").status_code == 200
+
+
+def test_only_who_has_a_token_may_read(servers: Servers, tmp_path: Path) -> None:
+    """With a file of tokens, everything about streams needs one; probes and the scrape do not."""
+    (tmp_path / "tokens").write_text("sesame\n")
+    with sidecar(servers, Terms(tokens_file=tmp_path / "tokens")) as client:
+        refused = client.get("/v1/streams")
+        assert (refused.status_code, refused.json()["type"]) == (401, "unauthorized")
+        assert refused.headers["www-authenticate"].startswith("Bearer")
+        assert client.json("/v1/streams", headers={"Authorization": "Bearer sesame"}) == {"streams": []}
+        for path in ("/livez", "/readyz", "/metrics"):
+            assert client.get(path).status_code == 200
+
+
+def test_scripts_of_other_sites_read_only_where_listed(servers: Servers) -> None:
+    """Without a list no site gets leave; with one, only those on it."""
+    with sidecar(servers, Terms(origins=["https://ops.example"])) as client:
+        for origin, leave in (("https://ops.example", "https://ops.example"), ("https://evil.example", None)):
+            answer = client.get("/v1/streams", headers={"Origin": origin})
+            assert answer.headers.get("access-control-allow-origin") == leave
+    with sidecar(servers) as client:
+        answer = client.get("/v1/streams", headers={"Origin": "https://ops.example"})
+        assert "access-control-allow-origin" not in answer.headers
