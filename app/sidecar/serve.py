@@ -10,7 +10,7 @@ import structlog
 import uvicorn
 
 from app.settings import Settings
-from app.sidecar.service import Servers, opened
+from app.sidecar.service import Limits, Servers, opened
 from app.sidecar.site import Terms, site
 from streaming.errors import BadSetting, Unavailable
 
@@ -22,7 +22,8 @@ LAST_SECONDS = 3  # that open requests have at SIGTERM
 def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises Stop where a person must decide."""
     servers = Servers(settings.redis_url.get_secret_value(), settings.postgres_dsn.get_secret_value())
-    terms = Terms(settings.sidecar_tokens, settings.sidecar_origins)
+    limits = Limits(settings.sidecar_held, settings.sidecar_wait_seconds)
+    terms = Terms(settings.sidecar_tokens, settings.sidecar_origins, limits)
     app = site(servers, terms)
     asyncio.run(_require_welcome(servers))
     # What it complains of reaches the client, or our log, in another way.
@@ -47,7 +48,7 @@ def run(settings: Settings) -> None:
 
 async def _require_welcome(servers: Servers) -> None:
     """Raise `Stop` where a server answers and refuses us; one that is away is waited for while we serve."""
-    async with opened(servers) as service:
+    async with opened(servers, Limits()) as service:
         for ask in (service.live.ping, service.durable.check):
             with suppress(Unavailable):
                 await ask()

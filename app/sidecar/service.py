@@ -1,16 +1,17 @@
 """What a request may use, put together once per process."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from app.sidecar import answers
+from app.sidecar.bells import Bells
 from app.sidecar.durable import Durable
+from app.sidecar.held import Held
 from app.sidecar.highest import Highest
 from app.sidecar.live import Live
+from app.sidecar.program import Hands
 from app.sidecar.snapshots import Snapshots
 from sinks.postgres import Postgres, PostgresConfig
 from sinks.reader.history import History
@@ -26,11 +27,23 @@ class Servers:
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """How many requests may be held open at once, and for how long one wait may last (s)."""
+
+    held: int = 2500
+    wait: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
 class Service:
     live: Live
     durable: Durable
     highest: Highest
     snapshots: Snapshots
+    bells: Bells
+    hands: Hands
+    held: Held
+    longest_wait: float
 
     async def health(self) -> answers.Health:
         """Ask both servers. Ready while one of them answers."""
@@ -44,15 +57,19 @@ class Service:
 
 
 @asynccontextmanager
-async def opened(servers: Servers) -> AsyncIterator[Service]:
-    """Raises `Stop` where a server answers and refuses us: at the start, rather than at the first request."""
+async def opened(servers: Servers, limits: Limits) -> AsyncIterator[Service]:
+    """Raises `BadSetting`. No server is asked before the first request."""
     live = Live(servers.redis)
     postgres = Postgres(PostgresConfig(servers.postgres))
     history = History(servers.postgres)
     try:
         durable = Durable(postgres, history)
         highest = Highest()
-        yield Service(live, durable, highest, Snapshots(live, durable, highest, time.monotonic))
+        snapshots = Snapshots(live, durable, highest, time.monotonic)
+        bells = Bells(live)
+        hands = Hands(live, durable, bells)
+        async with bells.listening():
+            yield Service(live, durable, highest, snapshots, bells, hands, Held(limits.held), limits.wait)
     finally:
         await live.aclose()
         postgres.close()

@@ -3,7 +3,7 @@
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -16,14 +16,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.sidecar import looks, metrics
+from app.sidecar import history, looks, metrics, waiting
 from app.sidecar.operation import Call, Operation, parsed
 from app.sidecar.problems import Problem, Unauthorized, UnknownStream, answered, framework, unexpected
-from app.sidecar.service import Servers, Service, opened
+from app.sidecar.service import Limits, Servers, Service, opened
 from app.sidecar.tokens import Tokens
 from streaming.wire import is_name
 
-OPERATIONS: Sequence[Operation] = [*looks.OPERATIONS]
+OPERATIONS: Sequence[Operation] = [*looks.OPERATIONS, *history.OPERATIONS, *waiting.OPERATIONS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class Terms:
 
     tokens_file: Path | None = None
     origins: Sequence[str] = ()
+    limits: Limits = field(default_factory=Limits)
 
 
 def site(servers: Servers, terms: Terms) -> Starlette:
@@ -40,7 +41,7 @@ def site(servers: Servers, terms: Terms) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with opened(servers) as service:
+        async with opened(servers, terms.limits) as service:
             app.state.service = service
             yield
 

@@ -1,0 +1,59 @@
+"""Who waits for a stream is woken when its channel in Redis speaks. A hint: sleepers look by themselves as well.
+
+One connection listens for the whole process. While Redis is away nobody is woken, and everybody looks once a second.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from app.sidecar.live import Live
+from sinks.reader.connection import translated
+from streaming.errors import Stop, Unavailable
+
+CHANNELS = "tidemark:{*}"
+PAUSE = 1.0  # seconds until a lost subscription is made again
+
+
+class Bells:
+    """For one event loop."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        self._bells: dict[str, asyncio.Event] = {}
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._listen())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    def bell(self, stream: str) -> asyncio.Event:
+        """Set at the next hint. Take it before you look, so that what comes meanwhile is not missed."""
+        return self._bells.setdefault(stream, asyncio.Event())
+
+    async def _listen(self) -> None:
+        while True:
+            with suppress(Unavailable, Stop), translated(self._live.client):
+                async with self._live.client.pubsub() as hints:
+                    await hints.psubscribe(CHANNELS)
+                    while True:
+                        hint = await hints.get_message(ignore_subscribe_messages=True, timeout=None)
+                        if hint is not None:
+                            self._ring(hint["channel"])
+            await asyncio.sleep(PAUSE)
+
+    def _ring(self, channel: str) -> None:
+        bell = self._bells.pop(channel.removeprefix("tidemark:{").removesuffix("}"), None)
+        if bell is not None:
+            bell.set()
+
+
+async def slept(bell: asyncio.Event, seconds: float) -> None:
+    """Return when it rings, or after `seconds`."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(bell.wait(), seconds)

@@ -1,0 +1,69 @@
+"""Where a reader stands, as one word of text that it gives back to go on. Opaque to clients. Pure."""
+
+import binascii
+import zlib
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from app.sidecar.answers import StreamId
+from app.sidecar.problems import BadRequest
+from sinks.reader.place import Place
+from sinks.reader.token import Token
+from streaming.errors import BadToken
+
+LONGEST = 1 << 20  # bytes that a cursor may unpack to: a hostile one must not fill the memory
+
+
+class _Place(msgspec.Struct, array_like=True, frozen=True):
+    linear: StreamId
+    positions: dict[str, StreamId]
+    late: StreamId
+
+
+_places = msgspec.msgpack.Decoder(dict[str, _Place])
+
+
+def of_places(places: Mapping[str, Place]) -> str:
+    plain = {stream: _Place(it.linear, dict(it.positions), it.late) for stream, it in places.items()}
+    return "p" + urlsafe_b64encode(zlib.compress(msgspec.msgpack.encode(plain))).decode().rstrip("=")
+
+
+def places(text: str) -> dict[str, Place]:
+    """Raises `BadRequest`."""
+    try:
+        if not text.startswith("p"):
+            raise ValueError("it does not begin with p")
+        packed = urlsafe_b64decode(text[1:] + "=" * (-len(text[1:]) % 4))
+        stored = _places.decode(_unpacked(packed))
+    except (ValueError, binascii.Error, zlib.error, msgspec.MsgspecError):
+        raise BadRequest(f"{text[:80]!r} is none that this interface gave out") from None
+    return {stream: Place(it.linear, it.positions, it.late) for stream, it in stored.items()}
+
+
+def since(stream: str, text: str) -> Place | Token:
+    """What `since=` says: a token, or the `next` of a page. Raises `BadRequest`."""
+    if text.startswith("p"):
+        place = places(text).get(stream)
+        if place is None:
+            raise BadRequest(f"that cursor is not of stream {stream}")
+        return place
+    return token(text)
+
+
+def token(text: str) -> Token:
+    """Raises `BadRequest`."""
+    try:
+        return Token.parse(text)
+    except BadToken as problem:
+        raise BadRequest(str(problem)) from None
+
+
+def _unpacked(packed: bytes) -> Any:
+    stream = zlib.decompressobj()
+    data = stream.decompress(packed, LONGEST)
+    if stream.unconsumed_tail or not stream.eof:
+        raise ValueError("too long, or cut off")
+    return data

@@ -1,0 +1,131 @@
+"""What moved a stream, as it is answered: the JSON of what a follower hands over (`sinks.reader.events`)."""
+
+from datetime import UTC, datetime
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from app.sidecar.answers import Blocker, Name, StreamId
+from sinks.reader import events
+
+Count = Annotated[int, Meta(ge=0)]
+
+
+class Advance(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="advance"):
+    """The position of `writer` moved over `(prev, id]`. The counts are of `(claimed, id]`, the same range but where the
+    reader stood in the middle of it."""
+
+    stream: Name
+    writer: Name
+    epoch: Count
+    prev: StreamId
+    id: StreamId
+    claimed: StreamId
+    facts: Annotated[int, Meta(ge=0, description="IDs with a fact.")]
+    empty: Annotated[int, Meta(ge=0, description="IDs that their writer declared void, or announced.")]
+    unseen: Annotated[int, Meta(ge=0, description="IDs settled by a join: may hold facts that nobody announced.")]
+    skipped: Annotated[int, Meta(ge=0, description="IDs that an operator skipped.")]
+    linear: Annotated[StreamId, Meta(description="The linear position after the batch.")]
+    batch: Count
+    time: Annotated[datetime, Meta(description="Of the batch.")]
+
+
+class Reread(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="reread"):
+    """`(prev, id]` of `writer` is complete, and its evidence is gone: read the table. Without a writer: of every writer
+    but those in `besides`."""
+
+    stream: Name
+    writer: Name | None
+    prev: StreamId
+    id: StreamId
+    besides: list[Name]
+
+
+class Late(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="late"):
+    """Completions in `(prev, id]` that came after the range was settled without them: repair what was read."""
+
+    stream: Name
+    number: Count
+    writer: Name
+    epoch: Count
+    prev: StreamId
+    id: StreamId
+    facts: Count
+    why: Annotated[str, Meta(description="`skipped` by an operator, or the source `regressed`.")]
+    batch: Count
+    time: datetime
+
+
+class LateLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="late-lost"):
+    """Late completions numbered `(after, number]` are not listed any more."""
+
+    stream: Name
+    after: Count
+    number: Count
+
+
+Move = Advance | Reread | Late | LateLost
+
+
+class Advances(msgspec.Struct, frozen=True, kw_only=True):
+    """`next` is where the next page begins; `complete`: nothing more was published when this was read."""
+
+    stream: Name
+    moves: list[Move]
+    next: str
+    complete: bool
+
+
+class Gaps(msgspec.Struct, frozen=True, kw_only=True):
+    """Every open range and writer that never joined, longest first. `total` counts those that were cut off too."""
+
+    stream: Name
+    gaps: list[Blocker]
+    total: Count
+    age_seconds: Annotated[float, Meta(ge=0)]
+
+
+def told(stream: str, event: events.Event) -> Move:
+    match event:
+        case events.Advance():
+            return Advance(
+                stream=stream,
+                writer=event.writer,
+                epoch=event.epoch,
+                prev=event.prev,
+                id=event.id,
+                claimed=event.claimed,
+                facts=event.evidence.facts,
+                empty=event.evidence.empty,
+                unseen=event.evidence.unseen,
+                skipped=event.evidence.skipped,
+                linear=event.linear,
+                batch=event.batch,
+                time=_moment(event.time),
+            )
+        case events.Reread():
+            return Reread(
+                stream=stream, writer=event.writer, prev=event.prev, id=event.id, besides=sorted(event.besides)
+            )
+        case events.Late():
+            return Late(
+                stream=stream,
+                number=event.number,
+                writer=event.writer,
+                epoch=event.epoch,
+                prev=event.prev,
+                id=event.id,
+                facts=event.facts,
+                why=event.why,
+                batch=event.batch,
+                time=_moment(event.time),
+            )
+        case events.LateLost():
+            return LateLost(stream=stream, after=event.after, number=event.number)
+        case events.Line():
+            raise AssertionError("only writers' moves are followed")
+
+
+def _moment(milliseconds: int) -> datetime:
+    return datetime.fromtimestamp(milliseconds / 1000, UTC)

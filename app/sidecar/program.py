@@ -1,0 +1,87 @@
+"""Carries out what a follower's program asks (`sinks.reader.asks`), with Postgres in the place of a Redis that is away.
+
+Where Redis does not know a stream, what Postgres holds is a list of advances without entries: the program then takes
+the advances from the history, so nothing is missing either way.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from app.sidecar.bells import Bells, slept
+from app.sidecar.durable import Durable
+from app.sidecar.live import Live
+from sinks.reader.asks import Answer, Ask, Doorbell, Look, Pause, Recall, Seen
+from sinks.reader.driver import Driver
+from sinks.reader.events import Event
+from sinks.reader.following import CaughtUp, Following
+from sinks.reader.place import Place
+from sinks.reader.token import Token
+from streaming.errors import Stop, Unavailable
+
+NOTHING = Seen(None, {})
+
+
+class Hands:
+    """For one event loop. Raises `Unavailable` where neither server answers."""
+
+    def __init__(self, live: Live, durable: Durable, bells: Bells) -> None:
+        self._live = live
+        self._durable = durable
+        self._bells = bells
+
+    async def carry_out(self, ask: Ask) -> Answer:
+        match ask:
+            case Look():
+                return await self._look(ask)
+            case Recall():
+                return await self._durable.past(ask)
+            case Doorbell(stream, _, seconds):
+                await slept(self._bells.bell(stream), seconds)
+            case Pause(seconds):
+                await asyncio.sleep(seconds)
+        return None
+
+    async def _look(self, ask: Look) -> Seen:
+        try:
+            seen = await self._live.look(ask)
+        except (Unavailable, Stop):
+            return await self._stored(ask.stream)
+        if seen.linear is not None:
+            return seen
+        return await self._stored(ask.stream)
+
+    async def _stored(self, stream: str) -> Seen:
+        found = (await self._durable.positions([stream])).get(stream)
+        return NOTHING if found is None else Seen(found.linear, found.positions, found.late, found.head)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """`place` is behind the last event; `complete`: nothing more was published when we looked."""
+
+    events: list[Event]
+    place: Place
+    complete: bool
+
+
+async def page(hands: Hands, stream: str, since: Place | Token, limit: int) -> Page | None:
+    """At most `limit` events after `since`; None where nobody knows the stream. Raises `Unavailable`."""
+    following = Following(stream, "vector", since)
+    driver: Driver[Event | CaughtUp] = Driver(following.steps())
+    events: list[Event] = []
+    while len(events) < limit:
+        step = driver.step()
+        match step:
+            case CaughtUp():
+                break
+            case Doorbell():  # before it has caught up: it waits for a stream that does not exist
+                return None
+            case Ask():
+                driver.answered(await hands.carry_out(step))
+            case None:
+                raise AssertionError("a follower does not end")
+            case _:
+                driver.handed_over()
+                events.append(step)
+    assert following.place is not None
+    return Page(events, following.place, len(events) < limit)

@@ -1,0 +1,80 @@
+"""The long poll, on servers that come, go and lose their data."""
+
+import time
+from typing import Any
+
+import pytest
+
+from app.sidecar.service import Limits, Servers
+from app.sidecar.site import Terms
+from app.stack.redis import Redis as RedisServer
+from tests.app.sidecar.given import At, Client, moved, sidecar
+from tests.sinks.reader.given import Pipeline, later
+
+WAIT = "/v1/streams/s/wait"
+
+
+def test_wait_ends_when_the_stream_is_there(pipeline: Pipeline, client: Client) -> None:
+    """At once where it is reached already; else soon after the position is published."""
+    pipeline.publish(moved("s", 3, w=At(0, 3, pending=9)))
+    assert client.json(WAIT, params={"token": "m3"})["token"] == "m3"
+    began = time.monotonic()
+    with later(0.3, lambda: pipeline.publish(moved("s", 9, w=At(3, 9)))):
+        assert client.json(WAIT, params={"token": "m9", "timeout": 20})["token"] == "m9"
+    assert time.monotonic() - began < 3
+
+
+def test_wait_that_is_over_tells_where_it_stands(pipeline: Pipeline, client: Client) -> None:
+    """408 with the current state; 0 seconds only looks."""
+    pipeline.publish(moved("s", 3, w=At(0, 3, pending=9)))
+    found = client.json(WAIT, 408, params={"token": "m8", "timeout": 0})
+    assert (found["type"], found["stream"]["token"]) == ("not-yet", "m3")
+
+
+def test_token_beyond_anything_allocated(pipeline: Pipeline, client: Client) -> None:
+    """409 with the current state: waiting longer would be of no use."""
+    pipeline.publish(moved("s", 3, w=At(0, 3)))
+    found = client.json(WAIT, 409, params={"token": "m10", "timeout": 0.2})
+    assert (found["type"], found["stream"]["token"]) == ("token-ahead", "m3")
+
+
+def test_unknown_stream_may_still_come(pipeline: Pipeline, client: Client) -> None:
+    """Who waits for the first fact of a stream gets it; 404 only where it does not come."""
+    with later(0.3, lambda: pipeline.publish(moved("s", 3, w=At(0, 3)))):
+        assert client.json(WAIT, params={"token": "m3", "timeout": 20})["linear"] == 3
+    assert client.json("/v1/streams/t/wait", 404, params={"token": "m3", "timeout": 0})["type"] == "unknown-stream"
+
+
+@pytest.mark.parametrize("query", ["", "token=7", "token=m-1", "token=m1&timeout=-1", "token=m1&timeout=soon"])
+def test_wait_for_what_cannot_be_read(pipeline: Pipeline, client: Client, query: str) -> None:
+    """400: no token, no ID, no time."""
+    pipeline.publish(moved("s", 3, w=At(0, 3)))
+    assert client.json(f"{WAIT}?{query}", 400)["type"] == "bad-request"
+
+
+def test_wait_goes_on_without_redis(pipeline: Pipeline, client: Client, redis_server: RedisServer) -> None:
+    """A stopped Redis does not end a wait: what Postgres commits counts."""
+    pipeline.publish(moved("s", 3, w=At(0, 3, pending=9)))
+    redis_server.stop()
+    try:
+        with later(0.3, lambda: pipeline.commit(moved("s", 9, w=At(3, 9)))):
+            found = client.json(WAIT, params={"token": "m9", "timeout": 20})
+        assert (found["token"], found["source"]) == ("m9", "postgres")
+    finally:
+        redis_server.start()
+
+
+def test_only_so_many_are_held_open(pipeline: Pipeline, servers: Servers) -> None:
+    """Past the limit a wait is refused at once; a place is free again when one ended."""
+    pipeline.publish(moved("s", 3, w=At(0, 3, pending=9)))
+    with sidecar(servers, Terms(limits=Limits(held=1, wait=0.8))) as client:
+        found: list[Any] = []
+
+        def ask() -> None:
+            found.append(client.get(WAIT, params={"token": "m9", "timeout": 3600}).status_code)
+
+        with later(0, ask):
+            time.sleep(0.3)
+            assert client.json(WAIT, 429, params={"token": "m9"})["type"] == "busy"
+        assert found == [408]
+        assert client.json(WAIT, params={"token": "m3"})["linear"] == 3
