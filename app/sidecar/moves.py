@@ -65,6 +65,13 @@ class LateLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
     number: Count
 
 
+class Line(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="line"):
+    """The linear position moved, with all moves of writers before this one or without any."""
+
+    stream: Name
+    linear: StreamId
+
+
 Move = Advance | Reread | Late | LateLost
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from app.sidecar import answers
 from app.sidecar.bells import Bells
 from app.sidecar.durable import Durable
+from app.sidecar.feeds import Feeds
 from app.sidecar.held import Held
 from app.sidecar.highest import Highest
 from app.sidecar.live import Live
@@ -42,6 +43,7 @@ class Service:
     snapshots: Snapshots
     bells: Bells
     hands: Hands
+    feeds: Feeds
     held: Held
     longest_wait: float
 
@@ -68,8 +70,9 @@ async def opened(servers: Servers, limits: Limits) -> AsyncIterator[Service]:
         snapshots = Snapshots(live, durable, highest, time.monotonic)
         bells = Bells(live)
         hands = Hands(live, durable, bells)
-        async with bells.listening():
-            yield Service(live, durable, highest, snapshots, bells, hands, Held(limits.held), limits.wait)
+        feeds = Feeds(hands, snapshots)
+        async with bells.listening(), feeds.running():
+            yield Service(live, durable, highest, snapshots, bells, hands, feeds, Held(limits.held), limits.wait)
     finally:
         await live.aclose()
         postgres.close()

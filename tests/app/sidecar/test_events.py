@@ -1,0 +1,163 @@
+"""Server-sent events, with sidecars that are restarted and servers that are stopped."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from app.sidecar.service import Limits, Servers
+from app.sidecar.site import Terms
+from app.stack.redis import Redis as RedisServer
+from tests.app.sidecar.given import At, Client, moved, sidecar
+from tests.sinks.reader.given import Pipeline, later
+
+
+@dataclass
+class Heard:
+    """A client's side of one connection; `last_id` as a browser keeps it."""
+
+    lines: Iterator[str]
+    last_id: str = ""
+
+    def next(self) -> tuple[str, Any]:
+        """The next event: its name and data. Comments and bare IDs are no events."""
+        name, data = "", ""
+        for line in self.lines:
+            field, _, text = line.partition(": ")
+            match field:
+                case "event":
+                    name = text
+                case "data":
+                    data = text
+                case "id":
+                    self.last_id = text
+                case "" if data:
+                    return name, json.loads(data)
+        raise AssertionError("the connection ended")
+
+    def ranges(self, count: int) -> list[tuple[str, int, int]]:
+        """The next `count` moves of writers."""
+        found: list[tuple[str, int, int]] = []
+        while len(found) < count:
+            name, data = self.next()
+            if name in {"advance", "reread"}:
+                found.append((data["stream"], data["prev"], data["id"]))
+        return found
+
+
+@contextmanager
+def heard(client: Client, last_id: str = "", **params: Any) -> Iterator[Heard]:
+    headers = {"Last-Event-ID": last_id} if last_id else {}
+    with client.stream("GET", "/v1/events", params=params, headers=headers) as answer:
+        assert answer.status_code == 200, answer.read()
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        yield Heard(answer.iter_lines())
+
+
+def grow(pipeline: Pipeline, prev: int, upto: int, stream: str = "s") -> None:
+    for id in range(prev + 1, upto + 1):
+        pipeline.publish(moved(stream, id, w=At(id - 1, id)))
+
+
+def test_snapshot_comes_first_then_every_move(pipeline: Pipeline, client: Client) -> None:
+    """What stands there, then each advance with its evidence, then where the line is."""
+    grow(pipeline, 0, 2)
+    with heard(client) as events:
+        name, data = events.next()
+        assert (name, data["token"]) == ("snapshot", "m2")
+        grow(pipeline, 2, 3)
+        name, data = events.next()
+        assert (name, data["kind"], data["writer"], data["prev"], data["id"]) == ("advance", "advance", "w", 2, 3)
+        assert (data["facts"], data["linear"]) == (1, 3)
+        assert events.next() == ("line", {"kind": "line", "stream": "s", "linear": 3})
+
+
+def test_only_streams_that_were_named(pipeline: Pipeline, client: Client) -> None:
+    """Others are not told, and one that does not exist is a problem before the first event."""
+    grow(pipeline, 0, 1)
+    grow(pipeline, 0, 1, "t")
+    with heard(client, stream="t") as events:
+        assert events.next()[1]["stream"] == "t"
+        grow(pipeline, 1, 2)
+        grow(pipeline, 1, 2, "t")
+        assert events.ranges(1) == [("t", 1, 2)]
+    assert client.json("/v1/events?stream=nobody", 404)["type"] == "unknown-stream"
+
+
+def test_new_stream_is_told_to_who_follows_all(pipeline: Pipeline, client: Client) -> None:
+    """A stream that appears later comes with its snapshot and then its moves."""
+    with heard(client) as events:
+        grow(pipeline, 0, 1, "new")
+        name, data = events.next()
+        assert (name, data["token"]) == ("snapshot", "m1")
+        grow(pipeline, 1, 2, "new")
+        assert events.ranges(1) == [("new", 1, 2)]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_another_sidecar_goes_on_without_a_hole(pipeline: Pipeline, servers: Servers, keys: Any, lost: bool) -> None:
+    """Rule 3 up to the client: after a restart all that was missed comes, joined, also where Redis lost its list."""
+    grow(pipeline, 0, 2)
+    with sidecar(servers) as client, heard(client, stream="s") as events:
+        events.next()
+        grow(pipeline, 2, 4)
+        assert events.ranges(2) == [("s", 2, 3), ("s", 3, 4)]
+    grow(pipeline, 4, 7)
+    if lost:
+        keys.flushall()
+    with sidecar(servers) as client, heard(client, events.last_id, stream="s") as again:
+        assert again.ranges(3) == [("s", 4, 5), ("s", 5, 6), ("s", 6, 7)]
+        pipeline.mirror.refill()
+        grow(pipeline, 7, 8)
+        assert again.ranges(1) == [("s", 7, 8)]
+
+
+def test_stopped_redis_stops_no_events(pipeline: Pipeline, client: Client, redis_server: RedisServer) -> None:
+    """While Redis is away the moves come from Postgres, each once, and afterwards from Redis again."""
+    grow(pipeline, 0, 2)
+    with heard(client, stream="s") as events:
+        events.next()
+        grow(pipeline, 2, 3)
+        assert events.ranges(1) == [("s", 2, 3)]
+        redis_server.stop()
+        try:
+            made, applied = pipeline.commit(moved("s", 4, w=At(3, 4)))
+            assert events.ranges(1) == [("s", 3, 4)]
+        finally:
+            redis_server.start()
+        pipeline.mirror.publish(made, applied)
+        grow(pipeline, 4, 5)
+        assert events.ranges(1) == [("s", 4, 5)]
+
+
+def test_two_clients_hear_the_same(pipeline: Pipeline, client: Client) -> None:
+    """Each begins with its own snapshot; what one heard before the other came is not told twice."""
+    grow(pipeline, 0, 1)
+    with heard(client) as one:
+        one.next()
+        grow(pipeline, 1, 2)
+        assert one.ranges(1) == [("s", 1, 2)]
+        with heard(client) as two:
+            assert two.next()[1]["token"] == "m2"
+            grow(pipeline, 2, 3)
+            assert one.ranges(1) == two.ranges(1) == [("s", 2, 3)]
+
+
+def test_wrong_last_event_id_is_refused(client: Client) -> None:
+    """An ID of somebody else's is a problem, not a silent beginning."""
+    assert client.json("/v1/events", 400, headers={"Last-Event-ID": "17"})["type"] == "bad-request"
+
+
+def test_place_is_free_when_a_client_left(pipeline: Pipeline, servers: Servers) -> None:
+    """The limit counts clients that are there, not those that were."""
+    grow(pipeline, 0, 1)
+    with sidecar(servers, Terms(limits=Limits(held=1))) as client:
+        for _ in range(3):
+            with heard(client) as events:
+                events.next()
+                assert client.get("/v1/events").status_code == 429
+            with later(0.3, lambda: None):
+                pass
