@@ -150,23 +150,37 @@ def produce(file: BinaryIO, *, control: bool) -> None:
 @main.command()
 @click.option("--seconds", type=click.FloatRange(min=0), default=math.inf, help="How long; without it until Ctrl-C.")
 @click.option(
-    "--rate", type=click.FloatRange(0, min_open=True), default=200.0, show_default=True, help="Facts/s in all."
+    "--rate", type=click.FloatRange(0, min_open=True), default=40.0, show_default=True, help="Transactions/s in all."
 )
 @click.option("--streams", type=click.IntRange(1), default=5, show_default=True, help="How many streams.")
-@click.option("--writers", type=click.IntRange(1), default=3, show_default=True, help="Writers of each stream.")
-@click.option("--prefix", default="", help="Begins each stream's name.")
-@click.option("--seed", type=int, help="Repeat the play that had this seed.")
-@click.option("--verify", is_flag=True, help="Compare Redis with the truth; exit code 1 where they differ.")
+@click.option("--writers", type=click.IntRange(1), default=3, show_default=True, help="Writers at the beginning.")
+@click.option("--prefix", default="", help="Begins each stream's and writer's name.")
+@click.option("--seed", type=int, help="Repeat the script that had this seed; the interleaving is never the same.")
+@click.option("--faults", "named", help="Names with commas between, all, or none; without it all but the servers'.")
+@click.option(
+    "--verify", is_flag=True, help="In the end compare what was read with what was written; exit 1 on a fault."
+)
 def simulate(
-    *, seconds: float, rate: float, streams: int, writers: int, prefix: str, seed: int | None, verify: bool
+    *,
+    seconds: float,
+    rate: float,
+    streams: int,
+    writers: int,
+    prefix: str,
+    seed: int | None,
+    named: str | None,
+    verify: bool,
 ) -> None:
-    """Play several writers: facts out of order, rollbacks, stuck transactions, crashes, late joiners."""
-    from app.simulate import Script, run
-    from sources.simulator.cast import Cast
+    """Write and read with real processes that roll back, hang, die, pause, join late and retire.
+
+    Faults: rollback, hang, crash, pause, late, retire, reader; of the local stack: pipeline, redis.
+    """
+    from app.simulate import Play, run
+    from sources.simulator.cast import Cast, faults
 
     seed = secrets.randbits(32) if seed is None else seed
     click.echo(f"playing with --seed {seed}")
-    run(_settings(), Script(Cast(streams, writers, rate, prefix), seed, seconds), verify=verify)
+    run(_settings(), Play(Cast(streams, writers, rate, prefix), faults(named), seed, seconds), verify=verify)
 
 
 @main.group("writer")

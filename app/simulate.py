@@ -1,164 +1,135 @@
-"""`tidemark simulate`: a play of many writers on a real Kafka, and its truth held against what Redis says.
+"""`tidemark simulate`: processes that write and read on real servers, whatever befalls them, held against the truth.
 
-One thread. The play's clock stands still while Kafka does not take records, and never jumps: an outage makes no burst.
+The truth is what the writers have committed in their tables. See `sources.simulator` and `app.simulation`.
 """
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Event
 
 import click
 import structlog
 
 from app.settings import Settings
-from app.verification import NOTHING_SEEN, RedisReader, Verifier
-from sources.kafka import KafkaConnection
-from sources.producer import FOR_EVER, RecordProducer
-from sources.simulator.cast import Cast
-from sources.simulator.ledger import Ledger, opened
-from sources.simulator.simulation import Simulation
+from app.simulation.director import Director, Stage
+from app.stack.home import Home
+from app.verification import Count, EffectsDiffer, Verification
+from sinks.reader import Positions, Standing
+from sources.simulator import tables
+from sources.simulator.cast import Cast, Fault
+from sources.simulator.script import script
 from sources.topics import Topics
-from streaming import wire
-from streaming.errors import Stop, Unavailable
+from streaming.errors import Stop
 
 log = structlog.get_logger(__name__)
 
-TICK_SECONDS = 0.02
-LONGEST_STEP_SECONDS = 0.5
-BACKLOG = 10_000  # records without acknowledgement, past which the play stands still
+TICK_SECONDS = 0.1
 REPORT_SECONDS = 5.0
-FLUSH_SECONDS = 5.0  # so long may a stop take while Kafka is away
-CATCH_UP_SECONDS = 60.0
-SHOWN = 5  # streams, and holders, in a line of the report
+CATCH_UP_SECONDS = 120.0  # a pipeline that was killed takes half a minute to come back on a busy machine
 
 
 class StreamTaken(Stop):
-    """Tidemark knows the stream, and the ledger does not know where its sequence stands."""
+    """Tidemark knows the stream, and the play's database does not know which IDs were given out."""
 
-    def __init__(self, stream: str, ledger: Path) -> None:
+    def __init__(self, stream: str) -> None:
         super().__init__(
-            f"Tidemark knows the stream {stream} already, but {ledger} does not say where its sequence stands:"
+            f"Tidemark knows the stream {stream} already, and the simulator has not written it:"
             " choose other streams with --prefix NAME"
         )
         self.stream = stream
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """Where a play takes place."""
-
-    kafka: KafkaConnection
-    topic: str
-    redis_url: str
-    ledger: Path
-
-
-@dataclass(frozen=True, slots=True)
-class Script:
+class Play:
     """What is played, and for how long; `math.inf` seconds: until somebody stops it."""
 
     cast: Cast
+    faults: Set[Fault]
     seed: int
     seconds: float
 
 
-Watch = Callable[[Simulation, float], None]
-"""Called now and then with the play and its time."""
+def run(settings: Settings, play: Play, *, verify: bool) -> None:
+    """Play to the end, or until SIGTERM or Ctrl-C; a second one of these ends the process at once.
 
-
-def run(settings: Settings, script: Script, *, verify: bool) -> None:
-    """Play to the script's end, or until SIGTERM or Ctrl-C; a second one of these ends the process at once.
-
-    Raises `PositionsDiffer` where `verify` finds Redis beyond the truth meanwhile, or not at it in the end.
+    Raises `EffectsDiffer` where `verify` finds, in the end or meanwhile, that a reader missed, doubled or disordered
+    facts; `StreamTaken`, `TopicMissing`, `NotFenced`, `Unavailable`.
     """
-    prefix = script.cast.prefix
-    name = f"simulator-{prefix}.json" if prefix else "simulator.json"
-    stage = Stage(
-        settings.kafka, settings.kafka_facts_topic, settings.redis_url.get_secret_value(), settings.home / name
-    )
-    verifier = Verifier(RedisReader(stage.redis_url))
-
-    def watch(simulation: Simulation, now: float) -> None:
-        click.echo(report(simulation, now))
+    stage = _stage(settings, play.cast)
+    stopping = _stop_on_signals()
+    with Verification(stage.dsn, play.cast.stream_names()) as verification, _directed(stage, play) as director:
+        for now in _until_over(director, play, stopping):
+            counts = verification.counts()
+            click.echo(f"{now:6.0f} s  {'; '.join(map(str, counts))}")
+            if verify and not all(count.right for count in counts):
+                raise EffectsDiffer(counts)
+        befell = ", ".join(f"{count} x {fault}" for fault, count in sorted(director.done.items()))
+        click.echo(f"the play is over; it had {befell or 'no incidents'}")
+        director.silence()
         if verify:
-            verifier.sample(simulation.streams())
-
-    simulation = play(stage, script, _stop_on_signals(), watch)
-    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(simulation.sent().items()))
-    click.echo(f"the play is over: {counts}")
-    if verify:
-        verifier.conclude(simulation.streams(), CATCH_UP_SECONDS)
-        click.echo("verified: Redis has every position and every linear position as they truly are")
+            _conclude(director, verification)
 
 
-def play(stage: Stage, script: Script, stopping: Event, watch: Watch) -> Simulation:
-    """Play, then drain, so that nothing stays open. All is in Kafka when this returns; any thread may set `stopping`.
-
-    Raises `TopicMissing`, `StreamTaken`, `LedgerInUse`, and `Unavailable` where Kafka is away at the end.
-    """
-    Topics(stage.kafka).describe([stage.topic])
-    with opened(stage.ledger) as ledger:
-        _require_free(script.cast.stream_names(), ledger, stage)
-        simulation = Simulation(script.seed, script.cast, ledger.past())
-        producer = RecordProducer(stage.kafka, stage.topic, give_up_after=FOR_EVER)
-
-        def send(records: Iterable[wire.Record]) -> None:
-            ledger.cover(simulation.marks())
-            for record in records:
-                producer.send(record.stream, wire.encode(record))
-
-        watched = 0.0
-        for now in _clock(producer, script.seconds, stopping):
-            send(simulation.step(now))
-            if now // REPORT_SECONDS > watched // REPORT_SECONDS:
-                watch(simulation, now)
-            watched = now
-        send(simulation.drain())
-        if left := producer.flush(FLUSH_SECONDS):
-            raise Unavailable("Kafka", stage.kafka.bootstrap, f"{left} records were not acknowledged")
-        ledger.close(simulation.marks())
-    return simulation
+def _stage(settings: Settings, cast: Cast) -> Stage:
+    """Everything that the play needs, made where it is missing."""
+    Topics(settings.kafka).describe([settings.kafka_facts_topic])
+    dsn = tables.make_database(settings.postgres_dsn.get_secret_value())
+    streams = cast.stream_list()
+    with Positions(settings.redis_url.get_secret_value()) as positions:
+        for stream in tables.missing(dsn, streams):
+            # A sequence that starts anew below known positions would look like a database set back (DESIGN 3).
+            if isinstance(positions.get(stream.name), Standing):
+                raise StreamTaken(stream.name)
+    tables.make(dsn, streams)
+    return Stage(Home(settings.home), dsn, settings.kafka, settings.kafka_facts_topic)
 
 
-def _require_free(names: Sequence[str], ledger: Ledger, stage: Stage) -> None:
-    """A sequence that starts anew below known positions would look like a database set back (DESIGN 3)."""
-    unknown = [name for name in names if name not in ledger.past()]
-    if unknown:
-        seen = RedisReader(stage.redis_url).read(unknown)
-        if taken := next((name for name in unknown if seen[name] != NOTHING_SEEN), None):
-            raise StreamTaken(taken, stage.ledger)
+@contextmanager
+def _directed(stage: Stage, play: Play) -> Iterator[Director]:
+    director = Director(stage, play.cast, play.faults, play.seed)
+    try:
+        director.open()
+        yield director
+    finally:
+        director.abandon()
 
 
-def _clock(producer: RecordProducer, seconds: float, stopping: Event) -> Iterator[float]:
-    """The play's time at each tick: real time, but for pauses of this machine and while Kafka takes no records."""
-    now, before, standing = 0.0, time.monotonic(), False
-    while now < seconds and not stopping.wait(TICK_SECONDS):
-        instant = time.monotonic()
-        elapsed, before = instant - before, instant
-        if producer.backlog() > BACKLOG:
-            if not standing:
-                log.warning("Kafka takes no records: the play stands still", backlog=producer.backlog())
-            standing = True
-        else:
-            standing = False
-            now += min(elapsed, LONGEST_STEP_SECONDS)
+def _until_over(director: Director, play: Play, stopping: Event) -> Iterator[float]:
+    """Let everything happen; gives the play's time (s) whenever a report is due."""
+    began, reported = time.monotonic(), 0.0
+    acts = script(play.seed, play.faults, play.seconds)
+    act = next(acts, None)
+    while (now := time.monotonic() - began) < play.seconds and not stopping.wait(TICK_SECONDS):
+        while act is not None and act.at <= now:
+            director.befall(act)
+            act = next(acts, None)
+        director.tick()
+        if now // REPORT_SECONDS > reported // REPORT_SECONDS:
             yield now
+        reported = now
 
 
-def report(simulation: Simulation, now: float) -> str:
-    """One line for people: how far the streams are, and what holds them back."""
-    streams = simulation.streams()
-    lines = [f"{stream.name} {stream.linear()}" for stream in streams[:SHOWN]]
-    if len(streams) > SHOWN:
-        lines.append(f"and {len(streams) - SHOWN} more")
-    holds = [
-        f"{held.stream}: {held.writer} holds {held.id} for {held.until - held.since:.0f} s"
-        for held in simulation.held()
-    ] + [f"{writer.stream.name}: {writer.name} has crashed" for writer in simulation.down()]
-    return f"{now:6.0f} s  {', '.join(lines)}" + (f"  |  {'; '.join(holds[:SHOWN])}" if holds else "")
+def _conclude(director: Director, verification: Verification) -> None:
+    """Wait until the readers have read everything; print how each did. Raises `EffectsDiffer`."""
+    deadline = time.monotonic() + CATCH_UP_SECONDS
+    counts = verification.counts()
+    while not all(count.complete for count in counts) and time.monotonic() < deadline:
+        director.tick()
+        time.sleep(TICK_SECONDS)
+        counts = verification.counts()
+    click.echo(table(counts))
+    if not all(count.complete for count in counts):
+        raise EffectsDiffer(counts)
+
+
+def table(counts: Sequence[Count]) -> str:
+    """For people: a line for each reader."""
+    lines = [f"{'READER':8}{'WRITTEN':>10}{'READ':>10}{'MISSED':>8}{'DOUBLED':>9}{'OUT OF ORDER':>14}"]
+    lines += [f"{it.reader:8}{it.written:10}{it.read:10}{it.missed:8}{it.doubled:9}{it.disordered:14}" for it in counts]
+    return "\n".join(lines)
 
 
 def _stop_on_signals() -> Event:

@@ -1,125 +1,176 @@
-"""Holds what Redis says against what is true of simulated streams: an independent reader, without the sinks' code."""
+"""Holds what readers did against the truth: the facts that were committed, and the effects of each reader, in one look.
 
-import time
-from collections.abc import Iterable, Iterator, Sequence
+It knows nothing of positions but where a reader says that it stands. What was found to be right is deleted, so that a
+play may go on for ever.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Self
 
-import redis
+from psycopg import sql
 
-from sources.simulator.stream import SimulatedStream
-from streaming.errors import Refused, TidemarkError, Unavailable
+from sinks.reader.following import Mode
+from sources.writer.session import Connection, Session
+from streaming.errors import TidemarkError
 
-POLL_SECONDS = 0.2
+READERS: tuple[Mode, ...] = ("vector", "linear")
 
 
-class PositionsDiffer(TidemarkError):
-    """Redis was ahead of the truth, or did not reach it. `lines` say where."""
+class EffectsDiffer(TidemarkError):
+    """Some reader missed, doubled or disordered facts."""
 
-    def __init__(self, lines: list[str]) -> None:
-        more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
-        super().__init__("; ".join(lines[:3]) + more)
-        self.lines = lines
+    def __init__(self, counts: "Sequence[Count]") -> None:
+        wrong = "; ".join(str(count) for count in counts if not count.right)
+        super().__init__(f"what was read is not what was written: {wrong}")
+        self.counts = counts
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What Redis holds of a stream; `linear` is None while it knows nothing of it."""
+class Count:
+    """Facts of all streams, for one reader. `missed` are those that it passed without reading them.
 
-    linear: int | None
-    positions: dict[str, int]
+    `doubled` are facts of which it was handed more rows than there are, `disordered` rows below an earlier one (of the
+    same writer, for the vector).
+    """
 
-    def line_and_positions(self) -> dict[str, int | None]:
-        return {"linear": self.linear, **self.positions}
+    reader: str
+    written: int
+    read: int
+    missed: int
+    doubled: int
+    disordered: int
+
+    @property
+    def right(self) -> bool:
+        return not (self.missed or self.doubled or self.disordered)
+
+    @property
+    def complete(self) -> bool:
+        return self.right and self.read == self.written
+
+    def __str__(self) -> str:
+        return (
+            f"{self.reader}: {self.written} facts written, {self.read} read, {self.missed} missed,"
+            f" {self.doubled} doubled, {self.disordered} out of order"
+        )
 
 
-NOTHING_SEEN = Seen(None, {})
+_COUNTS = """
+with written as (
+    select stream_id, writer, count(*) as rows from {facts} group by stream_id, writer
+), handed as (
+    select stream_id, count(*) as rows from demo.effects
+    where reader = {reader} and stream = {stream} group by stream_id
+), place as (
+    select linear, positions from demo.places where reader = {reader} and stream = {stream}
+), line as (
+    select abs(stream_id) as id, max(abs(stream_id)) over (
+        {line} order by number rows between unbounded preceding and 1 preceding
+    ) as before
+    from demo.effects where reader = {reader} and stream = {stream}
+)
+select
+    count(written.stream_id),
+    count(*) filter (where handed.rows >= written.rows),
+    count(*) filter (
+        where written.rows > coalesce(handed.rows, 0) and abs(written.stream_id) <=
+            (select abs(coalesce((positions ->> written.writer)::bigint, linear)) from place)
+    ),
+    count(*) filter (where handed.rows > coalesce(written.rows, 0)),
+    (select count(*) from line where id < before)
+from written full join handed using (stream_id)
+"""
 
 
-class RedisReader:
-    """Reads positions as any reader would: the keys of DESIGN 6. Raises `Unavailable` (ask again) or `Refused`."""
+_FORGOTTEN = """
+with readers as (
+    select unnest({readers}::text[]) as reader
+), reached as (
+    select abs(linear) as id from demo.places where reader = {slowest} and stream = {stream}
+), read_by_all as (
+    select not exists (
+        select from {facts} fact cross join readers
+        where abs(fact.stream_id) <= (select id from reached) and not exists (
+            select from demo.effects effect
+            where (effect.reader, effect.stream, effect.stream_id, effect.part)
+                = (readers.reader, {stream}, fact.stream_id, fact.part)
+        )
+    ) as so
+), facts as (
+    delete from {facts} where abs(stream_id) <= (select id from reached) and (select so from read_by_all)
+    returning stream_id
+), effects as (
+    delete from demo.effects where stream = {stream} and abs(stream_id) <= (select id from reached)
+        and (select so from read_by_all)
+)
+insert into demo.compared (reader, stream, facts)
+select reader, {stream}, (select count(distinct stream_id) from facts) from readers
+on conflict (reader, stream) do update set facts = compared.facts + excluded.facts
+"""
 
-    def __init__(self, url: str) -> None:
-        self._redis: Any = redis.Redis.from_url(url, decode_responses=True, socket_timeout=5.0)
-        where = self._redis.connection_pool.connection_kwargs
-        self._where = f"{where.get('host', where.get('path'))}:{where.get('port', '')}".rstrip(":")
 
-    def read(self, streams: Iterable[str]) -> dict[str, Seen]:
-        """Each stream's line before its writers' positions, so that a line is never newer than they are."""
-        names = list(streams)
-        try:
-            with self._redis.pipeline(transaction=False) as pipe:
-                for name in names:
-                    pipe.get(f"tidemark:{{{name}}}:linear")
-                    pipe.hgetall(f"tidemark:{{{name}}}:positions")
-                answers = pipe.execute()
-        except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
-            raise Refused("Redis", self._where, str(error), "check TIDEMARK_REDIS_URL") from error
-        except redis.RedisError as error:
-            raise Unavailable("Redis", self._where, str(error)) from error
-        return {
-            name: Seen(
-                None if linear is None else int(linear),
-                {writer: int(position) for writer, position in positions.items()},
+class Verification:
+    """A context manager, for one thread. `dsn` is that of the play's database."""
+
+    def __init__(self, dsn: str, streams: Sequence[str]) -> None:
+        self._session = Session(dsn, "tidemark simulate --verify")
+        self._streams = streams
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._session.close()
+
+    def counts(self) -> list[Count]:
+        """How each reader does, over all streams, since the database was made. Raises `Unavailable`.
+
+        Forgets what all readers have read and the linear one has passed: whoever is handed some of it again is handed
+        what is not there, which counts as doubled.
+        """
+        with self._session.use() as connection, connection.transaction():
+            connection.execute("set transaction isolation level repeatable read")
+            counts = {reader: [self._count(connection, reader, each) for each in self._streams] for reader in READERS}
+            for stream, *of in zip(self._streams, *counts.values(), strict=True):
+                if all(count.right for count in of):
+                    connection.execute(
+                        sql.SQL(_FORGOTTEN).format(
+                            facts=sql.Identifier("demo", stream),
+                            readers=list(READERS),
+                            slowest="linear",
+                            stream=stream,
+                        )
+                    )
+        return [_sum(reader, of) for reader, of in counts.items()]
+
+    def _count(self, connection: Connection, reader: str, stream: str) -> Count:
+        row = connection.execute(
+            sql.SQL(_COUNTS).format(
+                facts=sql.Identifier("demo", stream),
+                reader=reader,
+                stream=stream,
+                line=sql.SQL("partition by writer" if reader == "vector" else ""),
             )
-            for name, linear, positions in zip(names, answers[::2], answers[1::2], strict=True)
-        }
+        ).fetchone()
+        assert row is not None
+        forgotten = connection.execute(
+            "select facts from demo.compared where reader = %s and stream = %s", [reader, stream]
+        ).fetchone()
+        before = 0 if forgotten is None else forgotten[0]
+        written, read, missed, doubled, disordered = row
+        return Count(reader, before + written, before + read, missed, doubled, disordered)
 
 
-class Verifier:
-    """Samples Redis during a play and compares it at the end. Redis may be away meanwhile: that is no difference."""
-
-    def __init__(self, reader: RedisReader) -> None:
-        self._reader = reader
-        self._ahead: list[str] = []
-
-    def sample(self, streams: Sequence[SimulatedStream]) -> None:
-        """Note what Redis published before it was true (rule 4). It is read first, so the truth may only be further."""
-        try:
-            seen = self._reader.read(stream.name for stream in streams)
-        except Unavailable:
-            return
-        self._ahead += ahead(streams, seen)
-
-    def conclude(self, streams: Sequence[SimulatedStream], seconds: float) -> None:
-        """Wait up to `seconds` until Redis has the truth; raises `PositionsDiffer`, or what Redis failed with last."""
-        deadline = time.monotonic() + seconds
-        while True:
-            late = time.monotonic() > deadline
-            try:
-                differ = differences(streams, self._reader.read(stream.name for stream in streams))
-            except Unavailable:
-                if late:
-                    raise
-            else:
-                if late or not differ:
-                    break
-            time.sleep(POLL_SECONDS)
-        if lines := self._ahead + differ:
-            raise PositionsDiffer(lines)
-
-
-def ahead(streams: Iterable[SimulatedStream], seen: dict[str, Seen]) -> list[str]:
-    """Where Redis is beyond the truth, one line each."""
-    return [
-        f"{stream}: Redis has {what} at {found}, beyond its true {true}"
-        for stream, what, found, true in _pairs(streams, seen)
-        if abs(found or 0) > abs(true)
-    ]
-
-
-def differences(streams: Iterable[SimulatedStream], seen: dict[str, Seen]) -> list[str]:
-    """Where Redis and the truth differ, one line each. A position of 0 need not be in Redis."""
-    return [
-        f"{stream}: Redis has {what} at {found}, and it is truly at {true}"
-        for stream, what, found, true in _pairs(streams, seen)
-        if (found or 0) != true
-    ]
-
-
-def _pairs(streams: Iterable[SimulatedStream], seen: dict[str, Seen]) -> Iterator[tuple[str, str, int | None, int]]:
-    for stream in streams:
-        if positions := stream.positions():  # else nobody played here in this run
-            found = seen[stream.name].line_and_positions()
-            for what, true in {"linear": stream.linear(), **positions}.items():
-                yield stream.name, what, found.get(what), true
+def _sum(reader: str, counts: Sequence[Count]) -> Count:
+    return Count(
+        reader,
+        sum(count.written for count in counts),
+        sum(count.read for count in counts),
+        sum(count.missed for count in counts),
+        sum(count.doubled for count in counts),
+        sum(count.disordered for count in counts),
+    )

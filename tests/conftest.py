@@ -1,3 +1,3 @@
 """Fixtures by concern live in `fix_*.py`; this file only names them."""
 
-pytest_plugins = ["tests.fix_servers", "tests.fix_sinks", "tests.fix_pipeline"]
+pytest_plugins = ["tests.fix_servers", "tests.fix_sinks", "tests.fix_pipeline", "tests.fix_stack"]

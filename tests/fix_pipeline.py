@@ -28,16 +28,16 @@ from app.stack.kafka import Kafka
 from app.stack.postgres import Postgres
 from app.stack.redis import Redis
 from app.stack.server import LOOPBACK, Server, free_port
-from app.verification import RedisReader, differences
 from sinks.migrations import migrate
 from sources.kafka import KafkaConnection
 from sources.producer import RecordProducer
-from sources.simulator.cast import Cast
-from sources.simulator.simulation import Simulation
-from sources.simulator.stream import SimulatedStream
 from sources.topics import Topics, plans
 from streaming.errors import Unavailable
 from streaming.wire import Record, encode
+from tests.play.cast import Cast
+from tests.play.published import RedisReader, differences
+from tests.play.simulation import Simulation
+from tests.play.stream import SimulatedStream
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[1]

@@ -130,26 +130,29 @@ class Server(ABC):
         self.home.pid(self.name).unlink(missing_ok=True)
 
     def end_leftover(self) -> int | None:
-        """End the process that an earlier, dead owner of this home left behind; returns its ID if there was one.
-
-        A process that began after its pid file was written is another one that was given the same number.
-        """
-        path = self.home.pid(self.name)
-        try:
-            pid = int(path.read_text())
-            process = psutil.Process(pid)
-            if process.create_time() > path.stat().st_mtime + 1:
-                return None
+        """End the process that an earlier, dead owner of this home left behind; returns its ID if there was one."""
+        process = process_of(self.home, self.name)
+        if process is not None:
             end(process, self.stop_signal, seconds=20)
-        except (FileNotFoundError, ValueError, psutil.NoSuchProcess):
-            return None
-        finally:
-            path.unlink(missing_ok=True)
-        return pid
+        self.home.pid(self.name).unlink(missing_ok=True)
+        return None if process is None else process.pid
 
     def log_tail(self, lines: int = 3) -> str:
         text = self.home.log(self.name).read_text(errors="replace") if self.home.log(self.name).exists() else ""
         return " | ".join(text.splitlines()[-lines:]) or "(empty)"
+
+
+def process_of(home: Home, name: str) -> psutil.Process | None:
+    """The server's process, as its pid file tells; None where there is none.
+
+    A process that began after its pid file was written is another one that was given the same number.
+    """
+    path = home.pid(name)
+    try:
+        process = psutil.Process(int(path.read_text()))
+        return process if process.create_time() <= path.stat().st_mtime + 1 else None
+    except (FileNotFoundError, ValueError, psutil.NoSuchProcess):
+        return None
 
 
 def end(process: psutil.Process, how: signal.Signals, seconds: float) -> None:

@@ -1,81 +1,86 @@
-"""Who plays, and how they behave; and what of a play must outlive it. Values only."""
+"""Who takes part, and what may go wrong. Values only."""
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import re
+from collections.abc import Set
+from dataclasses import dataclass
+from enum import StrEnum
 
+from sources.writer import Stream
+from streaming.errors import BadSetting
+
+NAMES = ("events", "backfill", "account_data", "to_device", "caches")
 BACKWARD = "backfill"
-NAMES = ("events", BACKWARD, "account_data", "to_device", "caches")
 
 
-@dataclass(frozen=True, slots=True)
-class Habits:
-    """Chances are per fact, `..._every` mean seconds per stream (`math.inf`: never), the rest seconds."""
+class Fault(StrEnum):
+    """What may befall a play. The value is the name by which a person asks for it."""
 
-    duration: float = 0.05
-    """Mean of a transaction: facts complete out of order because this differs."""
-    rollback: float = 0.05
-    several_rows: float = 0.1
-    sent_twice: float = 0.01
-    stuck_every: float = 20.0
-    stuck_for: tuple[float, float] = (3.0, 8.0)
-    idle_every: float = 30.0
-    idle_for: tuple[float, float] = (2.0, 10.0)
-    crash_every: float = 60.0
-    down_for: tuple[float, float] = (1.0, 5.0)
-    committed_untold: float = 0.5
-    """Share of a crashed writer's transactions that had committed: the next epoch begins by telling of them."""
-    zombie: float = 0.5
-    """How often a dead epoch sends something after its successor has joined."""
-    turnover_every: float = 45.0
-    """A writer joins or one retires; their number stays within one of the wanted."""
+    ROLLBACK = "rollback"
+    """Some transactions, and some savepoints, roll back."""
+    HANG = "hang"
+    """Some transactions stay open for seconds."""
+    CRASH = "crash"
+    """A writer's process is killed, and comes back with a new epoch."""
+    PAUSE = "pause"
+    """A writer's process is stopped, fenced by an operator and replaced; then it goes on and finds out."""
+    LATE = "late"
+    """A writer joins in the middle."""
+    RETIRE = "retire"
+    """A writer leaves for good."""
+    READER = "reader"
+    """A reader's process is killed, and comes back."""
+    PIPELINE = "pipeline"
+    """The pipeline of the local stack is killed; `tidemark up` starts it again."""
+    REDIS = "redis"
+    """The same for Redis."""
 
 
-CALM = Habits(
-    rollback=0.0,
-    several_rows=0.0,
-    sent_twice=0.0,
-    stuck_every=math.inf,
-    idle_every=math.inf,
-    crash_every=math.inf,
-    turnover_every=math.inf,
-)
-"""Nothing but facts that complete out of order."""
+ALL = frozenset(Fault)
+OF_PROCESSES = ALL - {Fault.PIPELINE, Fault.REDIS}
+"""Everything that the play does to its own processes."""
+
+
+def faults(named: str | None) -> Set[Fault]:
+    """What a person asked for: names with commas between, `all` or `none`. Raises `BadSetting`."""
+    match named:
+        case None:
+            return OF_PROCESSES
+        case "all":
+            return ALL
+        case "none":
+            return frozenset()
+    words = named.split(",")
+    if unknown := [word for word in words if word not in set(Fault)]:
+        raise BadSetting("--faults", f"{unknown[0]!r} is none of {', '.join(Fault)}, all, none")
+    return frozenset(map(Fault, words))
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """`writers` for each stream; `rate` is facts per second over all streams; `prefix` begins each stream's name."""
+    """`writers` at the beginning, each of which writes every stream; `rate` is transactions per second of all of them.
+
+    `prefix` begins each stream's and writer's name, so it must be fit for names in SQL. Raises `BadSetting`.
+    """
 
     streams: int = 5
     writers: int = 3
-    rate: float = 200.0
+    rate: float = 40.0
     prefix: str = ""
-    habits: Habits = field(default_factory=Habits)
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z0-9_]{0,40}", self.prefix):
+            raise BadSetting("--prefix", f"{self.prefix!r} is not at most 40 lower-case letters, digits and _")
+
+    def stream_list(self) -> list[Stream]:
+        unnamed = (f"stream-{number}" for number in range(len(NAMES) + 1, self.streams + 1))
+        return [_stream(f"{self.prefix}{name}", name) for name in (*NAMES[: self.streams], *unnamed)]
 
     def stream_names(self) -> list[str]:
-        unnamed = (f"stream-{number}" for number in range(len(NAMES) + 1, self.streams + 1))
-        return [self.prefix + name for name in (*NAMES[: self.streams], *unnamed)]
+        return [stream.name for stream in self.stream_list()]
 
-    def writer_names(self) -> list[str]:
-        return [f"writer-{number}" for number in range(1, self.writers + 1)]
-
-
-def direction(stream: str) -> int:
-    """-1 for the streams whose IDs go down. A matter of the name alone, so that it is the same in every play."""
-    return -1 if stream.endswith(BACKWARD) else 1
+    def writer_name(self, number: int) -> str:
+        return f"{self.prefix}writer-{number}"
 
 
-class WriterMark(NamedTuple):
-    """The last epoch of a writer, and whether it retired."""
-
-    epoch: int
-    retired: bool
-
-
-class StreamMark(NamedTuple):
-    """The last ID that the sequence of a stream may have given (magnitude), and all writers it ever had."""
-
-    last: int
-    writers: Mapping[str, WriterMark]
+def _stream(name: str, role: str) -> Stream:
+    return Stream(name, f"demo.{name}_id_seq", "backward" if role == BACKWARD else "forward")

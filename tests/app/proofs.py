@@ -12,7 +12,6 @@ import msgspec
 import redis
 from confluent_kafka import Consumer, Message, TopicPartition
 
-from app.verification import RedisReader, ahead
 from sources.kafka import KafkaConnection
 from sources.topics import Topics
 from streaming.advance import advance
@@ -23,6 +22,7 @@ from streaming.errors import Unavailable
 from streaming.packet import Packet
 from streaming.wire import Topic
 from tests.fix_pipeline import PARTITIONS, Play, Site
+from tests.play.published import RedisReader, ahead
 from tests.streaming.builders import framed
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from sources.simulator.cast import Cast
 from tests.app.proofs import as_undisturbed
 from tests.fix_pipeline import Play, Site
+from tests.play.cast import Cast
 
 pytestmark = pytest.mark.slow
 

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from sources.simulator.cast import Cast
 from tests.app.proofs import Watcher, as_undisturbed
 from tests.fix_pipeline import Play, Site, eventually
+from tests.play.cast import Cast
 
 pytestmark = pytest.mark.slow
 

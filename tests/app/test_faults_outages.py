@@ -8,9 +8,9 @@ from app.stack.kafka import Kafka
 from app.stack.postgres import Postgres
 from app.stack.redis import Redis
 from app.stack.server import Server
-from sources.simulator.cast import Cast
 from tests.app.proofs import Watcher, as_undisturbed
 from tests.fix_pipeline import Play, Site, away, deaf
+from tests.play.cast import Cast
 
 pytestmark = pytest.mark.slow
 

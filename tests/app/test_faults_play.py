@@ -9,9 +9,9 @@ import pytest
 import redis
 
 from app.stack.postgres import Postgres
-from sources.simulator.cast import Cast, Habits
 from tests.app.proofs import Watcher, settled
 from tests.fix_pipeline import Play, Site, away, eventually
+from tests.play.cast import Cast, Habits
 
 pytestmark = pytest.mark.slow
 

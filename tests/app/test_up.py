@@ -4,78 +4,15 @@ import os
 import signal
 import socket
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-import redis
-from dotenv import dotenv_values
 
-from app.settings import child_environment
 from app.stack.home import Home
+from tests.fix_stack import READY_SECONDS, Terminal, eventually
 
-# With other tests on the same cores.
-READY_SECONDS = 120.0
 VISIBLE_SECONDS = 60.0
 FACT = b'{"kind":"RDATA","stream":"orders","writer":"shop","id":1,"row":{}}\n'
-
-
-class Terminal:
-    """Runs `tidemark` with a home of its own, in which the jars are there already, and free ports."""
-
-    def __init__(self, root: Path, jars: Path) -> None:
-        self.home = Home(root)
-        if not (root / "jars").exists():
-            (root / "jars").symlink_to(jars)
-        self.output = root / "output"
-        ports = {f"TIDEMARK_UP_{server}_PORT": "0" for server in ("KAFKA", "POSTGRES", "REDIS", "METRICS", "SIDECAR")}
-        self.environment = child_environment({"TIDEMARK_HOME": str(root), **ports})
-
-    def run(self, *words: str, stdin: bytes = b"", **changes: str) -> subprocess.CompletedProcess[bytes]:
-        command = [sys.executable, "-m", "app.cli", *words]
-        return subprocess.run(
-            command, input=stdin, env=self.environment | changes, capture_output=True, timeout=60, check=False
-        )
-
-    @contextmanager
-    def up(self, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-        """A stack that is ready; ended with Ctrl-C where the test did not do it itself."""
-        command = [sys.executable, "-m", "app.cli", "up", *words]
-        with self.output.open("wb") as output:
-            process = subprocess.Popen(command, env=self.environment, stdout=output, stderr=output)
-        try:
-            eventually(lambda: process.poll() is not None or self.said("ready after"), READY_SECONDS)
-            assert process.poll() is None, self.output.read_text()
-            yield process
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
-
-    def said(self, text: str) -> bool:
-        return text in self.output.read_text()
-
-    @property
-    def stack_env(self) -> dict[str, str | None]:
-        return dotenv_values(self.home.stack_env)
-
-    def redis(self) -> redis.Redis:
-        return redis.Redis.from_url(str(self.stack_env["TIDEMARK_REDIS_URL"]), decode_responses=True)
-
-
-def eventually(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.1)
-
-
-@pytest.fixture
-def terminal(tmp_path: Path, jars: Path) -> Terminal:
-    return Terminal(tmp_path, jars)
 
 
 def _is_gone(pid: int) -> bool:

@@ -1,6 +1,6 @@
 """What writers would send: facts that complete out of order, made fast and without end. Pure; sends nothing.
 
-Slim beside `sources.simulator`: no crashes, no retirements, no garbage, so that a million records a second can be
+Slim beside `tests.play`: no crashes, no retirements, no garbage, so that a million records a second can be
 made and the final positions are known without an oracle.
 """
 

@@ -7,14 +7,14 @@ import msgspec
 import pyarrow as pa
 import pytest
 
-from sources.simulator.cast import Cast, Habits
-from sources.simulator.simulation import Simulation
 from streaming.advance import advance
 from streaming.bounds import Bounds
 from streaming.compaction import compactor
 from streaming.effects import ShardEffects
 from streaming.packet import Packet
 from streaming.wire import Record, encode
+from tests.play.cast import Cast, Habits
+from tests.play.simulation import Simulation
 
 WILD = Habits(
     duration=0.3,

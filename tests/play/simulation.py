@@ -5,38 +5,35 @@ and retire; records come twice, and the dead send after they were fenced. What i
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from random import Random
 
-from sources.simulator.agenda import Agenda
-from sources.simulator.cast import Cast, StreamMark, WriterMark, direction
-from sources.simulator.play import Held, StreamPlay
-from sources.simulator.stream import SimulatedStream, SimulatedWriter
 from streaming.wire import Record
+from tests.play.agenda import Agenda
+from tests.play.cast import Cast, direction
+from tests.play.play import Held, StreamPlay
+from tests.play.stream import SimulatedStream, SimulatedWriter
 
 
 class Simulation:
-    """One play. `past` is what earlier plays on the same topic left; without it the streams are new.
+    """One play, of streams that are new.
 
-    The same seed, cast and past give the same records, however the time is sliced into steps. A record must be sent
-    in its place: the order of a stream's records is part of the play. Not thread-safe.
+    The same seed and cast give the same records, however the time is sliced into steps. A record must be sent in its
+    place: the order of a stream's records is part of the play. Not thread-safe.
     """
 
-    def __init__(self, seed: int, cast: Cast, past: Mapping[str, StreamMark] | None = None) -> None:
+    def __init__(self, seed: int, cast: Cast) -> None:
         self._random = Random(seed)
         self._agenda = Agenda()
         self._rate = cast.rate
         self._kinds: Counter[str] = Counter()
         self._unsent: list[Record] = []
         self._plays: dict[str, StreamPlay] = {}
-        past = past or {}
-        names = cast.stream_names()
-        for name in dict.fromkeys((*names, *past)):
-            before = past.get(name, StreamMark(0, {}))
-            stream = SimulatedStream(name, direction(name), before.last)
+        for name in cast.stream_names():
+            stream = SimulatedStream(name, direction(name))
             play = self._plays[name] = StreamPlay(stream, cast.habits, self._agenda, self._random)
-            self._unsent += play.open(cast.writer_names() if name in names else [], before.writers)
-        self._acting = [self._plays[name] for name in names]
+            self._unsent += play.open(cast.writer_names())
+        self._acting = list(self._plays.values())
         if self._acting and cast.rate > 0:
             self._agenda.plan(0.0, self._reserve)
 
@@ -73,15 +70,6 @@ class Simulation:
     def sent(self) -> Counter[str]:
         """Records given out, by kind; and among them those to be refused, as `duplicate` and `zombie`."""
         return sum((play.refused for play in self._plays.values()), Counter(self._kinds))
-
-    def marks(self) -> dict[str, StreamMark]:
-        """The past for the next play. To be kept (`sources.simulator.ledger`) before the records of a step are sent."""
-        return {
-            stream.name: StreamMark(
-                stream.last, {w.name: WriterMark(w.epoch, w.retired) for w in stream.writers.values()}
-            )
-            for stream in self.streams()
-        }
 
     def _reserve(self, now: float) -> list[Record]:
         self._agenda.plan(now + self._random.expovariate(self._rate), self._reserve)

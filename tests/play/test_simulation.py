@@ -5,9 +5,9 @@ from collections import defaultdict
 
 import pytest
 
-from sources.simulator.cast import CALM, Cast, Habits, StreamMark, WriterMark
-from sources.simulator.simulation import Simulation
 from streaming.wire import Join, Position, Rdata, Record, Retire, Topic, Void, encode, read
+from tests.play.cast import CALM, Cast, Habits
+from tests.play.simulation import Simulation
 
 WILD = Habits(
     duration=0.2,
@@ -144,21 +144,3 @@ def test_a_calm_play_only_completes_out_of_order() -> None:
     ids = [record.id for record in records if isinstance(record, Rdata)]
     assert ids != sorted(ids, key=int)
     assert set(simulation.sent()) <= {"JOIN", "RDATA", "POSITION"}
-
-
-def test_the_next_play_goes_on_behind_the_last_one() -> None:
-    """Writers come back with a higher epoch at an ID that nobody had; those no longer wanted join and retire."""
-    past = {
-        "events": StreamMark(500, {"writer-1": WriterMark(3, retired=False), "writer-9": WriterMark(2, retired=False)}),
-        "caches": StreamMark(70, {"writer-1": WriterMark(1, retired=False), "writer-2": WriterMark(4, retired=True)}),
-    }
-    simulation = Simulation(1, Cast(streams=1, writers=2, rate=0.0), past)
-    assert simulation.step(0.0) == [
-        Join(stream="events", writer="writer-1", epoch=4, id=500),
-        Join(stream="events", writer="writer-2", epoch=1, id=500),
-        Join(stream="events", writer="writer-9", epoch=3, id=500),
-        Retire(stream="events", writer="writer-9", epoch=3, id=500),
-        Join(stream="caches", writer="writer-1", epoch=2, id=70),
-        Retire(stream="caches", writer="writer-1", epoch=2, id=70),
-    ]
-    assert simulation.marks()["caches"].writers == {"writer-1": (2, True), "writer-2": (4, True)}

@@ -1,6 +1,6 @@
 """The oracle against the definitions, worked out by hand."""
 
-from sources.simulator.truth import StreamTruth
+from tests.play.truth import StreamTruth
 
 
 def test_the_worked_example_of_the_design() -> None:

@@ -2,15 +2,15 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from functools import partial
 from random import Random
 from typing import NamedTuple
 
-from sources.simulator.agenda import Action, Agenda
-from sources.simulator.cast import Habits, WriterMark
-from sources.simulator.stream import Reservation, SimulatedStream, SimulatedWriter
 from streaming.wire import Record
+from tests.play.agenda import Action, Agenda
+from tests.play.cast import Habits
+from tests.play.stream import Reservation, SimulatedStream, SimulatedWriter
 
 HEARTBEAT_SECONDS = 1.0
 
@@ -39,19 +39,10 @@ class StreamPlay:
         self._hang_next = False
         self._held: dict[int, Held] = {}
 
-    def open(self, wanted: Collection[str], past: Mapping[str, WriterMark]) -> list[Record]:
-        """Everybody joins who is wanted; whoever else the past left running joins and retires, to hold nothing back."""
+    def open(self, wanted: Collection[str]) -> list[Record]:
+        """Everybody joins who is wanted."""
         self._wanted = len(wanted)
-        records: list[Record] = []
-        for name in dict.fromkeys((*wanted, *past)):
-            before = past.get(name)
-            writer = self.stream.add(name, before.epoch if before is not None else 0)
-            if name in wanted:
-                records += writer.join()
-            elif before is not None and before.retired:
-                writer.retired = True
-            else:
-                records += writer.join() + writer.retire()
+        records = [record for name in wanted for record in self.stream.add(name, epoch=0).join()]
         if wanted:
             self._agenda.plan(self._random.uniform(0, HEARTBEAT_SECONDS), self._beat)
             self._plan_recurring(self._habits.stuck_every, self._hang)

@@ -1,15 +1,15 @@
 """One stream of the simulator and its writers: sequence, reservations, completions, announcements, epochs.
 
 Every method that makes something happen returns the records to send, in their order, and tells the truth. Nothing is
-random here and nothing has a clock: `sources.simulator.play` decides what happens when.
+random here and nothing has a clock: `tests.play.play` decides what happens when.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypedDict
 
-from sources.simulator.truth import StreamTruth
 from streaming.wire import Join, Position, Rdata, Record, Retire, Void, row
+from tests.play.truth import StreamTruth
 
 
 class _Signature(TypedDict):
@@ -33,10 +33,10 @@ class Reservation:
 class SimulatedStream:
     """`direction` is 1, or -1 for a stream whose IDs go down. `last` is what its sequence gave last (magnitude)."""
 
-    def __init__(self, name: str, direction: int, last: int) -> None:
+    def __init__(self, name: str, direction: int) -> None:
         self.name = name
         self.direction = direction
-        self.last = last
+        self.last = 0
         self.truth = StreamTruth()
         self.writers: dict[str, SimulatedWriter] = {}
 

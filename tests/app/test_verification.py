@@ -1,0 +1,116 @@
+"""The comparison of readers' effects with the committed facts, on tables that these tests fill by hand."""
+
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+from psycopg.types.json import Jsonb
+
+from app.verification import Count, Verification
+from sources.simulator import tables
+from sources.simulator.cast import Cast
+
+STREAM = Cast(streams=1).stream_list()[0]
+
+
+class World:
+    """One stream, `events`, and both readers."""
+
+    def __init__(self, connection: psycopg.Connection, verification: Verification) -> None:
+        self._connection = connection
+        self._verification = verification
+
+    def write(self, *ids: int, writer: str = "first", rows: int = 1) -> None:
+        for id in ids:
+            for part in range(1, rows + 1):
+                self._connection.execute(
+                    "insert into demo.events (stream_id, part, writer, written_at) values (%s, %s, %s, now())",
+                    [id, part, writer],
+                )
+
+    def read(self, *ids: int, reader: str, writer: str = "first", part: int = 1) -> None:
+        for id in ids:
+            self._connection.execute(
+                "insert into demo.effects (reader, stream, stream_id, part, writer) values (%s, 'events', %s, %s, %s)",
+                [reader, id, part, writer],
+            )
+
+    def stand(self, reader: str, linear: int, **positions: int) -> None:
+        self._connection.execute(
+            """
+            insert into demo.places (reader, stream, linear, positions, late) values (%s, 'events', %s, %s, 0)
+            on conflict (reader, stream) do update set linear = excluded.linear, positions = excluded.positions
+            """,
+            [reader, linear, Jsonb(positions)],
+        )
+
+    def counts(self) -> dict[str, Count]:
+        return {count.reader: count for count in self._verification.counts()}
+
+
+@pytest.fixture
+def world(database: str) -> Iterator[World]:
+    dsn = tables.make_database(database)
+    tables.make(dsn, [STREAM])
+    with psycopg.connect(dsn, autocommit=True) as connection, Verification(dsn, [STREAM.name]) as verification:
+        yield World(connection, verification)
+
+
+def test_what_was_read_once_and_in_order_is_right(world: World) -> None:
+    """Facts that a reader has not come to yet are neither read nor missed."""
+    world.write(1, 2, 4)
+    world.read(1, 2, reader="linear")
+    world.stand("linear", 3)
+    found = world.counts()["linear"]
+    assert found == Count("linear", 3, 2, 0, 0, 0)
+    assert found.right
+    assert not found.complete
+
+
+def test_a_fact_that_was_passed_and_not_read_is_missed(world: World) -> None:
+    """By the line for one reader, by the writer's own position for the other; a row too few is a fact missed."""
+    world.write(1, 3)
+    world.write(2, writer="second", rows=2)
+    world.read(1, reader="linear")
+    world.read(2, reader="linear", writer="second")
+    world.read(3, reader="linear")
+    world.stand("linear", 3)
+    world.read(3, reader="vector")
+    world.stand("vector", 0, first=3)
+    found = world.counts()
+    assert found["linear"] == Count("linear", 3, 2, 1, 0, 0)
+    assert found["vector"] == Count("vector", 3, 1, 1, 0, 0)
+
+
+def test_what_was_handed_over_twice_or_never_written_is_doubled(world: World) -> None:
+    """One fact twice, and one that is not there at all."""
+    world.write(1)
+    world.read(1, 1, 7, reader="linear")
+    assert world.counts()["linear"].doubled == 2
+
+
+def test_order_is_that_of_all_or_of_one_writer(world: World) -> None:
+    """2 of another writer after 3 is wrong for the line only; 1 after 3 of the same writer is wrong for both."""
+    world.write(1, 3)
+    world.write(2, writer="second")
+    for reader in ("vector", "linear"):
+        world.read(3, reader=reader)
+        world.read(2, reader=reader, writer="second")
+        world.read(1, reader=reader)
+    found = world.counts()
+    assert (found["linear"].disordered, found["vector"].disordered) == (2, 1)
+
+
+def test_what_all_have_read_is_forgotten_and_still_counted(world: World) -> None:
+    """The counts stay; to be handed a forgotten fact again counts as doubled, to commit one late as missed."""
+    world.write(1, 2, 3)
+    for reader in ("vector", "linear"):
+        world.read(1, 2, 3, reader=reader)
+        world.stand(reader, 2)
+    before = world.counts()
+    assert world.counts() == before
+    assert before["linear"] == Count("linear", 3, 3, 0, 0, 0)
+    world.read(2, reader="vector")
+    world.write(1)
+    after = world.counts()
+    assert (after["vector"].doubled, after["vector"].missed, after["linear"].missed) == (1, 1, 1)
