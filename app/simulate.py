@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from threading import Event
 
 import click
-import structlog
 
 from app.settings import Settings
 from app.simulation.director import Director, Stage
@@ -23,8 +22,6 @@ from sources.simulator.cast import Cast, Fault
 from sources.simulator.script import script
 from sources.topics import Topics
 from streaming.errors import Stop
-
-log = structlog.get_logger(__name__)
 
 TICK_SECONDS = 0.1
 REPORT_SECONDS = 5.0

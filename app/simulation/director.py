@@ -109,21 +109,21 @@ class Director:
         """Carry out an act; nothing happens where there is nobody whom it can befall."""
         match act.fault:
             case Fault.CRASH:
-                done = self._crash([writer for writer in self._writers if writer.actor], act)
+                who = self._crash([writer for writer in self._writers if writer.actor], act)
             case Fault.READER:
-                done = self._crash([reader for reader in self._readers if reader.actor], act)
+                who = self._crash([reader for reader in self._readers if reader.actor], act)
             case Fault.PAUSE:
-                done = self._pause(act)
+                who = self._pause(act)
             case Fault.LATE:
-                done = self._join(act)
+                who = self._join(act)
             case Fault.RETIRE:
-                done = self._retire(act)
+                who = self._retire(act)
             case Fault.PIPELINE | Fault.REDIS:
-                done = self._kill_server(act.fault.value)
+                who = self._kill_server(act.fault.value)
             case _:
                 raise ValueError(f"{act.fault} happens inside transactions")
-        if done:
-            log.info("It befell", fault=act.fault.value, who=done)
+        if who:
+            log.info("It befell", fault=act.fault.value, who=who)
             self.done[act.fault] = self.done.get(act.fault, 0) + 1
 
     def tick(self) -> None:
@@ -146,6 +146,7 @@ class Director:
         deadline = time.monotonic() + END_SECONDS
         for _, actor in self._frozen:
             actor.thaw()
+            actor.retire()  # it may not have been replaced yet
         leaving = dict(self._leaving)
         for member in self._writers:
             if member.actor and member.actor.ended is None:
@@ -166,8 +167,10 @@ class Director:
 
     def abandon(self) -> None:
         """End every process, whatever it does."""
+        for _, actor in self._frozen:
+            actor.kill()
         actors = [member.actor for member in [*self._readers, *self._writers] if member.actor]
-        actors += [*self._leaving.values(), *(actor for _, actor in self._frozen)]
+        actors += self._leaving.values()
         for actor in actors:
             actor.stop()
         deadline = time.monotonic() + 5.0

@@ -20,7 +20,7 @@ def test_nothing_is_missed_doubled_or_disordered_whatever_dies(terminal: Termina
     """Writers that roll back, hang, die, are replaced while they stand still, join late and retire; readers, pipeline
     and Redis killed: both readers read every committed fact exactly once, in order."""
     with terminal.up():
-        words = ["simulate", "--seconds", str(SECONDS), "--faults", "all", "--verify"]
+        words = ["simulate", "--seconds", str(SECONDS), "--rate", "60", "--faults", "all", "--verify"]
         done = terminal.run(*words, patience=SECONDS + CATCH_UP_SECONDS)
     told = done.stdout.decode()
     assert done.returncode == 0, told + done.stderr.decode()
