@@ -13,7 +13,8 @@ from threading import Event
 import click
 
 from app.settings import Settings
-from app.simulation.director import Director, Stage
+from app.simulation.company import Company, Stage
+from app.simulation.director import Director
 from app.stack.home import Home
 from app.verification import Count, EffectsDiffer, Verification
 from sinks.reader import Positions, Standing
@@ -86,7 +87,7 @@ def _stage(settings: Settings, cast: Cast) -> Stage:
 
 @contextmanager
 def _directed(stage: Stage, play: Play) -> Iterator[Director]:
-    director = Director(stage, play.cast, play.faults, play.seed)
+    director = Director(Company(stage, play.cast, play.faults, play.seed))
     try:
         director.open()
         yield director

@@ -3,29 +3,19 @@
 One thread: `tick` is to be called often, and what it does takes at most about a second.
 """
 
-import re
 import sched
 import time
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
-import msgspec
 import structlog
 
-from app import writer
-from app.simulation import reading
 from app.simulation.actor import Actor
-from app.stack.home import Home
-from app.verification import READERS
-from sinks.reader.following import Mode
-from sources.kafka import KafkaConnection
-from sources.simulator import service
-from sources.simulator.cast import Cast, Fault
+from app.simulation.company import Company, Member
+from sources.simulator.cast import Fault
 from sources.simulator.script import Act
-from sources.simulator.tables import instances
 from streaming.errors import TidemarkError
 
 log = structlog.get_logger(__name__)
@@ -46,51 +36,16 @@ class NotFenced(TidemarkError):
         self.instance = instance
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Where the play takes place; `dsn` is that of its own database."""
-
-    home: Home
-    dsn: str
-    kafka: KafkaConnection
-    topic: str
-
-
-@dataclass
-class _Member:
-    """A writer or a reader. `actor` is None while it is down (or has yet to come); `begins` starts its next process."""
-
-    name: str
-    begins: Callable[["_Member"], Actor]
-    actor: Actor | None = None
-    incarnation: int = 0
-
-    def begin(self) -> None:
-        self.incarnation += 1
-        self.actor = self.begins(self)
-
-    def leave(self) -> Actor:
-        """It is down from now on; its process is the caller's."""
-        assert self.actor is not None
-        actor, self.actor = self.actor, None
-        return actor
-
-
-@dataclass
 class Director:
-    """`open`, then acts and ticks, then `close`; `abandon` in any case, so that no process is left."""
+    """`open`, then acts and ticks, then `silence`; `abandon` in any case, so that no process is left."""
 
-    stage: Stage
-    cast: Cast
-    faults: Set[Fault]
-    seed: int
-    done: dict[Fault, int] = field(default_factory=dict)
-    """How often each act was carried out."""
-
-    def __post_init__(self) -> None:
+    def __init__(self, company: Company) -> None:
+        self.company = company
+        self.done: Counter[Fault] = Counter()
+        """How often each act was carried out."""
         self._plan = sched.scheduler(time.monotonic)
-        self._readers = [_Member(mode, partial(self._reader, mode)) for mode in READERS]
-        self._writers: list[_Member] = []
+        self._readers = self.company.readers()
+        self._writers: list[Member] = []
         self._leaving: dict[str, Actor] = {}
         self._frozen: list[tuple[str, Actor]] = []
         self._retired: set[str] = set()
@@ -99,9 +54,10 @@ class Director:
 
     def open(self) -> None:
         """Whoever an earlier play left behind is laid to rest, so that nobody waits for it."""
-        names = [self.cast.writer_name(number) for number in range(1, self.cast.writers + 1)]
-        self._lay_to_rest(self._known() - set(names))
-        self._writers = [_Member(name, self._writer) for name in names]
+        cast = self.company.cast
+        names = [cast.writer_name(number) for number in range(1, cast.writers + 1)]
+        self.company.lay_to_rest(self.company.known() - set(names))
+        self._writers = [self.company.writer(name) for name in names]
         for member in [*self._readers, *self._writers]:
             member.begin()
 
@@ -109,7 +65,7 @@ class Director:
         """Carry out an act; nothing happens where there is nobody whom it can befall."""
         match act.fault:
             case Fault.CRASH:
-                who = self._crash([writer for writer in self._writers if writer.actor], act)
+                who = self._crash(self._running(), act)
             case Fault.READER:
                 who = self._crash([reader for reader in self._readers if reader.actor], act)
             case Fault.PAUSE:
@@ -124,7 +80,7 @@ class Director:
                 raise ValueError(f"{act.fault} happens inside transactions")
         if who:
             log.info("It befell", fault=act.fault.value, who=who)
-            self.done[act.fault] = self.done.get(act.fault, 0) + 1
+            self.done[act.fault] += 1
 
     def tick(self) -> None:
         """What is due; who ended by itself is started again."""
@@ -138,6 +94,8 @@ class Director:
             if actor.ended is not None:
                 del self._leaving[name]
                 self._retired.add(name)
+                if actor.ended != 0:  # told so early that it did not listen yet, perhaps
+                    self.company.lay_to_rest({name})
 
     def silence(self) -> None:
         """The end of the writers: what is open ends, everyone retires, and the dead are laid to rest."""
@@ -160,7 +118,7 @@ class Director:
                 raise NotFenced(name)
         at_rest = self._retired | {name for name, actor in leaving.items() if actor.ended == 0}
         self._writers = []
-        self._lay_to_rest(self._known() - at_rest)
+        self.company.lay_to_rest(self.company.known() - at_rest)
         for reader in self._readers:
             if reader.actor is None:
                 reader.begin()
@@ -180,7 +138,10 @@ class Director:
 
     # -- acts
 
-    def _crash(self, among: Sequence[_Member], act: Act) -> str:
+    def _running(self) -> list[Member]:
+        return [writer for writer in self._writers if writer.actor]
+
+    def _crash(self, among: Sequence[Member], act: Act) -> str:
         if not among:
             return ""
         member = _chosen(among, act.lot)
@@ -189,7 +150,7 @@ class Director:
         return member.name
 
     def _pause(self, act: Act) -> str:
-        running = [writer for writer in self._writers if writer.actor]
+        running = self._running()
         if not running:
             return ""
         member = _chosen(running, act.lot)
@@ -200,9 +161,8 @@ class Director:
         self._plan.enter(FENCE_AFTER + act.spell, 1, partial(self._thaw, member.name, actor))
         return member.name
 
-    def _replace(self, member: _Member) -> None:
-        order = writer.Fence(member.name, terminate=True, retire=False)
-        writer.fence(self.stage.dsn, self.stage.kafka, self.stage.topic, order, _noted)
+    def _replace(self, member: Member) -> None:
+        self.company.fence(member.name)
         member.begin()
 
     def _thaw(self, name: str, actor: Actor) -> None:
@@ -216,19 +176,20 @@ class Director:
 
     def _join(self, act: Act) -> str:
         present = {writer.name for writer in self._writers} | self._leaving.keys()
-        numbers = range(1, self.cast.writers + MORE_WRITERS + 1)
-        free = [name for name in map(self.cast.writer_name, numbers) if name not in present]
+        cast = self.company.cast
+        numbers = range(1, cast.writers + MORE_WRITERS + 1)
+        free = [name for name in map(cast.writer_name, numbers) if name not in present]
         if not free:
             return ""
         name = _chosen(free, act.lot)
         self._retired.discard(name)
-        member = _Member(name, self._writer)
+        member = self.company.writer(name)
         self._writers.append(member)
         member.begin()
         return name
 
     def _retire(self, act: Act) -> str:
-        running = [writer for writer in self._writers if writer.actor]
+        running = self._running()
         if len(running) < 2:
             return ""
         member = _chosen(running, act.lot)
@@ -240,45 +201,12 @@ class Director:
     def _kill_server(self, name: str) -> str:
         from app.stack.server import process_of  # noqa: PLC0415 - psutil comes with the local stack
 
-        process = process_of(self.stage.home, name)
+        process = process_of(self.company.stage.home, name)
         if process is None:
             return ""
         process.kill()
         return name
 
-    # -- processes
-
-    def _writer(self, member: _Member) -> Actor:
-        role = service.Role(
-            member.name,
-            self.cast.stream_list(),
-            self.faults,
-            self.cast.rate / self.cast.writers,
-            f"{self.seed} {member.name} {member.incarnation}",
-        )
-        return Actor("writer", msgspec.json.encode(role), self._log(member))
-
-    def _reader(self, mode: Mode, member: _Member) -> Actor:
-        role = reading.Role(mode, self.cast.stream_names())
-        return Actor("reader", msgspec.json.encode(role), self._log(member))
-
-    def _log(self, member: _Member) -> Path:
-        return self.stage.home.log(f"simulate-{member.name}")
-
-    def _known(self) -> set[str]:
-        """All writers of plays with this prefix."""
-        ours = re.compile(re.escape(self.cast.writer_name(0)).removesuffix("0") + r"\d+")
-        return {name for name in instances(self.stage.dsn) if ours.fullmatch(name)}
-
-    def _lay_to_rest(self, names: Set[str]) -> None:
-        for name in sorted(names):
-            order = writer.Fence(name, terminate=True, retire=True)
-            writer.fence(self.stage.dsn, self.stage.kafka, self.stage.topic, order, _noted)
-
 
 def _chosen(among: Sequence[T], lot: float) -> T:
     return among[int(lot * len(among))]
-
-
-def _noted(text: str) -> None:
-    log.debug("Fenced", found=text)
