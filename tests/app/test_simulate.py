@@ -48,6 +48,7 @@ def test_streams_that_tidemark_knows_are_not_begun_anew(
         TIDEMARK_KAFKA_FACTS_TOPIC=prefix,
         TIDEMARK_REDIS_URL=redis_url,
         TIDEMARK_POSTGRES_DSN=database,
+        TIDEMARK_LOG_LEVEL="error",
     )
     assert done.returncode == 2
     assert b"Tidemark knows the stream events already" in done.stderr
