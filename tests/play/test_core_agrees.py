@@ -4,7 +4,6 @@ from collections import Counter
 from random import Random
 
 import msgspec
-import pyarrow as pa
 import pytest
 
 from streaming.advance import advance
@@ -15,6 +14,7 @@ from streaming.packet import Packet
 from streaming.wire import Record, encode
 from tests.play.cast import Cast, Habits
 from tests.play.simulation import Simulation
+from tests.streaming.builders import framed
 
 WILD = Habits(
     duration=0.3,
@@ -27,15 +27,6 @@ WILD = Habits(
     crash_every=2.0,
     down_for=(0.5, 2.0),
     turnover_every=1.0,
-)
-SCHEMA = pa.schema(
-    [
-        ("origin", pa.int32()),
-        ("offset", pa.int64()),
-        ("timestamp", pa.timestamp("ms")),
-        ("key", pa.binary()),
-        ("value", pa.binary()),
-    ]
 )
 NO_BOUNDS = Bounds(pending=10**6, completed=10**6, retired=10**6, retirement=10**12)
 
@@ -52,12 +43,11 @@ class Core:
         self._compact = compactor(1, "facts", "control")
 
     def feed(self, records: list[Record], now: int) -> None:
-        rows = [
-            (0, self._offset + number, now, record.stream.encode(), encode(record))
+        batch = framed(
+            (self._offset + number, now, 0, record.stream.encode(), encode(record))
             for number, record in enumerate(records)
-        ]
-        self._offset += len(rows)
-        batch = pa.RecordBatch.from_pylist([dict(zip(SCHEMA.names, row, strict=True)) for row in rows], schema=SCHEMA)
+        )
+        self._offset += len(records)
         packets = [
             msgspec.msgpack.decode(value.as_py(), type=Packet)
             for out in self._compact(iter([batch]))
