@@ -1,4 +1,4 @@
-"""Tidemark's own processes in the local stack: the pipeline, the sidecar, and the demo's writers."""
+"""Tidemark's own processes in the local stack: the pipeline, the sidecar, and the demo."""
 
 import sys
 from collections.abc import Mapping, Sequence
