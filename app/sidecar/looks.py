@@ -74,6 +74,13 @@ OPERATIONS = [
         headers=("If-None-Match",),
     ),
     Operation("/livez", "livez", "Whether this process runs.", livez, str, media=PLAIN),
-    Operation("/readyz", "readyz", "Whether it can answer: 503 where neither server does.", readyz, answers.Health),
+    Operation(
+        "/readyz",
+        "readyz",
+        "Whether it can answer: 503 where neither server does.",
+        readyz,
+        answers.Health,
+        others={503: answers.Health},
+    ),
     Operation("/metrics", "metrics", "For Prometheus.", scrape, str, media=PLAIN),
 ]

@@ -1,7 +1,7 @@
 """One operation of the HTTP interface: its path, what it takes, what it answers; `/openapi.json` is made from these."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -30,7 +30,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """`answers` is the type of what a 200 holds, `media` its media type; `headers` names what a request may send."""
+    """`answers` is the type of what a 200 holds, `media` its media type; `headers` names what a request may send;
+    `others` are types of what comes with another status, without being a problem."""
 
     path: str
     name: str
@@ -41,6 +42,7 @@ class Operation:
     media: str = JSON
     problems: Sequence[type[Problem]] = ()
     headers: Sequence[str] = ()
+    others: Mapping[int, Any] = field(default_factory=dict)
 
     @property
     def guarded(self) -> bool:

@@ -16,14 +16,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.sidecar import events, history, looks, metrics, waiting
+from app.sidecar import events, history, looks, metrics, openapi, waiting
 from app.sidecar.operation import Call, Operation, parsed
 from app.sidecar.problems import Problem, Unauthorized, UnknownStream, answered, framework, unexpected
 from app.sidecar.service import Limits, Servers, Service, opened
 from app.sidecar.tokens import Tokens
 from streaming.wire import is_name
 
-OPERATIONS: Sequence[Operation] = [*looks.OPERATIONS, *history.OPERATIONS, *waiting.OPERATIONS, *events.OPERATIONS]
+_OURS = [*looks.OPERATIONS, *history.OPERATIONS, *waiting.OPERATIONS, *events.OPERATIONS]
+OPERATIONS: Sequence[Operation] = [*_OURS, openapi.operation(_OURS)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,12 @@ class Client(httpx.Client):
         assert answer.status_code == status, answer.text
         return answer.json()
 
+    def held_open(self, operation: str) -> int:
+        """How many requests of `operation` this process holds open, as its metrics say."""
+        name = f'tidemark_sidecar_open{{operation="{operation}"}} '
+        found = [line for line in self.get("/metrics").text.splitlines() if line.startswith(name)]
+        return int(float(found[0].removeprefix(name))) if found else 0
+
 
 @contextmanager
 def sidecar(servers: Servers, terms: Terms | None = None) -> Iterator[Client]:

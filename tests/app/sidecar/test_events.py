@@ -12,7 +12,8 @@ from app.sidecar.service import Limits, Servers
 from app.sidecar.site import Terms
 from app.stack.redis import Redis as RedisServer
 from tests.app.sidecar.given import At, Client, moved, sidecar
-from tests.sinks.reader.given import Pipeline, later
+from tests.sinks.given import eventually
+from tests.sinks.reader.given import Pipeline
 
 
 @dataclass
@@ -159,5 +160,4 @@ def test_place_is_free_when_a_client_left(pipeline: Pipeline, servers: Servers) 
             with heard(client) as events:
                 events.next()
                 assert client.get("/v1/events").status_code == 429
-            with later(0.3, lambda: None):
-                pass
+            eventually(lambda: client.held_open("events") == 0)

@@ -1,0 +1,112 @@
+"""`/openapi.json`: the HTTP interface described from the operations and the types that they answer with."""
+
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from app.sidecar import answers
+from app.sidecar.operation import JSON, Call, Operation
+from app.sidecar.problems import MEDIA_TYPE, Problem
+
+REFERENCE = "#/components/schemas/{name}"
+NAME = r"^[^\s\x00-\x1f\x7f-\x9f]{1,255}$"
+HEADERS = {
+    "If-None-Match": "An ETag that the client has: 304 where nothing has changed.",
+    "Last-Event-ID": "The last event's `id`: go on behind it.",
+}
+PATH = "/openapi.json"
+
+
+def operation(others: Sequence[Operation]) -> Operation:
+    """The operation that answers the document about `others` and itself."""
+
+    async def describe(_: Call) -> Response:
+        return Response(text, media_type=JSON)
+
+    itself = Operation(PATH, "openapi", "This document.", describe, dict[str, Any])
+    text = msgspec.json.encode(document([*others, itself]))
+    return itself
+
+
+def document(operations: Sequence[Operation]) -> dict[str, Any]:
+    types = [type_ for it in operations for type_ in (it.answers, it.query, *it.others.values())]
+    schemas, components = msgspec.json.schema_components([*types, answers.Problem], ref_template=REFERENCE)
+    known = dict(zip(map(repr, [*types, answers.Problem]), schemas, strict=True))
+    queries = {it.query.__name__ for it in operations}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Tidemark sidecar",
+            "version": version("tidemark"),
+            "description": "How far each stream may be read. IDs are signed 64-bit integers.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "paths": {it.path: {"get": _described(it, known, components)} for it in operations},
+        "components": {
+            "schemas": {name: schema for name, schema in components.items() if name not in queries},
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _described(it: Operation, known: Mapping[str, Any], components: Mapping[str, Any]) -> dict[str, Any]:
+    answered = {"description": it.summary, "content": {it.media: {"schema": known[repr(it.answers)]}}}
+    responses: dict[str, Any] = {"200": answered}
+    if it.tagged:
+        tag = {"ETag": {"description": "Equal while nothing changed.", "required": True, "schema": {"type": "string"}}}
+        answered["headers"] = tag
+        responses["304"] = {"description": "Nothing changed.", "headers": tag}
+    for status, type_ in it.others.items():
+        responses[str(status)] = {
+            "description": HTTPStatus(status).phrase,
+            "content": {JSON: {"schema": known[repr(type_)]}},
+        }
+    for problem in it.problems:
+        responses[str(int(problem.status))] = _refusal(problem, known)
+    described = {
+        "operationId": it.name,
+        "summary": it.summary,
+        "parameters": [*_in_path(it), *_in_query(it, components), *_in_headers(it)],
+        "responses": responses,
+    }
+    return described | ({"security": [{"token": []}]} if it.guarded else {})
+
+
+def _refusal(problem: type[Problem], known: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "description": f"{problem.title}: `{problem.type}`.",
+        "content": {MEDIA_TYPE: {"schema": known[repr(answers.Problem)]}},
+    }
+
+
+def _in_path(it: Operation) -> list[dict[str, Any]]:
+    if "{stream}" not in it.path:
+        return []
+    schema = {"type": "string", "pattern": NAME}
+    return [{"name": "stream", "in": "path", "required": True, "description": "Its name.", "schema": schema}]
+
+
+def _in_query(it: Operation, components: Mapping[str, Any]) -> list[dict[str, Any]]:
+    schema = components[it.query.__name__]
+    required = schema.get("required", [])
+    return [
+        {
+            "name": name,
+            "in": "query",
+            "required": name in required,
+            "description": described.get("description", name),
+            "schema": {key: value for key, value in described.items() if key != "description"},
+        }
+        for name, described in schema["properties"].items()
+    ]
+
+
+def _in_headers(it: Operation) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "in": "header", "description": HEADERS[name], "schema": {"type": "string"}}
+        for name in it.headers
+    ]

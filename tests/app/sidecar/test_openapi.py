@@ -1,0 +1,64 @@
+"""The document about the interface, held against a running sidecar with generated requests."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import APIOperation
+from schemathesis.checks import CHECKS
+
+from app.sidecar.service import Limits, Servers
+from app.sidecar.site import OPERATIONS, Terms
+from tests.app.sidecar.given import At, Client, moved, sidecar
+from tests.sinks.reader.given import Pipeline
+
+# An event stream does not end, and the tests of events hold it to more.
+GENERATED = sorted(it.path for it in OPERATIONS if it.name != "events")
+CASES = [(path, None) for path in GENERATED] + [(path, "s") for path in GENERATED if "{stream}" in path]
+
+
+@pytest.fixture
+def guarded(pipeline: Pipeline, servers: Servers, tmp_path: Path) -> Iterator[Client]:
+    """With tokens, short waits, and a stream whose name requests are steered to."""
+    pipeline.publish(moved("s", 7, first=At(0, 9, pending=12), second=At(0, 7)))
+    (tmp_path / "tokens").write_text("sesame\n")
+    with sidecar(servers, Terms(tokens_file=tmp_path / "tokens", limits=Limits(wait=0.05))) as client:
+        client.headers["Authorization"] = "Bearer sesame"
+        yield client
+
+
+def test_every_operation_is_described(guarded: Client) -> None:
+    """All paths, each with its problems and whether it needs a token."""
+    document = guarded.json("/openapi.json")
+    assert sorted(document["paths"]) == sorted(it.path for it in OPERATIONS)
+    wait = document["paths"]["/v1/streams/{stream}/wait"]["get"]
+    assert set(wait["responses"]) == {"200", "400", "401", "404", "408", "409", "429", "503"}
+    assert wait["security"]
+    assert [it["name"] for it in wait["parameters"] if it["required"]] == ["stream", "token"]
+    assert "security" not in document["paths"]["/livez"]["get"]
+
+
+def test_running_sidecar_keeps_what_the_document_says(guarded: Client, subtests: pytest.Subtests) -> None:
+    """Generated requests, right and wrong: status, headers, media type and body are as described, never a 500."""
+    schema = schemathesis.openapi.from_dict(guarded.json("/openapi.json"))
+    schema.config.update(base_url=str(guarded.base_url))
+    for path, stream in CASES:
+        with subtests.test(path=path, stream=stream):
+            _ask(schema[path]["GET"], stream)
+
+
+def _ask(operation: APIOperation[Any, Any, Any, Any], stream: str | None) -> None:
+    # Whether a token is fit for a stream is no matter of its form, so valid requests may be refused as well.
+    left_out = [check for check in CHECKS.get_all() if check.__name__ == "positive_data_acceptance"]
+
+    @given(case=operation.as_strategy())
+    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    def ask(case: Any) -> None:
+        if stream is not None:
+            case.path_parameters = {"stream": stream}
+        case.call_and_validate(headers={"Authorization": "Bearer sesame"}, excluded_checks=left_out)
+
+    ask()
