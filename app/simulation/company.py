@@ -75,15 +75,17 @@ class Company:
 
     def fence(self, name: str) -> None:
         """End what is open of it, and whatever is left of its process."""
-        self._fence(Fence(name, terminate=True, retire=False))
+        self._fence({name}, retire=False)
 
     def lay_to_rest(self, names: Set[str]) -> None:
         """They will not come back, and nobody is to wait for them."""
-        for name in sorted(names):
-            self._fence(Fence(name, terminate=True, retire=True))
+        self._fence(names, retire=True)
 
-    def _fence(self, order: Fence) -> None:
-        fence(self.stage.dsn, self.stage.kafka, self.stage.topic, order, _noted)
+    def _fence(self, names: Set[str], *, retire: bool) -> None:
+        """Of a writer that died before it began its first epoch there is nothing to fence."""
+        for name in sorted(names & self.known()):
+            order = Fence(name, terminate=True, retire=retire)
+            fence(self.stage.dsn, self.stage.kafka, self.stage.topic, order, _noted)
 
     def _writer(self, member: Member) -> Actor:
         role = service.Role(
