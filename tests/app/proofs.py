@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import msgspec
 import redis
 from confluent_kafka import Consumer, Message, TopicPartition
 
@@ -16,14 +15,13 @@ from sources.kafka import KafkaConnection
 from sources.topics import Topics
 from streaming.advance import advance
 from streaming.bounds import Bounds
-from streaming.compaction import compactor, origin_of
+from streaming.compaction import origin_of
 from streaming.effects import ShardEffects
 from streaming.errors import Unavailable
-from streaming.packet import Packet
 from streaming.wire import Topic
 from tests.fix_pipeline import PARTITIONS, Play, Site
 from tests.play.published import RedisReader, ahead
-from tests.streaming.builders import framed
+from tests.streaming.builders import packed
 
 
 class Advance(NamedTuple):
@@ -116,13 +114,14 @@ def _origin(site: Site, record: Message) -> int:
 def undisturbed(site: Site) -> ShardEffects:
     """What one batch over everything in Kafka comes to; streams are in the order of their names."""
     records = [*read(site.kafka, site.facts, PARTITIONS), *read(site.kafka, site.control, 1)]
-    arrow = framed(
-        (record.offset(), record.timestamp()[1], _origin(site, record), record.key(), record.value())
-        for record in records
+    packets = packed(
+        (
+            (record.offset(), record.timestamp()[1], _origin(site, record), record.key(), record.value())
+            for record in records
+        ),
+        site.facts,
+        site.control,
     )
-    compact = compactor(1, site.facts, site.control)
-    decoder = msgspec.msgpack.Decoder(Packet)
-    packets = [decoder.decode(packet.as_py()) for batch in compact(iter([arrow])) for packet in batch.column("packet")]
     return advance(0, {}, packets, 0, Bounds())
 
 

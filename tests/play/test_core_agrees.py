@@ -3,18 +3,15 @@
 from collections import Counter
 from random import Random
 
-import msgspec
 import pytest
 
 from streaming.advance import advance
 from streaming.bounds import Bounds
-from streaming.compaction import compactor
 from streaming.effects import ShardEffects
-from streaming.packet import Packet
 from streaming.wire import Record, encode
 from tests.play.cast import Cast, Habits
 from tests.play.simulation import Simulation
-from tests.streaming.builders import framed
+from tests.streaming.builders import packed
 
 WILD = Habits(
     duration=0.3,
@@ -40,19 +37,13 @@ class Core:
         self.counts: Counter[str] = Counter()
         self._states: dict[str, bytes] = {}
         self._offset = 0
-        self._compact = compactor(1, "facts", "control")
 
     def feed(self, records: list[Record], now: int) -> None:
-        batch = framed(
+        packets = packed(
             (self._offset + number, now, 0, record.stream.encode(), encode(record))
             for number, record in enumerate(records)
         )
         self._offset += len(records)
-        packets = [
-            msgspec.msgpack.decode(value.as_py(), type=Packet)
-            for out in self._compact(iter([batch]))
-            for value in out.column("packet")
-        ]
         self._take(advance(0, self._states, packets, now, NO_BOUNDS))
 
     def _take(self, effects: ShardEffects) -> None:

@@ -22,6 +22,8 @@ from streaming.wire import Topic
 
 STREAM = "events"
 FACTS, CONTROL = "tidemark.facts", "tidemark.control"
+Framed = tuple[int, int, int, bytes | None, bytes | None]
+"""Offset, time (ms), origin, key and value of a record."""
 EDGES = {"RDATA": Kind.RDATA, "VOID": Kind.VOID, "POSITION": Kind.POSITION}
 
 
@@ -141,17 +143,21 @@ def _packet(item: Sent) -> Packet:
 
 def compacted(batch: Sequence[Sent]) -> list[Packet]:
     """The packets that the pipeline's own compaction makes, from JSON."""
-    arrow = framed(
+    return packed(
         (it.offset, it.offset, _origin(it.record), it.record.stream.encode(), _json(it.record)) for it in batch
     )
-    out = compactor(1, FACTS, CONTROL)(iter([arrow]))
+
+
+def packed(records: Iterable[Framed], facts: str = FACTS, control: str = CONTROL) -> list[Packet]:
+    """What compaction makes of one task's records, all in one shard."""
+    out = compactor(1, facts, control)(iter([framed(records)]))
     return [
         msgspec.msgpack.decode(packet, type=Packet) for batch in out for packet in batch.column("packet").to_pylist()
     ]
 
 
-def framed(records: Iterable[tuple[int, int, int, bytes | None, bytes | None]]) -> pa.RecordBatch:
-    """Offset, time (ms), origin, key and value of each record, as the query gives them to compaction."""
+def framed(records: Iterable[Framed]) -> pa.RecordBatch:
+    """As the query gives them to compaction."""
     frames = [
         np.array([(offset, time, origin, len(key or b""))], HEADER).tobytes() + (key or b"") + (value or b"")
         for offset, time, origin, key, value in records

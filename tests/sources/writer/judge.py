@@ -2,11 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import msgspec
 import psycopg
-import pyarrow as pa
 from confluent_kafka import Consumer, Message, TopicPartition
 
 from sources.kafka import KafkaConnection
@@ -14,10 +11,9 @@ from sources.topics import Topics
 from streaming import state
 from streaming.advance import advance
 from streaming.bounds import Bounds
-from streaming.compaction import compactor
 from streaming.effects import StreamEffects
-from streaming.packet import Packet
 from streaming.wire import Rdata, Record, Topic, read
+from tests.streaming.builders import packed
 
 
 @dataclass
@@ -84,21 +80,7 @@ class Judge:
 
 def judged(messages: Sequence[tuple[bytes, bytes]]) -> Verdict:
     """What the core makes of these keys and values, in one batch of one partition."""
-    count = len(messages)
-    table = pa.table(
-        {
-            "origin": pa.array([0] * count, pa.int32()),
-            "offset": pa.array(range(count), pa.int64()),
-            "timestamp": pa.array([0] * count, pa.timestamp("ms")),
-            "key": pa.array([key for key, _ in messages], pa.binary()),
-            "value": pa.array([value for _, value in messages], pa.binary()),
-        }
-    )
-    packets: list[Any] = [
-        msgspec.msgpack.decode(packet, type=Packet)
-        for batch in compactor(1, "facts", "control")(iter(table.to_batches()))
-        for packet in batch.column("packet").to_pylist()
-    ]
+    packets = packed((offset, 0, 0, key, value) for offset, (key, value) in enumerate(messages))
     states: dict[str, bytes] = {}
     done = advance(0, states, packets, 0, Bounds())
     records = [read(value, key, Topic.FACTS) for key, value in messages]
