@@ -6,13 +6,14 @@ One connection listens for the whole process. While Redis is away nobody is woke
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from weakref import WeakValueDictionary
 
 from app.sidecar.live import Live
 from sinks.reader.connection import translated
 from streaming.errors import Stop, Unavailable
 
 CHANNELS = "tidemark:{*}"
-PAUSE = 1.0  # seconds until a lost subscription is made again
+PAUSE = 1.0  # seconds until a lost subscription is made again; less than the client's time-out
 
 
 class Bells:
@@ -20,7 +21,8 @@ class Bells:
 
     def __init__(self, live: Live) -> None:
         self._live = live
-        self._bells: dict[str, asyncio.Event] = {}
+        # Weak: whoever asks for streams that do not exist must not fill the memory.
+        self._bells: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
@@ -33,7 +35,7 @@ class Bells:
                 await task
 
     def bell(self, stream: str) -> asyncio.Event:
-        """Set at the next hint. Take it before you look, so that what comes meanwhile is not missed."""
+        """Set at the next hint. Take it before you look, so that what comes meanwhile is not missed, and keep it."""
         return self._bells.setdefault(stream, asyncio.Event())
 
     async def _listen(self) -> None:
@@ -42,7 +44,7 @@ class Bells:
                 async with self._live.client.pubsub() as hints:
                     await hints.psubscribe(CHANNELS)
                     while True:
-                        hint = await hints.get_message(ignore_subscribe_messages=True, timeout=None)
+                        hint = await hints.get_message(ignore_subscribe_messages=True, timeout=PAUSE)
                         if hint is not None:
                             self._ring(hint["channel"])
             await asyncio.sleep(PAUSE)

@@ -55,7 +55,7 @@ async def follow(call: Call) -> Response:
             service.feeds.to_all(listener)
         stack.enter_context(service.feeds.listening(listener, names))
         held = stack.pop_all()
-    return _Held(_Client(call, listener, places).told(sorted(names)), listener, held)
+    return EventStream(_Client(call, listener, places).told(sorted(names)), listener, held)
 
 
 class _Client:
@@ -160,7 +160,7 @@ class _Client:
         return f"id: {text}\n" if len(text) <= LONGEST_ID else ""
 
 
-class _Held(StreamingResponse):
+class EventStream(StreamingResponse):
     """Gives back what it holds when the client is gone, and leaves a client that does not read."""
 
     def __init__(self, texts: AsyncIterator[str], listener: Listener, held: ExitStack) -> None:

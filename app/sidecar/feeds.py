@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from app.sidecar.bells import Bells, slept
 from app.sidecar.program import Hands
 from app.sidecar.snapshots import Snapshots
-from sinks.reader.asks import Answer, Ask, Recall
+from sinks.reader.asks import Answer, Ask, Doorbell, Look, Recall
 from sinks.reader.driver import Driver
 from sinks.reader.events import Event
 from sinks.reader.following import CaughtUp, Following
@@ -66,10 +67,12 @@ class Listener:
 class Feed:
     """Follows one stream for its `listeners`."""
 
-    def __init__(self, stream: str, hands: Hands) -> None:
+    def __init__(self, stream: str, hands: Hands, bells: Bells) -> None:
         self.listeners: set[Listener] = set()
         self._stream = stream
         self._hands = hands
+        self._bells = bells
+        self._bell = bells.bell(stream)
         self._following = Following(stream, "vector", None)
         self._linear: int | None = None
         self._task = asyncio.create_task(self._run())
@@ -110,12 +113,18 @@ class Feed:
                 self._give(step)
 
     async def _carry_out(self, ask: Ask) -> Answer:
-        if not isinstance(ask, Recall):
-            return await self._hands.carry_out(ask)
-        try:
-            return await self._hands.carry_out(ask)
-        except Unavailable:
-            return None  # Redis alone will do: what it does not tell comes as ranges to read again
+        match ask:
+            case Look():
+                self._bell = self._bells.bell(self._stream)  # before: what comes meanwhile must ring it
+            case Doorbell():
+                await slept(self._bell, ask.seconds)
+                return None
+            case Recall():
+                # Redis alone will do: what it does not tell comes as ranges to read again.
+                with suppress(Unavailable):
+                    return await self._hands.carry_out(ask)
+                return None
+        return await self._hands.carry_out(ask)
 
     def _stand(self) -> None:
         place = self._following.place
@@ -134,8 +143,9 @@ class Feed:
 class Feeds:
     """For one event loop."""
 
-    def __init__(self, hands: Hands, snapshots: Snapshots) -> None:
+    def __init__(self, hands: Hands, bells: Bells, snapshots: Snapshots) -> None:
         self._hands = hands
+        self._bells = bells
         self._snapshots = snapshots
         self._feeds: dict[str, Feed] = {}
         self._to_all: set[Listener] = set()
@@ -168,7 +178,7 @@ class Feeds:
 
     def _add(self, listener: Listener, stream: str) -> None:
         if stream not in self._feeds:
-            self._feeds[stream] = Feed(stream, self._hands)
+            self._feeds[stream] = Feed(stream, self._hands, self._bells)
         self._feeds[stream].add(listener)
 
     def _remove(self, listener: Listener) -> None:

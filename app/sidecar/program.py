@@ -7,7 +7,6 @@ the advances from the history, so nothing is missing either way.
 import asyncio
 from dataclasses import dataclass
 
-from app.sidecar.bells import Bells, slept
 from app.sidecar.durable import Durable
 from app.sidecar.live import Live
 from sinks.reader.asks import Answer, Ask, Doorbell, Look, Pause, Recall, Seen
@@ -24,10 +23,9 @@ NOTHING = Seen(None, {})
 class Hands:
     """For one event loop. Raises `Unavailable` where neither server answers."""
 
-    def __init__(self, live: Live, durable: Durable, bells: Bells) -> None:
+    def __init__(self, live: Live, durable: Durable) -> None:
         self._live = live
         self._durable = durable
-        self._bells = bells
 
     async def carry_out(self, ask: Ask) -> Answer:
         match ask:
@@ -35,9 +33,7 @@ class Hands:
                 return await self._look(ask)
             case Recall():
                 return await self._durable.past(ask)
-            case Doorbell(stream, _, seconds):
-                await slept(self._bells.bell(stream), seconds)
-            case Pause(seconds):
+            case Doorbell(seconds=seconds) | Pause(seconds):
                 await asyncio.sleep(seconds)
         return None
 

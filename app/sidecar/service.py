@@ -69,8 +69,8 @@ async def opened(servers: Servers, limits: Limits) -> AsyncIterator[Service]:
         highest = Highest()
         snapshots = Snapshots(live, durable, highest, time.monotonic)
         bells = Bells(live)
-        hands = Hands(live, durable, bells)
-        feeds = Feeds(hands, snapshots)
+        hands = Hands(live, durable)
+        feeds = Feeds(hands, bells, snapshots)
         async with bells.listening(), feeds.running():
             yield Service(live, durable, highest, snapshots, bells, hands, feeds, Held(limits.held), limits.wait)
     finally:

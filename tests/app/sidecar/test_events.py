@@ -1,13 +1,16 @@
 """Server-sent events, with sidecars that are restarted and servers that are stopped."""
 
+import asyncio
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from app.sidecar.events import EventStream
+from app.sidecar.feeds import Line, Listener
 from app.sidecar.service import Limits, Servers
 from app.sidecar.site import Terms
 from app.stack.redis import Redis as RedisServer
@@ -161,3 +164,31 @@ def test_place_is_free_when_a_client_left(pipeline: Pipeline, servers: Servers) 
                 events.next()
                 assert client.get("/v1/events").status_code == 429
             eventually(lambda: client.held_open("events") == 0)
+
+
+def test_client_that_does_not_read_is_left() -> None:
+    """A listener that fell too far behind is dropped although its connection takes nothing, and its place is free."""
+    left: list[str] = []
+
+    async def texts() -> AsyncIterator[str]:
+        yield "event: line\n\n"
+
+    async def stuck(_: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def serve() -> None:
+        listener = Listener(asyncio.Queue(1))
+        held = ExitStack()
+        held.callback(left.append, "gone")
+        stream = EventStream(texts(), listener, held)
+        serving = asyncio.create_task(stream({"type": "http"}, receive, stuck))
+        for _ in range(2):
+            assert not listener.cut_off.is_set()
+            listener.give("s", Line(1))
+        await asyncio.wait_for(serving, 5)
+
+    asyncio.run(serve())
+    assert left == ["gone"]
