@@ -41,6 +41,7 @@ def test_every_operation_is_described(guarded: Client) -> None:
     assert "security" not in document["paths"]["/livez"]["get"]
 
 
+@pytest.mark.slow
 def test_running_sidecar_keeps_what_the_document_says(guarded: Client, subtests: pytest.Subtests) -> None:
     """Generated requests, right and wrong: status, headers, media type and body are as described, never a 500."""
     schema = schemathesis.openapi.from_dict(guarded.json("/openapi.json"))
@@ -55,7 +56,7 @@ def _ask(operation: APIOperation[Any, Any, Any, Any], stream: str | None) -> Non
     left_out = [check for check in CHECKS.get_all() if check.__name__ == "positive_data_acceptance"]
 
     @given(case=operation.as_strategy())
-    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     def ask(case: Any) -> None:
         if stream is not None:
             case.path_parameters = {"stream": stream}
