@@ -13,6 +13,7 @@ from app.sidecar.live import Live
 from streaming.errors import Stop, Unavailable
 
 DETAILS_AGE = 1.0  # seconds for which details are not read again: they take decoding
+NAMES_AGE = 10.0  # seconds for which Postgres is not asked for names again: Redis may lack some while it is filled
 DETAILS_PATIENCE = 0.25  # seconds that an answer waits for them
 
 
@@ -42,16 +43,18 @@ class Snapshots:
         self._details = Gathered(self._read_details)
         self._detailed: dict[str, tuple[Details, float]] = {}
         self._names: frozenset[str] = frozenset()
+        self._named_at = -NAMES_AGE
 
     async def names(self) -> frozenset[str]:
         """Every stream that somebody knows, or knew."""
-        found: set[str] | None = None
+        found: set[str] = set()
         with suppress(Unavailable, Stop):
             found = await self._live.names()
-        if not found:  # Redis may have lost its data
+        if not found or self._now() - self._named_at >= NAMES_AGE:
             with suppress(Unavailable, Stop):
-                found = await self._durable.names()
-        self._names |= frozenset(found or ()) | self._highest.streams
+                found |= await self._durable.names()
+                self._named_at = self._now()
+        self._names |= found | self._highest.streams
         return self._names
 
     async def get(self, streams: Collection[str]) -> list[Snapshot]:

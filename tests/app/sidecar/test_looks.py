@@ -9,7 +9,7 @@ from app.sidecar.service import Servers
 from app.sidecar.site import Terms
 from app.stack.postgres import Postgres as PostgresServer
 from app.stack.redis import Redis as RedisServer
-from sinks.redis import key
+from sinks.redis import STREAMS, key
 from tests.app.sidecar.given import At, Client, moved, sidecar
 from tests.sinks.given import eventually
 from tests.sinks.reader.given import Pipeline
@@ -86,6 +86,14 @@ def test_flushed_redis_is_covered_by_postgres(pipeline: Pipeline, client: Client
     found = client.json("/v1/streams/s")
     assert (found["source"], found["token"]) == ("postgres", "m7~first.9")
     assert [it["stream"] for it in client.json("/v1/streams")["streams"]] == ["s"]
+
+
+def test_half_filled_redis_hides_no_stream(pipeline: Pipeline, servers: Servers, keys: Any) -> None:
+    """A sidecar that starts while Redis is being filled again lists what Postgres knows, too."""
+    pipeline.publish(moved("a", 1, w=At(0, 1)), moved("b", 2, w=At(0, 2)))
+    keys.srem(STREAMS, "a")
+    with sidecar(servers) as client:
+        assert [it["stream"] for it in client.json("/v1/streams")["streams"]] == ["a", "b"]
 
 
 def test_redis_that_went_back_is_not_believed(pipeline: Pipeline, client: Client, keys: Any) -> None:
