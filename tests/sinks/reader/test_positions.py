@@ -55,7 +55,7 @@ def test_all_of_it_is_read_at_once(either: Any, pipeline: Pipeline, keys: Any) -
     """Linear position, vector, and the token that Redis holds; the head where it is known."""
     pipeline.publish(stream("s", advance("first", 0, 9), advance("second", 0, 7), linear=7))
     found = either.get("s")
-    assert found == Standing("s", 7, {"first": 9, "second": 7}, None)
+    assert found == Standing("s", 7, {"first": 9, "second": 7}, 9)
     assert str(found.token) == keys.get(key("s", "token")) == "m7~first.9"
     keys.set(key("s", "head"), "12")
     assert either.get("s").head == 12
@@ -67,7 +67,7 @@ def test_clients_of_ones_own_are_used_and_left_open(pipeline: Pipeline, redis_ur
     for decodes in (True, False):
         with redis.Redis.from_url(redis_url, decode_responses=decodes) as client:
             with Positions(client) as positions:
-                assert positions.get("s") == Standing("s", 3, {"w": 3})
+                assert positions.get("s") == Standing("s", 3, {"w": 3}, 3)
             assert client.ping()
 
 
