@@ -1,6 +1,6 @@
 """Sends records to one topic with the stream as key, so that a stream stays in its partition and its order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
@@ -32,21 +32,27 @@ class RecordProducer:
         except KafkaException as error:
             raise tidemark_error(error.args[0], self._where) from error
 
-    def send(self, stream: str, value: bytes, acknowledged: Callable[[], None] | None = None) -> None:
-        """Hand a record over; blocks while the queue is full. Raises what an *earlier* record failed with.
+    def send(self, stream: str, value: bytes) -> None:
+        """Hand a record over; blocks while the queue is full. Raises what an *earlier* record failed with."""
+        self._produce(stream.encode(), value, self._delivered)
+        self._poll(0)
 
-        `acknowledged` is called once Kafka has it, during a later call of any method.
-        """
-        done = self._delivered if acknowledged is None else partial(self._delivered, acknowledged=acknowledged)
+    def send_all(self, stream: str, values: Iterable[bytes], acknowledged: Callable[[], None]) -> None:
+        """The same with many; `acknowledged` is called for each as Kafka has it, during a later call of any method."""
+        key, done = stream.encode(), partial(self._delivered, acknowledged=acknowledged)
+        for value in values:
+            self._produce(key, value, done)
+        self._poll(0)
+
+    def _produce(self, key: bytes, value: bytes, done: Callable[[KafkaError | None, Message], None]) -> None:
         while True:
             try:
-                self._producer.produce(self._topic, value=value, key=stream.encode(), on_delivery=done)
+                self._producer.produce(self._topic, value=value, key=key, on_delivery=done)
             except BufferError:
                 self._poll(0.1)
             except KafkaException as error:
                 raise tidemark_error(error.args[0], self._where) from error
             else:
-                self._poll(0)
                 return
 
     def backlog(self) -> int:

@@ -4,7 +4,7 @@ What announces runs on a thread, as in `Writer`; start and stop are waited for o
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -13,24 +13,15 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from sources.writer.core import Core
-from sources.writer.draft import ADD, AWAIT_FENCE, RESERVE, Draft, encoded
-from sources.writer.metrics import Meters
+from sources.writer.draft import ADD, Draft, encoded
 from streaming.errors import WriterFenced
 
 
 class AsyncFacts:
     """`transaction.Facts` for one task."""
 
-    def __init__(
-        self,
-        connection: psycopg.AsyncConnection[Any],
-        draft: Draft,
-        turns: Mapping[str, asyncio.Lock],
-        meters: Meters,
-    ) -> None:
+    def __init__(self, connection: psycopg.AsyncConnection[Any], draft: Draft) -> None:
         self._draft = draft
-        self._turns = turns
-        self._meters = meters
         self._cursor = psycopg.AsyncCursor(connection, row_factory=tuple_row)
 
     async def append(self, stream: str, row: object) -> int:
@@ -56,15 +47,10 @@ class AsyncFacts:
 
     async def _reserve(self, stream: str, count: int, body: str | None = None) -> list[int]:
         outlet = self._draft.outlet(stream)
-        with self._meters.reserving(stream):
-            while True:
-                async with self._turns[stream]:
-                    with self._draft.reserving(outlet, count, body) as reservation:
-                        await self._cursor.execute(RESERVE, reservation.params)
-                        reservation.answer = await self._cursor.fetchone()
-                if reservation.ids:
-                    return reservation.ids
-                await self._cursor.execute(AWAIT_FENCE, [self._draft.instance])
+        with self._draft.reserving(outlet, count, body) as reservation:
+            await self._cursor.execute(outlet.reserve, reservation.params)
+            reservation.answer = await self._cursor.fetchone()
+        return reservation.ids
 
 
 class AsyncWriter(Core):
@@ -72,7 +58,6 @@ class AsyncWriter(Core):
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self._start)
-        self._turns = {stream: asyncio.Lock() for stream in self.streams}
         return self
 
     async def __aexit__(
@@ -87,11 +72,11 @@ class AsyncWriter(Core):
         draft = self._draft()
         try:
             async with connection.transaction():
-                yield AsyncFacts(connection, draft, self._turns, self._meters)
+                yield AsyncFacts(connection, draft)
                 draft.require_whole()
         except psycopg.OperationalError as error:
             if connection.broken and await asyncio.to_thread(self._replaced):
                 raise WriterFenced(self.instance, self.epoch) from error
             raise
         finally:
-            self._ended(draft, connection.info.transaction_status)
+            self._ended(draft, connection.pgconn.transaction_status)

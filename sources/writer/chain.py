@@ -6,6 +6,7 @@ an outage of Kafka costs no memory; which of their IDs are facts is in the outbo
 """
 
 import threading
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,24 +31,41 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """A `nextval` on its way. It must give more than `floor`, or the sequence was set back."""
+
+    number: int
+    floor: int
+    life: int
+
+
+@dataclass(slots=True)
 class _Reserved:
-    prev: int
+    """`prev` is None while the ID has no place yet."""
+
     since: float
     life: int
+    prev: int | None = None
 
 
 class Chain:
     """Any thread may call; nothing here waits for anything but the others' bookkeeping.
 
-    At most one `nextval` is in flight at a time: the caller sees to that, and brackets it by `begin` and either `took`
-    or `missed`.
+    Several `nextval` may be on their way at once, and their answers come in any order. So an ID gets its place in the
+    chain only when no call is out any more that was begun before the ID came: whatever begins later gives a higher one.
     """
 
     def __init__(self, start: int) -> None:
         self._lock = threading.Lock()
         self._last = start
+        """The last ID with a place: where the next edge begins."""
+        self._highest = start
         self._begun = 0
-        self._reserving = False
+        self._out: dict[int, None] = {}
+        self._came: deque[tuple[int, int]] = deque()
+        """How many calls had begun when an ID came that has no place yet, and the ID."""
+        self._loose: set[int] = set()
+        self._ended_loose: dict[int, float] = {}
         self._in_flight: dict[int, _Reserved] = {}
         self._starts: dict[int, Span] = {}
         self._ends: dict[int, Span] = {}
@@ -57,36 +75,35 @@ class Chain:
 
     # -- reserving
 
-    def begin(self) -> int:
-        """A `nextval` is about to be sent. Gives the `prev` of what it will give."""
+    def begin(self) -> Call:
+        """A `nextval` is about to be sent; it ends with `took` or `missed`."""
         with self._lock:
-            self._reserving = True
             self._begun += 1
-            return self._last
+            self._out[self._begun] = None
+            return Call(self._begun, self._highest, self._life)
 
-    def took(self, ids: Sequence[int], now: float) -> None:
-        """It gave `ids`, ascending and beyond all that was reserved or announced; they are in flight."""
+    def took(self, call: Call, ids: Sequence[int], now: float) -> None:
+        """It gave `ids`, ascending; they are in flight."""
         with self._lock:
-            self._reserving = False
+            if ids[0] <= call.floor:
+                raise ValueError(f"{ids[0]} was reserved after {call.floor}")
+            del self._out[call.number]
             for id in ids:
-                if id <= self._last:
-                    raise ValueError(f"{id} was reserved after {self._last}")
-                self._in_flight[id] = _Reserved(self._last, now, self._life)
-                self._last = id
+                self._in_flight[id] = _Reserved(now, call.life)
+            self._highest = max(self._highest, ids[-1])
+            self._came.append((self._begun, ids[-1]))
+            self._loose.update(ids)
+            self._place()
 
-    def missed(self) -> None:
+    def missed(self, call: Call) -> None:
         """It failed, or its answer was lost. Should it have given an ID, or give one yet, no row will ever carry it.
 
         Its transaction cannot commit: it was aborted, or its connection is gone, or the library refuses to end it
-        otherwise than by a rollback. So the next edge covers that ID rightly: nothing of ours is there.
+        otherwise than by a rollback. So the edge that covers that ID says rightly that nothing of ours is there.
         """
         with self._lock:
-            self._reserving = False
-
-    def prev(self, id: int) -> int:
-        """What was reserved or announced before `id`, which is in flight."""
-        with self._lock:
-            return self._in_flight[id].prev
+            del self._out[call.number]
+            self._place()
 
     def end(self, ids: Iterable[int], rowless: Iterable[int], now: float) -> None:
         """The transaction of `ids` has ended; of those that are `rowless` it is known that nothing was written."""
@@ -97,14 +114,17 @@ class Chain:
                 self._untold += 1
                 if id in void and reserved.life == self._life and len(self._voids) < VOIDS_KEPT:
                     self._voids.add(id)
-                self._join(Span(reserved.prev, id, 1, now))
+                if reserved.prev is None:
+                    self._ended_loose[id] = now
+                else:
+                    self._join(Span(reserved.prev, id, 1, now))
 
     # -- heartbeat
 
     def calm(self) -> int | None:
         """What to hand to `announce` with a `last_value` that is read after this call; None during a nextval."""
         with self._lock:
-            return None if self._reserving else self._begun
+            return None if self._out else self._begun
 
     def announce(self, head: int, calm: int | None, now: float) -> bool:
         """Nothing of ours lies between the last ID and `head`, the sequence's `last_value`: an edge of its own.
@@ -113,10 +133,10 @@ class Chain:
         be ours, and whoever reserved will complete it.
         """
         with self._lock:
-            if self._reserving or calm != self._begun or head <= self._last:
+            if self._out or calm != self._begun or head <= self._last:
                 return False
             self._join(Span(self._last, head, 0, now))
-            self._last = head
+            self._last = self._highest = head
             return True
 
     # -- telling
@@ -182,6 +202,19 @@ class Chain:
 
     def _within(self, span: Span) -> set[int]:
         return {id for id in self._voids if span.prev < id <= span.id}
+
+    def _place(self) -> None:
+        oldest_out = next(iter(self._out), self._begun + 1)
+        top = 0
+        while self._came and self._came[0][0] < oldest_out:
+            top = max(top, self._came.popleft()[1])
+        for id in sorted(id for id in self._loose if id <= top):
+            self._loose.remove(id)
+            prev, self._last = self._last, id
+            if (ended := self._ended_loose.pop(id, None)) is None:
+                self._in_flight[id].prev = prev
+            else:
+                self._join(Span(prev, id, 1, ended))
 
     def _join(self, span: Span) -> None:
         before, after = self._ends.pop(span.prev, None), self._starts.pop(span.id, None)

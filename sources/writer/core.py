@@ -14,7 +14,7 @@ from sources.producer import FOR_EVER, RecordProducer
 from sources.topics import Topics
 from sources.writer import schema, sequences, takeover
 from sources.writer.chain import Chain
-from sources.writer.draft import Draft, Outlet
+from sources.writer.draft import Draft, Outlet, reserve_statement
 from sources.writer.metrics import Meters
 from sources.writer.relay import Relay
 from sources.writer.session import Connection, Session
@@ -85,7 +85,17 @@ class Core:
         joined = takeover.settle(self._session, producer, self.instance, self.epoch, wanted | left, self._patience)
         if left:
             self._leave(producer, left, joined.starts)
-        self._outlets = {name: Outlet(name, *wanted[name], Chain(joined.starts[name])) for name in wanted}
+        self._outlets = {
+            name: Outlet(
+                name,
+                oid,
+                sign,
+                Chain(joined.starts[name]),
+                reserve_statement(self.instance, self.epoch, name, oid, sign),
+                self._meters.reservation(name),
+            )
+            for name, (oid, sign) in wanted.items()
+        }
         self._relay = Relay(self._session, self._producer, self.instance, self.epoch, self._outlets, self._meters)
         for name, outlet in self._outlets.items():
             self._meters.watch(name, outlet.chain, partial(self._relay.oldest_untold, name))
@@ -117,11 +127,12 @@ class Core:
             self._open += 1
         return Draft(self.instance, self.epoch, self._outlets)
 
-    def _ended(self, draft: Draft, status: TransactionStatus) -> None:
-        """The caller's block is over, and its connection is in `status`."""
+    def _ended(self, draft: Draft, status: int) -> None:
+        """The caller's block is over, and its connection is in `status` (of libpq)."""
         with self._idle:
             self._open -= 1
-            self._idle.notify_all()
+            if self._stopping:
+                self._idle.notify_all()
         if self._relay is None or not len(draft):
             return
         if status == TransactionStatus.IDLE:

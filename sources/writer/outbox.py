@@ -26,14 +26,14 @@ def read(connection: Connection, voice: Voice, spans: Sequence[Span]) -> list[Fo
     lows, highs = _signed(voice, spans)
     rows = connection.execute(
         f"""
-        select number, abs(found.id), abs(found.prev), found.ordinal, found.body::text
+        select number, abs(found.id), found.ordinal, found.body::text
         from unnest(%s::bigint[], %s::bigint[]) with ordinality as span (low, high, number)
         cross join lateral (
-            select id, prev, ordinal, body from tidemark.outbox
+            select id, ordinal, body from tidemark.outbox
             where instance = %s and epoch = %s and stream = %s and id between low and high
             order by id {"asc" if voice.sign > 0 else "desc"} fetch first {ROWS_AT_ONCE} rows with ties
         ) as found
-        order by 1, 2, 4
+        order by 1, 2, 3
         """.encode(),
         [lows, highs, voice.instance, voice.epoch, voice.stream],
     ).fetchall()
@@ -53,8 +53,8 @@ def delete(connection: Connection, voice: Voice, spans: Sequence[Span]) -> None:
     )
 
 
-def _found(rows: Sequence[tuple[int, int, int, int, str]]) -> Found:
-    facts = [Fact(prev, id, tuple(body for *_, body in of)) for (id, prev), of in groupby(rows, key=itemgetter(1, 2))]
+def _found(rows: Sequence[tuple[int, int, int, str]]) -> Found:
+    facts = [Fact(id, tuple(body for *_, body in of)) for id, of in groupby(rows, key=itemgetter(1))]
     return Found(facts, whole=len(rows) < ROWS_AT_ONCE)
 
 

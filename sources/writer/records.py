@@ -14,7 +14,6 @@ from streaming import wire
 class Fact:
     """`bodies` are its rows as JSON, in order; at least one."""
 
-    prev: int
     id: int
     bodies: tuple[str, ...]
 
@@ -29,19 +28,33 @@ class Voice:
     sign: int
 
     def span(self, span: Span, facts: Sequence[Fact], voids: Sequence[int]) -> Iterator[bytes]:
-        """Edges that tile `span`: its facts, which are in order, and between and behind them what is empty.
+        """Edges that tile `span`: one for each of its facts, and of `voids`: reserved IDs without a fact.
 
-        `voids` (ascending) are reserved IDs without a fact; each is an edge of its own, because it counts as completed.
-        Of what else is empty (announced heads, and IDs of which that is not known) no single ID is named.
+        Both are in order. What else is empty (announced heads, and IDs of which that is not known) is covered by the
+        edge behind it, or by an announcement at the end: no single ID of it is named, so none counts as completed.
         """
         at = span.prev
         for fact in facts:
-            yield from self._empty(at, fact.prev, voids)
-            yield from self.fact(fact)
+            for void in _between(voids, at, fact.id):
+                yield self._void(at, void)
+                at = void
+            yield from self.fact(fact, at)
             at = fact.id
-        yield from self._empty(at, span.id, voids)
+        for void in _between(voids, at, span.id):
+            yield self._void(at, void)
+            at = void
+        if at < span.id:
+            yield wire.encode(
+                wire.Position(
+                    stream=self.stream,
+                    writer=self.instance,
+                    epoch=self.epoch,
+                    prev=self.sign * at,
+                    id=self.sign * span.id,
+                )
+            )
 
-    def fact(self, fact: Fact) -> Iterator[bytes]:
+    def fact(self, fact: Fact, prev: int) -> Iterator[bytes]:
         """One record per row; the last carries the number."""
         *first, last = fact.bodies
         for body in first:
@@ -53,11 +66,18 @@ class Voice:
                 stream=self.stream,
                 writer=self.instance,
                 epoch=self.epoch,
-                prev=self.sign * fact.prev,
+                prev=self.sign * prev,
                 id=self.sign * fact.id,
                 row=Raw(last),
             )
         )
+
+    def leftover(self, fact: Fact) -> Iterator[bytes]:
+        """A fact whose neighbours in the chain are not known any more: an edge of one ID.
+
+        Where its writer had told it before it died, that edge lies inside the one that was told: a duplicate.
+        """
+        return self.fact(fact, fact.id - 1)
 
     def join(self, id: int) -> bytes:
         return wire.encode(wire.Join(stream=self.stream, writer=self.instance, epoch=self.epoch, id=self.sign * id))
@@ -65,16 +85,9 @@ class Voice:
     def retire(self, id: int) -> bytes:
         return wire.encode(wire.Retire(stream=self.stream, writer=self.instance, epoch=self.epoch, id=self.sign * id))
 
-    def _empty(self, prev: int, id: int, voids: Sequence[int]) -> Iterator[bytes]:
-        for void in voids[bisect_right(voids, prev) : bisect_right(voids, id)]:
-            yield self._edge(wire.Void, prev, void)
-            prev = void
-        if prev < id:
-            yield self._edge(wire.Position, prev, id)
-
-    def _edge(self, kind: type[wire.Void] | type[wire.Position], prev: int, id: int) -> bytes:
+    def _void(self, prev: int, id: int) -> bytes:
         return wire.encode(
-            kind(
+            wire.Void(
                 stream=self.stream,
                 writer=self.instance,
                 epoch=self.epoch,
@@ -82,3 +95,8 @@ class Voice:
                 id=self.sign * id,
             )
         )
+
+
+def _between(ids: Sequence[int], low: int, high: int) -> Sequence[int]:
+    """Those of the sorted `ids` in `(low, high]`."""
+    return ids[bisect_right(ids, low) : bisect_right(ids, high)]

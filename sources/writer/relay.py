@@ -8,9 +8,9 @@ not work is tried again: Kafka and Postgres may be away for as long as they like
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import psycopg
 import structlog
@@ -27,7 +27,7 @@ from streaming.errors import Stop, Unavailable, WriterFenced
 
 log = structlog.get_logger(__name__)
 
-PACE = 0.01
+PACE = 0.02
 """Seconds between two looks at the outbox: what ends in between shares one query and one commit."""
 HEARTBEAT = 1.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
@@ -42,8 +42,9 @@ class _Parcel:
     """Spans of one stream that were sent and are not all acknowledged (`left` records), or not yet deleted."""
 
     outlet: Outlet
-    spans: list[Span] = field(default_factory=list)
-    left: int = 0
+    spans: list[Span]
+    records: list[bytes]
+    left: int
 
     def acknowledged(self) -> None:
         self.left -= 1
@@ -72,6 +73,7 @@ class Relay:
         self._meters = meters
         self._unclear: list[Draft] = []
         self._parcels: list[_Parcel] = []
+        self._refused = False
         self._life = session.life
         self._beat = time.monotonic() + HEARTBEAT
         self._wake = threading.Event()
@@ -89,7 +91,8 @@ class Relay:
 
     def wake(self) -> None:
         """Transactions have ended."""
-        self._wake.set()
+        if not self._wake.is_set():
+            self._wake.set()
 
     def unclear(self, draft: Draft) -> None:
         """It is not known whether the transaction has ended: found out by asking the server."""
@@ -182,18 +185,17 @@ class Relay:
             found = self._decide(done, taken)
         except BaseException:
             for name, spans in taken.items():
-                self._put_back(self._outlets[name], spans)
+                for span in spans:
+                    self._outlets[name].chain.put_back(span)
             raise
         self._parcels = [parcel for parcel in self._parcels if parcel not in done]
         for parcel in done:
             for span in parcel.spans:
                 parcel.outlet.chain.told(span)
         packed = [self._pack(self._outlets[name], spans, found[name]) for name, spans in taken.items()]
-        self._parcels += [parcel for parcel, _ in packed]
+        self._parcels += packed
         with self._sending():
-            for parcel, records in packed:
-                for record in records:
-                    self._producer.send(parcel.outlet.name, record, parcel.acknowledged)
+            self._send(packed)
 
     def _decide(self, done: Sequence[_Parcel], taken: Mapping[str, list[Span]]) -> dict[str, list[outbox.Found]]:
         """Delete what was told, read what there is of `taken`; both stand for good when this returns."""
@@ -215,10 +217,8 @@ class Relay:
                 make_durable(connection)
         return found
 
-    def _pack(
-        self, outlet: Outlet, spans: Sequence[Span], found: Sequence[outbox.Found]
-    ) -> tuple[_Parcel, list[bytes]]:
-        parcel, records = _Parcel(outlet), list[bytes]()
+    def _pack(self, outlet: Outlet, spans: Sequence[Span], found: Sequence[outbox.Found]) -> _Parcel:
+        told, records = list[Span](), list[bytes]()
         for span, of in zip(spans, found, strict=True):
             voids = outlet.chain.voids(span)
             whole = span
@@ -227,24 +227,29 @@ class Relay:
                 voids = [void for void in voids if void < last]
                 whole, rest = span.cut(last, len(of.facts) + len(voids))
                 outlet.chain.put_back(rest)
-            parcel.spans.append(whole)
+            told.append(whole)
             records += self._voices[outlet.name].span(whole, of.facts, voids)
-        parcel.left = len(records)
-        return parcel, records
+        return _Parcel(outlet, told, records, len(records))
+
+    def _send(self, parcels: Iterable[_Parcel]) -> None:
+        for parcel in parcels:
+            self._producer.send_all(parcel.outlet.name, parcel.records, parcel.acknowledged)
 
     @contextmanager
     def _sending(self) -> Iterator[None]:
-        """Where Kafka refuses a record, all that is open is sent anew: once more is a duplicate, never is a loss."""
+        """Where Kafka refuses a record, all that is open is sent anew: once more is a duplicate, never is a loss.
+
+        The very same records: other edges for the same IDs would be in conflict with those that did arrive.
+        """
         try:
+            if self._refused:
+                self._producer = self._make_producer()
+                self._refused = False
+                self._send(parcel for parcel in self._parcels if parcel.left)
             yield
         except (Unavailable, Stop):
-            for parcel in self._parcels:
-                if parcel.left:
-                    self._put_back(parcel.outlet, parcel.spans)
-            self._parcels = [parcel for parcel in self._parcels if not parcel.left]
-            self._producer = self._make_producer()
+            self._parcels = [
+                replace(parcel, left=len(parcel.records)) if parcel.left else parcel for parcel in self._parcels
+            ]
+            self._refused = True
             raise
-
-    def _put_back(self, outlet: Outlet, spans: Sequence[Span]) -> None:
-        for span in spans:
-            outlet.chain.put_back(span)

@@ -205,9 +205,9 @@ def _tell_leftovers(
 ) -> dict[str, int]:
     told: dict[str, int] = {}
     while rows := _next_leftovers(session, instance, epoch):
-        for (old, stream, id, prev), of in groupby(rows, key=itemgetter(0, 1, 2, 3)):
+        for (old, stream, id), of in groupby(rows, key=itemgetter(0, 1, 2)):
             voice = Voice(instance, old, stream, -1 if id < 0 else 1)
-            for record in voice.fact(Fact(abs(prev), abs(id), tuple(body for *_, body in of))):
+            for record in voice.leftover(Fact(abs(id), tuple(body for *_, body in of))):
                 producer.send(stream, record)
             told[stream] = told.get(stream, 0) + 1
         producer.deliver(patience)
@@ -221,12 +221,12 @@ def _tell_leftovers(
     return told
 
 
-def _next_leftovers(session: Session, instance: str, epoch: int) -> Sequence[tuple[int, str, int, int, int, str]]:
+def _next_leftovers(session: Session, instance: str, epoch: int) -> Sequence[tuple[int, str, int, int, str]]:
     with session.use() as connection:
         return connection.execute(
             f"""
-            select epoch, stream, id, prev, ordinal, body from (
-                select epoch, stream, id, prev, ordinal, body::text from tidemark.outbox
+            select epoch, stream, id, ordinal, body from (
+                select epoch, stream, id, ordinal, body::text from tidemark.outbox
                 where instance = %s and epoch < %s
                 order by epoch, stream, id fetch first {_ROWS_AT_ONCE} rows with ties
             ) as oldest order by epoch, stream, id, ordinal

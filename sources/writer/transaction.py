@@ -1,14 +1,11 @@
 """Facts of one transaction on a psycopg `Connection` of the caller's. `aio` is the same for an `AsyncConnection`."""
 
-import threading
-from collections.abc import Mapping
 from typing import Any
 
 import psycopg
 from psycopg.rows import tuple_row
 
-from sources.writer.draft import ADD, AWAIT_FENCE, RESERVE, Draft, encoded
-from sources.writer.metrics import Meters
+from sources.writer.draft import ADD, Draft, encoded
 
 
 class Facts:
@@ -18,16 +15,8 @@ class Facts:
     psycopg's own errors pass.
     """
 
-    def __init__(
-        self,
-        connection: psycopg.Connection[Any],
-        draft: Draft,
-        turns: Mapping[str, threading.Lock],
-        meters: Meters,
-    ) -> None:
+    def __init__(self, connection: psycopg.Connection[Any], draft: Draft) -> None:
         self._draft = draft
-        self._turns = turns
-        self._meters = meters
         # Not the connection's own kind of cursor: its rows may be anything.
         self._cursor = psycopg.Cursor(connection, row_factory=tuple_row)
 
@@ -54,10 +43,6 @@ class Facts:
 
     def _reserve(self, stream: str, count: int, body: str | None = None) -> list[int]:
         outlet = self._draft.outlet(stream)
-        with self._meters.reserving(stream):
-            while True:
-                with self._turns[stream], self._draft.reserving(outlet, count, body) as reservation:
-                    reservation.answer = self._cursor.execute(RESERVE, reservation.params).fetchone()
-                if reservation.ids:
-                    return reservation.ids
-                self._cursor.execute(AWAIT_FENCE, [self._draft.instance])
+        with self._draft.reserving(outlet, count, body) as reservation:
+            reservation.answer = self._cursor.execute(outlet.reserve, reservation.params).fetchone()
+        return reservation.ids

@@ -1,6 +1,5 @@
 """The writer for threads."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -18,7 +17,6 @@ class Writer(Core):
 
     def __enter__(self) -> Self:
         self._start()
-        self._turns = {stream: threading.Lock() for stream in self.streams}
         return self
 
     def __exit__(
@@ -40,11 +38,11 @@ class Writer(Core):
         draft = self._draft()
         try:
             with connection.transaction():
-                yield Facts(connection, draft, self._turns, self._meters)
+                yield Facts(connection, draft)
                 draft.require_whole()
         except psycopg.OperationalError as error:
             if connection.broken and self._replaced():
                 raise WriterFenced(self.instance, self.epoch) from error
             raise
         finally:
-            self._ended(draft, connection.info.transaction_status)
+            self._ended(draft, connection.pgconn.transaction_status)

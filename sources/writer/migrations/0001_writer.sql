@@ -22,7 +22,6 @@ create table tidemark.outbox (
     stream      text        not null,
     id          bigint      not null,
     ordinal     integer     not null,
-    prev        bigint      not null,
     body        json        not null,
     primary key (instance, epoch, stream, id, ordinal)
 )
@@ -58,59 +57,54 @@ begin
 end
 $$;
 
--- A volatile function takes a new snapshot for each of its statements (in READ COMMITTED), so fence and nextval cost
--- one round trip. `ids` is null while a fence is under way: the caller waits for the lock and calls again. It must not
--- wait here, where it holds up all that reserve on the same stream.
+-- Takes the fence and IDs beyond `_floor` in one round trip: a volatile function takes a new snapshot for each of its
+-- statements (in READ COMMITTED). With `_body` also the only row of the fact that has the (one) ID.
 create function tidemark.reserve(
-    _instance text, _epoch bigint, _stream text, _sequence oid, _direction integer, _prev bigint, _count integer,
+    _instance text, _epoch bigint, _stream text, _sequence oid, _direction integer, _floor bigint, _count integer,
     _body json, out ids bigint[], out xid xid8
 )
 language plpgsql volatile
 as $$
 declare
-    _last bigint := _prev;
     _id bigint;
     _refused integer := 0;
 begin
-    if not pg_try_advisory_xact_lock_shared(tidemark.writer_lock(_instance)) then
-        return;
-    end if;
+    perform pg_advisory_xact_lock_shared(tidemark.writer_lock(_instance));
     perform tidemark.check_epoch(_instance, _epoch);
     xid := pg_current_xact_id();
     ids := '{}';
     while cardinality(ids) < _count loop
         _id := nextval(_sequence::regclass);
-        if _id * _direction > _last * _direction then
+        if _id * _direction > _floor * _direction then
             ids := ids || _id;
-            _last := _id;
         else
             -- A server that crashed may give again up to 32 numbers that nobody had committed. They are promised to
             -- be without a fact, so they are left out. More than that is another database.
             _refused := _refused + 1;
             if _refused > 64 then
                 raise exception using errcode = 'TM002', message =
-                    format('the sequence of stream %s gave %s after %s', _stream, _id, _prev);
+                    format('the sequence of stream %s gave %s after %s', _stream, _id, _floor);
             end if;
         end if;
     end loop;
     if _body is not null then
-        insert into tidemark.outbox (instance, epoch, stream, id, ordinal, prev, body)
-        values (_instance, _epoch, _stream, ids[1], 0, _prev, _body);
+        insert into tidemark.outbox (instance, epoch, stream, id, ordinal, body)
+        values (_instance, _epoch, _stream, ids[1], 0, _body);
     end if;
 end
 $$;
 
 -- Takes the lock again: the savepoint in which the ID was reserved may have been rolled back, and its lock with it.
 create function tidemark.add_rows(
-    _instance text, _epoch bigint, _stream text, _id bigint, _prev bigint, _ordinal integer, _bodies text[]
+    _instance text, _epoch bigint, _stream text, _id bigint, _ordinal integer, _bodies text[]
 ) returns void
 language plpgsql volatile
 as $$
 begin
     perform pg_advisory_xact_lock_shared(tidemark.writer_lock(_instance));
     perform tidemark.check_epoch(_instance, _epoch);
-    insert into tidemark.outbox (instance, epoch, stream, id, ordinal, prev, body)
-    select _instance, _epoch, _stream, _id, _ordinal + number - 1, _prev, body::json
+    insert into tidemark.outbox (instance, epoch, stream, id, ordinal, body)
+    select _instance, _epoch, _stream, _id, _ordinal + number - 1, body::json
     from unnest(_bodies) with ordinality as given (body, number);
 end
 $$;

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sources.writer.chain import Chain, Span
+from sources.writer.chain import Call, Chain, Span
 from sources.writer.records import Fact, Voice
 from tests.sources.writer.judge import Verdict, judged
 
@@ -15,7 +15,10 @@ START = 3
 
 
 class Writing(RuleBasedStateMachine):
-    """A writer whose sequence others use too. `_truth` says of each of its IDs whether a row was committed with it."""
+    """A writer with several `nextval` on their way, whose sequence others use too.
+
+    `truth` says of each of its IDs whether a row was committed with it.
+    """
 
     @initialize(sign=st.sampled_from([1, -1]), seed=st.integers(0, 2**32))
     def begin(self, sign: int, seed: int) -> None:
@@ -23,8 +26,9 @@ class Writing(RuleBasedStateMachine):
         self.voice = Voice("shop", 1, "orders", sign)
         self.chain = Chain(START)
         self.head = START
-        self.prevs: dict[int, int] = {}
-        self.open: dict[int, bool] = {}
+        self.sent: list[Call] = []
+        self.executed: list[tuple[Call, list[int]]] = []
+        self.open: set[int] = set()
         self.truth: dict[int, bool] = {}
         self.taken: list[Span] = []
         self.told: list[bytes] = []
@@ -33,48 +37,67 @@ class Writing(RuleBasedStateMachine):
     def another_writer_takes_an_id(self) -> None:
         self.head += 1
 
+    @rule()
+    def send_a_nextval(self) -> None:
+        self.sent.append(self.chain.begin())
+
+    @precondition(lambda self: self.sent)
     @rule(count=st.integers(1, 3))
-    def reserve(self, count: int) -> None:
-        """Other writers' IDs may lie between those of one call."""
-        prev = self.chain.begin()
+    def the_server_executes_one(self, count: int) -> None:
+        """Any of those on their way. Other IDs may lie between those of one call."""
+        call = self.sent.pop(self.random.randrange(len(self.sent)))
         ids = []
         for _ in range(count):
             self.head += self.random.randint(1, 2)
             ids.append(self.head)
-        self.chain.took(ids, 0.0)
-        for id in ids:
-            self.prevs[id], prev = prev, id
-            self.open[id] = True
+        self.executed.append((call, ids))
 
+    @precondition(lambda self: self.executed)
     @rule()
-    def lose_an_answer(self) -> None:
-        """The server gave an ID and its connection died: nobody knows of it."""
-        self.chain.begin()
-        self.head += 1
-        self.chain.missed()
+    def an_answer_comes(self) -> None:
+        """Of any that were executed, in any order."""
+        call, ids = self.executed.pop(self.random.randrange(len(self.executed)))
+        self.chain.took(call, ids, 0.0)
+        self.open.update(ids)
+
+    @precondition(lambda self: self.executed)
+    @rule()
+    def an_answer_is_lost(self) -> None:
+        """The server gave IDs and the connection died: nobody knows of them."""
+        call, _ = self.executed.pop(self.random.randrange(len(self.executed)))
+        self.chain.missed(call)
+
+    @precondition(lambda self: self.sent)
+    @rule()
+    def a_connection_dies_before_its_nextval_is_executed(self) -> None:
+        """The server may execute it yet, at any time later."""
+        self.chain.missed(self.sent.pop(self.random.randrange(len(self.sent))))
+        self.head += self.random.randint(0, 1)
 
     @precondition(lambda self: self.open)
     @rule(row=st.booleans(), known=st.booleans())
     def end(self, row: bool, known: bool) -> None:
         """Any transaction ends; that it wrote nothing may be known at once or only from the outbox."""
         id = self.random.choice(sorted(self.open))
-        del self.open[id]
+        self.open.remove(id)
         self.truth[id] = row
         self.chain.end([id], [id] if known and not row else [], 0.0)
 
     @rule()
     def beat(self) -> None:
-        self.chain.announce(self.head, self.chain.calm(), 0.0)
+        on_its_way = bool(self.sent or self.executed)
+        last = self.chain.last
+        assert self.chain.announce(self.head, self.chain.calm(), 0.0) == (not on_its_way and self.head > last)
 
     @rule()
     def beat_while_reserving(self) -> None:
-        """A head that was read while a nextval was in flight says nothing: the new ID may be below it."""
+        """A head that was read while a nextval was on its way says nothing: the new ID may be below it."""
         calm = self.chain.calm()
-        self.chain.begin()
+        call = self.chain.begin()
         assert self.chain.calm() is None
         self.head += 1
         assert not self.chain.announce(self.head, calm, 0.0)
-        self.chain.missed()
+        self.chain.missed(call)
         assert not self.chain.announce(self.head, calm, 0.0)
 
     @rule()
@@ -100,7 +123,7 @@ class Writing(RuleBasedStateMachine):
             ids = ids[:facts]
             span, rest = span.cut(ids[-1], len(ids))
             self.chain.put_back(rest)
-        found = [Fact(self.prevs[id], id, ("{}",)) for id in ids]
+        found = [Fact(id, ("{}",)) for id in ids]
         self.told += self.voice.span(span, found, self.chain.voids(span))
         self.chain.told(span)
 
@@ -113,6 +136,10 @@ class Writing(RuleBasedStateMachine):
         """All ends, all is told, in any order: the position is the last ID, and the facts are the truth's."""
         if not hasattr(self, "chain"):
             return
+        while self.sent:
+            self.the_server_executes_one(1)
+        while self.executed:
+            self.an_answer_comes()
         while self.open:
             self.end(row=True, known=False)
         self.beat()
@@ -143,8 +170,7 @@ TestWriting = Writing.TestCase
 def test_what_ended_is_one_span_as_soon_as_it_joins(order: list[int]) -> None:
     """Five IDs in any order of their ends: never more spans than gaps between them, and one at the end."""
     chain = Chain(START)
-    chain.begin()
-    chain.took([4, 5, 6, 7, 8], 0.0)
+    chain.took(chain.begin(), [4, 5, 6, 7, 8], 0.0)
     ended: set[int] = set()
     for id in order:
         chain.end([id], [], 0.0)
@@ -160,8 +186,7 @@ def test_a_million_ended_ids_are_one_span() -> None:
     """Kafka is away for long: what is kept of the facts that wait does not grow with them."""
     chain = Chain(0)
     for id in range(1, 100_001):
-        chain.begin()
-        chain.took([id], 0.0)
+        chain.took(chain.begin(), [id], 0.0)
         chain.end([id], [id] if id % 5 == 0 else [], 0.0)
     (span,) = chain.take()
     assert (span.prev, span.id, span.ids) == (0, 100_000, 100_000)
@@ -172,23 +197,38 @@ def test_an_id_that_was_promised_to_be_empty_is_never_taken() -> None:
     """A sequence that was set back gives an ID at or below the last: it must not become a fact."""
     chain = Chain(START)
     assert chain.announce(9, chain.calm(), 0.0)
-    chain.begin()
+    call = chain.begin()
     with pytest.raises(ValueError, match="9 was reserved after 9"):
-        chain.took([9], 0.0)
+        chain.took(call, [9], 0.0)
 
 
 def test_void_ids_are_named_only_while_the_database_has_not_crashed() -> None:
     """After a crash a number may be given again to another writer: as an edge it moves our position, not the line."""
     chain = Chain(START)
-    chain.begin()
-    chain.took([4, 5, 6], 0.0)
+    chain.took(chain.begin(), [4, 5, 6], 0.0)
     chain.end([4], [4], 0.0)
     chain.doubt_voids()
     chain.end([5], [5], 0.0)
-    chain.begin()
-    chain.took([7], 0.0)
+    chain.took(chain.begin(), [7], 0.0)
     chain.end([6, 7], [7], 0.0)
     (span,) = chain.take()
-    told = [*Voice("shop", 1, "orders", 1).span(span, [Fact(5, 6, ("{}",))], chain.voids(span))]
+    told = [*Voice("shop", 1, "orders", 1).span(span, [Fact(6, ("{}",))], chain.voids(span))]
     kinds = judge(Voice("shop", 1, "orders", 1), told).kinds()
-    assert kinds == [("JOIN", 1, 3), ("POSITION", 1, 5), ("RDATA", 1, 6), ("VOID", 1, 7)]
+    assert kinds == [("JOIN", 1, 3), ("RDATA", 1, 6), ("VOID", 1, 7)]
+
+
+def test_an_id_waits_for_the_answers_that_may_still_bring_a_lower_one() -> None:
+    """7 came and ended first; 5 and 6 are of calls that were out then. A call that began later holds nothing back."""
+    chain = Chain(START)
+    slow, lost = chain.begin(), chain.begin()
+    chain.took(chain.begin(), [7], 0.0)
+    chain.end([7], [], 0.0)
+    later = chain.begin()
+    assert chain.take() == []
+    chain.took(slow, [5], 0.0)
+    assert chain.take() == []
+    chain.missed(lost)
+    assert chain.take() == [Span(5, 7, 1, 0.0)]
+    chain.end([5], [], 0.0)
+    assert chain.take() == [Span(START, 5, 1, 0.0)]
+    chain.took(later, [8], 0.0)
