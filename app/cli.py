@@ -205,8 +205,9 @@ def writer_migrate(
     """Make or update schema and outbox in a service's database, and the sequences of its streams."""
     from app import writer
 
+    settings = _settings()
     act = writer.plan if dry_run else writer.migrate
-    act(dsn or _settings().postgres_dsn.get_secret_value(), names, direction, click.echo)
+    act(dsn or settings.postgres_dsn.get_secret_value(), names, direction, click.echo)
 
 
 @writer_.command("fence")

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
 from sinks.publisher import Published
+from sources.writer.metrics import WriterMetrics
 from streaming.effects import ShardEffects
 
 REGISTRY = CollectorRegistry()
@@ -154,22 +155,35 @@ def count_batch(effects: Iterable[ShardEffects], published: Published, seconds: 
 
 def page() -> str:
     """The metrics page of the documentation."""
-    rows = []
-    for metric in (each for each in globals().values() if isinstance(each, MetricWrapperBase)):
-        family = next(iter(metric.describe()))
-        name = f"{family.name}_total" if family.type == "counter" else family.name
-        labels = list(metric._labelnames)  # the library tells them nowhere else
-        rows.append((name, family.type, labels, family.documentation))
-    rows.extend((name, "gauge", labels, meaning) for name, labels, meaning in STREAM_GAUGES.values())
+    pipeline = [_row(metric) for metric in globals().values() if isinstance(metric, MetricWrapperBase)]
+    pipeline.extend((name, "gauge", labels, meaning) for name, labels, meaning in STREAM_GAUGES.values())
+    writer = [_row(metric) for metric in vars(WriterMetrics(CollectorRegistry())).values()]
     lines = [
         "# Metrics",
         "",
         "The pipeline serves them on `TIDEMARK_METRICS_PORT`. Made from `app/metrics.py` by `make docs`.",
         "",
-        "| metric | kind | labels | meaning, and what to do |",
-        "|---|---|---|---|",
+        *_table(pipeline),
+        "",
+        "## The writer's library",
+        "",
+        "A service that writes with [`sources.writer`](writer.md) has them in its own registry of prometheus-client.",
+        "",
+        *_table(writer),
     ]
+    return "\n".join(lines) + "\n"
+
+
+def _row(metric: MetricWrapperBase) -> tuple[str, str, list[str], str]:
+    """Name, kind, labels, meaning."""
+    family = next(iter(metric.describe()))
+    name = f"{family.name}_total" if family.type == "counter" else family.name
+    return name, family.type, list(metric._labelnames), family.documentation  # the library tells labels nowhere else
+
+
+def _table(rows: Iterable[tuple[str, str, list[str], str]]) -> list[str]:
+    lines = ["| metric | kind | labels | meaning, and what to do |", "|---|---|---|---|"]
     for name, kind, labels, meaning in sorted(rows):
         named = ", ".join(f"`{label}`" for label in labels)
         lines.append(f"| `{name}` | {kind} | {named} | {meaning} |")
-    return "\n".join(lines) + "\n"
+    return lines

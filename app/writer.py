@@ -20,22 +20,20 @@ def migrate(dsn: str, names: Sequence[str], direction: Direction, say: Say) -> N
 
     Raises `SequenceUnfit` for the first that breaks a rule, `SchemaMismatch` where the schema is newer.
     """
-    session = Session(dsn, "tidemark writer migrate")
-    applied = schema.migrate(session)
-    say(f"applied {', '.join(map(str, applied))}" if applied else "the writer's schema is up to date")
-    with session.use() as connection:
-        for stream in _streams(names, direction):
-            if sequences.inspect(connection, stream.sequence) is None:
-                sequences.create(connection, stream.sequence, stream.sign)
-                say(f"made sequence {stream.sequence}")
-            sequences.require(connection, [stream])
-    session.close()
+    with Session(dsn, "tidemark writer migrate") as session:
+        applied = schema.migrate(session)
+        say(f"applied {', '.join(map(str, applied))}" if applied else "the writer's schema is up to date")
+        with session.use() as connection:
+            for stream in _streams(names, direction):
+                if sequences.inspect(connection, stream.sequence) is None:
+                    sequences.create(connection, stream.sequence, stream.sign)
+                    say(f"made sequence {stream.sequence}")
+                sequences.require(connection, [stream])
 
 
 def plan(dsn: str, names: Sequence[str], direction: Direction, say: Say) -> None:
     """Say what `migrate` would do; changes nothing, raises the same."""
-    session = Session(dsn, "tidemark writer migrate --dry-run")
-    with session.use() as connection:
+    with Session(dsn, "tidemark writer migrate --dry-run") as session, session.use() as connection:
         pending = schema.pending(connection)
         say(f"would apply {', '.join(map(str, pending))}" if pending else "the writer's schema is up to date")
         for stream in _streams(names, direction):
@@ -44,7 +42,6 @@ def plan(dsn: str, names: Sequence[str], direction: Direction, say: Say) -> None
             else:
                 sequences.require(connection, [stream])
                 say(f"sequence {stream.sequence} is fit")
-    session.close()
 
 
 def _streams(names: Sequence[str], direction: Direction) -> list[Stream]:
@@ -53,11 +50,10 @@ def _streams(names: Sequence[str], direction: Direction) -> list[Stream]:
 
 def report(dsn: str, instance: str, say: Say) -> None:
     """Say what `fence` would find; changes nothing. Raises `UnknownWriter`."""
-    session = Session(dsn, "tidemark writer fence --dry-run")
-    with session.use() as connection:
-        schema.check(connection)
-    found = takeover.look(session, instance)
-    session.close()
+    with Session(dsn, "tidemark writer fence --dry-run") as session:
+        with session.use() as connection:
+            schema.check(connection)
+        found = takeover.look(session, instance)
     say(f"{instance} is in epoch {found.epoch}")
     for holder in found.holders:
         say(f"open transaction: {holder}")
@@ -82,17 +78,17 @@ def fence(dsn: str, kafka: KafkaConnection, topic: str, order: Fence, say: Say) 
     Raises `UnknownWriter`, and `Unavailable` where Kafka or Postgres does not answer: then run it again.
     """
     Topics(kafka).describe([topic])
-    session = Session(dsn, f"tidemark writer fence {order.instance}")
-    with session.use() as connection:
-        schema.check(connection)
     instance = order.instance
-    before = takeover.look(session, instance)
-    with session.use() as connection:
-        streams = takeover.registered(connection, instance)
-    epoch = takeover.raise_epoch(session, instance, {}, _Ending(say) if order.terminate else _Waiting(say))
-    say(f"{instance} was in epoch {before.epoch}, which is over; now {epoch}")
-    producer = RecordProducer(kafka, topic, give_up_after=FOR_EVER)
-    joined = takeover.settle(session, producer, instance, epoch, streams, KAFKA_SECONDS)
+    with Session(dsn, f"tidemark writer fence {instance}") as session:
+        with session.use() as connection:
+            schema.check(connection)
+        before = takeover.look(session, instance)
+        with session.use() as connection:
+            streams = takeover.registered(connection, instance)
+        epoch = takeover.raise_epoch(session, instance, {}, _Ending(say) if order.terminate else _Waiting(say))
+        say(f"{instance} was in epoch {before.epoch}, which is over; now {epoch}")
+        producer = RecordProducer(kafka, topic, give_up_after=FOR_EVER)
+        joined = takeover.settle(session, producer, instance, epoch, streams, KAFKA_SECONDS)
     for stream, start in joined.starts.items():
         say(
             f"{stream}: told {_counted(joined.leftovers.get(stream, 0), 'fact')} from the outbox,"
@@ -101,7 +97,6 @@ def fence(dsn: str, kafka: KafkaConnection, topic: str, order: Fence, say: Say) 
     if order.retire:
         takeover.retire(producer, instance, epoch, streams, joined.starts, KAFKA_SECONDS)
         say(f"{instance} is retired: it holds no line back any more")
-    session.close()
 
 
 class _Waiting:

@@ -4,7 +4,7 @@ What announces runs on a thread, as in `Writer`; start and stop are waited for o
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -13,7 +13,7 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from sources.writer.core import Core
-from sources.writer.draft import ADD, Draft, encoded
+from sources.writer.draft import ADD, Draft, encoded, write_statement
 from streaming.errors import WriterFenced
 
 
@@ -27,6 +27,20 @@ class AsyncFacts:
     async def append(self, stream: str, row: object) -> int:
         """Reserve the next ID of `stream` for a fact whose only row (any JSON) is known: `reserve` and `add` in one."""
         return (await self._reserve(stream, 1, encoded(stream, row)))[0]
+
+    async def write(self, stream: str, row: object, statement: str, params: Mapping[str, object] | None = None) -> int:
+        """`append`, and a statement of the caller's own in the same round trip: the cheapest way to write a fact.
+
+            facts.write("orders", row, "insert into orders (id, total) values (%(id)s, %(total)s)", {"total": 40})
+
+        `statement` is an INSERT, UPDATE or DELETE with named parameters; `%(id)s` in it stands for the new ID.
+        """
+        outlet, body = self._draft.outlet(stream), encoded(stream, row)
+        statement_and_call = write_statement(outlet.call, statement)
+        with self._draft.reserving(outlet, 1, body) as reservation:
+            await self._cursor.execute(statement_and_call, {**(params or {}), **reservation.params})
+            reservation.answer = await self._cursor.fetchone()
+        return reservation.ids[0]
 
     async def reserve(self, stream: str) -> int:
         """The next ID of `stream`. It holds back the stream until this transaction ends, and needs rows: `add`."""

@@ -14,7 +14,7 @@ from sources.producer import FOR_EVER, RecordProducer
 from sources.topics import Topics
 from sources.writer import schema, sequences, takeover
 from sources.writer.chain import Chain
-from sources.writer.draft import Draft, Outlet, reserve_statement
+from sources.writer.draft import Draft, Outlet, reserve_call, reserve_statement
 from sources.writer.metrics import Meters
 from sources.writer.relay import Relay
 from sources.writer.session import Connection, Session
@@ -73,6 +73,13 @@ class Core:
     # -- start
 
     def _start(self) -> None:
+        try:
+            self._join()
+        except BaseException:
+            self._session.close()
+            raise
+
+    def _join(self) -> None:
         Topics(self._kafka, self._patience).describe([self._topic])
         with self._session.use() as connection:
             schema.check(connection)
@@ -86,15 +93,7 @@ class Core:
         if left:
             self._leave(producer, left, joined.starts)
         self._outlets = {
-            name: Outlet(
-                name,
-                oid,
-                sign,
-                Chain(joined.starts[name]),
-                reserve_statement(self.instance, self.epoch, name, oid, sign),
-                self._meters.reservation(name),
-            )
-            for name, (oid, sign) in wanted.items()
+            name: self._outlet(name, oid, sign, joined.starts[name]) for name, (oid, sign) in wanted.items()
         }
         self._relay = Relay(self._session, self._producer, self.instance, self.epoch, self._outlets, self._meters)
         for name, outlet in self._outlets.items():
@@ -103,6 +102,11 @@ class Core:
         log.info(
             "Joined", instance=self.instance, epoch=self.epoch, told_before=joined.leftovers, streams=joined.starts
         )
+
+    def _outlet(self, name: str, oid: int, sign: int, start: int) -> Outlet:
+        call = reserve_call(self.instance, self.epoch, name, oid, sign)
+        latency = self._meters.reservation(name)
+        return Outlet(name, oid, sign, Chain(start), call, reserve_statement(call), latency)
 
     def _leave(self, producer: RecordProducer, streams: takeover.Streams, starts: Mapping[str, int]) -> None:
         """Streams that this instance wrote in an earlier epoch and writes no more must not wait for it."""

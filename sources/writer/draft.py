@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import psycopg
@@ -29,34 +30,52 @@ _FENCED, _SET_BACK = "TM001", "TM002"
 
 @dataclass(frozen=True, slots=True)
 class Outlet:
-    """A stream as a running writer has it; `oid` is its sequence. `reserve` is the statement that takes IDs from it.
+    """A stream as a running writer has it; `oid` is its sequence.
 
-    What never changes is part of the statement's text, and not among its parameters, each of which costs a
-    microsecond or two for every ID.
+    `call` takes IDs from it, in SQL, and `reserve` does nothing else. What never changes is part of their text, and not
+    among the parameters, each of which costs a microsecond or two for every ID.
     """
 
     name: str
     oid: int
     sign: int
     chain: Chain
+    call: str
     reserve: bytes
     latency: Histogram
 
 
-def reserve_statement(instance: str, epoch: int, stream: str, oid: int, sign: int) -> bytes:
-    """Its parameters: the call's floor, how many IDs, the row or null."""
-    call = sql.SQL("select ids, xid::text from tidemark.reserve({}, {}, {}, {}, {}, ")
-    text = call.format(*map(sql.Literal, (instance, epoch, stream, oid, sign))).as_bytes()
-    return text.replace(b"%", b"%%") + b"%s, %s, %s)"
+def reserve_call(instance: str, epoch: int, stream: str, oid: int, sign: int) -> str:
+    """A call of `tidemark.reserve` with named parameters: those of `Reservation.params`."""
+    call = sql.SQL("tidemark.reserve({}, {}, {}, {}, {}, ")
+    text = call.format(*map(sql.Literal, (instance, epoch, stream, oid, sign))).as_string()
+    return text.replace("%", "%%") + "%(tidemark_floor)s, %(tidemark_count)s, %(tidemark_row)s)"
+
+
+def reserve_statement(call: str) -> bytes:
+    return f"select {call}, pg_current_xact_id()::text".encode()
+
+
+@lru_cache(maxsize=1000)
+def write_statement(call: str, statement: str) -> bytes:
+    """The reservation and a statement of the caller's, which has `%(id)s` for the new ID, in one.
+
+    A statement in a WITH clause is run to its end whether or not it is asked for its rows.
+    """
+    own = statement.replace("%(id)s", "(select ids[1] from tidemark_fact)")
+    return (
+        f"with tidemark_fact as materialized (select {call} as ids), tidemark_own as ({own})"
+        " select ids, pg_current_xact_id()::text from tidemark_fact"
+    ).encode()
 
 
 class Reservation:
-    """One call of `outlet.reserve`; whoever runs it sets `answer` to its row. `ids` are signed."""
+    """One call of `tidemark.reserve`; whoever runs it sets `answer` to its row. `ids` are signed."""
 
     __slots__ = ("answer", "ids", "params")
 
-    def __init__(self, params: tuple[int, int, str | None]) -> None:
-        self.params = params
+    def __init__(self, floor: int, count: int, body: str | None) -> None:
+        self.params = {"tidemark_floor": floor, "tidemark_count": count, "tidemark_row": body}
         self.answer: Sequence[Any] | None = None
         self.ids: list[int] = []
 
@@ -83,7 +102,7 @@ class Draft:
 
     @contextmanager
     def reserving(self, outlet: Outlet, count: int, body: str | None = None) -> Iterator[Reservation]:
-        """Between the two halves the caller runs `outlet.reserve` and sets `answer`.
+        """Between the two halves the caller runs `outlet.reserve`, or what contains it, and sets `answer`.
 
         `body` is the row of a fact that is complete with it (`encoded`); then `count` is 1.
         """
@@ -91,7 +110,7 @@ class Draft:
             raise ValueError(f"{count} IDs at once: 1 to {MAX_IDS} are possible")
         began = time.monotonic()
         call = outlet.chain.begin()
-        reservation = Reservation((outlet.sign * call.floor, count, body))
+        reservation = Reservation(outlet.sign * call.floor, count, body)
         try:
             yield reservation
             assert reservation.answer is not None

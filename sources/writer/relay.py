@@ -27,8 +27,8 @@ from streaming.errors import Stop, Unavailable, WriterFenced
 
 log = structlog.get_logger(__name__)
 
-PACE = 0.02
-"""Seconds between two looks at the outbox: what ends in between shares one query and one commit."""
+PACE = 0.05
+"""Seconds from one look at the outbox to the next, at least: what ends in between shares one query and one commit."""
 HEARTBEAT = 1.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 _UNSETTLED = 0.1
@@ -76,6 +76,7 @@ class Relay:
         self._refused = False
         self._life = session.life
         self._beat = time.monotonic() + HEARTBEAT
+        self._began = 0.0
         self._wake = threading.Event()
         self._halt = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"tidemark-writer-{instance}", daemon=True)
@@ -135,11 +136,11 @@ class Relay:
     def _rest(self) -> None:
         until_beat = max(0.0, self._beat - time.monotonic())
         self._wake.wait(min(until_beat, _UNSETTLED) if self._unclear or self._parcels else until_beat)
-        if self._wake.is_set():
-            self._halt.wait(PACE)
+        self._halt.wait(max(0.0, self._began + PACE - time.monotonic()))
         self._wake.clear()
 
     def _round(self) -> None:
+        self._began = time.monotonic()
         self._clear_up()
         if time.monotonic() >= self._beat:
             self._announce_heads()
@@ -227,6 +228,8 @@ class Relay:
                 voids = [void for void in voids if void < last]
                 whole, rest = span.cut(last, len(of.facts) + len(voids))
                 outlet.chain.put_back(rest)
+                self._began = 0.0  # there is more: go on at once
+                self._wake.set()
             told.append(whole)
             records += self._voices[outlet.name].span(whole, of.facts, voids)
         return _Parcel(outlet, told, records, len(records))

@@ -6,6 +6,7 @@ Its commits are durable (`synchronous_commit`), whatever the database's default 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Self
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -22,6 +23,12 @@ _DEFAULTS = {
     "keepalives_interval": "5",
     "keepalives_count": "3",
     "tcp_user_timeout": "15000",
+}
+_SETTINGS = {
+    "synchronous_commit": "on",
+    # The outbox is empty whenever nobody looks, so a planner with statistics would read all of it, dead rows and all.
+    "enable_seqscan": "off",
+    "enable_bitmapscan": "off",
 }
 _LOST_CLASSES = ("08", "53", "57", "58")  # connections, resources, an operator's intervention, the system
 _REFUSALS = {
@@ -58,6 +65,12 @@ class Session:
             except psycopg.Error as error:
                 raise self._explained(error) from error
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def close(self) -> None:
         with self._lock:
             if self._connection is not None:
@@ -67,7 +80,8 @@ class Session:
     def _live(self) -> Connection:
         if self._connection is None or self._connection.closed:
             connection = psycopg.connect(self._conninfo, autocommit=True)
-            connection.execute("set synchronous_commit = on")
+            for setting, value in _SETTINGS.items():
+                connection.execute(f"set {setting} = {value}".encode())
             self._connection = connection
             self.life += 1
         return self._connection

@@ -1,11 +1,12 @@
 """Facts of one transaction on a psycopg `Connection` of the caller's. `aio` is the same for an `AsyncConnection`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import psycopg
 from psycopg.rows import tuple_row
 
-from sources.writer.draft import ADD, Draft, encoded
+from sources.writer.draft import ADD, Draft, encoded, write_statement
 
 
 class Facts:
@@ -23,6 +24,21 @@ class Facts:
     def append(self, stream: str, row: object) -> int:
         """Reserve the next ID of `stream` for a fact whose only row (any JSON) is known: `reserve` and `add` in one."""
         return self._reserve(stream, 1, encoded(stream, row))[0]
+
+    def write(self, stream: str, row: object, statement: str, params: Mapping[str, object] | None = None) -> int:
+        """`append`, and a statement of the caller's own in the same round trip: the cheapest way to write a fact.
+
+            facts.write("orders", row, "insert into orders (id, total) values (%(id)s, %(total)s)", {"total": 40})
+
+        `statement` is an INSERT, UPDATE or DELETE with named parameters; `%(id)s` in it stands for the new ID.
+        """
+        outlet, body = self._draft.outlet(stream), encoded(stream, row)
+        statement_and_call = write_statement(outlet.call, statement)
+        with self._draft.reserving(outlet, 1, body) as reservation:
+            reservation.answer = self._cursor.execute(
+                statement_and_call, {**(params or {}), **reservation.params}
+            ).fetchone()
+        return reservation.ids[0]
 
     def reserve(self, stream: str) -> int:
         """The next ID of `stream`. It holds back the stream until this transaction ends, and needs rows: `add`."""

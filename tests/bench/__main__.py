@@ -10,7 +10,7 @@ import click
 from app import logs
 from app.settings import Settings
 from app.stack.java import find_java
-from tests.bench import flat, gap, latency, race, report, results, soak, stages
+from tests.bench import flat, gap, latency, race, report, results, soak, stages, writer
 from tests.bench.site import Site, servers
 
 Run = Callable[[Site], dict[str, Any]]
@@ -34,6 +34,7 @@ def everything() -> None:
         _record("streams", race.run(site, race.STREAMS))
         _record("latency", latency.run(site, latency.Plan()))
         _record("gap", gap.run(site, gap.Plan()))
+        _record("writer", writer.run(site, writer.Plan()))
     _record("flat", flat.run(flat.Plan()))
 
 
@@ -88,6 +89,13 @@ def gap_(**sizes: Any) -> None:
 def flat_(**sizes: Any) -> None:
     """Very many IDs through one stream, without Spark and Kafka."""
     _record("flat", flat.run(flat.Plan(**sizes)))
+
+
+@main.command("writer")
+@_sizes(writer.Plan(), "seconds", "rounds")
+def writer_(**sizes: Any) -> None:
+    """A service's transactions with the writer's library and without."""
+    _on_servers("writer", lambda site: writer.run(site, writer.Plan(**sizes)))
 
 
 @main.command("soak")

@@ -61,22 +61,21 @@ $$;
 -- statements (in READ COMMITTED). With `_body` also the only row of the fact that has the (one) ID.
 create function tidemark.reserve(
     _instance text, _epoch bigint, _stream text, _sequence oid, _direction integer, _floor bigint, _count integer,
-    _body json, out ids bigint[], out xid xid8
-)
+    _body json
+) returns bigint[]
 language plpgsql volatile
 as $$
 declare
     _id bigint;
+    _ids bigint[] := '{}';
     _refused integer := 0;
 begin
     perform pg_advisory_xact_lock_shared(tidemark.writer_lock(_instance));
     perform tidemark.check_epoch(_instance, _epoch);
-    xid := pg_current_xact_id();
-    ids := '{}';
-    while cardinality(ids) < _count loop
+    while cardinality(_ids) < _count loop
         _id := nextval(_sequence::regclass);
         if _id * _direction > _floor * _direction then
-            ids := ids || _id;
+            _ids := _ids || _id;
         else
             -- A server that crashed may give again up to 32 numbers that nobody had committed. They are promised to
             -- be without a fact, so they are left out. More than that is another database.
@@ -89,8 +88,9 @@ begin
     end loop;
     if _body is not null then
         insert into tidemark.outbox (instance, epoch, stream, id, ordinal, body)
-        values (_instance, _epoch, _stream, ids[1], 0, _body);
+        values (_instance, _epoch, _stream, _ids[1], 0, _body);
     end if;
+    return _ids;
 end
 $$;
 
