@@ -4,7 +4,7 @@ Not a pool: the pipeline has a handful of threads and each of them owns one `Dat
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import psycopg
@@ -53,6 +53,28 @@ def address(dsn: str) -> str:
     return f"{parts.get('host') or 'localhost'}:{parts.get('port') or 5432}/{parts.get('dbname') or ''}"
 
 
+def conninfo(dsn: str, application: str) -> str:
+    """`dsn` with what a session of ours needs where it says nothing else."""
+    return make_conninfo(**{**_DEFAULTS, "application_name": application, **_parsed(dsn)})
+
+
+def explained(
+    error: psycopg.Error, where: str, refusals: Mapping[str, str] = _REFUSALS
+) -> TidemarkError | psycopg.Error:
+    """The error to raise instead; `error` itself where it is neither waited out nor refused.
+
+    `refusals`: SQLSTATE, or its class -> what a person has to do about it.
+    """
+    code = error.sqlstate
+    if code is None:
+        lost = isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
+        return Unavailable("Postgres", where, _first_line(error)) if lost else error
+    if code[:2] in _RETRIED_CLASSES or code in _RETRIED_CODES:
+        return Unavailable("Postgres", where, _first_line(error))
+    do = refusals.get(code) or refusals.get(code[:2])
+    return Refused("Postgres", where, _first_line(error), do) if do else error
+
+
 def _parsed(dsn: str) -> dict[str, str]:
     try:
         return {name: str(value) for name, value in conninfo_to_dict(dsn).items() if value is not None}
@@ -74,7 +96,7 @@ class Database:
 
     def __init__(self, dsn: str, application: str) -> None:
         self.where = address(dsn)
-        self._conninfo = make_conninfo(**{**_DEFAULTS, "application_name": application, **_parsed(dsn)})
+        self._conninfo = conninfo(dsn, application)
         self._connection: Connection | None = None
         self._trusted = False
         self._lock = threading.RLock()
@@ -115,17 +137,7 @@ class Database:
         try:
             yield
         except psycopg.Error as error:
-            raise self._explained(error) from error
-
-    def _explained(self, error: psycopg.Error) -> TidemarkError | psycopg.Error:
-        code = error.sqlstate
-        if code is None:
-            lost = isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
-            return Unavailable("Postgres", self.where, _first_line(error)) if lost else error
-        if code[:2] in _RETRIED_CLASSES or code in _RETRIED_CODES:
-            return Unavailable("Postgres", self.where, _first_line(error))
-        do = _REFUSALS.get(code) or _REFUSALS.get(code[:2])
-        return Refused("Postgres", self.where, _first_line(error), do) if do else error
+            raise explained(error, self.where) from error
 
 
 def _first_line(error: psycopg.Error) -> str:

@@ -30,6 +30,9 @@ TidemarkError
     ├── UnknownWriter(instance, known)
     ├── SequenceUnfit(sequence, problem)
     ├── SequenceSetBack(stream)
+    ├── ReaderModeChanged(reader, stream, was, now)
+    ├── LateUnknown(stream, after, number)
+    ├── LateNeedsWriter(stream, writer)
     └── Refused(what, problem)
 """
 
@@ -302,6 +305,43 @@ class SequenceSetBack(Stop):
             " joins again, and readers learn that they must repair"
         )
         self.stream = stream
+
+
+class ReaderModeChanged(Stop):
+    def __init__(self, reader: str, stream: str, was: str, now: str) -> None:
+        super().__init__(
+            f"reader {reader} has read stream {stream} in {was} mode and would now go on in {now} mode, which cannot"
+            " tell what it has read: go on as before, or give the reader a new name (it then begins anew)"
+        )
+        self.reader = reader
+        self.stream = stream
+        self.was = was
+        self.now = now
+
+
+class LateUnknown(Stop):
+    """Completions came late, and their entries were cut off the list in Redis before this reader saw them."""
+
+    def __init__(self, stream: str, after: int, number: int) -> None:
+        super().__init__(
+            f"stream {stream}: late completions numbered {after + 1} to {number} are not listed in Redis any more:"
+            " give the reader the dsn of Tidemark's Postgres, which keeps them"
+        )
+        self.stream = stream
+        self.after = after
+        self.number = number
+
+
+class LateNeedsWriter(Stop):
+    """Which rows of a range belong to a late completion cannot be told without the name of the writer's column."""
+
+    def __init__(self, stream: str, writer: str, prev: int, id: int) -> None:
+        super().__init__(
+            f"stream {stream}: a completion of {writer} in ({prev}, {id}] came late, and other writers have rows there"
+            " too: tell the reader the table's writer column, Table(..., writer=...)"
+        )
+        self.stream = stream
+        self.writer = writer
 
 
 class Refused(Stop):

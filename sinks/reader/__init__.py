@@ -1,14 +1,17 @@
 """The reader's library: how far a stream may be read, what moved it there, and the loop that reads it.
 
-`Positions` and `AsyncPositions` look at what is published.
+`Positions` and `AsyncPositions` look at what is published; `Reader` and `AsyncReader` read a table along with it.
 """
 
 from sinks.reader.aio import AsyncFollow, AsyncPositions
+from sinks.reader.aio_reader import AsyncReader
 from sinks.reader.events import Advance, Event, Evidence, Late, LateLost, Line, Reread
 from sinks.reader.interval_text import interval_text, parse_intervals
 from sinks.reader.place import Place
 from sinks.reader.positions import Follow, Positions
+from sinks.reader.reader import Batch, Reader
 from sinks.reader.standing import Recovering, Standing
+from sinks.reader.table import Table
 from sinks.reader.token import ZERO, Order, Token
 
 __all__ = [
@@ -16,6 +19,8 @@ __all__ = [
     "Advance",
     "AsyncFollow",
     "AsyncPositions",
+    "AsyncReader",
+    "Batch",
     "Event",
     "Evidence",
     "Follow",
@@ -25,9 +30,11 @@ __all__ = [
     "Order",
     "Place",
     "Positions",
+    "Reader",
     "Recovering",
     "Reread",
     "Standing",
+    "Table",
     "Token",
     "interval_text",
     "parse_intervals",

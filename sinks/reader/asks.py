@@ -6,6 +6,9 @@ A program (a generator) decides and never touches a socket or a clock's wait; a 
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from psycopg.sql import Composed
 
 from sinks.patience import Patience
 from sinks.reader.events import Advance, Late
@@ -95,7 +98,36 @@ class Pause(Ask):
     seconds: float
 
 
-Answer = Seen | Past | None
+@dataclass(frozen=True, slots=True)
+class Sql(Ask):
+    """Run a statement on the session of that role and give its rows, [] where it gives none.
+
+    `place`: the reader's own database, inside its transaction where one is open; `source`: where the backing table
+    is read; `primary`: the server that `source` is a replica of.
+    """
+
+    role: "Role"
+    statement: Composed
+
+
+@dataclass(frozen=True, slots=True)
+class Begin(Ask):
+    """Begin a transaction on the reader's own database. No answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit(Ask):
+    """Commit it. No answer. After a failure it may have happened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reset(Ask):
+    """Close all database sessions, and with them the transaction that may be open. No answer."""
+
+
+Role = Literal["place", "source", "primary"]
+Row = dict[str, Any]
+Answer = Seen | Past | list[Row] | None
 
 
 def patiently(ask: Ask) -> Generator[Ask, Answer, Answer]:

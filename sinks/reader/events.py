@@ -63,14 +63,19 @@ class Reread:
 class Line:
     """The linear position moved over `(prev, id]`.
 
-    `evidence` adds up the advances that touch the range (an advance across an end counts whole). `known` tells whether
-    those are all that there are: else there may be facts that `evidence` does not count.
+    `advances` are those that touch the range. `known` tells whether they are all that there are, each with its
+    evidence: else there may be facts that `evidence` does not count.
     """
 
     prev: int
     id: int
-    evidence: Evidence
+    advances: tuple[Advance, ...]
     known: bool
+
+    @property
+    def evidence(self) -> Evidence:
+        """Added up; an advance across an end of the range counts whole."""
+        return sum((advance.evidence for advance in self.advances), Evidence())
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,11 @@ class Following:
         place = self._joining.place
         return Place(self._lines.linear, {}, place.late) if self._lines else place
 
+    @property
+    def writers(self) -> int:
+        """How many writers of the stream are known."""
+        return len(self._joining.reached) if self._joining else 0
+
     def steps(self) -> Steps:
         while True:
             yield from self._follow_list()

@@ -1,10 +1,8 @@
 """What is known of the IDs that the linear position passes: the evidence of the writers' advances. Pure."""
 
 from collections.abc import Iterator, Mapping
-from functools import reduce
-from operator import add
 
-from sinks.reader.events import Advance, Evidence, Line, Reread
+from sinks.reader.events import Advance, Line, Reread
 from sinks.reader.order import beyond
 
 
@@ -40,9 +38,9 @@ class Lines:
                 and not any(beyond(linear, position) for position in writers.values())
                 and not any(isinstance(event, Reread) for event in touching)
             )
-            evidence = reduce(add, (event.evidence for event in touching if isinstance(event, Advance)), Evidence())
+            advances = tuple(event for event in touching if isinstance(event, Advance))
             prev, self.linear = self.linear, linear
             self._events = [event for event in self._events if beyond(event.id, linear)]
-            yield Line(prev, linear, evidence, known)
+            yield Line(prev, linear, advances, known)
         if self._watched_from is None:
             self._watched_from = max((linear, *writers.values()), key=abs)

@@ -104,7 +104,7 @@ class Positions:
 
     def _result(self, driver: Driver[R]) -> R:
         never = threading.Event()
-        result = until_handed(driver, lambda ask: self.carry_out(ask, never), never)
+        result = until_handed(driver, lambda ask: self.carry_out(ask, never), never.is_set)
         assert result is not None
         return result
 
@@ -126,7 +126,7 @@ class Follow(Iterator[Event]):
     def __next__(self) -> Event:
         while True:
             event = until_handed(
-                self._driver, lambda ask: self._positions.carry_out(ask, self._stopping), self._stopping
+                self._driver, lambda ask: self._positions.carry_out(ask, self._stopping), self._stopping.is_set
             )
             if event is None:
                 raise StopIteration
@@ -134,9 +134,9 @@ class Follow(Iterator[Event]):
                 return event
 
 
-def until_handed(driver: Driver[R], carry_out: Callable[[Ask], Answer], stopping: threading.Event) -> R | None:
+def until_handed(driver: Driver[R], carry_out: Callable[[Ask], Answer], stopped: Callable[[], bool]) -> R | None:
     """Carry out what the program asks until it hands something over; None: it is over, or we are to stop."""
-    while not stopping.is_set():
+    while not stopped():
         step = driver.step()
         if not isinstance(step, Ask):
             driver.handed_over()

@@ -1,5 +1,6 @@
 from collections.abc import Iterator
 
+import psycopg
 import pytest
 
 from sinks.lease import Lease
@@ -7,6 +8,7 @@ from sinks.postgres import Postgres
 from sinks.reader import Positions
 from sinks.redis import Redis
 from tests.sinks.reader.given import Pipeline
+from tests.sinks.reader.service import Service
 
 
 @pytest.fixture
@@ -19,3 +21,20 @@ def positions(redis_url: str) -> Iterator[Positions]:
     """Without Postgres."""
     with Positions(redis_url) as positions:
         yield positions
+
+
+@pytest.fixture(autouse=True)
+def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Followers look ten times a second where nothing rings, so that no test waits for them to end."""
+    for module in ("following", "standing"):
+        monkeypatch.setattr(f"sinks.reader.{module}.LONGEST_WAIT", 0.1)
+
+
+@pytest.fixture
+def service(redis_url: str, dsn: str, sql: psycopg.Connection) -> Service:
+    sql.execute("create table facts (stream_id bigint, instance text, ordinal int)")
+    sql.execute(
+        "create table effects (n bigint generated always as identity, reader text, stream_id bigint, instance text,"
+        " ordinal int, late boolean)"
+    )
+    return Service(redis_url, dsn, sql)

@@ -45,7 +45,7 @@ class Model:
         self.head = 0
         self.line = 0
         self.writers: dict[str, Writer] = {}
-        self.facts: dict[int, str] = {}  # ID -> writer, of all that was ever committed
+        self.facts: dict[int, str] = {}  # the table: ID -> writer, of all that is committed
         self.completed: set[int] = set()
         self.batch = 0
         self.late = 0
@@ -59,6 +59,7 @@ class Model:
         self.ticks = 1000
         self.shown_late = 0
         self.shown_line = 0
+        self.skipped: list[tuple[str, Edge]] = []  # facts whose completion is still to come
         self._waiting_late: list[Fields] = []
 
     # -- what writers and operators do
@@ -93,21 +94,33 @@ class Model:
         if edge.what != "announced":
             self.completed.add(edge.id)
 
-    def skip(self, name: str, edge: Edge) -> None:
-        """An operator settles it; where it was a fact, that comes late."""
-        what, edge.what, edge.delivered = edge.what, "skipped", True
-        if what == "fact":
-            self.completed.add(edge.id)  # the completion is remembered, late or not
-            self.facts[self.sign * edge.id] = name
-            self.late += 7  # numbers are shared by all streams
-            ids = {"prev": str(self.sign * edge.prev), "id": str(self.sign * edge.id)}
-            fields = {"number": str(self.late), "writer": name, "epoch": "1", **ids, "facts": "1", "why": "skipped"}
-            self._waiting_late.append({"kind": "LATE", **fields})
+    def skip(self, name: str, edge: Edge, *, early: bool) -> None:
+        """An operator settles it. Its fact may be in the table already (`early`); its completion comes late."""
+        if edge.what == "fact":
+            self.skipped.append((name, edge))
+            if early:
+                self.facts[self.sign * edge.id] = name
+        edge.what, edge.delivered = "skipped", True
+
+    def come_late(self, name: str, edge: Edge) -> None:
+        """The completion of a fact that was skipped."""
+        self.skipped.remove((name, edge))
+        self.facts[self.sign * edge.id] = name
+        self.completed.add(edge.id)
+        self.late += 7  # numbers are shared by all streams
+        ids = {"prev": str(self.sign * edge.prev), "id": str(self.sign * edge.id)}
+        fields = {"number": str(self.late), "writer": name, "epoch": "1", **ids, "facts": "1", "why": "skipped"}
+        self._waiting_late.append({"kind": "LATE", **fields})
 
     def retire(self, name: str) -> None:
         writer = self.writers[name]
         if all(edge.delivered for edge in writer.edges):
             writer.retired = True
+
+    def untold(self) -> set[int]:
+        """Facts that nobody was told of yet, or only too late."""
+        waiting = {int(fields["id"]) for fields in self._waiting_late}
+        return waiting | {self.sign * edge.id for _, edge in self.skipped}
 
     # -- what the pipeline does
 

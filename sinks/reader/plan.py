@@ -1,0 +1,131 @@
+"""What a reader does about a burst of events: which ranges to read, and how far its place has come in between. Pure.
+
+Late completions are seen to before the burst's ranges. Of a late range
+- what lies at or below the place was passed without it: its rows are handed over as late;
+- what the burst passes is `owed`: the place will pass it, and the table is read there whatever the evidence says;
+- what lies beyond (an incarnation that was thrown out) may never be passed: its rows are handed over as late too, and
+  remembered, so that a place that does come there does not hand them over again.
+A fact may have been committed in time and only be announced late, after an operator had skipped it. So what is read
+where an operator skipped is remembered as well, until the writer's next epoch: from then on it is a zombie (DESIGN 3).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from sinks.reader.events import Advance, Event, Late, LateLost, Line, Reread
+from sinks.reader.ledger import Delivered, Kept
+from sinks.reader.order import beyond, farther
+from sinks.reader.place import Place
+from sinks.reader.table import Range
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`goal` is the place after the burst. `read` are the ranges that may hold facts, one per writer; the rest of the
+    way is proven empty. `skipped` pairs an advance's epoch with the range of it that an operator may have skipped."""
+
+    goal: Place
+    read: tuple[Range, ...]
+    skipped: tuple[tuple[int, Range], ...]
+    late: tuple[Late, ...]
+    lost: LateLost | None
+    epochs: Mapping[str, int]
+
+    def place(self, left: Sequence[Range]) -> Place:
+        """Where the reader stands while `left` of the ranges has still to be read."""
+        line = next((span.prev for span in left if span.writer is None), self.goal.linear)
+        writers = {span.writer: span.prev for span in left if span.writer is not None}
+        return Place(line, {**self.goal.positions, **writers}, self.goal.late)
+
+    def doubtful(self, ids: Iterable[tuple[int, str | None]]) -> Iterator[Delivered]:
+        """Of the (ID, writer if the row tells it) those for which a late completion may still come."""
+        for id, writer in ids:
+            for epoch, span in self.skipped:
+                if span.holds(id) and writer in {None, span.writer}:
+                    assert span.writer is not None
+                    yield Delivered(id, span.writer, epoch)
+                    break
+
+
+def plan(kept: Kept, events: Sequence[Event], goal: Place) -> Plan:
+    """`goal` is the follower's place after the `events`, which all come after the place that is `kept`."""
+    moves = [event for event in events if isinstance(event, Advance | Reread | Line)]
+    lost = next((event for event in events if isinstance(event, LateLost)), None)
+    owed = [*kept.owed, *(span for event in events if isinstance(event, Late) for span in owes(kept, event, goal))]
+    spans: dict[str | None, Range] = {}
+    needed: set[str | None] = set()
+    for move in moves:
+        whose = None if isinstance(move, Line) else move.writer
+        besides = move.besides if isinstance(move, Reread) else frozenset[str]()
+        first = spans.get(whose)
+        spans[whose] = Range(whose, first.prev if first else move.prev, move.id, besides)
+        if lost or not _proven_empty(move):
+            needed.add(whose)
+    for whose, span in spans.items():
+        if any(_concerns(it, span) for it in owed):
+            needed.add(whose)
+    advances = [
+        advance
+        for move in moves
+        for advance in (move.advances if isinstance(move, Line) else (move,))
+        if isinstance(advance, Advance)
+    ]
+    return Plan(
+        goal,
+        tuple(span for whose, span in spans.items() if whose in needed),
+        tuple((it.epoch, Range(it.writer, it.prev, it.id)) for it in advances if it.evidence.skipped),
+        tuple(event for event in events if isinstance(event, Late)),
+        lost,
+        {it.writer: it.epoch for it in advances},
+    )
+
+
+def owes(kept: Kept, late: Late, goal: Place) -> Iterator[Range]:
+    """The part of a late range that the burst passes."""
+    yield from _parts(kept, late, goal)[1]
+
+
+def hands_over(kept: Kept, late: Late, goal: Place) -> Iterator[Range]:
+    """The parts of a late range whose rows are handed over as late now, in order."""
+    passed, _, beyond_it = _parts(kept, late, goal)
+    for span in (*passed, *beyond_it):
+        begun = kept.late_part if kept.late_part and kept.late_part[0] == late.number else None
+        part = span.after(begun[1]) if begun else span
+        if part is not None:
+            yield part
+
+
+def still_owed(owed: Iterable[Range], place: Place) -> tuple[Range, ...]:
+    return tuple(span for span in owed if beyond(span.id, _at(place, span.writer)))
+
+
+def _parts(kept: Kept, late: Late, goal: Place) -> tuple[list[Range], list[Range], list[Range]]:
+    """What was passed, what the burst passes, and what lies beyond; all empty where nothing but voids came late."""
+    if not late.facts:
+        return [], [], []
+    span = Range(late.writer, late.prev, late.id)
+    here, there = _at(kept.place, late.writer), _at(goal, late.writer)
+    rest = span.after(here)
+    between = rest.upto(there) if rest else None
+    parts = (span.upto(here), between, span.after(farther(here, there)))
+    passed, passing, ahead = ([part] if part else [] for part in parts)
+    return passed, passing, ahead
+
+
+def _at(place: Place, writer: str | None) -> int:
+    return place.linear if writer is None else place.positions.get(writer, place.linear)
+
+
+def _concerns(owed: Range, span: Range) -> bool:
+    same = span.writer in {None, owed.writer} and owed.writer not in span.besides
+    return same and beyond(owed.id, span.prev) and beyond(span.id, owed.prev)
+
+
+def _proven_empty(move: Advance | Reread | Line) -> bool:
+    match move:
+        case Reread():
+            return False
+        case Line():
+            return move.known and move.evidence.proven_empty
+        case Advance():
+            return move.evidence.proven_empty

@@ -1,0 +1,32 @@
+-- A reader's own bookkeeping, in its own database, so that a place and the effects of a batch are committed together.
+create schema if not exists tidemark_reader;
+
+create table if not exists tidemark_reader.places (
+    reader      text        not null,
+    stream      text        not null,
+    mode        text        not null,
+    linear      bigint      not null,
+    positions   jsonb       not null,
+    late        bigint      not null,
+    late_part   jsonb,
+    owed        jsonb       not null,
+    version     bigint      not null,
+    updated_at  timestamptz not null default now(),
+    primary key (reader, stream)
+);
+comment on table tidemark_reader.places is 'How far each reader has read; one copy of a reader moves it at a time';
+comment on column tidemark_reader.places.positions is 'Vector mode: writer -> ID; a writer that is not named stands at linear';
+comment on column tidemark_reader.places.late is 'Number of the last late completion that was handed over';
+comment on column tidemark_reader.places.late_part is 'Of the next one: its number, and the ID up to which it was handed over';
+comment on column tidemark_reader.places.owed is 'Late completions beyond the place: there the table is read, whatever the evidence';
+
+create table if not exists tidemark_reader.delivered (
+    reader      text        not null,
+    stream      text        not null,
+    id          bigint      not null,
+    writer      text        not null,
+    epoch       bigint      not null,
+    primary key (reader, stream, id)
+);
+comment on table tidemark_reader.delivered is
+    'Facts that were handed over where an operator had skipped: their late completion must not hand them over again';

@@ -1,0 +1,79 @@
+"""The backing table of a stream, and the queries on it. Values and composed SQL only; names are always quoted."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from psycopg import sql
+
+from sinks.reader.order import beyond, farther, nearer
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Where the facts are: `name` may say its schema (`app.events`).
+
+    `id` is the column with the stream ID, `writer` the one with the writer's name (vector mode cannot do without).
+    Rows come with `columns` (none named: with all), ordered by ID and then by the columns of `then`.
+    An index on the ID, or on writer and ID for the vector mode, is what makes reading cheap.
+    """
+
+    name: str
+    id: str = "stream_id"
+    writer: str | None = None
+    columns: Sequence[str] = ()
+    then: Sequence[str] = ()
+
+    def select(self, ranges: "Sequence[Range]", limit: int | None = None) -> sql.Composed:
+        """The rows of the ranges, which run the same way, ascending (away from 0); at most `limit`, where given."""
+        down = ranges[0].id < 0
+        order = sql.SQL(", ").join(
+            [
+                sql.Identifier(self.id) + sql.SQL(" desc" if down else ""),
+                *map(sql.Identifier, self.then),
+            ]
+        )
+        wanted = sql.SQL(" or ").join(self._in(span) for span in ranges)
+        query = sql.SQL("select {} from {} where {} order by {}").format(self._columns(), self._name(), wanted, order)
+        return query if limit is None else query + sql.SQL(" limit {}").format(limit)
+
+    def _in(self, span: "Range") -> sql.Composed:
+        bounds = sql.SQL("{id} < {prev} and {id} >= {last}" if span.id < 0 else "{id} > {prev} and {id} <= {last}")
+        inside = bounds.format(id=sql.Identifier(self.id), prev=span.prev, last=span.id)
+        if self.writer is None:
+            return sql.SQL("({})").format(inside)
+        writer = sql.Identifier(self.writer)
+        if span.writer is not None:
+            return sql.SQL("({} = {} and {})").format(writer, span.writer, inside)
+        if span.besides:
+            return sql.SQL("({} <> all({}) and {})").format(writer, sorted(span.besides), inside)
+        return sql.SQL("({})").format(inside)
+
+    def _columns(self) -> sql.Composable:
+        if not self.columns:
+            return sql.SQL("*")
+        needed = [self.id, *([self.writer] if self.writer else []), *self.columns]
+        return sql.SQL(", ").join(map(sql.Identifier, dict.fromkeys(needed)))
+
+    def _name(self) -> sql.Identifier:
+        return sql.Identifier(*self.name.split("."))
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """IDs `(prev, id]`: of `writer`, or of all writers but `besides`."""
+
+    writer: str | None
+    prev: int
+    id: int
+    besides: frozenset[str] = frozenset()
+
+    def holds(self, id: int) -> bool:
+        return beyond(id, self.prev) and not beyond(id, self.id)
+
+    def after(self, id: int) -> "Range | None":
+        """What lies beyond `id`, if anything does."""
+        return replace(self, prev=farther(self.prev, id)) if beyond(self.id, id) else None
+
+    def upto(self, id: int) -> "Range | None":
+        """What does not lie beyond `id`, if anything does."""
+        return replace(self, id=nearer(self.id, id)) if beyond(id, self.prev) else None

@@ -1,0 +1,140 @@
+"""The whole reading program on a real Postgres against the model: skips, late facts, crashes at every step."""
+
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, rule, run_state_machine_as_test
+
+from sinks.reader import Positions, Reader
+from sinks.reader.asks import Answer, Ask, Doorbell, Pause
+from sinks.reader.order import beyond
+from tests.sinks.reader.service import Service, effect
+from tests.sinks.reader.test_following import World
+
+
+class Idle(Exception):
+    """The reader has nothing to do but wait."""
+
+
+class Told(Positions):
+    """Answers out of the model instead of out of Redis."""
+
+    def __init__(self, world: "ReadWorld") -> None:
+        self.world = world
+        self.waits = 0
+
+    def carry_out(self, ask: Ask, stopping: Any) -> Answer:
+        if isinstance(ask, Doorbell | Pause):
+            self.waits += 1
+            if self.waits % 2:
+                raise Idle
+            return None
+        return self.world.model.answer(ask, postgres=True)
+
+
+class Crash(Exception):
+    """The process is killed."""
+
+
+class Doomed(Reader):
+    """Is killed before so many steps on the databases."""
+
+    steps_left: int
+
+    def _carry_out(self, ask: Ask) -> Answer:
+        self.steps_left -= 1
+        if self.steps_left < 0:
+            raise Crash
+        return super()._carry_out(ask)
+
+
+class ReadWorld(World):
+    """Two readers, one of each mode, that crash and come back; every fact that is in the table was committed there."""
+
+    service: Service
+
+    @initialize(sign=st.sampled_from((1, -1)))
+    def begin(self, sign: int) -> None:  # type: ignore[override]
+        super().begin(sign, True)
+        self.stored: set[int] = set()
+        self.service.sql.execute("truncate facts, effects")
+        self.service.sql.execute("drop schema if exists tidemark_reader cascade")
+        self.readers = {mode: self._reader(mode) for mode in ("linear", "vector")}
+
+    def _reader(self, mode: str) -> Doomed:
+        reader = Doomed(Told(self), "s", **self.service.arguments(name=mode, mode=mode, rows=2))
+        reader.steps_left = 1_000_000
+        return reader
+
+    @rule(mode=st.sampled_from(("linear", "vector")), steps=st.integers(1, 40) | st.none())
+    def read(self, mode: str, steps: int | None) -> None:
+        """Until there is nothing to do, or until it is killed."""
+        self._store()
+        reader = self.readers[mode]
+        reader.steps_left = 1_000_000 if steps is None else steps
+        try:
+            for batch in reader:
+                for row in batch.rows:
+                    batch.connection.execute(*effect(row, batch, mode))
+        except Crash:
+            reader.close()
+            self.readers[mode] = self._reader(mode)
+        except Idle:
+            self._hold_against_the_truth(mode)
+
+    def prune(self, count: int) -> None:  # type: ignore[override]
+        """Not here: of what Postgres has forgotten nobody knows whether an operator skipped it."""
+
+    def look(self, both: bool) -> None:
+        """The readers look for themselves."""
+
+    def publish_and_look(self) -> None:
+        self.model.publish()
+
+    def restart(self) -> None:
+        """The readers crash by themselves."""
+
+    def observe(self, chance: Random) -> None:
+        self.read(chance.choice(("linear", "vector")), chance.choice((None, chance.randrange(1, 40))))
+
+    def _store(self) -> None:
+        new = [(id, who, 0) for id, who in self.model.facts.items() if id not in self.stored]
+        self.service.sql.cursor().executemany("insert into facts values (%s, %s, %s)", new)
+        self.stored |= {id for id, _, _ in new}
+
+    def _hold_against_the_truth(self, mode: str) -> None:
+        effects = self.service.effects(mode)
+        ids = [id for id, _, _, _ in effects]
+        assert len(ids) == len(set(ids)), "handed over twice"
+        ordered = [(who, id) for id, who, _, late in effects if not late]
+        if mode == "vector":
+            ordered.sort(key=lambda it: it[0])
+            assert ordered == sorted(ordered, key=lambda it: (it[0], abs(it[1])))
+        else:
+            assert ordered == sorted(ordered, key=lambda it: abs(it[1]))
+        line = self.model.shown_line
+        for fact, who in self.model.facts.items():
+            position = line if mode == "linear" else self.model.shown.get(who, line)
+            if not beyond(fact, position) and fact not in self.model.untold() and self.model.known:
+                assert fact in ids, f"{fact} of {who} was stepped over"
+
+    def teardown(self) -> None:
+        for reader in getattr(self, "readers", {}).values():
+            reader.close()
+
+
+@pytest.mark.slow
+def test_every_fact_is_handed_over_once(service: Service) -> None:
+    """Exactly once in effect and in order, in both modes, whatever the writers, operators, Redis and kill -9 do."""
+
+    class Bound(ReadWorld):
+        pass
+
+    Bound.service = service
+    checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    run_state_machine_as_test(
+        Bound, settings=settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=checks)
+    )

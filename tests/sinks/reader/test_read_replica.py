@@ -1,0 +1,98 @@
+"""Reading from a streaming replica: nothing is read before the replica shows what the position promises."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from app.stack import postgres as stack
+from app.stack.home import Home
+from app.stack.postgres import Postgres as PostgresServer
+from app.stack.server import free_port
+from sinks.reader.replica import end_of_records
+from tests.sinks.given import eventually
+from tests.sinks.reader.given import Pipeline
+from tests.sinks.reader.service import Service
+
+SEGMENT = 16 * 1024 * 1024
+
+
+class Replica(PostgresServer):
+    """A hot standby of `primary`, made with pg_basebackup; its roles and passwords are the primary's."""
+
+    def __init__(self, home: Home, port: int, primary: PostgresServer) -> None:
+        super().__init__(home, port)
+        self._primary = primary
+
+    def prepare(self) -> None:
+        if self._data.exists():
+            return
+        shutil.copy(self._primary._password_file, self._password_file)
+        self._data.mkdir(mode=0o700)
+        if os.geteuid() == 0:
+            os.chown(self._data, *stack._nobody())
+        source = ["-d", self._primary.dsn("postgres"), "-D", str(self._data)]
+        self.run_first([*stack._as_ordinary_user(), stack._binary("pg_basebackup"), *source, "-R", "-c", "fast"])
+
+
+@pytest.fixture
+def replica(postgres: PostgresServer, tmp_path: Path) -> Iterator[Replica]:
+    tmp_path.chmod(0o755)
+    server = Replica(Home(tmp_path), free_port(), postgres)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["threads", "asyncio"])
+def test_replica_is_waited_for(service: Service, pipeline: Pipeline, replica: Replica, form: str) -> None:
+    """A replica that stands still holds the reader back; what it misses is read when it has replayed it."""
+    service.form = form
+    name = service.sql.info.dbname
+    given = {"source": replica.dsn(name), "primary": service.dsn}
+    service.write(1)
+    pipeline.move("w", 0, 1)
+    service.until(lambda: service.ids() == [1], **given)
+    with psycopg.connect(replica.dsn(name), autocommit=True) as standby:
+        standby.execute("select pg_wal_replay_pause()")
+        service.write(2)
+        pipeline.move("w", 1, 2)
+        with service.running(**given) as alive:
+            time.sleep(0.7)
+            assert service.place().linear == 1
+            standby.execute("select pg_wal_replay_resume()")
+            eventually(lambda: service.ids() == [1, 2] or not alive())
+            # A primary that has just begun a segment and stands still does not hold the reader back.
+            service.write(3)
+            service.sql.execute("select pg_switch_wal()")
+            pipeline.move("w", 2, 3)
+            eventually(lambda: service.ids() == [1, 2, 3] or not alive())
+
+
+@pytest.mark.slow
+def test_primary_may_be_named_as_its_own_replica(service: Service, pipeline: Pipeline) -> None:
+    """After a failover both addresses may lead to the same server: nothing is waited for."""
+    service.write(1)
+    pipeline.move("w", 0, 1)
+    service.until(lambda: service.ids() == [1], primary=service.dsn)
+
+
+@pytest.mark.parametrize(
+    ("insert", "end"),
+    [
+        (5 * SEGMENT + 40, 5 * SEGMENT),
+        (5 * SEGMENT + 3 * 8192 + 24, 5 * SEGMENT + 3 * 8192),
+        (5 * SEGMENT + 3 * 8192 + 40, 5 * SEGMENT + 3 * 8192 + 40),
+        (5 * SEGMENT + 3 * 8192 + 480, 5 * SEGMENT + 3 * 8192 + 480),
+    ],
+)
+def test_page_headers_are_no_records(insert: int, end: int) -> None:
+    """The first byte behind a page's header is reached by a replica only with the next record."""
+    assert end_of_records(insert, SEGMENT) == end
