@@ -85,7 +85,6 @@ def test_empty_advances_do_not_touch_the_table(either: Service, pipeline: Pipeli
         pipeline.move("w", 1, 4, empty=3)
         eventually(lambda: either.place().linear == 4 or either.place().positions == {"w": 4} or not alive())
         either.sql.execute("alter table elsewhere rename to facts")
-    assert alive
 
 
 @pytest.mark.parametrize("evidence", ["unseen", "skipped"])

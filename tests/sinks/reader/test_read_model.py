@@ -57,7 +57,7 @@ class ReadWorld(World):
     service: Service
 
     @initialize(sign=st.sampled_from((1, -1)))
-    def begin(self, sign: int) -> None:  # type: ignore[override]
+    def begin(self, sign: int) -> None:
         super().begin(sign, True)
         self.stored: set[int] = set()
         self.service.sql.execute("truncate facts, effects")
@@ -85,7 +85,7 @@ class ReadWorld(World):
         except Idle:
             self._hold_against_the_truth(mode)
 
-    def prune(self, count: int) -> None:  # type: ignore[override]
+    def prune(self, count: int) -> None:
         """Not here: of what Postgres has forgotten nobody knows whether an operator skipped it."""
 
     def look(self, both: bool) -> None:
@@ -136,5 +136,5 @@ def test_every_fact_is_handed_over_once(service: Service) -> None:
     Bound.service = service
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
     run_state_machine_as_test(
-        Bound, settings=settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=checks)
+        Bound, settings=settings(max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=checks)
     )
