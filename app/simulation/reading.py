@@ -78,7 +78,7 @@ class _Reader:
                 whose = sql.SQL("true")
             case Late() | LateLost():
                 raise AssertionError(f"nothing comes late in a play, but {event} did")
-        if isinstance(event, Advance | Line) and event.evidence.proven_empty:
+        if event.proven_empty:
             return
         connection.execute(
             sql.SQL(

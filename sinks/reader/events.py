@@ -12,19 +12,6 @@ class Evidence:
     unseen: int = 0
     skipped: int = 0
 
-    def __add__(self, other: "Evidence") -> "Evidence":
-        return Evidence(
-            self.facts + other.facts,
-            self.empty + other.empty,
-            self.unseen + other.unseen,
-            self.skipped + other.skipped,
-        )
-
-    @property
-    def proven_empty(self) -> bool:
-        """Nothing was written there: who reads the table for it finds nothing."""
-        return not (self.facts or self.unseen or self.skipped)
-
 
 @dataclass(frozen=True, slots=True)
 class Advance:
@@ -44,6 +31,11 @@ class Advance:
     batch: int
     time: int
 
+    @property
+    def proven_empty(self) -> bool:
+        """Nothing was written there: who reads the table for it finds nothing."""
+        return not (self.evidence.facts or self.evidence.unseen or self.evidence.skipped)
+
 
 @dataclass(frozen=True, slots=True)
 class Reread:
@@ -58,13 +50,17 @@ class Reread:
     id: int
     besides: frozenset[str] = frozenset()
 
+    @property
+    def proven_empty(self) -> bool:
+        return False
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
     """The linear position moved over `(prev, id]`.
 
-    `advances` are those that touch the range. `known` tells whether they are all that there are, each with its
-    evidence: else there may be facts that `evidence` does not count.
+    `advances` are those that touch the range; one across an end of it is in two lines. `known` tells whether they are
+    all that there are, each with its evidence: else there may be facts that none of them counts.
     """
 
     prev: int
@@ -73,9 +69,9 @@ class Line:
     known: bool
 
     @property
-    def evidence(self) -> Evidence:
-        """Added up; an advance across an end of the range counts whole."""
-        return sum((advance.evidence for advance in self.advances), Evidence())
+    def proven_empty(self) -> bool:
+        """Nothing was written there, by whomever: who reads the table for it finds nothing."""
+        return self.known and all(advance.proven_empty for advance in self.advances)
 
 
 @dataclass(frozen=True, slots=True)

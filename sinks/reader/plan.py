@@ -59,7 +59,7 @@ def plan(kept: Kept, events: Sequence[Event], goal: Place) -> Plan:
         besides = move.besides if isinstance(move, Reread) else frozenset[str]()
         first = spans.get(whose)
         spans[whose] = Range(whose, first.prev if first else move.prev, move.id, besides)
-        if lost or not _proven_empty(move):
+        if lost or not move.proven_empty:
             needed.add(whose)
     for whose, span in spans.items():
         if any(_concerns(it, span) for it in owed):
@@ -119,13 +119,3 @@ def _at(place: Place, writer: str | None) -> int:
 def _concerns(owed: Range, span: Range) -> bool:
     same = span.writer in {None, owed.writer} and owed.writer not in span.besides
     return same and beyond(owed.id, span.prev) and beyond(span.id, owed.prev)
-
-
-def _proven_empty(move: Advance | Reread | Line) -> bool:
-    match move:
-        case Reread():
-            return False
-        case Line():
-            return move.known and move.evidence.proven_empty
-        case Advance():
-            return move.evidence.proven_empty

@@ -37,7 +37,7 @@ def test_advances_come_with_their_evidence(pipeline: Pipeline, informed: Positio
     assert isinstance(second, Advance)
     assert (first.prev, first.id, first.evidence.facts) == (0, 3, 3)
     assert (second.prev, second.id, second.linear, second.batch, second.epoch) == (3, 7, 7, 2, 1)
-    assert (second.evidence.empty, second.evidence.unseen, second.evidence.proven_empty) == (3, 1, False)
+    assert (second.evidence.empty, second.evidence.unseen, second.proven_empty) == (3, 1, False)
 
 
 def test_follower_begins_with_what_comes(pipeline: Pipeline, positions: Positions) -> None:
@@ -184,7 +184,7 @@ def test_line_is_followed_without_a_hole(pipeline: Pipeline, positions: Position
     pipeline.publish(stream("s", advance("w", 3, 6, empty=3), advance("v", 3, 6, empty=3), linear=6))
     (line,) = taken(follow, 1)
     assert isinstance(line, Line)
-    assert (line.prev, line.id, line.known, line.evidence.proven_empty) == (3, 6, True, True)
+    assert (line.prev, line.id, line.known, line.proven_empty) == (3, 6, True, True)
 
 
 def test_line_that_moves_alone_is_followed(pipeline: Pipeline, positions: Positions) -> None:

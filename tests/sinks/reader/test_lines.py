@@ -32,7 +32,7 @@ def test_range_that_all_writers_proved_empty_is_known() -> None:
     lines.note(third)
     line = only(lines.move(9, {"a": 9, "b": 9}))
     assert line == Line(8, 9, (second, third), known=True)
-    assert line.evidence == Evidence(empty=5)
+    assert line.proven_empty
 
 
 def test_line_ahead_of_a_writer_proves_nothing() -> None:

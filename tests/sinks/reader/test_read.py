@@ -257,6 +257,27 @@ def test_fact_of_an_incarnation_that_was_thrown_out_is_handed_over(
 
 
 @pytest.mark.parametrize("mode", ["linear", "vector"])
+def test_late_range_that_is_passed_is_read_though_it_seems_empty(
+    service: Service, pipeline: Pipeline, mode: str
+) -> None:
+    """The next incarnation calls the thrown-out fact's ID empty; the reader owes it, also after it was killed."""
+    service.write(1, 5)
+    pipeline.move("w", 0, 1)
+    service.until(lambda: service.ids() == [1], mode=mode)
+    pipeline.publish(stream("s", linear=1, linear_prev=1, late=[late(prev=4, id=5, epoch=2)]))
+    pipeline.publish(stream("s", advance("w", 1, 6, empty=5, epoch=3), linear=6))
+    with Positions(service.redis, service.dsn) as positions:
+        for _ in range(2):
+            with Reader(positions, "s", **service.arguments(mode=mode)) as reader:
+                batch = next(reader)
+            assert [row["stream_id"] for row in batch.rows] == [5]
+            assert service.place().late > 0
+    service.until(lambda: 6 in {service.place().linear, service.place().positions.get("w")}, mode=mode)
+    assert service.ids() == [1, 5]
+    assert service.sql.execute("select owed from tidemark_reader.places").fetchone() == ([],)
+
+
+@pytest.mark.parametrize("mode", ["linear", "vector"])
 def test_source_that_was_set_back_repeats_its_ids(service: Service, pipeline: Pipeline, mode: str) -> None:
     """A restored database gives IDs out again: their new facts come as late ones, in batches."""
     service.write(1, 2, 3)

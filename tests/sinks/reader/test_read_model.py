@@ -136,5 +136,5 @@ def test_every_fact_is_handed_over_once(service: Service) -> None:
     Bound.service = service
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
     run_state_machine_as_test(
-        Bound, settings=settings(max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=checks)
+        Bound, settings=settings(max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=checks)
     )

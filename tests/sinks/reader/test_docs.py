@@ -1,0 +1,43 @@
+"""The page in docs/ shows what works."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psycopg
+
+from tests.sinks.given import advance, eventually, stream
+from tests.sinks.reader.given import Pipeline
+
+
+def test_the_examples_run_as_they_stand(pipeline: Pipeline, redis_url: str, dsn: str, sql: psycopg.Connection) -> None:
+    """The service sums three orders and ends when told to; tokens and advances are shown."""
+    loop, look, follow = re.findall(r"```python\n(.*?)```", Path("docs/reader.md").read_text(), re.DOTALL)
+    named = {"SHOP_DSN": dsn, "BOOKS_DSN": dsn, "TIDEMARK_REDIS_URL": redis_url, "TIDEMARK_POSTGRES_DSN": dsn}
+    environment = {**os.environ, **named}
+    sql.execute("create table orders (id bigint primary key, total integer not null)")
+    sql.execute("insert into orders values (1, 40), (2, 7), (3, 7), (4, 1000)")
+    pipeline.publish(stream("orders", advance("shop-1", 0, 3), linear=3))
+    service = subprocess.Popen([sys.executable, "-c", loop], env=environment, stdout=subprocess.DEVNULL)
+    try:
+        eventually(lambda: sql.execute("select to_regclass('sums')").fetchone() != (None,))
+        eventually(lambda: sql.execute("select total from sums").fetchone() == (54,))
+        service.send_signal(signal.SIGTERM)
+        assert service.wait(10) == 0
+    finally:
+        service.kill()
+        service.wait()
+    said = subprocess.run(
+        [sys.executable, "-c", look], env=environment, check=True, timeout=60, capture_output=True, text=True
+    )
+    assert said.stdout.split() == ["m3", "{'shop-1':", "3}", "Order.AFTER", "m5"]
+    said = subprocess.run(
+        [sys.executable, "-c", follow], env=environment, check=True, timeout=60, capture_output=True, text=True
+    )
+    assert said.stdout.splitlines() == [
+        "shop-1 0 3 Evidence(facts=3, empty=0, unseen=0, skipped=0)",
+        "Place(linear=0, positions={'shop-1': 3}, late=0)",
+    ]
