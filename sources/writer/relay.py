@@ -37,7 +37,7 @@ MOST_UNACKNOWLEDGED = 5_000
 """Records that wait for Kafka's acknowledgement; past it the rest waits in the outbox and costs no memory."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Parcel:
     """Spans of one stream that were sent and are not all acknowledged (`left` records), or not yet deleted."""
 

@@ -1,13 +1,17 @@
 """Kafka or Postgres away: the service goes on as far as it can, and afterwards all is as if nothing had been."""
 
 from contextlib import suppress
+from secrets import token_hex
 
 import psycopg
 import pytest
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
+from structlog.testing import capture_logs
 
 from app.stack.kafka import Kafka
 from app.stack.postgres import Postgres
 from app.stack.server import free_port
+from sources.kafka import KafkaConnection
 from sources.writer import Writer
 from streaming.errors import Unavailable
 from tests.sources.writer.conftest import Make, until
@@ -84,6 +88,30 @@ def test_a_start_without_kafka_says_so_in_time(dsn: str) -> None:
     writer = Writer(dsn, f"127.0.0.1:{free_port()}", instance="shop-1", streams=["orders"], patience=1.0)
     with pytest.raises(Unavailable), writer:
         pass
+
+
+def test_a_record_that_kafka_refuses_holds_and_goes_out_once_that_is_mended(
+    make: Make, connection: psycopg.Connection, sql: psycopg.Connection, kafka: Kafka, topic: str, judge: Judge
+) -> None:
+    """The topic takes smaller messages than the library knows of: nothing is lost or skipped over."""
+    allow(kafka, topic, 2000)
+    with capture_logs() as logs, make() as writer:
+        for size in (10, 5000, 10):
+            with writer.transaction(connection) as facts:
+                facts.write("orders", token_hex(size), "insert into orders (id) values (%(id)s)")
+        until(lambda: any("max.message.bytes" in line.get("problem", "") for line in logs))
+        assert judge.verdict().position("orders") < 2
+        allow(kafka, topic, 1_000_000)
+    assert judge.agrees(sql).rejected == {}
+
+
+def allow(kafka: Kafka, topic: str, bytes_: int) -> None:
+    """Set the largest message of the topic."""
+    entry = ConfigEntry("max.message.bytes", str(bytes_), incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=[entry])
+    admin = AdminClient(KafkaConnection(kafka.bootstrap_servers).client())
+    for future in admin.incremental_alter_configs([resource]).values():
+        future.result(timeout=10)
 
 
 def test_heartbeats_go_on_after_the_sessions_end(
