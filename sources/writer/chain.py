@@ -133,7 +133,7 @@ class Chain:
         be ours, and whoever reserved will complete it.
         """
         with self._lock:
-            if self._out or calm != self._begun or head <= self._last:
+            if calm != self._begun or head <= self._last:
                 return False
             self._join(Span(self._last, head, 0, now))
             self._last = self._highest = head
