@@ -64,7 +64,7 @@ with written as (
     select stream_id, count(*) as rows from demo.effects
     where reader = {reader} and stream = {stream} group by stream_id
 ), place as (
-    select linear, positions from demo.places where reader = {reader} and stream = {stream}
+    select linear, positions from tidemark_reader.places where reader = {reader} and stream = {stream}
 ), line as (
     select abs(stream_id) as id, max(abs(stream_id)) over (
         {line} order by number rows between unbounded preceding and 1 preceding
@@ -88,7 +88,7 @@ _FORGOTTEN = """
 with readers as (
     select unnest({readers}::text[]) as reader
 ), reached as (
-    select abs(linear) as id from demo.places where reader = {slowest} and stream = {stream}
+    select abs(linear) as id from tidemark_reader.places where reader = {slowest} and stream = {stream}
 ), read_by_all as (
     select not exists (
         select from {facts} fact cross join readers
@@ -127,13 +127,17 @@ class Verification:
         self._session.close()
 
     def counts(self) -> list[Count]:
-        """How each reader does, over all streams, since the database was made. Raises `Unavailable`.
+        """How each reader does, over all streams, since the database was made; nothing before the first has begun.
+
+        Raises `Unavailable`.
 
         Forgets what all readers have read and the linear one has passed: whoever is handed some of it again is handed
         what is not there, which counts as doubled.
         """
         with self._session.use() as connection, connection.transaction():
             connection.execute("set transaction isolation level repeatable read")
+            if not self._begun(connection):
+                return [Count(reader, 0, 0, 0, 0, 0) for reader in READERS]
             counts = {reader: [self._count(connection, reader, each) for each in self._streams] for reader in READERS}
             for stream, *of in zip(self._streams, *counts.values(), strict=True):
                 if all(count.right for count in of):
@@ -146,6 +150,11 @@ class Verification:
                         )
                     )
         return [_sum(reader, of) for reader, of in counts.items()]
+
+    def _begun(self, connection: Connection) -> bool:
+        """Whether any reader has made its table of places."""
+        row = connection.execute("select to_regclass('tidemark_reader.places') is not null").fetchone()
+        return row is not None and bool(row[0])
 
     def _count(self, connection: Connection, reader: str, stream: str) -> Count:
         row = connection.execute(

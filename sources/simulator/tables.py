@@ -23,15 +23,6 @@ create table if not exists demo.effects (
 );
 create index if not exists effects_by_reader on demo.effects (reader, stream, stream_id);
 comment on table demo.effects is 'What came of each row that a reader was handed, in the order in which it was';
-create table if not exists demo.places (
-    reader      text    not null,
-    stream      text    not null,
-    linear      bigint  not null,
-    positions   jsonb   not null,
-    late        bigint  not null,
-    primary key (reader, stream)
-);
-comment on table demo.places is 'How far each reader is; written in the transaction of its effects';
 create table if not exists demo.compared (
     reader      text    not null,
     stream      text    not null,

@@ -1,6 +1,7 @@
 """The comparison of readers' effects with the committed facts, on tables that these tests fill by hand."""
 
 from collections.abc import Iterator
+from importlib.resources import files
 
 import psycopg
 import pytest
@@ -38,10 +39,11 @@ class World:
     def stand(self, reader: str, linear: int, **positions: int) -> None:
         self._connection.execute(
             """
-            insert into demo.places (reader, stream, linear, positions, late) values (%s, 'events', %s, %s, 0)
+            insert into tidemark_reader.places (reader, stream, mode, linear, positions, late, owed, version)
+            values (%s, 'events', %s, %s, %s, 0, '[]', 1)
             on conflict (reader, stream) do update set linear = excluded.linear, positions = excluded.positions
             """,
-            [reader, linear, Jsonb(positions)],
+            [reader, reader, linear, Jsonb(positions)],
         )
 
     def counts(self) -> dict[str, Count]:
@@ -53,6 +55,7 @@ def world(database: str) -> Iterator[World]:
     dsn = tables.make_database(database)
     tables.make(dsn, [STREAM])
     with psycopg.connect(dsn, autocommit=True) as connection, Verification(dsn, [STREAM.name]) as verification:
+        connection.execute(files("sinks.reader").joinpath("schema.sql").read_bytes())
         yield World(connection, verification)
 
 
