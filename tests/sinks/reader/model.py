@@ -26,6 +26,7 @@ class Edge:
 @dataclass
 class Writer:
     last: int
+    epoch: int = 0
     position: int = 0
     edges: list[Edge] = field(default_factory=list)
     retired: bool = False
@@ -60,6 +61,8 @@ class Model:
         self.shown_late = 0
         self.shown_line = 0
         self.skipped: list[tuple[str, Edge]] = []  # facts whose completion is still to come
+        self.zombies: set[int] = set()  # facts that nobody will be told of
+        self.thrown: set[int] = set()  # facts that were told late, and that their writer's next epoch calls empty
         self._waiting_late: list[Fields] = []
 
     # -- what writers and operators do
@@ -71,6 +74,11 @@ class Model:
             writer.edges.append(Edge(writer.last, self.head, "announced", delivered=True))
             writer.last = self.head
         writer.retired = writer.forgotten = False
+        writer.epoch += 1
+        for who, edge in [*self.skipped]:
+            if who == name:  # its late completion would be a zombie now
+                self.skipped.remove((who, edge))
+                self.zombies.add(self.sign * edge.id)
 
     def reserve(self, name: str, what: str) -> None:
         writer = self.writers[name]
@@ -107,10 +115,24 @@ class Model:
         self.skipped.remove((name, edge))
         self.facts[self.sign * edge.id] = name
         self.completed.add(edge.id)
+        self._tell_late(name, self.writers[name].epoch, edge.prev, edge.id, 1)
+
+    def throw_out(self, name: str, facts: int) -> None:
+        """The writer's next incarnation never joined; what it wrote is late, and empty for the one that does join."""
+        prev = self.head
+        self.head += facts
+        ids = range(prev + 1, self.head + 1)
+        self.completed.update(ids)
+        self.facts |= {self.sign * id: name for id in ids}
+        self.thrown |= {self.sign * id for id in ids}
+        self._tell_late(name, self.writers[name].epoch + 1, prev, self.head, facts)
+        self.writers[name].epoch += 1
+
+    def _tell_late(self, name: str, epoch: int, prev: int, id: int, facts: int) -> None:
         self.late += 7  # numbers are shared by all streams
-        ids = {"prev": str(self.sign * edge.prev), "id": str(self.sign * edge.id)}
-        fields = {"number": str(self.late), "writer": name, "epoch": "1", **ids, "facts": "1", "why": "skipped"}
-        self._waiting_late.append({"kind": "LATE", **fields})
+        ids = {"prev": str(self.sign * prev), "id": str(self.sign * id)}
+        fields = {"number": str(self.late), "writer": name, "epoch": str(epoch), **ids, "facts": str(facts)}
+        self._waiting_late.append({"kind": "LATE", **fields, "why": "skipped"})
 
     def retire(self, name: str) -> None:
         writer = self.writers[name]
@@ -119,8 +141,12 @@ class Model:
 
     def untold(self) -> set[int]:
         """Facts that nobody was told of yet, or only too late."""
-        waiting = {int(fields["id"]) for fields in self._waiting_late}
-        return waiting | {self.sign * edge.id for _, edge in self.skipped}
+        return self.zombies | self._waiting() | {self.sign * edge.id for _, edge in self.skipped}
+
+    def _waiting(self) -> set[int]:
+        spans = [(abs(int(it["prev"])), abs(int(it["id"])), it["writer"]) for it in self._waiting_late]
+        told = ((fact, span) for fact in self.facts.items() for span in spans)
+        return {id for (id, who), (prev, last, name) in told if prev < abs(id) <= last and who == name}
 
     # -- what the pipeline does
 
@@ -220,7 +246,14 @@ class Model:
             counts[kind] += width
         ids = {"prev": str(self.sign * prev), "id": str(self.sign * id)}
         evidence = {kind: str(count) for kind, count in counts.items()}
-        return {"kind": "POSITION", "writer": name, "epoch": "1", **ids, **evidence, **self._stamp()}
+        return {
+            "kind": "POSITION",
+            "writer": name,
+            "epoch": str(self.writers[name].epoch),
+            **ids,
+            **evidence,
+            **self._stamp(),
+        }
 
     def _stamp(self) -> Fields:
         return {"batch": str(self.batch), "time": str(self.batch)}

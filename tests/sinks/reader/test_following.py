@@ -46,7 +46,7 @@ class World(RuleBasedStateMachine):
 
     def anything(self, chance: Random) -> None:
         name = chance.choice(NAMES)
-        match chance.randrange(16):
+        match chance.randrange(17):
             case 0 | 1 | 2:
                 steps = [(chance.choice(NAMES), chance.choice(WHATS), chance.random() < 0.7) for _ in range(4)]
                 self.write(steps)
@@ -74,6 +74,8 @@ class World(RuleBasedStateMachine):
                 self.model.publish()
             case 14:
                 self.observe(chance)
+            case 16 if name in self.model.writers and self.model.writers[name].retired:
+                self.model.throw_out(name, chance.randrange(1, 6))
             case 15 if chance.random() < 0.3:
                 self.restart()
 
@@ -233,7 +235,8 @@ class Reader:
             case Advance():
                 self._covers(event.writer, event.prev, event.id)
                 if event.proven_empty:
-                    assert not self._facts(event.prev, event.id, lambda who: who == event.writer)
+                    facts = self._facts(event.prev, event.id, lambda who: who == event.writer)
+                    assert facts <= self.model.thrown
                 self._read(event.prev, event.id, lambda who: who == event.writer)
             case Reread(writer=None):
                 assert self.mode == "vector"
@@ -249,7 +252,7 @@ class Reader:
                 self.line = event.id
                 facts = self._facts(event.prev, event.id, lambda _: True)
                 if event.proven_empty:
-                    assert not facts
+                    assert facts <= self.model.thrown
                 self._read(event.prev, event.id, lambda _: True)
             case Late():
                 assert event.number > self.late_upto
