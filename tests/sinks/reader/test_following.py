@@ -74,7 +74,7 @@ class World(RuleBasedStateMachine):
                 self.model.publish()
             case 14:
                 self.observe(chance)
-            case 16 if name in self.model.writers and self.model.writers[name].retired:
+            case 16 if name in self.model.writers and chance.random() < 0.5:
                 self.model.throw_out(name, chance.randrange(1, 6))
             case 15 if chance.random() < 0.3:
                 self.restart()
