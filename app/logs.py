@@ -14,6 +14,7 @@ def configure(settings: Settings) -> None:
     # What these libraries complain of reaches us as an exception too, and is told by who handles that.
     for library in ("psycopg", "py4j"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
+    logging.getLogger().addFilter(_not_py4j)  # of a lost connection py4j tells the root logger itself
     common: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -29,3 +30,7 @@ def configure(settings: Settings) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[settings.log_level.upper()]),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+
+
+def _not_py4j(record: logging.LogRecord) -> bool:
+    return record.module != "java_gateway"
