@@ -1,22 +1,17 @@
 """Real pipeline processes on the real servers, each test in a site of its own: topics, database, Redis and home.
 
-What a process does is seen as an operator sees it: by its log, its metrics, its exit code, and by what stands in
-Postgres, Redis and Kafka. A process dies for real.
+What it did is seen by what stands in Postgres, Redis and Kafka.
 """
 
 import itertools
 import os
 import re
-import signal
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
-from urllib.request import urlopen
 
 import psutil
 import psycopg
@@ -27,130 +22,25 @@ from psycopg import sql
 from app.stack.kafka import Kafka
 from app.stack.postgres import Postgres
 from app.stack.redis import Redis
-from app.stack.server import LOOPBACK, Server, free_port
+from app.stack.server import free_port
 from sinks.migrations import migrate
 from sources.kafka import KafkaConnection
 from sources.producer import RecordProducer
 from sources.topics import Topics, plans
 from streaming.errors import Unavailable
 from streaming.wire import Record, encode
+from tests.app.feeding import Play
+from tests.app.running import PATIENCE, Running
 from tests.play.cast import Cast
 from tests.play.published import RedisReader, differences
-from tests.play.simulation import Simulation
-from tests.play.stream import SimulatedStream
+from tests.waiting import eventually
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
 PARTITIONS = 4
-PATIENCE = 90.0  # seconds; what takes this long on a busy machine will not come
 
 _OURS = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z \[(debug|info|warning|error) *\] |Error: ")
 _numbers = itertools.count(1)
-
-
-def eventually(found: Callable[[], T | None], what: Callable[[], str], seconds: float = PATIENCE) -> T:
-    """The first true answer of `found`, asked ten times a second; fails with `what` was waited for, and how it is."""
-    deadline = time.monotonic() + seconds
-    while not (answer := found()):
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {seconds:.0f} s: {what()}")
-        time.sleep(0.1)
-    return answer
-
-
-@dataclass
-class Running:
-    """A pipeline process. Its children (the JVM and Spark's Python workers) are its own business, but for `leave`."""
-
-    process: psutil.Popen
-    log_file: Path
-    metrics_port: int
-    _family: set[psutil.Process] = field(default_factory=set)
-
-    @property
-    def running(self) -> bool:
-        return self.process.poll() is None
-
-    def log(self) -> str:
-        return self.log_file.read_text()
-
-    def says(self, text: str, seconds: float = PATIENCE, times: int = 1) -> str:
-        """Wait until `text` stands in so many lines of the log; gives the last of them."""
-
-        def found() -> str | None:
-            lines = [line for line in self.log().splitlines() if text in line]
-            assert len(lines) >= times or self.process.poll() is None, (
-                f"it ended and never said {text!r}:\n{self.log()}"
-            )
-            return lines[-1] if len(lines) >= times else None
-
-        return eventually(found, lambda: f"{text!r} in the log:\n{self.log()}", seconds)
-
-    def metric(self, name: str) -> float | None:
-        """A metric without labels; None while nothing is served."""
-        try:
-            with urlopen(f"http://{LOOPBACK}:{self.metrics_port}/metrics", timeout=2) as response:
-                page: str = response.read().decode()
-        except OSError:
-            return None
-        return next((float(line.split()[1]) for line in page.splitlines() if line.startswith(f"{name} ")), None)
-
-    def ready(self) -> "Running":
-        """Wait until it reads and publishes."""
-
-        def found() -> bool:
-            assert self.process.poll() is None, f"it ended with code {self.process.returncode}:\n{self.log()}"
-            self._look_after()
-            return self.metric("tidemark_pipeline_ready") == 1.0
-
-        eventually(found, lambda: f"ready; its log:\n{self.log()}")
-        return self
-
-    def ends(self, seconds: float = PATIENCE) -> int:
-        """Wait for the end of the process; its exit code, negative for a signal."""
-
-        def found() -> bool:
-            self._look_after()
-            return self.process.poll() is not None
-
-        eventually(found, lambda: f"the end of the process; its log:\n{self.log()}", seconds)
-        return int(self.process.returncode)
-
-    def terminate(self) -> None:
-        """SIGTERM; it must end with code 0 within the ten seconds that an orchestrator gives."""
-        self.process.terminate()
-        assert self.ends(10.0) == 0, self.log()
-
-    def kill(self) -> None:
-        """SIGKILL to the driver alone, as the kernel does when memory runs out: its JVM has to notice by itself."""
-        self._look_after()
-        self.process.kill()
-        self.process.wait()
-
-    def stopped(self) -> bool:
-        """Whether SIGSTOP holds the driver."""
-        return bool(self.process.status() == psutil.STATUS_STOPPED)
-
-    def alone(self) -> bool:
-        """Whether none of its children is left."""
-        return not any(self._alive())
-
-    def leave(self) -> None:
-        """End whatever is left of it."""
-        self._look_after()
-        for process in (self.process, *self._alive()):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.process.wait()
-
-    def _look_after(self) -> None:
-        if self.process.poll() is None:
-            self._family.update(self.process.children(recursive=True))
-
-    def _alive(self) -> Iterator[psutil.Process]:
-        return (
-            process for process in self._family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-        )
 
 
 @dataclass(frozen=True)
@@ -280,10 +170,14 @@ class Site:
             return all(seen.get(name) == position for name, position in wanted.items())
 
         eventually(
-            found, lambda: f"{stream} at {wanted}, it is at {self.positions(stream)}\n{self._last_log()}", seconds
+            found, seconds, lambda: f"{stream} at {wanted}, it is at {self.positions(stream)}\n{self._last_log()}"
         )
 
-    def lacks(self, play: "Play") -> list[str]:
+    def play(self, seed: int, cast: Cast) -> Play:
+        """A simulation whose records go to this site's topic."""
+        return Play(self.kafka, self.facts, seed, cast)
+
+    def lacks(self, play: Play) -> list[str]:
         """Where Redis differs from the truth of the play."""
         with play.truth() as streams:
             try:
@@ -291,74 +185,16 @@ class Site:
             except Unavailable as problem:
                 return [str(problem)]
 
-    def shows(self, play: "Play") -> None:
+    def shows(self, play: Play) -> None:
         """Wait until Redis has exactly the truth of the play."""
-        eventually(lambda: not self.lacks(play), lambda: f"Redis has the truth: {self.lacks(play)}\n{self._last_log()}")
+        eventually(
+            lambda: not self.lacks(play),
+            PATIENCE,
+            lambda: f"Redis has the truth: {self.lacks(play)}\n{self._last_log()}",
+        )
 
     def _last_log(self) -> str:
         return self.latest.log() if self._started else ""
-
-
-class Play:
-    """A simulation whose records go to a site's topic as fast as Kafka takes them; time is the play's own.
-
-    One thread plays; `truth` may be asked by any.
-    """
-
-    def __init__(self, site: Site, seed: int, cast: Cast) -> None:
-        self.sent = 0
-        self._simulation = Simulation(seed, cast)
-        self._producer = RecordProducer(site.kafka, site.facts, give_up_after=PATIENCE)
-        self._lock = threading.Lock()
-
-    def until(self, now: float) -> None:
-        """Play up to `now`; all is in Kafka when this returns."""
-        with self._lock:
-            records = self._simulation.step(now)
-        self._send(records)
-
-    def end(self) -> None:
-        """Let everything complete, so that no position is held back."""
-        with self._lock:
-            records = self._simulation.drain()
-        self._send(records)
-
-    @contextmanager
-    def truth(self) -> Iterator[list[SimulatedStream]]:
-        """The streams, which do not move on meanwhile."""
-        with self._lock:
-            yield self._simulation.streams()
-
-    def _send(self, records: Sequence[Record]) -> None:
-        for record in records:
-            self._producer.send(record.stream, encode(record))
-        self.sent += len(records)
-        assert self._producer.flush(PATIENCE) == 0
-
-
-@contextmanager
-def away(server: Server) -> Iterator[None]:
-    """The server is stopped meanwhile, and answers again at the end."""
-    server.stop()
-    try:
-        yield
-    finally:
-        server.start()
-
-
-@contextmanager
-def deaf(server: Server) -> Iterator[None]:
-    """The server's port takes connections and nobody answers them: what a dead disk or a firewall looks like."""
-    parent = psutil.Process(server.pid)
-    family = [parent, *parent.children(recursive=True)]
-    for process in family:
-        process.suspend()
-    try:
-        yield
-    finally:
-        for process in family:
-            if process.is_running():
-                process.send_signal(signal.SIGCONT)
 
 
 @contextmanager

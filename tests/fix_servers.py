@@ -4,11 +4,13 @@ A test that stops or kills a server starts it again before it ends. The jars are
 """
 
 import itertools
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import psycopg
 import pytest
 import redis
@@ -101,3 +103,28 @@ def kafka(home: Home, java: str, jars: Path) -> Iterator[Kafka]:
 def prefix() -> str:
     """A name that no other test of this run uses, for topics: `f"{prefix}.facts"`."""
     return f"test{next(_numbers)}"
+
+
+@contextmanager
+def away(server: Server) -> Iterator[None]:
+    """The server is stopped meanwhile, and answers again at the end."""
+    server.stop()
+    try:
+        yield
+    finally:
+        server.start()
+
+
+@contextmanager
+def deaf(server: Server) -> Iterator[None]:
+    """The server's port takes connections and nobody answers them: what a dead disk or a firewall looks like."""
+    parent = psutil.Process(server.pid)
+    family = [parent, *parent.children(recursive=True)]
+    for process in family:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in family:
+            if process.is_running():
+                process.send_signal(signal.SIGCONT)

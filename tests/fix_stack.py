@@ -3,8 +3,7 @@
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from dotenv import dotenv_values
 
 from app.settings import child_environment
 from app.stack.home import Home
+from tests.waiting import eventually
 
 READY_SECONDS = 120.0  # with other tests on the same cores
 
@@ -60,13 +60,6 @@ class Terminal:
 
     def redis(self) -> redis.Redis:
         return redis.Redis.from_url(str(self.stack_env["TIDEMARK_REDIS_URL"]), decode_responses=True)
-
-
-def eventually(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.1)
 
 
 @pytest.fixture

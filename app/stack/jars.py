@@ -3,6 +3,7 @@
 No Maven and no Spark session is needed. `ivy.xml` beside this file pins every version.
 """
 
+import fcntl
 import hashlib
 import re
 import shutil
@@ -33,9 +34,16 @@ class JarsUnavailable(Stop):
 def fetch_jars(directory: Path, java: str, progress: Callable[[str], None]) -> None:
     """Fill `directory/connector` and `directory/broker`, unless they already hold what `ivy.xml` asks for.
 
-    May be repeated after any interruption. `progress` is told what was found or is being downloaded, a few times a
-    second. Raises `JarsUnavailable`.
+    May be repeated after any interruption; a second process that asks meanwhile waits. `progress` is told what was
+    found or is being downloaded, a few times a second. Raises `JarsUnavailable`.
     """
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _fill(directory, java, progress)
+
+
+def _fill(directory: Path, java: str, progress: Callable[[str], None]) -> None:
     ivy_xml = files("app.stack").joinpath("ivy.xml").read_bytes()
     marker = directory / "ivy.sha256"
     wanted = hashlib.sha256(ivy_xml).hexdigest()
@@ -44,7 +52,6 @@ def fetch_jars(directory: Path, java: str, progress: Callable[[str], None]) -> N
     marker.unlink(missing_ok=True)
     for stale in (CONNECTOR, BROKER):
         shutil.rmtree(directory / stale, ignore_errors=True)
-    directory.mkdir(parents=True, exist_ok=True)
     description = directory / "ivy.xml"
     description.write_bytes(ivy_xml)
     _retrieve(description, java, progress)

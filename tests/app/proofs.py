@@ -19,7 +19,8 @@ from streaming.compaction import origin_of
 from streaming.effects import ShardEffects
 from streaming.errors import Unavailable
 from streaming.wire import Topic
-from tests.fix_pipeline import PARTITIONS, Play, Site
+from tests.app.feeding import Play
+from tests.fix_pipeline import PARTITIONS, Site
 from tests.play.published import RedisReader, ahead
 from tests.streaming.builders import packed
 

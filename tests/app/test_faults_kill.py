@@ -3,7 +3,7 @@
 import pytest
 
 from tests.app.proofs import as_undisturbed
-from tests.fix_pipeline import Play, Site
+from tests.fix_pipeline import Site
 from tests.play.cast import Cast
 
 pytestmark = pytest.mark.slow
@@ -15,7 +15,7 @@ def test_a_kill_between_any_two_steps_of_a_batch_leaves_no_trace(site: Site) -> 
     """Rules 3, 4 and 5: killed before the commit, between commit and Redis, and between Redis and the end of the
     batch, the pipeline comes to exactly the positions, the history and the dead letters of an
     undisturbed run."""
-    play = Play(site, seed=7, cast=Cast(streams=3, writers=3, rate=200.0))
+    play = site.play(seed=7, cast=Cast(streams=3, writers=3, rate=200.0))
     play.until(15.0)
     play.end()
     for step in ("commit", "show", "bury"):
@@ -29,7 +29,7 @@ def test_a_kill_between_any_two_steps_of_a_batch_leaves_no_trace(site: Site) -> 
 def test_spark_may_lose_its_workers_but_not_its_jvm(site: Site) -> None:
     """Without its Python workers the query begins again; without its JVM the process ends with code 1, in one line
     that says so, and the next one goes on where it was."""
-    play = Play(site, seed=8, cast=Cast(streams=2, writers=2, rate=100.0))
+    play = site.play(seed=8, cast=Cast(streams=2, writers=2, rate=100.0))
     running = site.start()
     play.until(3.0)
     site.shows(play)

@@ -5,8 +5,10 @@ import time
 import pytest
 
 from tests.app.proofs import Watcher, as_undisturbed
-from tests.fix_pipeline import Play, Site, eventually
+from tests.app.running import PATIENCE
+from tests.fix_pipeline import Site
 from tests.play.cast import Cast
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -15,15 +17,15 @@ def test_one_publishes_and_the_other_takes_over(site: Site) -> None:
     """Rule 6: the second waits for the lease and takes it over from a first that stands still between Postgres and
     Redis for longer than the lease; the first wakes up in the middle of that batch, publishes nothing and waits;
     killed, the second is followed by the first within 30 s; all that was read in between is counted once."""
-    play = Play(site, seed=31, cast=Cast(streams=2, writers=3, rate=200.0))
+    play = site.play(seed=31, cast=Cast(streams=2, writers=3, rate=200.0))
     with Watcher(site, play) as watcher:
         first = site.start(module=("tests.app.killers", "SIGSTOP", "show", "3"), lease_seconds=5, owner="first").ready()
         second = site.start(lease_seconds=5, owner="second", checkpoint=site.home / "second")
         second.says("Waiting for the lease: first holds it")
         for now in (2.0, 4.0, 6.0):
             play.until(now)
-            eventually(lambda: first.stopped() or not site.lacks(play), lambda: "a batch")
-        eventually(first.stopped, lambda: "the first stands still")
+            eventually(lambda: first.stopped() or not site.lacks(play), PATIENCE, lambda: "a batch")
+        eventually(first.stopped, PATIENCE, lambda: "the first stands still")
         second.says("Took the lease")
         play.until(10.0)
         site.shows(play)

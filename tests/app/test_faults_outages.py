@@ -9,7 +9,8 @@ from app.stack.postgres import Postgres
 from app.stack.redis import Redis
 from app.stack.server import Server
 from tests.app.proofs import Watcher, as_undisturbed
-from tests.fix_pipeline import Play, Site, away, deaf
+from tests.fix_pipeline import Site
+from tests.fix_servers import away, deaf
 from tests.play.cast import Cast
 
 pytestmark = pytest.mark.slow
@@ -33,7 +34,7 @@ def test_servers_that_come_one_after_the_other_are_waited_for(
     site: Site, postgres: Postgres, kafka: Kafka, redis_server: Redis
 ) -> None:
     """Nothing answers at the start: each server is named until it is there, then all is published, none lost."""
-    play = Play(site, seed=21, cast=CAST)
+    play = site.play(seed=21, cast=CAST)
     play.until(5.0)
     play.end()
     with away(redis_server):
@@ -53,7 +54,7 @@ def test_servers_that_go_away_in_the_middle_are_waited_for(
     """Rules 2, 4 and 5: while records flow each server is stopped for some seconds, and two are deaf; positions go on
     by themselves, as if nothing had been. SIGTERM is obeyed with code 0 within ten seconds also when Postgres is
     deaf."""
-    play = Play(site, seed=22, cast=CAST)
+    play = site.play(seed=22, cast=CAST)
     running = site.start().ready()
     now = 0.0
 

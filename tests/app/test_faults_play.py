@@ -10,8 +10,11 @@ import redis
 
 from app.stack.postgres import Postgres
 from tests.app.proofs import Watcher, settled
-from tests.fix_pipeline import Play, Site, away, eventually
+from tests.app.running import PATIENCE
+from tests.fix_pipeline import Site
+from tests.fix_servers import away
 from tests.play.cast import Cast, Habits
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +39,7 @@ def test_positions_survive_everything_at_once(site: Site, postgres: Postgres) ->
     with a history as chained as that of an undisturbed run."""
     seed = time.time_ns() % 10_000
     random = Random(seed)
-    play = Play(site, seed, Cast(streams=4, writers=3, rate=150.0, habits=WILD))
+    play = site.play(seed, Cast(streams=4, writers=3, rate=150.0, habits=WILD))
 
     def kill() -> None:
         site.latest.kill()
@@ -44,7 +47,7 @@ def test_positions_survive_everything_at_once(site: Site, postgres: Postgres) ->
     def lose_the_checkpoint() -> None:
         dead = site.latest
         dead.kill()
-        eventually(dead.alone, lambda: "the end of the JVM, which may still write to the checkpoint")
+        eventually(dead.alone, PATIENCE, lambda: "the end of the JVM, which may still write to the checkpoint")
         shutil.rmtree(site.checkpoint)
 
     def flush_redis() -> None:

@@ -11,7 +11,9 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 from sinks.migrations import WANTED
 from sources.topics import Topics
 from streaming.wire import Join, Rdata, Record, encode, row
-from tests.fix_pipeline import PARTITIONS, Site, eventually
+from tests.app.running import PATIENCE
+from tests.fix_pipeline import PARTITIONS, Site
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -125,7 +127,9 @@ def test_each_disagreement_stops_until_it_is_accepted_and_is_then_mended(site: S
     refuses(site, f"{site.facts}[{partition}]", f"begins at {end}", "--accept loss")
     refuses(site, "made with 16 shards", "TIDEMARK_SHARDS is 8", "--accept shards", accept=["loss"], shards=8)
     second = site.start("--accept", "loss", "--accept", "shards", shards=8)
-    eventually(lambda: site.sql("select 1 from tidemark.stream_gaps where (low, top) = (5, 8)"), lambda: "the gap")
+    eventually(
+        lambda: site.sql("select 1 from tidemark.stream_gaps where (low, top) = (5, 8)"), PATIENCE, lambda: "the gap"
+    )
     assert site.positions("orders") == {"linear": 5, "shop": 5}
     site.send(Join(stream="orders", writer="shop", epoch=2, id=9))
     site.reaches("orders", shop=9, linear=9)

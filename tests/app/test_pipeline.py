@@ -12,7 +12,9 @@ from app.stack.postgres import Postgres
 from app.stack.redis import Redis
 from streaming.wire import Join, Position, Rdata, Record, Void, row
 from tests.app.proofs import dead_letters
-from tests.fix_pipeline import Site, eventually, made_site
+from tests.app.running import PATIENCE
+from tests.fix_pipeline import Site, made_site
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -111,7 +113,7 @@ def test_every_kind_of_bad_record_arrives_unchanged_in_the_dead_letters(shared: 
             found[headers["trace"].decode()] = origin.reason, letter.key(), letter.value()
         return found if len(found) == len(sent) else None
 
-    assert eventually(arrived, lambda: "all dead letters") == {
+    assert eventually(arrived, PATIENCE, lambda: "all dead letters") == {
         trace: ("not_json" if trace == "no value" else trace, key, value) for trace, (key, value) in sent.items()
     }
 

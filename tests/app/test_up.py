@@ -9,7 +9,8 @@ from urllib.request import urlopen
 import pytest
 
 from app.stack.home import Home
-from tests.fix_stack import READY_SECONDS, Terminal, eventually
+from tests.fix_stack import READY_SECONDS, Terminal
+from tests.waiting import eventually
 
 VISIBLE_SECONDS = 60.0
 FACT = b'{"kind":"RDATA","stream":"orders","writer":"shop","id":1,"row":{}}\n'

@@ -1,8 +1,7 @@
 """Batches for tests, told in few words; what is not said is empty."""
 
 import json
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +56,6 @@ def batch(number: int, *streams: StreamEffects, token: int = 1, query: str = "qu
 
 def rejected(topic: str, reason: str, offsets: Iterable[int], partition: int = 0) -> Rejected:
     return Rejected(topic, partition, reason, np.array(list(offsets), "<i8").tobytes())
-
-
-def eventually(check: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Fail unless `check` holds within `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not check():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.02)
 
 
 def lines(path: Path) -> list[Any]:

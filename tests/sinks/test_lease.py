@@ -15,7 +15,8 @@ from sinks.lease import Lease, LeaseTerms
 from sinks.postgres import Postgres
 from streaming.errors import LeaseLost, Stopping
 from tests.fix_sinks import TERMS
-from tests.sinks.given import batch, eventually, lines
+from tests.sinks.given import batch, lines
+from tests.waiting import eventually
 
 NEVER = threading.Event()
 spawn = multiprocessing.get_context("spawn")

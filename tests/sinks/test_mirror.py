@@ -16,7 +16,8 @@ from sinks.redis import SENTINEL, STREAMS, Redis, key
 from sinks.watch import Watch, WatchTerms
 from streaming.effects import Late, StreamEffects
 from streaming.errors import LeaseLost
-from tests.sinks.given import NOW, advance, batch, entries, eventually, stream
+from tests.sinks.given import NOW, advance, batch, entries, stream
+from tests.waiting import eventually
 
 
 class Pipeline:

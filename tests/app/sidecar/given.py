@@ -18,7 +18,8 @@ from streaming.intervals import EMPTY
 from streaming.line import Line
 from streaming.positions import Stream
 from streaming.writers import Writer
-from tests.sinks.given import NOW, advance, eventually, stream
+from tests.sinks.given import NOW, advance, stream
+from tests.waiting import eventually
 
 
 class Client(httpx.Client):

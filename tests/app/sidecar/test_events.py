@@ -15,8 +15,8 @@ from app.sidecar.service import Limits, Servers
 from app.sidecar.site import Terms
 from app.stack.redis import Redis as RedisServer
 from tests.app.sidecar.given import At, Client, moved, sidecar
-from tests.sinks.given import eventually
 from tests.sinks.reader.given import Pipeline
+from tests.waiting import eventually
 
 
 @dataclass

@@ -11,8 +11,8 @@ from app.stack.postgres import Postgres as PostgresServer
 from app.stack.redis import Redis as RedisServer
 from sinks.redis import STREAMS, key
 from tests.app.sidecar.given import At, Client, moved, sidecar
-from tests.sinks.given import eventually
 from tests.sinks.reader.given import Pipeline
+from tests.waiting import eventually
 
 
 def test_all_that_is_known_of_a_stream(pipeline: Pipeline, client: Client) -> None:

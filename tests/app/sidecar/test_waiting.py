@@ -9,8 +9,8 @@ from app.sidecar.service import Limits, Servers
 from app.sidecar.site import Terms
 from app.stack.redis import Redis as RedisServer
 from tests.app.sidecar.given import At, Client, moved, sidecar
-from tests.sinks.given import eventually
 from tests.sinks.reader.given import Pipeline, later
+from tests.waiting import eventually
 
 WAIT = "/v1/streams/s/wait"
 

@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 
 from sinks.reader import AsyncPositions, AsyncReader, Batch, Place, Positions, Reader, Table
-from tests.sinks.given import eventually
+from tests.waiting import eventually
 
 TABLE = Table("facts", writer="instance", then=("ordinal",))
 Effect = tuple[int, str, int, bool]

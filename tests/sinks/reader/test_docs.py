@@ -9,8 +9,9 @@ from pathlib import Path
 
 import psycopg
 
-from tests.sinks.given import advance, eventually, stream
+from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
+from tests.waiting import eventually
 
 
 def test_the_examples_run_as_they_stand(pipeline: Pipeline, redis_url: str, dsn: str, sql: psycopg.Connection) -> None:

@@ -10,9 +10,10 @@ from sinks.reader import Place, Positions, Reader, Table, Token
 from sinks.redis import key
 from streaming.effects import Late as LateEffect
 from streaming.errors import BadSetting, LateNeedsWriter, LateUnknown, ReaderModeChanged, Refused
-from tests.sinks.given import advance, eventually, stream
+from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import Service, effect
+from tests.waiting import eventually
 
 
 @pytest.fixture(params=["threads", "asyncio"])

@@ -11,9 +11,10 @@ import psycopg
 import pytest
 
 from sinks.reader import Positions, Reader
-from tests.sinks.given import advance, eventually, stream
+from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import Service, effect
+from tests.waiting import eventually
 
 spawn = multiprocessing.get_context("spawn")
 

@@ -14,9 +14,9 @@ from app.stack.home import Home
 from app.stack.postgres import Postgres as PostgresServer
 from app.stack.server import free_port
 from sinks.reader.replica import end_of_records
-from tests.sinks.given import eventually
 from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import Service
+from tests.waiting import eventually
 
 SEGMENT = 16 * 1024 * 1024
 

@@ -1,7 +1,6 @@
 """A service's database with a table and a sequence, a topic, and what Tidemark makes of the topic."""
 
 from collections.abc import Callable, Iterator
-from time import monotonic, sleep
 
 import psycopg
 import pytest
@@ -15,14 +14,6 @@ from sources.writer.session import Session
 from tests.sources.writer.judge import Judge
 
 Make = Callable[..., Writer]
-
-
-def until(holds: Callable[[], object], seconds: float = 15.0) -> None:
-    """Look again and again until it holds; fails after `seconds`."""
-    deadline = monotonic() + seconds
-    while not holds():
-        assert monotonic() < deadline
-        sleep(0.02)
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ import pytest
 from app.stack.kafka import Kafka
 from app.writer import Fence, fence
 from sources.kafka import KafkaConnection
-from tests.sources.writer.conftest import Make, until
+from tests.sources.writer.conftest import Make
 from tests.sources.writer.judge import Judge
+from tests.waiting import eventually
 
 MOMENTS = [
     [("add", 3)],
@@ -81,7 +82,7 @@ def test_frozen_while_its_successor_takes_over_it_can_write_no_more(
     successor has emptied.
     """
     with service(dsn, kafka, topic, signal.SIGSTOP, step, 1) as process:
-        until(lambda: process.status() == psutil.STATUS_STOPPED, 30)
+        eventually(lambda: process.status() == psutil.STATUS_STOPPED, 30)
         said: list[str] = []
         order = Fence("shop-1", terminate=True, retire=False)
         fence(dsn, KafkaConnection(kafka.bootstrap_servers), topic, order, said.append)

@@ -14,8 +14,9 @@ from app.stack.server import free_port
 from sources.kafka import KafkaConnection
 from sources.writer import Writer
 from streaming.errors import Unavailable
-from tests.sources.writer.conftest import Make, until
+from tests.sources.writer.conftest import Make
 from tests.sources.writer.judge import Judge
+from tests.waiting import eventually
 
 
 @pytest.mark.slow
@@ -99,7 +100,7 @@ def test_a_record_that_kafka_refuses_holds_and_goes_out_once_that_is_mended(
         for size in (10, 5000, 10):
             with writer.transaction(connection) as facts:
                 facts.write("orders", token_hex(size), "insert into orders (id) values (%(id)s)")
-        until(lambda: any("max.message.bytes" in line.get("problem", "") for line in logs))
+        eventually(lambda: any("max.message.bytes" in line.get("problem", "") for line in logs))
         assert judge.verdict().position("orders") < 2
         allow(kafka, topic, 1_000_000)
     assert judge.agrees(sql).rejected == {}
@@ -124,5 +125,5 @@ def test_heartbeats_go_on_after_the_sessions_end(
         )
         with writer.transaction(connection) as facts:
             facts.write("orders", {}, "insert into orders (id) values (%(id)s)")
-        until(lambda: ("RDATA", 1, 1) in judge.verdict().kinds())
+        eventually(lambda: ("RDATA", 1, 1) in judge.verdict().kinds())
     judge.agrees(sql)

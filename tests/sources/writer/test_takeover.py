@@ -10,8 +10,9 @@ from psycopg import IsolationLevel
 from sources.writer import takeover
 from sources.writer.session import Session
 from streaming.errors import UnknownWriter, WriterFenced
-from tests.sources.writer.conftest import Make, until
+from tests.sources.writer.conftest import Make
 from tests.sources.writer.judge import Judge
+from tests.waiting import eventually
 
 LOCK = "select pg_advisory_xact_lock(tidemark.writer_lock('shop-1'))"
 LEVELS = [IsolationLevel.READ_COMMITTED, IsolationLevel.REPEATABLE_READ, IsolationLevel.SERIALIZABLE]
@@ -48,7 +49,7 @@ def test_a_fence_that_is_waited_for_shuts_the_transaction_out(
 
         with ThreadPoolExecutor(1) as pool:
             written = pool.submit(write)
-            until(lambda: waits_for_lock(sql))
+            eventually(lambda: waits_for_lock(sql))
             fencer.execute("update tidemark.writers set epoch = epoch + 1")
             fencer.commit()
             with pytest.raises(SHUT_OUT):
@@ -96,7 +97,7 @@ def test_rows_are_fenced_too_after_the_savepoint_of_their_id_is_gone(
 
         with ThreadPoolExecutor(1) as pool:
             written = pool.submit(write)
-            until(lambda: waits_for_lock(sql))
+            eventually(lambda: waits_for_lock(sql))
             fencer.execute("update tidemark.writers set epoch = epoch + 1")
             fencer.commit()
             with pytest.raises(WriterFenced):
@@ -115,7 +116,7 @@ def test_a_fence_that_is_given_up_lets_the_writer_go_on(make: Make, dsn: str, sq
 
         with ThreadPoolExecutor(1) as pool:
             written = pool.submit(write)
-            until(lambda: waits_for_lock(sql))
+            eventually(lambda: waits_for_lock(sql))
             fencer.rollback()
             assert written.result(timeout=10) == 1
 
@@ -137,7 +138,7 @@ def test_a_successor_waits_for_open_transactions_and_names_them(
                 id = facts.append("orders", {})
                 connection.execute("insert into orders (id) values (%s)", [id])
                 successor = pool.submit(succeed)
-                until(lambda: waits_for_lock(sql))
+                eventually(lambda: waits_for_lock(sql))
                 (holder,) = takeover.look(session, "shop-1").holders
                 assert (holder.pid, holder.application) == (connection.info.backend_pid, "till")
                 assert holder.since is not None
@@ -145,7 +146,7 @@ def test_a_successor_waits_for_open_transactions_and_names_them(
                 assert not started.is_set()
             successor.result(timeout=20)
         session.close()
-        until(lambda: left(sql) == (1, 0))
+        eventually(lambda: left(sql) == (1, 0))
         with pytest.raises(WriterFenced), old.transaction(connection) as facts:
             facts.reserve("orders")
     verdict = judge.agrees(sql)

@@ -11,8 +11,9 @@ from psycopg.rows import dict_row
 
 from streaming.errors import FactWithoutRow, RowTooLarge, Stopping
 from streaming.wire import Rdata
-from tests.sources.writer.conftest import Make, until
+from tests.sources.writer.conftest import Make
 from tests.sources.writer.judge import Judge
+from tests.waiting import eventually
 
 Connection = psycopg.Connection
 
@@ -115,7 +116,9 @@ def test_a_connection_that_dies_leaves_nothing_in_doubt(
         thread = threading.Thread(target=lambda: _caught(write, errors))
         thread.start()
         if when == "committing":
-            until(lambda: sql.execute("select 1 from pg_locks where locktype = 'advisory' and not granted").fetchone())
+            eventually(
+                lambda: sql.execute("select 1 from pg_locks where locktype = 'advisory' and not granted").fetchone()
+            )
             cut(connection)
             thread.join()
             sql.execute("select pg_advisory_unlock(1)")
@@ -238,7 +241,7 @@ def test_an_idle_writer_announces_what_others_took(make: Make, connection: Conne
     with make() as busy, make(instance="idle"):
         with busy.transaction(connection) as facts:
             facts.append("orders", {})
-        until(lambda: ("POSITION", 1, 1) in judge.verdict().kinds())
+        eventually(lambda: ("POSITION", 1, 1) in judge.verdict().kinds())
         assert judge.verdict().effects["orders"].linear == 1
 
 
@@ -297,6 +300,6 @@ def test_metrics_say_what_is_in_flight_and_what_waits(make: Make, connection: Co
             facts.append("orders", {})
             assert value("in_flight") == 1
             assert value("oldest_in_flight_seconds") > 0
-        until(lambda: value("outbox_ids") == 0)
+        eventually(lambda: value("outbox_ids") == 0)
         assert value("in_flight") == value("oldest_in_flight_seconds") == value("outbox_age_seconds") == 0
         assert value("reservation_seconds_count") == 1
