@@ -6,7 +6,6 @@ play may go on for ever.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from psycopg import sql
@@ -121,9 +120,7 @@ class Verification:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._session.close()
 
     def counts(self) -> list[Count]:

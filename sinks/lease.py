@@ -12,7 +12,6 @@ pooler in transaction mode between us and Postgres breaks it.
 import threading
 import time
 from dataclasses import dataclass
-from types import TracebackType
 from typing import LiteralString, Self
 
 import structlog
@@ -85,9 +84,7 @@ class Lease:
         self._renewal.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha1
 from importlib.resources import files
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import msgspec
@@ -89,9 +88,7 @@ class Redis:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -8,38 +8,15 @@ from typing import Any
 import pytest
 
 from app.stack.redis import Redis as RedisServer
-from sinks.batch import Batch
 from sinks.lease import Lease
-from sinks.mirror import Mirror
 from sinks.postgres import Postgres
 from sinks.redis import SENTINEL, STREAMS, Redis, key
 from sinks.watch import Watch, WatchTerms
 from streaming.effects import Late, StreamEffects
 from streaming.errors import LeaseLost
-from tests.sinks.given import NOW, advance, batch, entries, stream
+from tests.sinks.given import advance, entries, stream
+from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
-
-
-class Pipeline:
-    """Commits batches as the publisher does, and shows them or (a crash) does not."""
-
-    def __init__(self, store: Postgres, shown: Redis, lease: Lease) -> None:
-        self.store = store
-        self.lease = lease
-        self.mirror = Mirror(store, shown, lease)
-        self.number = 0
-
-    def commit(self, *streams: StreamEffects) -> tuple[Batch, Any]:
-        self.number += 1
-        made = batch(self.number, *streams, token=self.lease.token, now=NOW + self.number)
-        return made, self.store.apply(made)
-
-    def publish(self, *streams: StreamEffects) -> None:
-        self.mirror.publish(*self.commit(*streams))
-
-    def restarted(self, shown: Redis) -> Mirror:
-        """The mirror of a new process, which knows nothing of Redis."""
-        return Mirror(self.store, shown, self.lease)
 
 
 @pytest.fixture

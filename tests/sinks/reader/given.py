@@ -34,6 +34,10 @@ class Pipeline:
     def publish(self, *streams: StreamEffects) -> None:
         self.mirror.publish(*self.commit(*streams))
 
+    def restarted(self, shown: Redis) -> Mirror:
+        """The mirror of a new process, which knows nothing of Redis."""
+        return Mirror(self.store, shown, self.lease)
+
     def move(self, writer: str, prev: int, id_: int, linear: int | None = None, **evidence: int) -> None:
         """One writer of stream `s` advances; the line goes with it unless told otherwise."""
         self.publish(stream("s", advance(writer, prev, id_, **evidence), linear=id_ if linear is None else linear))
