@@ -100,11 +100,33 @@ def pipeline(accept: tuple[Literal["partitions", "loss", "shards"], ...]) -> Non
 
 @main.command()
 def sidecar() -> None:
-    """Serve positions over HTTP, until SIGTERM or Ctrl-C. Any number may run."""
+    """Serve positions over HTTP and the line protocol, until SIGTERM or Ctrl-C. Any number may run."""
     settings = _settings()
     from app.sidecar import serve
 
     serve.run(settings)
+
+
+@main.command()
+@click.argument("address", required=False)
+@click.option("--stream", "streams", multiple=True, help="Show only this stream; may be repeated.")
+@click.option("--json", "as_json", is_flag=True, help="For programs: a JSON object per line.")
+@click.option("--server", help="End with exit code 2 where the server has another name.")
+def listen(address: str | None, streams: tuple[str, ...], server: str | None, *, as_json: bool) -> None:
+    """Show what a sidecar says over the line protocol at ADDRESS (host:port; without it TIDEMARK_SIDECAR_TCP)."""
+    from app.lines import view
+    from app.lines.listen import Listening
+    from app.settings import host_port
+
+    settings = _settings()
+    try:
+        where = host_port(address or settings.sidecar_tcp)
+    except ValueError as problem:
+        raise click.BadParameter(f"{address!r} is {problem}", param_hint="ADDRESS") from None
+    show = view.as_json if as_json else view.coloured
+    for command in Listening(where, server).commands():
+        if view.wanted(command, streams):
+            click.echo(show(command))
 
 
 @main.command()

@@ -47,10 +47,23 @@ def _is_redis_url(secret: SecretStr) -> SecretStr:
     return secret
 
 
-Port = Annotated[int, Field(ge=1, le=65535)]
+def host_port(text: str) -> tuple[str, int]:
+    """The parts of an address. Raises `ValueError`."""
+    host, _, port = text.rpartition(":")
+    if not host or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+        raise ValueError("not an address such as 127.0.0.1:9481 or [::1]:9481")
+    return host.strip("[]"), int(port)
+
+
+def _is_host_port(text: str) -> str:
+    host_port(text)
+    return text
+
+
 AnyPort = Annotated[int, Field(ge=0, le=65535)]
 PostgresDsn = Annotated[SecretStr, AfterValidator(_is_conninfo)]
 RedisUrl = Annotated[SecretStr, AfterValidator(_is_redis_url)]
+HostPort = Annotated[str, AfterValidator(_is_host_port)]
 Positive = Annotated[int, Field(ge=1)]
 Topic = Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]{1,249}$")]
 
@@ -133,6 +146,20 @@ class Settings(BaseSettings):
         60.0, description="How long one wait may last at most."
     )
 
+    sidecar_tcp: HostPort = Field(
+        "127.0.0.1:9481", description="Address of the sidecar's line protocol, host:port; port 0 = any free one."
+    )
+    sidecar_tcp_connections: Positive = Field(1000, description="Clients of the line protocol served at once.")
+    sidecar_name: Annotated[str, Field(pattern=r"^\S{1,255}$")] = Field(
+        "tidemark", description="Name of the server, which the line protocol says first."
+    )
+    sidecar_channel: Annotated[str | None, Field(pattern=r"^\S{1,255}$")] = Field(
+        None, description="Channel of Redis on which sidecars speak the line protocol too; without it they do not."
+    )
+    sidecar_rows_mib: Positive = Field(
+        64, description="MiB of rows that wait for positions; past it, clients of the line protocol fetch."
+    )
+
     history_days: Positive = Field(7, description="Days that Postgres keeps the history of advances.")
     advances_kept: Positive = Field(10_000, description="Advances that Redis keeps of each stream.")
     pending_bound: Positive = Field(
@@ -149,6 +176,9 @@ class Settings(BaseSettings):
     up_redis_port: AnyPort = Field(16379, description="`tidemark up`: port of Redis; 0 = any free one.")
     up_metrics_port: AnyPort = Field(19464, description="`tidemark up`: port of the metrics; 0 = any free one.")
     up_sidecar_port: AnyPort = Field(19480, description="`tidemark up`: port of the sidecar; 0 = any free one.")
+    up_sidecar_tcp_port: AnyPort = Field(
+        19481, description="`tidemark up`: port of the line protocol; 0 = any free one."
+    )
 
     @model_validator(mode="after")
     def _sasl_is_complete(self) -> Self:

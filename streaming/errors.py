@@ -11,6 +11,7 @@ TidemarkError
 │   ├── RowTooLarge(stream, size, limit)     a fact that its writer refused: roll its transaction back
 │   ├── FactWithoutRow(stream, ids)
 │   ├── BadToken(text, problem)
+│   ├── BadCommand(problem)
 │   └── TokenFromTheFuture(stream, token, head)
 ├── Stopping              the process was told to end: leave at once, nothing is wrong
 ├── SparkDied(problem)    this process is of no use any more: whoever started it starts it again
@@ -126,6 +127,10 @@ class BadToken(Reject):
         super().__init__(f"{text!r} is not a token such as m7~first.9: {problem}")
         self.text = text
         self.problem = problem
+
+
+class BadCommand(Reject):
+    """A line of the replication protocol that is no command (docs/protocol.md)."""
 
 
 class TokenFromTheFuture(Reject):

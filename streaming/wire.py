@@ -97,6 +97,12 @@ def row(value: object) -> Raw:
     return Raw(_encoder.encode(value))
 
 
+def in_one_line(row: Raw) -> str:
+    """The JSON of a row without newlines: it may have been sent with some between its parts, never inside a string."""
+    text = bytes(row)
+    return (msgspec.json.format(text, indent=-1) if b"\n" in text or b"\r" in text else text).decode()
+
+
 def encode(record: Record) -> bytes:
     """The value of the Kafka message; the key is the stream's name in UTF-8. Defaults are left out."""
     return _encoder.encode(record)

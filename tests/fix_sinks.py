@@ -12,6 +12,7 @@ from sinks.lease import Lease, LeaseTerms
 from sinks.migrations import migrate
 from sinks.postgres import Postgres, PostgresConfig
 from sinks.redis import Redis, RedisConfig
+from tests.sinks.reader.given import Pipeline
 
 TERMS = LeaseTerms("test", ttl=2.0, grace=0.3, poll=0.05)
 
@@ -46,6 +47,12 @@ def store(dsn: str) -> Iterator[Postgres]:
 def shown(redis_url: str) -> Iterator[Redis]:
     with Redis(RedisConfig(redis_url)) as sink:
         yield sink
+
+
+@pytest.fixture
+def pipeline(store: Postgres, shown: Redis, lease: Lease) -> Pipeline:
+    """What the pipeline does to the sinks, without Spark."""
+    return Pipeline(store, shown, lease)
 
 
 @pytest.fixture

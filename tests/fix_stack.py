@@ -26,7 +26,8 @@ class Terminal:
         if not (root / "jars").exists():
             (root / "jars").symlink_to(jars)
         self.output = root / "output"
-        ports = {f"TIDEMARK_UP_{server}_PORT": "0" for server in ("KAFKA", "POSTGRES", "REDIS", "METRICS", "SIDECAR")}
+        servers = ("KAFKA", "POSTGRES", "REDIS", "METRICS", "SIDECAR", "SIDECAR_TCP")
+        ports = {f"TIDEMARK_UP_{server}_PORT": "0" for server in servers}
         self.environment = child_environment({"TIDEMARK_HOME": str(root), **ports})
 
     def run(

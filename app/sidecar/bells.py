@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from weakref import WeakValueDictionary
 
+from app.sidecar.ending import ended
 from app.sidecar.live import Live
 from sinks.reader.connection import translated
 from streaming.errors import Stop, Unavailable
@@ -30,9 +31,7 @@ class Bells:
         try:
             yield
         finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            await ended(task)
 
     def bell(self, stream: str) -> asyncio.Event:
         """Set at the next hint. Take it before you look, so that what comes meanwhile is not missed, and keep it."""

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from app.sidecar.fuse import Fuse
 from sinks.postgres import Postgres, StreamPositions
@@ -31,6 +31,15 @@ class Details:
     gaps: list[Blocker]
 
 
+@dataclass(frozen=True, slots=True)
+class ReadSoFar:
+    """How far the pipeline has read a topic: the next offset by partition, and the highest ID by stream that any record
+    before those offsets has named, or a later one."""
+
+    offsets: Mapping[int, int]
+    heads: Mapping[str, int]
+
+
 class Durable:
     """For one event loop. Methods raise `Unavailable`, `Refused` and `SchemaMismatch`; all may be called again."""
 
@@ -38,6 +47,14 @@ class Durable:
         self.fuse = Fuse("Postgres")
         self._postgres = postgres
         self._history = history
+        self._asking: set[asyncio.Future[Any]] = set()
+        self._closed = False
+
+    async def aclose(self) -> None:
+        """Return when no thread asks any more: it would open a connection that was closed."""
+        self._closed = True
+        if self._asking:
+            await asyncio.wait(self._asking)
 
     async def check(self) -> None:
         await self._asked(self._postgres.check)
@@ -53,16 +70,34 @@ class Durable:
         """Without streams that do not exist, or whose state a later Tidemark wrote."""
         return await self._asked(lambda: _decoded(self._postgres.states(streams)))
 
+    async def read_so_far(self, topic: str) -> ReadSoFar:
+        return await self._asked(lambda: _read_so_far(self._postgres, topic))
+
     async def past(self, ask: Recall) -> Past:
         return await self._asked(lambda: self._history.past(ask))
 
     async def _asked(self, ask: Callable[[], T]) -> T:
+        if self._closed:
+            raise Unavailable("Postgres", self._postgres.where, "this process ends")
         with self.fuse.guarding():
+            asking = asyncio.get_running_loop().run_in_executor(None, ask)
+            self._asking.add(asking)
+            asking.add_done_callback(self._asked_for)
             try:
-                return await asyncio.wait_for(asyncio.to_thread(ask), PATIENCE)
+                return await asyncio.wait_for(asyncio.shield(asking), PATIENCE)
             except TimeoutError:
                 problem = f"no answer within {PATIENCE:g} s"
                 raise Unavailable("Postgres", self._postgres.where, problem) from None
+
+    def _asked_for(self, asking: asyncio.Future[Any]) -> None:
+        self._asking.discard(asking)
+        asking.exception()  # whoever asked may have gone, and it is told to nobody then
+
+
+def _read_so_far(postgres: Postgres, topic: str) -> ReadSoFar:
+    offsets = postgres.offsets().get(topic, {})  # before the heads: those may only be higher
+    heads = {name: held.head for name, held in postgres.positions(postgres.streams()).items()}
+    return ReadSoFar(offsets, heads)
 
 
 def _decoded(states: Mapping[str, bytes]) -> dict[str, Details]:

@@ -1,17 +1,24 @@
-"""`tidemark sidecar`: the composition root of the HTTP side."""
+"""`tidemark sidecar`: the composition root of HTTP and the line protocol."""
 
 import asyncio
 import logging
 import signal
 import socket
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import structlog
 import uvicorn
 
-from app.settings import Settings
-from app.sidecar.service import Limits, Servers, opened
+from app.lines.channel import Channel
+from app.lines.hub import Hub
+from app.lines.server import LineServer
+from app.lines.server import Terms as LineTerms
+from app.lines.speaker import ChannelTerms
+from app.settings import Settings, host_port
+from app.sidecar.service import Limits, Servers, Service, opened
 from app.sidecar.site import Terms, site
+from sources.tail import Tail
 from streaming.errors import BadSetting, Unavailable
 
 log = structlog.get_logger(__name__)
@@ -24,16 +31,18 @@ def run(settings: Settings) -> None:
     servers = Servers(settings.redis_url.get_secret_value(), settings.postgres_dsn.get_secret_value())
     limits = Limits(settings.sidecar_held, settings.sidecar_wait_seconds)
     terms = Terms(settings.sidecar_tokens, settings.sidecar_origins, limits)
-    app = site(servers, terms)
     asyncio.run(_require_welcome(servers))
     # What it complains of reaches the client, or our log, in another way.
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-    with _listening(settings.sidecar_host, settings.sidecar_port) as listening:
+    with (
+        _listening("TIDEMARK_SIDECAR_PORT", settings.sidecar_host, settings.sidecar_port) as listening,
+        _listening("TIDEMARK_SIDECAR_TCP", *host_port(settings.sidecar_tcp)) as lines_listening,
+    ):
         host, port = listening.getsockname()[:2]
         if terms.tokens_file is None and host not in {"127.0.0.1", "::1"}:
             log.warning("Whoever reaches this address may read; TIDEMARK_SIDECAR_TOKENS keeps them out")
         config = uvicorn.Config(
-            app,
+            site(servers, terms, lambda service: _lines(settings, service, lines_listening)),
             log_config=None,
             access_log=False,
             server_header=False,
@@ -41,7 +50,7 @@ def run(settings: Settings) -> None:
             timeout_graceful_shutdown=LAST_SECONDS,
         )
         server = _stopped_by_signals(uvicorn.Server(config))
-        log.info("The sidecar listens", host=host, port=port)
+        log.info("The sidecar listens", host=host, port=port, lines=_shown(lines_listening))
         server.run(sockets=[listening])
     log.info("Ended")
 
@@ -54,12 +63,34 @@ async def _require_welcome(servers: Servers) -> None:
                 await ask()
 
 
-def _listening(host: str, port: int) -> socket.socket:
+@asynccontextmanager
+async def _lines(settings: Settings, service: Service, listening: socket.socket) -> AsyncIterator[None]:
+    def tail() -> Tail:
+        return Tail(settings.kafka, settings.kafka_facts_topic)
+
+    terms = LineTerms(settings.sidecar_name, settings.sidecar_tcp_connections)
+    hub = Hub(service, tail, settings.sidecar_rows_mib << 20)
+    lines = LineServer(hub, terms)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(hub.open())
+        await stack.enter_async_context(lines.serving(listening))
+        if settings.sidecar_channel is not None:
+            channel = Channel(hub, lines, service.live.client, ChannelTerms(settings.sidecar_channel))
+            await stack.enter_async_context(channel.open())
+        yield
+
+
+def _shown(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"{host}:{port}"
+
+
+def _listening(variable: str, host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise BadSetting("TIDEMARK_SIDECAR_PORT", f"cannot listen on {host}:{port}: {error.strerror}") from None
+        raise BadSetting(variable, f"cannot listen on {host}:{port}: {error.strerror}") from None
 
 
 def _stopped_by_signals(server: uvicorn.Server) -> uvicorn.Server:

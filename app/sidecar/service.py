@@ -64,8 +64,8 @@ async def opened(servers: Servers, limits: Limits) -> AsyncIterator[Service]:
     live = Live(servers.redis)
     postgres = Postgres(PostgresConfig(servers.postgres))
     history = History(servers.postgres)
+    durable = Durable(postgres, history)
     try:
-        durable = Durable(postgres, history)
         highest = Highest()
         snapshots = Snapshots(live, durable, highest, time.monotonic)
         bells = Bells(live)
@@ -75,5 +75,6 @@ async def opened(servers: Servers, limits: Limits) -> AsyncIterator[Service]:
             yield Service(live, durable, highest, snapshots, bells, hands, feeds, Held(limits.held), limits.wait)
     finally:
         await live.aclose()
+        await durable.aclose()
         postgres.close()
         history.close()

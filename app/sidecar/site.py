@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
@@ -36,13 +36,17 @@ class Terms:
     limits: Limits = field(default_factory=Limits)
 
 
-def site(servers: Servers, terms: Terms) -> Starlette:
+Beside = Callable[[Service], AbstractAsyncContextManager[None]]
+"""What runs in the same process while the site does."""
+
+
+def site(servers: Servers, terms: Terms, beside: Beside = lambda _: nullcontext()) -> Starlette:
     """Raises `BadSetting`. Servers are first asked when the application starts."""
     tokens = None if terms.tokens_file is None else Tokens(terms.tokens_file)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with opened(servers, terms.limits) as service:
+        async with opened(servers, terms.limits) as service, beside(service):
             app.state.service = service
             yield
 

@@ -70,6 +70,11 @@ class Snapshots:
         """Only where it stands; None: nobody can say."""
         return (await self._positions.get([stream]))[stream].known
 
+    async def known(self, streams: Collection[str]) -> dict[str, Known]:
+        """Only where they stand; without those of which nobody can say."""
+        found = await self._positions.get(streams)
+        return {name: known for name in sorted(streams) if (known := found[name].known) is not None}
+
     def _detailed_now(self, found: Snapshot) -> Snapshot:
         # What was answered since we read may be more.
         known = found.known and self._highest.raised(found.stream, found.known)

@@ -34,6 +34,7 @@ class Members:
         self.redis = Redis(home, settings.up_redis_port or free_port())
         self._metrics_port = settings.up_metrics_port or free_port()
         self._sidecar_port = settings.up_sidecar_port or free_port()
+        self._sidecar_tcp_port = settings.up_sidecar_tcp_port or free_port()
 
     @property
     def servers(self) -> list[Server]:
@@ -51,7 +52,11 @@ class Members:
     def require_free_ports(self) -> None:
         """Raises `PortTaken`."""
         ports = {server.name: server.port for server in self.servers}
-        ports |= {"metrics": self._metrics_port, "sidecar": self._sidecar_port}
+        ports |= {
+            "metrics": self._metrics_port,
+            "sidecar": self._sidecar_port,
+            "sidecar_tcp": self._sidecar_tcp_port,
+        }
         for name, port in ports.items():
             if problem := obstacle(port):
                 raise PortTaken(name, port, problem)
@@ -70,6 +75,7 @@ class Members:
             "TIDEMARK_METRICS_URL": f"http://{LOOPBACK}:{self._metrics_port}/metrics",
             "TIDEMARK_SIDECAR_HOST": LOOPBACK,
             "TIDEMARK_SIDECAR_PORT": str(self._sidecar_port),
+            "TIDEMARK_SIDECAR_TCP": f"{LOOPBACK}:{self._sidecar_tcp_port}",
             "TIDEMARK_SIDECAR_URL": f"http://{LOOPBACK}:{self._sidecar_port}",
             "TIDEMARK_CHECKPOINT": str(self.home.data("pipeline") / "checkpoint"),
             "TIDEMARK_SPARK_JARS": str(self.home.jars / CONNECTOR),

@@ -23,6 +23,7 @@ def variables(redis_url: str, dsn: str, tmp_path: Path) -> Mapping[str, str]:
         "TIDEMARK_REDIS_URL": redis_url,
         "TIDEMARK_POSTGRES_DSN": dsn,
         "TIDEMARK_SIDECAR_PORT": str(free_port()),
+        "TIDEMARK_SIDECAR_TCP": "127.0.0.1:0",
     }
 
 

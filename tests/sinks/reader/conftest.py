@@ -3,17 +3,8 @@ from collections.abc import Iterator
 import psycopg
 import pytest
 
-from sinks.lease import Lease
-from sinks.postgres import Postgres
 from sinks.reader import Positions
-from sinks.redis import Redis
-from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import Service
-
-
-@pytest.fixture
-def pipeline(store: Postgres, shown: Redis, lease: Lease) -> Pipeline:
-    return Pipeline(store, shown, lease)
 
 
 @pytest.fixture

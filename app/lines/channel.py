@@ -1,0 +1,96 @@
+"""The line protocol on one channel of Redis, a command a message: what sidecars hear there, and pass on.
+
+Every sidecar passes relayed commands on, in both directions; positions are the business of one (`speaker`). Nothing is
+resent: a command that came while Redis was away is lost, as the protocol allows.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import structlog
+
+from app.lines.commands import Relayed, Replicate, parse
+from app.lines.hub import Hub
+from app.lines.server import LineServer
+from app.lines.speaker import ChannelTerms, Speaker
+from app.sidecar.ending import ended
+from sinks.reader.connection import translated
+from streaming.errors import BadCommand, Stop, Unavailable
+
+log = structlog.get_logger(__name__)
+
+PAUSE = 1.0  # seconds until a lost subscription is made again
+WAITING = 10_000  # commands that may wait for Redis
+
+
+class Channel:
+    """For one event loop; `client` is of redis.asyncio and decodes what it reads."""
+
+    def __init__(self, hub: Hub, server: LineServer, client: Any, terms: ChannelTerms) -> None:
+        self._server = server
+        self._client = client
+        self._name = terms.channel
+        self._speaker = Speaker(hub, client, terms)
+        self._outgoing: asyncio.Queue[Relayed] = asyncio.Queue(WAITING)
+        self._echoes: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        self._server.passed_on = self._send
+        tasks = [asyncio.create_task(it) for it in (self._listen(), self._publish(), self._speaker.run())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                await ended(task)
+
+    def _send(self, command: Relayed) -> None:
+        with suppress(asyncio.QueueFull):
+            self._outgoing.put_nowait(command)
+
+    async def _publish(self) -> None:
+        while True:
+            line = str(await self._outgoing.get())
+            self._echoes[line] += 1  # before it comes back to us
+            try:
+                with translated(self._client):
+                    await self._client.publish(self._name, line)
+            except (Unavailable, Stop) as problem:
+                self._is_echo(line)
+                log.warning("A relayed command did not reach the channel of Redis", problem=str(problem))
+
+    async def _listen(self) -> None:
+        while True:
+            with suppress(Unavailable, Stop), translated(self._client):
+                async with self._client.pubsub() as heard:
+                    await heard.subscribe(self._name)
+                    self._echoes.clear()
+                    while True:
+                        message = await heard.get_message(ignore_subscribe_messages=True, timeout=PAUSE)
+                        if message is not None:
+                            self._hear(message["data"])
+            await asyncio.sleep(PAUSE)
+
+    def _hear(self, line: str) -> None:
+        if self._is_echo(line):
+            return
+        try:
+            command = parse(line.encode())
+        except BadCommand as problem:
+            log.info("Something on the channel of Redis is no command", problem=str(problem))
+            return
+        match command:
+            case Replicate():
+                self._speaker.asked()
+            case Relayed():
+                self._server.relay(command)
+
+    def _is_echo(self, line: str) -> bool:
+        """Whether it is one that we published and have not heard; it is heard by this."""
+        count = self._echoes.pop(line, 0)
+        if count > 1:
+            self._echoes[line] = count - 1
+        return count > 0

@@ -1,0 +1,173 @@
+"""The commands of the line protocol as values, parsed from a line and printed as one. Pure.
+
+A line is UTF-8 without control characters but the tab; its first word is the command. What another process will
+interpret (the relayed commands) is checked for its form and passed on letter by letter.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from streaming.errors import BadCommand
+from streaming.wire import MAX_ID, is_name
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """The first line on a connection: which server this is."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"SERVER {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """A sign of life; `time` is the sender's clock (ms since 1970), which nobody needs to believe."""
+
+    time: str
+
+    def __str__(self) -> str:
+        return f"PING {self.time}"
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What the connection is called, for people."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return f"NAME {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Asks for the position of every stream."""
+
+    def __str__(self) -> str:
+        return "REPLICATE"
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """No row of `writer` lies in `(prev, id]`; a client that stands below `prev` has missed some."""
+
+    stream: str
+    writer: str
+    prev: int
+    id: int
+
+    def __str__(self) -> str:
+        return f"POSITION {self.stream} {self.writer} {self.prev} {self.id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rdata:
+    """One row, as JSON without newlines; `id` None: more rows of the same fact follow, the last with its ID."""
+
+    stream: str
+    writer: str
+    id: int | None
+    row: str
+
+    def __str__(self) -> str:
+        return f"RDATA {self.stream} {self.writer} {'batch' if self.id is None else self.id} {self.row}"
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    text: str
+
+    def __str__(self) -> str:
+        return f"ERROR {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """A command that passes between clients; we only carry it."""
+
+    line: str
+
+    def __str__(self) -> str:
+        return self.line
+
+
+Command = Server | Ping | Name | Replicate | Position | Rdata | Error | Relayed
+
+# What must follow the word; the last four belong to the workers alone.
+RELAYED: Final = {
+    "USER_SYNC": re.compile(r"\S+ \S+ (start|end) [0-9]+"),
+    "CLEAR_USER_SYNC": re.compile(r"\S+"),
+    "FEDERATION_ACK": re.compile(r"\S+ -?[0-9]+"),
+    "REMOTE_SERVER_UP": re.compile(r"\S+"),
+    "USER_IP": re.compile(r".*"),
+    "LOCK_RELEASED": re.compile(r".*"),
+    "NEW_ACTIVE_TASK": re.compile(r".*"),
+    "CANCEL_TASK": re.compile(r".*"),
+}
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+_ID = re.compile(r"-?[0-9]{1,19}")
+
+
+def parse(line: bytes) -> Command | None:
+    """What a line without its newline says; None for a blank one. Raises `BadCommand`."""
+    try:
+        text = line.decode().removesuffix("\r")
+    except UnicodeDecodeError:
+        raise BadCommand("the line is not UTF-8") from None
+    if not text.strip():
+        return None
+    if _CONTROL.search(text):
+        raise BadCommand("the line has control characters")
+    word, _, rest = text.partition(" ")
+    if form := RELAYED.get(word):
+        if not form.fullmatch(rest):
+            raise BadCommand(f"{word} is not followed by what it needs")
+        return Relayed(text)
+    match word:
+        case "PING":
+            return Ping(rest)
+        case "NAME":
+            return Name(rest)
+        case "REPLICATE":
+            return Replicate()
+        case "POSITION":
+            return _position(rest)
+        case "RDATA":
+            return _rdata(rest)
+        case "ERROR":
+            return Error(rest)
+        case "SERVER" if is_name(rest):
+            return Server(rest)
+        case "SERVER":
+            raise BadCommand("SERVER is not followed by one name")
+    raise BadCommand(f"there is no command {word[:40]!r}")
+
+
+def _position(rest: str) -> Position:
+    words = rest.split(" ")
+    if len(words) != 4:
+        raise BadCommand("POSITION is not followed by stream, writer, prev and new position")
+    return Position(_named(words[0]), _named(words[1]), _id(words[2]), _id(words[3]))
+
+
+def _rdata(rest: str) -> Rdata:
+    words = rest.split(" ", 3)
+    if len(words) != 4:
+        raise BadCommand("RDATA is not followed by stream, writer, token and row")
+    stream, writer, token, row = words
+    return Rdata(_named(stream), _named(writer), None if token == "batch" else _id(token), row)
+
+
+def _named(word: str) -> str:
+    if not is_name(word):
+        raise BadCommand(f"{word[:40]!r} is not the name of a stream or a writer")
+    return word
+
+
+def _id(word: str) -> int:
+    if not _ID.fullmatch(word) or abs(int(word)) > MAX_ID:
+        raise BadCommand(f"{word[:40]!r} is not a stream ID")
+    return int(word)

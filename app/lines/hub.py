@@ -1,0 +1,178 @@
+"""Brings together what moves the streams and the rows of Kafka, and tells everybody who listens the same.
+
+It follows streams, and reads rows, only while somebody listens. For one event loop.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+import structlog
+
+from app.lines import metrics
+from app.lines.announcer import Announcement, Announcer
+from app.lines.commands import Position
+from app.lines.rows import Rows, Writer
+from app.sidecar.ending import ended
+from app.sidecar.feeds import Begun, Item, Listener
+from app.sidecar.service import Service
+from sinks.reader.events import Advance, Reread
+from sources.tail import Tail
+from streaming.errors import Stop, TidemarkError, Unavailable
+from streaming.wire import Record
+
+log = structlog.get_logger(__name__)
+
+PATIENCE = 0.5  # seconds that an advance waits for its rows
+PAUSE = 1.0  # seconds until something is tried again
+TOGETHER = 500  # items that are told at once: bounds how long nothing else happens
+POLL = 0.2  # seconds that the thread that reads Kafka waits for a record
+
+Hear = Callable[[Sequence[Announcement]], None]
+
+
+class Hub:
+    """`tail` makes a reader of the facts topic; `limit` is how many bytes of rows may be held."""
+
+    def __init__(self, service: Service, tail: Callable[[], Tail], limit: int) -> None:
+        self._service = service
+        self._tail = tail
+        self._announced: dict[Writer, int] = {}
+        self._rows = Rows(limit, self._announced)
+        self._announcer = Announcer(self._rows, self._announced, PATIENCE)
+        self._listeners: list[Hear] = []
+        self._running: asyncio.Task[None] | None = None
+        self._begun = asyncio.Event()
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator["Hub"]:
+        try:
+            yield self
+        finally:
+            if self._running is not None:
+                await ended(self._running)
+
+    def listen(self, hear: Hear) -> None:
+        """`hear` is called with what is announced from now on, until it leaves."""
+        self._listeners.append(hear)
+        if self._running is None:
+            self._start()
+
+    async def begun(self) -> None:
+        """Return once it is known where streams stand, for somebody who listens. Nothing is announced between that and
+        the caller's next wait."""
+        await self._begun.wait()
+
+    def leave(self, hear: Hear) -> None:
+        self._listeners.remove(hear)
+        if not self._listeners and self._running is not None:
+            self._running.cancel()
+            self._running = None
+            self._begun.clear()
+
+    def positions(self) -> list[Position]:
+        """How far every writer was announced: the answer to REPLICATE."""
+        return [Position(stream, writer, id, id) for (stream, writer), id in sorted(self._announced.items())]
+
+    def _tell(self, announcements: Iterable[Announcement]) -> None:
+        told = list(announcements)
+        for announcement in told:
+            metrics.ANNOUNCED.labels(announcement.how).inc()
+        if told:
+            for hear in [*self._listeners]:
+                hear(told)
+
+    def _start(self) -> None:
+        self._rows.end()
+        self._running = asyncio.create_task(self._run())
+        self._running.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Clients must not take a hub that broke for streams that are quiet."""
+        if not task.cancelled() and (problem := task.exception()) is not None:
+            log.error("Following the streams for clients of the line protocol broke off", problem=repr(problem))
+            self._running = asyncio.create_task(self._again())
+
+    async def _again(self) -> None:
+        await asyncio.sleep(PAUSE)
+        self._start()
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow())
+            tasks.create_task(self._read_rows())
+            tasks.create_task(self._hurry())
+
+    async def _follow(self) -> None:
+        while True:
+            listener = Listener()
+            names = await self._service.snapshots.names()
+            self._service.feeds.to_all(listener)
+            with self._service.feeds.listening(listener, names):
+                for stream, known in (await self._service.snapshots.known(names)).items():
+                    self._tell(self._announcer.stand(stream, known.vector))
+                self._begun.set()
+                while not listener.cut_off.is_set():
+                    await self._take(listener)
+            log.warning("Clients of the line protocol fetch what was missed: the moves came too fast, or broke off")
+            await asyncio.sleep(PAUSE)
+
+    async def _take(self, listener: Listener) -> None:
+        try:
+            found = [await asyncio.wait_for(listener.items.get(), PAUSE)]
+        except TimeoutError:
+            return
+        while len(found) < TOGETHER and not listener.items.empty():
+            found.append(listener.items.get_nowait())
+        now = time.monotonic()
+        self._tell([told for stream, item in found for told in self._heard(stream, item, now)])
+        await asyncio.sleep(0)  # a queue that is never empty must not keep the loop
+
+    def _heard(self, stream: str, item: Item, now: float) -> Iterable[Announcement]:
+        match item:
+            case Begun(place):
+                return self._announcer.stand(stream, place.positions)
+            case Advance():
+                return self._announcer.advance(stream, item, now)
+            case Reread(writer=str() as writer):
+                return self._announcer.stand(stream, {writer: item.id})
+        return ()  # of the line, and of what came late, the protocol cannot tell
+
+    async def _hurry(self) -> None:
+        while True:
+            await asyncio.sleep(PATIENCE / 5)
+            self._tell(self._announcer.overdue(time.monotonic()))
+
+    async def _read_rows(self) -> None:
+        loop, tail = asyncio.get_running_loop(), self._tail()
+        thread = ThreadPoolExecutor(1, thread_name_prefix="tail")
+        problem: TidemarkError | None = None
+        try:
+            while True:
+                try:
+                    so_far = await self._service.durable.read_so_far(tail.topic)
+                    whole = await loop.run_in_executor(thread, tail.begin, so_far.offsets)
+                    self._rows.begin(whole, so_far.heads)
+                    if problem is not None:
+                        log.info("Rows are read again")
+                    problem = None
+                    while True:
+                        self._take_in(await loop.run_in_executor(thread, tail.read, POLL))
+                except (Unavailable, Stop) as error:
+                    if problem is None:
+                        log.warning("No rows can be read, clients of the line protocol fetch them", problem=str(error))
+                    problem = error
+                    self._rows.end()
+                    await asyncio.sleep(PAUSE)
+        finally:
+            thread.submit(tail.close)
+            thread.shutdown(wait=False)
+
+    def _take_in(self, records: Iterable[tuple[int, Record]]) -> None:
+        read = {writer for partition, record in records if (writer := self._rows.read(partition, record))}
+        self._tell(self._announcer.retry(read, time.monotonic()))
+        metrics.ROWS_BYTES.set(self._rows.size)
+        metrics.ROWS_DROPPED.inc(self._rows.dropped)
+        self._rows.dropped = 0

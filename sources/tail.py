@@ -1,0 +1,106 @@
+"""The records of the facts topic as they come, from where the pipeline is: for who wants rows, and not positions.
+
+No group and no commits: who reads says where to begin, and begins anew after every error.
+"""
+
+from collections.abc import Mapping
+from typing import Self
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
+
+from sources.kafka import KafkaConnection
+from sources.trouble import Complaints
+from streaming import wire
+from streaming.errors import BadRecord, TopicMissing, Unavailable
+
+AT_ONCE = 2_000  # records that one call gives at most
+_GONE = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
+
+
+class Tail:
+    """For one thread; a context manager. Methods raise `Unavailable`, `Refused` and `TopicMissing`: begin again then.
+
+    `patience`: seconds that the brokers have for an answer.
+    """
+
+    def __init__(self, connection: KafkaConnection, topic: str, patience: float = 5.0) -> None:
+        self.topic = topic
+        self._connection = connection
+        self._patience = patience
+        self._complaints = Complaints(connection.bootstrap)
+        self._consumer: Consumer | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._consumer is not None:
+            self._consumer.close()
+            self._consumer = None
+
+    def begin(self, offsets: Mapping[int, int]) -> dict[int, bool]:
+        """Read each partition from its offset in `offsets` on, and from its start where it has none. Gives for every
+        partition whether no record ever came before that place."""
+        self.close()
+        self._complaints.forget()
+        try:
+            return self._assign(self._connected(), offsets)
+        except KafkaException as error:
+            self.close()
+            raise self._complaints.explain(error.args[0]) from error
+
+    def read(self, seconds: float) -> list[tuple[int, wire.Record]]:
+        """What came, with its partition, as soon as anything did; nothing after `seconds`. Records of a partition are
+        in order and without a hole, but for bad ones, which count for nothing."""
+        assert self._consumer is not None, "begin first"
+        try:
+            first = self._consumer.poll(seconds)
+            messages = [] if first is None else [first, *self._consumer.consume(AT_ONCE - 1, 0)]
+            records = [found for message in messages if (found := self._record(message))]
+            self._complaints.raise_refusal()
+        except KafkaException as error:
+            raise self._complaints.explain(error.args[0]) from error
+        return records
+
+    def _connected(self) -> Consumer:
+        self._consumer = Consumer(
+            {
+                **self._connection.client(),
+                "group.id": "tidemark-tail",  # wanted by librdkafka; nothing is ever committed to it
+                "enable.auto.commit": "false",
+                "enable.auto.offset.store": "false",
+                "auto.offset.reset": "error",
+                "isolation.level": "read_committed",  # as the pipeline reads
+                "fetch.wait.max.ms": "50",
+                "queued.max.messages.kbytes": "16384",
+                "error_cb": self._complaints,
+            }
+        )
+        return self._consumer
+
+    def _assign(self, consumer: Consumer, offsets: Mapping[int, int]) -> dict[int, bool]:
+        topic = consumer.list_topics(self.topic, self._patience).topics[self.topic]
+        if topic.error is not None:
+            raise TopicMissing(self.topic)
+        whole, places = {}, []
+        for partition in topic.partitions:
+            place = TopicPartition(self.topic, partition)
+            earliest, _ = consumer.get_watermark_offsets(place, self._patience, cached=False)
+            place.offset = offsets.get(partition, earliest)
+            whole[partition] = place.offset == 0
+            places.append(place)
+        consumer.assign(places)
+        return whole
+
+    def _record(self, message: Message) -> tuple[int, wire.Record] | None:
+        if (error := message.error()) is not None:
+            if error.code() in _GONE:
+                raise Unavailable("Kafka", self._connection.bootstrap, "retention removed records before we read them")
+            raise KafkaException(error)
+        try:
+            return message.partition(), wire.read(message.value(), message.key(), wire.Topic.FACTS)
+        except BadRecord:
+            return None

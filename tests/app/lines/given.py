@@ -1,0 +1,151 @@
+"""A line server that runs beside a test, and clients that are nothing but sockets."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+import uvloop
+
+from app.lines.hub import Hub
+from app.lines.server import LineServer, Terms
+from app.sidecar.service import Limits, Servers, Service, opened
+from app.stack.server import free_port
+from sources.kafka import KafkaConnection
+from sources.tail import Tail
+
+Address = tuple[str, int]
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Where rows are read."""
+
+    connection: KafkaConnection
+    topic: str
+
+    def tail(self) -> Tail:
+        return Tail(self.connection, self.topic, patience=2.0)
+
+
+def no_facts() -> Facts:
+    """A Kafka that is not there."""
+    return Facts(KafkaConnection(f"127.0.0.1:{free_port()}"), "none")
+
+
+@contextmanager
+def served(
+    servers: Servers,
+    terms: Terms | None = None,
+    facts: Facts | None = None,
+    limit: int = MIB,
+    port: int = 0,
+    beside: Callable[[Service, Hub, LineServer], AbstractAsyncContextManager[None]] | None = None,
+) -> Iterator[Address]:
+    """In a thread of this process, on a port of its own unless told which, as the sidecar serves it."""
+    listening = socket.create_server(("127.0.0.1", port))
+    address = listening.getsockname()[:2]
+    loop = uvloop.new_event_loop()
+    over = asyncio.Event()
+    started = threading.Event()
+
+    @asynccontextmanager
+    async def nothing(*_: object) -> AsyncIterator[None]:
+        yield
+
+    async def serve() -> None:
+        async with opened(servers, Limits()) as service:
+            hub = Hub(service, (facts or no_facts()).tail, limit)
+            server = LineServer(hub, terms or Terms())
+            async with hub.open(), server.serving(listening), (beside or nothing)(service, hub, server):
+                started.set()
+                await over.wait()
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(serve())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        assert started.wait(10)
+        yield address
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join(15)
+        assert not thread.is_alive()
+
+
+class Client:
+    """A raw connection; what it reads are lines without their newlines."""
+
+    def __init__(self, address: Address, patience: float = 10.0, receive_buffer: int | None = None) -> None:
+        self.socket = socket.socket()
+        if receive_buffer is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.socket.settimeout(patience)
+        self.socket.connect(address)
+        self._begun = b""
+
+    def send(self, *lines: str | bytes) -> None:
+        for line in lines:
+            self.socket.sendall((line if isinstance(line, bytes) else line.encode()) + b"\n")
+
+    def line(self) -> str | None:
+        """The next line; None: the server closed the connection, and no half line came."""
+        while b"\n" not in self._begun:
+            try:
+                data = self.socket.recv(65536)
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                assert not self._begun
+                return None
+            self._begun += data
+        line, _, self._begun = self._begun.partition(b"\n")
+        return line.decode()
+
+    def said(self) -> str | None:
+        """The next line that is neither SERVER nor PING."""
+        while (line := self.line()) is not None:
+            if not line.startswith(("SERVER ", "PING ")):
+                return line
+        return None
+
+    def lines(self, count: int) -> list[str | None]:
+        return [self.said() for _ in range(count)]
+
+    def quiet(self, seconds: float) -> bool:
+        """Whether nothing but PINGs comes for so long."""
+        until = time.monotonic() + seconds
+        patience = self.socket.gettimeout()
+        try:
+            while (left := until - time.monotonic()) > 0:
+                self.socket.settimeout(left)
+                if not (line := self.line() or "").startswith(("SERVER ", "PING ")):
+                    raise AssertionError(f"it said {line!r}")
+        except TimeoutError:
+            return True
+        finally:
+            self.socket.settimeout(patience)
+        return True
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+@contextmanager
+def client(
+    address: Address, *first: str, patience: float = 10.0, receive_buffer: int | None = None
+) -> Iterator[Client]:
+    """Connected, with its `first` lines sent."""
+    made = Client(address, patience, receive_buffer)
+    try:
+        made.send(*first)
+        yield made
+    finally:
+        made.close()

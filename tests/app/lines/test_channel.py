@@ -1,0 +1,223 @@
+"""Sidecars on one channel of a real Redis: who answers, what passes through, and what a death leaves."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from app.lines.channel import Channel
+from app.lines.hub import Hub
+from app.lines.server import LineServer
+from app.lines.speaker import ChannelTerms
+from app.settings import child_environment
+from app.sidecar.service import Servers, Service
+from tests.app.lines.given import client, served
+from tests.sinks.given import advance, stream
+from tests.sinks.reader.given import Pipeline
+from tests.waiting import eventually
+
+TERMS = ChannelTerms("example.org", lease=0.6)
+
+
+def connected(url: str) -> Any:
+    """Any, because its types say that every answer may be awaitable."""
+    return redis.Redis.from_url(url, decode_responses=True)
+
+
+class Worker:
+    """A client that knows only this dialect."""
+
+    def __init__(self, url: str) -> None:
+        self.redis = connected(url)
+        self._pubsub = self.redis.pubsub()
+        self._pubsub.subscribe(TERMS.channel)
+        assert self._pubsub.get_message(timeout=5)["type"] == "subscribe"  # confirmed
+
+    def says(self, line: str) -> None:
+        self.redis.publish(TERMS.channel, line)
+        assert self.hears() == line
+
+    def hears(self, seconds: float = 10.0) -> str | None:
+        message = self._pubsub.get_message(timeout=seconds)
+        return None if message is None else str(message["data"])
+
+    def hears_last(self, line: str) -> list[str]:
+        """Everything up to `line`, without it."""
+        found: list[str] = []
+        while (heard := self.hears()) != line:
+            assert heard is not None, found
+            found.append(heard)
+        return found
+
+
+@pytest.fixture
+def worker(redis_url: str) -> Iterator[Worker]:
+    made = Worker(redis_url)
+    yield made
+    made.redis.close()
+
+
+def spoken(service: Service, hub: Hub, server: LineServer) -> AbstractAsyncContextManager[None]:
+    return Channel(hub, server, service.live.client, TERMS).open()
+
+
+@contextmanager
+def speaking(servers: Servers, worker: Worker) -> Iterator[tuple[str, int]]:
+    """A sidecar that has begun to speak."""
+    with served(servers, beside=spoken) as address:
+        eventually(lambda: worker.redis.exists(f"tidemark:lines:{{{TERMS.channel}}}:speaker"))
+        yield address
+
+
+def test_replicate_is_answered_by_one_sidecar(pipeline: Pipeline, servers: Servers, worker: Worker) -> None:
+    """However many run, each position comes once."""
+    pipeline.publish(stream("s", advance("a", 0, 7), advance("b", 0, 4)))
+    with speaking(servers, worker), served(servers, beside=spoken):
+        assert worker.hears_last("POSITION s b 4 4")[-1] == "POSITION s a 7 7"
+        worker.says("REPLICATE")
+        assert [worker.hears(), worker.hears()] == ["POSITION s a 7 7", "POSITION s b 4 4"]
+        assert worker.hears(0.5) is None
+
+
+def test_many_who_ask_at_once_get_few_answers(pipeline: Pipeline, servers: Servers, worker: Worker) -> None:
+    """No storm: one answer is for all who asked before it."""
+    pipeline.move("w", 0, 7)
+    with speaking(servers, worker):
+        worker.hears_last("POSITION s w 7 7")
+        for _ in range(100):
+            worker.redis.publish(TERMS.channel, "REPLICATE")
+        answers = 0
+        while (line := worker.hears(1.0)) is not None:
+            answers += line != "REPLICATE"
+        assert 1 <= answers <= 3
+
+
+def test_moves_are_said_once(pipeline: Pipeline, servers: Servers, worker: Worker) -> None:
+    """By whichever sidecar speaks, joined, while two run."""
+    pipeline.move("w", 0, 1)
+    with speaking(servers, worker), served(servers, beside=spoken):
+        worker.hears_last("POSITION s w 1 1")
+        pipeline.move("w", 1, 3, empty=2)
+        pipeline.move("w", 3, 4)
+        assert [worker.hears(), worker.hears()] == ["POSITION s w 1 3", "POSITION s w 4 4"]
+        assert worker.hears(0.3) is None
+
+
+def test_relayed_commands_pass_in_both_directions(servers: Servers, worker: Worker) -> None:
+    """From a connection to the channel and to the connections of other sidecars, and back; nobody hears an echo."""
+    with (
+        speaking(servers, worker) as one,
+        served(servers, beside=spoken) as two,
+        client(one) as first,
+        client(one) as beside,
+        client(two) as other,
+    ):
+        assert all(it.line() == "SERVER tidemark" for it in (first, beside, other))
+        listening = eventually(lambda: worker.redis.pubsub_numsub(TERMS.channel)[0][1] == 3)
+        assert listening
+        first.send("REMOTE_SERVER_UP a.example")
+        assert worker.hears() == beside.said() == other.said() == "REMOTE_SERVER_UP a.example"
+        worker.says("USER_IP b")
+        assert first.said() == beside.said() == other.said() == "USER_IP b"
+        worker.says("NAME is not for others")
+        worker.says("this is no command")
+        assert worker.hears(0.2) is None
+        assert first.quiet(0.1)
+        assert beside.quiet(0.1)
+        assert other.quiet(0.1)
+
+
+def test_speaker_that_ends_gives_its_place_away(pipeline: Pipeline, servers: Servers, worker: Worker) -> None:
+    """At once, and the successor begins with where writers stand."""
+    pipeline.move("w", 0, 1)
+    with speaking(servers, worker):
+        worker.hears_last("POSITION s w 1 1")
+    assert not worker.redis.exists(f"tidemark:lines:{{{TERMS.channel}}}:speaker")
+    pipeline.move("w", 1, 5)
+    with speaking(servers, worker):
+        assert worker.hears() == "POSITION s w 5 5"
+
+
+def test_redis_that_lost_its_data_silences_nobody(pipeline: Pipeline, servers: Servers, worker: Worker) -> None:
+    """The lease is gone with it: it is taken anew, and positions are said again."""
+    pipeline.move("w", 0, 1)
+    with speaking(servers, worker):
+        worker.hears_last("POSITION s w 1 1")
+        worker.redis.flushall()
+        pipeline.mirror.refill()
+        pipeline.move("w", 1, 2)
+        worker.hears_last("POSITION s w 2 2")
+
+
+@contextmanager
+def process(variables: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as output:
+        started = subprocess.Popen(
+            [sys.executable, "-m", "app.cli", "sidecar"], env=child_environment(variables), stdout=output, stderr=output
+        )
+    try:
+        yield started
+    finally:
+        started.kill()
+        started.wait()
+
+
+@pytest.mark.slow
+def test_killed_speaker_leaves_no_hole(
+    pipeline: Pipeline, redis_url: str, dsn: str, worker: Worker, tmp_path: Path
+) -> None:
+    """Two real sidecars, one killed by SIGKILL while it speaks and positions move: a client that follows the rules of
+    the protocol has heard or fetched every ID, none twice, and REPLICATE is answered by the other."""
+    variables = {
+        "TIDEMARK_HOME": str(tmp_path),
+        "TIDEMARK_REDIS_URL": redis_url,
+        "TIDEMARK_POSTGRES_DSN": dsn,
+        "TIDEMARK_SIDECAR_PORT": "0",
+        "TIDEMARK_SIDECAR_TCP": "127.0.0.1:0",
+        "TIDEMARK_SIDECAR_CHANNEL": TERMS.channel,
+        "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": "127.0.0.1:1",
+    }
+
+    def speaks(log: Path) -> bool:
+        return "Speaking on the channel" in log.read_text()
+
+    logs = [tmp_path / "one", tmp_path / "two"]
+    with process(variables, logs[0]) as one, process(variables, logs[1]) as two:
+        pipeline.move("w", 0, 1)
+        eventually(lambda: any(map(speaks, logs)), 30)
+        speaker = one if speaks(logs[0]) else two
+        at, stands = 1, -1
+        for turn in range(60):
+            at += 1
+            pipeline.move("w", at - 1, at, empty=1) if at % 2 else pipeline.move("w", at - 1, at)
+            if turn == 20:
+                speaker.send_signal(signal.SIGKILL)
+            while (line := worker.hears(0.05)) is not None:
+                stands = followed(line, stands)
+        deadline = time.monotonic() + 15
+        worker.redis.publish(TERMS.channel, "REPLICATE")
+        while stands < at:
+            assert time.monotonic() < deadline, stands
+            if line := worker.hears(0.2):
+                stands = followed(line, stands)
+        assert all(map(speaks, logs))
+
+
+def followed(line: str, stands: int) -> int:
+    """Where a client is after `line`, that fetches what it lacks; -1 before its first POSITION."""
+    word, *rest = line.split(" ")
+    if word != "POSITION":
+        assert word == "REPLICATE", json.dumps(line)
+        return stands
+    prev, new = int(rest[2]), int(rest[3])
+    assert stands in {-1, prev} or prev == new, f"{line!r} does not join {stands}"
+    assert new >= stands, "it went back"
+    return new

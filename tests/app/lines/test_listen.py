@@ -1,0 +1,112 @@
+"""`tidemark listen` as a person runs it, and nc's way: a socket and nothing else."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+
+from app.lines import view
+from app.lines.commands import Command, Error, Position, Rdata, Relayed, Replicate, Server
+from app.lines.server import Terms
+from app.settings import child_environment
+from app.sidecar.service import Servers
+from tests.app.lines.given import Address, Client, served
+from tests.sinks.reader.given import Pipeline
+
+
+@contextmanager
+def listening(address: Address, *words: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "app.cli", "listen", f"{address[0]}:{address[1]}", *words],
+        env=child_environment({}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout
+    return process.stdout.readline().rstrip("\n")
+
+
+def test_it_shows_what_comes_and_comes_back(pipeline: Pipeline, servers: Servers) -> None:
+    """Positions as they move, as plain lines in a pipe; after the sidecar was restarted it goes on; Ctrl-C ends it."""
+    pipeline.move("w", 0, 2)
+    with served(servers) as address, listening(address) as process:
+        assert [line(process), line(process)] == ["SERVER tidemark", "POSITION s w 2 2"]
+        pipeline.move("w", 2, 3, empty=1)
+        assert line(process) == "POSITION s w 2 3"
+        # The same port again, after the first server is gone.
+        first = address
+    with listening(first) as waiting:
+        with served(servers, port=first[1]):
+            assert [line(waiting), line(waiting)] == ["SERVER tidemark", "POSITION s w 3 3"]
+        waiting.send_signal(signal.SIGINT)
+        assert waiting.wait(10) == 130
+
+
+def test_only_what_was_asked_for_as_json(pipeline: Pipeline, servers: Servers) -> None:
+    """With --stream only that one's lines, with --json one object each."""
+    pipeline.move("w", 0, 2)
+    with served(servers) as address:
+        with listening(address, "--json", "--stream", "s") as process:
+            assert json.loads(line(process)) == {"command": "SERVER", "text": "tidemark"}
+            assert json.loads(line(process)) == {
+                "command": "POSITION",
+                "stream": "s",
+                "writer": "w",
+                "prev": 2,
+                "id": 2,
+            }
+        with listening(address, "--stream", "other") as process:
+            assert line(process) == "SERVER tidemark"
+            sender = Client(address)
+            sender.send("USER_IP x")
+            assert line(process) == "USER_IP x"
+            sender.close()
+
+
+def test_another_server_is_told_in_one_line(servers: Servers) -> None:
+    """A client that expected another name leaves, with exit code 2."""
+    with served(servers, Terms(name="one")) as address, listening(address, "--server", "two") as process:
+        _, error = process.communicate(timeout=20)
+        assert process.returncode == 2
+        assert error.count("\n") == 1
+        assert "is server one and not two" in error
+
+
+def test_wrong_address_is_told() -> None:
+    """What is no host and port is refused before anything is tried."""
+    done = subprocess.run(
+        [sys.executable, "-m", "app.cli", "listen", "nowhere"], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert done.returncode == 2
+    assert "'nowhere' is not an address such as 127.0.0.1:9481" in done.stderr
+
+
+def test_colours_change_no_letter() -> None:
+    """On a terminal the same line is shown, with what makes clients fetch in another colour than what does not."""
+    shown: list[Command] = [
+        Position("s", "w", 1, 2),
+        Position("s", "w", 2, 2),
+        Rdata("s", "w", None, '{"a": 1}'),
+        Rdata("s", "w", 3, "1"),
+        Server("x"),
+        Error("y"),
+        Relayed("USER_IP z"),
+        Replicate(),
+    ]
+    for command in shown:
+        assert click.unstyle(view.coloured(command)) == str(command)
+        assert json.loads(view.as_json(command))["command"] == str(command).split(" ")[0]
+    assert view.coloured(shown[0]).split("1 2")[0] != view.coloured(shown[1]).split("2 2")[0]

@@ -1,0 +1,116 @@
+"""Rows from a real Kafka to real connections, with the pipeline's moves made by the test."""
+
+import itertools
+import threading
+
+import pytest
+
+from app.sidecar.service import Servers
+from app.stack.kafka import Kafka
+from sources.kafka import KafkaConnection
+from sources.producer import RecordProducer
+from sources.topics import TopicPlan, Topics
+from streaming.wire import Join, Rdata, Record, encode, row
+from tests.app.lines.given import Client, Facts, client, served
+from tests.fix_servers import away
+from tests.sinks.given import advance, stream
+from tests.sinks.reader.given import Pipeline
+from tests.waiting import eventually
+
+
+class Topic:
+    """The facts of one test."""
+
+    def __init__(self, connection: KafkaConnection, name: str) -> None:
+        Topics(connection).create_missing([TopicPlan(name, 2, 3_600_000)])
+        self.facts = Facts(connection, name)
+        self._producer = RecordProducer(connection, name, give_up_after=20)
+
+    def send(self, *records: Record) -> None:
+        for record in records:
+            self._producer.send(record.stream, encode(record))
+        assert self._producer.flush(20) == 0
+
+
+@pytest.fixture
+def topic(kafka: Kafka, prefix: str) -> Topic:
+    return Topic(KafkaConnection(kafka.bootstrap_servers), prefix)
+
+
+def fact(id: int, writer: str = "w", epoch: int = 1, name: str = "s") -> Record:
+    return Rdata(stream=name, writer=writer, epoch=epoch, id=id, row=row({"of": id}))
+
+
+def part(text: str) -> Record:
+    return Rdata(stream="s", writer="w", epoch=1, id="batch", row=row(text))
+
+
+def flowing(one: Client, topic: Topic, pipeline: Pipeline, first: int = 1) -> int:
+    """Until rows are read, each fact is to be fetched; gives the ID of the first whose row came."""
+    for id in itertools.count(first):
+        topic.send(fact(id))
+        pipeline.move("w", id - 1, id)
+        while (line := one.said()) is not None and line != f"POSITION s w {id} {id}":
+            if line == f'RDATA s w {id} {{"of":{id}}}':
+                return id
+    raise AssertionError
+
+
+def test_rows_follow_their_positions(pipeline: Pipeline, servers: Servers, topic: Topic) -> None:
+    """Rows are held until their IDs are passed, then sent in stream order, several of a fact as a batch; what is empty
+    behind them is a POSITION, and what a zombie said is not sent."""
+    with served(servers, facts=topic.facts) as address, client(address, "PING 1", "REPLICATE") as one:
+        at = flowing(one, topic, pipeline)
+        topic.send(fact(at + 2), part("a"), fact(at + 1))
+        assert one.quiet(0.3)
+        pipeline.move("w", at, at + 2)
+        assert one.lines(3) == [
+            'RDATA s w batch "a"',
+            f'RDATA s w {at + 1} {{"of":{at + 1}}}',
+            f'RDATA s w {at + 2} {{"of":{at + 2}}}',
+        ]
+        topic.send(Join(stream="s", writer="w", epoch=2, id=at + 4), fact(at + 3), fact(at + 5, epoch=2))
+        pipeline.move("w", at + 2, at + 5, epoch=2, facts=1, empty=2)
+        assert one.said() == f'RDATA s w {at + 5} {{"of":{at + 5}}}'
+        pipeline.move("w", at + 5, at + 9, empty=4)
+        assert one.said() == f"POSITION s w {at + 5} {at + 9}"
+        assert one.quiet(0.1)
+
+
+def test_backward_stream_keeps_its_sign(pipeline: Pipeline, servers: Servers, topic: Topic) -> None:
+    """IDs go down from -1, in the order in which they were given out."""
+    pipeline.publish(stream("back", advance("w", 0, -1), linear=-1))
+    with served(servers, facts=topic.facts) as address, client(address, "REPLICATE") as one:
+        assert one.said() == "POSITION back w -1 -1"
+        flowing(one, topic, pipeline)
+        topic.send(fact(-3, name="back"), fact(-2, name="back"))
+        pipeline.publish(stream("back", advance("w", -1, -3), linear=-3))
+        assert one.lines(2) == ['RDATA back w -2 {"of":-2}', 'RDATA back w -3 {"of":-3}']
+
+
+def test_rows_are_read_only_while_somebody_listens(pipeline: Pipeline, servers: Servers, topic: Topic) -> None:
+    """With the last client that asked the reading ends; for the next one it begins anew where the pipeline is."""
+    with served(servers, facts=topic.facts) as address:
+        assert not reading()
+        with client(address, "REPLICATE") as one:
+            at = flowing(one, topic, pipeline)
+            assert reading()
+        eventually(lambda: not reading())
+        with client(address, "REPLICATE") as one:
+            assert one.said() == f"POSITION s w {at} {at}"
+            flowing(one, topic, pipeline, at + 1)
+
+
+def reading() -> bool:
+    return any(thread.name.startswith("tail") for thread in threading.enumerate())
+
+
+@pytest.mark.slow
+def test_broker_that_goes_and_comes_back(pipeline: Pipeline, servers: Servers, topic: Topic, kafka: Kafka) -> None:
+    """Without Kafka clients are told to fetch; when it is back, rows come again."""
+    with served(servers, facts=topic.facts) as address, client(address, "REPLICATE") as one:
+        at = flowing(one, topic, pipeline)
+        with away(kafka):
+            pipeline.move("w", at, at + 1)
+            assert one.said() == f"POSITION s w {at + 1} {at + 1}"
+        flowing(one, topic, pipeline, at + 2)

@@ -1,0 +1,87 @@
+"""The end of a real topic: where reading begins, what comes, and what happens when the broker is away."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from app.stack.kafka import Kafka
+from app.stack.server import free_port
+from sources.kafka import KafkaConnection
+from sources.producer import RecordProducer
+from sources.tail import Tail
+from sources.topics import TopicPlan, Topics
+from streaming.errors import TopicMissing, Unavailable
+from streaming.wire import Rdata, Record, encode, row
+from tests.waiting import eventually
+
+
+@pytest.fixture
+def connection(kafka: Kafka) -> KafkaConnection:
+    return KafkaConnection(kafka.bootstrap_servers)
+
+
+@pytest.fixture
+def producer(connection: KafkaConnection, prefix: str) -> RecordProducer:
+    Topics(connection).create_missing([TopicPlan(prefix, 1, 3_600_000)])
+    return RecordProducer(connection, prefix, give_up_after=20)
+
+
+@pytest.fixture
+def tail(connection: KafkaConnection, prefix: str) -> Iterator[Tail]:
+    with Tail(connection, prefix) as tail:
+        yield tail
+
+
+def fact(id: int) -> Record:
+    return Rdata(stream="s", writer="w", id=id, row=row(id))
+
+
+def sent(producer: RecordProducer, *values: bytes) -> None:
+    for value in values:
+        producer.send("s", value)
+    assert producer.flush(20) == 0
+
+
+def read(tail: Tail, count: int) -> list[object]:
+    """The IDs of the next `count` records."""
+    found: list[object] = []
+
+    def enough() -> bool:
+        found.extend(getattr(record, "id", None) for _, record in tail.read(0.2))
+        return len(found) >= count
+
+    eventually(enough)
+    return found
+
+
+def test_records_come_from_the_given_place_on(producer: RecordProducer, tail: Tail) -> None:
+    """It is told whether anything came before that place, and bad records count for nothing."""
+    sent(producer, encode(fact(1)), b"not json", encode(fact(2)))
+    assert tail.begin({}) == {0: True}
+    assert read(tail, 2) == [1, 2]
+    sent(producer, encode(fact(3)))
+    assert read(tail, 1) == [3]
+    assert tail.begin({0: 2}) == {0: False}
+    assert read(tail, 2) == [2, 3]
+    assert tail.read(0.01) == []
+
+
+def test_place_that_is_gone_is_told(producer: RecordProducer, tail: Tail) -> None:
+    """What retention removed cannot be read: to begin anew is the caller's business."""
+    sent(producer, encode(fact(1)))
+    tail.begin({0: 17})
+    with pytest.raises(Unavailable, match="retention"):
+        eventually(lambda: tail.read(0.2))
+
+
+def test_topic_that_is_missing_is_told(connection: KafkaConnection) -> None:
+    """Nothing is created by asking for it."""
+    with Tail(connection, "nowhere") as tail, pytest.raises(TopicMissing):
+        tail.begin({})
+
+
+def test_broker_that_is_away_is_told() -> None:
+    """With its address and why, after the patience that was given."""
+    nowhere = KafkaConnection(f"127.0.0.1:{free_port()}")
+    with Tail(nowhere, "t", patience=0.5) as tail, pytest.raises(Unavailable, match="refused"):
+        tail.begin({})
