@@ -29,10 +29,6 @@ class Announcement:
     commands: Sequence[Position | Rdata]
 
     @property
-    def text(self) -> bytes:
-        return "".join(f"{command}\n" for command in self.commands).encode()
-
-    @property
     def fetch(self) -> Position:
         """Makes who stands below `id` fetch what it lacks."""
         return Position(self.stream, self.writer, self.id, self.id)

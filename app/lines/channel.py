@@ -75,7 +75,7 @@ class Channel:
             await asyncio.sleep(PAUSE)
 
     def _hear(self, line: str) -> None:
-        if self._is_echo(line):
+        if line.startswith(("RDATA ", "POSITION ")) or self._is_echo(line):  # the speaker's, or our own
             return
         try:
             command = parse(line.encode())

@@ -5,6 +5,7 @@ interpret (the relayed commands) is checked for its form and passed on letter by
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -109,6 +110,11 @@ RELAYED: Final = {
 }
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _ID = re.compile(r"-?[0-9]{1,19}")
+
+
+def said(commands: Iterable[Command]) -> bytes:
+    """As it goes over a connection."""
+    return "".join(f"{command}\n" for command in commands).encode()
 
 
 def parse(line: bytes) -> Command | None:

@@ -91,7 +91,7 @@ class Hub:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Clients must not take a hub that broke for streams that are quiet."""
-        if not task.cancelled() and (problem := task.exception()) is not None:
+        if task is self._running and not task.cancelled() and (problem := task.exception()) is not None:
             log.error("Following the streams for clients of the line protocol broke off", problem=repr(problem))
             self._running = asyncio.create_task(self._again())
 

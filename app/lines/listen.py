@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from app.lines.commands import Command, Name, Ping, Replicate, Server, parse
+from app.lines.commands import Command, Name, Ping, Replicate, Server, parse, said
 from app.lines.splitter import Splitter
 from sinks.patience import Patience
 from streaming.errors import BadCommand, Stop, Unavailable
@@ -81,7 +81,7 @@ class Listening:
 
 
 def _say(connection: socket.socket, *commands: Command) -> None:
-    connection.sendall("".join(f"{command}\n" for command in commands).encode())
+    connection.sendall(said(commands))
 
 
 def _ping() -> Ping:

@@ -15,7 +15,7 @@ import structlog
 
 from app.lines import metrics
 from app.lines.announcer import Announcement
-from app.lines.commands import Command, Error, Relayed
+from app.lines.commands import Command, Error, Relayed, said
 from app.lines.conversation import Act, Answer, Conversation, KeepAlive, Leave, Relay, Say
 from app.lines.hub import Hub
 from app.lines.splitter import Splitter
@@ -49,7 +49,8 @@ class LineServer:
         self._hub = hub
         self._connections: set[_Connection] = set()
         self._following: set[_Connection] = set()
-        self._answers: set[asyncio.Task[None]] = set()
+        self._asking: set[_Connection] = set()
+        self._answering: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def serving(self, listening: socket.socket) -> AsyncIterator[None]:
@@ -67,7 +68,7 @@ class LineServer:
 
     def relay(self, command: Relayed, sender: "_Connection | None" = None) -> None:
         """Give it to everybody but its sender."""
-        self._send(self._connections - {sender}, f"{command}\n".encode(), 1)
+        self._send(self._connections - {sender}, said([command]), 1)
 
     # -- what connections tell
 
@@ -86,11 +87,12 @@ class LineServer:
 
     def asked(self, connection: "_Connection") -> None:
         """It sent REPLICATE."""
-        if not connection.waits:
-            connection.waits = True
-            task = asyncio.create_task(self._answer(connection))
-            self._answers.add(task)
-            task.add_done_callback(self._answers.discard)
+        if not self._following:
+            self._hub.listen(self._hear)
+        self._following.add(connection)
+        self._asking.add(connection)
+        if self._answering is None:
+            self._answering = asyncio.create_task(self._answer())
 
     def relayed(self, command: Relayed, sender: "_Connection") -> None:
         self.relay(command, sender)
@@ -98,26 +100,27 @@ class LineServer:
 
     # --
 
-    async def _answer(self, connection: "_Connection") -> None:
-        if not self._following:
-            self._hub.listen(self._hear)
-        self._following.add(connection)
+    async def _answer(self) -> None:
+        """All that ask now, and those that come while we wait, are told at once."""
         await self._hub.begun()
-        connection.waits = False
-        connection.say(self._hub.positions())
-        connection.follows = True
+        asking, self._asking, self._answering = self._asking, set(), None
+        positions = self._hub.positions()
+        self._send(asking, said(positions), len(positions))
+        for connection in asking:
+            connection.follows = True
 
     def _unfollow(self, connection: "_Connection") -> None:
+        self._asking.discard(connection)
         if connection in self._following:
-            self._following.discard(connection)
+            self._following.remove(connection)
             if not self._following:
                 self._hub.leave(self._hear)
 
     def _hear(self, announcements: Sequence[Announcement]) -> None:
         told = [connection for connection in self._following if connection.follows]
         if told:
-            text = b"".join(announcement.text for announcement in announcements)
-            self._send(told, text, sum(len(announcement.commands) for announcement in announcements))
+            commands = [command for announcement in announcements for command in announcement.commands]
+            self._send(told, said(commands), len(commands))
 
     def _send(self, connections: Iterable["_Connection"], text: bytes, lines: int) -> None:
         for connection in [*connections]:
@@ -132,10 +135,10 @@ class LineServer:
 
 
 class _Connection(asyncio.Protocol):
-    """`waits`: for an answer to REPLICATE; `follows`: it had one."""
+    """`follows`: it had an answer to REPLICATE."""
 
     def __init__(self, server: LineServer) -> None:
-        self.waits = self.follows = False
+        self.follows = False
         self._server = server
         self._terms = server.terms
         self._splitter = Splitter(self._terms.longest)
@@ -146,7 +149,7 @@ class _Connection(asyncio.Protocol):
         if self._server.came(self):
             self._do(self._conversation.begin(self._terms.name))
         else:
-            self.say([Error("as many clients are connected as may be: ask another sidecar, or try again")])
+            self._say(Error("as many clients are connected as may be: ask another sidecar, or try again"))
             self._leave("crowded")
 
     def data_received(self, data: bytes) -> None:
@@ -164,13 +167,12 @@ class _Connection(asyncio.Protocol):
     def tick(self, now: float) -> None:
         self._do(self._conversation.tick(now, self._terms.tick))
 
-    def say(self, commands: Sequence[Command]) -> None:
-        if commands:
-            self.send("".join(f"{command}\n" for command in commands).encode(), len(commands))
+    def _say(self, command: Command) -> None:
+        self.send(said([command]), 1)
 
     def send(self, text: bytes, lines: int) -> None:
-        """Whole lines. A client that has not read what it was sent before is left."""
-        if self._transport.is_closing():
+        """Whole lines, or none. A client that has not read what it was sent before is left."""
+        if not text or self._transport.is_closing():
             return
         if self._transport.get_write_buffer_size() > self._terms.unread:
             log.warning("A client of the line protocol did not read and was dropped", client=self._label)
@@ -189,7 +191,7 @@ class _Connection(asyncio.Protocol):
         for act in acts:
             match act:
                 case Say(command):
-                    self.say([command])
+                    self._say(command)
                 case Answer():
                     self._server.asked(self)
                 case Relay(command):

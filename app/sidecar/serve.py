@@ -4,21 +4,15 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import suppress
 
 import structlog
 import uvicorn
 
-from app.lines.channel import Channel
-from app.lines.hub import Hub
-from app.lines.server import LineServer
-from app.lines.server import Terms as LineTerms
-from app.lines.speaker import ChannelTerms
+from app.lines.serving import lines
 from app.settings import Settings, host_port
-from app.sidecar.service import Limits, Servers, Service, opened
+from app.sidecar.service import Limits, Servers, opened
 from app.sidecar.site import Terms, site
-from sources.tail import Tail
 from streaming.errors import BadSetting, Unavailable
 
 log = structlog.get_logger(__name__)
@@ -42,7 +36,7 @@ def run(settings: Settings) -> None:
         if terms.tokens_file is None and host not in {"127.0.0.1", "::1"}:
             log.warning("Whoever reaches this address may read; TIDEMARK_SIDECAR_TOKENS keeps them out")
         config = uvicorn.Config(
-            site(servers, terms, lambda service: _lines(settings, service, lines_listening)),
+            site(servers, terms, lambda service: lines(settings, service, lines_listening)),
             log_config=None,
             access_log=False,
             server_header=False,
@@ -50,7 +44,7 @@ def run(settings: Settings) -> None:
             timeout_graceful_shutdown=LAST_SECONDS,
         )
         server = _stopped_by_signals(uvicorn.Server(config))
-        log.info("The sidecar listens", host=host, port=port, lines=_shown(lines_listening))
+        log.info("The sidecar listens", host=host, port=port)
         server.run(sockets=[listening])
     log.info("Ended")
 
@@ -61,28 +55,6 @@ async def _require_welcome(servers: Servers) -> None:
         for ask in (service.live.ping, service.durable.check):
             with suppress(Unavailable):
                 await ask()
-
-
-@asynccontextmanager
-async def _lines(settings: Settings, service: Service, listening: socket.socket) -> AsyncIterator[None]:
-    def tail() -> Tail:
-        return Tail(settings.kafka, settings.kafka_facts_topic)
-
-    terms = LineTerms(settings.sidecar_name, settings.sidecar_tcp_connections)
-    hub = Hub(service, tail, settings.sidecar_rows_mib << 20)
-    lines = LineServer(hub, terms)
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(hub.open())
-        await stack.enter_async_context(lines.serving(listening))
-        if settings.sidecar_channel is not None:
-            channel = Channel(hub, lines, service.live.client, ChannelTerms(settings.sidecar_channel))
-            await stack.enter_async_context(channel.open())
-        yield
-
-
-def _shown(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    return f"{host}:{port}"
 
 
 def _listening(variable: str, host: str, port: int) -> socket.socket:

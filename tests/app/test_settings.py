@@ -44,6 +44,9 @@ def test_defaults_hang_together(tmp_path: Path) -> None:
         ("KAFKA_FACTS_TOPIC", "two words", "match pattern"),
         ("SPARK_DRIVER_MEMORY", "lots", "such as 512m or 2g"),
         ("KAFKA_CREATE_TOPICS", "perhaps", "valid boolean"),
+        ("SIDECAR_TCP", "9481", "such as 127.0.0.1:9481 or [::1]:9481"),
+        ("SIDECAR_TCP", "localhost:70000", "such as 127.0.0.1:9481"),
+        ("SIDECAR_CHANNEL", "two words", "match pattern"),
     ],
 )
 def test_wrong_value_is_named_with_what_is_allowed(setenv: SetEnv, name: str, value: str, allowed: str) -> None:

@@ -8,7 +8,9 @@ from urllib.request import urlopen
 
 import pytest
 
+from app.settings import host_port
 from app.stack.home import Home
+from tests.app.lines import given as lines
 from tests.fix_stack import READY_SECONDS, Terminal
 from tests.waiting import eventually
 
@@ -37,6 +39,8 @@ def test_stack_ends_cleanly_and_the_next_start_finds_its_data(terminal: Terminal
         assert b"orders" in terminal.run("status").stdout
         with urlopen(f"{terminal.stack_env['TIDEMARK_SIDECAR_URL']}/v1/streams/orders") as answer:
             assert b'"token":"m1"' in answer.read()
+        with lines.client(host_port(str(terminal.stack_env["TIDEMARK_SIDECAR_TCP"])), "REPLICATE") as one:
+            assert one.said() == "POSITION orders shop 1 1"
         second = terminal.run("up")
         assert second.returncode == 2
         assert f"already running in {terminal.home.root} (pid {process.pid})".encode() in second.stderr
