@@ -1,6 +1,7 @@
 """Dead letters, on a real Kafka: the record as it was, and why and from where it came."""
 
 import os
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from app.stack.kafka import Kafka
 from sinks.dead_letters import Buried, DeadLetters, DeadLettersConfig
+from sinks.patience import wait_out
 from sources.kafka import KafkaConnection
 from streaming.errors import TopicMissing, Unavailable
 from tests.sinks.given import rejected
@@ -120,7 +122,7 @@ def test_missing_topic_is_named(connection: KafkaConnection, facts: str) -> None
 
 @pytest.mark.slow
 def test_kafka_that_was_away_is_asked_again(connection: KafkaConnection, facts: str, dead: str, kafka: Kafka) -> None:
-    """A broker that is away is unavailable, and a later call sends everything."""
+    """A broker that is away, or back and not yet itself, is unavailable, and a later call sends everything."""
     produce(connection, facts, [b"0", b"1"])
     with DeadLetters(DeadLettersConfig(dead, connection.client(), connection.producer(), patience=1.0)) as letters:
         kafka.kill()
@@ -130,5 +132,6 @@ def test_kafka_that_was_away_is_asked_again(connection: KafkaConnection, facts: 
         finally:
             kafka.start()
     with DeadLetters(DeadLettersConfig(dead, connection.client(), connection.producer())) as letters:
-        assert letters.send([rejected(facts, "not_json", [0, 1])]).sent == 2
+        buried = wait_out(lambda: letters.send([rejected(facts, "not_json", [0, 1])]), threading.Event())
+        assert buried.sent == 2
     assert [it.value() for it in read(connection, dead, 2)] == [b"0", b"1"]

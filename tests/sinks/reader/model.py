@@ -68,7 +68,7 @@ class Model:
     # -- what writers and operators do
 
     def join(self, name: str) -> None:
-        """A first epoch, or a later one of a writer that retired: all of it up to the head is empty."""
+        """A new epoch of a writer that has nothing open: all of it up to the head is empty."""
         writer = self.writers.setdefault(name, Writer(0))
         if writer.last < self.head:
             writer.edges.append(Edge(writer.last, self.head, "announced", delivered=True))
@@ -118,15 +118,23 @@ class Model:
         self._tell_late(name, self.writers[name].epoch, edge.prev, edge.id, 1)
 
     def throw_out(self, name: str, facts: int) -> None:
-        """The writer's next incarnation never joined; what it wrote is late, and empty for the one that does join."""
+        """The writer's next incarnation never joined; what it wrote is late, and empty for the one after it, which does.
+
+        That one's JOIN also says that all which the first left open was rolled back; so its own IDs lie beyond both.
+        """
         prev = self.head
         self.head += facts
         ids = range(prev + 1, self.head + 1)
         self.completed.update(ids)
         self.facts |= {self.sign * id: name for id in ids}
         self.thrown |= {self.sign * id for id in ids}
-        self._tell_late(name, self.writers[name].epoch + 1, prev, self.head, facts)
-        self.writers[name].epoch += 1
+        writer = self.writers[name]
+        writer.epoch += 1
+        self._tell_late(name, writer.epoch, prev, self.head, facts)
+        for edge in writer.edges:
+            if not edge.delivered:
+                edge.what, edge.delivered = "void", True
+        self.join(name)
 
     def _tell_late(self, name: str, epoch: int, prev: int, id: int, facts: int) -> None:
         self.late += 7  # numbers are shared by all streams
