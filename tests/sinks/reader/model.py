@@ -118,9 +118,9 @@ class Model:
         self._tell_late(name, self.writers[name].epoch, edge.prev, edge.id, 1)
 
     def throw_out(self, name: str, facts: int) -> None:
-        """The writer's next incarnation never joined; what it wrote is late, and empty for the one after it, which does.
+        """The writer's next incarnation never joined; what it wrote is late, and empty for the one after it.
 
-        That one's JOIN also says that all which the first left open was rolled back; so its own IDs lie beyond both.
+        Its JOIN also says that all which the first left open was rolled back; so its own IDs lie beyond both.
         """
         prev = self.head
         self.head += facts
