@@ -14,7 +14,7 @@ from app.lines.commands import Position, Rdata
 from app.lines.rows import Rows, Writer
 from app.lines.unannounced import Fact, Lacking
 from sinks.reader.events import Advance
-from sinks.reader.order import beyond
+from sinks.reader.order import beyond, farther
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,12 @@ class Announcer:
         self._waiting: dict[Writer, deque[_Waiting]] = {}
 
     def stand(self, stream: str, positions: Mapping[str, int]) -> Iterator[Announcement]:
-        """The writers stand there, and nothing tells how they came there."""
-        for writer, id in sorted(positions.items()):
+        """The writers stand there or further; nothing tells how they came there; what waits for rows waits no more."""
+        for writer, position in sorted(positions.items()):
             here = self._announced.get((stream, writer))
-            if here is None or beyond(id, here):
-                self._waiting.pop((stream, writer), None)
+            if here is None or beyond(position, here):
+                waiting = self._waiting.pop((stream, writer), None)
+                id = farther(waiting[-1].advance.id, position) if waiting else position
                 yield self._said(stream, writer, id, id if here is None else here, None)
 
     def advance(self, stream: str, advance: Advance, now: float) -> Iterator[Announcement]:

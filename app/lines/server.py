@@ -83,7 +83,11 @@ class LineServer:
     def went(self, connection: "_Connection") -> None:
         self._connections.discard(connection)
         metrics.CLIENTS.set(len(self._connections))
-        self._unfollow(connection)
+        self._asking.discard(connection)
+        if connection in self._following:
+            self._following.remove(connection)
+            if not self._following:
+                self._hub.leave(self._hear)
 
     def asked(self, connection: "_Connection") -> None:
         """It sent REPLICATE."""
@@ -108,13 +112,6 @@ class LineServer:
         self._send(asking, said(positions), len(positions))
         for connection in asking:
             connection.follows = True
-
-    def _unfollow(self, connection: "_Connection") -> None:
-        self._asking.discard(connection)
-        if connection in self._following:
-            self._following.remove(connection)
-            if not self._following:
-                self._hub.leave(self._hear)
 
     def _hear(self, announcements: Sequence[Announcement]) -> None:
         told = [connection for connection in self._following if connection.follows]

@@ -116,6 +116,14 @@ def test_rows_that_are_late_are_waited_for_a_moment() -> None:
     assert play.move(2, 3) == ["RDATA s w 3 3"]
 
 
+def test_what_waits_is_passed_by_where_the_writer_stands() -> None:
+    """As when following began anew meanwhile: nothing that was published stays unsaid, nothing is said twice."""
+    play = standing()
+    assert play.move(0, 1) == play.move(1, 3) == []
+    assert texts(play.announcer.stand("s", {"w": 2})) == ["POSITION s w 3 3"]
+    assert play.read(fact(1)) == play.move(1, 3) == play.wait(2.0) == []
+
+
 def test_new_writer_is_introduced_before_its_rows() -> None:
     """Clients drop rows of what they were never told a position of."""
     play = Play()

@@ -1,0 +1,39 @@
+"""Postgres as the sidecar asks it, on threads."""
+
+import asyncio
+
+import pytest
+
+from app.sidecar.durable import Durable, ReadSoFar
+from sinks.postgres import Postgres
+from sinks.reader.history import History
+from streaming.errors import Unavailable
+from tests.sinks.given import advance, batch, stream
+from tests.sinks.reader.given import Pipeline
+
+
+def test_how_far_the_pipeline_has_read(pipeline: Pipeline, store: Postgres, dsn: str) -> None:
+    """The next offset of each partition, and of each stream the highest ID that an earlier record can have named."""
+    store.apply(batch(1, stream("s", advance("w", 0, 7), head=12), token=pipeline.lease.token, offset=40))
+    found = asyncio.run(Durable(store, History(dsn)).read_so_far("facts"))
+    assert found == ReadSoFar({0: 40}, {"s": 12})
+
+
+def test_topic_that_was_never_read(store: Postgres, dsn: str) -> None:
+    """Nothing is known, so it is read from its start."""
+    assert asyncio.run(Durable(store, History(dsn)).read_so_far("facts")) == ReadSoFar({}, {})
+
+
+def test_end_waits_for_threads_that_ask(store: Postgres, dsn: str) -> None:
+    """Who asked may be gone, its thread is not: no connection is opened after the end, and nobody may ask any more."""
+
+    async def ask_and_end() -> None:
+        durable = Durable(store, History(dsn))
+        asking = asyncio.create_task(durable.names())
+        await asyncio.sleep(0)
+        asking.cancel()
+        await durable.aclose()
+        with pytest.raises(Unavailable, match="ends"):
+            await durable.names()
+
+    asyncio.run(ask_and_end())
