@@ -6,7 +6,7 @@ went by while it was away is told by the first POSITION.
 
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
 
 from app.lines.commands import Command, Name, Ping, Replicate, Server, parse, said
@@ -33,7 +33,7 @@ class Listening:
         self._where = f"{address[0]}:{address[1]}"
         self._server = server
 
-    def commands(self) -> Iterator[Command]:
+    def commands(self) -> Generator[Command, None, None]:
         """Everything that the server says, over one connection after the other, without end. Raises `AnotherServer`."""
         patience = Patience()
         while True:

@@ -18,6 +18,8 @@ from sources.kafka import KafkaConnection
 from sources.tail import Tail
 
 Address = tuple[str, int]
+NOWHERE = Servers("redis://127.0.0.1:1/0", "postgresql://127.0.0.1:1/none")
+"""For a server that is to know of no stream."""
 MIB = 1 << 20
 
 

@@ -195,10 +195,10 @@ def test_killed_speaker_leaves_no_hole(
         eventually(lambda: any(map(speaks, logs)), 30)
         speaker = one if speaks(logs[0]) else two
         at, stands = 1, -1
-        for turn in range(60):
+        for turn in range(40):
             at += 1
             pipeline.move("w", at - 1, at, empty=1) if at % 2 else pipeline.move("w", at - 1, at)
-            if turn == 20:
+            if turn == 10:
                 speaker.send_signal(signal.SIGKILL)
             while (line := worker.hears(0.05)) is not None:
                 stands = followed(line, stands)

@@ -2,19 +2,22 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import click
+import pytest
 
-from app.lines import view
+from app.lines import listen, view
 from app.lines.commands import Command, Error, Position, Rdata, Relayed, Replicate, Server
 from app.lines.server import Terms
 from app.settings import child_environment
 from app.sidecar.service import Servers
-from tests.app.lines.given import Address, Client, served
+from tests.app.lines.given import NOWHERE, Address, Client, served
 from tests.sinks.reader.given import Pipeline
 
 
@@ -76,13 +79,34 @@ def test_only_what_was_asked_for_as_json(pipeline: Pipeline, servers: Servers) -
             sender.close()
 
 
-def test_another_server_is_told_in_one_line(servers: Servers) -> None:
+def test_another_server_is_told_in_one_line() -> None:
     """A client that expected another name leaves, with exit code 2."""
-    with served(servers, Terms(name="one")) as address, listening(address, "--server", "two") as process:
+    with served(NOWHERE, Terms(name="one")) as address, listening(address, "--server", "two") as process:
         _, error = process.communicate(timeout=20)
         assert process.returncode == 2
         assert error.count("\n") == 1
         assert "is server one and not two" in error
+
+
+def test_client_keeps_its_side_alive_and_leaves_a_silent_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends PINGs; when nothing comes back it closes the connection and makes a new one, and asks again."""
+    monkeypatch.setattr(listen, "PING_EVERY", 0.1)
+    monkeypatch.setattr(listen, "SILENCE", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as pool:
+        silent.settimeout(10)
+        commands = listen.Listening(silent.getsockname()).commands()
+        first = pool.submit(next, commands)
+        for _ in range(2):
+            connection, _ = silent.accept()
+            with connection, connection.makefile("rb") as lines:
+                words = [line.split(b" ")[0].strip() for line in lines]
+                assert words[:3] == [b"NAME", b"PING", b"REPLICATE"]
+                assert words.count(b"PING") > 3
+        connection, _ = silent.accept()
+        with connection:
+            connection.sendall(b"SERVER back\n")
+            assert first.result(10) == Server("back")
+        commands.close()
 
 
 def test_wrong_address_is_told() -> None:

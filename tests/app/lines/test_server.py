@@ -12,7 +12,7 @@ import pytest
 from app.lines.conversation import KeepAlive
 from app.lines.server import Terms
 from app.sidecar.service import Servers
-from tests.app.lines.given import Client, client, served
+from tests.app.lines.given import NOWHERE, Client, client, served
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
@@ -20,9 +20,9 @@ from tests.waiting import eventually
 BRISK = Terms(keep_alive=KeepAlive(say=0.2, hear=0.6), tick=0.05)
 
 
-def test_server_says_its_name_then_ping(servers: Servers) -> None:
+def test_server_says_its_name_then_ping() -> None:
     """The first two lines are SERVER and PING, before the client says anything."""
-    with served(servers, Terms(name="example.org")) as address, client(address) as one:
+    with served(NOWHERE, Terms(name="example.org")) as address, client(address) as one:
         assert one.line() == "SERVER example.org"
         word, _, time_ms = (one.line() or "").partition(" ")
         assert word == "PING"
@@ -93,9 +93,9 @@ RELAYED = [
 ]
 
 
-def test_relayed_commands_reach_all_others(servers: Servers) -> None:
+def test_relayed_commands_reach_all_others() -> None:
     """All of them go to every other connection in their order, whether it sent REPLICATE or not, and never back."""
-    with served(servers) as address, client(address) as one, client(address, "REPLICATE") as two, client(address) as me:
+    with served(NOWHERE) as address, client(address) as one, client(address, "REPLICATE") as two, client(address) as me:
         assert all(it.line() == "SERVER tidemark" for it in (one, two, me))
         me.send(*RELAYED)
         assert one.lines(len(RELAYED)) == two.lines(len(RELAYED)) == RELAYED
@@ -113,9 +113,9 @@ def test_relayed_commands_reach_all_others(servers: Servers) -> None:
         (b"NAME " + b"x" * 2000 + b"\n", "longer than 1000 bytes"),
     ],
 )
-def test_bad_line_is_answered_with_error_and_the_end(servers: Servers, sent: bytes, problem: str) -> None:
+def test_bad_line_is_answered_with_error_and_the_end(sent: bytes, problem: str) -> None:
     """Malformed, binary and oversized lines: one ERROR that says what was wrong, then the connection closes."""
-    with served(servers, Terms(longest=1000)) as address, client(address) as one:
+    with served(NOWHERE, Terms(longest=1000)) as address, client(address) as one:
         one.socket.sendall(sent)
         said = one.said()
         assert said
@@ -124,18 +124,18 @@ def test_bad_line_is_answered_with_error_and_the_end(servers: Servers, sent: byt
         assert one.said() is None
 
 
-def test_half_line_is_not_acted_on(servers: Servers) -> None:
+def test_half_line_is_not_acted_on() -> None:
     """What has no newline yet is no command, also when the connection ends there."""
-    with served(servers) as address, client(address) as one:
+    with served(NOWHERE) as address, client(address) as one:
         other = Client(address)
         other.socket.sendall(b"REMOTE_SERVER_UP exam")
         other.close()
         assert one.quiet(0.2)
 
 
-def test_pings_come_and_silence_ends_a_connection_that_sent_one(servers: Servers) -> None:
+def test_pings_come_and_silence_ends_a_connection_that_sent_one() -> None:
     """A PING comes whenever nothing else did; who sent one and then nothing is left, who sent none stays."""
-    with served(servers, BRISK) as address, client(address) as person, client(address, "PING 1") as one:
+    with served(NOWHERE, BRISK) as address, client(address) as person, client(address, "PING 1") as one:
         began = time.monotonic()
         while one.line() is not None:
             pass
@@ -154,11 +154,11 @@ def is_gone(client: Client) -> bool:
     return False
 
 
-def test_client_that_never_reads_is_dropped(pipeline: Pipeline, servers: Servers) -> None:
+def test_client_that_never_reads_is_dropped() -> None:
     """It is cut off at the bound of its buffer, the memory stays, and who reads is told everything."""
     process = psutil.Process()
     with (
-        served(servers, Terms(unread=200_000)) as address,
+        served(NOWHERE, Terms(unread=200_000)) as address,
         client(address, "REPLICATE", receive_buffer=4096) as deaf,
         client(address, "REPLICATE") as one,
     ):
@@ -172,9 +172,9 @@ def test_client_that_never_reads_is_dropped(pipeline: Pipeline, servers: Servers
         eventually(lambda: is_gone(deaf))
 
 
-def test_no_more_connections_than_allowed(servers: Servers) -> None:
+def test_no_more_connections_than_allowed() -> None:
     """One too many is told so and closed; when another leaves there is room again."""
-    with served(servers, Terms(connections=1)) as address:
+    with served(NOWHERE, Terms(connections=1)) as address:
         with client(address) as one, client(address) as two:
             assert one.line() == "SERVER tidemark"
             assert (two.line() or "").startswith("ERROR as many clients")
