@@ -20,10 +20,10 @@ _GONE = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
 class Tail:
     """For one thread; a context manager. Methods raise `Unavailable`, `Refused` and `TopicMissing`: begin again then.
 
-    `patience`: seconds that the brokers have for an answer.
+    `patience`: seconds that the brokers have for an answer, and that a process which ends may wait for this thread.
     """
 
-    def __init__(self, connection: KafkaConnection, topic: str, patience: float = 5.0) -> None:
+    def __init__(self, connection: KafkaConnection, topic: str, patience: float = 2.0) -> None:
         self.topic = topic
         self._connection = connection
         self._patience = patience

@@ -26,6 +26,7 @@ from streaming.wire import Record
 log = structlog.get_logger(__name__)
 
 PATIENCE = 0.5  # seconds that an advance waits for its rows
+HURRY = 0.1  # seconds between looks at those that waited for long enough
 PAUSE = 1.0  # seconds until something is tried again
 TOGETHER = 500  # items that are told at once: bounds how long nothing else happens
 POLL = 0.2  # seconds that the thread that reads Kafka waits for a record
@@ -142,7 +143,7 @@ class Hub:
 
     async def _hurry(self) -> None:
         while True:
-            await asyncio.sleep(PATIENCE / 5)
+            await asyncio.sleep(HURRY)
             self._tell(self._announcer.overdue(time.monotonic()))
 
     async def _read_rows(self) -> None:

@@ -31,7 +31,7 @@ class Facts:
     topic: str
 
     def tail(self) -> Tail:
-        return Tail(self.connection, self.topic, patience=2.0)
+        return Tail(self.connection, self.topic)
 
 
 def no_facts() -> Facts:

@@ -8,10 +8,11 @@ from urllib.request import urlopen
 
 import pytest
 
-from app.settings import child_environment
+from app.settings import child_environment, host_port
 from app.stack.home import Home
 from app.stack.server import free_port
 from app.stack.tidemark import Sidecar
+from tests.app.lines import given as lines
 from tests.app.sidecar.given import At, moved
 from tests.sinks.reader.given import Pipeline
 
@@ -23,20 +24,22 @@ def variables(redis_url: str, dsn: str, tmp_path: Path) -> Mapping[str, str]:
         "TIDEMARK_REDIS_URL": redis_url,
         "TIDEMARK_POSTGRES_DSN": dsn,
         "TIDEMARK_SIDECAR_PORT": str(free_port()),
-        "TIDEMARK_SIDECAR_TCP": "127.0.0.1:0",
+        "TIDEMARK_SIDECAR_TCP": f"127.0.0.1:{free_port()}",
     }
 
 
 def test_process_serves_until_it_is_told_to_end(
     pipeline: Pipeline, variables: Mapping[str, str], tmp_path: Path
 ) -> None:
-    """It is ready, answers, and ends with 0 at SIGTERM."""
+    """It is ready, answers, over HTTP and in lines, and ends with 0 at SIGTERM."""
     pipeline.publish(moved("s", 7, w=At(0, 7)))
     server = Sidecar(Home(tmp_path), int(variables["TIDEMARK_SIDECAR_PORT"]), variables)
     server.start()
     try:
         with urlopen(f"{server.url}/v1/streams/s") as answer:
             assert b'"token":"m7"' in answer.read()
+        with lines.client(host_port(variables["TIDEMARK_SIDECAR_TCP"]), "REPLICATE") as one:
+            assert one.said() == "POSITION s w 7 7"
     finally:
         server.stop()
     assert server.returncode == 0, server.log_tail()
@@ -46,6 +49,7 @@ def test_process_serves_until_it_is_told_to_end(
     ("changed", "value", "said"),
     [
         ("TIDEMARK_SIDECAR_TOKENS", "/nowhere/tokens", b"TIDEMARK_SIDECAR_TOKENS: cannot read /nowhere/tokens"),
+        ("TIDEMARK_SIDECAR_TCP", "192.0.2.1:1", b"TIDEMARK_SIDECAR_TCP: cannot listen on 192.0.2.1:1"),
         ("TIDEMARK_SIDECAR_HOST", "192.0.2.1", b"TIDEMARK_SIDECAR_PORT: cannot listen on 192.0.2.1"),
     ],
 )
