@@ -1,16 +1,14 @@
 """Every metric of the pipeline: its name, its kind, what it means and what to do when it moves.
 
-`docs/metrics.md` is made from this file (`make docs`). Metrics are moved on the driver only: nothing scrapes Spark's
-Python workers. What is known of each stream comes from `app.board` at the time of the scrape.
+`docs/metrics.md` shows them (`make docs`). They are moved on the driver only: nothing scrapes Spark's Python workers.
+What is known of each stream comes from `app.board` at the time of the scrape.
 """
 
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.metrics import MetricWrapperBase
 
 from sinks.publisher import Published
-from sources.writer.metrics import WriterMetrics
 from streaming.effects import ShardEffects
 
 REGISTRY = CollectorRegistry()
@@ -150,40 +148,4 @@ def count_batch(effects: Iterable[ShardEffects], published: Published, seconds: 
             for advance in stream.advances:
                 LATENCY.observe(max(0.0, published.published_at - advance.oldest / 1000))
         for rejected in shard.rejected:
-            DEAD_LETTERS.labels(rejected.reason).inc(len(rejected.offsets) // 8)
-
-
-def page() -> str:
-    """The metrics page of the documentation."""
-    pipeline = [_row(metric) for metric in globals().values() if isinstance(metric, MetricWrapperBase)]
-    pipeline.extend((name, "gauge", labels, meaning) for name, labels, meaning in STREAM_GAUGES.values())
-    writer = [_row(metric) for metric in vars(WriterMetrics(CollectorRegistry())).values()]
-    lines = [
-        "# Metrics",
-        "",
-        "The pipeline serves them on `TIDEMARK_METRICS_PORT`. Made from `app/metrics.py` by `make docs`.",
-        "",
-        *_table(pipeline),
-        "",
-        "## The writer's library",
-        "",
-        "A service that writes with [`sources.writer`](writer.md) has them in its own registry of prometheus-client.",
-        "",
-        *_table(writer),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _row(metric: MetricWrapperBase) -> tuple[str, str, list[str], str]:
-    """Name, kind, labels, meaning."""
-    family = next(iter(metric.describe()))
-    name = f"{family.name}_total" if family.type == "counter" else family.name
-    return name, family.type, list(metric._labelnames), family.documentation  # the library tells labels nowhere else
-
-
-def _table(rows: Iterable[tuple[str, str, list[str], str]]) -> list[str]:
-    lines = ["| metric | kind | labels | meaning, and what to do |", "|---|---|---|---|"]
-    for name, kind, labels, meaning in sorted(rows):
-        named = ", ".join(f"`{label}`" for label in labels)
-        lines.append(f"| `{name}` | {kind} | {named} | {meaning} |")
-    return lines
+            DEAD_LETTERS.labels(rejected.reason).inc(rejected.records)

@@ -14,6 +14,7 @@ import structlog
 from sinks import migrations
 from sinks.batch import Applied, Batch
 from sinks.columns import execute
+from sinks.condition import Conditions
 from sinks.database import Database
 from sinks.transaction import apply
 from streaming.effects import Advance, Late
@@ -78,6 +79,7 @@ class Postgres:
         self._batches = Database(config.dsn, "tidemark batches")
         self._reads = Database(config.dsn, "tidemark reads")
         self.where = self._batches.where
+        self.conditions = Conditions(self._reads)
 
     def __enter__(self) -> Self:
         return self

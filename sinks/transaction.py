@@ -33,6 +33,7 @@ def apply(connection: Connection, batch: Batch) -> Applied:
         _write_gaps(connection, batch)
         late = _write_late(connection, batch)
         _write_forced(connection, batch)
+        _count_rejected(connection, batch)
         _write_progress(connection, batch)
         return Applied(settled=settled(advances), positions=standing(writers), late=_numbers(late))
 
@@ -143,6 +144,21 @@ def _write_forced(connection: Connection, batch: Batch) -> None:
             for f in s.forced
         ),
         batch.number,
+    )
+
+
+def _count_rejected(connection: Connection, batch: Batch) -> None:
+    execute(
+        connection,
+        """
+        insert into tidemark.dead_letters as old (reason, records, newest_at)
+        select reason, sum(records), to_timestamp(max(now) / 1000.0)
+        from unnest(%s::text[], %s::bigint[], %s::bigint[]) as new (reason, records, now)
+        group by reason order by reason
+        on conflict (reason) do update set records = old.records + excluded.records,
+            newest_at = greatest(old.newest_at, excluded.newest_at)
+        """,
+        ((rejected.reason, rejected.records, shard.now) for shard in batch.effects for rejected in shard.rejected),
     )
 
 

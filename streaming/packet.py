@@ -84,6 +84,10 @@ class Rejected(msgspec.Struct, array_like=True, frozen=True):
     reason: str
     offsets: bytes
 
+    @property
+    def records(self) -> int:
+        return len(self.offsets) // 8
+
 
 class Unread(msgspec.Struct, array_like=True, frozen=True):
     """A rejected fact that nobody could read: any writer of the stream that its key names may have sent it."""

@@ -57,7 +57,7 @@ class Core:
             self.linear[stream.stream] = stream.linear
             self.counts.update(stream.counts)
         for rejected in effects.rejected:
-            self.counts[rejected.reason] += len(rejected.offsets) // 8
+            self.counts[rejected.reason] += rejected.records
 
 
 @pytest.mark.parametrize("seed", range(12))

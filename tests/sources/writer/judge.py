@@ -90,5 +90,5 @@ def judged(messages: Sequence[tuple[bytes, bytes]]) -> Verdict:
             announced.setdefault(record.stream, set()).add(record.id)
     rejected: dict[str, int] = {}
     for bad in done.rejected:
-        rejected[bad.reason] = rejected.get(bad.reason, 0) + len(bad.offsets) // 8
+        rejected[bad.reason] = rejected.get(bad.reason, 0) + bad.records
     return Verdict(records, {stream.stream: stream for stream in done.streams}, states, rejected, announced)
