@@ -55,7 +55,7 @@ format: setup ## Put the code into its one format
 
 .PHONY: docs
 docs: setup ## Write the pages that are made from code
-	$(BIN)/python -c 'from app.metrics import page; print(page(), end="")' > docs/metrics.md
+	$(BIN)/python -c 'from app.metrics_page import page; print(page(), end="")' > docs/metrics.md
 
 ##@ Measure
 .PHONY: bench

@@ -1,0 +1,57 @@
+"""`docs/metrics.md`, made from the metrics themselves: of the pipeline, the sidecar and the writer's library."""
+
+from collections.abc import Iterable, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics import MetricWrapperBase
+
+from app import metrics
+from app.lines import metrics as lines
+from app.sidecar import metrics as sidecar
+from sources.writer.metrics import WriterMetrics
+
+Row = tuple[str, str, Sequence[str], str]
+"""Name, kind, labels, meaning."""
+
+
+def page() -> str:
+    """The metrics page of the documentation."""
+    of_streams = [(name, "gauge", labels, meaning) for name, labels, meaning in metrics.STREAM_GAUGES.values()]
+    told = [
+        "# Metrics",
+        "",
+        "Made from the code by `make docs`. The pipeline serves these on `TIDEMARK_METRICS_PORT`:",
+        "",
+        *_table([*_rows(vars(metrics).values()), *of_streams]),
+        "",
+        "## The sidecar",
+        "",
+        "[The sidecar](sidecar.md) serves them beside its answers, at `/metrics`.",
+        "",
+        *_table(_rows([*vars(sidecar).values(), *vars(lines).values()])),
+        "",
+        "## The writer's library",
+        "",
+        "A service that writes with [`sources.writer`](writer.md) has them in its own registry of prometheus-client.",
+        "",
+        *_table(_rows(vars(WriterMetrics(CollectorRegistry())).values())),
+    ]
+    return "\n".join(told) + "\n"
+
+
+def _rows(found: Iterable[object]) -> list[Row]:
+    return [_row(metric) for metric in found if isinstance(metric, MetricWrapperBase)]
+
+
+def _row(metric: MetricWrapperBase) -> Row:
+    family = next(iter(metric.describe()))
+    name = f"{family.name}_total" if family.type == "counter" else family.name
+    return name, family.type, list(metric._labelnames), family.documentation  # the library tells labels nowhere else
+
+
+def _table(rows: Iterable[Row]) -> list[str]:
+    table = ["| metric | kind | labels | meaning, and what to do |", "|---|---|---|---|"]
+    for name, kind, labels, meaning in sorted(rows):
+        named = ", ".join(f"`{label}`" for label in labels)
+        table.append(f"| `{name}` | {kind} | {named} | {meaning} |")
+    return table
