@@ -16,9 +16,9 @@ from app.lines.announcer import Announcement, Announcer
 from app.lines.commands import Position
 from app.lines.rows import Rows, Writer
 from app.sidecar.ending import ended
-from app.sidecar.feeds import Begun, Item, Listener
 from app.sidecar.service import Service
-from sinks.reader.events import Advance, Reread
+from app.sidecar.slices import Begun, Item, Listener, Slice
+from sinks.reader.events import Advance, Event, Reread
 from sources.tail import Tail
 from streaming.errors import Stop, TidemarkError, Unavailable
 from streaming.wire import Record
@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 PATIENCE = 0.5  # seconds that an advance waits for its rows
 HURRY = 0.1  # seconds between looks at those that waited for long enough
 PAUSE = 1.0  # seconds until something is tried again
-TOGETHER = 500  # items that are told at once: bounds how long nothing else happens
+TOGETHER = 50  # slices that are told at once: bounds how long nothing else happens
 POLL = 0.2  # seconds that the thread that reads Kafka waits for a record
 
 Hear = Callable[[Sequence[Announcement]], None]
@@ -121,25 +121,27 @@ class Hub:
             await asyncio.sleep(PAUSE)
 
     async def _take(self, listener: Listener) -> None:
-        try:
-            found = [await asyncio.wait_for(listener.items.get(), PAUSE)]
-        except TimeoutError:
+        if not await listener.waited(PAUSE):
             return
-        while len(found) < TOGETHER and not listener.items.empty():
-            found.append(listener.items.get_nowait())
         now = time.monotonic()
-        self._tell([told for stream, item in found for told in self._heard(stream, item, now)])
+        self._tell([told for stream, item in listener.take(TOGETHER) for told in self._heard(stream, item, now)])
         await asyncio.sleep(0)  # a queue that is never empty must not keep the loop
 
     def _heard(self, stream: str, item: Item, now: float) -> Iterable[Announcement]:
         match item:
             case Begun(place):
-                return self._announcer.stand(stream, place.positions)
+                yield from self._announcer.stand(stream, place.positions)
+            case Slice(events=events):
+                for event in events:
+                    yield from self._moved(stream, event, now)
+
+    def _moved(self, stream: str, event: Event, now: float) -> Iterable[Announcement]:
+        match event:
             case Advance():
-                return self._announcer.advance(stream, item, now)
+                return self._announcer.advance(stream, event, now)
             case Reread(writer=str() as writer):
-                return self._announcer.stand(stream, {writer: item.id})
-        return ()  # of the line, and of what came late, the protocol cannot tell
+                return self._announcer.stand(stream, {writer: event.id})
+        return ()  # of what came late the protocol cannot tell
 
     async def _hurry(self) -> None:
         while True:

@@ -45,11 +45,12 @@ class Bells:
                     while True:
                         hint = await hints.get_message(ignore_subscribe_messages=True, timeout=PAUSE)
                         if hint is not None:
-                            self._ring(hint["channel"])
+                            self.ring(hint["channel"].removeprefix("tidemark:{").removesuffix("}"))
             await asyncio.sleep(PAUSE)
 
-    def _ring(self, channel: str) -> None:
-        bell = self._bells.pop(channel.removeprefix("tidemark:{").removesuffix("}"), None)
+    def ring(self, stream: str) -> None:
+        """Wake who waits for the stream."""
+        bell = self._bells.pop(stream, None)
         if bell is not None:
             bell.set()
 

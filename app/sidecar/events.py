@@ -5,31 +5,32 @@ An event's ID says where the client stands in all its streams, so any sidecar ca
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import ExitStack
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
-from app.sidecar import answers, cursor, moves
+from app.sidecar import cursor, moves
 from app.sidecar.describing import described
-from app.sidecar.feeds import Appeared, Begun, Item, Line, Listener
 from app.sidecar.looks import existing
 from app.sidecar.operation import Call, Operation
 from app.sidecar.problems import BadRequest, Busy, Recovering, Unauthorized, UnknownStream
 from app.sidecar.program import page
+from app.sidecar.slices import Appeared, Begun, Item, Listener, Slice
+from app.sidecar.sse import MEDIA_TYPE, EventStream, block
 from sinks.reader import events
 from sinks.reader.joining import Joining
+from sinks.reader.order import beyond
 from sinks.reader.place import Place
 from streaming.errors import Stop, Unavailable
 
-MEDIA_TYPE = "text/event-stream"
 KEEP_ALIVE = 15.0  # seconds without an event, after which a comment shows that the connection lives
 ID_EVERY = 1.0  # seconds between two IDs where many streams are followed: they are long
-FEW = 8  # streams, of which every event carries an ID
+FEW = 8  # streams, of which every piece of news carries an ID
+TOGETHER = 200  # slices that are sent in one piece
 LONGEST_ID = 16_000  # characters, which servers take in a header
 
 
@@ -55,139 +56,127 @@ async def follow(call: Call) -> Response:
             service.feeds.to_all(listener)
         stack.enter_context(service.feeds.listening(listener, names))
         held = stack.pop_all()
-    return EventStream(_Client(call, listener, places).told(sorted(names)), listener, held)
+    return EventStream(_Client(call, listener, places).told(sorted(names)), listener.cut_off, held)
 
 
 class _Client:
-    """What one client is told."""
+    """What one client is told. Where it stands is the follower's own `Place` as soon as it has caught up with it: then
+    it takes slices as they are, and is only compared by identity."""
 
     def __init__(self, call: Call, listener: Listener, places: dict[str, Place]) -> None:
         self._service = call.service
         self._listener = listener
-        self._places = places
-        self._standing: dict[str, Joining] = {}
+        self._resumed = places
+        self._places: dict[str, Place] = {}
         self._identified = 0.0
         self._owed = False
 
-    async def told(self, streams: list[str]) -> AsyncIterator[str]:
-        yield "retry: 1000\n\n"
-        resumed = [stream for stream in streams if stream in self._places]
-        for stream in resumed:
-            async for text in self._made_good(stream):
-                yield text
-        for text in await self._snapshots([stream for stream in streams if stream not in self._places]):
-            yield text
-        if not self._listener.items.qsize() and self._standing:
+    async def told(self, streams: list[str]) -> AsyncIterator[bytes]:
+        yield b"retry: 1000\n\n"
+        for stream in streams:
+            if stream in self._resumed:
+                async for text in self._made_good(stream):
+                    yield text
+        blocks = await self._snapshots([stream for stream in streams if stream not in self._resumed])
+        yield b"".join(blocks)
+        if self._places and not await self._listener.waited(0):
             yield self._id_alone()
         while not self._listener.cut_off.is_set():
-            try:
-                stream, item = await asyncio.wait_for(
-                    self._listener.items.get(), ID_EVERY if self._owed else KEEP_ALIVE
-                )
-            except TimeoutError:
-                yield self._id_alone() if self._owed else ": still here\n\n"
-                continue
-            if isinstance(item, Appeared):
-                for text in await self._snapshots([stream]):
+            if await self._listener.waited(ID_EVERY if self._owed else KEEP_ALIVE):
+                if text := await self._next():
                     yield text
             else:
-                for plain in self._heard(stream, item):
-                    yield self._event(plain)
+                yield self._id_alone() if self._owed else b": still here\n\n"
 
-    async def _made_good(self, stream: str) -> AsyncIterator[str]:
+    async def _made_good(self, stream: str) -> AsyncIterator[bytes]:
         """What the client missed while it was away."""
-        place = self._places[stream]
+        self._places[stream] = self._resumed[stream]
         while True:
             try:
-                found = await page(self._service.hands, stream, place, 1000)
+                found = await page(self._service.hands, stream, self._places[stream], 1000)
             except (Unavailable, Stop):
-                yield ": waiting for Redis or Postgres\n\n"
+                yield b": waiting for Redis or Postgres\n\n"
                 await asyncio.sleep(1.0)
                 continue
             if found is None:
-                self._standing[stream] = Joining(place)
                 return
-            place = found.place
-            self._standing[stream] = Joining(place)
-            for event in found.events:
-                yield _text(moves.told(stream, event))
+            self._places[stream] = found.place
+            yield b"".join(block(moves.told(stream, event)) for event in found.events)
             if found.complete:
                 return
 
-    async def _snapshots(self, streams: list[str]) -> list[str]:
-        texts = []
+    async def _snapshots(self, streams: list[str]) -> list[bytes]:
+        blocks = []
         for snapshot in await self._service.snapshots.get(streams):
             known = snapshot.known
             place = Place() if known is None else Place(known.linear, known.vector, known.late)
-            self._standing[snapshot.stream] = Joining(place)
-            texts.append(_text(described(snapshot, time.monotonic())))
+            self._places[snapshot.stream] = place
+            blocks.append(block(described(snapshot, time.monotonic()), "snapshot"))
         self._owed = True
-        return texts
+        return blocks
 
-    def _heard(self, stream: str, item: Item) -> Iterator[moves.Move | moves.Line]:
-        """What is new to this client: the follower may be behind what it has, and its ranges may begin before."""
-        joining = self._standing[stream]
+    async def _next(self) -> bytes:
+        """What was given to the listener meanwhile, with an ID behind it where one is due; may be nothing."""
+        blocks: list[bytes] = []
+        last: Item | None = None
+        for stream, item in self._listener.take(TOGETHER):
+            last = item
+            if isinstance(item, Appeared):
+                blocks += await self._snapshots([stream])
+            elif isinstance(item, Slice) and self._places[stream] is item.before:
+                self._places[stream] = item.after
+                blocks += item.blocks
+            else:
+                blocks += self._joined(stream, item)
+        if not blocks:
+            return b""
+        self._owed = True
+        few = len(self._places) <= FEW
+        if few or time.monotonic() - self._identified >= ID_EVERY:
+            blocks[-1] = self._id(last) + blocks[-1]
+        return b"".join(blocks)
+
+    def _joined(self, stream: str, item: Begun | Slice) -> list[bytes]:
+        """What is new to this client, who stands elsewhere than the follower did: before it, or ahead."""
+        place = self._places[stream]
+        joining = Joining(place)
+        found: list[events.Event]
         match item:
-            case Begun(place):
-                for writer, position in place.positions.items():
-                    yield from _told(stream, joining.reach(writer, position))
-            case Line(linear):
-                yield moves.Line(stream=stream, linear=linear)
-            case events.Advance():
-                yield from _told(stream, joining.advance(item))
-            case events.Reread(writer=str() as writer):
-                yield from _told(stream, joining.reach(writer, item.id))
-            case events.Late():
-                yield from _told(stream, joining.complete(item))
-            case events.LateLost():
-                yield from _told(stream, joining.lose_late(item.number))
-            case events.Reread():
-                yield from _told(stream, [item])
+            case Begun(after):
+                found = [event for it in after.positions.items() for event in joining.reach(*it)]
+            case Slice(after=after):
+                found = [new for event in item.events for new in _fed(joining, event)]
+        blocks = [block(moves.told(stream, event)) for event in found]
+        joining.settle(after.linear, after.positions)
+        if beyond(after.linear, place.linear):
+            blocks.append(block(moves.Line(stream=stream, linear=after.linear)))
+        self._places[stream] = after if joining.place == after else joining.place
+        return blocks
 
-    def _event(self, plain: moves.Move | moves.Line) -> str:
-        self._owed = True
-        few = len(self._standing) <= FEW
-        due = few or (self._listener.items.empty() and time.monotonic() - self._identified >= ID_EVERY)
-        return (self._id() if due else "") + _text(plain)
+    def _id_alone(self) -> bytes:
+        return b": at\n" + self._id(None) + b"\n"
 
-    def _id_alone(self) -> str:
-        return f": at\n{self._id()}\n"
-
-    def _id(self) -> str:
+    def _id(self, last: Item | None) -> bytes:
         self._owed = False
         self._identified = time.monotonic()
-        text = cursor.of_places({stream: joining.place for stream, joining in self._standing.items()})
-        return f"id: {text}\n" if len(text) <= LONGEST_ID else ""
+        if isinstance(last, Slice) and len(self._places) == 1 and last.after is self._places[last.stream]:
+            text = last.id
+        else:
+            text = cursor.of_places(self._places).encode()
+        return b"id: %s\n" % text if len(text) <= LONGEST_ID else b""
 
 
-class EventStream(StreamingResponse):
-    """Gives back what it holds when the client is gone, and leaves a client that does not read."""
-
-    def __init__(self, texts: AsyncIterator[str], listener: Listener, held: ExitStack) -> None:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(texts, media_type=MEDIA_TYPE, headers=headers)
-        self._listener = listener
-        self._kept = held
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._kept:
-            serving = asyncio.create_task(super().__call__(scope, receive, send))
-            cut = asyncio.create_task(self._listener.cut_off.wait())
-            try:
-                await asyncio.wait({serving, cut}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in (serving, cut):
-                    task.cancel()
-                await asyncio.gather(serving, cut, return_exceptions=True)
-
-
-def _told(stream: str, found: Iterable[events.Event]) -> Iterator[moves.Move]:
-    return (moves.told(stream, event) for event in found)
-
-
-def _text(plain: moves.Move | moves.Line | answers.Stream) -> str:
-    kind = "snapshot" if isinstance(plain, answers.Stream) else str(plain.__struct_config__.tag)
-    return f"event: {kind}\ndata: {msgspec.json.encode(plain).decode()}\n\n"
+def _fed(joining: Joining, event: events.Event) -> Iterable[events.Event]:
+    match event:
+        case events.Advance():
+            return joining.advance(event)
+        case events.Reread(writer=str() as writer):
+            return joining.reach(writer, event.id)
+        case events.Late():
+            return joining.complete(event)
+        case events.LateLost():
+            return joining.lose_late(event.number)
+    return [event]
 
 
 OPERATIONS = [

@@ -7,14 +7,16 @@ given is cut off, and goes on later from where it stood.
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
 
 import structlog
 
-from app.sidecar.bells import Bells, slept
+from app.sidecar.bells import Bells
+from app.sidecar.ending import ended
+from app.sidecar.highest import Known
 from app.sidecar.program import Hands
+from app.sidecar.slices import Appeared, Begun, Item, Listener, Slice
 from app.sidecar.snapshots import Snapshots
-from sinks.reader.asks import Answer, Ask, Doorbell, Look, Recall
+from sinks.reader.asks import LONGEST_WAIT, Answer, Ask, Doorbell, Look, Newest, Recall
 from sinks.reader.driver import Driver
 from sinks.reader.events import Event
 from sinks.reader.following import CaughtUp, Following
@@ -24,44 +26,8 @@ from streaming.errors import Refused, SchemaMismatch, Unavailable
 
 log = structlog.get_logger(__name__)
 
-BUFFER = 20_000  # items that a listener may be behind
 DISCOVER_EVERY = 1.0  # seconds between looks for new streams
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """The follower stands at `place`, and all that comes now goes on from there."""
-
-    place: Place
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """The linear position is at `linear`, after all events before this item."""
-
-    linear: int
-
-
-@dataclass(frozen=True, slots=True)
-class Appeared:
-    """A stream that was not there when the listener came."""
-
-
-Item = Event | Begun | Line | Appeared
-
-
-@dataclass(slots=True, eq=False)
-class Listener:
-    """`cut_off` is set when it was too slow: nothing more comes then."""
-
-    items: asyncio.Queue[tuple[str, Item]] = field(default_factory=lambda: asyncio.Queue(BUFFER))
-    cut_off: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def give(self, stream: str, item: Item) -> None:
-        try:
-            self.items.put_nowait((stream, item))
-        except asyncio.QueueFull:
-            self.cut_off.set()
+LARGEST = 500  # events of one slice
 
 
 class Feed:
@@ -74,14 +40,21 @@ class Feed:
         self._bells = bells
         self._bell = bells.bell(stream)
         self._following = Following(stream, "vector", None)
-        self._linear: int | None = None
+        self._place: Place | None = None
+        self._events: list[Event] = []
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._ended)
 
     def add(self, listener: Listener) -> None:
-        if self._linear is not None and self._following.place is not None:
-            listener.give(self._stream, Begun(self._following.place))
+        if self._place is not None:
+            listener.give(self._stream, Begun(self._place))
         self.listeners.add(listener)
+
+    def compare(self, known: Known) -> None:
+        """Look again where more is known of the stream than was handed out."""
+        place = self._place
+        if place is None or beyond(known.linear, place.linear) or known.late > place.late or _beyond(known, place):
+            self._bells.ring(self._stream)
 
     def stop(self) -> None:
         self._task.cancel()
@@ -107,37 +80,46 @@ class Feed:
                 continue
             assert step is not None
             driver.handed_over()
-            if isinstance(step, CaughtUp):
-                self._stand()
-            else:
-                self._give(step)
+            if not isinstance(step, CaughtUp):
+                self._events.append(step)
+            if isinstance(step, CaughtUp) or len(self._events) == LARGEST:
+                self._hand_out()
 
     async def _carry_out(self, ask: Ask) -> Answer:
         match ask:
-            case Look():
+            case Look() | Newest():
                 self._bell = self._bells.bell(self._stream)  # before: what comes meanwhile must ring it
             case Doorbell():
-                await slept(self._bell, ask.seconds)
+                await self._bell.wait()
                 return None
             case Recall():
+                if self._place is None:
+                    self._hand_out()  # it has begun: what is recalled came since then
                 # Redis alone will do: what it does not tell comes as ranges to read again.
                 with suppress(Unavailable):
                     return await self._hands.carry_out(ask)
                 return None
         return await self._hands.carry_out(ask)
 
-    def _stand(self) -> None:
-        place = self._following.place
-        assert place is not None
-        if self._linear is None:
-            self._give(Begun(place))
-        elif beyond(place.linear, self._linear):
-            self._give(Line(place.linear))
-        self._linear = place.linear
+    def _hand_out(self) -> None:
+        """Tell the listeners what moved since the last time. Their place stays the same object where nothing did."""
+        before, after, events = self._place, self._following.place, self._events
+        assert after is not None
+        if before is None:
+            self._give(Begun(after))
+        elif events or beyond(after.linear, before.linear):
+            self._give(Slice(self._stream, before, after, events))
+        else:
+            return
+        self._place, self._events = after, []
 
     def _give(self, item: Item) -> None:
         for listener in self.listeners:
             listener.give(self._stream, item)
+
+
+def _beyond(known: Known, place: Place) -> bool:
+    return any(beyond(id, place.positions.get(writer, place.linear)) for writer, id in known.vector.items())
 
 
 class Feeds:
@@ -152,15 +134,14 @@ class Feeds:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(self._discover())
+        tasks = [asyncio.create_task(task) for task in (self._discover(), self._compare())]
         try:
             yield
         finally:
             for feed in self._feeds.values():
                 feed.stop()
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            for task in tasks:
+                await ended(task)
 
     @contextmanager
     def listening(self, listener: Listener, streams: Iterable[str]) -> Iterator[None]:
@@ -188,6 +169,15 @@ class Feeds:
             if not feed.listeners:
                 feed.stop()
                 del self._feeds[stream]
+
+    async def _compare(self) -> None:
+        """Hints may be lost, and a line moves without one: so all streams are looked at together, once a second."""
+        while True:
+            await asyncio.sleep(LONGEST_WAIT)
+            if followed := list(self._feeds):
+                for stream, known in (await self._snapshots.known(followed)).items():
+                    if stream in self._feeds:
+                        self._feeds[stream].compare(known)
 
     async def _discover(self) -> None:
         while True:

@@ -1,5 +1,6 @@
 """The operations that tell what moved a stream, and what holds it back."""
 
+import asyncio
 import time
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from app.sidecar.describing import blocker
 from app.sidecar.looks import existing
 from app.sidecar.operation import Call, Operation, json
 from app.sidecar.problems import BadRequest, Recovering, Unauthorized, UnknownStream
-from app.sidecar.program import page
+from app.sidecar.program import Page, page
 from sinks.reader.token import Token
 from streaming.errors import BadToken, Stop, Unavailable
 
@@ -57,11 +58,15 @@ async def advances(call: Call) -> Response:
         raise BadRequest(str(problem)) from None
     if found is None:
         raise UnknownStream(call.stream)
+    return await asyncio.to_thread(_answered, call.stream, found)  # ten thousand moves would keep others waiting
+
+
+def _answered(stream: str, found: Page) -> Response:
     return json(
         moves.Advances(
-            stream=call.stream,
-            moves=[moves.told(call.stream, event) for event in found.events],
-            next=cursor.of_places({call.stream: found.place}),
+            stream=stream,
+            moves=[moves.told(stream, event) for event in found.events],
+            next=cursor.of_places({stream: found.place}),
             complete=found.complete,
         )
     )

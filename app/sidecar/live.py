@@ -8,13 +8,15 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from app.sidecar.fuse import Fuse
-from sinks.reader.asks import Glance, Look, Seen
+from app.sidecar.gathered import Gathered
+from sinks.reader.asks import Glance, Look, Newest, Seen
 from sinks.reader.connection import bad_address, translated
 from sinks.reader.keys import queue, seen
 from sinks.redis import STREAMS
 
 TIMEOUT = 2.0  # seconds for a connection or an answer: then Postgres is asked
 TOGETHER = 200  # streams in one transaction: bounds how long other clients of Redis wait
+Asked = Glance | Look | Newest
 REPLIES = 5  # that `sinks.reader.keys.queue` asks for, for each stream
 
 
@@ -23,6 +25,7 @@ class Live:
 
     def __init__(self, url: str) -> None:
         self.fuse = Fuse("Redis")
+        self._looks: Gathered[Asked, Seen] = Gathered(self._look)
         try:
             self.client: Any = redis.asyncio.Redis.from_url(
                 url,
@@ -48,21 +51,23 @@ class Live:
 
     async def glances(self, streams: Collection[str]) -> dict[str, Seen]:
         """Each stream's keys as they were at one moment."""
-        names = list(streams)
-        found: dict[str, Seen] = {}
+        found = await self._look([Glance(name) for name in streams])
+        return {ask.stream: told for ask, told in found.items()}
+
+    async def look(self, ask: Look | Newest) -> Seen:
+        """Together with what others ask for meanwhile."""
+        return (await self._looks.get([ask]))[ask]
+
+    async def _look(self, asked: Collection[Asked]) -> dict[Asked, Seen]:
+        asks = list(asked)
+        found: dict[Asked, Seen] = {}
         with self.fuse.guarding(), translated(self.client):
-            for start in range(0, len(names), TOGETHER):
-                asks = [Glance(name) for name in names[start : start + TOGETHER]]
+            for start in range(0, len(asks), TOGETHER):
+                chunk = asks[start : start + TOGETHER]
                 pipe = self.client.pipeline(transaction=True)
-                for ask in asks:
+                for ask in chunk:
                     queue(pipe, ask)
                 replies = await pipe.execute()
-                for place, ask in enumerate(asks):
-                    found[ask.stream] = seen(ask, replies[place * REPLIES : (place + 1) * REPLIES])
+                for place, ask in enumerate(chunk):
+                    found[ask] = seen(ask, replies[place * REPLIES : (place + 1) * REPLIES])
         return found
-
-    async def look(self, ask: Look) -> Seen:
-        with self.fuse.guarding(), translated(self.client):
-            pipe = self.client.pipeline(transaction=True)
-            queue(pipe, ask)
-            return seen(ask, await pipe.execute())

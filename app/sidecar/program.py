@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from app.sidecar.durable import Durable
 from app.sidecar.live import Live
-from sinks.reader.asks import Answer, Ask, Doorbell, Look, Pause, Recall, Seen
+from sinks.reader.asks import Answer, Ask, Doorbell, Look, Newest, Pause, Recall, Seen
 from sinks.reader.driver import Driver
 from sinks.reader.events import Event
 from sinks.reader.following import CaughtUp, Following
@@ -29,7 +29,7 @@ class Hands:
 
     async def carry_out(self, ask: Ask) -> Answer:
         match ask:
-            case Look():
+            case Look() | Newest():
                 return await self._look(ask)
             case Recall():
                 return await self._durable.past(ask)
@@ -37,7 +37,7 @@ class Hands:
                 await asyncio.sleep(seconds)
         return None
 
-    async def _look(self, ask: Look) -> Seen:
+    async def _look(self, ask: Look | Newest) -> Seen:
         try:
             seen = await self._live.look(ask)
         except (Unavailable, Stop):

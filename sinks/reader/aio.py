@@ -9,7 +9,7 @@ import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from sinks.reader.asks import Answer, Ask, Doorbell, Glance, Look, Pause, Recall
+from sinks.reader.asks import Answer, Ask, Doorbell, Glance, Look, Newest, Pause, Recall
 from sinks.reader.connection import OPTIONS, bad_address, translated
 from sinks.reader.driver import Driver
 from sinks.reader.events import Event
@@ -71,7 +71,7 @@ class AsyncPositions:
 
     async def carry_out(self, ask: Ask) -> Answer:
         match ask:
-            case Look() | Glance():
+            case Look() | Newest() | Glance():
                 with translated(self._client):
                     pipe = self._client.pipeline(transaction=True)
                     queue(pipe, ask)

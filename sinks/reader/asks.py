@@ -23,7 +23,7 @@ class Entry:
     """An item of a stream's list of advances in Redis, as it stands there."""
 
     name: str
-    fields: Mapping[str, str]
+    fields: Mapping[str, str] = field(hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,13 @@ class Look(Ask):
 
 
 @dataclass(frozen=True, slots=True)
+class Newest(Ask):
+    """Read all keys of `stream` in one transaction, and the newest entry of its list, to look on from there."""
+
+    stream: str
+
+
+@dataclass(frozen=True, slots=True)
 class Glance(Ask):
     """Read the keys of `stream` in one transaction, without its list."""
 
@@ -48,11 +55,11 @@ class Glance(Ask):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a `Look` or `Glance` found. `linear` is None where Redis knows nothing of the stream; `head` is the highest
-    ID that any record of it named, None where that is not known.
+    """What a `Look`, `Newest` or `Glance` found. `linear` is None where Redis knows nothing of the stream; `head` is
+    the highest ID that any record of it named, None where that is not known.
 
-    `entries` of a `Look` begin behind `after`; `joined` tells whether `after` still stands there (always, for a look
-    from the start). `more` says that the list goes on. `last` names the newest entry of the list that was read.
+    `entries` of a `Look` begin behind `after`; `joined` tells whether `after` still stands there (always, without
+    an `after`). `more` says that the list goes on. `last` names the newest entry of the list that was read.
     """
 
     linear: int | None

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from sinks.reader.asks import LONGEST_WAIT, Answer, Ask, Doorbell, Entry, Look, Past, Recall, Seen, patiently
+from sinks.reader.asks import LONGEST_WAIT, Answer, Ask, Doorbell, Entry, Look, Newest, Past, Recall, Seen, patiently
 from sinks.reader.events import Advance, Event, Reread
 from sinks.reader.joining import Joining
 from sinks.reader.lines import Lines
@@ -61,10 +61,12 @@ class Following:
 
     def _follow_list(self) -> Steps:
         """Until the list is not the one any more that we read so far."""
-        seen = yield from self._look(None)
+        # Who begins with what is published now needs nothing of the list but its end; the line needs what is above it.
+        ends = self._joining is None and self._since is None and self._mode == "vector"
+        seen = yield from self._asked(Newest(self._stream) if ends else Look(self._stream, None))
         if self._joining is None and seen.linear is not None:
             while self._since is None and seen.more:
-                seen = yield from self._look(seen.entries[-1])
+                seen = yield from self._asked(Look(self._stream, seen.entries[-1]))
             self._begin(seen)
         if self._joining is None or seen.linear is None:  # Redis knows nothing: it is recovering
             yield from self._ring(seen)
@@ -87,7 +89,7 @@ class Following:
                 yield from self._ring(seen)
             if after is None:  # an empty list gives no hold: it may have been longer, and cut, before we look again
                 return
-            seen = yield from self._look(after)
+            seen = yield from self._asked(Look(self._stream, after))
             if seen.linear is None or not seen.joined:
                 return
 
@@ -113,8 +115,8 @@ class Following:
             else:
                 yield event
 
-    def _look(self, after: Entry | None) -> Generator[Ask, Answer, Seen]:
-        seen = yield from patiently(Look(self._stream, after))
+    def _asked(self, ask: Look | Newest) -> Generator[Ask, Answer, Seen]:
+        seen = yield from patiently(ask)
         assert isinstance(seen, Seen)
         return seen
 

@@ -8,7 +8,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from sinks.reader.asks import Answer, Ask, Doorbell, Glance, Look, Pause, Recall
+from sinks.reader.asks import Answer, Ask, Doorbell, Glance, Look, Newest, Pause, Recall
 from sinks.reader.connection import OPTIONS, bad_address, translated
 from sinks.reader.driver import Driver
 from sinks.reader.events import Event
@@ -85,7 +85,7 @@ class Positions:
     def carry_out(self, ask: Ask, stopping: threading.Event) -> Answer:
         """Raises `Unavailable` (the same ask may be carried out again) and `Refused`."""
         match ask:
-            case Look() | Glance():
+            case Look() | Newest() | Glance():
                 with translated(self._client):
                     pipe = self._client.pipeline(transaction=True)
                     queue(pipe, ask)

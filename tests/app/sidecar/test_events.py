@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from app.sidecar.events import EventStream
-from app.sidecar.feeds import Line, Listener
 from app.sidecar.service import Limits, Servers
 from app.sidecar.site import Terms
+from app.sidecar.slices import PATIENCE, Appeared, Listener
+from app.sidecar.sse import EventStream
 from app.stack.redis import Redis as RedisServer
 from tests.app.sidecar.given import At, Client, moved, sidecar
 from tests.sinks.reader.given import Pipeline
@@ -50,6 +50,11 @@ class Heard:
             if name in {"advance", "reread"}:
                 found.append((data["stream"], data["prev"], data["id"]))
         return found
+
+    def line(self, linear: int) -> None:
+        """Return once the line is told to be there: that is what comes last of a move."""
+        while self.next() != ("line", {"kind": "line", "stream": "s", "linear": linear}):
+            pass
 
 
 @contextmanager
@@ -109,6 +114,7 @@ def test_another_sidecar_goes_on_without_a_hole(pipeline: Pipeline, servers: Ser
         events.next()
         grow(pipeline, 2, 4)
         assert events.ranges(2) == [("s", 2, 3), ("s", 3, 4)]
+        events.line(4)
     grow(pipeline, 4, 7)
     if lost:
         keys.flushall()
@@ -135,6 +141,35 @@ def test_stopped_redis_stops_no_events(pipeline: Pipeline, client: Client, redis
         pipeline.mirror.publish(made, applied)
         grow(pipeline, 4, 5)
         assert events.ranges(1) == [("s", 4, 5)]
+
+
+def test_lost_hints_delay_no_events_for_long(pipeline: Pipeline, client: Client, keys: Any) -> None:
+    """A move whose hint nobody heard is told all the same."""
+    grow(pipeline, 0, 1)
+    with heard(client, stream="s") as events:
+        events.next()
+        keys.client_kill_filter(_type="pubsub")
+        grow(pipeline, 1, 2)
+        assert events.ranges(1) == [("s", 1, 2)]
+
+
+def test_idle_streams_are_looked_at_together(pipeline: Pipeline, client: Client, keys: Any) -> None:
+    """Fifty streams that nothing happens in cost Redis one transaction a second, not fifty."""
+    pipeline.publish(*(moved(f"s{number}", 1, w=At(0, 1)) for number in range(50)))
+
+    def calls(command: str) -> int:
+        stats = keys.info("commandstats").get(f"cmdstat_{command}")
+        return stats["calls"] if stats else 0
+
+    with heard(client) as events:
+        for _ in range(50):
+            events.next()
+        pipeline.publish(moved("s0", 2, w=At(1, 2)))
+        assert events.ranges(1) == [("s0", 1, 2)]
+        keys.config_resetstat()
+        eventually(lambda: calls("exec") >= 3)
+        assert calls("exec") < 10
+        assert calls("hgetall") >= 100
 
 
 def test_two_clients_hear_the_same(pipeline: Pipeline, client: Client) -> None:
@@ -167,7 +202,8 @@ def test_place_is_free_when_a_client_left(pipeline: Pipeline, servers: Servers) 
 
 
 def test_client_that_does_not_read_is_left() -> None:
-    """A listener that fell too far behind is dropped although its connection takes nothing, and its place is free."""
+    """Where something waits for too long the client is dropped, although its connection takes nothing, and its place is
+    free."""
     left: list[str] = []
 
     async def texts() -> AsyncIterator[str]:
@@ -180,14 +216,15 @@ def test_client_that_does_not_read_is_left() -> None:
         await asyncio.Event().wait()
 
     async def serve() -> None:
-        listener = Listener(asyncio.Queue(1))
+        clock = iter((0.0, PATIENCE / 2, PATIENCE + 1))
+        listener = Listener(lambda: next(clock))
         held = ExitStack()
         held.callback(left.append, "gone")
-        stream = EventStream(texts(), listener, held)
+        stream = EventStream(texts(), listener.cut_off, held)
         serving = asyncio.create_task(stream({"type": "http"}, receive, stuck))
-        for _ in range(2):
+        for _ in range(3):
             assert not listener.cut_off.is_set()
-            listener.give("s", Line(1))
+            listener.give("s", Appeared())
         await asyncio.wait_for(serving, 5)
 
     asyncio.run(serve())

@@ -6,7 +6,7 @@ Every write to `Model` is the world's; `answer` is what a shell would answer. Ma
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sinks.reader.asks import Answer, Ask, Entry, Glance, Look, Past, Recall, Seen
+from sinks.reader.asks import Answer, Ask, Entry, Glance, Look, Newest, Past, Recall, Seen
 from sinks.reader.entries import parse
 from sinks.reader.events import Advance, Late
 
@@ -280,6 +280,8 @@ class Model:
                     start = names.index(after.name) + 1
                 found = self.list[start : start + page]
                 return self._seen(found, joined=True, more=len(self.list) > start + page)
+            case Newest():
+                return self._seen(self.list[-1:], joined=True, more=False)
             case Glance():
                 return self._seen([], joined=True, more=False)
             case Recall(place=place) if postgres:
