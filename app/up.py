@@ -115,6 +115,8 @@ def _invite(members: Members, seconds: float) -> None:
         f"""
 ready after {seconds:.0f} s. Ctrl-C ends everything; the next start finds its data again.
 
+  In a browser: {members.sidecar().url}/
+
   In another terminal:
     {tidemark} status
     echo '{fact}' | {tidemark} produce

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from app.sidecar.fuse import Fuse
+from sinks.condition import Condition, LateCount
 from sinks.postgres import Postgres, StreamPositions
 from sinks.reader.asks import Past, Recall
 from sinks.reader.history import History
@@ -22,13 +23,22 @@ PATIENCE = 2.0  # seconds that a request waits for Postgres; its thread goes on
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What is known of a stream besides positions: of each writer its epoch, who retired, how many completed edges wait
-    above their writer's position, and every gap and writer that never joined, longest first."""
+    """What is known of a stream besides positions: who retired, how many completed edges wait above their writer's
+    position, and every gap and writer that never joined, longest first.
+
+    Of each writer its epoch, the highest ID that is settled with gaps below it or without (`reaches`), and how many of
+    its edges wait (`waiting`). `again` names writers whose source was set back: their gaps below their position hold
+    the line.
+    """
 
     epochs: Mapping[str, int]
     retired: frozenset[str]
     pending: int
     gaps: list[Blocker]
+    reaches: Mapping[str, int]
+    waiting: Mapping[str, int]
+    again: frozenset[str]
+    late: LateCount | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +78,13 @@ class Durable:
 
     async def details(self, streams: Collection[str]) -> dict[str, Details]:
         """Without streams that do not exist, or whose state a later Tidemark wrote."""
-        return await self._asked(lambda: _decoded(self._postgres.states(streams)))
+        return await self._asked(
+            lambda: _decoded(self._postgres.states(streams), self._postgres.conditions.late(streams))
+        )
+
+    async def condition(self) -> Condition:
+        """Of the pipeline."""
+        return await self._asked(self._postgres.conditions.now)
 
     async def read_so_far(self, topic: str) -> ReadSoFar:
         return await self._asked(lambda: _read_so_far(self._postgres, topic))
@@ -100,20 +116,25 @@ def _read_so_far(postgres: Postgres, topic: str) -> ReadSoFar:
     return ReadSoFar(offsets, heads)
 
 
-def _decoded(states: Mapping[str, bytes]) -> dict[str, Details]:
+def _decoded(states: Mapping[str, bytes], late: Mapping[str, LateCount]) -> dict[str, Details]:
     found = {}
     for name, stored in states.items():
         try:
-            found[name] = _details(state.decode(stored))
+            found[name] = _details(state.decode(stored), late.get(name))
         except StateTooNew:
             continue
     return found
 
 
-def _details(stream: Stream) -> Details:
+def _details(stream: Stream, late: LateCount | None) -> Details:
+    sign = -1 if stream.direction < 0 else 1
     return Details(
         epochs={writer: known.epoch for writer, known in stream.writers.items()},
         retired=frozenset(writer for writer, known in stream.writers.items() if known.retired is not None),
         pending=summarize(stream).pending,
         gaps=blockers(stream),
+        reaches={writer: sign * known.chain.reach for writer, known in stream.writers.items()},
+        waiting={writer: sum(span.edges for span in known.chain.pending) for writer, known in stream.writers.items()},
+        again=frozenset(writer for writer, known in stream.writers.items() if known.again is not None),
+        late=late,
     )

@@ -25,7 +25,7 @@ UP = Gauge(
 )
 HELD = Gauge(
     "tidemark_sidecar_open",
-    "Requests that are held open now: `wait` and `events`. At the limit new ones get 429: run more sidecars.",
+    "Requests that are held open now: `wait`, `events` and `watch`. At the limit new ones get 429: run more sidecars.",
     ["operation"],
     registry=REGISTRY,
 )

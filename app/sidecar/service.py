@@ -14,6 +14,7 @@ from app.sidecar.highest import Highest
 from app.sidecar.live import Live
 from app.sidecar.program import Hands
 from app.sidecar.snapshots import Snapshots
+from app.sidecar.watch import Watch
 from sinks.postgres import Postgres, PostgresConfig
 from sinks.reader.history import History
 from streaming.errors import Stop, Unavailable
@@ -44,6 +45,7 @@ class Service:
     bells: Bells
     hands: Hands
     feeds: Feeds
+    watch: Watch
     held: Held
     longest_wait: float
 
@@ -71,8 +73,9 @@ async def opened(servers: Servers, limits: Limits) -> AsyncIterator[Service]:
         bells = Bells(live)
         hands = Hands(live, durable)
         feeds = Feeds(hands, bells, snapshots)
-        async with bells.listening(), feeds.running():
-            yield Service(live, durable, highest, snapshots, bells, hands, feeds, Held(limits.held), limits.wait)
+        watch = Watch(live, durable, snapshots)
+        async with bells.listening(), feeds.running(), watch.running():
+            yield Service(live, durable, highest, snapshots, bells, hands, feeds, watch, Held(limits.held), limits.wait)
     finally:
         await live.aclose()
         await durable.aclose()

@@ -16,14 +16,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.sidecar import events, history, looks, metrics, openapi, waiting
+from app.sidecar import events, history, looks, metrics, openapi, page, waiting, watching
 from app.sidecar.operation import Call, Operation, parsed
 from app.sidecar.problems import Problem, Unauthorized, UnknownStream, answered, framework, unexpected
 from app.sidecar.service import Limits, Servers, Service, opened
 from app.sidecar.tokens import Tokens
 from streaming.wire import is_name
 
-_OURS = [*looks.OPERATIONS, *history.OPERATIONS, *waiting.OPERATIONS, *events.OPERATIONS]
+_OURS = [*looks.OPERATIONS, *history.OPERATIONS, *waiting.OPERATIONS, *events.OPERATIONS, *watching.OPERATIONS]
 OPERATIONS: Sequence[Operation] = [*_OURS, openapi.operation(_OURS)]
 
 
@@ -62,8 +62,9 @@ def site(servers: Servers, terms: Terms, beside: Beside = lambda _: nullcontext(
                 expose_headers=["ETag"],
             )
         )
+    operations = [Route(it.path, _endpoint(it, tokens), methods=["GET"], name=it.name) for it in OPERATIONS]
     return Starlette(
-        routes=[Route(it.path, _endpoint(it, tokens), methods=["GET"], name=it.name) for it in OPERATIONS],
+        routes=[*operations, *page.ROUTES],
         middleware=middleware,
         exception_handlers={Problem: answered, HTTPException: framework, Exception: unexpected},
         lifespan=lifespan,

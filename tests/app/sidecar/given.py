@@ -39,10 +39,10 @@ class Client(httpx.Client):
 
 
 @contextmanager
-def sidecar(servers: Servers, terms: Terms | None = None) -> Iterator[Client]:
-    """In a thread of this process, on a port of its own."""
+def sidecar(servers: Servers, terms: Terms | None = None, port: int = 0) -> Iterator[Client]:
+    """In a thread of this process; on a port of its own, or where another one was."""
     config = uvicorn.Config(
-        site(servers, terms or Terms()), port=0, log_config=None, access_log=False, timeout_graceful_shutdown=1
+        site(servers, terms or Terms()), port=port, log_config=None, access_log=False, timeout_graceful_shutdown=1
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -60,11 +60,12 @@ def sidecar(servers: Servers, terms: Terms | None = None) -> Iterator[Client]:
 @dataclass(frozen=True)
 class At:
     """A writer that moved from `prev` to `id`; where `pending` is given, that ID waits above a gap of one ID or more,
-    which is open since `NOW`."""
+    which is open since `since` (ms)."""
 
     prev: int
     id: int
     pending: int | None = None
+    since: int = NOW
 
 
 def moved(name: str, linear: int, **writers: At) -> StreamEffects:
@@ -77,5 +78,5 @@ def moved(name: str, linear: int, **writers: At) -> StreamEffects:
 
 
 def _chain(at: At) -> Chain:
-    pending = [] if at.pending is None else [Span(at.pending - 1, at.pending, Evidence(facts=1), 1, NOW)]
+    pending = [] if at.pending is None else [Span(at.pending - 1, at.pending, Evidence(facts=1), 1, at.since)]
     return Chain(at.id, pending)

@@ -132,7 +132,7 @@ def test_servers_go_and_come_back(
         postgres.start()
         redis_server.start()
     eventually(lambda: client.json("/v1/streams/s")["source"] == "redis")
-    eventually(lambda: client.json("/readyz") == {"ready": True, "problems": []})
+    eventually(lambda: client.get("/readyz").json() == {"ready": True, "problems": []})
 
 
 def test_sidecar_without_any_server_says_so(redis_url: str, dsn: str, redis_server: RedisServer) -> None:

@@ -1,0 +1,39 @@
+"""The live page at `/`, for the person on call: HTML, CSS and ES modules, served as they lie here.
+
+They ask for nothing from anywhere else, hold no data and need no token; what they show comes from `/v1/watch`.
+"""
+
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
+
+_SECURITY = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
+    " img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+
+
+class _Files(StaticFiles):
+    """Browsers keep the files and ask each time whether they are still the same: an update counts at once."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers.update({**_SECURITY, "Cache-Control": "no-cache"})
+        return response
+
+
+_files = _Files(directory=Path(__file__).parent / "files")
+
+
+async def _index(request: Request) -> Response:
+    return await _files.get_response("index.html", request.scope)
+
+
+ROUTES = [Route("/", _index, methods=["GET"]), Mount("/page", app=_files)]

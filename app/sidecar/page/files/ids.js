@@ -1,0 +1,33 @@
+// Stream IDs: signed 64-bit integers, so some are no exact Numbers; and on backward streams they go down from -1.
+
+// JSON with every integer exact: a Number where it is safe, else a BigInt (old browsers round it).
+export function parse(text) {
+  return JSON.parse(text, (_, value, context) =>
+    typeof value === "number" && Number.isInteger(value) && !Number.isSafeInteger(value) && context?.source
+      ? BigInt(context.source)
+      : value);
+}
+
+// How far `a` lies beyond `b`, away from 0: a Number, exact where it is small, which is where it matters.
+export function ahead(a, b) {
+  return Number(magnitude(a) - magnitude(b));
+}
+
+export function farthest(ids) {
+  return ids.reduce((a, b) => (ahead(b, a) > 0 ? b : a));
+}
+
+export function nearest(ids) {
+  return ids.reduce((a, b) => (ahead(b, a) < 0 ? b : a));
+}
+
+// The IDs in (low, top], as `tidemark status` writes them.
+export function range(low, top) {
+  const first = BigInt(low) + (BigInt(top) < 0n ? -1n : 1n);
+  return first === BigInt(top) ? String(top) : `${first}..${top}`;
+}
+
+function magnitude(id) {
+  const exact = BigInt(id);
+  return exact < 0n ? -exact : exact;
+}

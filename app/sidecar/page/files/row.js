@@ -1,0 +1,175 @@
+// One stream on the page: a line that is always there, and its writers below it when it is open.
+
+import { sentence } from "./verdict.js";
+import { Scale, ofWriter, paint, whole } from "./strip.js";
+import { age, count, rate } from "./words.js";
+
+const STATES = { held: "held", waiting: "waits", moving: "moving", complete: "complete", recovering: "recovering" };
+let rows = 0;
+
+export class Row {
+  #parts;
+  #shown = {}; // by part: the text that stands there
+  #now = 0;
+  #rate = 0;
+
+  constructor(name, toggled) {
+    this.name = name;
+    this.stream = null;
+    this.verdict = null;
+    this.element = element("li", "stream");
+    const id = `row${rows++}`;
+    const button = element("button", "name", name);
+    button.type = "button";
+    button.setAttribute("aria-controls", id);
+    button.addEventListener("click", () => toggled(this));
+    const heading = element("h2");
+    heading.append(button);
+    const strip = element("div", "strip");
+    strip.setAttribute("role", "img");
+    const figures = { line: figure("line"), behind: figure("behind"), rate: figure("IDs a second") };
+    const list = element("dl", "numbers");
+    list.append(...Object.values(figures).map((it) => it.pair));
+    const state = element("p", "state");
+    const late = element("p", "late");
+    const condition = element("div", "condition");
+    condition.append(state, late);
+    const details = element("div", "details");
+    details.id = id;
+    this.element.append(heading, strip, list, condition, details);
+    this.#parts = { button, strip, state, late, details, ...map(figures, (it) => it.value) };
+    this.open = false;
+  }
+
+  get open() {
+    return this.#parts.button.getAttribute("aria-expanded") === "true";
+  }
+
+  set open(open) {
+    this.#parts.button.setAttribute("aria-expanded", open);
+    this.#parts.details.hidden = !open;
+    this.#drawDetails();
+  }
+
+  get button() {
+    return this.#parts.button;
+  }
+
+  get held() {
+    return this.verdict?.state === "held" || this.verdict?.state === "recovering";
+  }
+
+  matches(text) {
+    const names = [this.name, ...(this.stream?.writers ?? []).map((it) => it.writer)];
+    return names.some((it) => it.toLowerCase().includes(text));
+  }
+
+  draw(stream, verdict, motion, now) {
+    this.stream = stream;
+    this.verdict = verdict;
+    this.#now = now;
+    this.#rate = motion.rate;
+    this.element.dataset.state = verdict.state;
+    this.#say("state", STATES[verdict.state] + (verdict.since === null ? "" : ` ${age(now - verdict.since)}`));
+    this.#say("line", stream.linear === null ? "not known" : String(stream.linear));
+    this.#say("behind", verdict.behind === null ? "–" : count(verdict.behind));
+    this.#say("rate", stream.linear === null ? "–" : rate(motion.rate));
+    this.#say("late", stream.late ? `${stream.late.count}${stream.late.count < 100 ? "" : "+"} late` : "");
+    this.#parts.strip.ariaLabel = this.#told(verdict, now);
+    paint(this.#parts.strip, stream.linear === null ? [] : whole(stream, new Scale(stream, verdict.head, motion.rate)));
+    this.#drawDetails();
+  }
+
+  #told(verdict, now) {
+    if (this.stream.linear === null) return `${this.name} is recovering`;
+    if (!verdict.troubles.length) return `${this.name} is complete up to ${this.stream.linear}`;
+    return verdict.troubles.map((it) => sentence(it, now)).join("; ");
+  }
+
+  #drawDetails() {
+    const { details } = this.#parts;
+    if (!this.open || this.stream === null) return;
+    if (this.stream.linear === null) {
+      details.replaceChildren(element("p", "trouble", "Neither Redis nor Postgres says where it stands."));
+      return;
+    }
+    details.querySelector(":scope > .trouble")?.remove();
+    const scale = new Scale(this.stream, this.verdict.head, this.#rate);
+    const troubles = child(details, "ul", "troubles");
+    resized(troubles, this.verdict.troubles.length, trouble);
+    this.verdict.troubles.forEach((it, at) => tell(troubles.children[at], it, this.#now));
+    const lanes = child(details, "ul", "lanes");
+    lanes.ariaLabel = `Writers of ${this.name}`;
+    resized(lanes, this.stream.writers.length, lane);
+    this.stream.writers.forEach((it, at) => place(lanes.children[at], it, scale));
+    text(child(child(details, "p", "ends"), "span", "head"), `head ${this.verdict.head}`);
+  }
+
+  #say(part, said) {
+    if (this.#shown[part] === said) return;
+    this.#shown[part] = said;
+    this.#parts[part].textContent = said;
+  }
+}
+
+function trouble() {
+  const item = element("li", "trouble");
+  item.append(element("strong"), element("span", "more"), element("span", "how"));
+  return item;
+}
+
+function tell(item, it, now) {
+  const [what, more, how] = item.children;
+  text(what, sentence(it, now));
+  text(more, it.more);
+  text(how, it.how);
+}
+
+function lane() {
+  const item = element("li", "lane");
+  const strip = element("div", "strip");
+  strip.setAttribute("role", "img");
+  item.append(element("span", "writer"), strip, element("span", "position"));
+  return item;
+}
+
+function place(item, writer, scale) {
+  const [name, strip, position] = item.children;
+  text(name, writer.writer);
+  name.title = writer.epoch === null ? writer.writer : `${writer.writer}, epoch ${writer.epoch}`;
+  text(position, String(writer.position));
+  item.classList.toggle("retired", writer.retired === true);
+  strip.ariaLabel = `${writer.writer} at ${writer.position}${writer.retired ? ", retired" : ""}`;
+  paint(strip, ofWriter(writer, scale));
+}
+
+function figure(name) {
+  const pair = element("div");
+  const value = element("dd");
+  pair.append(element("dt", "", name), value);
+  return { pair, value };
+}
+
+function child(parent, tag, name) {
+  return parent.querySelector(`:scope > .${name}`) ?? parent.appendChild(element(tag, name));
+}
+
+function resized(list, length, made) {
+  while (list.children.length > length) list.lastElementChild.remove();
+  while (list.children.length < length) list.append(made());
+}
+
+function text(element, said) {
+  if (element.textContent !== said) element.textContent = said;
+}
+
+function map(object, change) {
+  return Object.fromEntries(Object.entries(object).map(([name, value]) => [name, change(value)]));
+}
+
+export function element(tag, name = "", said = "") {
+  const made = document.createElement(tag);
+  if (name) made.className = name;
+  if (said) made.textContent = said;
+  return made;
+}

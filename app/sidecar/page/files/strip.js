@@ -1,0 +1,67 @@
+// Strips: IDs drawn to scale, from a little below the oldest position of a stream to its head.
+
+import { ahead, farthest, nearest } from "./ids.js";
+
+const RECENT = 10; // seconds whose IDs are shown below the oldest position: who is a moment behind looks so
+const FEWEST = 20; // IDs that are shown there
+const PART = 0.06; // of a strip that they fill at least
+
+// Where IDs of a stream lie on its strips, in per cent. `rate` is in IDs a second.
+export class Scale {
+  #low;
+  #below;
+  #whole;
+
+  constructor(stream, head, rate) {
+    const active = stream.writers.filter((it) => it.retired !== true);
+    this.#low = nearest([stream.linear, ...active.map((it) => it.position)]);
+    const above = ahead(head, this.#low);
+    this.#below = Math.max(RECENT * rate, FEWEST, above * (PART / (1 - PART)));
+    this.#whole = this.#below + above;
+  }
+
+  at(id) {
+    return 100 * Math.max(0, Math.min(1, (this.#below + ahead(id, this.#low)) / this.#whole));
+  }
+}
+
+// The parts of a stream's own strip: its line, what is above it, every hole, and a tick for each writer.
+export function whole(stream, scale) {
+  const line = scale.at(stream.linear);
+  return [
+    { kind: "line", from: 0, to: line },
+    { kind: "settled", from: line, to: scale.at(farthest([stream.linear, ...stream.writers.map((it) => it.reach)])) },
+    ...stream.writers.flatMap((it) => it.holes.map((hole) => part("hole", hole.low, hole.top, scale))),
+    ...stream.writers.filter((it) => it.retired !== true).map((it) => tick(scale.at(it.position))),
+  ];
+}
+
+// The parts of one writer's strip.
+export function ofWriter(writer, scale) {
+  return [
+    { kind: "line", from: 0, to: scale.at(writer.position) },
+    part("settled", writer.position, writer.reach, scale),
+    ...writer.holes.map((hole) => part("hole", hole.low, hole.top, scale)),
+  ];
+}
+
+function part(kind, low, top, scale) {
+  return { kind, from: scale.at(low), to: scale.at(top) };
+}
+
+function tick(at) {
+  return { kind: "tick", from: at, to: at };
+}
+
+// Make `strip` show `parts`; elements are kept, so that only what changed is painted again.
+export function paint(strip, parts) {
+  while (strip.children.length > parts.length) strip.lastElementChild.remove();
+  parts.forEach(({ kind, from, to }, at) => {
+    const element = strip.children[at] ?? strip.appendChild(document.createElement("i"));
+    const left = `${from.toFixed(2)}%`;
+    const width = `${Math.max(0, to - from).toFixed(2)}%`;
+    if (element.className !== kind) element.className = kind;
+    if (element.style.left !== left) element.style.left = left;
+    if (element.style.width !== width) element.style.width = width;
+  });
+}

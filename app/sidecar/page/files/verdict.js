@@ -1,0 +1,75 @@
+// What is the matter with a stream, from what is known of it. No page in here.
+
+import { ahead, farthest, nearest, range } from "./ids.js";
+import { age, counted } from "./words.js";
+
+export const HELD_AFTER = 10; // seconds that something may be missing: what a transaction takes is none of our business
+const MOVING = 10; // seconds after a move in which a stream counts as moving
+
+// {state, since, troubles, head, behind} of `stream` as /v1/watch has it. `motion` is its Motion; times are seconds since
+// 1970 by the sidecar's clock.
+export function judge(stream, motion, now) {
+  if (stream.state === "recovering") return { state: "recovering", since: null, troubles: [], head: null, behind: null };
+  const head = farthest([stream.head ?? stream.linear, stream.linear, ...stream.writers.map((it) => it.reach)]);
+  const behind = ahead(head, stream.linear);
+  const troubles = [...gaps(stream), ...strangers(stream)];
+  if (!troubles.length && behind > 0 && now - motion.still >= HELD_AFTER) troubles.push(...silent(stream, motion.still));
+  troubles.sort((a, b) => a.since - b.since);
+  const since = troubles[0]?.since ?? null;
+  return { state: state(since, motion, now), since, troubles, head, behind };
+}
+
+function state(since, motion, now) {
+  if (since !== null) return now - since >= HELD_AFTER ? "held" : "waiting";
+  return motion.moved && now - motion.still < MOVING ? "moving" : "complete";
+}
+
+function gaps(stream) {
+  return stream.writers.filter((it) => it.holes.length).map((it) => ({
+    writer: it.writer,
+    since: Math.min(...it.holes.map((hole) => seconds(hole.since))),
+    what: `owes ${range(it.holes[0].low, it.holes[0].top)}`,
+    more: further(it),
+    how: `A transaction of ${it.writer} is still open, or the process is gone; then tidemark writer fence settles it.`,
+  }));
+}
+
+function further(writer) {
+  const others = writer.holes.length - 1 + writer.hidden;
+  const waits = `${counted(writer.waiting, "completed ID")} ${writer.waiting === 1 ? "waits" : "wait"} behind it`;
+  return others ? `and ${counted(others, "gap")} more; ${waits}` : waits;
+}
+
+function strangers(stream) {
+  return stream.strangers.map((it) => ({
+    writer: it.writer,
+    since: seconds(it.since),
+    what: `has not joined with epoch ${it.epoch}`,
+    more: "its records are held, and the line with them",
+    how: "The line moves again once it has joined.",
+  }));
+}
+
+// No gap, and yet the line stands below the head: it waits for a writer that says nothing, not even that it is idle.
+function silent(stream, since) {
+  const active = stream.writers.filter((it) => it.retired !== true);
+  if (!active.length) return [];
+  const last = nearest(active.map((it) => it.position));
+  const writer = active.find((it) => it.position === last);
+  return [{
+    writer: writer.writer,
+    since,
+    what: `has said nothing beyond ${last}`,
+    more: "the line waits for it, gap or no gap",
+    how: `Is ${writer.writer} running? Its heartbeat is missing; if it is gone for good, tidemark writer fence --retire.`,
+  }];
+}
+
+export function seconds(moment) {
+  return Date.parse(moment) / 1000;
+}
+
+// One trouble in a sentence.
+export function sentence(trouble, now) {
+  return `${trouble.writer} ${trouble.what}, for ${age(now - trouble.since)}`;
+}

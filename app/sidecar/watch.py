@@ -1,0 +1,118 @@
+"""Looks at every stream once a second for all who watch, and keeps what it saw as text, encoded once.
+
+A watcher takes what changed since it took the last time, however long ago that is: one that reads slowly gets fewer
+and newer texts, and nobody is queued for.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from datetime import UTC, datetime
+
+import structlog
+
+from app.sidecar.durable import Durable
+from app.sidecar.ending import ended
+from app.sidecar.live import Live
+from app.sidecar.snapshots import Snapshots
+from app.sidecar.sse import block
+from app.sidecar.watched import Pipeline, pipeline, watched
+from sinks.condition import Condition
+from streaming.errors import Stop, Unavailable
+
+log = structlog.get_logger(__name__)
+
+PACE = 1.0  # seconds between two looks
+SHARE = 10  # a look that takes long is followed by a pause of so many times that: very many streams are looked at less
+
+
+class Watcher:
+    """`seen` is the number of the look whose texts it took last."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+
+class Watch:
+    """One per process, for one event loop. It looks while somebody watches."""
+
+    def __init__(self, live: Live, durable: Durable, snapshots: Snapshots) -> None:
+        self._live = live
+        self._durable = durable
+        self._snapshots = snapshots
+        self._running: asyncio.Task[None] | None = None
+        self._watchers = 0
+        self._wanted = asyncio.Event()
+        self._looked = asyncio.Condition()
+        self._number = 0
+        self._texts: dict[str, tuple[int, bytes]] = {}  # by stream: the look that changed it
+        self._pipeline = b""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        self._start()
+        try:
+            yield
+        finally:
+            if self._running is not None:
+                await ended(self._running)
+
+    def _start(self) -> None:
+        self._running = asyncio.create_task(self._run())
+        self._running.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Who watches must not take a look that broke for streams that are quiet for ever."""
+        if not task.cancelled() and (problem := task.exception()) is not None:
+            log.error("Looking at the streams for those who watch broke off", problem=repr(problem))
+            self._running = None
+            asyncio.get_running_loop().call_later(PACE, self._start)
+
+    @contextmanager
+    def watching(self) -> Iterator[Watcher]:
+        self._watchers += 1
+        self._wanted.set()
+        try:
+            yield Watcher()
+        finally:
+            self._watchers -= 1
+            if not self._watchers:
+                self._wanted.clear()
+
+    async def news(self, watcher: Watcher) -> bytes:
+        """The events of all that changed since the watcher took the last ones; all that there is at first."""
+        async with self._looked:
+            await self._looked.wait_for(lambda: self._number > watcher.seen)
+        changed = [text for number, text in self._texts.values() if number > watcher.seen]
+        watcher.seen = self._number
+        return b"".join([*changed, self._pipeline])
+
+    async def pipeline(self) -> Pipeline:
+        """Asked now."""
+        condition: Condition | None = None
+        with suppress(Unavailable, Stop):
+            condition = await self._durable.condition()
+        problems = [str(it.problem) for it in (self._live.fuse, self._durable.fuse) if it.problem is not None]
+        return pipeline(condition, problems, datetime.now(UTC))
+
+    async def _run(self) -> None:
+        while True:
+            await self._wanted.wait()
+            began = time.monotonic()
+            await self._look()
+            await asyncio.sleep(max(PACE, SHARE * (time.monotonic() - began)))
+
+    async def _look(self) -> None:
+        names = await self._snapshots.names()
+        found = [watched(snapshot) for snapshot in await self._snapshots.get(sorted(names))]
+        shown = await self.pipeline()
+        async with self._looked:
+            self._number += 1
+            for stream in found:
+                text = block(stream)
+                before = self._texts.get(stream.stream)
+                if before is None or before[1] != text:
+                    self._texts[stream.stream] = self._number, text
+            self._pipeline = block(shown)
+            self._looked.notify_all()

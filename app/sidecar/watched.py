@@ -1,0 +1,161 @@
+"""What people who watch are shown: the JSON of `/v1/watch` and `/v1/pipeline`, made from what was read. Pure.
+
+Nothing in it ages by itself, so equal text means that nothing happened; ages follow from `since` and `time`.
+"""
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+
+from app.sidecar.answers import Name, Source, State, StreamId
+from app.sidecar.durable import Details
+from app.sidecar.highest import Known
+from app.sidecar.snapshots import Snapshot
+from sinks.condition import Condition
+from sinks.reader.order import beyond, farther
+from streaming.effects import Blocker
+
+HOLES = 50  # of one writer that are shown, the nearest
+
+Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0)]
+
+
+class Hole(msgspec.Struct, frozen=True):
+    """The IDs in `(low, top]` are open, first seen so at `since`."""
+
+    low: StreamId
+    top: StreamId
+    since: datetime
+
+
+class Writer(msgspec.Struct, frozen=True, kw_only=True):
+    """One writer of a stream. What comes from Postgres alone is null while it was never reached: `epoch`, `retired`."""
+
+    writer: Name
+    epoch: Count | None
+    retired: bool | None
+    position: StreamId
+    reach: Annotated[StreamId, Meta(description="The highest ID of it that is settled, above gaps too.")]
+    waiting: Annotated[int, Meta(ge=0, description="Completed IDs that its gaps hold back.")]
+    holes: Annotated[list[Hole], Meta(description="Its gaps, nearest first; at most 50.")]
+    hidden: Annotated[int, Meta(ge=0, description="Gaps that are left out.")]
+
+
+class Stranger(msgspec.Struct, frozen=True):
+    """An incarnation that never joined: its records are held, and so is the line."""
+
+    writer: Name
+    epoch: Count
+    since: datetime
+
+
+class LateSeen(msgspec.Struct, frozen=True):
+    count: Annotated[int, Meta(ge=1, description="Late completions; 100 stands for that many or more.")]
+    newest: datetime
+
+
+class Watched(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stream"):
+    """One stream with its writers. `source` is null where it is recovering."""
+
+    stream: Name
+    state: State
+    source: Source | None
+    linear: StreamId | None
+    head: Annotated[StreamId | None, Meta(description="The highest ID that any record named, as far as is known.")]
+    writers: list[Writer]
+    strangers: list[Stranger]
+    late: LateSeen | None
+
+
+class DeadLetters(msgspec.Struct, frozen=True):
+    """Records rejected for `reason` since the database was made."""
+
+    reason: str
+    records: Count
+    newest: datetime
+
+
+class Pipeline(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="pipeline"):
+    """Who computes positions, and how it is. What comes from Postgres is null while that does not answer."""
+
+    time: Annotated[datetime, Meta(description="The clock of this sidecar.")]
+    owner: Annotated[str | None, Meta(description="Who holds the lease, or held it last.")]
+    lease_seconds: Annotated[Seconds | None, Meta(description="How long the lease still lives; 0: nobody has it.")]
+    quiet_seconds: Annotated[Seconds | None, Meta(description="How long ago the last batch was applied.")]
+    dead_letters: list[DeadLetters] | None
+    problems: Annotated[list[str], Meta(description="Servers that do not answer this sidecar, for people.")]
+
+
+def watched(snapshot: Snapshot) -> Watched:
+    known, details = snapshot.known, snapshot.details
+    gaps: dict[str, list[Blocker]] = {}
+    for gap in details.gaps if details else ():
+        if not gap.unknown:
+            gaps.setdefault(gap.writer, []).append(gap)
+    return Watched(
+        stream=snapshot.stream,
+        state="recovering" if known is None else "known",
+        source=None if known is None else known.source,
+        linear=None if known is None else known.linear,
+        head=None if known is None else known.head,
+        writers=[]
+        if known is None
+        else [
+            _writer(name, position, details, _holes(gaps.get(name, ()), _floor(name, known, details)))
+            for name, position in sorted(known.vector.items())
+        ],
+        strangers=[] if details is None else _strangers(details),
+        late=None if details is None or details.late is None else LateSeen(details.late.count, details.late.newest),
+    )
+
+
+def pipeline(condition: Condition | None, problems: Sequence[str], now: datetime) -> Pipeline:
+    """`condition` None: Postgres does not answer."""
+    told = Pipeline(
+        time=now, owner=None, lease_seconds=None, quiet_seconds=None, dead_letters=None, problems=list(problems)
+    )
+    if condition is None:
+        return told
+    return replace(
+        told,
+        owner=condition.owner,
+        lease_seconds=round(condition.lease, 1),
+        quiet_seconds=None if condition.quiet is None else round(condition.quiet, 1),
+        dead_letters=[DeadLetters(it.reason, it.records, it.newest) for it in condition.dead_letters],
+    )
+
+
+def _writer(name: str, position: int, details: Details | None, holes: list[Hole]) -> Writer:
+    return Writer(
+        writer=name,
+        epoch=None if details is None else details.epochs.get(name),
+        retired=None if details is None else name in details.retired,
+        position=position,
+        reach=farther(details.reaches.get(name, position), position) if details and holes else position,
+        waiting=details.waiting.get(name, 0) if details and holes else 0,
+        holes=holes[:HOLES],
+        hidden=max(0, len(holes) - HOLES),
+    )
+
+
+def _floor(name: str, known: Known, details: Details | None) -> int:
+    """Above it a gap of the writer is still one: details may be a second older than the positions."""
+    return known.linear if details and name in details.again else known.vector[name]
+
+
+def _holes(gaps: Iterable[Blocker], floor: int) -> list[Hole]:
+    found = [Hole(farther(gap.low, floor), gap.top, _moment(gap)) for gap in gaps if beyond(gap.top, floor)]
+    return sorted(found, key=lambda hole: abs(hole.low))
+
+
+def _strangers(details: Details) -> list[Stranger]:
+    return [Stranger(gap.writer, gap.epoch, _moment(gap)) for gap in details.gaps if gap.unknown]
+
+
+def _moment(gap: Blocker) -> datetime:
+    return datetime.fromtimestamp(gap.since / 1000, UTC)

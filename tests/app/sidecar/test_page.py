@@ -1,0 +1,190 @@
+"""The live page in a real Chromium, on a real sidecar with real servers behind it."""
+
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from app.sidecar.service import Servers
+from app.sidecar.site import Terms
+from app.stack.server import free_port
+from streaming.effects import Late
+from tests.app.sidecar.given import At, Client, moved, sidecar
+from tests.sinks.given import batch, rejected
+from tests.sinks.reader.given import Pipeline
+
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+PATIENCE = 15_000  # ms
+
+
+# Not longer than this module: Playwright keeps an event loop running in this thread, where others begin theirs.
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    assert path, "no Chromium here: apt-get install --no-install-recommends chromium"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])  # root in CI
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(browser: Browser, url: object) -> Iterator[Page]:
+    """The page in a profile of its own; whatever its scripts or the security policy complain of fails the test."""
+    complaints: list[str] = []
+    with browser.new_context() as context:
+        context.set_default_timeout(PATIENCE)
+        page = context.new_page()
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda told: complaints.append(told.text) if "Security Policy" in told.text else None)
+        page.goto(str(url))
+        yield page
+    assert complaints == []
+
+
+@pytest.fixture
+def page(browser: Browser, client: Client) -> Iterator[Page]:
+    with opened(browser, client.base_url) as page:
+        yield page
+
+
+def says(page: Page, selector: str, text: str | re.Pattern[str]) -> None:
+    expect(page.locator(selector)).to_have_text(text, timeout=PATIENCE)
+
+
+def names(page: Page) -> list[str]:
+    """The streams that are shown, from top to bottom."""
+    return page.locator(".stream:not([hidden]) .name").all_inner_texts()
+
+
+def focused(page: Page) -> str:
+    return str(page.evaluate("document.activeElement.id || document.activeElement.textContent"))
+
+
+def held(name: str, seconds: float) -> At:
+    """A writer that owes 8 to 11 for so long."""
+    return At(7, 7, pending=12, since=int((time.time() - seconds) * 1000))
+
+
+def test_gap_appears_is_named_and_closes(pipeline: Pipeline, page: Page) -> None:
+    """Who holds the stream, which IDs and for how long stands there within seconds, and goes as the gap closes."""
+    pipeline.publish(moved("orders", 7, shop=At(0, 7), web=At(0, 7)))
+    says(page, "#headline", "The only stream is complete")
+    pipeline.publish(moved("orders", 7, shop=held("shop", 200), web=At(7, 9)))
+    says(page, "#headline", "The only stream is held")
+    says(page, "#subline", re.compile(r"orders: shop owes 8\.\.11, for 3 min \d+ s\."))
+    says(page, "#spoken", re.compile(r"orders is held: shop owes 8\.\.11"))
+    says(page, ".trouble strong", re.compile(r"shop owes 8\.\.11, for 3 min"))
+    says(page, ".trouble .more", "1 completed ID waits behind it")
+    expect(page.locator(".lane .hole")).to_be_visible()
+    assert page.locator(".lane .strip").first.get_attribute("aria-label") == "shop at 7"
+    pipeline.publish(moved("orders", 12, shop=At(7, 12), web=At(9, 12)))
+    says(page, "#headline", "The only stream is moving")
+    says(page, "#spoken", "orders is not held any more.")
+    expect(page.locator(".strip .hole")).to_have_count(0)
+
+
+def test_page_catches_up_when_the_sidecar_was_away(pipeline: Pipeline, servers: Servers, browser: Browser) -> None:
+    """It says since when it knows nothing new, and shows what happened meanwhile when another sidecar answers."""
+    pipeline.publish(moved("orders", 7, shop=At(0, 7)))
+    port = free_port()
+    with opened(browser, "about:blank") as page:
+        with sidecar(servers, port=port):
+            page.goto(f"http://127.0.0.1:{port}")
+            says(page, ".numbers div:first-child dd", "7")
+        says(page, "#headline", "No connection to the sidecar")
+        says(page, "#subline", re.compile("What you see is from .* ago"))
+        pipeline.publish(moved("orders", 9, shop=At(7, 9)), moved("parcels", 3, shop=At(0, 3)))
+        with sidecar(servers, port=port):
+            says(page, "#headline", "All 2 streams are fine")
+            assert page.locator(".numbers div:first-child dd").all_inner_texts() == ["9", "3"]
+
+
+def test_two_hundred_streams(pipeline: Pipeline, page: Page) -> None:
+    """Held ones stand on top, open; a filter finds the others; no row moves while somebody points at one."""
+    pipeline.publish(*(moved(f"s{number:03}", 7, w=At(0, 7)) for number in range(200)))
+    pipeline.publish(moved("s150", 7, w=held("w", 60)))
+    says(page, "#headline", "1 of 200 streams is held")
+    assert names(page)[:2] == ["s150", "s000"]
+    page.hover("text=s005")
+    pipeline.publish(moved("s190", 7, w=held("w", 30)))
+    says(page, "#sort", "1 held stream further down: move to the top")
+    assert names(page)[:2] == ["s150", "s000"]
+    page.click("#sort")
+    assert names(page)[:3] == ["s150", "s190", "s000"]
+    page.fill("#filter", "S17")
+    says(page, "#shown", "10 of 200")
+    assert names(page) == [f"s{number}" for number in range(170, 180)]
+    page.fill("#filter", "")
+    page.check("#only")
+    assert names(page) == ["s150", "s190"]
+
+
+def test_everything_by_keyboard(pipeline: Pipeline, page: Page) -> None:
+    """Filter, go through the streams, open one, jump to what is held, and back."""
+    pipeline.publish(*(moved(name, 7, **{f"of-{name}": At(0, 7)}) for name in ("a", "b", "c")))
+    expect(page.locator(".stream")).to_have_count(3, timeout=PATIENCE)
+    page.keyboard.press("ArrowDown")
+    assert focused(page) == "a"
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    says(page, ".lane .writer", "of-b")
+    pipeline.publish(moved("c", 7, w=held("w", 60)))
+    expect(page.locator("[data-state=held]")).to_have_count(1, timeout=PATIENCE)
+    assert names(page) == ["a", "b", "c"]  # somebody is among them
+    page.keyboard.press("n")
+    assert focused(page) == "c"
+    page.keyboard.press("/")
+    assert focused(page) == "filter"
+    page.keyboard.type("of-a")
+    assert names(page) == ["a"]
+    page.keyboard.press("Escape")
+    assert names(page) == ["a", "b", "c"]
+
+
+def test_page_asks_for_a_token(pipeline: Pipeline, servers: Servers, browser: Browser, tmp_path: Path) -> None:
+    """A sidecar with tokens shows nothing before one is given; it lasts for the tab and stands in no address."""
+    pipeline.publish(moved("orders", 7, shop=At(0, 7)))
+    (tmp_path / "tokens").write_text("sesame\n")
+    with sidecar(servers, Terms(tokens_file=tmp_path / "tokens")) as client, opened(browser, client.base_url) as page:
+        says(page, "#headline", "A token is needed")
+        expect(page.locator("#board")).to_be_hidden()
+        assert focused(page) == "token"
+        page.keyboard.type("open\n")
+        says(page, "#headline", "That token is not taken")
+        page.keyboard.type("sesame\n")
+        says(page, "#headline", "The only stream is complete")
+        page.reload()
+        says(page, "#headline", "The only stream is complete")
+        assert "sesame" not in page.url
+
+
+def test_rejected_and_late_records_are_told(pipeline: Pipeline, page: Page) -> None:
+    """Dead letters by reason with the age of the newest, late completions with their stream."""
+    late = replace(moved("orders", 9, shop=At(0, 9)), late=[Late("shop", 1, 3, 5, 2, "skipped")])
+    letters = [rejected("facts", "zombie", range(3)), rejected("facts", "conflict", range(8, 9))]
+    now = int(time.time() * 1000)
+    made = batch(1, late, token=pipeline.lease.token, rejected=letters, now=now)
+    pipeline.mirror.publish(made, pipeline.store.apply(made))
+    says(page, "#letters", "4")
+    says(page, "#late", "1")
+    says(page, ".late", "1 late")
+    said = r"Records were rejected, the last \d+ s ago: 3 zombie, 1 conflict in all\."
+    expect(page.locator("#notices li")).to_have_text(re.compile(said), timeout=PATIENCE)
+
+
+def test_files_are_guarded_and_kept(client: Client) -> None:
+    """Nothing may run or load from elsewhere, and a browser that has a file is told that it is the same."""
+    for path in ("/", "/page/page.js", "/page/page.css"):
+        answer = client.get(path)
+        assert answer.status_code == 200
+        assert "default-src 'none'; script-src 'self'" in answer.headers["content-security-policy"]
+        again = client.get(path, headers={"If-None-Match": answer.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+    assert client.get("/page/../page.py").status_code == 404

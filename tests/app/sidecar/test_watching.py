@@ -1,0 +1,138 @@
+"""What people who watch are sent, with servers that are stopped."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from msgspec.structs import replace
+
+from app.sidecar.service import Limits, Servers
+from app.sidecar.site import Terms
+from app.stack.postgres import Postgres as PostgresServer
+from app.stack.redis import Redis as RedisServer
+from streaming.effects import Late
+from tests.app.sidecar.given import At, Client, moved, sidecar
+from tests.sinks.reader.given import Pipeline
+from tests.waiting import eventually
+
+
+class Watching:
+    """A client's side of one connection."""
+
+    def __init__(self, lines: Iterator[str]) -> None:
+        self._data = (json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: "))
+
+    def look(self) -> tuple[list[Any], Any]:
+        """The streams of one look, and the pipeline, which ends it."""
+        streams: list[Any] = []
+        for data in self._data:
+            if data["kind"] == "pipeline":
+                return streams, data
+            streams.append(data)
+        raise AssertionError("the connection ended")
+
+    def next_of(self, stream: str) -> Any:
+        """The stream when it is told the next time."""
+        deadline = time.monotonic() + 15
+        while time.monotonic() < deadline:
+            for data in self.look()[0]:
+                if data["stream"] == stream:
+                    return data
+        raise AssertionError(f"nothing was told of {stream}")
+
+
+@contextmanager
+def watching(client: Client) -> Iterator[Watching]:
+    with client.stream("GET", "/v1/watch") as answer:
+        assert answer.status_code == 200, answer.read()
+        yield Watching(answer.iter_lines())
+
+
+def test_all_streams_at_first_and_then_what_changed(pipeline: Pipeline, client: Client) -> None:
+    """Every stream once, with where each writer stands and what is missing; then only those that moved."""
+    quiet = moved("quiet", 3, w=At(0, 3))
+    pipeline.publish(quiet, moved("s", 7, first=At(0, 9, pending=12), second=At(0, 7)))
+    with watching(client) as watch:
+        streams, told = watch.look()
+        assert [it["stream"] for it in streams] == ["quiet", "s"]
+        found = streams[1]
+        assert (found["linear"], found["head"], found["source"]) == (7, 12, "redis")
+        hole = {"low": 9, "top": 11, "since": "2026-09-21T14:13:20Z"}
+        assert found["writers"][0] == {
+            "writer": "first",
+            "epoch": 1,
+            "retired": False,
+            "position": 9,
+            "reach": 12,
+            "waiting": 1,
+            "holes": [hole],
+            "hidden": 0,
+        }
+        assert (told["owner"], told["problems"], told["dead_letters"]) == ("test", [], [])
+        pipeline.publish(moved("s", 12, first=At(9, 12), second=At(7, 12)))
+        found = watch.next_of("s")
+        while found["writers"][0]["holes"]:  # the line may be told before what Postgres says of gaps
+            found = watch.next_of("s")
+        assert (found["linear"], found["head"]) == (12, 12)
+
+
+def test_who_comes_later_is_told_everything(pipeline: Pipeline, client: Client) -> None:
+    """Each begins with all that there is, whenever it comes; the looks are shared."""
+    pipeline.publish(moved("s", 7, w=At(0, 7)))
+    with watching(client) as one:
+        one.look()
+        with watching(client) as two:
+            assert [it["linear"] for it in two.look()[0]] == [7]
+
+
+def test_late_completions_of_a_stream(pipeline: Pipeline, client: Client) -> None:
+    """How many, and when the newest came."""
+    pipeline.publish(replace(moved("s", 9, w=At(0, 9)), late=[Late("w", 1, 3, 4, 1, "skipped")]))
+    with watching(client) as watch:
+        late = watch.look()[0][0]["late"]
+        assert late["count"] == 1
+
+
+def test_servers_that_are_away_are_named(
+    pipeline: Pipeline, client: Client, redis_server: RedisServer, postgres: PostgresServer
+) -> None:
+    """While neither answers, the last positions stay and say so; a watcher is not cut off."""
+    pipeline.publish(moved("s", 7, w=At(0, 7)))
+    with watching(client) as watch:
+        watch.look()
+        redis_server.stop()
+        try:
+            assert watch.next_of("s")["source"] == "postgres"
+            postgres.stop()
+            try:
+                found = watch.next_of("s")
+                assert (found["source"], found["linear"]) == ("memory", 7)
+                _, told = watch.look()
+                assert len(told["problems"]) == 2
+                assert told["dead_letters"] is None
+            finally:
+                postgres.start()
+        finally:
+            redis_server.start()
+        while watch.look()[1]["problems"]:
+            pass
+
+
+def test_pipeline_alone(pipeline: Pipeline, client: Client) -> None:
+    """How the pipeline is can be asked without watching."""
+    pipeline.publish(moved("s", 7, w=At(0, 7)))
+    told = client.json("/v1/pipeline")
+    assert told["owner"] == "test"
+    assert told["lease_seconds"] > 0
+    assert told["quiet_seconds"] < 60
+
+
+def test_place_is_free_when_a_watcher_left(pipeline: Pipeline, servers: Servers) -> None:
+    """Watchers count towards the limit while they are there."""
+    with sidecar(servers, Terms(limits=Limits(held=1))) as client:
+        with watching(client) as watch:
+            watch.look()
+            assert client.get("/v1/watch").status_code == 429
+        eventually(lambda: client.held_open("watch") == 0)
