@@ -10,7 +10,7 @@ import click
 from app import logs
 from app.settings import Settings
 from app.stack.java import find_java
-from tests.bench import flat, gap, latency, race, report, results, soak, stages, writer
+from tests.bench import flat, gap, latency, race, report, results, sidecar, soak, stages, writer
 from tests.bench.site import Site, servers
 
 Run = Callable[[Site], dict[str, Any]]
@@ -35,6 +35,7 @@ def everything() -> None:
         _record("latency", latency.run(site, latency.Plan()))
         _record("gap", gap.run(site, gap.Plan()))
         _record("writer", writer.run(site, writer.Plan()))
+        _record("sidecar", sidecar.run(site, sidecar.Plan()))
     _record("flat", flat.run(flat.Plan()))
 
 
@@ -96,6 +97,13 @@ def flat_(**sizes: Any) -> None:
 def writer_(**sizes: Any) -> None:
     """A service's transactions with the writer's library and without."""
     _on_servers("writer", lambda site: writer.run(site, writer.Plan(**sizes)))
+
+
+@main.command("sidecar")
+@_sizes(sidecar.Plan(), "streams", "writers", "each", "all", "seconds", "requests", "asking")
+def sidecar_(**sizes: Any) -> None:
+    """One sidecar with very many clients."""
+    _on_servers("sidecar", lambda site: sidecar.run(site, sidecar.Plan(**sizes)))
 
 
 @main.command("soak")

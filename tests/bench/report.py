@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.bench import flat, gap, latency, race, results, soak, stages, writer
+from tests.bench import flat, gap, latency, race, results, sidecar, soak, stages, writer
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
@@ -18,6 +18,7 @@ SECTIONS: dict[str, tuple[str, Renderer]] = {
     "gap": ("One gap with a million pending IDs", gap.render),
     "flat": ("100 million IDs", flat.render),
     "writer": ("What the writer's library costs a service", writer.render),
+    "sidecar": ("One sidecar with 2 000 clients", sidecar.render),
     "soak": ("Memory over time", soak.render),
 }
 

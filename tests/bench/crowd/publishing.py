@@ -1,0 +1,127 @@
+"""A process that publishes advances at an even rate, by the sinks that the pipeline publishes with.
+
+Prints a line of JSON when it is ready, begins at a line on its input, and at the end prints when each batch went to
+Redis and where every writer stands.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from app import logs
+from app.settings import Settings
+from sinks.batch import Batch
+from sinks.lease import Lease, LeaseTerms
+from sinks.mirror import Mirror
+from sinks.postgres import Postgres, PostgresConfig
+from sinks.redis import Redis, RedisConfig
+from streaming import state
+from streaming.chain import Chain
+from streaming.effects import Advance, ShardEffects, StreamEffects, Summary, WriterRow
+from streaming.intervals import EMPTY
+from streaming.line import Line
+from streaming.positions import Stream
+from streaming.writers import Writer
+
+BATCHES_PER_SECOND = 5  # as a pipeline under light traffic has
+
+
+class Load(msgspec.Struct, frozen=True):
+    """Each batch moves every writer of every stream by one ID."""
+
+    dsn: str
+    redis: str
+    streams: int
+    writers: int
+    seconds: float
+
+    @property
+    def advances_per_second(self) -> int:
+        return self.streams * self.writers * BATCHES_PER_SECOND
+
+    def positions(self, batch: int) -> dict[str, int]:
+        """Where the writers of any stream stand after `batch` batches, counted from 1."""
+        return {f"writer-{place}": (batch - 1) * self.writers + place for place in range(1, self.writers + 1)}
+
+
+class Published(msgspec.Struct, frozen=True):
+    """`sent`: batch -> when it was handed to Redis (s since 1970). `late` is by how much the last one was (s)."""
+
+    sent: dict[int, float]
+    positions: dict[str, int]
+    late: float
+
+
+def stream_name(number: int) -> str:
+    return f"stream-{number:03}"
+
+
+def main() -> None:
+    logs.configure(Settings(log_level="warning"))  # to standard error
+    load = msgspec.json.decode(sys.argv[1], type=Load)
+    with (
+        Postgres(PostgresConfig(load.dsn)) as postgres,
+        Redis(RedisConfig(load.redis)) as redis,
+        Lease.acquire(load.dsn, LeaseTerms("bench"), threading.Event()) as lease,
+    ):
+        mirror = Mirror(postgres, redis, lease)
+        sent: dict[int, float] = {}
+        batches = _batches(load, lease.token)
+        for number, batch in batches:
+            if number == 2:  # all streams are there
+                sys.stdout.write("{}\n")
+                sys.stdout.flush()
+                sys.stdin.readline()
+                began = time.monotonic()
+            if number > 1:
+                time.sleep(max(0.0, began + (number - 2) / BATCHES_PER_SECOND - time.monotonic()))
+            applied = postgres.apply(batch)
+            sent[number] = time.time()
+            mirror.publish(batch, applied)
+        late = time.monotonic() - began - (number - 2) / BATCHES_PER_SECOND
+    sys.stdout.buffer.write(msgspec.json.encode(Published(sent, load.positions(number), late)) + b"\n")
+
+
+def _batches(load: Load, token: int) -> Iterator[tuple[int, Batch]]:
+    for number in range(1, round(load.seconds * BATCHES_PER_SECOND) + 2):
+        effects = _effects(load, number)
+        yield number, Batch("bench", number, token, [ShardEffects(0, int(time.time() * 1000), effects, [], [])])
+
+
+def _effects(load: Load, number: int) -> list[StreamEffects]:
+    now = int(time.time() * 1000)
+    after, before = load.positions(number), load.positions(number - 1) if number > 1 else {}
+    line = max(after.values())
+    writers = {name: Writer(1, Chain(id)) for name, id in after.items()}
+    encoded = state.encode(Stream(1, 0, Line(line, EMPTY), writers))
+    advances = [Advance(name, 1, before.get(name, 0), id, 1, 0, 0, 0, now) for name, id in after.items()]
+    rows = [WriterRow(name, 1, id, retired=False) for name, id in after.items()]
+    return [
+        StreamEffects(
+            stream=stream_name(place),
+            direction=1,
+            linear_prev=max(before.values(), default=0),
+            linear=line,
+            head_prev=max(before.values(), default=0),
+            head=line,
+            advances=advances,
+            writers=rows,
+            gaps=[],
+            closed=[],
+            late=[],
+            forced=[],
+            regressed=[],
+            dropped=[],
+            counts={"applied": load.writers},
+            summary=Summary(0, 0, None, [], 0, None),
+            state=encoded,
+        )
+        for place in range(load.streams)
+    ]
+
+
+if __name__ == "__main__":
+    main()

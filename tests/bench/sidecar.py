@@ -1,0 +1,167 @@
+"""One sidecar with very many clients: what they are told, how late, and what it costs."""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import msgspec
+import numpy as np
+import psutil
+
+from app.stack.server import free_port
+from app.stack.tidemark import Sidecar
+from tests.bench.crowd import asking, following, publishing
+from tests.bench.crowd.publishing import Load, stream_name
+from tests.bench.site import Site
+from tests.bench.table import mib, table
+from tests.bench.whole import WrongResult
+
+_PERCENTILES = (50, 90, 99, 100)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`each` clients follow one stream, `all` follow all of them, while `streams` x `writers` move five times a second;
+    then `requests` a second for `asking` seconds."""
+
+    streams: int = 100
+    writers: int = 10
+    each: int = 1990
+    all: int = 10
+    seconds: float = 30.0
+    requests: int = 1000
+    asking: float = 30.0
+
+
+def run(site: Site, plan: Plan) -> dict[str, Any]:
+    dsn, url = site.database(), site.emptied_redis()
+    names = [stream_name(number) for number in range(plan.streams)]
+    stamps = site.directory("stamps") / "stamps"
+    load = Load(dsn, url, plan.streams, plan.writers, plan.seconds)
+    with _sidecar(site, dsn, url) as sidecar:
+        with _process(publishing, load) as publisher:
+            _answer(publisher, dict)
+            crowd = following.Crowd(sidecar.port, names, plan.each, plan.all, str(stamps))
+            with _process(following, crowd) as followers:
+                _answer(followers, dict)
+                click.echo(f"{plan.each + plan.all} clients are there", err=True)
+                before = _processor_seconds(sidecar)
+                _tell(publisher, {})
+                published = _answer(publisher, publishing.Published)
+                _tell(followers, published.positions)
+                saw = _answer(followers, following.Saw)
+                spent = _processor_seconds(sidecar) - before
+        peak = _peak(sidecar)
+        if saw.torn or saw.lost or saw.short:
+            raise WrongResult(f"{saw}, {sidecar.log_tail(5)}")
+        click.echo(f"{saw}, {mib(peak)}, {spent:.1f} s of a core, last batch {published.late:.2f} s late", err=True)
+        with _process(asking, asking.Questions(sidecar.port, names, plan.requests, plan.asking)) as asker:
+            answers = _answer(asker, asking.Answers)
+    return {
+        "streams": plan.streams,
+        "rate": load.advances_per_second,
+        "seconds": plan.seconds,
+        "each": plan.each,
+        "all": plan.all,
+        "moves": saw.moves,
+        "bytes": saw.bytes,
+        "core": spent / plan.seconds,
+        "late": published.late,
+        "peak": peak,
+        "latency": _percentiles(_latencies(stamps, published.sent)),
+        "requests": plan.requests,
+        "asking": plan.asking,
+        "failed": answers.failed,
+        "answered": _percentiles([1000 * it for it in answers.latencies]),
+    }
+
+
+def render(figures: Mapping[str, Any]) -> list[str]:
+    clients = figures["each"] + figures["all"]
+    return [
+        f"{clients:,} clients of `/v1/events` on one sidecar, {figures['each']:,} of which follow one of"
+        f" {figures['streams']} streams and {figures['all']} all of them, while {figures['rate']:,} advances a second"
+        f" pass for {figures['seconds']:.0f} s: five batches a second through the pipeline's own sinks, into Postgres"
+        " and then by `publish.lua` into Redis. Servers, publisher and clients share the machine. Every client checks"
+        f" that each move joins the one before; all ended with the same positions. {figures['moves']:,} moves were"
+        f" told, {figures['bytes'] / 1e6:,.0f} MB; the sidecar took {figures['core']:.2f} of a core and at most"
+        f" {mib(figures['peak'])}.",
+        "",
+        f"Then {figures['requests']:,} requests a second for `/v1/streams/{{stream}}` for {figures['asking']:.0f} s,"
+        f" counted from when each was due; {figures['failed']:,} were not answered.",
+        "",
+        *table(
+            ["", *(f"p{name}" if name != "100" else "highest" for name in figures["latency"])],
+            [
+                ["from the call that publishes a batch in Redis to a client", *_cells(figures["latency"])],
+                ["from a request to its answer", *_cells(figures["answered"])],
+            ],
+        ),
+    ]
+
+
+def _cells(percentiles: Mapping[str, float]) -> list[str]:
+    return [f"{value:,.3g} ms" if value < 100 else f"{value:,.0f} ms" for value in percentiles.values()]
+
+
+def _latencies(stamps: Path, sent: Mapping[int, float]) -> list[float]:
+    """In ms, one for each piece of news: from its newest batch's publication to its arrival."""
+    return [1000 * (at - sent[int(batch)]) for batch, at in np.fromfile(stamps).reshape(-1, 2)]
+
+
+def _percentiles(values: list[float]) -> dict[str, float]:
+    return {str(p): float(np.percentile(values, p)) for p in _PERCENTILES}
+
+
+@contextmanager
+def _sidecar(site: Site, dsn: str, url: str) -> Iterator[Sidecar]:
+    port = free_port()
+    variables = {"TIDEMARK_POSTGRES_DSN": dsn, "TIDEMARK_REDIS_URL": url, "TIDEMARK_SIDECAR_PORT": str(port)}
+    server = Sidecar(site.home, port, variables)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@contextmanager
+def _process(module: Any, argument: msgspec.Struct) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", module.__name__, msgspec.json.encode(argument).decode()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _tell(process: subprocess.Popen[bytes], told: Any) -> None:
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(told) + b"\n")
+    process.stdin.flush()
+
+
+def _answer(process: subprocess.Popen[bytes], type_: type[T]) -> T:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise WrongResult(f"a process of the crowd ended with {process.wait()}")
+    return msgspec.json.decode(line, type=type_)
+
+
+def _peak(sidecar: Sidecar) -> int:
+    """Most resident memory that it ever had, in bytes."""
+    lines = Path(f"/proc/{sidecar.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def _processor_seconds(sidecar: Sidecar) -> float:
+    times = psutil.Process(sidecar.pid).cpu_times()
+    return float(times.user + times.system)
