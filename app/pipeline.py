@@ -1,7 +1,8 @@
 """`tidemark pipeline`: the composition root of the query, its source and its sinks.
 
 Its threads: this one supervises; Spark's callback publishes batches (`app.batches`); the lease renews itself; a guard
-refills Redis; a watch asks Kafka for its heads (`app.heads`); the scrape.
+refills Redis; a watch asks Kafka for its heads (`app.heads`); scrapes and probes
+are answered from threads of `app.probes`.
 """
 
 import os
@@ -12,11 +13,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import structlog
-from prometheus_client import start_http_server
 from pyspark.errors import PySparkException
 from pyspark.sql.streaming.query import StreamingQuery
 
-from app import engine, metrics
+from app import engine, metrics, probes
 from app.batches import Batches
 from app.board import Board
 from app.heads import Heads
@@ -34,7 +34,7 @@ from sources.start import Acceptance
 from sources.topics import Topics
 from streaming import query
 from streaming.checkpoint import Checkpoint, locked
-from streaming.errors import BadSetting, QueryFailed, Retry, Stopping, Unavailable
+from streaming.errors import QueryFailed, Retry, Stopping, Unavailable
 
 log = structlog.get_logger(__name__)
 
@@ -57,7 +57,12 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
     board = Board()
     metrics.REGISTRY.register(board)
     checkpoint = Checkpoint(Path(settings.checkpoint))
-    with suppress(Stopping), _scraped(settings), locked(checkpoint.path, stopping), engine.running(settings) as spark:
+    with (
+        suppress(Stopping),
+        probes.served(settings),
+        locked(checkpoint.path, stopping),
+        engine.running(settings) as spark,
+    ):
         failures = 0
         while not stopping.is_set():
             attempt = Attempt(settings, checkpoint, spark, board, stopping)
@@ -191,22 +196,6 @@ def _stop_on_signals() -> threading.Event:
 def _leave() -> None:
     log.warning("Left what still waited for a server; the next start does it again")
     os._exit(0)
-
-
-@contextmanager
-def _scraped(settings: Settings) -> Iterator[None]:
-    try:
-        server, thread = start_http_server(settings.metrics_port, settings.metrics_host, metrics.REGISTRY)
-    except OSError as error:
-        raise BadSetting(
-            "TIDEMARK_METRICS_PORT",
-            f"cannot listen on {settings.metrics_host}:{settings.metrics_port}: {error.strerror}",
-        ) from None
-    try:
-        yield
-    finally:
-        server.shutdown()
-        thread.join()
 
 
 def _cause(running: StreamingQuery) -> str:
