@@ -54,8 +54,37 @@ format: setup ## Put the code into its one format
 	$(BIN)/ruff format
 
 .PHONY: docs
-docs: setup ## Write the pages that are made from code
+docs: setup chart-docs ## Write the pages that are made from code
 	$(BIN)/python -c 'from app.metrics_page import page; print(page(), end="")' > docs/metrics.md
+
+##@ Ship
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+IMAGE := tidemark:$(VERSION)
+# A command that is given a directory and a name, and builds the image. It may be another one where images are built elsewhere.
+IMAGE_BUILD := helm/tools/build-image
+IMAGE_ARGUMENTS = VERSION=$(VERSION) REVISION=$(shell git rev-parse HEAD)
+
+.PHONY: image
+image: ## Build the image with docker, podman or buildah (IMAGE=name:tag, IMAGE_ARGUMENTS="BASE=... JRE=...")
+	$(IMAGE_BUILD) . $(IMAGE) $(IMAGE_ARGUMENTS)
+
+.PHONY: sbom
+sbom: setup ## Write what the image is made of, and under which licences, to dist/
+	helm/tools/sbom dist
+
+.PHONY: chart-docs
+chart-docs: setup ## Write the chart's README and schema from its values
+	$(BIN)/python helm/tools/describe.py
+
+.PHONY: chart-test
+chart-test: setup ## Check chart and Dockerfile with every tool there is; builds the tools first (Go, some minutes, once)
+	helm/tools/install
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS),chart]'
+	$(BIN)/pytest tests/helm/check_chart.py tests/helm
+
+.PHONY: kube-test
+kube-test: setup ## Install the chart on the cluster of the current context, break it, upgrade it; see docs/kubernetes.md
+	$(BIN)/pytest tests/helm/check_cluster.py -p no:randomly -s
 
 ##@ Measure
 .PHONY: bench

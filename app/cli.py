@@ -84,6 +84,18 @@ def migrate() -> None:
 
 
 @main.command()
+def topics() -> None:
+    """Make the topics that are missing, and check those that are there."""
+    from app.topics import ready
+    from sources.topics import Topics
+
+    settings = _settings().model_copy(update={"kafka_create_topics": True})
+    for name, topic in ready(settings, Topics(settings.kafka)).items():
+        count = len(topic.partitions)
+        click.echo(f"{name}: {count} partition{'' if count == 1 else 's'}")
+
+
+@main.command()
 @click.option(
     "--accept",
     multiple=True,

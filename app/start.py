@@ -3,20 +3,17 @@
 from collections.abc import Set
 from dataclasses import dataclass
 
-import structlog
-
 from app.settings import Settings
+from app.topics import ready
 from sinks.postgres import Postgres, Remembered
 from sources import start as sources_start
 from sources.kafka import EARLIEST, Offsets
-from sources.start import Acceptance, Topic, require_uncompacted, starting_offsets
-from sources.topics import Topics, plans
+from sources.start import Acceptance, Topic, starting_offsets
+from sources.topics import Topics
 from streaming import state
 from streaming.checkpoint import Applied, Checkpoint, Seed
 from streaming.errors import ShardsChanged
 from streaming.query import by_shard
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +38,7 @@ def prepare(
     To be called under the lease. Raises the Stop that names the first disagreement, but for those that `accept` gives
     up: what they cost is written to Postgres first, so that the next start needs no acceptance.
     """
-    found = _topics(settings, topics)
+    found = ready(settings, topics)
     read = {name: found[name] for name in (settings.kafka_facts_topic, settings.kafka_control_topic)}
     remembered = postgres.remembered()
     offsets = starting_offsets(
@@ -70,21 +67,6 @@ def prepare(
         states,
         {(name, number): offset for name, of in _absolute(read, offsets).items() for number, offset in of.items()},
     )
-
-
-def _topics(settings: Settings, topics: Topics) -> dict[str, Topic]:
-    wanted = plans(
-        settings.kafka_facts_topic,
-        settings.kafka_control_topic,
-        settings.kafka_dead_letters_topic,
-        settings.kafka_partitions,
-    )
-    if settings.kafka_create_topics:
-        for name in topics.create_missing(wanted):
-            log.info("Made a topic", topic=name)
-    found = topics.describe(plan.name for plan in wanted)
-    require_uncompacted(found)
-    return found
 
 
 def _give_up(postgres: Postgres, read: dict[str, Topic], offsets: Offsets, accept: Set[Acceptance]) -> None:

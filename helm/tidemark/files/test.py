@@ -1,0 +1,52 @@
+"""`helm test`: one fact more in a stream of the test's own, then its position over Redis and over HTTP."""
+
+import json
+import os
+import time
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from app.produce import produce
+from app.settings import load
+from sinks.reader import Positions, Standing
+from streaming.wire import Topic
+
+STREAM, WRITER = "helm-test", "helm-test"
+PATIENCE = 120.0
+
+
+def over_http(path: str) -> dict[str, object] | None:
+    """None for a stream that nobody has heard of."""
+    tokens = Path("/etc/tidemark/secrets/sidecar/tokens")
+    headers = {"Authorization": f"Bearer {tokens.read_text().split()[0]}"} if tokens.exists() else {}
+    try:
+        with urlopen(Request(os.environ["SIDECAR"] + path, headers=headers), timeout=10) as response:
+            return dict(json.load(response))
+    except HTTPError as error:
+        if error.code == 404:
+            return None
+        raise
+
+
+def over_redis(positions: Positions) -> int:
+    standing = positions.get(STREAM)
+    return standing.linear if isinstance(standing, Standing) else 0
+
+
+settings = load()
+before = over_http(f"/v1/streams/{STREAM}") or {"linear": 0}
+wanted = int(str(before["linear"])) + 1
+fact = {"kind": "RDATA", "stream": STREAM, "writer": WRITER, "id": wanted, "row": {}}
+sent = time.monotonic()
+produce(settings.kafka, settings.kafka_facts_topic, Topic.FACTS, [json.dumps(fact).encode()], print)
+with Positions(settings.redis_url.get_secret_value()) as positions:
+    while (linear := over_redis(positions)) < wanted:
+        if time.monotonic() - sent > PATIENCE:
+            raise SystemExit(f"Redis still has {linear} after {PATIENCE:.0f} s, not {wanted}: is the pipeline ready?")
+        time.sleep(0.05)
+print(f"Redis has {STREAM} at {linear}, {time.monotonic() - sent:.2f} s after the fact was sent")
+after = over_http(f"/v1/streams/{STREAM}")
+if after is None or after["linear"] != linear:
+    raise SystemExit(f"the sidecar says {after}, and Redis {linear}")
+print(f"the sidecar says the same: token {after['token']}, from {after['source']}")

@@ -1,0 +1,58 @@
+{{/* What things are called, and the labels by which they are found. */}}
+
+{{- define "tidemark.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "tidemark.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains (include "tidemark.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "tidemark.name" .) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* (dict "root" $ "component" "pipeline") */}}
+{{- define "tidemark.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "tidemark.name" .root }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{/* (dict "root" $ "component" "pipeline") */}}
+{{- define "tidemark.labels" -}}
+{{ include "tidemark.selectorLabels" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: tidemark
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Every pod that serves positions, the pipeline's included: what the one Service selects. */}}
+{{- define "tidemark.servesLabels" -}}
+app.kubernetes.io/name: {{ include "tidemark.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+tidemark/serves: positions
+{{- end -}}
+
+{{- define "tidemark.image" -}}
+{{- if .Values.image.digest -}}
+{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+{{- end -}}
+
+{{- define "tidemark.serviceAccountName" -}}
+{{- .Values.serviceAccount.name | default (include "tidemark.fullname" .) -}}
+{{- end -}}
+
+{{/* The pipeline's stable name in the network, for executors that call their driver. */}}
+{{- define "tidemark.driverHost" -}}
+{{- printf "%s-pipeline-0.%s-pipeline.%s.svc" (include "tidemark.fullname" .) (include "tidemark.fullname" .) .Release.Namespace -}}
+{{- end -}}

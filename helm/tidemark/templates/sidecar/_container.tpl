@@ -1,0 +1,69 @@
+{{/*
+The sidecar as a container: in the pipeline's pod, in the Deployment, and in pods of yours. With this chart among the
+dependencies of your own (and pipeline.enabled: false, sidecar.replicas: 0 where it shall bring nothing else):
+
+    initContainers:
+      {{- include "tidemark.sidecar.native" .Subcharts.tidemark | nindent 8 }}
+    volumes:
+      {{- include "tidemark.sidecar.volumes" .Subcharts.tidemark | nindent 8 }}
+
+Your containers then ask http://127.0.0.1:9480. The pod needs fsGroup 10001 where secrets are mounted.
+*/}}
+{{- define "tidemark.sidecar.container" -}}
+- name: sidecar
+  {{- include "tidemark.containerBasics" . | nindent 2 }}
+  args: [sidecar]
+  env:
+    {{- include "tidemark.env" (dict "root" . "role" "sidecar") | trim | nindent 4 }}
+    - name: TIDEMARK_SIDECAR_PORT
+      value: "9480"
+    {{- with .Values.sidecar.cors }}
+    - name: TIDEMARK_SIDECAR_CORS
+      value: {{ . | quote }}
+    {{- end }}
+    {{- if .Values.sidecar.tokensSecret.name }}
+    - name: TIDEMARK_SIDECAR_TOKENS
+      value: /etc/tidemark/secrets/sidecar/tokens
+    {{- end }}
+    {{- with .Values.sidecar.extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  ports:
+    - name: http
+      containerPort: 9480
+  startupProbe:
+    httpGet: {path: /livez, port: http}
+    periodSeconds: 1
+    failureThreshold: 60
+  livenessProbe:
+    httpGet: {path: /livez, port: http}
+    periodSeconds: 10
+    timeoutSeconds: 3
+  readinessProbe:
+    httpGet: {path: /readyz, port: http}
+    periodSeconds: 5
+    timeoutSeconds: 3
+  resources:
+    {{- toYaml .Values.sidecar.resources | nindent 4 }}
+  volumeMounts:
+    - name: sidecar-tmp
+      mountPath: /tmp
+    {{- with include "tidemark.secretMount" (dict "root" . "role" "sidecar") }}
+    {{- . | nindent 4 }}
+    {{- end }}
+{{- end -}}
+
+{{/* As an init container that stays: it starts before the pod's own containers and ends after them. */}}
+{{- define "tidemark.sidecar.native" -}}
+{{ include "tidemark.sidecar.container" . }}
+  restartPolicy: Always
+{{- end -}}
+
+{{- define "tidemark.sidecar.volumes" -}}
+- name: sidecar-tmp
+  emptyDir:
+    sizeLimit: 64Mi
+{{- with include "tidemark.secretVolume" (dict "root" . "role" "sidecar") }}
+{{ . }}
+{{- end }}
+{{- end -}}
