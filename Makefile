@@ -82,9 +82,15 @@ chart-test: setup ## Check chart and Dockerfile with every tool there is; builds
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS),chart]'
 	$(BIN)/pytest tests/helm/check_chart.py tests/helm
 
+# Goes before every helm and kubectl, where the cluster is not to be reached from here.
+KUBE_RUN :=
+# A command that is given an image's name and brings it to the cluster's nodes; empty: they see it already.
+IMAGE_LOAD := kind load docker-image
+
 .PHONY: kube-test
-kube-test: setup ## Install the chart on the cluster of the current context, break it, upgrade it; see docs/kubernetes.md
-	$(BIN)/pytest tests/helm/check_cluster.py -p no:randomly -s
+kube-test: setup ## Install the trial on the cluster of the current context, break it, upgrade it; docs/kubernetes.md
+	helm/tools/install helm
+	$(BIN)/python -m tests.helm.cluster --run "$(KUBE_RUN)" --build "$(IMAGE_BUILD)" --load "$(IMAGE_LOAD)" $(KUBE_TEST)
 
 ##@ Measure
 .PHONY: bench

@@ -150,7 +150,8 @@ Roles: pipeline, sidecar, migrations, topics, test.
 {{- end -}}
 {{- range $env }}
 - name: TIDEMARK_{{ index . 0 }}
-  value: {{ index . 1 | toString | quote }}
+  {{- /* As JSON: a number of a million would become 1e+06. */}}
+  value: {{ kindIs "string" (index . 1) | ternary (index . 1) (index . 1 | toJson) | quote }}
 {{- end }}
 {{- if has .role (list "pipeline" "sidecar" "migrations") }}
 - name: PGSSLMODE

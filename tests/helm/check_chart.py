@@ -1,0 +1,114 @@
+"""`make chart-test`: the chart and the Dockerfiles before every tool that knows something of them.
+
+Not `test_...`: the tools are Go programs that take minutes to build, so these run where they are asked for by name.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app import metrics
+from app.settings import Settings, is_secret, variable_of
+from app.sidecar import metrics as sidecar_metrics
+from tests.helm.tools import CHART, EXAMPLES, KUBERNETES, ROOT, TOOLS, objects, rendered, run, tool
+
+# Objects of operators, whose schemas are not Kubernetes's own.
+FOREIGN = "KafkaTopic,PodMonitor,PrometheusRule,ServiceMonitor"
+EVERYTHING = ["--set", "monitoring.serviceMonitor.enabled=true", "--set", "networkPolicy.egress[0].ports[0].port=9093"]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_lint_finds_nothing(example: str) -> None:
+    """Warnings count: `helm lint --strict`."""
+    run(
+        tool("helm"),
+        "lint",
+        "--strict",
+        CHART,
+        "-f",
+        CHART / f"examples/{example}.yaml",
+        "--kube-version",
+        KUBERNETES[-1],
+    )
+
+
+def test_templates_do_what_their_tests_say() -> None:
+    """helm-unittest: what is rendered for which values, and every message of `fail`."""
+    run(tool("helm-unittest"), "--strict", CHART)
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_manifests_are_valid_for_the_newest_kubernetes(example: str, version: str) -> None:
+    """kubeconform, strict: no unknown field, no value of a wrong type, nothing that this minor has removed."""
+    run(ROOT / ".venv/bin/python", ROOT / "helm/tools/schemas.py", TOOLS / "schemas", *KUBERNETES)
+    place = (
+        TOOLS
+        / "schemas/{{.NormalizedKubernetesVersion}}-standalone{{.StrictSuffix}}/{{.ResourceKind}}{{.KindSuffix}}.json"
+    )
+    options = ["-strict", "-kubernetes-version", version, "-skip", FOREIGN, "-schema-location", str(place), "-"]
+    run(tool("kubeconform"), *options, given=rendered(example, *EVERYTHING, version=version))
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_score_finds_nothing_that_is_not_explained(example: str) -> None:
+    """kube-score; what it is told to overlook has its reason in the template, beside the annotation."""
+    options = ["--kubernetes-version", "v1.36", "--output-format", "ci", "--exit-one-on-warning", "-"]
+    run(tool("kube-score"), "score", *options, given=rendered(example))
+
+
+@pytest.mark.parametrize("dockerfile", ["Dockerfile", "tests/helm/servers/Dockerfile"])
+def test_dockerfiles_follow_good_practice(dockerfile: str) -> None:
+    """hadolint, with shellcheck inside."""
+    run(ROOT / ".venv/bin/hadolint", ROOT / dockerfile)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_variable_is_a_setting(example: str) -> None:
+    """A setting that is renamed must not leave a variable behind that nobody reads."""
+    known = {variable_of(name) for name in Settings.model_fields}
+    known |= {f"{variable_of(name)}_FILE" for name, field in Settings.model_fields.items() if is_secret(field)}
+    used = {entry["name"] for entry in _environments(objects(example)) if entry["name"].startswith("TIDEMARK_")}
+    assert used - known == set()
+    assert "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS" in used
+
+
+def test_alerts_are_rules_of_prometheus(tmp_path: Path) -> None:
+    """promtool, which also parses every expression."""
+    [rule] = [found for found in objects("cluster") if found["kind"] == "PrometheusRule"]
+    path = tmp_path / "rules.yaml"
+    path.write_text(yaml.safe_dump(rule["spec"]))
+    run(tool("promtool"), "check", "rules", "--lint-fatal", path)
+
+
+@pytest.mark.parametrize("file", ["files/alerts.yaml", "files/dashboard.json"])
+def test_alerts_and_dashboard_ask_for_metrics_that_exist(file: str) -> None:
+    """A metric that is renamed must not leave an alert behind that never fires."""
+    text = (CHART / file).read_text()
+    known = {name for name, *_ in metrics.STREAM_GAUGES.values()}
+    for registry in (metrics.REGISTRY, sidecar_metrics.REGISTRY):
+        for family in registry.collect():
+            suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(family.type, [""])
+            known |= {family.name + suffix for suffix in suffixes}
+    asked = {word for word in _words(text) if word.startswith("tidemark_")}
+    assert asked - known == set()
+    assert asked
+
+
+def _words(text: str) -> Iterator[str]:
+    yield from "".join(letter if letter.isalnum() or letter in "_" else " " for letter in text).split()
+
+
+def _environments(found: Any) -> Iterator[dict[str, Any]]:
+    """Every entry of every `env`, however deep."""
+    match found:
+        case dict():
+            yield from found.get("env") or []
+            for value in found.values():
+                yield from _environments(value)
+        case list():
+            for value in found:
+                yield from _environments(value)

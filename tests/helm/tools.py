@@ -1,0 +1,41 @@
+"""The chart's tools as functions: helm and its kin, built by `helm/tools/install` or found on the PATH."""
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "helm/tidemark"
+EXAMPLES = sorted(path.stem for path in (CHART / "examples").glob("*.yaml"))
+TOOLS = Path(os.environ.get("TIDEMARK_HOME") or "~/.cache/tidemark").expanduser() / "tools"
+# The three newest minors: what the chart is rendered for, and checked against.
+KUBERNETES = ("1.35.0", "1.36.0", "1.37.0")
+
+
+def run(*command: str | Path, given: str | None = None) -> str:
+    """What the command prints; an AssertionError with all of its output where it fails."""
+    done = subprocess.run([str(word) for word in command], input=given, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{shlex.join(map(str, command))}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def tool(name: str) -> Path:
+    built = TOOLS / "bin" / name
+    found = built if built.exists() else shutil.which(name)
+    assert found, f"there is no {name}: `helm/tools/install {name}` builds it"
+    return Path(found)
+
+
+def rendered(example: str, *options: str, version: str = KUBERNETES[-1]) -> str:
+    """The manifests of an example as helm would send them, `helm test` included."""
+    values = CHART / f"examples/{example}.yaml"
+    return run(tool("helm"), "template", "tidemark", CHART, "-f", values, "--kube-version", version, *options)
+
+
+def objects(example: str, *options: str) -> list[dict[str, Any]]:
+    return [found for found in yaml.safe_load_all(rendered(example, *options)) if found]
