@@ -3,6 +3,7 @@
 Not `test_...`: the tools are Go programs that take minutes to build, so these run where they are asked for by name.
 """
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,17 @@ from tests.helm.tools import CHART, EXAMPLES, KUBERNETES, ROOT, TOOLS, objects, 
 
 # Objects of operators, whose schemas are not Kubernetes's own.
 FOREIGN = "KafkaTopic,PodMonitor,PrometheusRule,ServiceMonitor"
+EMBEDDING = """
+apiVersion: v1
+kind: Pod
+metadata: {name: reader}
+spec:
+  initContainers:
+    {{- include "tidemark.sidecar.native" .Subcharts.tidemark | nindent 4 }}
+  containers: [{name: reader, image: reader}]
+  volumes:
+    {{- include "tidemark.sidecar.volumes" .Subcharts.tidemark | nindent 4 }}
+"""
 EVERYTHING = ["--set", "monitoring.serviceMonitor.enabled=true", "--set", "networkPolicy.egress[0].ports[0].port=9093"]
 
 
@@ -44,7 +56,7 @@ def test_templates_do_what_their_tests_say() -> None:
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_manifests_are_valid_for_the_newest_kubernetes(example: str, version: str) -> None:
     """kubeconform, strict: no unknown field, no value of a wrong type, nothing that this minor has removed."""
-    run(ROOT / ".venv/bin/python", ROOT / "helm/tools/schemas.py", TOOLS / "schemas", *KUBERNETES)
+    run(sys.executable, ROOT / "helm/tools/schemas.py", TOOLS / "schemas", *KUBERNETES)
     place = (
         TOOLS
         / "schemas/{{.NormalizedKubernetesVersion}}-standalone{{.StrictSuffix}}/{{.ResourceKind}}{{.KindSuffix}}.json"
@@ -63,7 +75,7 @@ def test_score_finds_nothing_that_is_not_explained(example: str) -> None:
 @pytest.mark.parametrize("dockerfile", ["Dockerfile", "tests/helm/servers/Dockerfile"])
 def test_dockerfiles_follow_good_practice(dockerfile: str) -> None:
     """hadolint, with shellcheck inside."""
-    run(ROOT / ".venv/bin/hadolint", ROOT / dockerfile)
+    run(tool("hadolint"), ROOT / dockerfile)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -74,6 +86,26 @@ def test_every_variable_is_a_setting(example: str) -> None:
     used = {entry["name"] for entry in _environments(objects(example)) if entry["name"].startswith("TIDEMARK_")}
     assert used - known == set()
     assert "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS" in used
+
+
+def test_sidecar_can_be_put_beside_containers_of_others(tmp_path: Path) -> None:
+    """The named templates that docs/kubernetes.md shows, in a chart that depends on ours."""
+    (tmp_path / "charts").mkdir()
+    (tmp_path / "charts/tidemark").symlink_to(CHART)
+    (tmp_path / "templates").mkdir()
+    (tmp_path / "Chart.yaml").write_text("{apiVersion: v2, name: reader, version: 1.0.0}")
+    values = yaml.safe_load((CHART / "examples/one-machine.yaml").read_text()) | {"pipeline": {"enabled": False}}
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump({"tidemark": values}))
+    (tmp_path / "templates/pod.yaml").write_text(EMBEDDING)
+    found = yaml.safe_load_all(run(tool("helm"), "template", "t", tmp_path, "--kube-version", KUBERNETES[-1]))
+    [pod] = [one for one in found if one["kind"] == "Pod"]
+    [sidecar] = pod["spec"]["initContainers"]
+    assert (sidecar["name"], sidecar["restartPolicy"], sidecar["image"]) == (
+        "sidecar",
+        "Always",
+        "registry.example/tidemark:0.1.0",
+    )
+    assert {mount["name"] for mount in sidecar["volumeMounts"]} <= {one["name"] for one in pod["spec"]["volumes"]}
 
 
 def test_alerts_are_rules_of_prometheus(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`make kube-test`: Tidemark on the cluster of the current context: installed, broken, upgraded, and held against the truth.
+"""`make kube-test`: Tidemark on the current cluster, installed, broken, upgraded: what is published against the truth.
 
 Run as `python -m tests.helm.cluster`. Builds the image and stand-ins for the trial's servers, loads them, installs the
 trial, lets facts flow while pods die and releases change, and compares what is published with what was sent every time.

@@ -1,9 +1,10 @@
-"""The chart's tools as functions: helm and its kin, built by `helm/tools/install` or found on the PATH."""
+"""The chart's tools as functions: built by `helm/tools/install`, from PyPI, or found on the PATH."""
 
 import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ def run(*command: str | Path, given: str | None = None) -> str:
 
 
 def tool(name: str) -> Path:
-    built = TOOLS / "bin" / name
-    found = built if built.exists() else shutil.which(name)
+    places = os.pathsep.join([str(TOOLS / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    found = shutil.which(name, path=places)
     assert found, f"there is no {name}: `helm/tools/install {name}` builds it"
     return Path(found)
 
