@@ -14,7 +14,6 @@ RUN apt-get update \
 # Java asks for the name of its user, so the number needs an entry.
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /var/lib/tidemark --shell /usr/sbin/nologin tidemark \
     && install --directory --owner tidemark --group tidemark /var/lib/tidemark
-ENV PATH=/opt/tidemark/bin:${PATH}
 
 FROM base AS build
 WORKDIR /src
@@ -46,7 +45,8 @@ LABEL org.opencontainers.image.title="tidemark" \
     org.opencontainers.image.revision="${REVISION}" \
     org.opencontainers.image.base.name="${BASE}"
 COPY --from=build /opt/tidemark /opt/tidemark
-ENV TIDEMARK_HOME=/var/lib/tidemark \
+ENV PATH=/opt/tidemark/bin:${PATH} \
+    TIDEMARK_HOME=/var/lib/tidemark \
     TIDEMARK_SPARK_JARS=/opt/tidemark/jars/connector \
     TIDEMARK_LOG_FORMAT=json \
     TIDEMARK_METRICS_HOST=0.0.0.0 \
