@@ -58,7 +58,6 @@
 {{- $_ := set $own "spark.kubernetes.container.image.pullPolicy" .Values.image.pullPolicy -}}
 {{- $_ := set $own "spark.kubernetes.executor.podTemplateContainerName" "executor" -}}
 {{- $_ := set $own "spark.kubernetes.executor.limit.cores" ($executor.cores | toString) -}}
-{{- $_ := set $own "spark.kubernetes.executor.podNamePrefix" (printf "%s-executor" (include "tidemark.fullname" .)) -}}
 {{- end -}}
 {{- range $name, $value := merge (dict) .Values.spark.conf $own }}
 {{ $name }} {{ $value }}
