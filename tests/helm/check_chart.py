@@ -29,6 +29,11 @@ spec:
   volumes:
     {{- include "tidemark.sidecar.volumes" .Subcharts.tidemark | nindent 4 }}
 """
+OVERLOOKED = {
+    "container-image-pull-policy": "images come by version or digest, which name the same bytes for ever",
+    "pod-networkpolicy": "a policy is the user's choice, its egress needs the user's addresses, and hooks serve nobody",
+    "deployment-has-host-podantiaffinity": "topologySpreadConstraints do it, by the key that the user names",
+}
 EVERYTHING = ["--set", "monitoring.serviceMonitor.enabled=true", "--set", "networkPolicy.egress[0].ports[0].port=9093"]
 
 
@@ -67,9 +72,9 @@ def test_manifests_are_valid_for_the_newest_kubernetes(example: str, version: st
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_score_finds_nothing_that_is_not_explained(example: str) -> None:
-    """kube-score; what it is told to overlook has its reason in the template, beside the annotation."""
-    options = ["--kubernetes-version", "v1.36", "--output-format", "ci", "--exit-one-on-warning", "-"]
-    run(tool("kube-score"), "score", *options, given=rendered(example))
+    """kube-score, but for `OVERLOOKED` and what an annotation in a template gives the reason for."""
+    options = ["--kubernetes-version", "v1.36", "--output-format", "ci", "--exit-one-on-warning"]
+    run(tool("kube-score"), "score", *options, "--ignore-test", ",".join(OVERLOOKED), "-", given=rendered(example))
 
 
 @pytest.mark.parametrize("dockerfile", ["Dockerfile", "tests/helm/servers/Dockerfile"])
