@@ -101,7 +101,8 @@ def _comment(key: yaml.ScalarNode, lines: list[str]) -> tuple[str, dict[str, Any
     first = key.start_mark.line
     while first > 0 and lines[first - 1].lstrip().startswith("#"):
         first -= 1
-    words, annotations = [], {}
+    words: list[str] = []
+    annotations: dict[str, Any] = {}
     for line in lines[first : key.start_mark.line]:
         text = line.strip().removeprefix("#").strip()
         if text.startswith(_ANNOTATION):

@@ -9,6 +9,7 @@ import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import click
 
@@ -54,7 +55,7 @@ class Scenario:
         self.feed.send(hole, hole, rate=0)
         self.settled("the hole was filled")
 
-    def while_facts_flow(self, what: str, act: Callable[[], None]) -> None:
+    def while_facts_flow(self, what: str, act: Callable[[], object]) -> None:
         """`act` some seconds into 40 000 facts; afterwards every one of them is counted."""
         first, self.last = self.last + 1, self.last + 40_000
         with self.feed.flowing(first, self.last, rate=1000):
@@ -98,9 +99,9 @@ def main(*, prefix: str, build: str, load: str, namespace: str, soak: float, ima
     """Install, break, upgrade, roll back, uninstall; compare positions with the truth each time."""
     if images:
         for context, name in ((ROOT, IMAGE), (ROOT / "tests/helm/servers", SERVERS)):
-            timed(f"build {name}", lambda context=context, name=name: run(*shlex.split(build), context, name))
+            timed(f"build {name}", partial(run, *shlex.split(build), context, name))
             if load:
-                timed(f"load {name}", lambda name=name: run(*shlex.split(load), name))
+                timed(f"load {name}", partial(run, *shlex.split(load), name))
     kube = Kube(shlex.split(prefix), namespace, CHART)
     scenario = Scenario(kube, Feed(kube, STREAM), Watch(kube, STREAM))
     kube.namespace_made()
