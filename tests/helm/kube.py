@@ -107,24 +107,19 @@ class Kube:
         subprocess.run([*self._kubectl(), *words], capture_output=True, check=False)  # it kills itself too
 
     def memory(self) -> dict[str, str]:
-        """What each container takes: its working set, as the kubelet counts it, and what of that is no file."""
+        """What each container takes, as its kubelet counts it: the working set, and what of that is no file."""
         pods = json.loads(self.kubectl("get", "pods", "-l", f"app.kubernetes.io/instance={self.name}", "-o", "json"))
         found = {}
-        for pod in pods["items"]:
-            stay = [one for one in pod["spec"].get("initContainers", []) if one.get("restartPolicy") == "Always"]
-            for container in [*stay, *pod["spec"]["containers"]]:
-                name = f"{pod['metadata']['name']}/{container['name']}"
-                if pod["status"]["phase"] == "Running":
-                    found[name] = self._memory_of(pod["metadata"]["name"], container["name"])
+        for node in sorted({pod["spec"]["nodeName"] for pod in pods["items"]}):
+            summary = json.loads(self.kubectl("get", "--raw", f"/api/v1/nodes/{node}/proxy/stats/summary"))
+            for pod in summary["pods"]:
+                if pod["podRef"]["namespace"] == self.namespace and pod["podRef"]["name"].startswith(self.name):
+                    for container in pod.get("containers", []):
+                        taken = container["memory"]
+                        found[f"{pod['podRef']['name']}/{container['name']}"] = (
+                            f"{taken['workingSetBytes'] >> 20} MiB, {taken['rssBytes'] >> 20} of it anonymous"
+                        )
         return found
-
-    def _memory_of(self, pod: str, container: str) -> str:
-        files = ["/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.peak", "/sys/fs/cgroup/memory.stat"]
-        text = self.kubectl("exec", pod, "-c", container, "--", "cat", *files)
-        current, peak, *lines = text.splitlines()
-        stat = {key: int(value) for key, value in (line.split() for line in lines)}
-        working = (int(current) - stat["inactive_file"]) >> 20
-        return f"{working} MiB now ({stat['anon'] >> 20} MiB anonymous), {int(peak) >> 20} MiB at most with file cache"
 
     def _kubectl(self) -> list[str]:
         return [*self.prefix, "kubectl", "-n", self.namespace]
