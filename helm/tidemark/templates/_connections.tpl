@@ -6,12 +6,14 @@
 {{- if .Values.trial.enabled -}}
 kafka: {{ $name }}-kafka:9092
 redis: redis://{{ $name }}-redis:6379/0
-postgres: host={{ $name }}-postgres dbname=tidemark user=postgres
-postgresPassword: {name: {{ $name }}-trial, key: password}
+postgres: ""
+postgresDsn: {name: {{ $name }}-trial, key: dsn}
+postgresPassword: {name: ""}
 {{- else -}}
 kafka: {{ tpl .Values.kafka.bootstrapServers . | quote }}
 redis: {{ tpl .Values.redis.url . | quote }}
 postgres: {{ tpl .Values.postgres.dsn . | quote }}
+postgresDsn: {{ toJson .Values.postgres.dsnSecret }}
 postgresPassword: {{ toJson .Values.postgres.passwordSecret }}
 {{- end -}}
 {{- end -}}
@@ -22,7 +24,16 @@ postgresPassword: {{ toJson .Values.postgres.passwordSecret }}
 {{- if ne .role "pipeline" -}}
 {{- $own = (index .root.Values .role).dsnSecret -}}
 {{- end -}}
-{{- toYaml (ternary $own .root.Values.postgres.dsnSecret (ne $own.name "")) -}}
+{{- toYaml (ternary $own (include "tidemark.servers" .root | fromYaml).postgresDsn (ne $own.name "")) -}}
+{{- end -}}
+
+{{/* Whether a role talks to Kafka: a sidecar only for the rows of the line protocol. */}}
+{{- define "tidemark.needsKafka" -}}
+{{- if or (has .role (list "pipeline" "topics" "test")) (and (eq .role "sidecar") (include "tidemark.speaksLines" .root)) -}}yes{{- end -}}
+{{- end -}}
+
+{{- define "tidemark.speaksLines" -}}
+{{- if or .Values.sidecar.lines.enabled .Values.sidecar.lines.channel -}}yes{{- end -}}
 {{- end -}}
 
 {{/*
@@ -33,7 +44,7 @@ Roles: pipeline, sidecar, migrations, topics, test.
 {{- $v := .root.Values -}}
 {{- $servers := include "tidemark.servers" .root | fromYaml -}}
 {{- $files := list -}}
-{{- if has .role (list "pipeline" "topics" "test") -}}
+{{- if include "tidemark.needsKafka" . -}}
 {{- $files = append $files (list $v.kafka.tls.caSecret.name $v.kafka.tls.caSecret.key "kafka/ca.crt") -}}
 {{- $files = append $files (list $v.kafka.tls.clientCertificateSecret.name $v.kafka.tls.clientCertificateSecret.certificateKey "kafka/tls.crt") -}}
 {{- $files = append $files (list $v.kafka.tls.clientCertificateSecret.name $v.kafka.tls.clientCertificateSecret.keyKey "kafka/tls.key") -}}
@@ -93,7 +104,7 @@ Roles: pipeline, sidecar, migrations, topics, test.
 {{- $servers := include "tidemark.servers" .root | fromYaml -}}
 {{- $files := "/etc/tidemark/secrets" -}}
 {{- $env := list -}}
-{{- if has .role (list "pipeline" "topics" "test") -}}
+{{- if include "tidemark.needsKafka" . -}}
 {{- $sasl := ne $v.kafka.sasl.mechanism "" -}}
 {{- $env = append $env (list "KAFKA_BOOTSTRAP_SERVERS" $servers.kafka) -}}
 {{- $env = append $env (list "KAFKA_FACTS_TOPIC" $v.kafka.topics.facts) -}}

@@ -25,12 +25,30 @@ Your containers then ask http://127.0.0.1:9480. The pod needs fsGroup 10001 wher
     - name: TIDEMARK_SIDECAR_TOKENS
       value: /etc/tidemark/secrets/sidecar/tokens
     {{- end }}
+    {{- with .Values.sidecar.lines }}
+    {{- if .enabled }}
+    - name: TIDEMARK_SIDECAR_TCP
+      value: 0.0.0.0:9481
+    {{- end }}
+    {{- if include "tidemark.speaksLines" $ }}
+    - name: TIDEMARK_SIDECAR_NAME
+      value: {{ .serverName | quote }}
+    {{- end }}
+    {{- with .channel }}
+    - name: TIDEMARK_SIDECAR_CHANNEL
+      value: {{ . | quote }}
+    {{- end }}
+    {{- end }}
     {{- with .Values.sidecar.extraEnv }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
   ports:
     - name: http
       containerPort: 9480
+    {{- if .Values.sidecar.lines.enabled }}
+    - name: lines
+      containerPort: 9481
+    {{- end }}
   startupProbe:
     httpGet: {path: /livez, port: http}
     periodSeconds: 1
