@@ -56,8 +56,8 @@ class Scenario:
         self.settled("the hole was filled")
 
     def while_facts_flow(self, what: str, act: Callable[[], object]) -> None:
-        """`act` some seconds into 40 000 facts; afterwards every one of them is counted."""
-        first, self.last = self.last + 1, self.last + 40_000
+        """`act` some seconds into 20 000 facts; afterwards every one of them is counted."""
+        first, self.last = self.last + 1, self.last + 20_000
         with self.feed.flowing(first, self.last, rate=1000):
             until("facts arrive", lambda: self.watch.position > first + 2000)
             began = time.monotonic()
