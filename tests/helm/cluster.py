@@ -30,12 +30,14 @@ class Scenario:
     kube: Kube
     feed: Feed
     watch: Watch
+    values: list[str]
+    """Options of helm, the same for every install and upgrade."""
     last: int = 0
     """The highest ID that was sent; all below it too, so it is where the stream must come to stand."""
 
     def install(self) -> None:
         began = time.monotonic()
-        self.kube.helm("install", *_values())
+        self.kube.helm("install", *self.values)
         self.kube.client(IMAGE)
         self.watch.start()
         self.last = 1
@@ -94,8 +96,11 @@ class Scenario:
     "--namespace", default="tidemark-test", show_default=True, help="Made for the test, and deleted after it."
 )
 @click.option("--soak", type=float, default=0.0, help="Minutes of steady flow, for the memory of each container.")
+@click.option("--set", "chosen", multiple=True, help="A value more, name=value: spark.master=kubernetes for instance.")
 @click.option("--images/--no-images", default=True, help="Build and load images first.")
-def main(*, prefix: str, build: str, load: str, namespace: str, soak: float, images: bool) -> None:
+def main(
+    *, prefix: str, build: str, load: str, namespace: str, soak: float, chosen: tuple[str, ...], images: bool
+) -> None:
     """Install, break, upgrade, roll back, uninstall; compare positions with the truth each time."""
     if images:
         for context, name in ((ROOT, IMAGE), (ROOT / "tests/helm/servers", SERVERS)):
@@ -103,7 +108,7 @@ def main(*, prefix: str, build: str, load: str, namespace: str, soak: float, ima
             if load:
                 timed(f"load {name}", partial(run, *shlex.split(load), name))
     kube = Kube(shlex.split(prefix), namespace, CHART)
-    scenario = Scenario(kube, Feed(kube, STREAM), Watch(kube, STREAM))
+    scenario = Scenario(kube, Feed(kube, STREAM), Watch(kube, STREAM), _values(chosen))
     kube.namespace_made()
     scenario.install()
     scenario.helm_test()
@@ -115,7 +120,7 @@ def main(*, prefix: str, build: str, load: str, namespace: str, soak: float, ima
     scenario.while_facts_flow("process killed", lambda: kube.kill_process(pod))
     scenario.while_facts_flow("pod drained", lambda: kube.delete_pod(pod))
     change = ["--set", "settings.HISTORY_DAYS=3", "--set", "sidecar.replicas=1"]
-    scenario.while_facts_flow("upgrade", lambda: kube.helm("upgrade", *_values(), *change))
+    scenario.while_facts_flow("upgrade", lambda: kube.helm("upgrade", *scenario.values, *change))
     scenario.while_facts_flow("rollback", kube.rollback)
     scenario.helm_test()
     scenario.watch.stop()
@@ -126,13 +131,12 @@ def main(*, prefix: str, build: str, load: str, namespace: str, soak: float, ima
     click.echo("every position was right")
 
 
-def _values() -> list[str]:
+def _values(chosen: tuple[str, ...]) -> list[str]:
     repository, _, tag = IMAGE.rpartition(":")
-    chosen = {"image.repository": repository, "image.tag": tag}
-    chosen |= {f"trial.{server}.image": SERVERS for server in ("kafka", "postgres", "redis")}
+    servers = [f"trial.{server}.image={SERVERS}" for server in ("kafka", "postgres", "redis")]
     values = ["-f", str(CHART / "examples/trial.yaml")]
-    for name, value in chosen.items():
-        values += ["--set", f"{name}={value}"]
+    for one in (f"image.repository={repository}", f"image.tag={tag}", *servers, *chosen):
+        values += ["--set", one]
     return values
 
 
