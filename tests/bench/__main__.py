@@ -100,7 +100,7 @@ def writer_(**sizes: Any) -> None:
 
 
 @main.command("sidecar")
-@_sizes(sidecar.Plan(), "streams", "writers", "each", "all", "seconds", "requests", "asking")
+@_sizes(sidecar.Plan(), "streams", "writers", "each", "all", "lines", "seconds", "requests", "asking")
 def sidecar_(**sizes: Any) -> None:
     """One sidecar with very many clients."""
     _on_servers("sidecar", lambda site: sidecar.run(site, sidecar.Plan(**sizes)))

@@ -18,7 +18,7 @@ SECTIONS: dict[str, tuple[str, Renderer]] = {
     "gap": ("One gap with a million pending IDs", gap.render),
     "flat": ("100 million IDs", flat.render),
     "writer": ("What the writer's library costs a service", writer.render),
-    "sidecar": ("One sidecar with 2 000 clients", sidecar.render),
+    "sidecar": ("One sidecar with 2 500 clients", sidecar.render),
     "soak": ("Memory over time", soak.render),
 }
 

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,28 +13,31 @@ import msgspec
 import numpy as np
 import psutil
 
-from app.stack.server import free_port
+from app.stack.server import LOOPBACK, free_port
 from app.stack.tidemark import Sidecar
-from tests.bench.crowd import asking, following, publishing
+from tests.bench.crowd import asking, following, lining, publishing
 from tests.bench.crowd.publishing import Load, stream_name
 from tests.bench.site import Site
 from tests.bench.table import mib, table
+from tests.bench.topic import create
 from tests.bench.whole import WrongResult
 
 _PERCENTILES = (50, 90, 99, 100)
+CHECKING = 5  # clients of the line protocol that check every line
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`each` clients follow one stream, `all` follow all of them, while `streams` x `writers` move five times a second;
-    then `requests` a second for `asking` seconds."""
+    """`each` clients follow one stream, `all` follow all of them, and `lines` do so by the line protocol, while
+    `streams` x `writers` move five times a second; then `requests` a second for `asking` seconds."""
 
     streams: int = 100
     writers: int = 10
     each: int = 1990
     all: int = 10
+    lines: int = 500
     seconds: float = 30.0
     requests: int = 1000
     asking: float = 30.0
@@ -43,25 +46,30 @@ class Plan:
 def run(site: Site, plan: Plan) -> dict[str, Any]:
     dsn, url = site.database(), site.emptied_redis()
     names = [stream_name(number) for number in range(plan.streams)]
-    stamps = site.directory("stamps") / "stamps"
+    stamps = site.directory("stamps")
     load = Load(dsn, url, plan.streams, plan.writers, plan.seconds)
-    with _sidecar(site, dsn, url) as sidecar:
-        with _process(publishing, load) as publisher:
-            _answer(publisher, dict)
-            crowd = following.Crowd(sidecar.port, names, plan.each, plan.all, str(stamps))
-            with _process(following, crowd) as followers:
-                _answer(followers, dict)
-                click.echo(f"{plan.each + plan.all} clients are there", err=True)
-                before = _processor_seconds(sidecar)
-                _tell(publisher, {})
-                published = _answer(publisher, publishing.Published)
-                _tell(followers, published.positions)
-                saw = _answer(followers, following.Saw)
-                spent = _processor_seconds(sidecar) - before
+    with _sidecar(site, dsn, url) as (sidecar, tcp):
+        crowd = following.Crowd(sidecar.port, names, plan.each, plan.all, str(stamps / "events"))
+        lines = lining.Lines(tcp, plan.streams, plan.writers, plan.lines, CHECKING, str(stamps / "lines"))
+        with ExitStack() as processes:
+            publisher = processes.enter_context(_process(publishing, load))
+            _answer(publisher, dict)  # the streams are there
+            followers = processes.enter_context(_process(following, crowd))
+            liners = processes.enter_context(_process(lining, lines))
+            _answer(followers, dict)
+            _answer(liners, dict)
+            click.echo(f"{plan.each + plan.all + plan.lines} clients are there", err=True)
+            before = _processor_seconds(sidecar)
+            _tell(publisher, {})
+            published = _answer(publisher, publishing.Published)
+            spent = _processor_seconds(sidecar) - before
+            _tell(followers, published.positions)
+            _tell(liners, published.positions)
+            saw, heard = _answer(followers, following.Saw), _answer(liners, lining.Heard)
         peak = _peak(sidecar)
-        if saw.torn or saw.lost or saw.short:
-            raise WrongResult(f"{saw}, {sidecar.log_tail(5)}")
-        click.echo(f"{saw}, {mib(peak)}, {spent:.1f} s of a core, last batch {published.late:.2f} s late", err=True)
+        click.echo(f"{saw}, {heard}, {mib(peak)}, {spent:.1f} s of a core, {published.late:.2f} s late", err=True)
+        if saw.torn or saw.lost or saw.short or heard.torn or heard.lost or heard.short:
+            raise WrongResult(f"{saw}, {heard}, {sidecar.log_tail(5)}")
         with _process(asking, asking.Questions(sidecar.port, names, plan.requests, plan.asking)) as asker:
             answers = _answer(asker, asking.Answers)
     return {
@@ -70,12 +78,15 @@ def run(site: Site, plan: Plan) -> dict[str, Any]:
         "seconds": plan.seconds,
         "each": plan.each,
         "all": plan.all,
+        "lines": plan.lines,
         "moves": saw.moves,
         "bytes": saw.bytes,
+        "line_bytes": heard.bytes,
         "core": spent / plan.seconds,
         "late": published.late,
         "peak": peak,
-        "latency": _percentiles(_latencies(stamps, published.sent)),
+        "latency": _percentiles(_latencies(stamps / "events", published.sent)),
+        "line_latency": _percentiles(_latencies(stamps / "lines", published.sent)),
         "requests": plan.requests,
         "asking": plan.asking,
         "failed": answers.failed,
@@ -84,15 +95,18 @@ def run(site: Site, plan: Plan) -> dict[str, Any]:
 
 
 def render(figures: Mapping[str, Any]) -> list[str]:
-    clients = figures["each"] + figures["all"]
     return [
-        f"{clients:,} clients of `/v1/events` on one sidecar, {figures['each']:,} of which follow one of"
-        f" {figures['streams']} streams and {figures['all']} all of them, while {figures['rate']:,} advances a second"
-        f" pass for {figures['seconds']:.0f} s: five batches a second through the pipeline's own sinks, into Postgres"
-        " and then by `publish.lua` into Redis. Servers, publisher and clients share the machine. Every client checks"
-        f" that each move joins the one before; all ended with the same positions. {figures['moves']:,} moves were"
-        f" told, {figures['bytes'] / 1e6:,.0f} MB; the sidecar took {figures['core']:.2f} of a core and at most"
-        f" {mib(figures['peak'])}.",
+        f"{figures['each'] + figures['all']:,} clients of `/v1/events`, {figures['each']:,} of which follow one of"
+        f" {figures['streams']} streams and {figures['all']} all of them, and {figures['lines']} clients of the line"
+        f" protocol, which all hear everything, on one sidecar, while {figures['rate']:,} advances a second pass for"
+        f" {figures['seconds']:.0f} s: five batches a second by the pipeline's own sinks, into Postgres and then by"
+        " `publish.lua` into Redis. The advances are of IDs without facts. Servers, publisher and clients share the"
+        " machine. Every client of `/v1/events` checks that each move joins the one before, and five of the line"
+        " protocol do; all ended with the same positions.",
+        "",
+        f"The events were {figures['moves']:,} moves, {figures['bytes'] / 1e6:,.0f} MB, the lines"
+        f" {figures['line_bytes'] / 1e6:,.0f} MB; the sidecar took {figures['core']:.2f} of a core and at most"
+        f" {mib(figures['peak'])}. The last batch was published {figures['late']:.2f} s late.",
         "",
         f"Then {figures['requests']:,} requests a second for `/v1/streams/{{stream}}` for {figures['asking']:.0f} s,"
         f" counted from when each was due; {figures['failed']:,} were not answered.",
@@ -100,7 +114,8 @@ def render(figures: Mapping[str, Any]) -> list[str]:
         *table(
             ["", *(f"p{name}" if name != "100" else "highest" for name in figures["latency"])],
             [
-                ["from the call that publishes a batch in Redis to a client", *_cells(figures["latency"])],
+                ["from the call that publishes a batch in Redis to a client's event", *_cells(figures["latency"])],
+                ["from that call to a client's line", *_cells(figures["line_latency"])],
                 ["from a request to its answer", *_cells(figures["answered"])],
             ],
         ),
@@ -121,13 +136,22 @@ def _percentiles(values: list[float]) -> dict[str, float]:
 
 
 @contextmanager
-def _sidecar(site: Site, dsn: str, url: str) -> Iterator[Sidecar]:
-    port = free_port()
-    variables = {"TIDEMARK_POSTGRES_DSN": dsn, "TIDEMARK_REDIS_URL": url, "TIDEMARK_SIDECAR_PORT": str(port)}
+def _sidecar(site: Site, dsn: str, url: str) -> Iterator[tuple[Sidecar, int]]:
+    """A sidecar, and the port of its lines."""
+    port, tcp, topic = free_port(), free_port(), site.fresh("sidecar")
+    create(site.connection, topic, 1)
+    variables = {
+        "TIDEMARK_POSTGRES_DSN": dsn,
+        "TIDEMARK_REDIS_URL": url,
+        "TIDEMARK_SIDECAR_PORT": str(port),
+        "TIDEMARK_SIDECAR_TCP": f"{LOOPBACK}:{tcp}",
+        "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": site.kafka.bootstrap_servers,
+        "TIDEMARK_KAFKA_FACTS_TOPIC": topic,
+    }
     server = Sidecar(site.home, port, variables)
     server.start()
     try:
-        yield server
+        yield server, tcp
     finally:
         server.stop()
 

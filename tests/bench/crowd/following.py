@@ -8,6 +8,7 @@ import asyncio
 import sys
 import time
 from array import array
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -122,8 +123,7 @@ async def run(crowd: Crowd) -> None:
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and not all(client.stands(final) for client in clients):
         await asyncio.sleep(0.1)
-    with open(crowd.stamps, "wb") as file:  # noqa: PTH123 - nothing else runs any more
-        stamps.tofile(file)
+    Path(crowd.stamps).write_bytes(stamps.tobytes())
     _say(
         Saw(
             moves=sum(client.moves for client in clients),
