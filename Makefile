@@ -41,6 +41,10 @@ test: setup ## Run every test, in two processes with servers of their own
 test-quick: setup ## Run the tests that take less than about five seconds each
 	$(BIN)/pytest -m "not slow"
 
+.PHONY: cluster-test
+cluster-test: setup ## Run the pipeline on a Spark cluster of two workers, one of which dies (a minute and a half; needs unshare)
+	$(BIN)/pytest tests/cluster
+
 .PHONY: lint
 lint: setup ## Check style, types and the direction of imports
 	$(BIN)/ruff check

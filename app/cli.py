@@ -79,7 +79,7 @@ def migrate() -> None:
     """Bring the database's schema up to this version."""
     from sinks.migrations import migrate
 
-    applied = migrate(_settings().postgres_dsn.get_secret_value())
+    applied = migrate(_settings().postgres)
     click.echo(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
 
 
@@ -150,8 +150,8 @@ def status(stream: str | None, *, as_json: bool) -> None:
     from sinks.postgres import Postgres, PostgresConfig
 
     settings = _settings()
-    with Postgres(PostgresConfig(settings.postgres_dsn.get_secret_value())) as postgres:
-        postgres.check()
+    with Postgres(PostgresConfig(settings.postgres)) as postgres:
+        postgres.check_readable()
         found = status.read(postgres.states(), stream)
     if stream is not None and not found:
         raise _Failed(f"there is no stream {stream}; `tidemark status` shows all")
@@ -241,7 +241,7 @@ def writer_migrate(
 
     settings = _settings()
     act = writer.plan if dry_run else writer.migrate
-    act(dsn or settings.postgres_dsn.get_secret_value(), names, direction, click.echo)
+    act(dsn or settings.postgres(), names, direction, click.echo)
 
 
 @writer_.command("fence")
@@ -255,7 +255,7 @@ def writer_fence(instance: str, dsn: str | None, *, terminate: bool, retire: boo
     from app import writer
 
     settings = _settings()
-    dsn = dsn or settings.postgres_dsn.get_secret_value()
+    dsn = dsn or settings.postgres()
     if dry_run:
         writer.report(dsn, instance, click.echo)
     else:

@@ -1,10 +1,11 @@
 """Spark for the pipeline: its JVM warms up while servers and the lease are waited for, and its death is noticed."""
 
-import os
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 
 from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
@@ -12,8 +13,11 @@ from pyspark.sql import SparkSession
 from app.settings import Settings
 from app.stack.java import find_java
 from streaming import session
+from streaming.cluster import Cluster, Pods, address_towards
 from streaming.errors import BadSetting, SparkDied, Stopping
 from streaming.jvm import Jvm
+
+_PROPERTY = re.compile(r"(?P<name>spark\.[^\s=:]+)(\s*[=:]\s*|\s+)(?P<value>.*)")
 
 
 class Engine:
@@ -27,11 +31,17 @@ class Engine:
         threading.Thread(target=self._start, name="spark", daemon=True).start()
 
     def session(self, stopping: threading.Event) -> SparkSession:
-        """Wait for the session. Raises Stopping soon after `stopping` is set, and SparkDied."""
+        """Wait for the session. Raises Stopping soon after `stopping` is set, and SparkDied.
+
+        A cluster may end what our JVM runs, and a JVM can have it only once.
+        """
         while not self._session.done():
             if stopping.wait(0.1):
                 raise Stopping("told to stop while Spark started")
-        return self._session.result()
+        spark = self._session.result()
+        if spark.sparkContext._jsc.sc().isStopped():
+            raise SparkDied("its cluster has ended our application")
+        return spark
 
     @contextmanager
     def alive(self) -> Iterator[None]:
@@ -64,13 +74,15 @@ class Engine:
 def running(settings: Settings) -> Iterator[Engine]:
     """Spark for as long as this is entered. Raises Stop where there is no Java, or no connector to Kafka."""
     find_java(settings.java_home)
-    local = settings.spark_master.startswith("local")
+    cluster = None if session.is_local(settings.spark_master) else _cluster(settings)
     wanted = session.SparkSettings(
-        master=settings.spark_master,
+        # To Spark, `local` is one core.
+        master="local[*]" if settings.spark_master == "local" else settings.spark_master,
         memory=settings.spark_driver_memory,
         jars=sorted(settings.spark_jars.glob("*.jar")),
-        tasks=min(settings.shards, os.cpu_count() or 1) if local else settings.shards,
+        tasks=settings.shards if cluster is None else min(settings.shards, cluster.slots),
         local_dir=settings.home / "spark",
+        extra=_extra(settings, cluster),
     )
     if not wanted.jars:
         raise BadSetting("TIDEMARK_SPARK_JARS", f"no jar of Spark's Kafka connector in {settings.spark_jars}")
@@ -79,3 +91,53 @@ def running(settings: Settings) -> Iterator[Engine]:
         yield engine
     finally:
         engine.close()
+
+
+def _cluster(settings: Settings) -> Cluster:
+    return Cluster(
+        driver_host=settings.spark_driver_host or _own_address(settings.spark_master),
+        executors=settings.spark_executors,
+        cores=settings.spark_executor_cores,
+        memory=settings.spark_executor_memory,
+        driver_port=settings.spark_driver_port,
+        block_manager_port=settings.spark_block_manager_port,
+        pods=Pods(
+            image=settings.spark_kubernetes_image,
+            namespace=settings.spark_kubernetes_namespace,
+            service_account=settings.spark_kubernetes_service_account,
+            template=settings.spark_kubernetes_executor_template,
+            driver_pod=settings.spark_kubernetes_driver_pod,
+        ),
+    )
+
+
+def _own_address(master: str) -> str:
+    try:
+        return address_towards(master)
+    except (OSError, ValueError) as error:
+        raise BadSetting("TIDEMARK_SPARK_MASTER", f"there is no way to {master}: {error}") from None
+
+
+def _extra(settings: Settings, cluster: Cluster | None) -> dict[str, str]:
+    extra = {} if cluster is None else cluster.settings()
+    if settings.spark_executor_python is not None:
+        extra["spark.pyspark.python"] = settings.spark_executor_python
+    if settings.spark_conf_file is not None:
+        extra |= properties(settings.spark_conf_file)
+    return extra
+
+
+def properties(path: Path) -> dict[str, str]:
+    """As Spark reads `spark-defaults.conf`: a name and a value a line, with space, `=` or `:` between them."""
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines()]
+    except OSError as error:
+        raise BadSetting("TIDEMARK_SPARK_CONF_FILE", f"cannot read {path}: {error.strerror}") from None
+    found = {}
+    for line in lines:
+        if line and not line.startswith("#"):
+            match = _PROPERTY.fullmatch(line)
+            if match is None:
+                raise BadSetting("TIDEMARK_SPARK_CONF_FILE", f"no setting of Spark in the line {line!r}")
+            found[match["name"]] = match["value"]
+    return found

@@ -8,6 +8,7 @@ are answered from threads of `app.probes`.
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Set
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from app.board import Board
 from app.heads import Heads
 from app.settings import Settings
 from app.start import Start, prepare
+from app.versions import OURS, require_successor
 from sinks.dead_letters import DeadLetters, DeadLettersConfig
 from sinks.lease import Lease, LeaseTerms
 from sinks.mirror import Mirror
@@ -34,7 +36,8 @@ from sources.start import Acceptance
 from sources.topics import Topics
 from streaming import query
 from streaming.checkpoint import Checkpoint, locked
-from streaming.errors import QueryFailed, Retry, Stopping, Unavailable
+from streaming.errors import QueryFailed, Refused, Retry, Rotated, Stopping, Unavailable
+from streaming.session import is_local
 
 log = structlog.get_logger(__name__)
 
@@ -45,6 +48,7 @@ LAST_SECONDS = 9.0
 LONGEST_PAUSE = 5.0
 # A query that fails so often without publishing one batch will not mend itself.
 FAILURES = 6
+SECRETS_SECONDS = 5.0  # between two looks at Kafka's secrets
 
 
 def run(settings: Settings, accept: Set[Acceptance]) -> None:
@@ -69,6 +73,10 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
             try:
                 attempt.run(accept)
                 accept = frozenset()
+            except Refused as error:
+                if not attempt.outdated:
+                    raise
+                log.warning("Trying again with the secrets as they are now", problem=str(error))
             except Retry as error:
                 failures = 0 if attempt.published else failures + 1
                 if isinstance(error, QueryFailed) and failures >= FAILURES:
@@ -96,6 +104,13 @@ class Attempt:
         self._board = board
         self._stopping = stopping
         self._batches: Batches | None = None
+        self._kafka = settings.kafka
+        self._secrets = self._kafka.jvm()
+
+    @property
+    def outdated(self) -> bool:
+        """Whether a secret for Kafka has changed since: its clients take none up while they live."""
+        return self._settings.kafka.jvm() != self._secrets
 
     @property
     def published(self) -> bool:
@@ -104,41 +119,44 @@ class Attempt:
 
     def run(self, accept: Set[Acceptance]) -> None:
         """Returns when asked to stop. Raises Retry where another attempt may succeed, and Stop."""
-        settings, stopping = self._settings, self._stopping
-        dsn = settings.postgres_dsn.get_secret_value()
+        settings, stopping, kafka = self._settings, self._stopping, self._kafka
         with ExitStack() as stack:
             stack.enter_context(self._spark.alive())
-            postgres = stack.enter_context(Postgres(PostgresConfig(dsn, settings.history_days)))
+            checkpoint = self._checkpoint
+            if not is_local(settings.spark_master):
+                checkpoint = stack.enter_context(checkpoint.apart())
+            postgres = stack.enter_context(Postgres(PostgresConfig(settings.postgres, settings.history_days)))
             postgres.check()
+            require_successor(postgres.pipeline_version())
             lease = stack.enter_context(
-                Lease.acquire(dsn, LeaseTerms(settings.owner, settings.lease_seconds), stopping)
+                Lease.acquire(
+                    settings.postgres, LeaseTerms(settings.owner, settings.lease_seconds, version=OURS), stopping
+                )
             )
             metrics.LEASE_TOKEN.set(lease.token)
             stack.callback(metrics.LEASE_TOKEN.set, 0)
-            topics = Topics(settings.kafka)
-            start = prepare(settings, self._checkpoint, postgres, topics, accept)
+            topics = Topics(kafka)
+            start = prepare(settings, checkpoint, postgres, topics, accept)
             self._board.load(start.states, start.read)
-            redis = stack.enter_context(
-                Redis(RedisConfig(settings.redis_url.get_secret_value(), settings.advances_kept))
-            )
+            redis = stack.enter_context(Redis(RedisConfig(settings.redis, settings.advances_kept)))
             with suppress(Unavailable):  # that is waited for when there is something to publish
                 redis.check()
             mirror = Mirror(postgres, redis, lease)
             watch = stack.enter_context(Watch(mirror, postgres, redis, lease, WatchTerms()))
-            kafka = settings.kafka
             dead_letters = stack.enter_context(
                 DeadLetters(DeadLettersConfig(settings.kafka_dead_letters_topic, kafka.client(), kafka.producer()))
             )
             publisher = Publisher(postgres, mirror, dead_letters, lease, stopping)
+            publisher.bury_left(start.seed.lineage)
             heads = stack.enter_context(Heads(topics, start.partitions, self._board).running())
             self._batches = Batches(publisher, self._board, start.seed.lineage, start.partitions)
-            running = stack.enter_context(self._query(start, self._batches))
+            running = stack.enter_context(self._query(start, checkpoint, self._batches))
             self._supervise(running, lease, (self._batches, heads, watch))
 
     @contextmanager
-    def _query(self, start: Start, batches: Batches) -> Iterator[StreamingQuery]:
+    def _query(self, start: Start, checkpoint: Checkpoint, batches: Batches) -> Iterator[StreamingQuery]:
         settings, spark = self._settings, self._spark.session(self._stopping)
-        options = source_options(settings.kafka, start.offsets, settings.max_records_per_batch)
+        options = source_options(self._kafka, start.offsets, settings.max_records_per_batch)
         effects = query.positions(
             query.source(spark, options),
             facts=settings.kafka_facts_topic,
@@ -149,7 +167,7 @@ class Attempt:
         )
         running = (
             effects.writeStream.queryName("tidemark")
-            .option("checkpointLocation", str(self._checkpoint.path))
+            .option("checkpointLocation", str(checkpoint.path))
             .foreachBatch(batches)
             .start()
         )
@@ -164,12 +182,17 @@ class Attempt:
                 running.stop()
 
     def _supervise(self, running: StreamingQuery, lease: Lease, threads: tuple[Batches, Heads, Watch]) -> None:
+        looked = time.monotonic()
         while not self._stopping.is_set():
             metrics.HEARTBEAT.set_to_current_time()
             lease.check()
             for thread in threads:
                 if thread.failure is not None:
                     raise thread.failure
+            if time.monotonic() - looked > SECRETS_SECONDS:
+                looked = time.monotonic()
+                if self.outdated:
+                    raise Rotated("Kafka")
             if not running.isActive:
                 raise QueryFailed(_cause(running))
             if not running.status["message"].startswith("Initializing"):

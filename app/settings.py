@@ -8,12 +8,14 @@ import os
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 import psycopg
 from dotenv import dotenv_values
-from psycopg.conninfo import conninfo_to_dict
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from pydantic import AfterValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
@@ -23,7 +25,8 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from sources.kafka import KafkaConnection
+from sinks.redis_address import RedisAddress
+from sources.kafka import KafkaConnection, OAuth
 from streaming.bounds import Bounds
 from streaming.errors import BadSetting
 
@@ -42,8 +45,8 @@ def _is_conninfo(secret: SecretStr) -> SecretStr:
 
 
 def _is_redis_url(secret: SecretStr) -> SecretStr:
-    if not re.match(r"(rediss?|unix)://", secret.get_secret_value()):
-        raise ValueError("not a Redis URL (redis://, rediss:// or unix://)")
+    if not re.match(r"(rediss?(\+(sentinel|cluster))?|unix)://", secret.get_secret_value()):
+        raise ValueError("not a Redis URL (redis://, rediss:// or unix://, redis+sentinel:// or redis+cluster://)")
     return secret
 
 
@@ -65,7 +68,12 @@ PostgresDsn = Annotated[SecretStr, AfterValidator(_is_conninfo)]
 RedisUrl = Annotated[SecretStr, AfterValidator(_is_redis_url)]
 HostPort = Annotated[str, AfterValidator(_is_host_port)]
 Positive = Annotated[int, Field(ge=1)]
+Memory = Annotated[str, Field(pattern=r"^[1-9]\d*[kmgt]$")]
 Topic = Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]{1,249}$")]
+
+
+_LOGIN = ("kafka_sasl_mechanism", "kafka_username", "kafka_password")
+_OAUTHBEARER = tuple(f"kafka_sasl_oauthbearer_{part}" for part in ("token_endpoint_url", "client_id", "client_secret"))
 
 
 class Settings(BaseSettings):
@@ -90,17 +98,32 @@ class Settings(BaseSettings):
     kafka_security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = Field(
         "PLAINTEXT", description="How brokers are reached."
     )
-    kafka_sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] | None = Field(
+    kafka_sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] | None = Field(
         None, description="How to log in where the protocol has SASL."
     )
-    kafka_username: str | None = Field(None, description="User name for SASL.")
-    kafka_password: SecretStr | None = Field(None, description="Password for SASL.")
+    kafka_username: str | None = Field(None, description="User name for PLAIN and SCRAM.")
+    kafka_password: SecretStr | None = Field(None, description="Password for PLAIN and SCRAM.")
+    kafka_sasl_oauthbearer_token_endpoint_url: str | None = Field(
+        None, pattern=r"^https?://", description="OAUTHBEARER: where tokens come from, https://..."
+    )
+    kafka_sasl_oauthbearer_client_id: str | None = Field(None, description="OAUTHBEARER: our name there.")
+    kafka_sasl_oauthbearer_client_secret: SecretStr | None = Field(None, description="OAUTHBEARER: our secret there.")
+    kafka_sasl_oauthbearer_scope: str | None = Field(None, description="OAUTHBEARER: scope to ask for.")
     kafka_ca_file: Path | None = Field(None, description="PEM file of the authority that signed the brokers' names.")
+    kafka_ssl_certificate_file: Path | None = Field(None, description="PEM file of our certificate, for mutual TLS.")
+    kafka_ssl_key_file: Path | None = Field(None, description="PEM file (PKCS#8) of the key of that certificate.")
 
     postgres_dsn: PostgresDsn = Field(
         SecretStr("postgresql://localhost:5432/tidemark"), description="Postgres URL or key=value words."
     )
-    redis_url: RedisUrl = Field(SecretStr("redis://localhost:6379/0"), description="Redis URL (redis, rediss, unix).")
+    postgres_password: SecretStr | None = Field(None, description="Password, in place of one in the address.")
+    redis_url: RedisUrl = Field(
+        SecretStr("redis://localhost:6379/0"),
+        description="Redis URL: redis, rediss (TLS), unix, redis[s]+sentinel, redis[s]+cluster.",
+    )
+    redis_password: SecretStr | None = Field(None, description="Password, in place of one in the URL.")
+    redis_sentinel_password: SecretStr | None = Field(None, description="Password of the Sentinels, if they have one.")
+    redis_ca_file: Path | None = Field(None, description="PEM file of the authority that signed Redis's names.")
 
     shards: Annotated[int, Field(ge=1, le=4096)] = Field(
         16, description="Groups that streams are spread over; a change needs --accept shards."
@@ -109,9 +132,38 @@ class Settings(BaseSettings):
         default_factory=lambda known: known["home"] / "checkpoint",
         description="Directory of Spark's checkpoint; disposable while the pipeline is stopped.",
     )
-    spark_master: str = Field("local[*]", min_length=1, description="Where Spark runs.")
-    spark_driver_memory: str = Field(
-        "1g", pattern=r"^[1-9]\d*[kmgt]$", description="Heap of Spark's driver, such as 512m or 2g."
+    spark_master: str = Field(
+        "local",
+        pattern=r"^(local(\[(\*|[1-9]\d*)\])?|spark://.+|k8s://.+)$",
+        description="Where Spark runs: local (on all cores we may use), local[N], spark://host:7077, k8s://https://host.",
+    )
+    spark_driver_memory: Memory = Field("1g", description="Heap of Spark's driver, such as 512m or 2g.")
+    spark_driver_host: str | None = Field(
+        None, min_length=1, description="Name by which executors reach this process; without it the host's own."
+    )
+    spark_driver_port: AnyPort = Field(0, description="Port at which executors reach the driver; 0 = any free one.")
+    spark_block_manager_port: AnyPort = Field(
+        0, description="Port at which processes of Spark send each other data; 0 = any free one."
+    )
+    spark_executors: Positive = Field(2, description="Executors on a cluster.")
+    spark_executor_cores: Positive = Field(1, description="Cores of each executor.")
+    spark_executor_memory: Memory = Field("1g", description="Heap of each executor.")
+    spark_executor_python: str | None = Field(
+        None, min_length=1, description="Python of the executors, with Tidemark's dependencies; without it ours."
+    )
+    spark_kubernetes_image: str | None = Field(None, min_length=1, description="Image of executor pods.")
+    spark_kubernetes_namespace: str | None = Field(None, min_length=1, description="Namespace of executor pods.")
+    spark_kubernetes_service_account: str | None = Field(
+        None, min_length=1, description="Service account of executor pods; they need no right."
+    )
+    spark_kubernetes_driver_pod: str | None = Field(
+        None, min_length=1, description="Name of the pod that we run in: executors end with it."
+    )
+    spark_kubernetes_executor_template: Path | None = Field(
+        None, description="YAML file of a pod that executor pods are made after."
+    )
+    spark_conf_file: Path | None = Field(
+        None, description="Properties file with settings of Spark's own; they win over Tidemark's."
     )
     spark_jars: Path = Field(
         default_factory=lambda known: known["home"] / "jars" / "connector",
@@ -182,9 +234,8 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _sasl_is_complete(self) -> Self:
-        missing = [
-            name for name in ("kafka_sasl_mechanism", "kafka_username", "kafka_password") if getattr(self, name) is None
-        ]
+        needed = _OAUTHBEARER if self.kafka_sasl_mechanism == "OAUTHBEARER" else _LOGIN
+        missing = [name for name in needed if getattr(self, name) is None]
         if self.kafka_security_protocol.startswith("SASL") and missing:
             raise ValueError(
                 f"{PREFIX}KAFKA_SECURITY_PROTOCOL={self.kafka_security_protocol} also needs "
@@ -192,16 +243,64 @@ class Settings(BaseSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _certificate_has_its_key(self) -> Self:
+        pair = "kafka_ssl_certificate_file", "kafka_ssl_key_file"
+        missing = [name for name in pair if getattr(self, name) is None]
+        if len(missing) == 1:
+            raise ValueError(
+                f"{' and '.join(map(variable_of, pair))} go together; {variable_of(missing[0])} is not set"
+            )
+        return self
+
     @property
     def kafka(self) -> KafkaConnection:
+        """With the secrets as their files have them now."""
         return KafkaConnection(
             bootstrap=self.kafka_bootstrap_servers,
             protocol=self.kafka_security_protocol,
             mechanism=self.kafka_sasl_mechanism,
             username=self.kafka_username,
-            password=self.kafka_password.get_secret_value() if self.kafka_password else None,
-            ca_file=str(self.kafka_ca_file) if self.kafka_ca_file else None,
+            password=self._secret("kafka_password"),
+            ca_file=_text(self.kafka_ca_file),
+            certificate_file=_text(self.kafka_ssl_certificate_file),
+            key_file=_text(self.kafka_ssl_key_file),
+            oauth=self._kafka_oauth(),
         )
+
+    def _kafka_oauth(self) -> OAuth | None:
+        if self.kafka_sasl_mechanism != "OAUTHBEARER":
+            return None
+        return OAuth(
+            token_url=self.kafka_sasl_oauthbearer_token_endpoint_url or "",
+            client_id=self.kafka_sasl_oauthbearer_client_id or "",
+            client_secret=self._secret("kafka_sasl_oauthbearer_client_secret") or "",
+            scope=self.kafka_sasl_oauthbearer_scope,
+        )
+
+    @property
+    def redis(self) -> RedisAddress:
+        return RedisAddress(
+            self.redis_url.get_secret_value(),
+            password=partial(self._secret, "redis_password"),
+            sentinel_password=partial(self._secret, "redis_sentinel_password"),
+            ca_file=_text(self.redis_ca_file),
+        )
+
+    def postgres(self) -> str:
+        """The address, with the secrets as their files have them now."""
+        dsn = self._secret("postgres_dsn") or ""
+        password = self._secret("postgres_password")
+        return dsn if password is None else make_conninfo(dsn, password=password)
+
+    def _secret(self, name: str) -> str | None:
+        """A secret's value, read anew where it is in a file; what was read at the start while the file is away."""
+        path = os.environ.get(f"{variable_of(name)}_FILE")
+        with suppress(OSError):
+            if path:
+                return _read(Path(path))
+        known: SecretStr | None = getattr(self, name)
+        return None if known is None else known.get_secret_value()
 
     @property
     def bounds(self) -> Bounds:
@@ -244,13 +343,21 @@ class _SecretFiles(PydanticBaseSettingsSource):
         if os.environ.get(variable_of(field_name)):
             raise BadSetting(variable, f"{variable_of(field_name)} is set too; keep one of them")
         try:
-            return Path(path).read_text().rstrip("\r\n"), field_name, False
+            return _read(Path(path)), field_name, False
         except OSError as error:
             raise BadSetting(variable, f"cannot read {path}: {error.strerror}") from None
 
     def __call__(self) -> dict[str, Any]:
         values = {name: self.get_field_value(field, name)[0] for name, field in Settings.model_fields.items()}
         return {name: value for name, value in values.items() if value is not None}
+
+
+def _read(secret: Path) -> str:
+    return secret.read_text().rstrip("\r\n")
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def load() -> Settings:

@@ -74,9 +74,9 @@ def run(settings: Settings, play: Play, *, verify: bool) -> None:
 def _stage(settings: Settings, cast: Cast) -> Stage:
     """Everything that the play needs, made where it is missing."""
     Topics(settings.kafka).describe([settings.kafka_facts_topic])
-    dsn = tables.make_database(settings.postgres_dsn.get_secret_value())
+    dsn = tables.make_database(settings.postgres())
     streams = cast.stream_list()
-    with Positions(settings.redis_url.get_secret_value()) as positions:
+    with Positions(settings.redis) as positions:
         for stream in tables.missing(dsn, streams):
             # A sequence that starts anew below known positions would look like a database set back (DESIGN 3).
             if isinstance(positions.get(stream.name), Standing):

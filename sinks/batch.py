@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from streaming.effects import Advance, ShardEffects, StreamEffects
+from streaming.packet import Rejected
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,9 @@ class Batch:
 
     def streams(self) -> Iterator[tuple[ShardEffects, StreamEffects]]:
         return ((shard, stream) for shard in self.effects for stream in shard.streams)
+
+    def rejected(self) -> list[Rejected]:
+        return [item for shard in self.effects for item in shard.rejected]
 
     def offsets(self) -> dict[str, dict[int, int]]:
         """Topic -> partition -> the next offset to read."""

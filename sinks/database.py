@@ -3,9 +3,11 @@
 Not a pool: the pipeline has a handful of threads and each of them owns one `Database`.
 """
 
+import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -15,6 +17,9 @@ from psycopg.rows import TupleRow
 from streaming.errors import BadSetting, Refused, TidemarkError, Unavailable
 
 Connection = psycopg.Connection[TupleRow]
+
+Dsn: TypeAlias = str | Callable[[], str]
+"""An address, or who knows it: asked at every new connection, because passwords rotate."""
 
 # A peer that vanished without a word (its host died) must not hold a batch for the two hours that TCP would.
 _DEFAULTS = {
@@ -39,12 +44,18 @@ _RETRIED_CODES = {
     "57P05",  # idle session
 }
 _REFUSALS = {
-    "28": "check the user and the password in TIDEMARK_POSTGRES_DSN",
+    "28": "check the user and the password in TIDEMARK_POSTGRES_DSN, or TIDEMARK_POSTGRES_PASSWORD",
     "3D": "create the database, or correct its name in TIDEMARK_POSTGRES_DSN",
     "3F": "run `tidemark migrate`",
     "42P01": "run `tidemark migrate`",
     "42501": "grant the user the role tidemark_owner, or run `tidemark migrate` as a user who may create a schema",
 }
+
+# What libpq says where the two sides do not trust each other; it has no code for it.
+_DISTRUST = re.compile(
+    r"certificate verify failed|does not match host name|not support SSL|(root )?certificate file|private key file"
+    r"|alert (unknown ca|certificate required|bad certificate)|requires a valid client certificate"
+)
 
 
 def address(dsn: str) -> str:
@@ -94,9 +105,10 @@ class Database:
     tell a wrong password from a server that is out of connections.
     """
 
-    def __init__(self, dsn: str, application: str) -> None:
-        self.where = address(dsn)
-        self._conninfo = conninfo(dsn, application)
+    def __init__(self, dsn: Dsn, application: str) -> None:
+        self._dsn = dsn
+        self._application = application
+        self.where = address(self._current())
         self._connection: Connection | None = None
         self._trusted = False
         self._lock = threading.RLock()
@@ -120,17 +132,26 @@ class Database:
         return self._connection
 
     def _connect(self) -> Connection:
+        wanted = conninfo(self._current(), self._application)
         try:
-            return psycopg.connect(self._conninfo, autocommit=True)
-        except psycopg.OperationalError:
-            if self._trusted or PGconn.ping(self._conninfo.encode()) != Ping.OK:
+            return psycopg.connect(wanted, autocommit=True)
+        except psycopg.OperationalError as error:
+            if self._trusted:
+                raise
+            if _DISTRUST.search(str(error)):
+                do = "check sslmode, sslrootcert, sslcert and sslkey in TIDEMARK_POSTGRES_DSN"
+                raise Refused("Postgres", self.where, _first_line(error), do) from error
+            if PGconn.ping(wanted.encode()) != Ping.OK:
                 raise
         # The server answers, but not us; or it came up between the two calls, hence once more.
         try:
-            return psycopg.connect(self._conninfo, autocommit=True)
+            return psycopg.connect(wanted, autocommit=True)
         except psycopg.OperationalError as error:
-            do = "check user, password and database in TIDEMARK_POSTGRES_DSN"
+            do = "check user, password and database in TIDEMARK_POSTGRES_DSN, or TIDEMARK_POSTGRES_PASSWORD"
             raise Refused("Postgres", self.where, _first_line(error), do) from error
+
+    def _current(self) -> str:
+        return self._dsn if isinstance(self._dsn, str) else self._dsn()
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from typing import LiteralString, Self
 import structlog
 from psycopg.errors import LockNotAvailable
 
-from sinks.database import Connection, Database
+from sinks.database import Connection, Database, Dsn
 from streaming.errors import LeaseLost, Stopping, TidemarkError, Unavailable
 
 log = structlog.get_logger(__name__)
@@ -32,7 +32,7 @@ def session_name(token: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LeaseTerms:
-    """`owner` names us for people. Times are seconds.
+    """`owner` names us for people, `version` is that of our Tidemark. Times are seconds.
 
     `ttl` without a renewal, and the lease is up for others. `grace` is how long an owner's lost session is given to
     come back before a waiter takes over. `poll` is how often a waiter looks.
@@ -42,6 +42,7 @@ class LeaseTerms:
     ttl: float = 15.0
     grace: float = 2.0
     poll: float = 0.5
+    version: str = ""
 
 
 class Lease:
@@ -58,7 +59,7 @@ class Lease:
         self._renewal = threading.Thread(target=self._renew_until_closed, name="lease", daemon=True)
 
     @classmethod
-    def acquire(cls, dsn: str, terms: LeaseTerms, stopping: threading.Event) -> Self:
+    def acquire(cls, dsn: Dsn, terms: LeaseTerms, stopping: threading.Event) -> Self:
         """Wait for the lease and take it; may wait for ever. Raises `Stopping` soon after `stopping` is set.
 
         Postgres being away is waited out too. Raises `Refused` where it answers and says no.
@@ -202,9 +203,15 @@ class _Waiter:
             with connection.transaction():
                 connection.execute("set local lock_timeout = '2s'")
                 taken = connection.execute(
-                    "update tidemark.query_lease set token = token + 1, owner = %(owner)s, since = clock_timestamp(),"
-                    " expires_at = clock_timestamp() + %(ttl)s * interval '1 second' where token = %(token)s",
-                    {"owner": self._terms.owner, "ttl": self._terms.ttl, "token": token},
+                    "update tidemark.query_lease set token = token + 1, owner = %(owner)s, version = %(version)s,"
+                    " since = clock_timestamp(), expires_at = clock_timestamp() + %(ttl)s * interval '1 second'"
+                    " where token = %(token)s",
+                    {
+                        "owner": self._terms.owner,
+                        "version": self._terms.version,
+                        "ttl": self._terms.ttl,
+                        "token": token,
+                    },
                 ).rowcount
         except LockNotAvailable:
             self._say("Waiting for the lease: the last owner's batch is still being written")

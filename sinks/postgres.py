@@ -9,15 +9,17 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Self
 
+import msgspec
 import structlog
 
 from sinks import migrations
 from sinks.batch import Applied, Batch
 from sinks.columns import execute
 from sinks.condition import Conditions
-from sinks.database import Database
+from sinks.database import Database, Dsn
 from sinks.transaction import apply
 from streaming.effects import Advance, Late
+from streaming.packet import Rejected
 
 log = structlog.get_logger(__name__)
 
@@ -26,7 +28,7 @@ log = structlog.get_logger(__name__)
 class PostgresConfig:
     """`dsn` may hold a password. The history of advances and of closed gaps is kept for `history_days`."""
 
-    dsn: str = field(repr=False)
+    dsn: Dsn = field(repr=False)
     history_days: int = 7
 
 
@@ -71,6 +73,16 @@ class PastLate:
     time: int
 
 
+@dataclass(frozen=True, slots=True)
+class UnsentLetters:
+    query: str
+    batch: int
+    rejected: list[Rejected]
+
+
+_rejected = msgspec.msgpack.Decoder(list[Rejected])
+
+
 class Postgres:
     """All methods raise `Unavailable` (call again) and `Refused`; any thread may call them. A context manager."""
 
@@ -92,14 +104,39 @@ class Postgres:
         self._reads.close()
 
     def check(self) -> None:
-        """Raise `SchemaMismatch` unless the schema is the one that this Tidemark was written for."""
+        """Raise `SchemaMismatch` unless this Tidemark can write in the schema."""
         with self._reads.session() as connection:
             migrations.check(connection)
+
+    def check_readable(self) -> None:
+        """Raise `SchemaMismatch` unless this Tidemark can read the schema."""
+        with self._reads.session() as connection:
+            migrations.check_readable(connection)
+
+    def pipeline_version(self) -> str:
+        """Of the Tidemark whose pipeline took the lease last; empty where none did, or it did not say."""
+        with self._reads.session() as connection:
+            # In this way also of a schema in which the column is still missing.
+            row = connection.execute("select to_jsonb(l) ->> 'version' from tidemark.query_lease l").fetchone()
+        return (row[0] or "") if row else ""
 
     def apply(self, batch: Batch) -> Applied:
         """Commit the batch. After `Unavailable` the commit may have happened: calling again finds that out."""
         with self._batches.session() as connection:
             return apply(connection, batch)
+
+    def unsent_letters(self) -> list[UnsentLetters]:
+        """Rejected records that are not known to be in the dead letters, oldest batch of each query first."""
+        with self._reads.session() as connection:
+            rows = connection.execute(
+                "select query, batch, rejected from tidemark.unsent_letters order by query, batch"
+            ).fetchall()
+        return [UnsentLetters(query, batch, _rejected.decode(data)) for query, batch, data in rows]
+
+    def letters_sent(self, query: str, batch: int) -> None:
+        """The dead letters of this batch are in Kafka."""
+        with self._batches.session() as connection:
+            connection.execute("delete from tidemark.unsent_letters where (query, batch) = (%s, %s)", (query, batch))
 
     def last_batch(self) -> tuple[str, int] | None:
         """Query and number of the batch that was applied last."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import structlog
@@ -88,7 +89,22 @@ class Publisher:
         return self._mirror.publish(batch, applied)
 
     def bury(self, batch: Batch) -> Buried:
-        return self._dead_letters.send([item for shard in batch.effects for item in shard.rejected])
+        rejected = batch.rejected()
+        buried = self._dead_letters.send(rejected)
+        if rejected:
+            self._postgres.letters_sent(batch.query, batch.number)
+        return buried
+
+    def bury_left(self, query: str) -> None:
+        """Send the dead letters of batches that no query will bring again, because their checkpoint is gone.
+
+        `query` goes on, and repeats its last batch by itself. Waits and raises as `publish` does.
+        """
+        for left in self._postgres.unsent_letters():
+            if left.query != query:
+                self._patiently(partial(self._dead_letters.send, left.rejected))
+                self._postgres.letters_sent(left.query, left.batch)
+                log.info("Sent dead letters that an earlier query had left", query=left.query, batch=left.batch)
 
     def _patiently(self, step: Callable[[], T]) -> tuple[T, float]:
         def checked() -> T:

@@ -3,22 +3,20 @@
 The keys of a stream share a hash tag and are written by one script (`publish.lua`), one call per stream.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha1
 from importlib.resources import files
 from typing import Any, Literal, Self
 
 import msgspec
-import redis
 from redis import exceptions as problems
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from sinks.changes import Change
-from sinks.redis_problems import Remedies, explained
-from streaming.errors import BadSetting, LeaseLost
+from sinks.redis_address import RedisAddress, redis_address
+from sinks.redis_problems import Remedies
+from sinks.redis_session import RedisSession
+from streaming.errors import LeaseLost
 
 STREAMS = "tidemark:streams"
 SENTINEL = "tidemark:sentinel"
@@ -32,16 +30,17 @@ Mode = Literal["new", "known", "mend", "anew"]
 """How a change is published; `publish.lua` says what each means."""
 
 _REMEDIES = Remedies(
-    access="check user and password in TIDEMARK_REDIS_URL",
+    access="check user and password in TIDEMARK_REDIS_URL, or TIDEMARK_REDIS_PASSWORD",
+    transport="check that TIDEMARK_REDIS_URL begins with rediss, the name in it, and TIDEMARK_REDIS_CA_FILE",
     rights="give the user all rights on the keys and channels tidemark:*, and see that nothing else writes there",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class RedisConfig:
-    """`url` may hold a password. `advances_kept` bounds each stream's list of advances, about. `timeout` in seconds."""
+    """`advances_kept` bounds each stream's list of advances, about. `timeout` in seconds."""
 
-    url: str = field(repr=False)
+    address: str | RedisAddress = field(repr=False)
     advances_kept: int = 10_000
     timeout: float = 5.0
 
@@ -61,29 +60,13 @@ def key(stream: str, name: str) -> str:
     return f"tidemark:{{{stream}}}:{name}"
 
 
-def address(options: Mapping[str, Any]) -> str:
-    """Where a connection pool connects to, fit for a message: no user, no password."""
-    return str(options.get("path") or f"{options.get('host')}:{options.get('port')}/{options.get('db', 0)}")
-
-
 class Redis:
-    """One server. Any thread may call; all methods raise `Unavailable` (call again) and `Refused`."""
+    """One server or a Cluster. Any thread may call; all methods raise `Unavailable` (call again) and `Refused`."""
 
     def __init__(self, config: RedisConfig) -> None:
         self._kept = config.advances_kept
-        try:
-            self._client = redis.Redis.from_url(
-                config.url,
-                decode_responses=True,
-                socket_timeout=config.timeout,
-                socket_connect_timeout=config.timeout,
-                retry=Retry(NoBackoff(), 0),  # the publisher waits, and says so
-            )
-        except ValueError:
-            raise BadSetting(
-                "TIDEMARK_REDIS_URL", "is not a Redis address; write redis://user:password@host:6379/0"
-            ) from None
-        self.where = address(self._client.connection_pool.connection_kwargs)
+        self._session = RedisSession(redis_address(config.address), _REMEDIES, config.timeout)
+        self.where = self._session.where
 
     def __enter__(self) -> Self:
         return self
@@ -92,12 +75,12 @@ class Redis:
         self.close()
 
     def close(self) -> None:
-        self._client.close()
+        self._session.close()
 
     def check(self) -> None:
         """Raise `Refused` where Redis does not let us in: at the start, rather than at the first batch."""
-        with self._translated():
-            self._client.ping()
+        with self._session.use() as client:
+            client.ping()
 
     def publish(self, token: int, calls: Sequence[tuple[Mode, Change]]) -> list[str]:
         """Publish each change; returns the streams for which nothing was written because Redis has lost data.
@@ -118,12 +101,12 @@ class Redis:
     def name(self, streams: Collection[str]) -> None:
         """Add to the set of stream names."""
         if streams:
-            with self._translated():
-                self._client.sadd(STREAMS, *streams)
+            with self._session.use() as client:
+                client.sadd(STREAMS, *streams)
 
     def held(self, streams: Sequence[str]) -> dict[str, Held]:
-        with self._translated():
-            pipeline = self._client.pipeline(transaction=False)
+        with self._session.use() as client:
+            pipeline = client.pipeline(transaction=False)
             for stream in streams:
                 pipeline.get(key(stream, "linear"))
                 pipeline.get(key(stream, "head"))
@@ -144,27 +127,24 @@ class Redis:
 
     def stamp(self, value: str) -> str | None:
         """Leave `value` at the sentinel and take what was there: anything but our last stamp means lost writes."""
-        with self._translated():
-            before: Any = self._client.set(SENTINEL, value, get=True)
+        with self._session.use() as client:
+            before = client.set(SENTINEL, value, get=True)
             return None if before is None else str(before)
 
     def _run(self, token: int, chunk: Sequence[tuple[Mode, Change]]) -> list[list[str]]:
-        with self._translated():
-            pipeline = self._client.pipeline(transaction=False)
-            for place, (mode, change) in enumerate(chunk):
-                keys = [key(change.stream, name) for name in _KEYS]
-                arguments = (mode, str(token), str(self._kept), msgspec.msgpack.encode(change))
-                # The first call teaches the server the script, whatever it forgot; the others name it.
-                if place == 0:
-                    pipeline.eval(_SCRIPT, len(keys), *keys, *arguments)
-                else:
-                    pipeline.evalsha(_SHA, len(keys), *keys, *arguments)
-            answers: list[list[str]] = pipeline.execute()
-            return answers
+        with self._session.use() as client:
+            try:
+                return self._called(client, token, chunk)
+            except problems.NoScriptError:  # a new server, or one that was restarted
+                client.script_load(_SCRIPT)
+                return self._called(client, token, chunk)
 
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except problems.RedisError as error:
-            raise explained(error, self.where, _REMEDIES) from error
+    def _called(self, client: Any, token: int, chunk: Sequence[tuple[Mode, Change]]) -> list[list[str]]:
+        pipeline = client.pipeline(transaction=False)
+        for mode, change in chunk:
+            keys = [key(change.stream, name) for name in _KEYS]
+            arguments = (mode, str(token), str(self._kept), msgspec.msgpack.encode(change))
+            # Not `evalsha`, which redis-py does not want in a pipeline to a Cluster, although each call has its node.
+            pipeline.execute_command("EVALSHA", _SHA, len(keys), *keys, *arguments)
+        answers: list[list[str]] = pipeline.execute()
+        return answers

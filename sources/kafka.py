@@ -7,7 +7,10 @@ differently. This module knows both; it opens no connection and knows nothing of
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeAlias
+
+from streaming.errors import BadSetting
 
 EARLIEST = -2
 """Spark's word for "the oldest record of the partition" among starting offsets."""
@@ -15,19 +18,32 @@ EARLIEST = -2
 Offsets: TypeAlias = dict[str, dict[int, int]]
 """The next offset to read, by topic and partition; may be `EARLIEST`."""
 
+_SECURITY = "org.apache.kafka.common.security"
 _LOGIN_MODULES = {
-    "PLAIN": "org.apache.kafka.common.security.plain.PlainLoginModule",
-    "SCRAM-SHA-256": "org.apache.kafka.common.security.scram.ScramLoginModule",
-    "SCRAM-SHA-512": "org.apache.kafka.common.security.scram.ScramLoginModule",
+    "PLAIN": f"{_SECURITY}.plain.PlainLoginModule",
+    "SCRAM-SHA-256": f"{_SECURITY}.scram.ScramLoginModule",
+    "SCRAM-SHA-512": f"{_SECURITY}.scram.ScramLoginModule",
+    "OAUTHBEARER": f"{_SECURITY}.oauthbearer.OAuthBearerLoginModule",
 }
 
 
 @dataclass(frozen=True, slots=True)
+class OAuth:
+    """Client credentials of OAuth 2: where tokens come from (`token_url`), and who we are there."""
+
+    token_url: str
+    client_id: str
+    client_secret: str = field(repr=False)
+    scope: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class KafkaConnection:
-    """Where the brokers are and how to be let in. `ca_file` is a PEM file; without it the system's roots count.
+    """Where the brokers are and how to be let in. Files are PEM; without `ca_file` the system's roots count.
 
     `protocol` is one of PLAINTEXT, SSL, SASL_PLAINTEXT, SASL_SSL; `mechanism` one of PLAIN, SCRAM-SHA-256,
-    SCRAM-SHA-512 (app/settings.py checks both).
+    SCRAM-SHA-512, OAUTHBEARER, and the last needs `oauth` (app/settings.py checks them). With `certificate_file` and
+    `key_file` (PKCS#8, without a password) the brokers know us by our certificate.
     """
 
     bootstrap: str
@@ -36,6 +52,9 @@ class KafkaConnection:
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     ca_file: str | None = None
+    certificate_file: str | None = None
+    key_file: str | None = None
+    oauth: OAuth | None = None
 
     def client(self) -> dict[str, str]:
         """Settings of any librdkafka client. Holds the password: never log it."""
@@ -52,7 +71,17 @@ class KafkaConnection:
             "sasl.username": self.username,
             "sasl.password": self.password,
             "ssl.ca.location": self.ca_file,
+            "ssl.certificate.location": self.certificate_file,
+            "ssl.key.location": self.key_file,
         }
+        if self.oauth is not None:
+            optional |= {
+                "sasl.oauthbearer.method": "oidc",
+                "sasl.oauthbearer.token.endpoint.url": self.oauth.token_url,
+                "sasl.oauthbearer.client.id": self.oauth.client_id,
+                "sasl.oauthbearer.client.secret": self.oauth.client_secret,
+                "sasl.oauthbearer.scope": self.oauth.scope,
+            }
         return settings | {name: value for name, value in optional.items() if value is not None}
 
     def producer(self) -> dict[str, str]:
@@ -67,17 +96,54 @@ class KafkaConnection:
         }
 
     def jvm(self) -> dict[str, str]:
-        """The same connection for the JVM's Kafka client, without Spark's `kafka.` prefix."""
+        """The same connection for the JVM's Kafka client, without Spark's `kafka.` prefix. Never log it.
+
+        Certificates and keys are in it, not the names of their files: executors on other hosts need no files, and two
+        readings are equal until a secret rotates. Raises `BadSetting` for a file that cannot be used.
+        """
         settings = {"bootstrap.servers": self.bootstrap, "security.protocol": self.protocol}
         if self.mechanism is not None:
-            settings["sasl.mechanism"] = self.mechanism
-            settings["sasl.jaas.config"] = (
-                f"{_LOGIN_MODULES[self.mechanism]} required"
-                f" username={_jaas_quoted(self.username or '')} password={_jaas_quoted(self.password or '')};"
-            )
+            settings |= {"sasl.mechanism": self.mechanism, "sasl.jaas.config": self._jaas()}
+        if self.oauth is not None:
+            settings |= {
+                "sasl.login.callback.handler.class": f"{_SECURITY}.oauthbearer.OAuthBearerLoginCallbackHandler",
+                "sasl.oauthbearer.token.endpoint.url": self.oauth.token_url,
+            }
         if self.ca_file is not None:
-            settings |= {"ssl.truststore.type": "PEM", "ssl.truststore.location": self.ca_file}
+            settings |= {"ssl.truststore.type": "PEM", "ssl.truststore.certificates": _pem(self.ca_file)}
+        if self.certificate_file is not None and self.key_file is not None:
+            settings |= {
+                "ssl.keystore.type": "PEM",
+                "ssl.keystore.certificate.chain": _pem(self.certificate_file),
+                "ssl.keystore.key": _private_key(self.key_file),
+            }
         return settings
+
+    def _jaas(self) -> str:
+        if self.oauth is not None:
+            options = {"clientId": self.oauth.client_id, "clientSecret": self.oauth.client_secret}
+            options |= {} if self.oauth.scope is None else {"scope": self.oauth.scope}
+        else:
+            options = {"username": self.username or "", "password": self.password or ""}
+        module = _LOGIN_MODULES[self.mechanism or ""]
+        return f"{module} required {' '.join(f'{name}={_jaas_quoted(text)}' for name, text in options.items())};"
+
+
+def _pem(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadSetting("Kafka's certificates", f"cannot read {path}: {error}") from None
+
+
+def _private_key(path: str) -> str:
+    key = _pem(path)
+    if "BEGIN PRIVATE KEY" not in key:
+        raise BadSetting(
+            "TIDEMARK_KAFKA_SSL_KEY_FILE",
+            f"{path} holds no key in the form PKCS#8, which Spark needs; convert it: openssl pkcs8 -topk8 -nocrypt",
+        )
+    return key
 
 
 def _jaas_quoted(text: str) -> str:

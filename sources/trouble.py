@@ -29,6 +29,8 @@ _RIGHTS = frozenset(
 )
 _TLS = frozenset({KafkaError._SSL, KafkaError._INVALID_ARG})
 
+# What brokers say of a certificate of ours, as of RFC 8446; librdkafka takes it for a lost connection.
+_ALERT = re.compile(r"SSL alert number (42|43|44|45|46|48|49|116)\b")
 _DIGRESSION = re.compile(r" \(after \d+ms in state .*\)$")
 
 
@@ -36,13 +38,15 @@ def tidemark_error(error: KafkaError, where: str) -> TidemarkError:
     """`Refused` where a person must act, else `Unavailable`: a broker that is starting answers with many codes."""
     code, problem = error.code(), _DIGRESSION.sub("", error.str())
     if code in _LOGIN:
-        return Refused("Kafka", where, problem, "check the user name, the password and the SASL mechanism")
+        return Refused(
+            "Kafka", where, problem, "check the user name, the password (or client and secret) and the SASL mechanism"
+        )
     if code in _RIGHTS:
         return Refused("Kafka", where, problem, "grant our user that right")
     if code == KafkaError.MSG_SIZE_TOO_LARGE:
         return Refused("Kafka", where, problem, "send a smaller row, or raise max.message.bytes of the topic")
-    if code in _TLS:
-        return Refused("Kafka", where, problem, "check the security protocol and the CA file")
+    if code in _TLS or _ALERT.search(problem):
+        return Refused("Kafka", where, problem, "check the security protocol, the CA file and our certificate")
     return Unavailable("Kafka", where, problem)
 
 

@@ -46,7 +46,7 @@ _seeds = msgspec.msgpack.Decoder(Seed)
 
 
 class Checkpoint:
-    """A folder on a local file system. Not safe for two processes: take `lock` first."""
+    """A folder on a file system of the driver. Not safe for two processes: take `lock` first."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -84,6 +84,22 @@ class Checkpoint:
             os.fsync(file.fileno())
         part.rename(self.path / "seed")
         return seed
+
+    @contextmanager
+    def apart(self) -> Iterator["Checkpoint"]:
+        """A new one, to be used once, for a query whose executors do not see this folder.
+
+        They keep the states under the same path, on disks of their own. In one line of batches a version of a state has
+        one content: what an executor finds there is right or missing, and what is missing fails the query. The states
+        of another line would be wrong, so each line has a path of its own, and begins with what Postgres holds.
+        """
+        for left in self.path.glob("[0-9a-f]" * 32):  # by a driver that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        inner = Checkpoint(self.path / uuid.uuid4().hex)
+        try:
+            yield inner
+        finally:
+            shutil.rmtree(inner.path, ignore_errors=True)
 
     def shards(self) -> int | None:
         """How many shards the checkpoint was made with; None where there is none."""

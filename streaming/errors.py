@@ -5,6 +5,7 @@ TidemarkError
 │   ├── Unavailable(what, where)
 │   ├── LeaseLost(held, now)
 │   ├── NotReached(stream, token, stands)
+│   ├── Rotated(what)
 │   └── QueryFailed(problem)
 ├── Reject                this record is wrong, its neighbours are not: dead-letter it and go on
 │   ├── BadRecord(reason, detail)
@@ -24,6 +25,7 @@ TidemarkError
     ├── RecordsGone(topic, partition, wanted, earliest)
     ├── RecordsBeyondEnd(topic, partition, wanted, end)
     ├── SchemaMismatch(found, wanted)
+    ├── VersionSkew(ours, pipeline)
     ├── ShardsChanged(was, now)
     ├── StateTooNew(found, known)
     ├── ChainBroken(stream, writer, position, prev)
@@ -73,6 +75,14 @@ class NotReached(Retry):
         self.stream = stream
         self.token = token
         self.stands = stands
+
+
+class Rotated(Retry):
+    """A password or certificate for `what` is another now; connections that are open do not take it up."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"a secret for {what} has changed")
+        self.what = what
 
 
 class QueryFailed(Retry):
@@ -151,10 +161,10 @@ class Stopping(TidemarkError):
 
 
 class SparkDied(TidemarkError):
-    """The JVM ended or never came up (out of memory, killed). A new process goes on where this one was."""
+    """The JVM ended or never came up (out of memory, killed), or a cluster dropped it. A new process goes on."""
 
     def __init__(self, problem: str) -> None:
-        super().__init__(f"Spark's JVM is gone: {problem}; start the pipeline again, it goes on where it was")
+        super().__init__(f"Spark is gone: {problem}; start the pipeline again, it goes on where it was")
         self.problem = problem
 
 
@@ -240,6 +250,18 @@ class SchemaMismatch(Stop):
         super().__init__(f"the database has schema version {found} and this Tidemark needs {wanted}: {do}")
         self.found = found
         self.wanted = wanted
+
+
+class VersionSkew(Stop):
+    """The pipeline that has, or had last, the lease is of a version that this process was not tried with."""
+
+    def __init__(self, ours: str, pipeline: str) -> None:
+        super().__init__(
+            f"this is Tidemark {ours} and the pipeline of this database is, or was last, {pipeline}: they may differ by"
+            " one minor version; upgrade the older of them, or roll the newer back, one minor version at a time"
+        )
+        self.ours = ours
+        self.pipeline = pipeline
 
 
 class ShardsChanged(Stop):

@@ -8,6 +8,7 @@ from pathlib import Path
 from pyspark import SparkConf, SparkContext
 from pyspark.sql import SparkSession
 
+from streaming.cluster import package
 from streaming.jvm import Jvm
 
 # Where measured: SPARK.md, "Latency" and "Traps".
@@ -51,7 +52,8 @@ SETTINGS = {
 class SparkSettings:
     """`jars`: the Kafka connector's jar files. `memory`: the driver's heap, in Spark's notation (`1g`).
 
-    `tasks`: parallel tasks after the shuffle; fixed by the checkpoint once it exists, shards bound it from above.
+    `tasks`: parallel tasks after the shuffle at most, fewer where a local master has fewer cores; fixed by the
+    checkpoint once it exists. `extra` is in Spark's words and wins.
     """
 
     master: str
@@ -82,11 +84,24 @@ def configuration(settings: SparkSettings) -> SparkConf:
 def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
     """The session in a JVM that was started with `conf`."""
     # Workers must run this interpreter: another would lack our packages.
-    os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    os.environ["PYSPARK_PYTHON"] = conf.get("spark.pyspark.python", sys.executable)
+    os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     context = SparkContext(conf=conf, gateway=jvm.gateway)
     # Its one client is the JVM: when that dies it would print a stack trace about it.
     context._accumulatorServer.handle_error = _say_nothing  # type: ignore[method-assign, assignment]
-    return SparkSession(context)
+    session = SparkSession(context)
+    if is_local(str(context.master)):
+        # The JVM knows how many cores the limits of a container leave us.
+        tasks = min(int(conf.get("spark.sql.shuffle.partitions", "1")), context.defaultParallelism)
+        session.conf.set("spark.sql.shuffle.partitions", tasks)
+    else:
+        context.addPyFile(str(package(Path(conf.get("spark.local.dir", ".")))))
+    return session
+
+
+def is_local(master: str) -> bool:
+    """Whether tasks run in the driver's own JVM."""
+    return master.startswith("local")
 
 
 def _say_nothing(*_: object) -> None:

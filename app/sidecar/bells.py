@@ -40,6 +40,7 @@ class Bells:
     async def _listen(self) -> None:
         while True:
             with suppress(Unavailable, Stop), translated(self._live.client):
+                await self._live.client.initialize()  # a Cluster's client picks one of its nodes
                 async with self._live.client.pubsub() as hints:
                     await hints.psubscribe(CHANNELS)
                     while True:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from app.sidecar.fuse import Fuse
+from app.versions import require_neighbour
 from sinks.condition import Condition, LateCount
 from sinks.postgres import Postgres, StreamPositions
 from sinks.reader.asks import Past, Recall
@@ -51,7 +52,7 @@ class ReadSoFar:
 
 
 class Durable:
-    """For one event loop. Methods raise `Unavailable`, `Refused` and `SchemaMismatch`; all may be called again."""
+    """For one event loop. Methods raise `Unavailable` and `Refused`; all may be called again."""
 
     def __init__(self, postgres: Postgres, history: History) -> None:
         self.fuse = Fuse("Postgres")
@@ -67,7 +68,12 @@ class Durable:
             await asyncio.wait(self._asking)
 
     async def check(self) -> None:
-        await self._asked(self._postgres.check)
+        """Raise `SchemaMismatch` or `VersionSkew` where the pipeline's versions are none that we can read."""
+        await self._asked(self._check)
+
+    def _check(self) -> None:
+        self._postgres.check_readable()
+        require_neighbour(self._postgres.pipeline_version())
 
     async def names(self) -> set[str]:
         return set(await self._asked(self._postgres.streams))

@@ -1,18 +1,16 @@
 """Redis, as the sidecar reads it: the positions of many streams in one round trip, and their names."""
 
-from collections.abc import Collection
+import asyncio
+from collections.abc import Collection, Sequence
 from typing import Any
-
-import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from app.sidecar.fuse import Fuse
 from app.sidecar.gathered import Gathered
 from sinks.reader.asks import Glance, Look, Newest, Seen
-from sinks.reader.connection import bad_address, translated
-from sinks.reader.keys import queue, seen
+from sinks.reader.connection import translated
+from sinks.reader.keys import queue, reply, seen
 from sinks.redis import STREAMS
+from sinks.redis_address import RedisAddress, aclose
 
 TIMEOUT = 2.0  # seconds for a connection or an answer: then Postgres is asked
 TOGETHER = 200  # streams in one transaction: bounds how long other clients of Redis wait
@@ -23,22 +21,15 @@ REPLIES = 5  # that `sinks.reader.keys.queue` asks for, for each stream
 class Live:
     """For one event loop. Methods raise `Unavailable` and `Refused`; all may be called again."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, address: RedisAddress) -> None:
+        """Raises `BadSetting`."""
         self.fuse = Fuse("Redis")
         self._looks: Gathered[Asked, Seen] = Gathered(self._look)
-        try:
-            self.client: Any = redis.asyncio.Redis.from_url(
-                url,
-                decode_responses=True,
-                socket_timeout=TIMEOUT,
-                socket_connect_timeout=TIMEOUT,
-                retry=Retry(NoBackoff(), 0),
-            )
-        except ValueError:
-            raise bad_address() from None
+        self.client: Any = address.async_client(TIMEOUT)
+        self._clustered = address.clustered
 
     async def aclose(self) -> None:
-        await self.client.aclose()
+        await aclose(self.client)
 
     async def ping(self) -> None:
         with self.fuse.guarding(), translated(self.client):
@@ -60,14 +51,20 @@ class Live:
 
     async def _look(self, asked: Collection[Asked]) -> dict[Asked, Seen]:
         asks = list(asked)
-        found: dict[Asked, Seen] = {}
+        replies: list[Any] = []
         with self.fuse.guarding(), translated(self.client):
             for start in range(0, len(asks), TOGETHER):
                 chunk = asks[start : start + TOGETHER]
-                pipe = self.client.pipeline(transaction=True)
-                for ask in chunk:
-                    queue(pipe, ask)
-                replies = await pipe.execute()
-                for place, ask in enumerate(chunk):
-                    found[ask] = seen(ask, replies[place * REPLIES : (place + 1) * REPLIES])
-        return found
+                # A transaction in a Cluster is of one server.
+                replies += await (self._each(chunk) if self._clustered else self._at_once(chunk))
+            return {ask: seen(ask, found) for ask, found in zip(asks, replies, strict=True)}
+
+    async def _at_once(self, asks: Sequence[Asked]) -> list[Any]:
+        pipe = self.client.pipeline(transaction=True)
+        for ask in asks:
+            queue(pipe, ask)
+        found = await pipe.execute()
+        return [found[place * REPLIES : (place + 1) * REPLIES] for place in range(len(asks))]
+
+    async def _each(self, asks: Sequence[Asked]) -> list[Any]:
+        return await asyncio.gather(*(reply(self.client, ask) for ask in asks))

@@ -22,7 +22,7 @@ LAST_SECONDS = 3  # that open requests have at SIGTERM
 
 def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises Stop where a person must decide."""
-    servers = Servers(settings.redis_url.get_secret_value(), settings.postgres_dsn.get_secret_value())
+    servers = Servers(settings.redis, settings.postgres)
     limits = Limits(settings.sidecar_held, settings.sidecar_wait_seconds)
     terms = Terms(settings.sidecar_tokens, settings.sidecar_origins, limits)
     asyncio.run(_require_welcome(servers))

@@ -15,8 +15,10 @@ from app.sidecar.live import Live
 from app.sidecar.program import Hands
 from app.sidecar.snapshots import Snapshots
 from app.sidecar.watch import Watch
+from sinks.database import Dsn
 from sinks.postgres import Postgres, PostgresConfig
 from sinks.reader.history import History
+from sinks.redis_address import RedisAddress, redis_address
 from streaming.errors import Stop, Unavailable
 
 
@@ -24,8 +26,8 @@ from streaming.errors import Stop, Unavailable
 class Servers:
     """Addresses, which may hold passwords."""
 
-    redis: str = field(repr=False)
-    postgres: str = field(repr=False)
+    redis: str | RedisAddress = field(repr=False)
+    postgres: Dsn = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Service:
 @asynccontextmanager
 async def opened(servers: Servers, limits: Limits) -> AsyncIterator[Service]:
     """Raises `BadSetting`. No server is asked before the first request."""
-    live = Live(servers.redis)
+    live = Live(redis_address(servers.redis))
     postgres = Postgres(PostgresConfig(servers.postgres))
     history = History(servers.postgres)
     durable = Durable(postgres, history)

@@ -28,12 +28,12 @@ def main(kind: str, role: str) -> None:
     threading.Thread(target=_await_orphanage, args=[ending], daemon=True).start()
     settings = load()
     logs.configure(settings)
-    dsn = own_database(settings.postgres_dsn.get_secret_value())
+    dsn = own_database(settings.postgres())
     if kind == "writer":
         written = msgspec.json.decode(role, type=service.Role)
         service.serve(written, dsn, settings.kafka, settings.kafka_facts_topic, ending)
     else:
-        servers = reading.Servers(dsn, settings.redis_url.get_secret_value(), settings.postgres_dsn.get_secret_value())
+        servers = reading.Servers(dsn, settings.redis, settings.postgres())
         reading.read(msgspec.json.decode(role, type=reading.Role), servers, ending.told)
 
 

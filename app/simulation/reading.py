@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from sinks.reader import Positions, Reader, Table
 from sinks.reader.following import Mode
+from sinks.redis_address import RedisAddress
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +26,14 @@ class Servers:
     """`dsn` is that of facts and effects, `tidemark` that of Tidemark's own database."""
 
     dsn: str
-    redis_url: str
+    redis: RedisAddress
     tidemark: str
 
 
 def read(role: Role, servers: Servers, stopping: threading.Event) -> None:
     """Read until `stopping` is set, each stream on a thread. Raises what the library or psycopg does."""
     with (
-        Positions(servers.redis_url, servers.tidemark) as positions,
+        Positions(servers.redis, servers.tidemark) as positions,
         ThreadPoolExecutor(len(role.streams)) as pool,
     ):
         work = [pool.submit(_read, role.mode, stream, positions, servers.dsn, stopping) for stream in role.streams]

@@ -1,4 +1,5 @@
 -- How many records were rejected, counted in the transaction of their batch: exact where Kafka's copies may be doubled.
+-- Works with code for schema 2.
 
 create table tidemark.dead_letters (
     reason      text        primary key,

@@ -6,19 +6,18 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from sinks.reader.asks import Answer, Ask, Doorbell, Glance, Look, Newest, Pause, Recall
-from sinks.reader.connection import OPTIONS, bad_address, translated
+from sinks.reader.connection import TIMEOUT, translated
 from sinks.reader.driver import Driver
 from sinks.reader.events import Event
 from sinks.reader.following import CaughtUp, Following, Mode
 from sinks.reader.history import History
-from sinks.reader.keys import queue, ring, seen
+from sinks.reader.keys import reply, ring, seen
 from sinks.reader.place import Place
 from sinks.reader.standing import GRACE, Recovering, Standing, WaitTerms, getting, target, waiting
 from sinks.reader.token import Token
+from sinks.redis_address import RedisAddress, aclose, redis_address
 from streaming.errors import Unavailable
 
 R = TypeVar("R")
@@ -27,9 +26,11 @@ R = TypeVar("R")
 class AsyncPositions:
     """An async context manager; arguments as of `Positions`. Its methods raise what those of `Positions` raise."""
 
-    def __init__(self, redis: "str | redis.asyncio.Redis", dsn: str | None = None) -> None:
-        self._owned = isinstance(redis, str)
-        self._client: Any = _client(redis) if isinstance(redis, str) else redis
+    def __init__(self, redis: "str | RedisAddress | redis.asyncio.Redis", dsn: str | None = None) -> None:
+        self._owned = isinstance(redis, str | RedisAddress)
+        self._client: Any = (
+            redis_address(redis).async_client(TIMEOUT) if isinstance(redis, str | RedisAddress) else redis
+        )
         self._history = None if dsn is None else History(dsn)
 
     async def __aenter__(self) -> Self:
@@ -42,7 +43,7 @@ class AsyncPositions:
 
     async def aclose(self) -> None:
         if self._owned:
-            await self._client.aclose()
+            await aclose(self._client)
         if self._history is not None:
             await asyncio.to_thread(self._history.close)
 
@@ -73,9 +74,7 @@ class AsyncPositions:
         match ask:
             case Look() | Newest() | Glance():
                 with translated(self._client):
-                    pipe = self._client.pipeline(transaction=True)
-                    queue(pipe, ask)
-                    return seen(ask, await pipe.execute())
+                    return seen(ask, await reply(self._client, ask))
             case Doorbell():
                 with translated(self._client):
                     await ring(self._client, ask)
@@ -126,10 +125,3 @@ async def until_handed(driver: Driver[R], carry_out: Callable[[Ask], Awaitable[A
             driver.failed(problem)
         else:
             driver.answered(answer)
-
-
-def _client(url: str) -> Any:
-    try:
-        return redis.asyncio.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **OPTIONS)
-    except ValueError:
-        raise bad_address() from None

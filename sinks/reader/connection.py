@@ -1,28 +1,19 @@
 """How the library connects to Redis, in both forms: what a client is made with, and what its errors mean."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from redis import exceptions as problems
-
-from sinks.redis import address
-from sinks.redis_problems import Remedies, explained
-from streaming.errors import BadSetting
+from sinks.redis_address import whereabouts
+from sinks.redis_problems import FOREIGN, Remedies, explained
 
 TIMEOUT = 5.0  # seconds for a connection or an answer
 
-OPTIONS: Mapping[str, Any] = {"decode_responses": True, "socket_timeout": TIMEOUT, "socket_connect_timeout": TIMEOUT}
-
-_REMEDIES = Remedies(
+REMEDIES = Remedies(
     access="check user and password of the Redis address",
+    transport="check that the Redis address begins with rediss, its host name, and the CA file",
     rights="allow the user to read the keys tidemark:* (+@read +multi +exec)",
 )
-
-
-def bad_address() -> BadSetting:
-    """Without the address, which may hold a password."""
-    return BadSetting("redis", "is not a Redis address; write redis://user:password@host:6379/0")
 
 
 @contextmanager
@@ -30,5 +21,5 @@ def translated(client: Any) -> Iterator[None]:
     """Turn what `client`, of either form, raises into `Unavailable` (ask again) and `Refused`."""
     try:
         yield
-    except problems.RedisError as error:
-        raise explained(error, address(client.connection_pool.connection_kwargs), _REMEDIES) from error
+    except FOREIGN as error:
+        raise explained(error, whereabouts(client), REMEDIES) from error

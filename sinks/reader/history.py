@@ -1,5 +1,6 @@
 """What Tidemark's Postgres remembers of a stream: asked when Redis's list does not reach back far enough."""
 
+from sinks.database import Dsn
 from sinks.postgres import PastAdvance, PastLate, Postgres, PostgresConfig
 from sinks.reader.asks import Past, Recall
 from sinks.reader.events import Advance, Evidence, Late
@@ -11,7 +12,7 @@ class History:
     """Needs the rights of the role tidemark_reader. Any thread may call; raises `Unavailable` (call again) and
     `Refused`."""
 
-    def __init__(self, dsn: str) -> None:
+    def __init__(self, dsn: Dsn) -> None:
         self._postgres = Postgres(PostgresConfig(dsn))
 
     def close(self) -> None:

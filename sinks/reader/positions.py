@@ -2,22 +2,23 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from sinks.reader.asks import Answer, Ask, Doorbell, Glance, Look, Newest, Pause, Recall
-from sinks.reader.connection import OPTIONS, bad_address, translated
+from sinks.reader.connection import REMEDIES, TIMEOUT, translated
 from sinks.reader.driver import Driver
 from sinks.reader.events import Event
 from sinks.reader.following import CaughtUp, Following, Mode
 from sinks.reader.history import History
-from sinks.reader.keys import queue, ring, seen
+from sinks.reader.keys import reply, ring, seen
 from sinks.reader.place import Place
 from sinks.reader.standing import GRACE, Recovering, Standing, WaitTerms, getting, target, waiting
 from sinks.reader.token import Token
+from sinks.redis_address import RedisAddress, redis_address
+from sinks.redis_session import RedisSession
 from streaming.errors import Unavailable
 
 R = TypeVar("R")
@@ -26,13 +27,16 @@ R = TypeVar("R")
 class Positions:
     """A context manager; any thread may call.
 
-    `redis` is an address or a client of your own, which stays open; `dsn` is that of Tidemark's Postgres (role
-    tidemark_reader): with it a follower learns the evidence of what Redis no longer lists.
+    `redis` is an address (a URL, or `RedisAddress`) or a client of your own, which stays open; `dsn` is that of
+    Tidemark's Postgres (role tidemark_reader): with it a follower learns the evidence of what Redis no longer lists.
     """
 
-    def __init__(self, redis: "str | redis.Redis", dsn: str | None = None) -> None:
-        self._owned = isinstance(redis, str)
-        self._client: Any = _client(redis) if isinstance(redis, str) else redis
+    def __init__(self, redis: "str | RedisAddress | redis.Redis", dsn: str | None = None) -> None:
+        self._session: RedisSession | _Given = (
+            RedisSession(redis_address(redis), REMEDIES, TIMEOUT)
+            if isinstance(redis, str | RedisAddress)
+            else _Given(redis)
+        )
         self._history = None if dsn is None else History(dsn)
 
     def __enter__(self) -> Self:
@@ -42,8 +46,7 @@ class Positions:
         self.close()
 
     def close(self) -> None:
-        if self._owned:
-            self._client.close()
+        self._session.close()
         if self._history is not None:
             self._history.close()
 
@@ -86,13 +89,11 @@ class Positions:
         """Raises `Unavailable` (the same ask may be carried out again) and `Refused`."""
         match ask:
             case Look() | Newest() | Glance():
-                with translated(self._client):
-                    pipe = self._client.pipeline(transaction=True)
-                    queue(pipe, ask)
-                    return seen(ask, pipe.execute())
+                with self._session.use() as client:
+                    return seen(ask, reply(client, ask))
             case Doorbell():
-                with translated(self._client):
-                    ring(self._client, ask)
+                with self._session.use() as client:
+                    ring(client, ask)
             case Recall():
                 return None if self._history is None else self._history.past(ask)
             case Pause(seconds):
@@ -147,8 +148,16 @@ def until_handed(driver: Driver[R], carry_out: Callable[[Ask], Answer], stopped:
     return None
 
 
-def _client(url: str) -> Any:
-    try:
-        return redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **OPTIONS)
-    except ValueError:
-        raise bad_address() from None
+class _Given:
+    """A client that is not ours, in the place of a `RedisSession`."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    @contextmanager
+    def use(self) -> Iterator[Any]:
+        with translated(self._client):
+            yield self._client
+
+    def close(self) -> None:
+        """It stays open."""

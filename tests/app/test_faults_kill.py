@@ -40,7 +40,7 @@ def test_spark_may_lose_its_workers_but_not_its_jvm(site: Site) -> None:
     site.shows(play)
     jvm.kill()
     assert running.ends() == 1
-    assert running.log().splitlines()[-1].startswith("Error: Spark's JVM is gone: it ended with code -9")
+    assert running.log().splitlines()[-1].startswith("Error: Spark is gone: it ended with code -9")
     play.end()
     site.start()
     site.shows(play)

@@ -44,7 +44,13 @@ def compacted(site: Site) -> dict[str, object]:
 def schema(difference: int) -> Callable[[Site], dict[str, object]]:
     def change(site: Site) -> dict[str, object]:
         site.sql("delete from tidemark.schema_version where version > %s", WANTED + difference)
-        site.sql("update tidemark.schema_version set version = %s where version = %s", WANTED + difference, WANTED)
+        wanted = WANTED + difference
+        site.sql(
+            "update tidemark.schema_version set version = %s, works_with = %s where version = %s",
+            wanted,
+            wanted,
+            WANTED,
+        )
         return {}
 
     return change

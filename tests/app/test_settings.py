@@ -76,6 +76,36 @@ def test_login_needs_all_its_parts(setenv: SetEnv) -> None:
         load()
 
 
+def test_login_with_tokens_needs_other_parts(setenv: SetEnv) -> None:
+    """OAUTHBEARER asks for a client and its secret, not for a user."""
+    setenv("KAFKA_SECURITY_PROTOCOL", "SASL_SSL")
+    setenv("KAFKA_SASL_MECHANISM", "OAUTHBEARER")
+    setenv("KAFKA_SASL_OAUTHBEARER_CLIENT_ID", "tide")
+    with pytest.raises(BadSetting, match=r"TOKEN_ENDPOINT_URL, TIDEMARK_KAFKA_SASL_OAUTHBEARER_CLIENT_SECRET$"):
+        load()
+
+
+def test_a_certificate_needs_its_key(setenv: SetEnv) -> None:
+    """Half of a pair is an error that names the other half."""
+    setenv("KAFKA_SSL_CERTIFICATE_FILE", "/etc/tide.pem")
+    with pytest.raises(BadSetting, match="TIDEMARK_KAFKA_SSL_KEY_FILE is not set"):
+        load()
+
+
+def test_secret_in_a_file_is_read_anew(setenv: SetEnv, tmp_path: Path) -> None:
+    """What was loaded before a secret rotated gives the new one; a file that is away for a moment costs nothing."""
+    for name in ("KAFKA_PASSWORD", "POSTGRES_PASSWORD", "REDIS_PASSWORD"):
+        setenv(f"{name}_FILE", str(tmp_path / "secret"))
+    (tmp_path / "secret").write_text("one\n")
+    settings = load()
+    for now in ("one", "two"):
+        (tmp_path / "secret").write_text(now)
+        assert settings.kafka.password == settings.redis.password() == now
+        assert f"password={now}" in settings.postgres()
+    (tmp_path / "secret").unlink()
+    assert settings.kafka.password == "one"
+
+
 def test_secret_comes_from_a_file(setenv: SetEnv, tmp_path: Path) -> None:
     """`..._FILE` names a file with the secret; the line end that editors add is no part of it."""
     (tmp_path / "secret").write_text("hunter2\n")

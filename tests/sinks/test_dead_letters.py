@@ -10,10 +10,15 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from app.stack.kafka import Kafka
 from sinks.dead_letters import Buried, DeadLetters, DeadLettersConfig
+from sinks.lease import Lease
+from sinks.mirror import Mirror
 from sinks.patience import wait_out
+from sinks.postgres import Postgres
+from sinks.publisher import Publisher
+from sinks.redis import Redis
 from sources.kafka import KafkaConnection
 from streaming.errors import TopicMissing, Unavailable
-from tests.sinks.given import rejected
+from tests.sinks.given import batch, rejected
 
 
 @pytest.fixture
@@ -135,3 +140,25 @@ def test_kafka_that_was_away_is_asked_again(connection: KafkaConnection, facts: 
         buried = wait_out(lambda: letters.send([rejected(facts, "not_json", [0, 1])]), threading.Event())
         assert buried.sent == 2
     assert [it.value() for it in read(connection, dead, 2)] == [b"0", b"1"]
+
+
+def test_letters_that_a_lost_checkpoint_left_are_sent_by_the_next_query(
+    connection: KafkaConnection,
+    facts: str,
+    dead: str,
+    letters: DeadLetters,
+    store: Postgres,
+    shown: Redis,
+    lease: Lease,
+) -> None:
+    """Rule 5: killed between the commit and the dead letters, and its checkpoint gone: no batch will be replayed, and
+    the record still arrives; a query that goes on sends its own again by itself."""
+    produce(connection, facts, [b"first", b"second"])
+    publisher = Publisher(store, Mirror(store, shown, lease), letters, lease, threading.Event())
+    for query, offset in (("lost", 0), ("goes on", 1)):
+        lines = [rejected(facts, "not_json", [offset])]
+        publisher.commit(batch(1, token=lease.token, query=query, rejected=lines))
+    publisher.bury_left("goes on")
+    (letter,) = read(connection, dead, 1)
+    assert letter.value() == b"first"
+    assert [left.query for left in store.unsent_letters()] == ["goes on"]

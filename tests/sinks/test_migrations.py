@@ -1,10 +1,11 @@
 import threading
+from collections.abc import Callable
 
 import psycopg
 import pytest
 
-from sinks.database import Database
-from sinks.migrations import WANTED, check, migrate
+from sinks.database import Connection, Database
+from sinks.migrations import READABLE, WANTED, check, check_readable, migrate
 from streaming.errors import BadSetting, Refused, SchemaMismatch, Unavailable
 
 
@@ -38,6 +39,30 @@ def test_another_schema_is_named_with_what_to_do(database: str, make: str, found
         with pytest.raises(SchemaMismatch) as caught:
             check(connection)
     assert (caught.value.found, caught.value.wanted) == (found, WANTED)
+
+
+@pytest.mark.parametrize("named", [check, check_readable])
+def test_newer_schema_that_works_with_ours_is_left_as_it_is(database: str, named: Callable[[Connection], None]) -> None:
+    """After a rollback the old Tidemark goes on in the schema of the new one, which says that it may."""
+    migrate(database)
+    with psycopg.connect(database, autocommit=True) as connection:
+        newer = "insert into tidemark.schema_version (version, name, works_with) values (%s, 'x', %s)"
+        connection.execute(newer, (WANTED + 1, WANTED))
+        assert migrate(database) == []
+        named(connection)
+        connection.execute("update tidemark.schema_version set works_with = %s where name = 'x'", (WANTED + 1,))
+        with pytest.raises(SchemaMismatch):
+            named(connection)
+
+
+def test_older_schema_can_be_read(database: str) -> None:
+    """A sidecar may be newer than the pipeline that migrated, a pipeline not."""
+    migrate(database)
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute("delete from tidemark.schema_version where version > %s", (READABLE,))
+        check_readable(connection)
+        with pytest.raises(SchemaMismatch):
+            check(connection)
 
 
 def test_newer_schema_is_never_migrated(database: str) -> None:

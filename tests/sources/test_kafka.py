@@ -1,12 +1,14 @@
 """The connection in librdkafka's and in the JVM's words, and the options of the Spark source."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from sources.kafka import EARLIEST, KafkaConnection, source_options
+from streaming.errors import BadSetting
 
-SECURE = KafkaConnection("k:9093", "SASL_SSL", "SCRAM-SHA-512", "tide", 'a"b\\c', "/etc/ca.pem")
+SECURE = KafkaConnection("k:9093", "SASL_SSL", "SCRAM-SHA-512", "tide", 'a"b\\c')
 
 
 def test_the_password_is_not_in_the_text_of_the_connection() -> None:
@@ -15,13 +17,34 @@ def test_the_password_is_not_in_the_text_of_the_connection() -> None:
 
 
 def test_both_dialects_say_the_same() -> None:
-    """User, password and CA reach librdkafka as they are, and the JVM quoted inside its JAAS line."""
+    """User and password reach librdkafka as they are, and the JVM quoted inside its JAAS line."""
     client, jvm = SECURE.client(), SECURE.jvm()
     assert client["sasl.password"] == 'a"b\\c'
-    assert client["ssl.ca.location"] == jvm["ssl.truststore.location"] == "/etc/ca.pem"
     assert jvm["sasl.jaas.config"] == (
         'org.apache.kafka.common.security.scram.ScramLoginModule required username="tide" password="a\\"b\\\\c";'
     )
+
+
+def test_certificates_travel_with_the_jvms_settings(tmp_path: Path) -> None:
+    """Executors on other hosts have no files of ours; librdkafka is in the driver and has."""
+    contents = ["ca", "chain", "-----BEGIN PRIVATE KEY-----"]
+    files = [tmp_path / str(number) for number in range(3)]
+    for file, content in zip(files, contents, strict=True):
+        file.write_text(content)
+    ca, certificate, key = map(str, files)
+    connection = KafkaConnection("k:9093", "SSL", ca_file=ca, certificate_file=certificate, key_file=key)
+    assert connection.client()["ssl.key.location"] == key
+    jvm = connection.jvm()
+    named = ("truststore.certificates", "keystore.certificate.chain", "keystore.key")
+    assert [jvm[f"ssl.{name}"] for name in named] == contents
+    files[0].write_text("another")
+    assert connection.jvm() != jvm
+
+
+def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """With its path, before any broker is asked."""
+    with pytest.raises(BadSetting, match=r"cannot read .*nowhere"):
+        KafkaConnection("k:9093", "SSL", ca_file=str(tmp_path / "nowhere")).jvm()
 
 
 def test_a_plain_connection_sets_nothing_that_it_does_not_need() -> None:

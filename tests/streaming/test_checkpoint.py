@@ -103,3 +103,15 @@ def test_two_processes_do_not_share_it(checkpoint: Checkpoint) -> None:
             pass
     with locked(checkpoint.path, threading.Event()):
         pass
+
+
+def test_one_for_executors_elsewhere_never_meets_the_states_of_another(checkpoint: Checkpoint) -> None:
+    """Each has a path of its own and begins anew; the driver's part goes with it, also what a killed one left."""
+    with checkpoint.apart() as first:
+        begun(first)
+    assert not first.path.exists()
+    begun(first)
+    with checkpoint.apart() as second:
+        assert second.path != first.path
+        assert second.resume(None) is None
+        assert not first.path.exists()

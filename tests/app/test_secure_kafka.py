@@ -1,0 +1,133 @@
+"""Every way to be let in by Kafka, in both dialects, on a broker that has them all."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from app.stack.postgres import Postgres
+from app.stack.redis import Redis
+from sources.kafka import EARLIEST, KafkaConnection, source_options
+from sources.producer import RecordProducer
+from sources.topics import TopicPlan, Topics
+from streaming import session
+from streaming.errors import BadSetting, Refused
+from streaming.wire import Rdata, encode, row
+from tests.fix_kafka import PASSWORD, USER, GuardedKafka, with_wrong_secret
+from tests.fix_pipeline import Site, made_site
+from tests.fix_tls import Authority
+
+pytestmark = pytest.mark.slow
+
+WAYS = ["scram", "mutual", "tokens"]
+
+
+@pytest.fixture(params=WAYS)
+def connection(request: pytest.FixtureRequest, guarded_kafka: GuardedKafka) -> KafkaConnection:
+    found: KafkaConnection = getattr(guarded_kafka, request.param)
+    return found
+
+
+@pytest.fixture(scope="module")
+def spark(connector_jars: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    jars = sorted(connector_jars.glob("*.jar"))
+    started = session.start(session.SparkSettings("local[1]", "512m", jars, 1, tmp_path_factory.mktemp("spark")))
+    yield started
+    started.stop()
+
+
+def test_both_clients_are_let_in(connection: KafkaConnection, spark: SparkSession, prefix: str) -> None:
+    """What librdkafka sends, Spark's JVM reads, with one description of the connection."""
+    Topics(connection).create_missing([TopicPlan(prefix, 1, 3_600_000)])
+    producer = RecordProducer(connection, prefix, give_up_after=10)
+    producer.send("s", b"hello")
+    producer.deliver(10)
+    options = source_options(connection, {prefix: {0: EARLIEST}}, 1)
+    del options["maxOffsetsPerTrigger"]  # of streams only
+    found = spark.read.format("kafka").options(**options).load().select("value").collect()
+    assert [bytes(record["value"]) for record in found] == [b"hello"]
+
+
+def test_who_cannot_prove_who_he_is_is_refused_in_one_line(connection: KafkaConnection, stranger: Authority) -> None:
+    """A wrong password, client secret or certificate stops us with what to check, long before a time limit."""
+    with pytest.raises(Refused, match=r"; check .*(password|secret|certificate)") as caught:
+        Topics(with_wrong_secret(connection, stranger), patience=30).describe(["any"])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("way", ["scram", "mutual"])
+def test_brokers_of_another_authority_are_not_talked_to(
+    guarded_kafka: GuardedKafka, way: str, stranger: Authority
+) -> None:
+    """Brokers whose certificate we cannot verify get no password, and we say which file to check."""
+    connection: KafkaConnection = getattr(guarded_kafka, way)
+    with pytest.raises(Refused, match="CA file"):
+        Topics(replace(connection, ca_file=str(stranger.ca_file)), patience=30).describe(["any"])
+
+
+def test_a_key_that_only_one_client_can_read_is_named(guarded_kafka: GuardedKafka, tmp_path: Path) -> None:
+    """OpenSSL's older form of a key is refused at once, with the command that converts it."""
+    (tmp_path / "old.pem").write_text("-----BEGIN EC PRIVATE KEY-----\n-----END EC PRIVATE KEY-----\n")
+    with pytest.raises(BadSetting, match="openssl pkcs8 -topk8"):
+        replace(guarded_kafka.mutual, key_file=str(tmp_path / "old.pem")).jvm()
+
+
+@pytest.fixture
+def guarded_site(
+    guarded_kafka: GuardedKafka, postgres: Postgres, redis_server: Redis, connector_jars: Path, tmp_path: Path
+) -> Iterator[Site]:
+    """A site whose pipelines log in with SCRAM over TLS, the password in a file."""
+    with made_site(guarded_kafka, postgres, redis_server, connector_jars, tmp_path) as plain:
+        scram = guarded_kafka.scram
+        (tmp_path / "password").write_text(PASSWORD)
+        secured = {
+            "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": scram.bootstrap,
+            "TIDEMARK_KAFKA_SECURITY_PROTOCOL": scram.protocol,
+            "TIDEMARK_KAFKA_SASL_MECHANISM": str(scram.mechanism),
+            "TIDEMARK_KAFKA_USERNAME": USER,
+            "TIDEMARK_KAFKA_PASSWORD_FILE": str(tmp_path / "password"),
+            "TIDEMARK_KAFKA_CA_FILE": str(scram.ca_file),
+        }
+        yield replace(plain, variables={**plain.variables, **secured})
+
+
+def sender(kafka: GuardedKafka, topic: str) -> Callable[[int], None]:
+    """Sends facts of `shop` by the port that is open to all."""
+    producer = RecordProducer(KafkaConnection(kafka.bootstrap_servers), topic, give_up_after=10)
+
+    def send(id: int) -> None:
+        producer.send("orders", encode(Rdata(stream="orders", writer="shop", id=id, row=row({}))))
+        producer.deliver(10)
+
+    return send
+
+
+def test_a_pipeline_takes_up_a_new_password_by_itself(
+    guarded_site: Site, guarded_kafka: GuardedKafka, tmp_path: Path
+) -> None:
+    """When the file changes the query starts anew with what it holds, in the same process, and goes on."""
+    send = sender(guarded_kafka, guarded_site.facts)
+    running = guarded_site.start().ready()
+    send(1)
+    guarded_site.reaches("orders", shop=1)
+    try:
+        guarded_kafka.set_password("another")
+        (tmp_path / "password").write_text("another")
+        running.says("a secret for Kafka has changed")
+        running.says("The query runs", times=2)
+        send(2)
+        guarded_site.reaches("orders", shop=2)
+        running.terminate()
+    finally:
+        guarded_kafka.set_password(PASSWORD)
+
+
+def test_a_wrong_password_ends_a_pipeline_with_one_line(guarded_site: Site, tmp_path: Path) -> None:
+    """Exit code 2, and what to check."""
+    (tmp_path / "password").write_text("wrong")
+    ended = guarded_site.refused()
+    assert ended.code == 2
+    assert len(ended.lines) == 1
+    assert "check the user name, the password" in ended.lines[0]

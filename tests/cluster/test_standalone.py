@@ -1,0 +1,73 @@
+"""The pipeline on a Spark standalone cluster of two workers that share no disk. Run by `make cluster-test`."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.stack.home import Home
+from app.stack.server import free_port
+from tests.app.feeding import Play
+from tests.app.running import Running
+from tests.cluster.standalone import Master, Worker
+from tests.fix_pipeline import Site
+from tests.play.cast import Cast
+
+pytestmark = pytest.mark.slow
+
+SPEED = 5.0  # seconds of the play in one of ours
+
+
+@pytest.fixture
+def disks(site: Site) -> Path:
+    """The path of the checkpoint, which on each worker is on another disk."""
+    site.checkpoint.mkdir(parents=True)
+    return site.checkpoint
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[Master]:
+    master = Master(Home(tmp_path / "spark"), free_port())
+    master.start()
+    yield master
+    master.stop()
+
+
+@pytest.fixture
+def workers(master: Master, disks: Path) -> Iterator[list[Worker]]:
+    workers = [Worker(master.home, master, number, disks) for number in (1, 2)]
+    for worker in workers:
+        worker.start()
+    yield workers
+    for worker in workers:
+        worker.stop(seconds=5)
+
+
+def start(site: Site, master: Master) -> Running:
+    return site.start(spark_master=master.url, spark_executor_memory="512m", shards=8).ready()
+
+
+def plays(play: Play, since: float, until: float) -> None:
+    """Facts flow from `since` to `until`, seconds of the play, while time passes."""
+    moment = since
+    while moment < until:
+        moment += 1.0
+        play.until(moment)
+        time.sleep(1.0 / SPEED)
+
+
+def test_positions_survive_the_death_of_a_worker(site: Site, master: Master, workers: list[Worker]) -> None:
+    """Rules 1 to 5: two workers that see neither each other's disk nor the driver's give the positions of the truth;
+    when one of them dies with its states while facts flow, the query begins anew from Postgres on the other."""
+    play = site.play(7, Cast(streams=6, writers=3, rate=50.0))
+    running = start(site, master)
+    plays(play, 0, 40)
+    running.says("Published a batch", times=2)
+    workers[0].crash()
+    plays(play, 40, 80)
+    running.says("Trying again")
+    running.says("The query runs", times=2)
+    play.end()
+    site.shows(play)
+    running.terminate()

@@ -1,0 +1,185 @@
+"""Every way in which Redis is deployed holds the same contract, for the pipeline, the sidecar and both readers."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.sidecar.bells import Bells, slept
+from app.sidecar.live import Live
+from app.stack.redis import Redis as RedisServer
+from sinks.changes import Change
+from sinks.reader import AsyncPositions, Positions, Standing
+from sinks.redis import Redis, RedisConfig
+from sinks.redis_address import RedisAddress
+from streaming.errors import BadSetting, Refused, Unavailable
+from tests.fix_redis import Node, Watched
+from tests.fix_tls import Authority, tls_front
+from tests.sinks.test_redis import entry
+from tests.waiting import eventually
+
+STREAMS = [f"stream{number}" for number in range(12)]  # in a Cluster of three, some on each
+
+
+@pytest.fixture
+def secured(redis_url: str, redis_server: RedisServer, authority: Authority) -> Iterator[RedisAddress]:
+    """TLS, and a user whose password is not in the address."""
+    with tls_front(redis_server.port, authority) as port, Redis(RedisConfig(redis_url)) as admin:
+        with admin._session.use() as client:
+            client.execute_command(
+                "ACL", "SETUSER", "tide", "on", ">pw", "~tidemark:*", "resetchannels", "&tidemark:{*}", "+@all"
+            )
+        yield RedisAddress(f"rediss://tide@127.0.0.1:{port}/0", lambda: "pw", ca_file=str(authority.ca_file))
+        with admin._session.use() as client:
+            client.execute_command("ACL", "DELUSER", "tide")
+
+
+@pytest.fixture
+def clustered(redis_cluster: list[Node]) -> RedisAddress:
+    for node in redis_cluster:
+        node.cli("flushall")
+        node.cli("script", "flush")
+    # The second is enough to find the others; the first is away.
+    return RedisAddress(f"redis+cluster://127.0.0.1:1,127.0.0.1:{redis_cluster[1].port}")
+
+
+@pytest.fixture
+def behind_sentinel(watched: Watched) -> RedisAddress:
+    return RedisAddress(f"redis+sentinel://127.0.0.1:{watched.sentinel.port}/main/0")
+
+
+@pytest.fixture(params=["secured", "clustered", "behind_sentinel"])
+def address(request: pytest.FixtureRequest) -> RedisAddress:
+    found: RedisAddress = request.getfixturevalue(request.param)
+    return found
+
+
+def moved(stream: str, number: int = 9) -> Change:
+    return Change(stream, "7", [entry("w", 0, number)], [("w", str(number))], head=str(number))
+
+
+def publish(sink: Redis, number: int = 9) -> list[str]:
+    """One batch, in which each stream moves."""
+    return sink.publish(1, [("new", moved(stream, number)) for stream in STREAMS])
+
+
+def test_what_is_published_is_read_by_all(address: RedisAddress) -> None:
+    """One batch of many streams, twice; then each stream's line, vector and names, by every reader that we have."""
+    with Redis(RedisConfig(address)) as sink:
+        for _ in range(2):
+            assert publish(sink) == []
+        sink.name(STREAMS)
+        assert sink.stamp("one") is None
+        assert sink.stamp("two") == "one"
+        assert {stream: held.linear for stream, held in sink.held(STREAMS).items()} == dict.fromkeys(STREAMS, 7)
+    with Positions(address) as positions:
+        assert positions.get("stream3") == Standing("stream3", 7, {"w": 9}, 9)
+        assert positions.wait("stream4", 7, timeout=5).linear == 7
+
+    async def ask() -> None:
+        async with AsyncPositions(address) as positions:
+            assert await positions.get("stream5") == Standing("stream5", 7, {"w": 9}, 9)
+        live = Live(address)
+        assert await live.names() == set(STREAMS)
+        assert {name: seen.linear for name, seen in (await live.glances(STREAMS)).items()} == dict.fromkeys(STREAMS, 7)
+        await live.aclose()
+
+    asyncio.run(ask())
+
+
+def test_a_hint_reaches_whoever_listens_at_any_node(address: RedisAddress) -> None:
+    """The sidecar's one subscription hears of every stream, wherever its keys lie."""
+
+    async def listen() -> set[str]:
+        live = Live(address)
+        bells = Bells(live)
+        waiting = {stream: bells.bell(stream) for stream in STREAMS}
+        async with bells.listening():
+            with Redis(RedisConfig(address)) as sink:
+                for number in range(1, 100):
+                    await asyncio.to_thread(publish, sink, number)
+                    await asyncio.gather(*(slept(bell, 0.05) for bell in waiting.values()))
+                    heard = {stream for stream, bell in waiting.items() if bell.is_set()}
+                    if heard == set(STREAMS):
+                        break
+        await live.aclose()
+        return heard
+
+    assert asyncio.run(listen()) == set(STREAMS)
+
+
+def test_a_new_primary_is_found(watched: Watched, behind_sentinel: RedisAddress) -> None:
+    """Rule 2: after a failover the same client publishes to the promoted replica, and goes on from what that has."""
+    with Redis(RedisConfig(behind_sentinel, timeout=1.0)) as sink, Positions(behind_sentinel) as positions:
+        sink.publish(1, [("new", moved("s"))])
+        eventually(lambda: watched.replica.cli("get", "tidemark:{s}:linear").strip() == "7")
+        watched.primary.kill()
+
+        def published() -> bool:
+            try:
+                return sink.publish(1, [("known", Change("s", "10", [entry("w", 9, 12)], [("w", "12")]))]) == []
+            except Unavailable:
+                return False
+
+        eventually(published, what=lambda: "a new primary")
+        assert positions.get("s") == Standing("s", 10, {"w": 12}, 9)
+
+
+def test_a_password_that_rotates_is_taken_up_at_the_next_connection(redis_url: str, tmp_path: Path) -> None:
+    """Who holds a connection keeps it; the next one is opened with the password as it is then."""
+    secret = tmp_path / "password"
+    address = RedisAddress(redis_url.replace("redis://", "redis://turning@"), secret.read_text)
+    with Redis(RedisConfig(redis_url)) as admin, admin._session.use() as client:
+        secret.write_text("one")
+        client.execute_command("ACL", "SETUSER", "turning", "on", ">one", "~*", "&*", "+@all")
+        with Redis(RedisConfig(address)) as sink:
+            sink.check()
+            client.execute_command("ACL", "SETUSER", "turning", "<one", ">two")
+            sink.check()
+            client.execute_command("CLIENT", "KILL", "USER", "turning")
+            with pytest.raises((Refused, Unavailable)):
+                sink.check()
+            secret.write_text("two")
+            sink.check()
+        client.execute_command("ACL", "DELUSER", "turning")
+
+
+def test_an_authority_that_we_do_not_know_needs_a_person(
+    redis_server: RedisServer, authority: Authority, stranger: Authority
+) -> None:
+    """A certificate that cannot be verified is a refusal with what to check."""
+    with tls_front(redis_server.port, authority) as port:
+        address = RedisAddress(f"rediss://127.0.0.1:{port}/0", ca_file=str(stranger.ca_file))
+        with Redis(RedisConfig(address)) as sink, pytest.raises(Refused, match="TIDEMARK_REDIS_CA_FILE"):
+            sink.check()
+
+
+def test_a_cluster_that_is_away_is_waited_for_and_one_that_refuses_us_is_not(redis_cluster: list[Node]) -> None:
+    """Its client says the same of both; the cause behind tells them apart."""
+    with Redis(RedisConfig(RedisAddress("redis+cluster://127.0.0.1:1"))) as sink, pytest.raises(Unavailable):
+        sink.check()
+    address = RedisAddress(f"redis+cluster://nobody:wrong@127.0.0.1:{redis_cluster[0].port}")
+    with Redis(RedisConfig(address)) as sink, pytest.raises(Refused, match="TIDEMARK_REDIS_PASSWORD"):
+        sink.check()
+
+
+def test_a_server_is_also_reached_by_its_socket(tmp_path: Path) -> None:
+    """The path is that of the socket, with a login or without."""
+    for login in ("", "user:pw@"):
+        client = RedisAddress(f"unix://{login}{tmp_path}/redis.sock?db=2").client(1.0)
+        assert client.connection_pool.connection_kwargs["path"] == f"{tmp_path}/redis.sock"
+        assert client.connection_pool.connection_kwargs["db"] == 2
+
+
+@pytest.mark.parametrize(
+    "url", ["redis+sentinel://:secret@host", "redis+sentinel://:secret@host/main/x", "redis+cluster://:secret@ho:st:1"]
+)
+def test_a_form_that_cannot_be_read_is_not_quoted(url: str) -> None:
+    """What is wrong is said without the password."""
+    with (
+        pytest.raises(BadSetting, match="not a Redis address") as caught,
+        Redis(RedisConfig(RedisAddress(url))) as sink,
+    ):
+        sink.check()
+    assert "secret" not in str(caught.value)

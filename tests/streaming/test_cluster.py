@@ -1,0 +1,39 @@
+"""What Spark is told of a cluster, and what executors are sent. `tests/cluster` runs one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from streaming.cluster import Cluster, Pods, address_towards, package
+
+
+def test_the_package_runs_where_nothing_of_ours_is_installed(tmp_path: Path) -> None:
+    """An interpreter that finds `streaming` in the archive alone imports from it what tasks need."""
+    archive = package(tmp_path)
+    program = "import sys; sys.path.insert(0, sys.argv[1]); import streaming.query; print(streaming.query.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", program, str(archive)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.startswith(str(archive))
+
+
+def test_executors_are_as_many_and_as_large_on_every_kind_of_cluster() -> None:
+    """Standalone clusters count cores, pods are counted; only what is set is said of pods."""
+    wanted = Cluster("10.0.0.1", executors=3, cores=2, memory="2g", pods=Pods(image="tidemark:1", driver_pod="p-0"))
+    settings = wanted.settings()
+    assert settings["spark.cores.max"] == "6"
+    assert settings["spark.executor.instances"] == "3"
+    assert {name: value for name, value in settings.items() if name.startswith("spark.kubernetes")} == {
+        "spark.kubernetes.container.image": "tidemark:1",
+        "spark.kubernetes.driver.pod.name": "p-0",
+    }
+
+
+@pytest.mark.parametrize(
+    "master", ["spark://127.0.0.1:7077,other:7077", "k8s://https://127.0.0.1", "spark://127.0.0.1:1"]
+)
+def test_executors_call_us_by_the_address_that_faces_the_master(master: str) -> None:
+    """Of several masters by the first one's; nothing needs to listen there."""
+    assert address_towards(master) == "127.0.0.1"
