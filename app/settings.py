@@ -9,14 +9,11 @@ import re
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, get_args
 
-import psycopg
 from dotenv import dotenv_values
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from pydantic import AfterValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -25,29 +22,13 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from sinks.redis_address import RedisAddress
-from sources.kafka import KafkaConnection, OAuth
+from app.connections import PREFIX, Connections, Positive
 from streaming.bounds import Bounds
 from streaming.errors import BadSetting
 
-PREFIX = "TIDEMARK_"
 # Written to `stack.env` for people and their programs; read by none of ours.
 FOR_OTHERS = {f"{PREFIX}METRICS_URL", f"{PREFIX}SIDECAR_URL"}
 _HOME = Path("~/.cache/tidemark").expanduser()
-
-
-def _is_conninfo(secret: SecretStr) -> SecretStr:
-    try:
-        conninfo_to_dict(secret.get_secret_value())
-    except psycopg.ProgrammingError:  # its text may quote the password
-        raise ValueError("not a Postgres URL (postgresql://user:password@host:5432/database)") from None
-    return secret
-
-
-def _is_redis_url(secret: SecretStr) -> SecretStr:
-    if not re.match(r"(rediss?(\+(sentinel|cluster))?|unix)://", secret.get_secret_value()):
-        raise ValueError("not a Redis URL (redis://, rediss:// or unix://, redis+sentinel:// or redis+cluster://)")
-    return secret
 
 
 def host_port(text: str) -> tuple[str, int]:
@@ -64,19 +45,11 @@ def _is_host_port(text: str) -> str:
 
 
 AnyPort = Annotated[int, Field(ge=0, le=65535)]
-PostgresDsn = Annotated[SecretStr, AfterValidator(_is_conninfo)]
-RedisUrl = Annotated[SecretStr, AfterValidator(_is_redis_url)]
 HostPort = Annotated[str, AfterValidator(_is_host_port)]
-Positive = Annotated[int, Field(ge=1)]
 Memory = Annotated[str, Field(pattern=r"^[1-9]\d*[kmgt]$")]
-Topic = Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]{1,249}$")]
 
 
-_LOGIN = ("kafka_sasl_mechanism", "kafka_username", "kafka_password")
-_OAUTHBEARER = tuple(f"kafka_sasl_oauthbearer_{part}" for part in ("token_endpoint_url", "client_id", "client_secret"))
-
-
-class Settings(BaseSettings):
+class Settings(Connections):
     """The effective settings. Made by `load`, which turns a wrong value into `BadSetting`."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, extra="ignore", frozen=True)
@@ -86,44 +59,6 @@ class Settings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
     log_format: Literal["console", "json"] = Field("console", description="Log lines for people or for machines.")
-
-    kafka_bootstrap_servers: str = Field("localhost:9092", min_length=1, description="Kafka brokers, host:port[,...].")
-    kafka_facts_topic: Topic = Field("tidemark.facts", description="Topic that writers' records are read from.")
-    kafka_control_topic: Topic = Field("tidemark.control", description="Topic of operators' forced acts.")
-    kafka_dead_letters_topic: Topic = Field("tidemark.dead-letters", description="Topic that bad records go to.")
-    kafka_create_topics: Annotated[bool, Field(description="Create topics that are missing; the local stack does.")] = (
-        False
-    )
-    kafka_partitions: Positive = Field(4, description="Partitions of a facts topic that is created; fixed for life.")
-    kafka_security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = Field(
-        "PLAINTEXT", description="How brokers are reached."
-    )
-    kafka_sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] | None = Field(
-        None, description="How to log in where the protocol has SASL."
-    )
-    kafka_username: str | None = Field(None, description="User name for PLAIN and SCRAM.")
-    kafka_password: SecretStr | None = Field(None, description="Password for PLAIN and SCRAM.")
-    kafka_sasl_oauthbearer_token_endpoint_url: str | None = Field(
-        None, pattern=r"^https?://", description="OAUTHBEARER: where tokens come from, https://..."
-    )
-    kafka_sasl_oauthbearer_client_id: str | None = Field(None, description="OAUTHBEARER: our name there.")
-    kafka_sasl_oauthbearer_client_secret: SecretStr | None = Field(None, description="OAUTHBEARER: our secret there.")
-    kafka_sasl_oauthbearer_scope: str | None = Field(None, description="OAUTHBEARER: scope to ask for.")
-    kafka_ca_file: Path | None = Field(None, description="PEM file of the authority that signed the brokers' names.")
-    kafka_ssl_certificate_file: Path | None = Field(None, description="PEM file of our certificate, for mutual TLS.")
-    kafka_ssl_key_file: Path | None = Field(None, description="PEM file (PKCS#8) of the key of that certificate.")
-
-    postgres_dsn: PostgresDsn = Field(
-        SecretStr("postgresql://localhost:5432/tidemark"), description="Postgres URL or key=value words."
-    )
-    postgres_password: SecretStr | None = Field(None, description="Password, in place of one in the address.")
-    redis_url: RedisUrl = Field(
-        SecretStr("redis://localhost:6379/0"),
-        description="Redis URL: redis, rediss (TLS), unix, redis[s]+sentinel, redis[s]+cluster.",
-    )
-    redis_password: SecretStr | None = Field(None, description="Password, in place of one in the URL.")
-    redis_sentinel_password: SecretStr | None = Field(None, description="Password of the Sentinels, if they have one.")
-    redis_ca_file: Path | None = Field(None, description="PEM file of the authority that signed Redis's names.")
 
     shards: Annotated[int, Field(ge=1, le=4096)] = Field(
         16, description="Groups that streams are spread over; a change needs --accept shards."
@@ -232,68 +167,7 @@ class Settings(BaseSettings):
         19481, description="`tidemark up`: port of the line protocol; 0 = any free one."
     )
 
-    @model_validator(mode="after")
-    def _sasl_is_complete(self) -> Self:
-        needed = _OAUTHBEARER if self.kafka_sasl_mechanism == "OAUTHBEARER" else _LOGIN
-        missing = [name for name in needed if getattr(self, name) is None]
-        if self.kafka_security_protocol.startswith("SASL") and missing:
-            raise ValueError(
-                f"{PREFIX}KAFKA_SECURITY_PROTOCOL={self.kafka_security_protocol} also needs "
-                + ", ".join(map(variable_of, missing))
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _certificate_has_its_key(self) -> Self:
-        pair = "kafka_ssl_certificate_file", "kafka_ssl_key_file"
-        missing = [name for name in pair if getattr(self, name) is None]
-        if len(missing) == 1:
-            raise ValueError(
-                f"{' and '.join(map(variable_of, pair))} go together; {variable_of(missing[0])} is not set"
-            )
-        return self
-
-    @property
-    def kafka(self) -> KafkaConnection:
-        """With the secrets as their files have them now."""
-        return KafkaConnection(
-            bootstrap=self.kafka_bootstrap_servers,
-            protocol=self.kafka_security_protocol,
-            mechanism=self.kafka_sasl_mechanism,
-            username=self.kafka_username,
-            password=self._secret("kafka_password"),
-            ca_file=_text(self.kafka_ca_file),
-            certificate_file=_text(self.kafka_ssl_certificate_file),
-            key_file=_text(self.kafka_ssl_key_file),
-            oauth=self._kafka_oauth(),
-        )
-
-    def _kafka_oauth(self) -> OAuth | None:
-        if self.kafka_sasl_mechanism != "OAUTHBEARER":
-            return None
-        return OAuth(
-            token_url=self.kafka_sasl_oauthbearer_token_endpoint_url or "",
-            client_id=self.kafka_sasl_oauthbearer_client_id or "",
-            client_secret=self._secret("kafka_sasl_oauthbearer_client_secret") or "",
-            scope=self.kafka_sasl_oauthbearer_scope,
-        )
-
-    @property
-    def redis(self) -> RedisAddress:
-        return RedisAddress(
-            self.redis_url.get_secret_value(),
-            password=partial(self._secret, "redis_password"),
-            sentinel_password=partial(self._secret, "redis_sentinel_password"),
-            ca_file=_text(self.redis_ca_file),
-        )
-
-    def postgres(self) -> str:
-        """The address, with the secrets as their files have them now."""
-        dsn = self._secret("postgres_dsn") or ""
-        password = self._secret("postgres_password")
-        return dsn if password is None else make_conninfo(dsn, password=password)
-
-    def _secret(self, name: str) -> str | None:
+    def secret(self, name: str) -> str | None:
         """A secret's value, read anew where it is in a file; what was read at the start while the file is away."""
         path = os.environ.get(f"{variable_of(name)}_FILE")
         with suppress(OSError):
@@ -354,10 +228,6 @@ class _SecretFiles(PydanticBaseSettingsSource):
 
 def _read(secret: Path) -> str:
     return secret.read_text().rstrip("\r\n")
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
 
 
 def load() -> Settings:

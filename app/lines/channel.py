@@ -65,6 +65,7 @@ class Channel:
     async def _listen(self) -> None:
         while True:
             with suppress(Unavailable, Stop), translated(self._client):
+                await self._client.initialize()  # a Cluster's client picks one of its nodes
                 async with self._client.pubsub() as heard:
                     await heard.subscribe(self._name)
                     self._echoes.clear()

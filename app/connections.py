@@ -1,0 +1,154 @@
+"""The settings that say where Kafka, Postgres and Redis are and how they let us in, and what can be wrong with them.
+
+A part of `app.settings`, which reads them and the files of their secrets.
+"""
+
+import re
+from abc import abstractmethod
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from pydantic import AfterValidator, Field, SecretStr, model_validator
+from pydantic_settings import BaseSettings
+
+from sinks.redis_address import RedisAddress
+from sources.kafka import KafkaConnection, OAuth
+
+PREFIX = "TIDEMARK_"
+
+
+def _is_conninfo(secret: SecretStr) -> SecretStr:
+    try:
+        conninfo_to_dict(secret.get_secret_value())
+    except psycopg.ProgrammingError:  # its text may quote the password
+        raise ValueError("not a Postgres URL (postgresql://user:password@host:5432/database)") from None
+    return secret
+
+
+def _is_redis_url(secret: SecretStr) -> SecretStr:
+    if not re.match(r"(rediss?(\+(sentinel|cluster))?|unix)://", secret.get_secret_value()):
+        raise ValueError("not a Redis URL (redis://, rediss:// or unix://, redis+sentinel:// or redis+cluster://)")
+    return secret
+
+
+PostgresDsn = Annotated[SecretStr, AfterValidator(_is_conninfo)]
+RedisUrl = Annotated[SecretStr, AfterValidator(_is_redis_url)]
+Positive = Annotated[int, Field(ge=1)]
+Topic = Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]{1,249}$")]
+
+_LOGIN = ("kafka_sasl_mechanism", "kafka_username", "kafka_password")
+_OAUTHBEARER = tuple(f"kafka_sasl_oauthbearer_{part}" for part in ("token_endpoint_url", "client_id", "client_secret"))
+
+
+class Connections(BaseSettings):
+    kafka_bootstrap_servers: str = Field("localhost:9092", min_length=1, description="Kafka brokers, host:port[,...].")
+    kafka_facts_topic: Topic = Field("tidemark.facts", description="Topic that writers' records are read from.")
+    kafka_control_topic: Topic = Field("tidemark.control", description="Topic of operators' forced acts.")
+    kafka_dead_letters_topic: Topic = Field("tidemark.dead-letters", description="Topic that bad records go to.")
+    kafka_create_topics: Annotated[bool, Field(description="Create topics that are missing; the local stack does.")] = (
+        False
+    )
+    kafka_partitions: Positive = Field(4, description="Partitions of a facts topic that is created; fixed for life.")
+    kafka_security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = Field(
+        "PLAINTEXT", description="How brokers are reached."
+    )
+    kafka_sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] | None = Field(
+        None, description="How to log in where the protocol has SASL."
+    )
+    kafka_username: str | None = Field(None, description="User name for PLAIN and SCRAM.")
+    kafka_password: SecretStr | None = Field(None, description="Password for PLAIN and SCRAM.")
+    kafka_sasl_oauthbearer_token_endpoint_url: str | None = Field(
+        None, pattern=r"^https?://", description="OAUTHBEARER: where tokens come from, https://..."
+    )
+    kafka_sasl_oauthbearer_client_id: str | None = Field(None, description="OAUTHBEARER: our name there.")
+    kafka_sasl_oauthbearer_client_secret: SecretStr | None = Field(None, description="OAUTHBEARER: our secret there.")
+    kafka_sasl_oauthbearer_scope: str | None = Field(None, description="OAUTHBEARER: scope to ask for.")
+    kafka_ca_file: Path | None = Field(None, description="PEM file of the authority that signed the brokers' names.")
+    kafka_ssl_certificate_file: Path | None = Field(None, description="PEM file of our certificate, for mutual TLS.")
+    kafka_ssl_key_file: Path | None = Field(None, description="PEM file (PKCS#8) of the key of that certificate.")
+
+    postgres_dsn: PostgresDsn = Field(
+        SecretStr("postgresql://localhost:5432/tidemark"), description="Postgres URL or key=value words."
+    )
+    postgres_password: SecretStr | None = Field(None, description="Password, in place of one in the address.")
+    redis_url: RedisUrl = Field(
+        SecretStr("redis://localhost:6379/0"),
+        description="Redis URL: redis, rediss (TLS), unix, redis[s]+sentinel, redis[s]+cluster.",
+    )
+    redis_password: SecretStr | None = Field(None, description="Password, in place of one in the URL.")
+    redis_sentinel_password: SecretStr | None = Field(None, description="Password of the Sentinels, if they have one.")
+    redis_ca_file: Path | None = Field(None, description="PEM file of the authority that signed Redis's names.")
+
+    @model_validator(mode="after")
+    def _sasl_is_complete(self) -> Self:
+        needed = _OAUTHBEARER if self.kafka_sasl_mechanism == "OAUTHBEARER" else _LOGIN
+        missing = [name for name in needed if getattr(self, name) is None]
+        if self.kafka_security_protocol.startswith("SASL") and missing:
+            raise ValueError(
+                f"{PREFIX}KAFKA_SECURITY_PROTOCOL={self.kafka_security_protocol} also needs "
+                + ", ".join(map(_variable, missing))
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _certificate_has_its_key(self) -> Self:
+        pair = "kafka_ssl_certificate_file", "kafka_ssl_key_file"
+        missing = [name for name in pair if getattr(self, name) is None]
+        if len(missing) == 1:
+            raise ValueError(f"{' and '.join(map(_variable, pair))} go together; {_variable(missing[0])} is not set")
+        return self
+
+    @property
+    def kafka(self) -> KafkaConnection:
+        """With the secrets as their files have them now."""
+        return KafkaConnection(
+            bootstrap=self.kafka_bootstrap_servers,
+            protocol=self.kafka_security_protocol,
+            mechanism=self.kafka_sasl_mechanism,
+            username=self.kafka_username,
+            password=self.secret("kafka_password"),
+            ca_file=_text(self.kafka_ca_file),
+            certificate_file=_text(self.kafka_ssl_certificate_file),
+            key_file=_text(self.kafka_ssl_key_file),
+            oauth=self._kafka_oauth(),
+        )
+
+    def _kafka_oauth(self) -> OAuth | None:
+        if self.kafka_sasl_mechanism != "OAUTHBEARER":
+            return None
+        return OAuth(
+            token_url=self.kafka_sasl_oauthbearer_token_endpoint_url or "",
+            client_id=self.kafka_sasl_oauthbearer_client_id or "",
+            client_secret=self.secret("kafka_sasl_oauthbearer_client_secret") or "",
+            scope=self.kafka_sasl_oauthbearer_scope,
+        )
+
+    @property
+    def redis(self) -> RedisAddress:
+        return RedisAddress(
+            self.redis_url.get_secret_value(),
+            password=partial(self.secret, "redis_password"),
+            sentinel_password=partial(self.secret, "redis_sentinel_password"),
+            ca_file=_text(self.redis_ca_file),
+        )
+
+    def postgres(self) -> str:
+        """The address, with the secrets as their files have them now."""
+        dsn = self.secret("postgres_dsn") or ""
+        password = self.secret("postgres_password")
+        return dsn if password is None else make_conninfo(dsn, password=password)
+
+    @abstractmethod
+    def secret(self, name: str) -> str | None:
+        """The value of a secret as it is now; None where it is not set."""
+
+
+def _variable(name: str) -> str:
+    return f"{PREFIX}{name.upper()}"
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
