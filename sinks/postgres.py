@@ -9,17 +9,16 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Self
 
-import msgspec
 import structlog
 
-from sinks import migrations
+from sinks import migrations, unsent
 from sinks.batch import Applied, Batch
 from sinks.columns import execute
 from sinks.condition import Conditions
 from sinks.database import Database, Dsn
 from sinks.transaction import apply
+from sinks.unsent import UnsentLetters
 from streaming.effects import Advance, Late
-from streaming.packet import Rejected
 
 log = structlog.get_logger(__name__)
 
@@ -73,16 +72,6 @@ class PastLate:
     time: int
 
 
-@dataclass(frozen=True, slots=True)
-class UnsentLetters:
-    query: str
-    batch: int
-    rejected: list[Rejected]
-
-
-_rejected = msgspec.msgpack.Decoder(list[Rejected])
-
-
 class Postgres:
     """All methods raise `Unavailable` (call again) and `Refused`; any thread may call them. A context manager."""
 
@@ -126,17 +115,14 @@ class Postgres:
             return apply(connection, batch)
 
     def unsent_letters(self) -> list[UnsentLetters]:
-        """Rejected records that are not known to be in the dead letters, oldest batch of each query first."""
+        """Rejected records that are not known to be in the dead letters."""
         with self._reads.session() as connection:
-            rows = connection.execute(
-                "select query, batch, rejected from tidemark.unsent_letters order by query, batch"
-            ).fetchall()
-        return [UnsentLetters(query, batch, _rejected.decode(data)) for query, batch, data in rows]
+            return unsent.kept(connection)
 
     def letters_sent(self, query: str, batch: int) -> None:
         """The dead letters of this batch are in Kafka."""
         with self._batches.session() as connection:
-            connection.execute("delete from tidemark.unsent_letters where (query, batch) = (%s, %s)", (query, batch))
+            unsent.forget(connection, query, batch)
 
     def last_batch(self) -> tuple[str, int] | None:
         """Query and number of the batch that was applied last."""

@@ -4,11 +4,11 @@ Set-based: each statement takes whole columns, whatever the number of streams, a
 trips. The order of locks is that of the functions in `apply`.
 """
 
-import msgspec
 from psycopg import Cursor
 from psycopg.rows import TupleRow
 from psycopg.types.json import Jsonb
 
+from sinks import unsent
 from sinks.batch import Applied, Batch
 from sinks.columns import execute
 from sinks.database import Connection
@@ -35,7 +35,7 @@ def apply(connection: Connection, batch: Batch) -> Applied:
         late = _write_late(connection, batch)
         _write_forced(connection, batch)
         _count_rejected(connection, batch)
-        _write_letters(connection, batch)
+        unsent.keep(connection, batch)
         _write_progress(connection, batch)
         return Applied(settled=settled(advances), positions=standing(writers), late=_numbers(late))
 
@@ -162,14 +162,6 @@ def _count_rejected(connection: Connection, batch: Batch) -> None:
         """,
         ((rejected.reason, rejected.records, shard.now) for shard in batch.effects for rejected in shard.rejected),
     )
-
-
-def _write_letters(connection: Connection, batch: Batch) -> None:
-    if rejected := batch.rejected():
-        connection.execute(
-            "insert into tidemark.unsent_letters (query, batch, rejected) values (%s, %s, %s)",
-            (batch.query, batch.number, msgspec.msgpack.encode(rejected)),
-        )
 
 
 def _write_progress(connection: Connection, batch: Batch) -> None:
