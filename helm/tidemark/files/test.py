@@ -40,7 +40,7 @@ wanted = int(str(before["linear"])) + 1
 fact = {"kind": "RDATA", "stream": STREAM, "writer": WRITER, "id": wanted, "row": {}}
 sent = time.monotonic()
 produce(settings.kafka, settings.kafka_facts_topic, Topic.FACTS, [json.dumps(fact).encode()], print)
-with Positions(settings.redis_url.get_secret_value()) as positions:
+with Positions(settings.redis) as positions:
     while (linear := over_redis(positions)) < wanted:
         if time.monotonic() - sent > PATIENCE:
             raise SystemExit(f"Redis still has {linear} after {PATIENCE:.0f} s, not {wanted}: is the pipeline ready?")

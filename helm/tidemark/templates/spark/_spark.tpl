@@ -64,9 +64,8 @@
 {{- end }}
 {{- end -}}
 
-{{/* Spark adds image, size, addresses and its own variables to it. */}}
+{{/* Spark adds image, size, addresses and its own variables to it; certificates travel with the query. */}}
 {{- define "tidemark.spark.executorTemplate" -}}
-{{- $role := dict "root" . "role" "pipeline" -}}
 apiVersion: v1
 kind: Pod
 metadata:
@@ -85,9 +84,6 @@ spec:
           mountPath: /var/lib/tidemark
         - name: tmp
           mountPath: /tmp
-        {{- with include "tidemark.secretMount" $role }}
-        {{- . | nindent 8 }}
-        {{- end }}
   volumes:
     - name: scratch
       emptyDir:
@@ -95,7 +91,4 @@ spec:
     - name: tmp
       emptyDir:
         sizeLimit: 256Mi
-    {{- with include "tidemark.secretVolume" $role }}
-    {{- . | nindent 4 }}
-    {{- end }}
 {{- end -}}
