@@ -64,10 +64,9 @@ class Scenario:
             until("facts arrive", lambda: self.watch.position > first + 2000)
             began = time.monotonic()
             act()
-            moved = self.watch.standstill_after(began)
-            until("positions move again", lambda: moved() is not None)
-            say(f"{what} -> positions move again", (moved() or began) - began)
+        self.kube.rolled_out()
         self.settled(what)
+        say(f"{what}: longest standstill", self.watch.longest_standstill(began))
 
     def settled(self, what: str) -> None:
         """Redis, sidecar and Postgres all say what was sent, and nothing ever went back."""

@@ -4,7 +4,7 @@ import itertools
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -42,8 +42,6 @@ while True:
         last = now
     time.sleep(0.02)
 """
-# Waits whose length shows that positions stand still, between two that move: a batch takes a third of a second.
-_STANDSTILL = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +109,7 @@ class Watch:
         back = [pair for pair in itertools.pairwise(positions) if pair[0] >= pair[1]]
         assert not back, f"positions went back: {back}"
 
-    def standstill_after(self, moment: float) -> Callable[[], float | None]:
-        """A question: when did positions move again after the first standstill behind `moment`? None: not yet."""
-
-        def moved() -> float | None:
-            times = [moment, *(at for at, _ in list(self._seen) if at > moment)]
-            ends = [later for earlier, later in itertools.pairwise(times) if later - earlier > _STANDSTILL]
-            return ends[0] if ends else None
-
-        return moved
+    def longest_standstill(self, since: float) -> float:
+        """Seconds between two positions, while facts flowed, that came after `since`."""
+        times = [since, *(at for at, _ in list(self._seen) if at > since)]
+        return max(later - earlier for earlier, later in itertools.pairwise(times))

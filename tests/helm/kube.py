@@ -100,6 +100,10 @@ class Kube:
     def delete_pod(self, pod: str, *how: str) -> None:
         self.kubectl("delete", "pod", pod, "--wait=false", *how)
 
+    def rolled_out(self) -> None:
+        """Return when the pipeline's pod is the wanted one, and its query runs."""
+        self.kubectl("rollout", "status", f"statefulset/{self.name}-pipeline", "--timeout=5m")
+
     def kill_process(self, pod: str) -> None:
         """The JVM and all, as when memory runs out: the container starts again in the same pod."""
         program = "import os, signal; os.kill(-1, signal.SIGKILL)"
