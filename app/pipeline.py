@@ -72,7 +72,6 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
             attempt = Attempt(settings, checkpoint, spark, board, stopping)
             try:
                 attempt.run(accept)
-                accept = frozenset()
             except Refused as error:
                 if not attempt.outdated:
                     raise
@@ -84,6 +83,9 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                 pause = min(LONGEST_PAUSE, 0.25 * 2**failures)
                 log.warning("Trying again", problem=str(error), pause=pause)
                 stopping.wait(pause)
+            finally:
+                if attempt.prepared:  # what was accepted is mended; what is lost from now on was not accepted
+                    accept = frozenset()
     log.info("Ended")
 
 
@@ -104,6 +106,8 @@ class Attempt:
         self._board = board
         self._stopping = stopping
         self._batches: Batches | None = None
+        self.prepared = False
+        """Whether all that could be wrong at a start was checked, and `accept` was used up."""
         self._kafka = settings.kafka
         self._secrets = self._kafka.jvm()
 
@@ -137,6 +141,7 @@ class Attempt:
             stack.callback(metrics.LEASE_TOKEN.set, 0)
             topics = Topics(kafka)
             start = prepare(settings, checkpoint, postgres, topics, accept)
+            self.prepared = True
             self._board.load(start.states, start.read)
             redis = stack.enter_context(Redis(RedisConfig(settings.redis, settings.advances_kept)))
             with suppress(Unavailable):  # that is waited for when there is something to publish
