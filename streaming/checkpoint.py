@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from streaming.errors import Stopping
+from streaming.errors import CheckpointNotWritable, Stopping
 
 log = structlog.get_logger(__name__)
 
@@ -135,11 +135,15 @@ class Checkpoint:
 def locked(path: Path, stopping: threading.Event) -> Iterator[None]:
     """Hold the checkpoint at `path` against other processes of this machine; waits, and says so.
 
-    Raises Stopping where `stopping` is set first. The lease (sinks.lease) fences processes everywhere; this one keeps
-    two that were given different databases from writing one checkpoint.
+    Raises Stopping where `stopping` is set first, and CheckpointNotWritable. The lease (sinks.lease) fences processes
+    everywhere; this one keeps two that were given different databases from writing one checkpoint.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f"{path.name}.lock").open("a") as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_name(f"{path.name}.lock").open("a")
+    except OSError as error:
+        raise CheckpointNotWritable(str(path), error.strerror or str(error)) from None
+    with lock as file:
         waiting = False
         while True:
             try:

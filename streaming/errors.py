@@ -178,6 +178,15 @@ class BadSetting(Stop):
         self.name = name
 
 
+class CheckpointNotWritable(Stop):
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(
+            f"the checkpoint cannot be kept at {path} ({problem}): let this user write there, or name another directory"
+            " in TIDEMARK_CHECKPOINT"
+        )
+        self.path = path
+
+
 class TopicMissing(Stop):
     def __init__(self, topic: str) -> None:
         super().__init__(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from streaming.checkpoint import KEPT_ASIDE, Applied, Checkpoint, Seed, locked
-from streaming.errors import Stopping
+from streaming.errors import CheckpointNotWritable, Stopping
 
 STATES = {3: b"state"}
 
@@ -102,6 +102,17 @@ def test_two_processes_do_not_share_it(checkpoint: Checkpoint) -> None:
         with pytest.raises(Stopping), locked(checkpoint.path, stopping):
             pass
     with locked(checkpoint.path, threading.Event()):
+        pass
+
+
+def test_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """What is wrong with it is said in one line."""
+    (tmp_path / "file").touch()
+    stopping = threading.Event()
+    with (
+        pytest.raises(CheckpointNotWritable, match=r"file/checkpoint \(.*TIDEMARK_CHECKPOINT"),
+        locked(tmp_path / "file" / "checkpoint", stopping),
+    ):
         pass
 
 
