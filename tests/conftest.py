@@ -1,5 +1,7 @@
 """Fixtures by concern live in `fix_*.py`; this file only names them."""
 
+import signal
+
 pytest_plugins = [
     "tests.fix_servers",
     "tests.fix_sinks",
@@ -12,3 +14,7 @@ pytest_plugins = [
 
 # Too long for every run; named, it runs: `make cluster-test`.
 collect_ignore = ["cluster"]
+
+# In the background of a script SIGINT is ignored, and would be in every process that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
