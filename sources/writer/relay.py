@@ -22,7 +22,7 @@ from sources.writer.draft import Draft, Outlet
 from sources.writer.metrics import Meters
 from sources.writer.records import Voice
 from sources.writer.session import Session
-from sources.writer.takeover import make_durable, require_epoch
+from sources.writer.takeover import hold, make_durable, require_epoch
 from streaming.errors import Stop, Unavailable, WriterFenced
 
 log = structlog.get_logger(__name__)
@@ -206,6 +206,8 @@ class Relay:
                 for outlet in self._outlets.values():
                     outlet.chain.doubt_voids()
             with connection.transaction():
+                # A process that is stopped in here holds rows of the outbox, and its successor wants to delete them.
+                hold(connection, self._instance)
                 deleted: dict[str, list[_Parcel]] = defaultdict(list)
                 for parcel in done:
                     deleted[parcel.outlet.name].append(parcel)

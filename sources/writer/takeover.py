@@ -184,6 +184,11 @@ def retire(
     producer.deliver(patience)
 
 
+def hold(connection: Connection, instance: str) -> None:
+    """Make the transaction one of the writer's: a takeover waits for its end, and names it where that does not come."""
+    connection.execute("select pg_advisory_xact_lock_shared(tidemark.writer_lock(%s))", [instance])
+
+
 def require_epoch(connection: Connection, instance: str, epoch: int) -> None:
     """Raise `WriterFenced` where another epoch has begun."""
     row = connection.execute("select epoch from tidemark.writers where instance = %s", [instance]).fetchone()

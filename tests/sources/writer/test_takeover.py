@@ -189,3 +189,15 @@ def test_a_writer_that_never_was_is_not_fenced(dsn: str, make: Make) -> None:
     with pytest.raises(UnknownWriter, match="shop-1"):
         takeover.look(session, "shop-l")
     session.close()
+
+
+def test_a_relay_that_stands_still_at_the_outbox_is_named(make: Make, dsn: str, sql: psycopg.Connection) -> None:
+    """Its process may be stopped right there; the rows that it holds would be waited for in silence."""
+    sql.execute(
+        "create function slowly() returns trigger language plpgsql as 'begin perform pg_sleep(2); return old; end'"
+    )
+    sql.execute("create trigger slowly before delete on tidemark.outbox for each row execute function slowly()")
+    with make() as writer, psycopg.connect(dsn) as connection:
+        with writer.transaction(connection) as facts:
+            connection.execute("insert into orders (id) values (%s)", [facts.append("orders", {})])
+        eventually(lambda: any("delete from" in it.query for it in takeover.holders(sql, writer.instance)))
