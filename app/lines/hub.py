@@ -5,9 +5,10 @@ It follows streams, and reads rows, only while somebody listens. For one event l
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from typing import Any
 
 import structlog
 
@@ -45,6 +46,8 @@ class Hub:
         self._announcer = Announcer(self._rows, self._announced, PATIENCE)
         self._listeners: list[Hear] = []
         self._running: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # also those that were told to end and have not yet
+        self._closed = False
         self._begun = asyncio.Event()
 
     @asynccontextmanager
@@ -52,8 +55,9 @@ class Hub:
         try:
             yield self
         finally:
-            if self._running is not None:
-                await ended(self._running)
+            self._closed = True  # who comes while everything ends starts nothing
+            for task in [*self._tasks]:
+                await ended(task)
 
     def listen(self, hear: Hear) -> None:
         """`hear` is called with what is announced from now on, until it leaves."""
@@ -86,15 +90,24 @@ class Hub:
                 hear(told)
 
     def _start(self) -> None:
+        if self._closed:
+            return
         self._rows.end()
-        self._running = asyncio.create_task(self._run())
+        self._running = self._task(self._run())
         self._running.add_done_callback(self._ended)
+
+    def _task(self, run: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(run)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Clients must not take a hub that broke for streams that are quiet."""
         if task is self._running and not task.cancelled() and (problem := task.exception()) is not None:
             log.error("Following the streams for clients of the line protocol broke off", problem=repr(problem))
-            self._running = asyncio.create_task(self._again())
+            if not self._closed:
+                self._running = self._task(self._again())
 
     async def _again(self) -> None:
         await asyncio.sleep(PAUSE)
