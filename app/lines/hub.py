@@ -45,7 +45,7 @@ class Hub:
         self._rows = Rows(limit, self._announced)
         self._announcer = Announcer(self._rows, self._announced, PATIENCE)
         self._listeners: list[Hear] = []
-        self._running: asyncio.Task[None] | None = None
+        self._running: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()  # also those that were told to end and have not yet
         self._closed = False
         self._begun = asyncio.Event()
@@ -62,7 +62,7 @@ class Hub:
     def listen(self, hear: Hear) -> None:
         """`hear` is called with what is announced from now on, until it leaves."""
         self._listeners.append(hear)
-        if self._running is None:
+        if not self._running:
             self._start()
 
     async def begun(self) -> None:
@@ -72,9 +72,8 @@ class Hub:
 
     def leave(self, hear: Hear) -> None:
         self._listeners.remove(hear)
-        if not self._listeners and self._running is not None:
-            self._running.cancel()
-            self._running = None
+        if not self._listeners:
+            self._stop()
             self._begun.clear()
 
     def positions(self) -> list[Position]:
@@ -93,8 +92,15 @@ class Hub:
         if self._closed:
             return
         self._rows.end()
-        self._running = self._task(self._run())
-        self._running.add_done_callback(self._ended)
+        # No TaskGroup: it cancels each but once, and that is not always enough (`ended`).
+        self._running = {self._task(run()) for run in (self._follow, self._read_rows, self._hurry)}
+        for task in self._running:
+            task.add_done_callback(self._ended)
+
+    def _stop(self) -> None:
+        for task in self._running:
+            self._task(ended(task))
+        self._running = set()
 
     def _task(self, run: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(run)
@@ -104,20 +110,15 @@ class Hub:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Clients must not take a hub that broke for streams that are quiet."""
-        if task is self._running and not task.cancelled() and (problem := task.exception()) is not None:
+        if task in self._running and not task.cancelled() and (problem := task.exception()) is not None:
             log.error("Following the streams for clients of the line protocol broke off", problem=repr(problem))
+            self._stop()
             if not self._closed:
-                self._running = self._task(self._again())
+                self._running = {self._task(self._again())}
 
     async def _again(self) -> None:
         await asyncio.sleep(PAUSE)
         self._start()
-
-    async def _run(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._follow())
-            tasks.create_task(self._read_rows())
-            tasks.create_task(self._hurry())
 
     async def _follow(self) -> None:
         while True:
