@@ -89,7 +89,7 @@ class Connections(BaseSettings):
         if self.kafka_security_protocol.startswith("SASL") and missing:
             raise ValueError(
                 f"{PREFIX}KAFKA_SECURITY_PROTOCOL={self.kafka_security_protocol} also needs "
-                + ", ".join(map(_variable, missing))
+                + ", ".join(map(variable, missing))
             )
         return self
 
@@ -98,7 +98,7 @@ class Connections(BaseSettings):
         pair = "kafka_ssl_certificate_file", "kafka_ssl_key_file"
         missing = [name for name in pair if getattr(self, name) is None]
         if len(missing) == 1:
-            raise ValueError(f"{' and '.join(map(_variable, pair))} go together; {_variable(missing[0])} is not set")
+            raise ValueError(f"{' and '.join(map(variable, pair))} go together; {variable(missing[0])} is not set")
         return self
 
     @property
@@ -146,7 +146,7 @@ class Connections(BaseSettings):
         """The value of a secret as it is now; None where it is not set."""
 
 
-def _variable(name: str) -> str:
+def variable(name: str) -> str:
     return f"{PREFIX}{name.upper()}"
 
 

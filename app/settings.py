@@ -22,7 +22,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from app.connections import PREFIX, Connections, Positive
+from app.connections import PREFIX, Connections, Positive, variable
 from streaming.bounds import Bounds
 from streaming.errors import BadSetting
 
@@ -37,6 +37,11 @@ def host_port(text: str) -> tuple[str, int]:
     if not host or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
         raise ValueError("not an address such as 127.0.0.1:9481 or [::1]:9481")
     return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address that a socket listens on."""
+    return host in {"127.0.0.1", "::1"}
 
 
 def _is_host_port(text: str) -> str:
@@ -254,7 +259,7 @@ def _bad_setting(error: ValidationError) -> BadSetting:
 def variable_of(name: str) -> str:
     """The environment variable of a field."""
     alias = Settings.model_fields[name].validation_alias if name in Settings.model_fields else name
-    return str(alias or f"{PREFIX}{name.upper()}")
+    return str(alias or variable(name))
 
 
 def is_secret(field: FieldInfo) -> bool:

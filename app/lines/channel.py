@@ -6,7 +6,7 @@ resent: a command that came while Redis was away is lost, as the protocol allows
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -17,12 +17,12 @@ from app.lines.hub import Hub
 from app.lines.server import LineServer
 from app.lines.speaker import ChannelTerms, Speaker
 from app.sidecar.ending import ended
+from app.sidecar.subscription import listen
 from sinks.reader.connection import translated
 from streaming.errors import BadCommand, Stop, Unavailable
 
 log = structlog.get_logger(__name__)
 
-PAUSE = 1.0  # seconds until a lost subscription is made again
 WAITING = 10_000  # commands that may wait for Redis
 
 
@@ -40,7 +40,8 @@ class Channel:
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         self._server.passed_on = self._send
-        tasks = [asyncio.create_task(it) for it in (self._listen(), self._publish(), self._speaker.run())]
+        listening = listen(self._client, self._subscribe, self._hear)
+        tasks = [asyncio.create_task(it) for it in (listening, self._publish(), self._speaker.run())]
         try:
             yield
         finally:
@@ -62,20 +63,12 @@ class Channel:
                 self._is_echo(line)
                 log.warning("A relayed command did not reach the channel of Redis", problem=str(problem))
 
-    async def _listen(self) -> None:
-        while True:
-            with suppress(Unavailable, Stop), translated(self._client):
-                await self._client.initialize()  # a Cluster's client picks one of its nodes
-                async with self._client.pubsub() as heard:
-                    await heard.subscribe(self._name)
-                    self._echoes.clear()
-                    while True:
-                        message = await heard.get_message(ignore_subscribe_messages=True, timeout=PAUSE)
-                        if message is not None:
-                            self._hear(message["data"])
-            await asyncio.sleep(PAUSE)
+    async def _subscribe(self, heard: Any) -> None:
+        await heard.subscribe(self._name)
+        self._echoes.clear()
 
-    def _hear(self, line: str) -> None:
+    def _hear(self, message: Mapping[str, Any]) -> None:
+        line: str = message["data"]
         if line.startswith(("RDATA ", "POSITION ")) or self._is_echo(line):  # the speaker's, or our own
             return
         try:

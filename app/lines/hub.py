@@ -56,6 +56,7 @@ class Hub:
             yield self
         finally:
             self._closed = True  # who comes while everything ends starts nothing
+            self._running = set()
             for task in [*self._tasks]:
                 await ended(task)
 
@@ -113,8 +114,7 @@ class Hub:
         if task in self._running and not task.cancelled() and (problem := task.exception()) is not None:
             log.error("Following the streams for clients of the line protocol broke off", problem=repr(problem))
             self._stop()
-            if not self._closed:
-                self._running = {self._task(self._again())}
+            self._running = {self._task(self._again())}
 
     async def _again(self) -> None:
         await asyncio.sleep(PAUSE)

@@ -10,7 +10,7 @@ from app.lines.channel import Channel
 from app.lines.hub import Hub
 from app.lines.server import LineServer, Terms
 from app.lines.speaker import ChannelTerms
-from app.settings import Settings
+from app.settings import Settings, is_loopback
 from app.sidecar.service import Service
 from sources.tail import Tail
 
@@ -25,7 +25,7 @@ async def lines(settings: Settings, service: Service, listening: socket.socket) 
         return Tail(settings.kafka, settings.kafka_facts_topic)
 
     host, port = listening.getsockname()[:2]
-    if host not in {"127.0.0.1", "::1"}:
+    if not is_loopback(host):
         log.warning("Whoever reaches the line protocol may read, and send what is relayed", host=host, port=port)
     hub = Hub(service, tail, settings.sidecar_rows_mib << 20)
     server = LineServer(hub, Terms(settings.sidecar_name, settings.sidecar_tcp_connections))

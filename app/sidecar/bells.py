@@ -4,17 +4,16 @@ One connection listens for the whole process. While Redis is away nobody is woke
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 from weakref import WeakValueDictionary
 
 from app.sidecar.ending import ended
 from app.sidecar.live import Live
-from sinks.reader.connection import translated
-from streaming.errors import Stop, Unavailable
+from app.sidecar.subscription import listen
 
 CHANNELS = "tidemark:{*}"
-PAUSE = 1.0  # seconds until a lost subscription is made again; less than the client's time-out
 
 
 class Bells:
@@ -27,7 +26,7 @@ class Bells:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(self._listen())
+        task = asyncio.create_task(listen(self._live.client, lambda hints: hints.psubscribe(CHANNELS), self._heard))
         try:
             yield
         finally:
@@ -37,17 +36,8 @@ class Bells:
         """Set at the next hint. Take it before you look, so that what comes meanwhile is not missed, and keep it."""
         return self._bells.setdefault(stream, asyncio.Event())
 
-    async def _listen(self) -> None:
-        while True:
-            with suppress(Unavailable, Stop), translated(self._live.client):
-                await self._live.client.initialize()  # a Cluster's client picks one of its nodes
-                async with self._live.client.pubsub() as hints:
-                    await hints.psubscribe(CHANNELS)
-                    while True:
-                        hint = await hints.get_message(ignore_subscribe_messages=True, timeout=PAUSE)
-                        if hint is not None:
-                            self.ring(hint["channel"].removeprefix("tidemark:{").removesuffix("}"))
-            await asyncio.sleep(PAUSE)
+    def _heard(self, hint: Mapping[str, Any]) -> None:
+        self.ring(hint["channel"].removeprefix("tidemark:{").removesuffix("}"))
 
     def ring(self, stream: str) -> None:
         """Wake who waits for the stream."""

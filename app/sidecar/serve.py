@@ -10,7 +10,7 @@ import structlog
 import uvicorn
 
 from app.lines.serving import lines
-from app.settings import Settings, host_port
+from app.settings import Settings, host_port, is_loopback
 from app.sidecar.service import Limits, Servers, opened
 from app.sidecar.site import Terms, site
 from streaming.errors import BadSetting, Unavailable
@@ -33,7 +33,7 @@ def run(settings: Settings) -> None:
         _listening("TIDEMARK_SIDECAR_TCP", *host_port(settings.sidecar_tcp)) as lines_listening,
     ):
         host, port = listening.getsockname()[:2]
-        if terms.tokens_file is None and host not in {"127.0.0.1", "::1"}:
+        if terms.tokens_file is None and not is_loopback(host):
             log.warning("Whoever reaches this address may read; TIDEMARK_SIDECAR_TOKENS keeps them out")
         config = uvicorn.Config(
             site(servers, terms, lambda service: lines(settings, service, lines_listening)),

@@ -6,7 +6,6 @@ What announces runs on a thread, as in `Writer`; start and stop are waited for o
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from types import TracebackType
 from typing import Any, Self
 
 import psycopg
@@ -74,9 +73,7 @@ class AsyncWriter(Core):
         await asyncio.to_thread(self._start)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         # Shielded: a task that is cancelled while it stops would leave the thread behind.
         await asyncio.shield(asyncio.to_thread(self._stop))
 
