@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Set
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import structlog
@@ -38,6 +38,7 @@ from streaming import query
 from streaming.checkpoint import Checkpoint, locked
 from streaming.errors import QueryFailed, Refused, Retry, Rotated, Stopping, Unavailable
 from streaming.session import is_local
+from streaming.store import folder
 
 log = structlog.get_logger(__name__)
 
@@ -127,7 +128,7 @@ class Attempt:
         with ExitStack() as stack:
             stack.enter_context(self._spark.alive())
             checkpoint = self._checkpoint
-            if not is_local(settings.spark_master):
+            if settings.checkpoint_store is not None or not is_local(settings.spark_master):
                 checkpoint = stack.enter_context(checkpoint.apart())
             postgres = stack.enter_context(Postgres(PostgresConfig(settings.postgres, settings.history_days)))
             postgres.check()
@@ -170,21 +171,23 @@ class Attempt:
             seeds=start.seed.states,
             bounds=settings.bounds,
         )
-        running = (
-            effects.writeStream.queryName("tidemark")
-            .option("checkpointLocation", str(checkpoint.path))
-            .foreachBatch(batches)
-            .start()
-        )
-        log.info("The query runs", lineage=start.seed.lineage, streams=len(start.states))
-        try:
-            yield running
-        finally:
-            metrics.READY.set(0)
-            batches.finish(LAST_BATCH_SECONDS)
-            # It may wait for a server; what it has in hand is replayed by the next query.
-            with suppress(PySparkException):
-                running.stop()
+        store = settings.checkpoint_store
+        with nullcontext(str(checkpoint.path)) if store is None else folder(spark, store) as location:
+            running = (
+                effects.writeStream.queryName("tidemark")
+                .option("checkpointLocation", location)
+                .foreachBatch(batches)
+                .start()
+            )
+            log.info("The query runs", lineage=start.seed.lineage, streams=len(start.states))
+            try:
+                yield running
+            finally:
+                metrics.READY.set(0)
+                batches.finish(LAST_BATCH_SECONDS)
+                # It may wait for a server; what it has in hand is replayed by the next query.
+                with suppress(PySparkException):
+                    running.stop()
 
     def _supervise(self, running: StreamingQuery, lease: Lease, threads: tuple[Batches, Heads, Watch]) -> None:
         looked = time.monotonic()

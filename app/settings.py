@@ -10,10 +10,10 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from dotenv import dotenv_values
-from pydantic import AfterValidator, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -72,6 +72,11 @@ class Settings(Connections):
         default_factory=lambda known: known["home"] / "checkpoint",
         description="Directory of Spark's checkpoint; disposable while the pipeline is stopped.",
     )
+    checkpoint_store: str | None = Field(
+        None,
+        pattern=r"^[a-z][a-z0-9+.-]*:/.+",
+        description="URI that driver and executors reach (s3a://bucket/tidemark), of one database's pipelines alone.",
+    )
     spark_master: str = Field(
         "local",
         pattern=r"^(local(\[(\*|[1-9]\d*)\])?|spark://.+|k8s://.+)$",
@@ -85,7 +90,10 @@ class Settings(Connections):
     spark_block_manager_port: AnyPort = Field(
         0, description="Port at which processes of Spark send each other data; 0 = any free one."
     )
-    spark_executors: Positive = Field(2, description="Executors on a cluster.")
+    spark_executors: Positive = Field(2, description="Executors on a cluster; with more below, the fewest.")
+    spark_executors_most: Positive | None = Field(
+        None, description="The most executors, as the load asks for them; needs TIDEMARK_CHECKPOINT_STORE."
+    )
     spark_executor_cores: Positive = Field(1, description="Cores of each executor.")
     spark_executor_memory: Memory = Field("1g", description="Heap of each executor.")
     spark_executor_python: str | None = Field(
@@ -171,6 +179,18 @@ class Settings(Connections):
     up_sidecar_tcp_port: AnyPort = Field(
         19481, description="`tidemark up`: port of the line protocol; 0 = any free one."
     )
+
+    @model_validator(mode="after")
+    def _executors_come_and_go_with_a_store(self) -> Self:
+        fewest, most = self.spark_executors, self.spark_executors_most
+        given = f"{variable('spark_executors_most')}={most}"
+        if most is not None and self.checkpoint_store is None:
+            raise ValueError(
+                f"{given} needs {variable('checkpoint_store')}: without it who is taken away takes states with it"
+            )
+        if most is not None and most < fewest:
+            raise ValueError(f"{given} is below {variable('spark_executors')}={fewest}")
+        return self
 
     def secret(self, name: str) -> str | None:
         """A secret's value, read anew where it is in a file; what was read at the start while the file is away."""

@@ -15,15 +15,21 @@ SETTINGS = {
     "spark.driver.bindAddress": "0.0.0.0",
     # Half of the executors would get all of the states if a query began before the others are there.
     "spark.scheduler.minRegisteredResourcesRatio": "1.0",
-    # A shard's state lies on the disk of the executor that holds it (streaming.checkpoint): a task that does not wait
-    # for a busy executor fails the query elsewhere. One that is dead is not waited for.
-    "spark.locality.wait": "60s",
-    # An executor that is taken away takes states with it, so the number stays.
-    "spark.dynamicAllocation.enabled": "false",
     # Executors have logs of their own; there, too, only errors are of interest.
     "spark.log.level": "ERROR",
     "spark.executor.syncLogLevel.enabled": "true",
 }
+
+# Where a shard's state lies on the disk of the executor that holds it (streaming.checkpoint).
+APART = {
+    # A task that does not wait for a busy executor fails the query elsewhere. One that is dead is not waited for.
+    "spark.locality.wait": "60s",
+    # An executor that is taken away takes states with it, so the number stays.
+    "spark.dynamicAllocation.enabled": "false",
+}
+
+# Where all executors reach all states (streaming.store): what one leaves undone another does.
+STORE = {"spark.task.maxFailures": "4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,8 @@ class Pods:
 class Cluster:
     """Executors of `cores` and `memory` (the heap, as `1g`) each, at any master that is not local.
 
-    `driver_host` is the name by which they reach us; ports of 0 are any free ones.
+    `driver_host` is the name by which they reach us; ports of 0 are any free ones. `store`: the checkpoint is where all
+    reach it, and Spark may have up to `most` executors while there is work for them.
     """
 
     driver_host: str
@@ -61,23 +68,37 @@ class Cluster:
     driver_port: int = 0
     block_manager_port: int = 0
     pods: Pods = Pods()
+    store: bool = False
+    most: int | None = None
 
     @property
     def slots(self) -> int:
-        """Tasks that run at once."""
-        return self.executors * self.cores
+        """Tasks that run at once, at most."""
+        return (self.most or self.executors) * self.cores
 
     def settings(self) -> dict[str, str]:
         return {
             **SETTINGS,
+            **(STORE if self.store else APART),
+            **self._number(),
             "spark.driver.host": self.driver_host,
             "spark.driver.port": str(self.driver_port),
             "spark.blockManager.port": str(self.block_manager_port),
-            "spark.executor.instances": str(self.executors),
             "spark.executor.cores": str(self.cores),
             "spark.executor.memory": self.memory,
             "spark.cores.max": str(self.slots),
             **self.pods.settings(),
+        }
+
+    def _number(self) -> dict[str, str]:
+        if self.most is None:
+            return {"spark.executor.instances": str(self.executors)}
+        return {
+            "spark.dynamicAllocation.enabled": "true",
+            "spark.dynamicAllocation.minExecutors": str(self.executors),
+            "spark.dynamicAllocation.maxExecutors": str(self.most),
+            # There is no shuffle service: who holds shuffled data stays until that is not needed any more.
+            "spark.dynamicAllocation.shuffleTracking.enabled": "true",
         }
 
 

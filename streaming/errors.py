@@ -181,8 +181,8 @@ class BadSetting(Stop):
 class CheckpointNotWritable(Stop):
     def __init__(self, path: str, problem: str) -> None:
         super().__init__(
-            f"the checkpoint cannot be kept at {path} ({problem}): let this user write there, or name another directory"
-            " in TIDEMARK_CHECKPOINT"
+            f"the checkpoint cannot be kept at {path} ({problem}): let this user write there, or name another place"
+            " in TIDEMARK_CHECKPOINT or TIDEMARK_CHECKPOINT_STORE"
         )
         self.path = path
 

@@ -10,6 +10,7 @@ pytest_plugins = [
     "tests.fix_tls",
     "tests.fix_redis",
     "tests.fix_kafka",
+    "tests.fix_spark",
 ]
 
 # Too long for every run; named, it runs: `make cluster-test`.

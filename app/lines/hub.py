@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import structlog
@@ -49,6 +49,7 @@ class Hub:
         self._tasks: set[asyncio.Task[None]] = set()  # also those that were told to end and have not yet
         self._closed = False
         self._begun = asyncio.Event()
+        self._beginning: set[str] = set()  # streams whose followers do not tell yet where they stand
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator["Hub"]:
@@ -124,10 +125,16 @@ class Hub:
         while True:
             listener = Listener()
             names = await self._service.snapshots.names()
+            self._beginning = set(names)
             self._service.feeds.to_all(listener)
             with self._service.feeds.listening(listener, names):
                 for stream, known in (await self._service.snapshots.known(names)).items():
                     self._tell(self._announcer.stand(stream, known.vector))
+                # A move between that and a follower's first look could only be told as a position to start from.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(PAUSE):
+                        while self._beginning:
+                            await self._take(listener)
                 self._begun.set()
                 while not listener.cut_off.is_set():
                     await self._take(listener)
@@ -144,6 +151,7 @@ class Hub:
     def _heard(self, stream: str, item: Item, now: float) -> Iterable[Announcement]:
         match item:
             case Begun(place):
+                self._beginning.discard(stream)
                 yield from self._announcer.stand(stream, place.positions)
             case Slice(events=events):
                 for event in events:

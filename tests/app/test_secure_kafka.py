@@ -12,7 +12,6 @@ from app.stack.redis import Redis
 from sources.kafka import EARLIEST, KafkaConnection, source_options
 from sources.producer import RecordProducer
 from sources.topics import TopicPlan, Topics
-from streaming import session
 from streaming.errors import BadSetting, Refused
 from streaming.wire import Rdata, encode, row
 from tests.fix_kafka import PASSWORD, USER, GuardedKafka, with_wrong_secret
@@ -28,14 +27,6 @@ WAYS = ["scram", "mutual", "tokens"]
 def connection(request: pytest.FixtureRequest, guarded_kafka: GuardedKafka) -> KafkaConnection:
     found: KafkaConnection = getattr(guarded_kafka, request.param)
     return found
-
-
-@pytest.fixture(scope="module")
-def spark(connector_jars: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    jars = sorted(connector_jars.glob("*.jar"))
-    started = session.start(session.SparkSettings("local[1]", "512m", jars, 1, tmp_path_factory.mktemp("spark")))
-    yield started
-    started.stop()
 
 
 def test_both_clients_are_let_in(connection: KafkaConnection, spark: SparkSession, prefix: str) -> None:

@@ -92,6 +92,26 @@ def test_a_certificate_needs_its_key(setenv: SetEnv) -> None:
         load()
 
 
+def test_executors_come_and_go_only_with_a_store(setenv: SetEnv) -> None:
+    """They would take states with them."""
+    setenv("SPARK_EXECUTORS_MOST", "5")
+    with pytest.raises(BadSetting, match=r"TIDEMARK_SPARK_EXECUTORS_MOST=5 needs TIDEMARK_CHECKPOINT_STORE"):
+        load()
+    setenv("CHECKPOINT_STORE", "s3a://bucket/tidemark")
+    assert load().spark_executors_most == 5
+    setenv("SPARK_EXECUTORS", "6")
+    with pytest.raises(BadSetting, match=r"TIDEMARK_SPARK_EXECUTORS_MOST=5 is below TIDEMARK_SPARK_EXECUTORS=6"):
+        load()
+
+
+@pytest.mark.parametrize("store", ["bucket", "/shared"])
+def test_a_store_is_a_uri(setenv: SetEnv, store: str) -> None:
+    """What is meant by a path alone depends on Spark's default file system."""
+    setenv("CHECKPOINT_STORE", store)
+    with pytest.raises(BadSetting, match="TIDEMARK_CHECKPOINT_STORE"):
+        load()
+
+
 def test_secret_in_a_file_is_read_anew(setenv: SetEnv, tmp_path: Path) -> None:
     """What was loaded before a secret rotated gives the new one; a file that is away for a moment costs nothing."""
     for name in ("KAFKA_PASSWORD", "POSTGRES_PASSWORD", "REDIS_PASSWORD"):

@@ -1,8 +1,9 @@
-"""The pipeline on a Spark standalone cluster of two workers that share no disk. Run by `make cluster-test`."""
+"""The pipeline on a Spark standalone cluster of two workers, one of which dies. Run by `make cluster-test`."""
 
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,8 +45,8 @@ def workers(master: Master, disks: Path) -> Iterator[list[Worker]]:
         worker.stop(seconds=5)
 
 
-def start(site: Site, master: Master) -> Running:
-    return site.start(spark_master=master.url, spark_executor_memory="512m", shards=8).ready()
+def start(site: Site, master: Master, **changed: Any) -> Running:
+    return site.start(spark_master=master.url, spark_executor_memory="512m", shards=8, **changed).ready()
 
 
 def plays(play: Play, since: float, until: float) -> None:
@@ -71,3 +72,21 @@ def test_positions_survive_the_death_of_a_worker(site: Site, master: Master, wor
     play.end()
     site.shows(play)
     running.terminate()
+
+
+def test_with_a_store_the_query_outlives_a_worker(
+    site: Site, master: Master, workers: list[Worker], tmp_path: Path
+) -> None:
+    """States that lie where both workers reach them: one dies while facts flow, and the same query goes on."""
+    play = site.play(8, Cast(streams=6, writers=3, rate=50.0))
+    store = tmp_path / "store"
+    running = start(site, master, checkpoint_store=store.as_uri())
+    plays(play, 0, 40)
+    running.says("Published a batch", times=2)
+    workers[0].crash()
+    plays(play, 40, 80)
+    play.end()
+    site.shows(play)
+    assert running.log().count("The query runs") == 1
+    running.terminate()
+    assert [*store.iterdir()] == []

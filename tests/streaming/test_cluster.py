@@ -31,6 +31,17 @@ def test_executors_are_as_many_and_as_large_on_every_kind_of_cluster() -> None:
     }
 
 
+def test_executors_come_and_go_only_where_they_leave_no_state() -> None:
+    """Apart, a task waits for the executor that has its state; with a store another may take it over."""
+    apart = Cluster("10.0.0.1", executors=2, cores=1, memory="1g").settings()
+    assert (apart["spark.dynamicAllocation.enabled"], apart["spark.locality.wait"]) == ("false", "60s")
+    shared = Cluster("10.0.0.1", executors=2, cores=2, memory="1g", store=True, most=5).settings()
+    assert "spark.locality.wait" not in shared
+    assert shared["spark.task.maxFailures"] == "4"
+    assert shared["spark.cores.max"] == "10"
+    assert [shared[f"spark.dynamicAllocation.{name}"] for name in ("minExecutors", "maxExecutors")] == ["2", "5"]
+
+
 @pytest.mark.parametrize(
     "master", ["spark://127.0.0.1:7077,other:7077", "k8s://https://127.0.0.1", "spark://127.0.0.1:1"]
 )

@@ -15,6 +15,7 @@ from app.sidecar.slices import PATIENCE, Appeared, Listener
 from app.sidecar.sse import EventStream
 from app.stack.redis import Redis as RedisServer
 from tests.app.sidecar.given import At, Client, moved, sidecar
+from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 
@@ -132,12 +133,9 @@ def test_stopped_redis_stops_no_events(pipeline: Pipeline, client: Client, redis
         events.next()
         grow(pipeline, 2, 3)
         assert events.ranges(1) == [("s", 2, 3)]
-        redis_server.stop()
-        try:
+        with away(redis_server):
             made, applied = pipeline.commit(moved("s", 4, w=At(3, 4)))
             assert events.ranges(1) == [("s", 3, 4)]
-        finally:
-            redis_server.start()
         pipeline.mirror.publish(made, applied)
         grow(pipeline, 4, 5)
         assert events.ranges(1) == [("s", 4, 5)]

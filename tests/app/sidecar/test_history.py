@@ -7,6 +7,7 @@ import pytest
 
 from app.stack.redis import Redis as RedisServer
 from tests.app.sidecar.given import At, Client, moved
+from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
 
 
@@ -58,11 +59,8 @@ def test_stopped_redis_does_not_lose_the_history(pipeline: Pipeline, client: Cli
     """Postgres alone gives the same pages."""
     grow(pipeline, 5)
     before = pages(client, "m0", 2)
-    redis_server.stop()
-    try:
+    with away(redis_server):
         assert pages(client, "m0", 2) == before
-    finally:
-        redis_server.start()
 
 
 @pytest.mark.parametrize(

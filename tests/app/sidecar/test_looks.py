@@ -11,6 +11,7 @@ from app.stack.postgres import Postgres as PostgresServer
 from app.stack.redis import Redis as RedisServer
 from sinks.redis import STREAMS, key
 from tests.app.sidecar.given import At, Client, moved, sidecar
+from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 
@@ -112,25 +113,21 @@ def test_servers_go_and_come_back(
     pipeline.publish(moved("s", 7, first=At(0, 9), second=At(0, 7)))
     before = client.json("/v1/streams/s")
     assert client.json("/readyz") == {"ready": True, "problems": []}
-    try:
-        redis_server.stop()
+    with away(redis_server):
         found = client.json("/v1/streams/s")
         assert (found["source"], found["token"], found["pending"]) == ("postgres", before["token"], before["pending"])
         health = client.json("/readyz")
         assert health["ready"]
         assert health["problems"][0].startswith("Redis at 127.0.0.1")
-        postgres.stop()
-        eventually(lambda: client.get("/readyz").status_code == 503)
-        found = client.json("/v1/streams/s")
-        assert (found["source"], found["token"], found["state"]) == ("memory", before["token"], "known")
-        assert found["age_seconds"] > 0
-        assert client.json("/v1/streams")["streams"][0]["token"] == before["token"]
-        assert client.json("/v1/streams/other", 503)["type"] == "recovering"
-        assert client.get("/livez").status_code == 200
-        assert 'tidemark_sidecar_server_up{server="redis"} 0.0' in client.get("/metrics").text
-    finally:
-        postgres.start()
-        redis_server.start()
+        with away(postgres):
+            eventually(lambda: client.get("/readyz").status_code == 503)
+            found = client.json("/v1/streams/s")
+            assert (found["source"], found["token"], found["state"]) == ("memory", before["token"], "known")
+            assert found["age_seconds"] > 0
+            assert client.json("/v1/streams")["streams"][0]["token"] == before["token"]
+            assert client.json("/v1/streams/other", 503)["type"] == "recovering"
+            assert client.get("/livez").status_code == 200
+            assert 'tidemark_sidecar_server_up{server="redis"} 0.0' in client.get("/metrics").text
     eventually(lambda: client.json("/v1/streams/s")["source"] == "redis")
     eventually(lambda: client.get("/readyz").json() == {"ready": True, "problems": []})
 

@@ -60,7 +60,7 @@ def says(page: Page, selector: str, text: str | re.Pattern[str]) -> None:
 
 def names(page: Page) -> list[str]:
     """The streams that are shown, from top to bottom."""
-    return page.locator(".stream:not([hidden]) .name").all_inner_texts()
+    return page.locator(".stream:not([hidden]) .name").all_text_contents()  # a row that is not yet drawn has one too
 
 
 def focused(page: Page) -> str:

@@ -9,6 +9,7 @@ from app.sidecar.service import Limits, Servers
 from app.sidecar.site import Terms
 from app.stack.redis import Redis as RedisServer
 from tests.app.sidecar.given import At, Client, moved, sidecar
+from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline, later
 from tests.waiting import eventually
 
@@ -56,13 +57,10 @@ def test_wait_for_what_cannot_be_read(pipeline: Pipeline, client: Client, query:
 def test_wait_goes_on_without_redis(pipeline: Pipeline, client: Client, redis_server: RedisServer) -> None:
     """A stopped Redis does not end a wait: what Postgres commits counts."""
     pipeline.publish(moved("s", 3, w=At(0, 3, pending=9)))
-    redis_server.stop()
-    try:
+    with away(redis_server):
         with later(0.3, lambda: pipeline.commit(moved("s", 9, w=At(3, 9)))):
             found = client.json(WAIT, params={"token": "m9", "timeout": 20})
         assert (found["token"], found["source"]) == ("m9", "postgres")
-    finally:
-        redis_server.start()
 
 
 def test_only_so_many_are_held_open(pipeline: Pipeline, servers: Servers) -> None:

@@ -14,6 +14,7 @@ from app.stack.postgres import Postgres as PostgresServer
 from app.stack.redis import Redis as RedisServer
 from streaming.effects import Late
 from tests.app.sidecar.given import At, Client, moved, sidecar
+from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 
@@ -102,20 +103,14 @@ def test_servers_that_are_away_are_named(
     pipeline.publish(moved("s", 7, w=At(0, 7)))
     with watching(client) as watch:
         watch.look()
-        redis_server.stop()
-        try:
+        with away(redis_server):
             assert watch.next_of("s")["source"] == "postgres"
-            postgres.stop()
-            try:
+            with away(postgres):
                 found = watch.next_of("s")
                 assert (found["source"], found["linear"]) == ("memory", 7)
                 _, told = watch.look()
                 assert len(told["problems"]) == 2
                 assert told["dead_letters"] is None
-            finally:
-                postgres.start()
-        finally:
-            redis_server.start()
         while watch.look()[1]["problems"]:
             pass
 

@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 import uvloop
 
+from tests.bench.crowd.talk import say
+
 CONNECTIONS = 50
 PATIENCE = 10.0  # seconds for the last answers
 
@@ -81,7 +83,7 @@ async def run(questions: Questions) -> None:
         await asyncio.sleep(0.01)
     latencies = [latency for connection in connections for latency in connection.latencies]
     told = Answers(latencies, total - len(latencies))
-    sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
+    say(told)
 
 
 if __name__ == "__main__":

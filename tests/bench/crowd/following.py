@@ -8,6 +8,7 @@ import asyncio
 import sys
 import time
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -15,7 +16,7 @@ from urllib.parse import urlencode
 import msgspec
 import uvloop
 
-PATIENCE = 30.0  # seconds
+from tests.bench.crowd.talk import connected, final_positions, say, until
 
 
 class Crowd(msgspec.Struct, frozen=True):
@@ -107,24 +108,12 @@ class Client(asyncio.Protocol):
 
 
 async def run(crowd: Crowd) -> None:
-    loop = asyncio.get_running_loop()
     stamps = array("d")
-    clients = []
-    for number in range(crowd.each + crowd.all):
-        named = [] if number >= crowd.each else [crowd.streams[number % len(crowd.streams)]]
-        path = "/v1/events?" + urlencode({"stream": named}, doseq=True)
-        client = Client(path, len(named) or len(crowd.streams), stamps)
-        await loop.create_connection(lambda client=client: client, "127.0.0.1", crowd.port)  # type: ignore[misc]
-        clients.append(client)
-    async with asyncio.timeout(PATIENCE):
-        await asyncio.gather(*(client.begun.wait() for client in clients))
-    _say({})
-    final = msgspec.json.decode(await asyncio.to_thread(sys.stdin.readline), type=dict[str, int])
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline and not all(client.stands(final) for client in clients):
-        await asyncio.sleep(0.1)
+    clients = await connected(crowd.port, _clients(crowd, stamps))
+    final = await final_positions()
+    await until(lambda: all(client.stands(final) for client in clients))
     Path(crowd.stamps).write_bytes(stamps.tobytes())
-    _say(
+    say(
         Saw(
             moves=sum(client.moves for client in clients),
             bytes=sum(client.bytes for client in clients),
@@ -135,9 +124,11 @@ async def run(crowd: Crowd) -> None:
     )
 
 
-def _say(told: Any) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
-    sys.stdout.flush()
+def _clients(crowd: Crowd, stamps: "array[float]") -> Iterator[Client]:
+    for number in range(crowd.each + crowd.all):
+        named = [] if number >= crowd.each else [crowd.streams[number % len(crowd.streams)]]
+        path = "/v1/events?" + urlencode({"stream": named}, doseq=True)
+        yield Client(path, len(named) or len(crowd.streams), stamps)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 import uvloop
 
-PATIENCE = 30.0  # seconds
+from tests.bench.crowd.talk import connected, final_positions, say, until
+
 KEEP_ALIVE = 4.0  # seconds between two signs of life
 
 
@@ -60,9 +61,10 @@ class Client(asyncio.Protocol):
 
     def connection_lost(self, _: Exception | None) -> None:
         self.lost = True
+        self._transport = None
 
     def say(self, lines: bytes) -> None:
-        if not self.lost:
+        if self._transport is not None:
             self._transport.write(lines)
 
     def ask_again(self) -> None:
@@ -96,34 +98,24 @@ class Client(asyncio.Protocol):
 
 
 async def run(lines: Lines) -> None:
-    loop = asyncio.get_running_loop()
     stamps = array("d")
-    clients = []
-    for number in range(lines.clients):
-        client = Client(lines, stamps if number < lines.checking else None)
-        await loop.create_connection(lambda client=client: client, "127.0.0.1", lines.port)  # type: ignore[misc]
-        clients.append(client)
+    clients = [Client(lines, stamps if number < lines.checking else None) for number in range(lines.clients)]
     alive = asyncio.create_task(_stay_alive(clients))
-    async with asyncio.timeout(PATIENCE):
-        await asyncio.gather(*(client.begun.wait() for client in clients))
-    _say({})
-    final = msgspec.json.decode(await asyncio.to_thread(sys.stdin.readline), type=dict[str, int])
-    wanted = {writer.encode(): id for writer, id in final.items()}
+    await connected(lines.port, clients)
+    final = {writer.encode(): id for writer, id in (await final_positions()).items()}
     checked, torn = sum(client.lines for client in clients), sum(client.torn for client in clients)
     for client in clients:
         client.ask_again()
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline and not all(_stands(client, wanted, lines) for client in clients):
-        await asyncio.sleep(0.1)
+    await until(lambda: all(_stands(client, final, lines) for client in clients))
     alive.cancel()
     Path(lines.stamps).write_bytes(stamps.tobytes())
-    _say(
+    say(
         Heard(
             bytes=sum(client.bytes for client in clients),
             lines=checked,
             torn=torn,
             lost=sum(client.lost for client in clients),
-            short=sum(not _stands(client, wanted, lines) for client in clients),
+            short=sum(not _stands(client, final, lines) for client in clients),
         )
     )
 
@@ -138,11 +130,6 @@ async def _stay_alive(clients: list[Client]) -> None:
 def _stands(client: Client, wanted: dict[bytes, int], lines: Lines) -> bool:
     told = client.positions
     return len(told) == lines.streams * lines.writers and all(id == wanted[writer] for (_, writer), id in told.items())
-
-
-def _say(told: Any) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

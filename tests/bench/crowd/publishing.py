@@ -25,6 +25,7 @@ from streaming.intervals import EMPTY
 from streaming.line import Line
 from streaming.positions import Stream
 from streaming.writers import Writer
+from tests.bench.crowd.talk import say
 
 BATCHES_PER_SECOND = 5  # as a pipeline under light traffic has
 
@@ -73,8 +74,7 @@ def main() -> None:
         batches = _batches(load, lease.token)
         for number, batch in batches:
             if number == 2:  # all streams are there
-                sys.stdout.write("{}\n")
-                sys.stdout.flush()
+                say({})
                 sys.stdin.readline()
                 began = time.monotonic()
             if number > 1:
@@ -83,7 +83,7 @@ def main() -> None:
             sent[number] = time.time()
             mirror.publish(batch, applied)
         late = time.monotonic() - began - (number - 2) / BATCHES_PER_SECOND
-    sys.stdout.buffer.write(msgspec.json.encode(Published(sent, load.positions(number), late)) + b"\n")
+    say(Published(sent, load.positions(number), late))
 
 
 def _batches(load: Load, token: int) -> Iterator[tuple[int, Batch]]:

@@ -22,6 +22,10 @@
   value: "7079"
 - name: TIDEMARK_SPARK_EXECUTORS
   value: {{ $executor.instances | quote }}
+{{- with $executor.maxInstances }}
+- name: TIDEMARK_SPARK_EXECUTORS_MOST
+  value: {{ . | quote }}
+{{- end }}
 - name: TIDEMARK_SPARK_EXECUTOR_CORES
   value: {{ $executor.cores | quote }}
 - name: TIDEMARK_SPARK_EXECUTOR_MEMORY
