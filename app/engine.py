@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 
 from app.settings import Settings
 from app.stack.java import find_java
-from streaming import session
+from streaming import session, store
 from streaming.cluster import Cluster, Pods, address_towards
 from streaming.errors import BadSetting, SparkDied, Stopping
 from streaming.jvm import Jvm
@@ -122,6 +122,8 @@ def _own_address(master: str) -> str:
 
 def _extra(settings: Settings, cluster: Cluster | None) -> dict[str, str]:
     extra = {} if cluster is None else cluster.settings()
+    if settings.checkpoint_store is not None:
+        extra |= store.SETTINGS
     if settings.spark_executor_python is not None:
         extra["spark.pyspark.python"] = settings.spark_executor_python
     if settings.spark_conf_file is not None:

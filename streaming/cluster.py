@@ -28,9 +28,6 @@ APART = {
     "spark.dynamicAllocation.enabled": "false",
 }
 
-# Where all executors reach all states (streaming.store): what one leaves undone another does.
-STORE = {"spark.task.maxFailures": "4"}
-
 
 @dataclass(frozen=True, slots=True)
 class Pods:
@@ -58,7 +55,7 @@ class Cluster:
     """Executors of `cores` and `memory` (the heap, as `1g`) each, at any master that is not local.
 
     `driver_host` is the name by which they reach us; ports of 0 are any free ones. `store`: the checkpoint is where all
-    reach it, and Spark may have up to `most` executors while there is work for them.
+    reach it (streaming.store), and Spark may have up to `most` executors while there is work for them.
     """
 
     driver_host: str
@@ -79,7 +76,7 @@ class Cluster:
     def settings(self) -> dict[str, str]:
         return {
             **SETTINGS,
-            **(STORE if self.store else APART),
+            **({} if self.store else APART),
             **self._number(),
             "spark.driver.host": self.driver_host,
             "spark.driver.port": str(self.driver_port),

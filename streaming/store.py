@@ -16,6 +16,13 @@ from pyspark.sql import SparkSession
 
 from streaming.errors import CheckpointNotWritable, Unavailable
 
+SETTINGS = {
+    # What a dead executor leaves undone another does: it finds the states.
+    "spark.task.maxFailures": "4",
+    # `session` has the raw one for the checkpoint's sake; S3A wants Hadoop's own for its buffers.
+    "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.LocalFileSystem",
+}
+
 _PREFIX = "query-"
 _WHOLE = True  # delete with all that is in it
 # Java's IOExceptions that do not mend themselves: nothing for the scheme, no right, no such bucket, a file in the way.

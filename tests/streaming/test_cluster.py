@@ -37,7 +37,6 @@ def test_executors_come_and_go_only_where_they_leave_no_state() -> None:
     assert (apart["spark.dynamicAllocation.enabled"], apart["spark.locality.wait"]) == ("false", "60s")
     shared = Cluster("10.0.0.1", executors=2, cores=2, memory="1g", store=True, most=5).settings()
     assert "spark.locality.wait" not in shared
-    assert shared["spark.task.maxFailures"] == "4"
     assert shared["spark.cores.max"] == "10"
     assert [shared[f"spark.dynamicAllocation.{name}"] for name in ("minExecutors", "maxExecutors")] == ["2", "5"]
 
