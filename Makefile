@@ -34,8 +34,8 @@ up: setup ## Run the whole local stack without the demo, for facts of your own
 
 ##@ Check
 .PHONY: test
-test: setup ## Run every test, in two processes with servers of their own
-	$(BIN)/pytest -n 2 --dist worksteal --durations 30
+test: setup ## Run every test, in three processes with servers of their own
+	$(BIN)/pytest -n 3 --dist worksteal --durations 30
 
 .PHONY: test-quick
 test-quick: setup ## Run the tests that take less than about five seconds each
