@@ -10,7 +10,7 @@ import click
 from app import logs
 from app.settings import Settings
 from app.stack.java import find_java
-from tests.bench import flat, gap, latency, race, report, results, sidecar, soak, stages, writer
+from tests.bench import cores, flat, gap, latency, race, report, results, sidecar, soak, stages, writer
 from tests.bench.site import Site, servers
 
 Run = Callable[[Site], dict[str, Any]]
@@ -31,6 +31,7 @@ def everything() -> None:
     with servers() as site:
         _record("throughput", race.run(site, race.THROUGHPUT))
         _record("stages", stages.run(site, stages.Plan()))
+        _record("cores", cores.run(site, cores.Plan()))
         _record("streams", race.run(site, race.STREAMS))
         _record("latency", latency.run(site, latency.Plan()))
         _record("gap", gap.run(site, gap.Plan()))
@@ -69,6 +70,13 @@ def streams(**sizes: Any) -> None:
 def stages_(**sizes: Any) -> None:
     """A profile: what each stage of the query costs."""
     _on_servers("stages", lambda site: stages.run(site, stages.Plan(**sizes)))
+
+
+@main.command("cores")
+@_sizes(cores.Plan(), "cores", "records", "rounds")
+def cores_(**sizes: Any) -> None:
+    """What one core does."""
+    _on_servers("cores", lambda site: cores.run(site, cores.Plan(**sizes)))
 
 
 @main.command("latency")

@@ -80,7 +80,7 @@ def run(site: Site, plan: Plan) -> dict[str, Any]:
     for number in range(1, plan.rounds + 1):
         for name, found in rates.items():
             if name == WHOLE:
-                passage = _whole(site, plan, loaded)
+                passage = whole(site, plan, loaded)
                 reached = passage.rate
                 passages.append(passage)
             else:
@@ -151,7 +151,7 @@ def _task(site: Site, plan: Plan, loaded: Loaded, name: str) -> Task:
     )
 
 
-def _whole(site: Site, plan: Plan, loaded: Loaded) -> Passage:
+def whole(site: Site, plan: Plan, loaded: Loaded) -> Passage:
     """The whole topic through a new pipeline; what it published in the end must be right for the rate to count."""
     variables = {"TIDEMARK_MAX_RECORDS_PER_BATCH": str(plan.batch)}
     with pipeline(site, loaded.name, loaded.partitions, variables) as running:

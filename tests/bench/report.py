@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.bench import flat, gap, latency, race, results, sidecar, soak, stages, writer
+from tests.bench import cores, flat, gap, latency, race, results, sidecar, soak, stages, writer
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
@@ -12,6 +12,7 @@ Renderer = Callable[[Mapping[str, Any]], list[str]]
 
 SECTIONS: dict[str, tuple[str, Renderer]] = {
     "throughput": ("Throughput, few streams", race.render),
+    "cores": ("What one core does", cores.render),
     "stages": ("Where the time goes", stages.render),
     "streams": ("Throughput, 10 000 streams", race.render),
     "latency": ("Latency", latency.render),
