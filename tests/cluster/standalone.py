@@ -3,6 +3,7 @@
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
@@ -62,6 +63,15 @@ class Worker(_SparkServer):
         java = shlex.join(self.spark_class("worker.Worker", *work, *size, self._master.url))
         disk = f"mount -t tmpfs tmpfs {shlex.quote(str(self._unseen))} && exec {java}"
         return ["unshare", *([] if os.geteuid() == 0 else ["--map-root-user"]), "--mount", "sh", "-c", disk]
+
+    @property
+    def executors(self) -> int:
+        """How many it runs now."""
+        process, found = process_of(self.home, self.name), 0
+        for child in [] if process is None else process.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                found += "org.apache.spark.executor.CoarseGrainedExecutorBackend" in child.cmdline()
+        return found
 
     def crash(self) -> None:
         """What happens when a host loses power: worker, executors and their Python workers are gone at once."""

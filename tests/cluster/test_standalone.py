@@ -10,10 +10,11 @@ import pytest
 from app.stack.home import Home
 from app.stack.server import free_port
 from tests.app.feeding import Play
-from tests.app.running import Running
+from tests.app.running import PATIENCE, Running
 from tests.cluster.standalone import Master, Worker
 from tests.fix_pipeline import Site
 from tests.play.cast import Cast
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -90,3 +91,20 @@ def test_with_a_store_the_query_outlives_a_worker(
     assert running.log().count("The query runs") == 1
     running.terminate()
     assert [*store.iterdir()] == []
+
+
+def test_with_a_store_executors_come_with_the_work(
+    site: Site, master: Master, workers: list[Worker], tmp_path: Path
+) -> None:
+    """One to begin with; tasks of the cold first batch wait for more than a second, so Spark asks for the other."""
+    play = site.play(9, Cast(streams=6, writers=3, rate=50.0))
+    store = (tmp_path / "store").as_uri()
+    running = start(site, master, checkpoint_store=store, spark_executors=1, spark_executors_most=2)
+    assert sum(worker.executors for worker in workers) == 1
+    plays(play, 0, 40)
+    eventually(lambda: [worker.executors for worker in workers] == [1, 1], PATIENCE)
+    plays(play, 40, 60)
+    play.end()
+    site.shows(play)
+    assert running.log().count("The query runs") == 1
+    running.terminate()
