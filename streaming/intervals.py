@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 Ids = npt.NDArray[np.int64]
+_NONE: Ids = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +25,10 @@ class Intervals:
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, int]]) -> Self:
         """From `(low, high)` pairs in any order; they may overlap."""
-        flat = np.array([*pairs], dtype=np.int64).reshape(-1, 2)
+        listed = [*pairs]
+        if not listed:
+            return cls(_NONE, _NONE)
+        flat = np.array(listed, np.int64)
         return cls._merged(flat[:, 0], flat[:, 1])
 
     @classmethod
@@ -63,7 +67,7 @@ class Intervals:
 
     def within(self, prev: int, id: int) -> "Intervals":
         """The part of the set that lies in `(prev, id]`."""
-        return self.above(prev).upto(id)
+        return self.above(prev).upto(id) if len(self) else self
 
     def missing(self, prev: int, id: int) -> "Intervals":
         """The part of `(prev, id]` that is not in the set."""
@@ -102,4 +106,4 @@ class Intervals:
         return hash(tuple(self))
 
 
-EMPTY = Intervals(np.empty(0, np.int64), np.empty(0, np.int64))
+EMPTY = Intervals(_NONE, _NONE)
