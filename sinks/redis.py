@@ -4,9 +4,7 @@ The keys of a stream share a hash tag and are written by one script (`publish.lu
 """
 
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import sha1
 from importlib.resources import files
 from typing import Any, Literal, Self
@@ -22,7 +20,6 @@ from streaming.errors import LeaseLost
 
 STREAMS = "tidemark:streams"
 SENTINEL = "tidemark:sentinel"
-PIPELINES = 2  # at once
 CALLS_AT_ONCE = 500  # streams in one pipeline: bounds the memory of both sides, and how long a reader waits its turn
 
 _SCRIPT = files("sinks").joinpath("publish.lua").read_text("utf-8")
@@ -92,9 +89,9 @@ class Redis:
         changes nothing. Raises `LeaseLost` when a newer token was seen; nothing of that stream is written then.
         """
         lost = []
-        chunks = [calls[start : start + CALLS_AT_ONCE] for start in range(0, len(calls), CALLS_AT_ONCE)]
-        for chunk, answers in zip(chunks, self._all_run(token, chunks), strict=True):
-            for (_, change), answer in zip(chunk, answers, strict=True):
+        for start in range(0, len(calls), CALLS_AT_ONCE):
+            chunk = calls[start : start + CALLS_AT_ONCE]
+            for (_, change), answer in zip(chunk, self._run(token, chunk), strict=True):
                 if answer[0] == "fenced":
                     raise LeaseLost(token, int(answer[1]))
                 if answer[0] == "lost":
@@ -133,13 +130,6 @@ class Redis:
         with self._session.use() as client:
             before = client.set(SENTINEL, value, get=True)
             return None if before is None else str(before)
-
-    def _all_run(self, token: int, chunks: Sequence[Sequence[tuple[Mode, Change]]]) -> list[list[list[str]]]:
-        if len(chunks) < 2:
-            return [self._run(token, chunk) for chunk in chunks]
-        # While Redis works on one we write the next. What is still waiting when one fails is not begun.
-        with ThreadPoolExecutor(PIPELINES, thread_name_prefix="redis") as pool:
-            return list(pool.map(partial(self._run, token), chunks))
 
     def _run(self, token: int, chunk: Sequence[tuple[Mode, Change]]) -> list[list[str]]:
         with self._session.use() as client:
