@@ -10,11 +10,12 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Set
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import structlog
 from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from app import engine, metrics, probes
@@ -156,12 +157,14 @@ class Attempt:
             publisher.bury_left(start.seed.lineage)
             heads = stack.enter_context(Heads(topics, start.partitions, self._board).running())
             self._batches = Batches(publisher, self._board, start.seed.lineage, start.partitions)
-            running = stack.enter_context(self._query(start, checkpoint, self._batches))
+            spark, store = self._spark.session(stopping), settings.checkpoint_store
+            location = str(checkpoint.path) if store is None else stack.enter_context(folder(spark, store))
+            running = stack.enter_context(self._query(spark, start, location, self._batches))
             self._supervise(running, lease, (self._batches, heads, watch))
 
     @contextmanager
-    def _query(self, start: Start, checkpoint: Checkpoint, batches: Batches) -> Iterator[StreamingQuery]:
-        settings, spark = self._settings, self._spark.session(self._stopping)
+    def _query(self, spark: SparkSession, start: Start, location: str, batches: Batches) -> Iterator[StreamingQuery]:
+        settings = self._settings
         options = source_options(self._kafka, start.offsets, settings.max_records_per_batch)
         effects = query.positions(
             query.source(spark, options),
@@ -171,23 +174,21 @@ class Attempt:
             seeds=start.seed.states,
             bounds=settings.bounds,
         )
-        store = settings.checkpoint_store
-        with nullcontext(str(checkpoint.path)) if store is None else folder(spark, store) as location:
-            running = (
-                effects.writeStream.queryName("tidemark")
-                .option("checkpointLocation", location)
-                .foreachBatch(batches)
-                .start()
-            )
-            log.info("The query runs", lineage=start.seed.lineage, streams=len(start.states))
-            try:
-                yield running
-            finally:
-                metrics.READY.set(0)
-                batches.finish(LAST_BATCH_SECONDS)
-                # It may wait for a server; what it has in hand is replayed by the next query.
-                with suppress(PySparkException):
-                    running.stop()
+        running = (
+            effects.writeStream.queryName("tidemark")
+            .option("checkpointLocation", location)
+            .foreachBatch(batches)
+            .start()
+        )
+        log.info("The query runs", lineage=start.seed.lineage, streams=len(start.states))
+        try:
+            yield running
+        finally:
+            metrics.READY.set(0)
+            batches.finish(LAST_BATCH_SECONDS)
+            # It may wait for a server; what it has in hand is replayed by the next query.
+            with suppress(PySparkException):
+                running.stop()
 
     def _supervise(self, running: StreamingQuery, lease: Lease, threads: tuple[Batches, Heads, Watch]) -> None:
         looked = time.monotonic()
