@@ -26,6 +26,7 @@ RUN python3 -m venv --without-pip /opt/tidemark \
 COPY app/stack/ivy.xml /tmp/ivy.xml
 RUN java -jar /opt/tidemark/lib/python3*/site-packages/pyspark/jars/ivy-*.jar -ivy /tmp/ivy.xml -confs connector -cache /tmp/ivy \
     -types jar bundle -retrieve '/opt/tidemark/jars/[conf]/[artifact]-[revision].[ext]'
+COPY .src .src
 COPY app app
 COPY sinks sinks
 COPY sources sources

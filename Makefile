@@ -59,7 +59,7 @@ format: setup ## Put the code into its one format
 
 .PHONY: docs
 docs: setup chart-docs ## Write the pages that are made from code
-	$(BIN)/python -c 'from app.metrics_page import page; print(page(), end="")' > docs/metrics.md
+	$(BIN)/python -c 'from tidemark.app.metrics_page import page; print(page(), end="")' > docs/metrics.md
 
 ##@ Ship
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)

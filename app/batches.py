@@ -10,12 +10,12 @@ from collections.abc import Mapping
 import structlog
 from pyspark.sql import DataFrame
 
-from app import metrics
-from app.board import Board
-from sinks.publisher import Publisher
-from streaming.effects import ShardEffects
-from streaming.errors import PartitionsChanged, Stopping, TidemarkError
-from streaming.query import collect
+from tidemark.app import metrics
+from tidemark.app.board import Board
+from tidemark.sinks.publisher import Publisher
+from tidemark.streaming.effects import ShardEffects
+from tidemark.streaming.errors import PartitionsChanged, Stopping, TidemarkError
+from tidemark.streaming.query import collect
 
 log = structlog.get_logger(__name__)
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from app.metrics import STREAM_GAUGES
-from streaming import state
-from streaming.effects import ShardEffects, Summary
-from streaming.summary import summarize
+from tidemark.app.metrics import STREAM_GAUGES
+from tidemark.streaming import state
+from tidemark.streaming.effects import ShardEffects, Summary
+from tidemark.streaming.summary import summarize
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from typing import Any, BinaryIO, Literal
 
 import click
 
-from app import logs
-from app.settings import Settings, load
-from streaming.errors import Stop, TidemarkError
+from tidemark.app import logs
+from tidemark.app.settings import Settings, load
+from tidemark.streaming.errors import Stop, TidemarkError
 
 
 class _Failed(click.ClickException):
@@ -61,7 +61,7 @@ def _settings() -> Settings:
 def up(*, demo: bool) -> None:
     """Run the whole local stack: Kafka, Postgres, Redis, the pipeline and the sidecar."""
     settings = _settings()
-    from app import up
+    from tidemark.app import up
 
     up.run(settings, demo=demo)
 
@@ -69,7 +69,7 @@ def up(*, demo: bool) -> None:
 @main.command()
 def config() -> None:
     """Print the effective settings, secrets masked, and where each came from."""
-    from app.config import lines
+    from tidemark.app.config import lines
 
     click.echo("\n".join(lines(_settings())))
 
@@ -77,7 +77,7 @@ def config() -> None:
 @main.command()
 def migrate() -> None:
     """Bring the database's schema up to this version."""
-    from sinks.migrations import migrate
+    from tidemark.sinks.migrations import migrate
 
     applied = migrate(_settings().postgres)
     click.echo(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
@@ -86,8 +86,8 @@ def migrate() -> None:
 @main.command()
 def topics() -> None:
     """Make the topics that are missing, and check those that are there."""
-    from app.topics import ready
-    from sources.topics import Topics
+    from tidemark.app.topics import ready
+    from tidemark.sources.topics import Topics
 
     settings = _settings().model_copy(update={"kafka_create_topics": True})
     for name, topic in ready(settings, Topics(settings.kafka)).items():
@@ -105,7 +105,7 @@ def topics() -> None:
 def pipeline(accept: tuple[Literal["partitions", "loss", "shards"], ...]) -> None:
     """Read facts from Kafka and publish positions, until SIGTERM or Ctrl-C."""
     settings = _settings()
-    from app import pipeline
+    from tidemark.app import pipeline
 
     pipeline.run(settings, frozenset(accept))
 
@@ -114,7 +114,7 @@ def pipeline(accept: tuple[Literal["partitions", "loss", "shards"], ...]) -> Non
 def sidecar() -> None:
     """Serve positions over HTTP and the line protocol, until SIGTERM or Ctrl-C. Any number may run."""
     settings = _settings()
-    from app.sidecar import serve
+    from tidemark.app.sidecar import serve
 
     serve.run(settings)
 
@@ -126,9 +126,9 @@ def sidecar() -> None:
 @click.option("--server", help="End with exit code 2 where the server has another name.")
 def listen(address: str | None, streams: tuple[str, ...], server: str | None, *, as_json: bool) -> None:
     """Show what a sidecar says over the line protocol at ADDRESS (host:port; without it TIDEMARK_SIDECAR_TCP)."""
-    from app.lines import view
-    from app.lines.listen import Listening
-    from app.settings import host_port
+    from tidemark.app.lines import view
+    from tidemark.app.lines.listen import Listening
+    from tidemark.app.settings import host_port
 
     settings = _settings()
     try:
@@ -146,8 +146,8 @@ def listen(address: str | None, streams: tuple[str, ...], server: str | None, *,
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 def status(stream: str | None, *, as_json: bool) -> None:
     """Show how far every stream (or STREAM) and each of its writers are, and who holds them back."""
-    from app import status
-    from sinks.postgres import Postgres, PostgresConfig
+    from tidemark.app import status
+    from tidemark.sinks.postgres import Postgres, PostgresConfig
 
     settings = _settings()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
@@ -169,8 +169,8 @@ def produce(file: BinaryIO, *, control: bool) -> None:
 
     Bad lines are named and left out; then the exit code is 1.
     """
-    from app.produce import produce
-    from streaming.wire import Topic
+    from tidemark.app.produce import produce
+    from tidemark.streaming.wire import Topic
 
     settings = _settings()
     topic = settings.kafka_control_topic if control else settings.kafka_facts_topic
@@ -209,8 +209,8 @@ def simulate(
 
     Faults: rollback, hang, crash, pause, late, retire, reader; of the local stack: pipeline, redis.
     """
-    from app.simulate import Play, run
-    from sources.simulator.cast import Cast, faults
+    from tidemark.app.simulate import Play, run
+    from tidemark.sources.simulator.cast import Cast, faults
 
     seed = secrets.randbits(32) if seed is None else seed
     click.echo(f"playing with --seed {seed}")
@@ -237,7 +237,7 @@ def writer_migrate(
     dsn: str | None, names: tuple[str, ...], direction: Literal["forward", "backward"], *, dry_run: bool
 ) -> None:
     """Make or update schema and outbox in a service's database, and the sequences of its streams."""
-    from app import writer
+    from tidemark.app import writer
 
     settings = _settings()
     act = writer.plan if dry_run else writer.migrate
@@ -252,7 +252,7 @@ def writer_migrate(
 @_dry_run
 def writer_fence(instance: str, dsn: str | None, *, terminate: bool, retire: bool, dry_run: bool) -> None:
     """Do for the dead writer INSTANCE what its own restart would do. One that lives can write no more after it."""
-    from app import writer
+    from tidemark.app import writer
 
     settings = _settings()
     dsn = dsn or settings.postgres()

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from app.settings import Settings, origin_of, unknown_variables, variable_of
+from tidemark.app.settings import Settings, origin_of, unknown_variables, variable_of
 
 _URL_PASSWORD = re.compile(r"(://[^:/?#]*:).*@")
 _NAMED_PASSWORD = re.compile(r"(password\s*=\s*)('(?:[^'\\]|\\.)*'|[^\s&]+)", re.IGNORECASE)

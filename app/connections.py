@@ -14,8 +14,8 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings
 
-from sinks.redis_address import RedisAddress
-from sources.kafka import KafkaConnection, OAuth
+from tidemark.sinks.redis_address import RedisAddress
+from tidemark.sources.kafka import KafkaConnection, OAuth
 
 PREFIX = "TIDEMARK_"
 

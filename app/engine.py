@@ -10,12 +10,12 @@ from pathlib import Path
 from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
-from app.settings import Settings
-from app.stack.java import find_java
-from streaming import session, store
-from streaming.cluster import Cluster, Pods, address_towards
-from streaming.errors import BadSetting, SparkDied, Stopping
-from streaming.jvm import Jvm
+from tidemark.app.settings import Settings
+from tidemark.app.stack.java import find_java
+from tidemark.streaming import session, store
+from tidemark.streaming.cluster import Cluster, Pods, address_towards
+from tidemark.streaming.errors import BadSetting, SparkDied, Stopping
+from tidemark.streaming.jvm import Jvm
 
 _PROPERTY = re.compile(r"(?P<name>spark\.[^\s=:]+)(\s*[=:]\s*|\s+)(?P<value>.*)")
 

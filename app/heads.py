@@ -10,11 +10,11 @@ from typing import Self
 
 import structlog
 
-from app import metrics
-from app.board import Board
-from sources.start import require_uncompacted
-from sources.topics import Topics
-from streaming.errors import PartitionsChanged, Retry, Stop
+from tidemark.app import metrics
+from tidemark.app.board import Board
+from tidemark.sources.start import require_uncompacted
+from tidemark.sources.topics import Topics
+from tidemark.streaming.errors import PartitionsChanged, Retry, Stop
 
 log = structlog.get_logger(__name__)
 

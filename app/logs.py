@@ -6,7 +6,7 @@ import sys
 import structlog
 from structlog.typing import Processor
 
-from app.settings import Settings
+from tidemark.app.settings import Settings
 
 
 def configure(settings: Settings) -> None:

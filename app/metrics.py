@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from sinks.publisher import Published
-from streaming.effects import ShardEffects
+from tidemark.sinks.publisher import Published
+from tidemark.streaming.effects import ShardEffects
 
 REGISTRY = CollectorRegistry()
 

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
-from app import metrics
-from app.lines import metrics as lines
-from app.sidecar import metrics as sidecar
-from sources.writer.metrics import WriterMetrics
+from tidemark.app import metrics
+from tidemark.app.lines import metrics as lines
+from tidemark.app.sidecar import metrics as sidecar
+from tidemark.sources.writer.metrics import WriterMetrics
 
 Row = tuple[str, str, Sequence[str], str]
 """Name, kind, labels, meaning."""

@@ -18,28 +18,28 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from app import engine, metrics, probes
-from app.batches import Batches
-from app.board import Board
-from app.heads import Heads
-from app.settings import Settings
-from app.start import Start, prepare
-from app.versions import OURS, require_successor
-from sinks.dead_letters import DeadLetters, DeadLettersConfig
-from sinks.lease import Lease, LeaseTerms
-from sinks.mirror import Mirror
-from sinks.postgres import Postgres, PostgresConfig
-from sinks.publisher import Publisher
-from sinks.redis import Redis, RedisConfig
-from sinks.watch import Watch, WatchTerms
-from sources.kafka import source_options
-from sources.start import Acceptance
-from sources.topics import Topics
-from streaming import query
-from streaming.checkpoint import Checkpoint, locked
-from streaming.errors import QueryFailed, Refused, Retry, Rotated, Stopping, Unavailable
-from streaming.session import is_local
-from streaming.store import folder
+from tidemark.app import engine, metrics, probes
+from tidemark.app.batches import Batches
+from tidemark.app.board import Board
+from tidemark.app.heads import Heads
+from tidemark.app.settings import Settings
+from tidemark.app.start import Start, prepare
+from tidemark.app.versions import OURS, require_successor
+from tidemark.sinks.dead_letters import DeadLetters, DeadLettersConfig
+from tidemark.sinks.lease import Lease, LeaseTerms
+from tidemark.sinks.mirror import Mirror
+from tidemark.sinks.postgres import Postgres, PostgresConfig
+from tidemark.sinks.publisher import Publisher
+from tidemark.sinks.redis import Redis, RedisConfig
+from tidemark.sinks.watch import Watch, WatchTerms
+from tidemark.sources.kafka import source_options
+from tidemark.sources.start import Acceptance
+from tidemark.sources.topics import Topics
+from tidemark.streaming import query
+from tidemark.streaming.checkpoint import Checkpoint, locked
+from tidemark.streaming.errors import QueryFailed, Refused, Retry, Rotated, Stopping, Unavailable
+from tidemark.streaming.session import is_local
+from tidemark.streaming.store import folder
 
 log = structlog.get_logger(__name__)
 

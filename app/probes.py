@@ -16,9 +16,9 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 from prometheus_client import Gauge, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from app import metrics
-from app.settings import Settings
-from streaming.errors import BadSetting
+from tidemark.app import metrics
+from tidemark.app.settings import Settings
+from tidemark.streaming.errors import BadSetting
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment

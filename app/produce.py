@@ -6,11 +6,11 @@ Every line is checked as the pipeline will check it, so that a mistake shows her
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from sources.kafka import KafkaConnection
-from sources.producer import RecordProducer
-from sources.topics import Topics
-from streaming import wire
-from streaming.errors import BadRecord
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.producer import RecordProducer
+from tidemark.sources.topics import Topics
+from tidemark.streaming import wire
+from tidemark.streaming.errors import BadRecord
 
 DELIVERY_SECONDS = 30.0
 

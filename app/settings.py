@@ -22,9 +22,9 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from app.connections import PREFIX, Connections, Positive, variable
-from streaming.bounds import Bounds
-from streaming.errors import BadSetting
+from tidemark.app.connections import PREFIX, Connections, Positive, variable
+from tidemark.streaming.bounds import Bounds
+from tidemark.streaming.errors import BadSetting
 
 # Written to `stack.env` for people and their programs; read by none of ours.
 FOR_OTHERS = {f"{PREFIX}METRICS_URL", f"{PREFIX}SIDECAR_URL"}

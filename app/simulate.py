@@ -12,17 +12,17 @@ from threading import Event
 
 import click
 
-from app.settings import Settings
-from app.simulation.company import Company, Stage
-from app.simulation.director import Director
-from app.stack.home import Home
-from app.verification import Count, EffectsDiffer, Verification
-from sinks.reader import Positions, Standing
-from sources.simulator import tables
-from sources.simulator.cast import Cast, Fault
-from sources.simulator.script import script
-from sources.topics import Topics
-from streaming.errors import Stop
+from tidemark.app.settings import Settings
+from tidemark.app.simulation.company import Company, Stage
+from tidemark.app.simulation.director import Director
+from tidemark.app.stack.home import Home
+from tidemark.app.verification import Count, EffectsDiffer, Verification
+from tidemark.sinks.reader import Positions, Standing
+from tidemark.sources.simulator import tables
+from tidemark.sources.simulator.cast import Cast, Fault
+from tidemark.sources.simulator.script import script
+from tidemark.sources.topics import Topics
+from tidemark.streaming.errors import Stop
 
 TICK_SECONDS = 0.1
 REPORT_SECONDS = 5.0

@@ -3,17 +3,17 @@
 from collections.abc import Set
 from dataclasses import dataclass
 
-from app.settings import Settings
-from app.topics import ready
-from sinks.postgres import Postgres, Remembered
-from sources import start as sources_start
-from sources.kafka import EARLIEST, Offsets
-from sources.start import Acceptance, Topic, starting_offsets
-from sources.topics import Topics
-from streaming import state
-from streaming.checkpoint import Applied, Checkpoint, Seed
-from streaming.errors import ShardsChanged
-from streaming.query import by_shard
+from tidemark.app.settings import Settings
+from tidemark.app.topics import ready
+from tidemark.sinks.postgres import Postgres, Remembered
+from tidemark.sources import start as sources_start
+from tidemark.sources.kafka import EARLIEST, Offsets
+from tidemark.sources.start import Acceptance, Topic, starting_offsets
+from tidemark.sources.topics import Topics
+from tidemark.streaming import state
+from tidemark.streaming.checkpoint import Applied, Checkpoint, Seed
+from tidemark.streaming.errors import ShardsChanged
+from tidemark.streaming.query import by_shard
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from streaming import state
-from streaming.effects import Blocker, Summary
-from streaming.summary import summarize
+from tidemark.streaming import state
+from tidemark.streaming.effects import Blocker, Summary
+from tidemark.streaming.summary import summarize
 
 HEADINGS = ("STREAM", "LINEAR", "WRITER", "EPOCH", "POSITION", "PENDING", "OLDEST GAP")
 NUMBERS = {"LINEAR", "EPOCH", "POSITION", "PENDING"}

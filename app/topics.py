@@ -2,9 +2,9 @@
 
 import structlog
 
-from app.settings import Settings
-from sources.start import Topic, require_uncompacted
-from sources.topics import Topics, plans
+from tidemark.app.settings import Settings
+from tidemark.sources.start import Topic, require_uncompacted
+from tidemark.sources.topics import Topics, plans
 
 log = structlog.get_logger(__name__)
 

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import click
 
-from app.settings import Settings
-from app.stack.home import Home
-from app.stack.jars import fetch_jars
-from app.stack.java import find_java
-from app.stack.members import Members
-from app.stack.redis import redis_program
-from app.stack.server import Server
-from app.stack.supervisor import Supervisor
-from sinks.migrations import migrate
-from streaming.errors import BadSetting
+from tidemark.app.settings import Settings
+from tidemark.app.stack.home import Home
+from tidemark.app.stack.jars import fetch_jars
+from tidemark.app.stack.java import find_java
+from tidemark.app.stack.members import Members
+from tidemark.app.stack.redis import redis_program
+from tidemark.app.stack.server import Server
+from tidemark.app.stack.supervisor import Supervisor
+from tidemark.sinks.migrations import migrate
+from tidemark.streaming.errors import BadSetting
 
 
 def run(settings: Settings, *, demo: bool) -> None:

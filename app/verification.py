@@ -10,9 +10,9 @@ from typing import Self
 
 from psycopg import sql
 
-from sinks.reader.following import Mode
-from sources.writer.session import Connection, Session
-from streaming.errors import TidemarkError
+from tidemark.sinks.reader.following import Mode
+from tidemark.sources.writer.session import Connection, Session
+from tidemark.streaming.errors import TidemarkError
 
 READERS: tuple[Mode, ...] = ("vector", "linear")
 

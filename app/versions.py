@@ -7,7 +7,7 @@ the versions of the processes, as a change of what stands in Redis needs no sche
 import re
 from importlib.metadata import version
 
-from streaming.errors import VersionSkew
+from tidemark.streaming.errors import VersionSkew
 
 OURS = version("tidemark")
 _NUMBERS = re.compile(r"(\d+)\.(\d+)")

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sources.kafka import KafkaConnection
-from sources.producer import FOR_EVER, RecordProducer
-from sources.topics import Topics
-from sources.writer import Direction, Stream, schema, sequences, takeover
-from sources.writer.session import Connection, Session
-from sources.writer.takeover import Holder
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.producer import FOR_EVER, RecordProducer
+from tidemark.sources.topics import Topics
+from tidemark.sources.writer import Direction, Stream, schema, sequences, takeover
+from tidemark.sources.writer.session import Connection, Session
+from tidemark.sources.writer.takeover import Holder
 
 KAFKA_SECONDS = 30.0
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from streaming.effects import Advance, ShardEffects, StreamEffects
-from streaming.packet import Rejected
+from tidemark.streaming.effects import Advance, ShardEffects, StreamEffects
+from tidemark.streaming.packet import Rejected
 
 
 @dataclass(frozen=True, slots=True)

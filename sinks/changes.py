@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from sinks.batch import Applied, Batch
-from sinks.postgres import PastAdvance, PastLate, StreamPositions
-from streaming.effects import Advance, Late, StreamEffects
+from tidemark.sinks.batch import Applied, Batch
+from tidemark.sinks.postgres import PastAdvance, PastLate, StreamPositions
+from tidemark.streaming.effects import Advance, Late, StreamEffects
 
 
 class Entry(msgspec.Struct, array_like=True, frozen=True):

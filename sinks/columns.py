@@ -6,7 +6,7 @@ from typing import Any, LiteralString
 from psycopg import Cursor
 from psycopg.rows import TupleRow
 
-from sinks.database import Connection
+from tidemark.sinks.database import Connection
 
 Rows = Iterable[tuple[Any, ...]]
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from sinks.database import Database
+from tidemark.sinks.database import Database
 
 LATE_COUNTED = 100  # late completions of one stream are counted up to here: nobody waits for more
 

@@ -14,7 +14,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import PGconn, Ping
 from psycopg.rows import TupleRow
 
-from streaming.errors import BadSetting, Refused, TidemarkError, Unavailable
+from tidemark.streaming.errors import BadSetting, Refused, TidemarkError, Unavailable
 
 Connection = psycopg.Connection[TupleRow]
 

@@ -12,9 +12,9 @@ import numpy as np
 import structlog
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
-from sinks.outbox import Headers, Letter, Outbox
-from streaming.errors import Refused, TidemarkError, TopicMissing, Unavailable
-from streaming.packet import Rejected
+from tidemark.sinks.outbox import Headers, Letter, Outbox
+from tidemark.streaming.errors import Refused, TidemarkError, TopicMissing, Unavailable
+from tidemark.streaming.packet import Rejected
 
 log = structlog.get_logger(__name__)
 

@@ -17,8 +17,8 @@ from typing import LiteralString, Self
 import structlog
 from psycopg.errors import LockNotAvailable
 
-from sinks.database import Connection, Database, Dsn
-from streaming.errors import LeaseLost, Stopping, TidemarkError, Unavailable
+from tidemark.sinks.database import Connection, Database, Dsn
+from tidemark.streaming.errors import LeaseLost, Stopping, TidemarkError, Unavailable
 
 log = structlog.get_logger(__name__)
 

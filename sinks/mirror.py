@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import structlog
 
-from sinks.batch import Applied, Batch
-from sinks.changes import Change, of_batch, of_history
-from sinks.lease import Lease
-from sinks.postgres import PastAdvance, Postgres, StreamPositions
-from sinks.redis import Held, Mode, Redis
+from tidemark.sinks.batch import Applied, Batch
+from tidemark.sinks.changes import Change, of_batch, of_history
+from tidemark.sinks.lease import Lease
+from tidemark.sinks.postgres import PastAdvance, Postgres, StreamPositions
+from tidemark.sinks.redis import Held, Mode, Redis
 
 log = structlog.get_logger(__name__)
 

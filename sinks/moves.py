@@ -8,11 +8,11 @@ from datetime import UTC, datetime
 from psycopg import Cursor
 from psycopg.rows import TupleRow
 
-from sinks.batch import Batch
-from sinks.columns import execute
-from sinks.database import Connection
-from streaming.effects import Advance
-from streaming.errors import ChainBroken
+from tidemark.sinks.batch import Batch
+from tidemark.sinks.columns import execute
+from tidemark.sinks.database import Connection
+from tidemark.streaming.effects import Advance
+from tidemark.streaming.errors import ChainBroken
 
 
 def write_advances(connection: Connection, batch: Batch) -> Cursor[TupleRow] | None:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import structlog
 
-from streaming.errors import Stopping, Unavailable
+from tidemark.streaming.errors import Stopping, Unavailable
 
 log = structlog.get_logger(__name__)
 

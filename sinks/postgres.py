@@ -11,14 +11,14 @@ from typing import Self
 
 import structlog
 
-from sinks import migrations, unsent
-from sinks.batch import Applied, Batch
-from sinks.columns import execute
-from sinks.condition import Conditions
-from sinks.database import Database, Dsn
-from sinks.transaction import apply
-from sinks.unsent import UnsentLetters
-from streaming.effects import Advance, Late
+from tidemark.sinks import migrations, unsent
+from tidemark.sinks.batch import Applied, Batch
+from tidemark.sinks.columns import execute
+from tidemark.sinks.condition import Conditions
+from tidemark.sinks.database import Database, Dsn
+from tidemark.sinks.transaction import apply
+from tidemark.sinks.unsent import UnsentLetters
+from tidemark.streaming.effects import Advance, Late
 
 log = structlog.get_logger(__name__)
 

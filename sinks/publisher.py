@@ -13,14 +13,14 @@ from typing import TypeVar
 
 import structlog
 
-from sinks.batch import Applied, Batch
-from sinks.dead_letters import Buried, DeadLetters
-from sinks.lease import Lease
-from sinks.mirror import Mirror
-from sinks.patience import wait_out
-from sinks.postgres import Postgres
-from streaming.effects import ShardEffects
-from streaming.errors import LeaseLost
+from tidemark.sinks.batch import Applied, Batch
+from tidemark.sinks.dead_letters import Buried, DeadLetters
+from tidemark.sinks.lease import Lease
+from tidemark.sinks.mirror import Mirror
+from tidemark.sinks.patience import wait_out
+from tidemark.sinks.postgres import Postgres
+from tidemark.streaming.effects import ShardEffects
+from tidemark.streaming.errors import LeaseLost
 
 log = structlog.get_logger(__name__)
 

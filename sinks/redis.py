@@ -12,17 +12,17 @@ from typing import Any, Literal, Self
 import msgspec
 from redis import exceptions as problems
 
-from sinks.changes import Change
-from sinks.redis_address import RedisAddress, redis_address
-from sinks.redis_problems import Remedies
-from sinks.redis_session import RedisSession
-from streaming.errors import LeaseLost
+from tidemark.sinks.changes import Change
+from tidemark.sinks.redis_address import RedisAddress, redis_address
+from tidemark.sinks.redis_problems import Remedies
+from tidemark.sinks.redis_session import RedisSession
+from tidemark.streaming.errors import LeaseLost
 
 STREAMS = "tidemark:streams"
 SENTINEL = "tidemark:sentinel"
 CALLS_AT_ONCE = 500  # streams in one pipeline: bounds the memory of both sides, and how long a reader waits its turn
 
-_SCRIPT = files("sinks").joinpath("publish.lua").read_text("utf-8")
+_SCRIPT = files("tidemark.sinks").joinpath("publish.lua").read_text("utf-8")
 _SHA = sha1(_SCRIPT.encode(), usedforsecurity=False).hexdigest()
 _KEYS = ("positions", "linear", "token", "advances", "fence", "head")
 

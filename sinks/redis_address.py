@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.retry import Retry
 
-from streaming.errors import BadSetting
+from tidemark.streaming.errors import BadSetting
 
 Secret: TypeAlias = Callable[[], str | None]
 """Asked at every new connection, because secrets rotate."""

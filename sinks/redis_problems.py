@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from redis import exceptions as problems
 
-from streaming.errors import Refused, TidemarkError, Unavailable
+from tidemark.streaming.errors import Refused, TidemarkError, Unavailable
 
 FOREIGN = (problems.RedisError, problems.RedisClusterException)
 """All that redis-py raises."""

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sinks.redis_address import RedisAddress, close
-from sinks.redis_problems import FOREIGN, Remedies, explained
+from tidemark.sinks.redis_address import RedisAddress, close
+from tidemark.sinks.redis_problems import FOREIGN, Remedies, explained
 
 
 class RedisSession:

@@ -8,13 +8,13 @@ from psycopg import Cursor
 from psycopg.rows import TupleRow
 from psycopg.types.json import Jsonb
 
-from sinks import unsent
-from sinks.batch import Applied, Batch
-from sinks.columns import execute
-from sinks.database import Connection
-from sinks.lease import session_name
-from sinks.moves import settled, standing, write_advances, write_writers
-from streaming.errors import LeaseLost
+from tidemark.sinks import unsent
+from tidemark.sinks.batch import Applied, Batch
+from tidemark.sinks.columns import execute
+from tidemark.sinks.database import Connection
+from tidemark.sinks.lease import session_name
+from tidemark.sinks.moves import settled, standing, write_advances, write_writers
+from tidemark.streaming.errors import LeaseLost
 
 BATCHES_KEPT = 1000  # of each query: enough to recognise any batch that Spark may replay
 

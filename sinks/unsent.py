@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from sinks.batch import Batch
-from sinks.database import Connection
-from streaming.packet import Rejected
+from tidemark.sinks.batch import Batch
+from tidemark.sinks.database import Connection
+from tidemark.streaming.packet import Rejected
 
 _decoder = msgspec.msgpack.Decoder(list[Rejected])
 

@@ -12,11 +12,11 @@ from typing import Self
 
 import structlog
 
-from sinks.lease import Lease
-from sinks.mirror import Mirror
-from sinks.postgres import Postgres
-from sinks.redis import Redis
-from streaming.errors import LeaseLost, Stop, TidemarkError
+from tidemark.sinks.lease import Lease
+from tidemark.sinks.mirror import Mirror
+from tidemark.sinks.postgres import Postgres
+from tidemark.sinks.redis import Redis
+from tidemark.streaming.errors import LeaseLost, Stop, TidemarkError
 
 log = structlog.get_logger(__name__)
 

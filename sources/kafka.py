@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from streaming.errors import BadSetting
+from tidemark.streaming.errors import BadSetting
 
 EARLIEST = -2
 """Spark's word for "the oldest record of the partition" among starting offsets."""

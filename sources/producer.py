@@ -5,9 +5,9 @@ from functools import partial
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
-from sources.kafka import KafkaConnection
-from sources.trouble import Complaints, tidemark_error
-from streaming.errors import Unavailable
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.trouble import Complaints, tidemark_error
+from tidemark.streaming.errors import Unavailable
 
 FOR_EVER = 0.0
 

@@ -10,8 +10,8 @@ from typing import Literal
 
 import structlog
 
-from sources.kafka import EARLIEST, Offsets
-from streaming.errors import PartitionsChanged, RecordsBeyondEnd, RecordsGone, TopicCompacted, TopicReplaced
+from tidemark.sources.kafka import EARLIEST, Offsets
+from tidemark.streaming.errors import PartitionsChanged, RecordsBeyondEnd, RecordsGone, TopicCompacted, TopicReplaced
 
 log = structlog.get_logger(__name__)
 

@@ -8,10 +8,10 @@ from typing import Self
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
-from sources.kafka import KafkaConnection
-from sources.trouble import Complaints
-from streaming import wire
-from streaming.errors import BadRecord, TopicMissing, Unavailable
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.trouble import Complaints
+from tidemark.streaming import wire
+from tidemark.streaming.errors import BadRecord, TopicMissing, Unavailable
 
 AT_ONCE = 2_000  # records that one call gives at most
 _GONE = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)

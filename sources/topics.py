@@ -11,10 +11,10 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, TopicDescription
 
-from sources.kafka import KafkaConnection
-from sources.start import Partition, Topic
-from sources.trouble import Complaints, tidemark_error
-from streaming.errors import TopicMissing, Unavailable
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.start import Partition, Topic
+from tidemark.sources.trouble import Complaints, tidemark_error
+from tidemark.streaming.errors import TopicMissing, Unavailable
 
 _DAY_MS = 24 * 3600 * 1000
 

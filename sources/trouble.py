@@ -8,7 +8,7 @@ import re
 
 from confluent_kafka import KafkaError
 
-from streaming.errors import Refused, TidemarkError, Unavailable
+from tidemark.streaming.errors import Refused, TidemarkError, Unavailable
 
 _LOGIN = frozenset(
     {

@@ -13,10 +13,10 @@ from operator import attrgetter
 
 import numpy as np
 
-from streaming import packet, state
-from streaming.bounds import Bounds
-from streaming.changes import Changes, LateRange
-from streaming.effects import (
+from tidemark.streaming import packet, state
+from tidemark.streaming.bounds import Bounds
+from tidemark.streaming.changes import Changes, LateRange
+from tidemark.streaming.effects import (
     Advance,
     Forced,
     Gap,
@@ -28,13 +28,13 @@ from streaming.effects import (
     StreamEffects,
     WriterRow,
 )
-from streaming.intervals import Ids
-from streaming.packet import Marker, MarkerKind, PackedRun, Packet, Rejected
-from streaming.positions import Stream
-from streaming.reasons import Reason
-from streaming.runs import Run
-from streaming.summary import summarize
-from streaming.writers import Mark, Rows
+from tidemark.streaming.intervals import Ids
+from tidemark.streaming.packet import Marker, MarkerKind, PackedRun, Packet, Rejected
+from tidemark.streaming.positions import Stream
+from tidemark.streaming.reasons import Reason
+from tidemark.streaming.runs import Run
+from tidemark.streaming.summary import summarize
+from tidemark.streaming.writers import Mark, Rows
 
 Partition = tuple[str, int]
 Fact = PackedRun | packet.Rows | Marker

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal
 
-from streaming.intervals import Intervals
+from tidemark.streaming.intervals import Intervals
 
 # A chain of a writer that never joined: not even an edge from 0 joins it.
 NOWHERE = -1

@@ -4,8 +4,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
-from streaming.intervals import Ids
-from streaming.reasons import Reason
+from tidemark.streaming.intervals import Ids
+from tidemark.streaming.reasons import Reason
 
 Outcome = Literal["applied", "held", "duplicate", "late", "batch", "forgotten"]
 Why = Literal["skipped", "regressed"]

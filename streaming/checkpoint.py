@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from streaming.errors import CheckpointNotWritable, Stopping
+from tidemark.streaming.errors import CheckpointNotWritable, Stopping
 
 log = structlog.get_logger(__name__)
 

@@ -102,11 +102,12 @@ class Cluster:
 def package(directory: Path) -> Path:
     """The package `streaming` as a file that executors can import from; written anew."""
     directory.mkdir(parents=True, exist_ok=True)
-    archive = directory / "streaming.zip"
+    archive = directory / "tidemark.zip"
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
-        for module in files("streaming").iterdir():
+        packed.writestr("tidemark/__init__.py", "")
+        for module in files("tidemark.streaming").iterdir():
             if module.name.endswith(".py"):
-                packed.writestr(f"streaming/{module.name}", module.read_bytes())
+                packed.writestr(f"tidemark/streaming/{module.name}", module.read_bytes())
     return archive
 
 

@@ -22,14 +22,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from streaming import wire
-from streaming.errors import BadRecord
-from streaming.framing import Frames
-from streaming.incarnations import Incarnations
-from streaming.intervals import Ids
-from streaming.packet import Kind
-from streaming.reasons import Reason
-from streaming.wire import Topic
+from tidemark.streaming import wire
+from tidemark.streaming.errors import BadRecord
+from tidemark.streaming.framing import Frames
+from tidemark.streaming.incarnations import Incarnations
+from tidemark.streaming.intervals import Ids
+from tidemark.streaming.packet import Kind
+from tidemark.streaming.reasons import Reason
+from tidemark.streaming.wire import Topic
 
 # Codes in the column `kinds` beside those of `Kind`.
 ROW: Final = 3

@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from streaming.columns import Columns
-from streaming.framing import Frames
-from streaming.packing import pack
-from streaming.wire import Topic
+from tidemark.streaming.columns import Columns
+from tidemark.streaming.framing import Frames
+from tidemark.streaming.packing import pack
+from tidemark.streaming.wire import Topic
 
 PACKETS = pa.schema([("shard", pa.int32()), ("packet", pa.binary())])
 

@@ -6,7 +6,7 @@ Equal input gives equal bytes: lists are sorted, and the only clock is the batch
 
 import msgspec
 
-from streaming.packet import Rejected
+from tidemark.streaming.packet import Rejected
 
 
 class Advance(msgspec.Struct, array_like=True, frozen=True):

@@ -1,10 +1,10 @@
 """How an epoch begins, and how what is open is settled without a record of its own. Pure; changes what it is given."""
 
-from streaming.chain import NOTHING, Chain, How
-from streaming.changes import Changes, LateRange, Regress
-from streaming.intervals import EMPTY, Intervals
-from streaming.line import Line
-from streaming.writers import Held, Incarnation, Mark, Writer
+from tidemark.streaming.chain import NOTHING, Chain, How
+from tidemark.streaming.changes import Changes, LateRange, Regress
+from tidemark.streaming.intervals import EMPTY, Intervals
+from tidemark.streaming.line import Line
+from tidemark.streaming.writers import Held, Incarnation, Mark, Writer
 
 
 def begin(

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from streaming.chain import NOTHING, Chain
-from streaming.changes import Changes, LateRange, Outcome, Why
-from streaming.intervals import EMPTY, Ids, Intervals
-from streaming.packet import Kind
-from streaming.reasons import Reason
-from streaming.runs import Mask, Run
+from tidemark.streaming.chain import NOTHING, Chain
+from tidemark.streaming.changes import Changes, LateRange, Outcome, Why
+from tidemark.streaming.intervals import EMPTY, Ids, Intervals
+from tidemark.streaming.packet import Kind
+from tidemark.streaming.reasons import Reason
+from tidemark.streaming.runs import Mask, Run
 
 _NEW, _DUPLICATE, _CONFLICT = 0, 1, 2
 _CLEAR, _LATE, _ACROSS = 0, 1, 2

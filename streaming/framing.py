@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from streaming.intervals import Ids
+from tidemark.streaming.intervals import Ids
 
 HEADER: Final = np.dtype([("offset", ">i8"), ("time", ">i8"), ("origin", ">i4"), ("key_length", ">i4")])
 """In Java's byte order. `time` is in ms since 1970, `origin` as of `streaming.compaction.origin_of`."""

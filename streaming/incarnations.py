@@ -3,8 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
-from streaming.framing import Keys
-from streaming.wire import is_name
+from tidemark.streaming.framing import Keys
+from tidemark.streaming.wire import is_name
 
 Incarnation = tuple[str, str, int]
 

@@ -15,7 +15,7 @@ from pyspark import SparkConf
 from pyspark.errors import PySparkRuntimeError
 from pyspark.java_gateway import launch_gateway
 
-from streaming.errors import SparkDied
+from tidemark.streaming.errors import SparkDied
 
 log = structlog.get_logger(__name__)
 
@@ -31,7 +31,7 @@ class Jvm:
         reading, writing = os.pipe()
         relay = Thread(target=self._relay, args=(reading,), name="jvm-stderr", daemon=True)
         relay.start()
-        with as_file(files("streaming").joinpath("log4j2.properties")) as logging:
+        with as_file(files("tidemark.streaming").joinpath("log4j2.properties")) as logging:
             given = conf.get("spark.driver.extraJavaOptions", "")
             conf.set("spark.driver.extraJavaOptions", f'{given} "-Dlog4j2.configurationFile={logging}"'.strip())
             try:

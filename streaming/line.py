@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from streaming.intervals import EMPTY, Ids, Intervals
+from tidemark.streaming.intervals import EMPTY, Ids, Intervals
 
 
 @dataclass(slots=True)

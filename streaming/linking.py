@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from streaming.intervals import Ids
+from tidemark.streaming.intervals import Ids
 
 Order = npt.NDArray[np.intp]
 

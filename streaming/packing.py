@@ -14,14 +14,14 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
-from streaming import wire
-from streaming.columns import ROW, Columns, Edges
-from streaming.incarnations import Incarnation
-from streaming.intervals import Ids
-from streaming.linking import link
-from streaming.packet import Marker, MarkerKind, PackedRun, Packet, Rejected, Rows, Unread
-from streaming.shards import shard_of
-from streaming.wire import Topic
+from tidemark.streaming import wire
+from tidemark.streaming.columns import ROW, Columns, Edges
+from tidemark.streaming.incarnations import Incarnation
+from tidemark.streaming.intervals import Ids
+from tidemark.streaming.linking import link
+from tidemark.streaming.packet import Marker, MarkerKind, PackedRun, Packet, Rejected, Rows, Unread
+from tidemark.streaming.shards import shard_of
+from tidemark.streaming.wire import Topic
 
 OFFSET_BITS = 32
 

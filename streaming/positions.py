@@ -15,16 +15,16 @@ from operator import attrgetter
 
 import numpy as np
 
-from streaming.bounds import Bounds
-from streaming.chain import NOWHERE, Chain
-from streaming.changes import Changes, LateRange
-from streaming.epochs import begin, settle
-from streaming.feed import Feed
-from streaming.intervals import Ids
-from streaming.line import Line
-from streaming.reasons import Reason
-from streaming.runs import Run
-from streaming.writers import Held, Incarnation, Mark, Rows, Writer
+from tidemark.streaming.bounds import Bounds
+from tidemark.streaming.chain import NOWHERE, Chain
+from tidemark.streaming.changes import Changes, LateRange
+from tidemark.streaming.epochs import begin, settle
+from tidemark.streaming.feed import Feed
+from tidemark.streaming.intervals import Ids
+from tidemark.streaming.line import Line
+from tidemark.streaming.reasons import Reason
+from tidemark.streaming.runs import Run
+from tidemark.streaming.writers import Held, Incarnation, Mark, Rows, Writer
 
 
 @dataclass(slots=True)

@@ -15,12 +15,12 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.functions import coalesce, col, concat, lit, octet_length, unix_millis, when
 from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 
-from streaming import effects
-from streaming.advance import advance
-from streaming.bounds import Bounds
-from streaming.compaction import Compactor, compactor
-from streaming.packet import Packet
-from streaming.shards import shard_of
+from tidemark.streaming import effects
+from tidemark.streaming.advance import advance
+from tidemark.streaming.bounds import Bounds
+from tidemark.streaming.compaction import Compactor, compactor
+from tidemark.streaming.packet import Packet
+from tidemark.streaming.shards import shard_of
 
 PACKETS = "shard int, packet binary"
 EFFECTS = "shard int, effects binary"

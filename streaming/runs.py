@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from streaming.chain import Evidence
-from streaming.intervals import Ids
-from streaming.packet import Kind, PackedRun
+from tidemark.streaming.chain import Evidence
+from tidemark.streaming.intervals import Ids
+from tidemark.streaming.packet import Kind, PackedRun
 
 Mask = npt.NDArray[np.bool_]
 

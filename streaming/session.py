@@ -8,8 +8,8 @@ from pathlib import Path
 from pyspark import SparkConf, SparkContext
 from pyspark.sql import SparkSession
 
-from streaming.cluster import package
-from streaming.jvm import Jvm
+from tidemark.streaming.cluster import package
+from tidemark.streaming.jvm import Jvm
 
 # Where measured: SPARK.md, "Latency" and "Traps".
 SETTINGS = {

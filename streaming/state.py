@@ -6,12 +6,12 @@ few bytes. A format that this Tidemark does not know stops it; older ones are re
 
 import msgspec
 
-from streaming.chain import Chain, Evidence, Span
-from streaming.errors import StateTooNew
-from streaming.intervals import Intervals
-from streaming.line import Line
-from streaming.positions import Stream
-from streaming.writers import Held, Writer
+from tidemark.streaming.chain import Chain, Evidence, Span
+from tidemark.streaming.errors import StateTooNew
+from tidemark.streaming.intervals import Intervals
+from tidemark.streaming.line import Line
+from tidemark.streaming.positions import Stream
+from tidemark.streaming.writers import Held, Writer
 
 FORMAT = 1
 

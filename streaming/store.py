@@ -14,7 +14,7 @@ from py4j.protocol import Py4JError, Py4JJavaError
 from pyspark.errors import IllegalArgumentException
 from pyspark.sql import SparkSession
 
-from streaming.errors import CheckpointNotWritable, Unavailable
+from tidemark.streaming.errors import CheckpointNotWritable, Unavailable
 
 SETTINGS = {
     # What a dead executor leaves undone another does: it finds the states.

@@ -1,7 +1,7 @@
 """A stream for people: what is pending, which gap is the oldest, whom the line waits for. Pure."""
 
-from streaming.effects import Blocker, Summary
-from streaming.positions import Stream
+from tidemark.streaming.effects import Blocker, Summary
+from tidemark.streaming.positions import Stream
 
 
 def blockers(stream: Stream) -> list[Blocker]:

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from streaming.errors import BadRecord
-from streaming.reasons import Reason
+from tidemark.streaming.errors import BadRecord
+from tidemark.streaming.reasons import Reason
 
 MAX_ID: Final = 2**63 - 1
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from streaming.chain import Chain, Evidence
-from streaming.intervals import EMPTY, Ids, Intervals
+from tidemark.streaming.chain import Chain, Evidence
+from tidemark.streaming.intervals import EMPTY, Ids, Intervals
 
 Incarnation = tuple[str, int]
 """A writer's name and epoch."""

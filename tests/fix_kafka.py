@@ -20,12 +20,12 @@ from confluent_kafka.admin import (
 from joserfc import jwt
 from joserfc.jwk import RSAKey
 
-from app.stack.home import Home
-from app.stack.jars import BROKER
-from app.stack.kafka import Kafka
-from app.stack.server import LOOPBACK, free_port
-from sources.kafka import KafkaConnection, OAuth
 from tests.fix_tls import Authority
+from tidemark.app.stack.home import Home
+from tidemark.app.stack.jars import BROKER
+from tidemark.app.stack.kafka import Kafka
+from tidemark.app.stack.server import LOOPBACK, free_port
+from tidemark.sources.kafka import KafkaConnection, OAuth
 
 USER = "tide"
 PASSWORD = 'a"b\\c d'

@@ -19,21 +19,21 @@ import pytest
 import redis
 from psycopg import sql
 
-from app.stack.kafka import Kafka
-from app.stack.postgres import Postgres
-from app.stack.redis import Redis
-from app.stack.server import free_port
-from sinks.migrations import migrate
-from sources.kafka import KafkaConnection
-from sources.producer import RecordProducer
-from sources.topics import Topics, plans
-from streaming.errors import Unavailable
-from streaming.wire import Record, encode
 from tests.app.feeding import Play
 from tests.app.running import PATIENCE, Running
 from tests.play.cast import Cast
 from tests.play.published import RedisReader, differences
 from tests.waiting import eventually
+from tidemark.app.stack.kafka import Kafka
+from tidemark.app.stack.postgres import Postgres
+from tidemark.app.stack.redis import Redis
+from tidemark.app.stack.server import free_port
+from tidemark.sinks.migrations import migrate
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.producer import RecordProducer
+from tidemark.sources.topics import Topics, plans
+from tidemark.streaming.errors import Unavailable
+from tidemark.streaming.wire import Record, encode
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
@@ -89,7 +89,7 @@ class Site:
     def checkpoint(self) -> Path:
         return Path(self.variables["TIDEMARK_CHECKPOINT"])
 
-    def start(self, *arguments: str, module: Sequence[str] = ("app.cli",), **changed: object) -> Running:
+    def start(self, *arguments: str, module: Sequence[str] = ("tidemark.app.cli",), **changed: object) -> Running:
         """Start `python -m MODULE pipeline ARGUMENTS`; `changed` replaces settings (`shards=8`)."""
         port = free_port()
         settings = {f"TIDEMARK_{name.upper()}": str(value) for name, value in changed.items()}
@@ -113,7 +113,7 @@ class Site:
 
     def refused(self, *arguments: str, **changed: object) -> Ended:
         """Start a pipeline that is to end by itself before it reads anything."""
-        running = self.start(*arguments, module=("app.cli",), **{"log_level": "error", **changed})
+        running = self.start(*arguments, module=("tidemark.app.cli",), **{"log_level": "error", **changed})
         return Ended(running.ends(30.0), running.log().splitlines())
 
     @property

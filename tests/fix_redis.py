@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from app.stack.home import Home
-from app.stack.redis import Redis, redis_program
-from app.stack.server import LOOPBACK, Server, free_port
 from tests.waiting import eventually
+from tidemark.app.stack.home import Home
+from tidemark.app.stack.redis import Redis, redis_program
+from tidemark.app.stack.server import LOOPBACK, Server, free_port
 
 
 class Node(Redis):

@@ -16,14 +16,14 @@ import pytest
 import redis
 from psycopg import sql
 
-from app.settings import Settings
-from app.stack.home import Home
-from app.stack.jars import BROKER, CONNECTOR, fetch_jars
-from app.stack.java import find_java
-from app.stack.kafka import Kafka
-from app.stack.postgres import Postgres
-from app.stack.redis import Redis
-from app.stack.server import Server, free_port
+from tidemark.app.settings import Settings
+from tidemark.app.stack.home import Home
+from tidemark.app.stack.jars import BROKER, CONNECTOR, fetch_jars
+from tidemark.app.stack.java import find_java
+from tidemark.app.stack.kafka import Kafka
+from tidemark.app.stack.postgres import Postgres
+from tidemark.app.stack.redis import Redis
+from tidemark.app.stack.server import Server, free_port
 
 S = TypeVar("S", bound=Server)
 _numbers = itertools.count(1)

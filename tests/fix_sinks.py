@@ -8,11 +8,11 @@ import psycopg
 import pytest
 import redis
 
-from sinks.lease import Lease, LeaseTerms
-from sinks.migrations import migrate
-from sinks.postgres import Postgres, PostgresConfig
-from sinks.redis import Redis, RedisConfig
 from tests.sinks.reader.given import Pipeline
+from tidemark.sinks.lease import Lease, LeaseTerms
+from tidemark.sinks.migrations import migrate
+from tidemark.sinks.postgres import Postgres, PostgresConfig
+from tidemark.sinks.redis import Redis, RedisConfig
 
 TERMS = LeaseTerms("test", ttl=2.0, grace=0.3, poll=0.05)
 

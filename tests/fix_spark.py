@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from streaming import session
+from tidemark.streaming import session
 
 
 @pytest.fixture(scope="module")

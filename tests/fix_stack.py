@@ -11,9 +11,9 @@ import pytest
 import redis
 from dotenv import dotenv_values
 
-from app.settings import child_environment
-from app.stack.home import Home
 from tests.waiting import eventually
+from tidemark.app.settings import child_environment
+from tidemark.app.stack.home import Home
 
 READY_SECONDS = 120.0  # with other tests on the same cores
 
@@ -33,7 +33,7 @@ class Terminal:
     def run(
         self, *words: str, stdin: bytes = b"", patience: float = 60.0, **changes: str
     ) -> subprocess.CompletedProcess[bytes]:
-        command = [sys.executable, "-m", "app.cli", *words]
+        command = [sys.executable, "-m", "tidemark.app.cli", *words]
         return subprocess.run(
             command, input=stdin, env=self.environment | changes, capture_output=True, timeout=patience, check=False
         )
@@ -41,7 +41,7 @@ class Terminal:
     @contextmanager
     def up(self, *words: str) -> Iterator[subprocess.Popen[bytes]]:
         """A stack that is ready; ended with Ctrl-C where the test did not do it itself."""
-        command = [sys.executable, "-m", "app.cli", "up", *words]
+        command = [sys.executable, "-m", "tidemark.app.cli", "up", *words]
         with self.output.open("wb") as output:
             process = subprocess.Popen(command, env=self.environment, stdout=output, stderr=output)
         try:

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from app.lines.commands import Position, Rdata
-from app.lines.rows import Rows, Writer
-from app.lines.unannounced import Fact, Lacking
-from sinks.reader.events import Advance
-from sinks.reader.order import beyond, farther
+from tidemark.app.lines.commands import Position, Rdata
+from tidemark.app.lines.rows import Rows, Writer
+from tidemark.app.lines.unannounced import Fact, Lacking
+from tidemark.sinks.reader.events import Advance
+from tidemark.sinks.reader.order import beyond, farther
 
 
 @dataclass(frozen=True, slots=True)

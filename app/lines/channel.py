@@ -12,14 +12,14 @@ from typing import Any
 
 import structlog
 
-from app.lines.commands import Relayed, Replicate, parse
-from app.lines.hub import Hub
-from app.lines.server import LineServer
-from app.lines.speaker import ChannelTerms, Speaker
-from app.sidecar.ending import ended
-from app.sidecar.subscription import listen
-from sinks.reader.connection import translated
-from streaming.errors import BadCommand, Stop, Unavailable
+from tidemark.app.lines.commands import Relayed, Replicate, parse
+from tidemark.app.lines.hub import Hub
+from tidemark.app.lines.server import LineServer
+from tidemark.app.lines.speaker import ChannelTerms, Speaker
+from tidemark.app.sidecar.ending import ended
+from tidemark.app.sidecar.subscription import listen
+from tidemark.sinks.reader.connection import translated
+from tidemark.streaming.errors import BadCommand, Stop, Unavailable
 
 log = structlog.get_logger(__name__)
 

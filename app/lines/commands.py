@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from streaming.errors import BadCommand
-from streaming.wire import MAX_ID, is_name
+from tidemark.streaming.errors import BadCommand
+from tidemark.streaming.wire import MAX_ID, is_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from app.lines import commands
-from app.lines.commands import Command, Error, Name, Ping, Relayed, Replicate, Server
-from streaming.errors import BadCommand
+from tidemark.app.lines import commands
+from tidemark.app.lines.commands import Command, Error, Name, Ping, Relayed, Replicate, Server
+from tidemark.streaming.errors import BadCommand
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,17 +12,17 @@ from typing import Any
 
 import structlog
 
-from app.lines import metrics
-from app.lines.announcer import Announcement, Announcer
-from app.lines.commands import Position
-from app.lines.rows import Rows, Writer
-from app.sidecar.ending import ended
-from app.sidecar.service import Service
-from app.sidecar.slices import Begun, Item, Listener, Slice
-from sinks.reader.events import Advance, Event, Reread
-from sources.tail import Tail
-from streaming.errors import Stop, TidemarkError, Unavailable
-from streaming.wire import Record
+from tidemark.app.lines import metrics
+from tidemark.app.lines.announcer import Announcement, Announcer
+from tidemark.app.lines.commands import Position
+from tidemark.app.lines.rows import Rows, Writer
+from tidemark.app.sidecar.ending import ended
+from tidemark.app.sidecar.service import Service
+from tidemark.app.sidecar.slices import Begun, Item, Listener, Slice
+from tidemark.sinks.reader.events import Advance, Event, Reread
+from tidemark.sources.tail import Tail
+from tidemark.streaming.errors import Stop, TidemarkError, Unavailable
+from tidemark.streaming.wire import Record
 
 log = structlog.get_logger(__name__)
 

@@ -9,10 +9,10 @@ import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
 
-from app.lines.commands import Command, Name, Ping, Replicate, Server, parse, said
-from app.lines.splitter import Splitter
-from sinks.patience import Patience
-from streaming.errors import BadCommand, Stop, Unavailable
+from tidemark.app.lines.commands import Command, Name, Ping, Replicate, Server, parse, said
+from tidemark.app.lines.splitter import Splitter
+from tidemark.sinks.patience import Patience
+from tidemark.streaming.errors import BadCommand, Stop, Unavailable
 
 PING_EVERY = 4.0  # seconds; the protocol asks for 5
 SILENCE = 15.0  # seconds after which the server is gone

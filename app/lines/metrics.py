@@ -2,7 +2,7 @@
 
 from prometheus_client import Counter, Gauge
 
-from app.sidecar.metrics import REGISTRY
+from tidemark.app.sidecar.metrics import REGISTRY
 
 CLIENTS = Gauge("tidemark_lines_clients", "Connections of the line protocol that are open now.", registry=REGISTRY)
 HEARD = Counter("tidemark_lines_in", "Lines that clients sent.", registry=REGISTRY)

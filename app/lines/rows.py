@@ -5,10 +5,10 @@ Past the bound the writers that hold most lose what is held of them, and clients
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from app.lines.unannounced import Fact, Lacking, Unannounced
-from sinks.reader.events import Advance
-from sinks.reader.order import farther
-from streaming import wire
+from tidemark.app.lines.unannounced import Fact, Lacking, Unannounced
+from tidemark.sinks.reader.events import Advance
+from tidemark.sinks.reader.order import farther
+from tidemark.streaming import wire
 
 Writer = tuple[str, str]
 """A stream and the name of one of its writers."""

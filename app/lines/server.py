@@ -13,14 +13,14 @@ from typing import Literal, cast
 
 import structlog
 
-from app.lines import metrics
-from app.lines.announcer import Announcement
-from app.lines.commands import Command, Error, Relayed, said
-from app.lines.conversation import Act, Answer, Conversation, KeepAlive, Leave, Relay, Say
-from app.lines.hub import Hub
-from app.lines.splitter import Splitter
-from app.sidecar.ending import ended
-from streaming.errors import BadCommand
+from tidemark.app.lines import metrics
+from tidemark.app.lines.announcer import Announcement
+from tidemark.app.lines.commands import Command, Error, Relayed, said
+from tidemark.app.lines.conversation import Act, Answer, Conversation, KeepAlive, Leave, Relay, Say
+from tidemark.app.lines.hub import Hub
+from tidemark.app.lines.splitter import Splitter
+from tidemark.app.sidecar.ending import ended
+from tidemark.streaming.errors import BadCommand
 
 log = structlog.get_logger(__name__)
 

@@ -6,13 +6,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import structlog
 
-from app.lines.channel import Channel
-from app.lines.hub import Hub
-from app.lines.server import LineServer, Terms
-from app.lines.speaker import ChannelTerms
-from app.settings import Settings, is_loopback
-from app.sidecar.service import Service
-from sources.tail import Tail
+from tidemark.app.lines.channel import Channel
+from tidemark.app.lines.hub import Hub
+from tidemark.app.lines.server import LineServer, Terms
+from tidemark.app.lines.speaker import ChannelTerms
+from tidemark.app.settings import Settings, is_loopback
+from tidemark.app.sidecar.service import Service
+from tidemark.sources.tail import Tail
 
 log = structlog.get_logger(__name__)
 

@@ -20,22 +20,22 @@ import structlog
 from redis.asyncio.lock import Lock
 from redis.exceptions import LockNotOwnedError, RedisError
 
-from app.lines import metrics
-from app.lines.announcer import Announcement
-from app.lines.commands import Position, Rdata
-from app.lines.hub import Hub
-from app.lines.rows import Writer
-from app.lines.told import Told
-from app.sidecar.ending import ended
-from sinks.reader.connection import translated
-from streaming.errors import Stop, Unavailable
+from tidemark.app.lines import metrics
+from tidemark.app.lines.announcer import Announcement
+from tidemark.app.lines.commands import Position, Rdata
+from tidemark.app.lines.hub import Hub
+from tidemark.app.lines.rows import Writer
+from tidemark.app.lines.told import Told
+from tidemark.app.sidecar.ending import ended
+from tidemark.sinks.reader.connection import translated
+from tidemark.streaming.errors import Stop, Unavailable
 
 log = structlog.get_logger(__name__)
 
 AT_ONCE = 500  # lines of one script, about: others of Redis wait meanwhile
 ANSWER_EVERY = 0.5  # seconds between answers: one answers all who asked before it
 
-_SCRIPT = files("app.lines").joinpath("speak.lua").read_text("utf-8")
+_SCRIPT = files("tidemark.app.lines").joinpath("speak.lua").read_text("utf-8")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from streaming.errors import BadCommand
+from tidemark.streaming.errors import BadCommand
 
 
 class Splitter:

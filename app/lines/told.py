@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from app.lines.announcer import Announcement
-from app.lines.commands import Position, Rdata
-from app.lines.rows import Writer
-from sinks.reader.order import beyond, farther
+from tidemark.app.lines.announcer import Announcement
+from tidemark.app.lines.commands import Position, Rdata
+from tidemark.app.lines.rows import Writer
+from tidemark.sinks.reader.order import beyond, farther
 
 
 class Told:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from enum import Enum
 from heapq import heappop, heappush
 
-from sinks.reader.events import Advance
-from sinks.reader.order import beyond, farther
-from streaming import wire
+from tidemark.sinks.reader.events import Advance
+from tidemark.sinks.reader.order import beyond, farther
+from tidemark.streaming import wire
 
 OVERHEAD = 200  # bytes that an edge takes besides its rows, about
 

@@ -5,7 +5,7 @@ from collections.abc import Collection
 import click
 import msgspec
 
-from app.lines.commands import Command, Error, Name, Ping, Position, Rdata, Relayed, Replicate, Server
+from tidemark.app.lines.commands import Command, Error, Name, Ping, Position, Rdata, Relayed, Replicate, Server
 
 _DIM, _MOVE, _WARN, _BAD = "bright_black", "green", "yellow", "red"
 

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
-from app.sidecar.ending import ended
-from app.sidecar.live import Live
-from app.sidecar.subscription import listen
+from tidemark.app.sidecar.ending import ended
+from tidemark.app.sidecar.live import Live
+from tidemark.app.sidecar.subscription import listen
 
 CHANNELS = "tidemark:{*}"
 

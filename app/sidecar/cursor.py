@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from app.sidecar.answers import StreamId
-from app.sidecar.problems import BadRequest
-from sinks.reader.place import Place
-from sinks.reader.token import Token
-from streaming.errors import BadToken
+from tidemark.app.sidecar.answers import StreamId
+from tidemark.app.sidecar.problems import BadRequest
+from tidemark.sinks.reader.place import Place
+from tidemark.sinks.reader.token import Token
+from tidemark.streaming.errors import BadToken
 
 LONGEST = 1 << 20  # bytes that a cursor may unpack to: a hostile one must not fill the memory
 

@@ -6,11 +6,11 @@ from hashlib import blake2b
 
 import msgspec
 
-from app.sidecar import answers
-from app.sidecar.durable import Details
-from app.sidecar.snapshots import Snapshot
-from sinks.reader.token import Token
-from streaming.effects import Blocker
+from tidemark.app.sidecar import answers
+from tidemark.app.sidecar.durable import Details
+from tidemark.app.sidecar.snapshots import Snapshot
+from tidemark.sinks.reader.token import Token
+from tidemark.streaming.effects import Blocker
 
 
 def described(snapshot: Snapshot, now: float) -> answers.Stream:

@@ -5,17 +5,17 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from app.sidecar.fuse import Fuse
-from app.versions import require_neighbour
-from sinks.condition import Condition, LateCount
-from sinks.postgres import Postgres, StreamPositions
-from sinks.reader.asks import Past, Recall
-from sinks.reader.history import History
-from streaming import state
-from streaming.effects import Blocker
-from streaming.errors import StateTooNew, Unavailable
-from streaming.positions import Stream
-from streaming.summary import blockers, summarize
+from tidemark.app.sidecar.fuse import Fuse
+from tidemark.app.versions import require_neighbour
+from tidemark.sinks.condition import Condition, LateCount
+from tidemark.sinks.postgres import Postgres, StreamPositions
+from tidemark.sinks.reader.asks import Past, Recall
+from tidemark.sinks.reader.history import History
+from tidemark.streaming import state
+from tidemark.streaming.effects import Blocker
+from tidemark.streaming.errors import StateTooNew, Unavailable
+from tidemark.streaming.positions import Stream
+from tidemark.streaming.summary import blockers, summarize
 
 T = TypeVar("T")
 

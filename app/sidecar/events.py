@@ -13,19 +13,19 @@ import msgspec
 from msgspec import Meta
 from starlette.responses import Response
 
-from app.sidecar import cursor, moves
-from app.sidecar.describing import described
-from app.sidecar.looks import existing
-from app.sidecar.operation import Call, Operation
-from app.sidecar.problems import BadRequest, Busy, Recovering, Unauthorized, UnknownStream
-from app.sidecar.program import page
-from app.sidecar.slices import Appeared, Begun, Item, Listener, Slice
-from app.sidecar.sse import MEDIA_TYPE, EventStream, block
-from sinks.reader import events
-from sinks.reader.joining import Joining
-from sinks.reader.order import beyond
-from sinks.reader.place import Place
-from streaming.errors import Stop, Unavailable
+from tidemark.app.sidecar import cursor, moves
+from tidemark.app.sidecar.describing import described
+from tidemark.app.sidecar.looks import existing
+from tidemark.app.sidecar.operation import Call, Operation
+from tidemark.app.sidecar.problems import BadRequest, Busy, Recovering, Unauthorized, UnknownStream
+from tidemark.app.sidecar.program import page
+from tidemark.app.sidecar.slices import Appeared, Begun, Item, Listener, Slice
+from tidemark.app.sidecar.sse import MEDIA_TYPE, EventStream, block
+from tidemark.sinks.reader import events
+from tidemark.sinks.reader.joining import Joining
+from tidemark.sinks.reader.order import beyond
+from tidemark.sinks.reader.place import Place
+from tidemark.streaming.errors import Stop, Unavailable
 
 KEEP_ALIVE = 15.0  # seconds without an event, after which a comment shows that the connection lives
 ID_EVERY = 1.0  # seconds between two IDs where many streams are followed: they are long

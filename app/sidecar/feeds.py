@@ -10,19 +10,19 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 
 import structlog
 
-from app.sidecar.bells import Bells
-from app.sidecar.ending import ended
-from app.sidecar.highest import Known
-from app.sidecar.program import Hands
-from app.sidecar.slices import Appeared, Begun, Item, Listener, Slice
-from app.sidecar.snapshots import Snapshots
-from sinks.reader.asks import LONGEST_WAIT, Answer, Ask, Doorbell, Look, Newest, Recall
-from sinks.reader.driver import Driver
-from sinks.reader.events import Event
-from sinks.reader.following import CaughtUp, Following
-from sinks.reader.order import beyond
-from sinks.reader.place import Place
-from streaming.errors import Refused, SchemaMismatch, Unavailable
+from tidemark.app.sidecar.bells import Bells
+from tidemark.app.sidecar.ending import ended
+from tidemark.app.sidecar.highest import Known
+from tidemark.app.sidecar.program import Hands
+from tidemark.app.sidecar.slices import Appeared, Begun, Item, Listener, Slice
+from tidemark.app.sidecar.snapshots import Snapshots
+from tidemark.sinks.reader.asks import LONGEST_WAIT, Answer, Ask, Doorbell, Look, Newest, Recall
+from tidemark.sinks.reader.driver import Driver
+from tidemark.sinks.reader.events import Event
+from tidemark.sinks.reader.following import CaughtUp, Following
+from tidemark.sinks.reader.order import beyond
+from tidemark.sinks.reader.place import Place
+from tidemark.streaming.errors import Refused, SchemaMismatch, Unavailable
 
 log = structlog.get_logger(__name__)
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import structlog
 
-from streaming.errors import Stop, TidemarkError, Unavailable
+from tidemark.streaming.errors import Stop, TidemarkError, Unavailable
 
 log = structlog.get_logger(__name__)
 

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
 from typing import Generic, TypeVar
 
-from streaming.errors import TidemarkError
+from tidemark.streaming.errors import TidemarkError
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")

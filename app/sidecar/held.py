@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from app.sidecar import metrics
-from app.sidecar.problems import Busy
+from tidemark.app.sidecar import metrics
+from tidemark.app.sidecar.problems import Busy
 
 
 class Held:

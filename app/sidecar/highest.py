@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sinks.reader.order import beyond, farther
+from tidemark.sinks.reader.order import beyond, farther
 
 Source = Literal["redis", "postgres", "memory"]
 

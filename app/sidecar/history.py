@@ -8,14 +8,14 @@ import msgspec
 from msgspec import Meta
 from starlette.responses import Response
 
-from app.sidecar import cursor, moves
-from app.sidecar.describing import blocker
-from app.sidecar.looks import existing
-from app.sidecar.operation import Call, Operation, json
-from app.sidecar.problems import BadRequest, Recovering, Unauthorized, UnknownStream
-from app.sidecar.program import Page, page
-from sinks.reader.token import Token
-from streaming.errors import BadToken, Stop, Unavailable
+from tidemark.app.sidecar import cursor, moves
+from tidemark.app.sidecar.describing import blocker
+from tidemark.app.sidecar.looks import existing
+from tidemark.app.sidecar.operation import Call, Operation, json
+from tidemark.app.sidecar.problems import BadRequest, Recovering, Unauthorized, UnknownStream
+from tidemark.app.sidecar.program import Page, page
+from tidemark.sinks.reader.token import Token
+from tidemark.streaming.errors import BadToken, Stop, Unavailable
 
 Limit = Annotated[int, Meta(ge=1, le=10_000)]
 

@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from app.sidecar.fuse import Fuse
-from app.sidecar.gathered import Gathered
-from sinks.reader.asks import Glance, Look, Newest, Seen
-from sinks.reader.connection import translated
-from sinks.reader.keys import queue, reply, seen
-from sinks.redis import STREAMS
-from sinks.redis_address import RedisAddress, aclose
+from tidemark.app.sidecar.fuse import Fuse
+from tidemark.app.sidecar.gathered import Gathered
+from tidemark.sinks.reader.asks import Glance, Look, Newest, Seen
+from tidemark.sinks.reader.connection import translated
+from tidemark.sinks.reader.keys import queue, reply, seen
+from tidemark.sinks.redis import STREAMS
+from tidemark.sinks.redis_address import RedisAddress, aclose
 
 TIMEOUT = 2.0  # seconds for a connection or an answer: then Postgres is asked
 TOGETHER = 200  # streams in one transaction: bounds how long other clients of Redis wait

@@ -5,11 +5,11 @@ import time
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
-from app.sidecar import answers, metrics
-from app.sidecar.describing import described, tag
-from app.sidecar.operation import Call, Operation, json, tagged
-from app.sidecar.problems import Recovering, Unauthorized, UnknownStream
-from app.sidecar.snapshots import Snapshot
+from tidemark.app.sidecar import answers, metrics
+from tidemark.app.sidecar.describing import described, tag
+from tidemark.app.sidecar.operation import Call, Operation, json, tagged
+from tidemark.app.sidecar.problems import Recovering, Unauthorized, UnknownStream
+from tidemark.app.sidecar.snapshots import Snapshot
 
 PLAIN = "text/plain"
 

@@ -6,8 +6,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from app.sidecar.answers import Blocker, Name, StreamId
-from sinks.reader import events
+from tidemark.app.sidecar.answers import Blocker, Name, StreamId
+from tidemark.sinks.reader import events
 
 Count = Annotated[int, Meta(ge=0)]
 

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from app.sidecar import answers
-from app.sidecar.operation import JSON, Call, Operation
-from app.sidecar.problems import MEDIA_TYPE, Problem
+from tidemark.app.sidecar import answers
+from tidemark.app.sidecar.operation import JSON, Call, Operation
+from tidemark.app.sidecar.problems import MEDIA_TYPE, Problem
 
 REFERENCE = "#/components/schemas/{name}"
 NAME = r"^[^\s\x00-\x1f\x7f-\x9f]{1,255}$"

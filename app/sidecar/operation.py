@@ -8,8 +8,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.sidecar.problems import BadRequest, Problem
-from app.sidecar.service import Service
+from tidemark.app.sidecar.problems import BadRequest, Problem
+from tidemark.app.sidecar.service import Service
 
 JSON = "application/json"
 

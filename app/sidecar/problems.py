@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.sidecar import answers
+from tidemark.app.sidecar import answers
 
 MEDIA_TYPE = "application/problem+json"
 

@@ -7,15 +7,15 @@ the advances from the history, so nothing is missing either way.
 import asyncio
 from dataclasses import dataclass
 
-from app.sidecar.durable import Durable
-from app.sidecar.live import Live
-from sinks.reader.asks import Answer, Ask, Doorbell, Look, Newest, Pause, Recall, Seen
-from sinks.reader.driver import Driver
-from sinks.reader.events import Event
-from sinks.reader.following import CaughtUp, Following
-from sinks.reader.place import Place
-from sinks.reader.token import Token
-from streaming.errors import Stop, Unavailable
+from tidemark.app.sidecar.durable import Durable
+from tidemark.app.sidecar.live import Live
+from tidemark.sinks.reader.asks import Answer, Ask, Doorbell, Look, Newest, Pause, Recall, Seen
+from tidemark.sinks.reader.driver import Driver
+from tidemark.sinks.reader.events import Event
+from tidemark.sinks.reader.following import CaughtUp, Following
+from tidemark.sinks.reader.place import Place
+from tidemark.sinks.reader.token import Token
+from tidemark.streaming.errors import Stop, Unavailable
 
 NOTHING = Seen(None, {})
 

@@ -9,11 +9,11 @@ from contextlib import suppress
 import structlog
 import uvicorn
 
-from app.lines.serving import lines
-from app.settings import Settings, host_port, is_loopback
-from app.sidecar.service import Limits, Servers, opened
-from app.sidecar.site import Terms, site
-from streaming.errors import BadSetting, Unavailable
+from tidemark.app.lines.serving import lines
+from tidemark.app.settings import Settings, host_port, is_loopback
+from tidemark.app.sidecar.service import Limits, Servers, opened
+from tidemark.app.sidecar.site import Terms, site
+from tidemark.streaming.errors import BadSetting, Unavailable
 
 log = structlog.get_logger(__name__)
 

@@ -5,21 +5,21 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from app.sidecar import answers
-from app.sidecar.bells import Bells
-from app.sidecar.durable import Durable
-from app.sidecar.feeds import Feeds
-from app.sidecar.held import Held
-from app.sidecar.highest import Highest
-from app.sidecar.live import Live
-from app.sidecar.program import Hands
-from app.sidecar.snapshots import Snapshots
-from app.sidecar.watch import Watch
-from sinks.database import Dsn
-from sinks.postgres import Postgres, PostgresConfig
-from sinks.reader.history import History
-from sinks.redis_address import RedisAddress, redis_address
-from streaming.errors import Stop, Unavailable
+from tidemark.app.sidecar import answers
+from tidemark.app.sidecar.bells import Bells
+from tidemark.app.sidecar.durable import Durable
+from tidemark.app.sidecar.feeds import Feeds
+from tidemark.app.sidecar.held import Held
+from tidemark.app.sidecar.highest import Highest
+from tidemark.app.sidecar.live import Live
+from tidemark.app.sidecar.program import Hands
+from tidemark.app.sidecar.snapshots import Snapshots
+from tidemark.app.sidecar.watch import Watch
+from tidemark.sinks.database import Dsn
+from tidemark.sinks.postgres import Postgres, PostgresConfig
+from tidemark.sinks.reader.history import History
+from tidemark.sinks.redis_address import RedisAddress, redis_address
+from tidemark.streaming.errors import Stop, Unavailable
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.sidecar import events, history, looks, metrics, openapi, page, waiting, watching
-from app.sidecar.operation import Call, Operation, parsed
-from app.sidecar.problems import Problem, Unauthorized, UnknownStream, answered, framework, unexpected
-from app.sidecar.service import Limits, Servers, Service, opened
-from app.sidecar.tokens import Tokens
-from streaming.wire import is_name
+from tidemark.app.sidecar import events, history, looks, metrics, openapi, page, waiting, watching
+from tidemark.app.sidecar.operation import Call, Operation, parsed
+from tidemark.app.sidecar.problems import Problem, Unauthorized, UnknownStream, answered, framework, unexpected
+from tidemark.app.sidecar.service import Limits, Servers, Service, opened
+from tidemark.app.sidecar.tokens import Tokens
+from tidemark.streaming.wire import is_name
 
 _OURS = [*looks.OPERATIONS, *history.OPERATIONS, *waiting.OPERATIONS, *events.OPERATIONS, *watching.OPERATIONS]
 OPERATIONS: Sequence[Operation] = [*_OURS, openapi.operation(_OURS)]

@@ -8,11 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from app.sidecar import cursor, moves
-from app.sidecar.sse import block
-from sinks.reader.events import Event
-from sinks.reader.order import beyond
-from sinks.reader.place import Place
+from tidemark.app.sidecar import cursor, moves
+from tidemark.app.sidecar.sse import block
+from tidemark.sinks.reader.events import Event
+from tidemark.sinks.reader.order import beyond
+from tidemark.sinks.reader.place import Place
 
 BUFFER = 20_000  # slices that a listener may be behind
 PATIENCE = 20.0  # seconds that a slice may wait for it: bounds the memory, because slices are shared

@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from app.sidecar.durable import Details, Durable
-from app.sidecar.gathered import Gathered
-from app.sidecar.highest import Highest, Known
-from app.sidecar.live import Live
-from streaming.errors import Stop, Unavailable
+from tidemark.app.sidecar.durable import Details, Durable
+from tidemark.app.sidecar.gathered import Gathered
+from tidemark.app.sidecar.highest import Highest, Known
+from tidemark.app.sidecar.live import Live
+from tidemark.streaming.errors import Stop, Unavailable
 
 DETAILS_AGE = 1.0  # seconds for which details are not read again: they take decoding
 NAMES_AGE = 10.0  # seconds for which Postgres is not asked for names again: Redis may lack some while it is filled

@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from sinks.reader.connection import translated
-from streaming.errors import Stop, Unavailable
+from tidemark.sinks.reader.connection import translated
+from tidemark.streaming.errors import Stop, Unavailable
 
 PAUSE = 1.0  # seconds until a lost subscription is made again; less than the client's time-out
 

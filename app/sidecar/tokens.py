@@ -10,7 +10,7 @@ from pathlib import Path
 
 import structlog
 
-from streaming.errors import BadSetting
+from tidemark.streaming.errors import BadSetting
 
 log = structlog.get_logger(__name__)
 

@@ -7,17 +7,17 @@ import msgspec
 from msgspec import Meta
 from starlette.responses import Response
 
-from app.sidecar import answers, cursor
-from app.sidecar.bells import slept
-from app.sidecar.describing import described
-from app.sidecar.looks import existing
-from app.sidecar.operation import Call, Operation, json
-from app.sidecar.problems import Ahead, BadRequest, Busy, NotYet, Recovering, Unauthorized, UnknownStream
-from sinks.reader.asks import LONGEST_WAIT
-from sinks.reader.order import beyond
-from sinks.reader.standing import GRACE
-from sinks.reader.token import Token
-from streaming.errors import BadToken
+from tidemark.app.sidecar import answers, cursor
+from tidemark.app.sidecar.bells import slept
+from tidemark.app.sidecar.describing import described
+from tidemark.app.sidecar.looks import existing
+from tidemark.app.sidecar.operation import Call, Operation, json
+from tidemark.app.sidecar.problems import Ahead, BadRequest, Busy, NotYet, Recovering, Unauthorized, UnknownStream
+from tidemark.sinks.reader.asks import LONGEST_WAIT
+from tidemark.sinks.reader.order import beyond
+from tidemark.sinks.reader.standing import GRACE
+from tidemark.sinks.reader.token import Token
+from tidemark.streaming.errors import BadToken
 
 
 class WaitQuery(msgspec.Struct, frozen=True):

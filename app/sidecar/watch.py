@@ -12,14 +12,14 @@ from datetime import UTC, datetime
 
 import structlog
 
-from app.sidecar.durable import Durable
-from app.sidecar.ending import ended
-from app.sidecar.live import Live
-from app.sidecar.snapshots import Snapshots
-from app.sidecar.sse import block
-from app.sidecar.watched import Pipeline, pipeline, watched
-from sinks.condition import Condition
-from streaming.errors import Stop, Unavailable
+from tidemark.app.sidecar.durable import Durable
+from tidemark.app.sidecar.ending import ended
+from tidemark.app.sidecar.live import Live
+from tidemark.app.sidecar.snapshots import Snapshots
+from tidemark.app.sidecar.sse import block
+from tidemark.app.sidecar.watched import Pipeline, pipeline, watched
+from tidemark.sinks.condition import Condition
+from tidemark.streaming.errors import Stop, Unavailable
 
 log = structlog.get_logger(__name__)
 

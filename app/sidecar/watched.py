@@ -11,13 +11,13 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from app.sidecar.answers import Name, Source, State, StreamId
-from app.sidecar.durable import Details
-from app.sidecar.highest import Known
-from app.sidecar.snapshots import Snapshot
-from sinks.condition import Condition
-from sinks.reader.order import beyond, farther
-from streaming.effects import Blocker
+from tidemark.app.sidecar.answers import Name, Source, State, StreamId
+from tidemark.app.sidecar.durable import Details
+from tidemark.app.sidecar.highest import Known
+from tidemark.app.sidecar.snapshots import Snapshot
+from tidemark.sinks.condition import Condition
+from tidemark.sinks.reader.order import beyond, farther
+from tidemark.streaming.effects import Blocker
 
 HOLES = 50  # of one writer that are shown, the nearest
 

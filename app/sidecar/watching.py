@@ -6,11 +6,11 @@ from contextlib import ExitStack
 
 from starlette.responses import Response
 
-from app.sidecar.operation import Call, Operation, json
-from app.sidecar.problems import Busy, Unauthorized
-from app.sidecar.sse import MEDIA_TYPE, EventStream
-from app.sidecar.watch import Watch, Watcher
-from app.sidecar.watched import Pipeline, Watched
+from tidemark.app.sidecar.operation import Call, Operation, json
+from tidemark.app.sidecar.problems import Busy, Unauthorized
+from tidemark.app.sidecar.sse import MEDIA_TYPE, EventStream
+from tidemark.app.sidecar.watch import Watch, Watcher
+from tidemark.app.sidecar.watched import Pipeline, Watched
 
 STALLED = 30.0  # seconds that one text may take to be sent
 

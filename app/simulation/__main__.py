@@ -1,4 +1,4 @@
-"""One process of a play: `python -m app.simulation writer ROLE` or `... reader ROLE`; a role is JSON.
+"""One process of a play: `python -m tidemark.app.simulation writer ROLE` or `... reader ROLE`; a role is JSON.
 
 It ends in peace at SIGTERM (a writer retires at SIGUSR1), and when its standard input ends: then its director is dead.
 Ctrl-C of a terminal is for the director alone.
@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from app import logs
-from app.settings import load
-from app.simulation import reading
-from sources.simulator import service
-from sources.simulator.tables import own_database
-from streaming.errors import TidemarkError
+from tidemark.app import logs
+from tidemark.app.settings import load
+from tidemark.app.simulation import reading
+from tidemark.sources.simulator import service
+from tidemark.sources.simulator.tables import own_database
+from tidemark.streaming.errors import TidemarkError
 
 
 def main(kind: str, role: str) -> None:

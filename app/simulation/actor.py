@@ -15,7 +15,7 @@ class Actor:
     def __init__(self, kind: Kind, role: bytes, log: Path) -> None:
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "app.simulation", kind, role.decode()],
+                [sys.executable, "-m", "tidemark.app.simulation", kind, role.decode()],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,

@@ -9,16 +9,16 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from app.simulation import reading
-from app.simulation.actor import Actor
-from app.stack.home import Home
-from app.verification import READERS
-from app.writer import Fence, fence
-from sinks.reader.following import Mode
-from sources.kafka import KafkaConnection
-from sources.simulator import service
-from sources.simulator.cast import Cast, Fault
-from sources.simulator.tables import instances
+from tidemark.app.simulation import reading
+from tidemark.app.simulation.actor import Actor
+from tidemark.app.stack.home import Home
+from tidemark.app.verification import READERS
+from tidemark.app.writer import Fence, fence
+from tidemark.sinks.reader.following import Mode
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.simulator import service
+from tidemark.sources.simulator.cast import Cast, Fault
+from tidemark.sources.simulator.tables import instances
 
 log = structlog.get_logger(__name__)
 

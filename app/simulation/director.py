@@ -12,11 +12,11 @@ from typing import TypeVar
 
 import structlog
 
-from app.simulation.actor import Actor
-from app.simulation.company import Company, Member
-from sources.simulator.cast import Fault
-from sources.simulator.script import Act
-from streaming.errors import TidemarkError
+from tidemark.app.simulation.actor import Actor
+from tidemark.app.simulation.company import Company, Member
+from tidemark.sources.simulator.cast import Fault
+from tidemark.sources.simulator.script import Act
+from tidemark.streaming.errors import TidemarkError
 
 log = structlog.get_logger(__name__)
 
@@ -199,7 +199,7 @@ class Director:
         return member.name
 
     def _kill_server(self, name: str) -> str:
-        from app.stack.server import process_of  # noqa: PLC0415 - psutil comes with the local stack
+        from tidemark.app.stack.server import process_of  # noqa: PLC0415 - psutil comes with the local stack
 
         process = process_of(self.company.stage.home, name)
         if process is None:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from sinks.reader import Positions, Reader, Table
-from sinks.reader.following import Mode
-from sinks.redis_address import RedisAddress
+from tidemark.sinks.reader import Positions, Reader, Table
+from tidemark.sinks.reader.following import Mode
+from tidemark.sinks.redis_address import RedisAddress
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from streaming.errors import Stop
+from tidemark.streaming.errors import Stop
 
 
 class AlreadyRunning(Stop):

@@ -13,7 +13,7 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
-from streaming.errors import Stop
+from tidemark.streaming.errors import Stop
 
 _STEP = re.compile(r"\tfound (\S+) in |downloading \S*/(\S+) \.\.\.")
 # Ivy's output holds the reason as the end of a line about one address, or as `:: module: not found`.
@@ -44,7 +44,7 @@ def fetch_jars(directory: Path, java: str, progress: Callable[[str], None]) -> N
 
 
 def _fill(directory: Path, java: str, progress: Callable[[str], None]) -> None:
-    ivy_xml = files("app.stack").joinpath("ivy.xml").read_bytes()
+    ivy_xml = files("tidemark.app.stack").joinpath("ivy.xml").read_bytes()
     marker = directory / "ivy.sha256"
     wanted = hashlib.sha256(ivy_xml).hexdigest()
     if marker.exists() and marker.read_text() == wanted:

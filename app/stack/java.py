@@ -5,7 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from streaming.errors import Stop
+from tidemark.streaming.errors import Stop
 
 OLDEST = 17
 

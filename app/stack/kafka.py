@@ -10,8 +10,8 @@ from typing import ClassVar
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
-from app.stack.home import Home
-from app.stack.server import LOOPBACK, Server, free_port, listens
+from tidemark.app.stack.home import Home
+from tidemark.app.stack.server import LOOPBACK, Server, free_port, listens
 
 _JVM = ["-Xmx512m", "-Xms64m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Djava.awt.headless=true"]
 
@@ -52,7 +52,7 @@ class Kafka(Server):
             return False
 
     def _jvm(self) -> list[str]:
-        with as_file(files("app.stack").joinpath("log4j2.xml")) as logging:
+        with as_file(files("tidemark.app.stack").joinpath("log4j2.xml")) as logging:
             return [self._java, *_JVM, f"-Dlog4j2.configurationFile={logging}", "-cp", f"{self._jars}/*"]
 
     def _settings(self, logs: Path) -> dict[str, str | int]:

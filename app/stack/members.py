@@ -4,15 +4,15 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from app.settings import Settings
-from app.stack.home import Home
-from app.stack.jars import BROKER, CONNECTOR
-from app.stack.kafka import Kafka
-from app.stack.postgres import Postgres
-from app.stack.redis import Redis
-from app.stack.server import LOOPBACK, Server, free_port, obstacle
-from app.stack.tidemark import Demo, Pipeline, Sidecar
-from streaming.errors import Stop
+from tidemark.app.settings import Settings
+from tidemark.app.stack.home import Home
+from tidemark.app.stack.jars import BROKER, CONNECTOR
+from tidemark.app.stack.kafka import Kafka
+from tidemark.app.stack.postgres import Postgres
+from tidemark.app.stack.redis import Redis
+from tidemark.app.stack.server import LOOPBACK, Server, free_port, obstacle
+from tidemark.app.stack.tidemark import Demo, Pipeline, Sidecar
+from tidemark.streaming.errors import Stop
 
 
 class PortTaken(Stop):

@@ -17,9 +17,9 @@ from typing import ClassVar
 
 import psycopg
 
-from app.stack.home import Home
-from app.stack.server import LOOPBACK, Server, listens
-from streaming.errors import Stop
+from tidemark.app.stack.home import Home
+from tidemark.app.stack.server import LOOPBACK, Server, listens
+from tidemark.streaming.errors import Stop
 
 DATABASE = "tidemark"
 _USER = "postgres"

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import redis
 
-from app.stack.server import LOOPBACK, Server, listens
+from tidemark.app.stack.server import LOOPBACK, Server, listens
 
 
 class Redis(Server):

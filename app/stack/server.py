@@ -14,8 +14,8 @@ from typing import ClassVar
 
 import psutil
 
-from app.stack.home import Home
-from streaming.errors import TidemarkError
+from tidemark.app.stack.home import Home
+from tidemark.streaming.errors import TidemarkError
 
 LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.05

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from app.stack.server import Server
+from tidemark.app.stack.server import Server
 
 LONGEST_PAUSE = 30.0
 STEADY = 60.0

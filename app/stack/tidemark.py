@@ -6,9 +6,9 @@ from http.client import HTTPException
 from typing import ClassVar
 from urllib.request import urlopen
 
-from app.settings import child_environment
-from app.stack.home import Home
-from app.stack.server import LOOPBACK, Server
+from tidemark.app.settings import child_environment
+from tidemark.app.stack.home import Home
+from tidemark.app.stack.server import LOOPBACK, Server
 
 
 class _Command(Server):
@@ -19,7 +19,7 @@ class _Command(Server):
         self._variables = variables
 
     def command(self) -> Sequence[str]:
-        return [sys.executable, "-m", "app.cli", self.name]
+        return [sys.executable, "-m", "tidemark.app.cli", self.name]
 
     def environment(self) -> Mapping[str, str]:
         return child_environment(self._variables)

@@ -12,8 +12,8 @@ from importlib.resources import files
 
 import structlog
 
-from sinks.database import Connection, Database, Dsn
-from streaming.errors import SchemaMismatch
+from tidemark.sinks.database import Connection, Database, Dsn
+from tidemark.streaming.errors import SchemaMismatch
 
 log = structlog.get_logger(__name__)
 

@@ -3,16 +3,16 @@
 `Positions` and `AsyncPositions` look at what is published; `Reader` and `AsyncReader` read a table along with it.
 """
 
-from sinks.reader.aio import AsyncFollow, AsyncPositions
-from sinks.reader.aio_reader import AsyncReader
-from sinks.reader.events import Advance, Event, Evidence, Late, LateLost, Line, Reread
-from sinks.reader.interval_text import interval_text, parse_intervals
-from sinks.reader.place import Place
-from sinks.reader.positions import Follow, Positions
-from sinks.reader.reader import Batch, Reader
-from sinks.reader.standing import Recovering, Standing
-from sinks.reader.table import Table
-from sinks.reader.token import ZERO, Order, Token
+from tidemark.sinks.reader.aio import AsyncFollow, AsyncPositions
+from tidemark.sinks.reader.aio_reader import AsyncReader
+from tidemark.sinks.reader.events import Advance, Event, Evidence, Late, LateLost, Line, Reread
+from tidemark.sinks.reader.interval_text import interval_text, parse_intervals
+from tidemark.sinks.reader.place import Place
+from tidemark.sinks.reader.positions import Follow, Positions
+from tidemark.sinks.reader.reader import Batch, Reader
+from tidemark.sinks.reader.standing import Recovering, Standing
+from tidemark.sinks.reader.table import Table
+from tidemark.sinks.reader.token import ZERO, Order, Token
 
 __all__ = [
     "ZERO",

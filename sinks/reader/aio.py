@@ -6,18 +6,18 @@ from typing import Any, Self, TypeVar
 
 import redis.asyncio
 
-from sinks.reader.asks import Answer, Ask, Doorbell, Glance, Look, Newest, Pause, Recall
-from sinks.reader.connection import TIMEOUT, translated
-from sinks.reader.driver import Driver
-from sinks.reader.events import Event
-from sinks.reader.following import CaughtUp, Following, Mode
-from sinks.reader.history import History
-from sinks.reader.keys import reply, ring, seen
-from sinks.reader.place import Place
-from sinks.reader.standing import GRACE, Recovering, Standing, WaitTerms, getting, target, waiting
-from sinks.reader.token import Token
-from sinks.redis_address import RedisAddress, aclose, redis_address
-from streaming.errors import Unavailable
+from tidemark.sinks.reader.asks import Answer, Ask, Doorbell, Glance, Look, Newest, Pause, Recall
+from tidemark.sinks.reader.connection import TIMEOUT, translated
+from tidemark.sinks.reader.driver import Driver
+from tidemark.sinks.reader.events import Event
+from tidemark.sinks.reader.following import CaughtUp, Following, Mode
+from tidemark.sinks.reader.history import History
+from tidemark.sinks.reader.keys import reply, ring, seen
+from tidemark.sinks.reader.place import Place
+from tidemark.sinks.reader.standing import GRACE, Recovering, Standing, WaitTerms, getting, target, waiting
+from tidemark.sinks.reader.token import Token
+from tidemark.sinks.redis_address import RedisAddress, aclose, redis_address
+from tidemark.streaming.errors import Unavailable
 
 R = TypeVar("R")
 

@@ -8,15 +8,15 @@ from typing import Self
 import psycopg
 from psycopg.rows import TupleRow, dict_row
 
-from sinks.reader.aio import AsyncPositions, until_handed
-from sinks.reader.asks import Answer, Ask, Begin, Commit, Reset, Role, Sql
-from sinks.reader.driver import Driver
-from sinks.reader.following import Mode
-from sinks.reader.reader import Batch
-from sinks.reader.reading import Portion, Reading, ReadTerms
-from sinks.reader.sessions import Databases
-from sinks.reader.table import Table
-from sinks.reader.token import ZERO, Token
+from tidemark.sinks.reader.aio import AsyncPositions, until_handed
+from tidemark.sinks.reader.asks import Answer, Ask, Begin, Commit, Reset, Role, Sql
+from tidemark.sinks.reader.driver import Driver
+from tidemark.sinks.reader.following import Mode
+from tidemark.sinks.reader.reader import Batch
+from tidemark.sinks.reader.reading import Portion, Reading, ReadTerms
+from tidemark.sinks.reader.sessions import Databases
+from tidemark.sinks.reader.table import Table
+from tidemark.sinks.reader.token import ZERO, Token
 
 AsyncConnection = psycopg.AsyncConnection[TupleRow]
 

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from psycopg.sql import Composed
 
-from sinks.patience import Patience
-from sinks.reader.events import Advance, Late
-from sinks.reader.place import Place
-from streaming.errors import Unavailable
+from tidemark.sinks.patience import Patience
+from tidemark.sinks.reader.events import Advance, Late
+from tidemark.sinks.reader.place import Place
+from tidemark.streaming.errors import Unavailable
 
 LONGEST_WAIT = 1.0  # seconds between two looks: the line may move without an entry on the list (a writer retires)
 

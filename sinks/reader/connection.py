@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sinks.redis_address import whereabouts
-from sinks.redis_problems import FOREIGN, Remedies, explained
+from tidemark.sinks.redis_address import whereabouts
+from tidemark.sinks.redis_problems import FOREIGN, Remedies, explained
 
 TIMEOUT = 5.0  # seconds for a connection or an answer
 

@@ -3,8 +3,8 @@
 from collections.abc import Generator
 from typing import Generic, TypeVar
 
-from sinks.reader.asks import Answer, Ask
-from streaming.errors import Unavailable
+from tidemark.sinks.reader.asks import Answer, Ask
+from tidemark.streaming.errors import Unavailable
 
 R = TypeVar("R")
 

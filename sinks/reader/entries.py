@@ -1,7 +1,7 @@
 """Reads what `publish.lua` writes on a stream's list of advances. Pure."""
 
-from sinks.reader.asks import Entry
-from sinks.reader.events import Advance, Evidence, Late
+from tidemark.sinks.reader.asks import Entry
+from tidemark.sinks.reader.events import Advance, Evidence, Late
 
 
 def parse(entry: Entry) -> Advance | Late | None:

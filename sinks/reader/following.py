@@ -10,13 +10,25 @@ from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from sinks.reader.asks import LONGEST_WAIT, Answer, Ask, Doorbell, Entry, Look, Newest, Past, Recall, Seen, patiently
-from sinks.reader.events import Advance, Event, Reread
-from sinks.reader.joining import Joining
-from sinks.reader.lines import Lines
-from sinks.reader.listing import Listing
-from sinks.reader.place import Place
-from sinks.reader.token import Token
+from tidemark.sinks.reader.asks import (
+    LONGEST_WAIT,
+    Answer,
+    Ask,
+    Doorbell,
+    Entry,
+    Look,
+    Newest,
+    Past,
+    Recall,
+    Seen,
+    patiently,
+)
+from tidemark.sinks.reader.events import Advance, Event, Reread
+from tidemark.sinks.reader.joining import Joining
+from tidemark.sinks.reader.lines import Lines
+from tidemark.sinks.reader.listing import Listing
+from tidemark.sinks.reader.place import Place
+from tidemark.sinks.reader.token import Token
 
 Mode = Literal["vector", "linear"]
 

@@ -1,9 +1,9 @@
 """What Tidemark's Postgres remembers of a stream: asked when Redis's list does not reach back far enough."""
 
-from sinks.database import Dsn
-from sinks.postgres import PastAdvance, PastLate, Postgres, PostgresConfig
-from sinks.reader.asks import Past, Recall
-from sinks.reader.events import Advance, Evidence, Late
+from tidemark.sinks.database import Dsn
+from tidemark.sinks.postgres import PastAdvance, PastLate, Postgres, PostgresConfig
+from tidemark.sinks.reader.asks import Past, Recall
+from tidemark.sinks.reader.events import Advance, Evidence, Late
 
 NEWEST = 10_000  # advances of each writer that are told; what lies before them is to be read from the table
 

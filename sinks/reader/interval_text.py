@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping
 from urllib.parse import unquote
 
-from streaming.errors import BadToken
-from streaming.intervals import Intervals
+from tidemark.streaming.errors import BadToken
+from tidemark.streaming.intervals import Intervals
 
 _SPAN = re.compile(r"(-?[0-9]+)(?:-(-?[0-9]+))?")
 

@@ -7,9 +7,9 @@ one is the `id` of the one before (DESIGN 2, rule 3), and nothing is handed over
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from sinks.reader.events import Advance, Late, LateLost, Reread
-from sinks.reader.order import beyond, farther
-from sinks.reader.place import Place
+from tidemark.sinks.reader.events import Advance, Late, LateLost, Reread
+from tidemark.sinks.reader.order import beyond, farther
+from tidemark.sinks.reader.place import Place
 
 
 class Joining:

@@ -11,8 +11,8 @@ import redis
 import redis.asyncio
 from redis.commands import CoreCommands
 
-from sinks.reader.asks import Doorbell, Entry, Glance, Look, Newest, Seen
-from sinks.redis import key
+from tidemark.sinks.reader.asks import Doorbell, Entry, Glance, Look, Newest, Seen
+from tidemark.sinks.redis import key
 
 _AT_ONCE = """
 local replies = {}

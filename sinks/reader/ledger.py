@@ -8,13 +8,13 @@ from typing import LiteralString
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
-from sinks.reader.asks import Answer, Ask, Begin, Commit, Row, Sql
-from sinks.reader.following import Mode
-from sinks.reader.place import Place
-from sinks.reader.table import Range
-from streaming.errors import ReaderModeChanged
+from tidemark.sinks.reader.asks import Answer, Ask, Begin, Commit, Row, Sql
+from tidemark.sinks.reader.following import Mode
+from tidemark.sinks.reader.place import Place
+from tidemark.sinks.reader.table import Range
+from tidemark.streaming.errors import ReaderModeChanged
 
-_SCHEMA = files("sinks.reader").joinpath("schema.sql").read_text("utf-8")
+_SCHEMA = files("tidemark.sinks.reader").joinpath("schema.sql").read_text("utf-8")
 
 
 @dataclass(frozen=True, slots=True)

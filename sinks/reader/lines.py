@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
-from sinks.reader.events import Advance, Line, Reread
-from sinks.reader.order import beyond
+from tidemark.sinks.reader.events import Advance, Line, Reread
+from tidemark.sinks.reader.order import beyond
 
 
 class Lines:

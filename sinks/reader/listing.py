@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-from sinks.reader.asks import Entry, Past, Seen
-from sinks.reader.entries import parse
-from sinks.reader.events import Advance, Event
-from sinks.reader.joining import Joining
+from tidemark.sinks.reader.asks import Entry, Past, Seen
+from tidemark.sinks.reader.entries import parse
+from tidemark.sinks.reader.events import Advance, Event
+from tidemark.sinks.reader.joining import Joining
 
 
 class Listing:

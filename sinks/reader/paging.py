@@ -3,9 +3,9 @@
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
-from sinks.reader.asks import Answer, Ask, Row, Sql
-from sinks.reader.ledger import rows
-from sinks.reader.table import Range, Table
+from tidemark.sinks.reader.asks import Answer, Ask, Row, Sql
+from tidemark.sinks.reader.ledger import rows
+from tidemark.sinks.reader.table import Range, Table
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sinks.reader.token import Token
+from tidemark.sinks.reader.token import Token
 
 
 @dataclass(frozen=True, slots=True)

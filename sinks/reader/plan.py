@@ -12,11 +12,11 @@ where an operator skipped is remembered as well, until the writer's next epoch: 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from sinks.reader.events import Advance, Event, Late, LateLost, Line, Reread
-from sinks.reader.ledger import Delivered, Kept
-from sinks.reader.order import beyond, farther
-from sinks.reader.place import Place
-from sinks.reader.table import Range
+from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, Line, Reread
+from tidemark.sinks.reader.ledger import Delivered, Kept
+from tidemark.sinks.reader.order import beyond, farther
+from tidemark.sinks.reader.place import Place
+from tidemark.sinks.reader.table import Range
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,15 @@ from typing import Generic, Self, TypeVar
 import psycopg
 from psycopg.rows import TupleRow, dict_row
 
-from sinks.reader.asks import Answer, Ask, Begin, Commit, Reset, Role, Row, Sql
-from sinks.reader.driver import Driver
-from sinks.reader.events import Late
-from sinks.reader.following import Mode
-from sinks.reader.positions import Positions, until_handed
-from sinks.reader.reading import Portion, Reading, ReadTerms
-from sinks.reader.sessions import Databases
-from sinks.reader.table import Table
-from sinks.reader.token import ZERO, Token
+from tidemark.sinks.reader.asks import Answer, Ask, Begin, Commit, Reset, Role, Row, Sql
+from tidemark.sinks.reader.driver import Driver
+from tidemark.sinks.reader.events import Late
+from tidemark.sinks.reader.following import Mode
+from tidemark.sinks.reader.positions import Positions, until_handed
+from tidemark.sinks.reader.reading import Portion, Reading, ReadTerms
+from tidemark.sinks.reader.sessions import Databases
+from tidemark.sinks.reader.table import Table
+from tidemark.sinks.reader.token import ZERO, Token
 
 Connection = psycopg.Connection[TupleRow]
 C = TypeVar("C")

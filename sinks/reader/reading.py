@@ -7,20 +7,20 @@ lock on the place's row: so what comes of a portion is done once, whatever is ki
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sinks.patience import Patience
-from sinks.reader.asks import Answer, Ask, Begin, Commit, Pause, Reset, Row
-from sinks.reader.driver import Driver
-from sinks.reader.events import Event, Late
-from sinks.reader.following import CaughtUp, Following, Mode
-from sinks.reader.ledger import Delivered, Kept, Ledger
-from sinks.reader.order import beyond
-from sinks.reader.paging import Page, page
-from sinks.reader.place import Place
-from sinks.reader.plan import hands_over, owes, plan, still_owed
-from sinks.reader.replica import caught_up
-from sinks.reader.table import Range, Table
-from sinks.reader.token import ZERO, Token
-from streaming.errors import BadSetting, LateNeedsWriter, LateUnknown, Unavailable
+from tidemark.sinks.patience import Patience
+from tidemark.sinks.reader.asks import Answer, Ask, Begin, Commit, Pause, Reset, Row
+from tidemark.sinks.reader.driver import Driver
+from tidemark.sinks.reader.events import Event, Late
+from tidemark.sinks.reader.following import CaughtUp, Following, Mode
+from tidemark.sinks.reader.ledger import Delivered, Kept, Ledger
+from tidemark.sinks.reader.order import beyond
+from tidemark.sinks.reader.paging import Page, page
+from tidemark.sinks.reader.place import Place
+from tidemark.sinks.reader.plan import hands_over, owes, plan, still_owed
+from tidemark.sinks.reader.replica import caught_up
+from tidemark.sinks.reader.table import Range, Table
+from tidemark.sinks.reader.token import ZERO, Token
+from tidemark.streaming.errors import BadSetting, LateNeedsWriter, LateUnknown, Unavailable
 
 RANGES = 64  # in one query
 

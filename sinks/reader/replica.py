@@ -9,8 +9,8 @@ from collections.abc import Generator
 import structlog
 from psycopg import sql
 
-from sinks.reader.asks import Answer, Ask, Pause, Sql
-from sinks.reader.ledger import rows
+from tidemark.sinks.reader.asks import Answer, Ask, Pause, Sql
+from tidemark.sinks.reader.ledger import rows
 
 log = structlog.get_logger(__name__)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import psycopg
 from psycopg.pq import PGconn, Ping
 
-from sinks.database import address, conninfo, explained
-from sinks.reader.asks import Role
-from streaming.errors import Refused
+from tidemark.sinks.database import address, conninfo, explained
+from tidemark.sinks.reader.asks import Role
+from tidemark.streaming.errors import Refused
 
 _REFUSALS: Mapping[str, str] = {
     "28": "check user and password",

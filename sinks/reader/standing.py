@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 
-from sinks.reader.asks import LONGEST_WAIT, Answer, Ask, Doorbell, Glance, Pause, Seen
-from sinks.reader.order import beyond
-from sinks.reader.token import Token
-from streaming.errors import NotReached, TokenFromTheFuture, Unavailable
+from tidemark.sinks.reader.asks import LONGEST_WAIT, Answer, Ask, Doorbell, Glance, Pause, Seen
+from tidemark.sinks.reader.order import beyond
+from tidemark.sinks.reader.token import Token
+from tidemark.streaming.errors import NotReached, TokenFromTheFuture, Unavailable
 
 GRACE = 5.0
 PAUSE = 0.2  # seconds until a Redis that is away is asked again

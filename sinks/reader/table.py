@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from psycopg import sql
 
-from sinks.reader.order import beyond, farther, nearer
+from tidemark.sinks.reader.order import beyond, farther, nearer
 
 
 @dataclass(frozen=True, slots=True)

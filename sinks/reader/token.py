@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Self
 
-from sinks.reader.order import beyond, farther, nearer
-from streaming.errors import BadToken
+from tidemark.sinks.reader.order import beyond, farther, nearer
+from tidemark.streaming.errors import BadToken
 
 _ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
 _ESCAPE = re.compile(r"%(25|7E)")

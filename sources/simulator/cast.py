@@ -5,8 +5,8 @@ from collections.abc import Set
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sources.writer import Stream
-from streaming.errors import BadSetting
+from tidemark.sources.writer import Stream
+from tidemark.streaming.errors import BadSetting
 
 NAMES = ("events", "backfill", "account_data", "to_device", "caches")
 BACKWARD = "backfill"

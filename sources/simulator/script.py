@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from random import Random
 
-from sources.simulator.cast import Fault
+from tidemark.sources.simulator.cast import Fault
 
 
 @dataclass(frozen=True, slots=True)

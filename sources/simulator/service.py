@@ -17,9 +17,9 @@ import psycopg
 from prometheus_client import CollectorRegistry
 from psycopg import sql
 
-from sources.kafka import KafkaConnection
-from sources.simulator.cast import Fault
-from sources.writer import Facts, Stream, Writer
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.simulator.cast import Fault
+from tidemark.sources.writer import Facts, Stream, Writer
 
 CONNECTIONS = 3
 TRANSACTION_SECONDS = 0.03  # mean, between the reservation and the end

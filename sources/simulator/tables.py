@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from sources.writer import Stream, schema, sequences, takeover
-from sources.writer.session import Connection, Session
+from tidemark.sources.writer import Stream, schema, sequences, takeover
+from tidemark.sources.writer.session import Connection, Session
 
 APPLICATION = "tidemark simulate"
 

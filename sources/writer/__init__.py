@@ -8,9 +8,9 @@
 `docs/writer.md` shows the use, DESIGN 4 says why it is exact.
 """
 
-from sources.writer.aio import AsyncFacts, AsyncWriter
-from sources.writer.stream import Direction, Stream
-from sources.writer.transaction import Facts
-from sources.writer.writer import Writer
+from tidemark.sources.writer.aio import AsyncFacts, AsyncWriter
+from tidemark.sources.writer.stream import Direction, Stream
+from tidemark.sources.writer.transaction import Facts
+from tidemark.sources.writer.writer import Writer
 
 __all__ = ["AsyncFacts", "AsyncWriter", "Direction", "Facts", "Stream", "Writer"]

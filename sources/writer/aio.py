@@ -11,9 +11,9 @@ from typing import Any, Self
 import psycopg
 from psycopg.rows import tuple_row
 
-from sources.writer.core import Core
-from sources.writer.draft import ADD, Draft, encoded, write_statement
-from streaming.errors import WriterFenced
+from tidemark.sources.writer.core import Core
+from tidemark.sources.writer.draft import ADD, Draft, encoded, write_statement
+from tidemark.streaming.errors import WriterFenced
 
 
 class AsyncFacts:

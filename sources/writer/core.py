@@ -9,18 +9,18 @@ import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 from psycopg.pq import TransactionStatus
 
-from sources.kafka import KafkaConnection
-from sources.producer import FOR_EVER, RecordProducer
-from sources.topics import Topics
-from sources.writer import schema, sequences, takeover
-from sources.writer.chain import Chain
-from sources.writer.draft import Draft, Outlet, reserve_call, reserve_statement
-from sources.writer.metrics import Meters
-from sources.writer.relay import Relay
-from sources.writer.session import Connection, Session
-from sources.writer.stream import Direction, Stream, named
-from sources.writer.takeover import Holder
-from streaming.errors import Retry, Stopping, WriterFenced
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.producer import FOR_EVER, RecordProducer
+from tidemark.sources.topics import Topics
+from tidemark.sources.writer import schema, sequences, takeover
+from tidemark.sources.writer.chain import Chain
+from tidemark.sources.writer.draft import Draft, Outlet, reserve_call, reserve_statement
+from tidemark.sources.writer.metrics import Meters
+from tidemark.sources.writer.relay import Relay
+from tidemark.sources.writer.session import Connection, Session
+from tidemark.sources.writer.stream import Direction, Stream, named
+from tidemark.sources.writer.takeover import Holder
+from tidemark.streaming.errors import Retry, Stopping, WriterFenced
 
 log = structlog.get_logger(__name__)
 

@@ -15,9 +15,9 @@ import psycopg
 from prometheus_client import Histogram
 from psycopg import sql
 
-from sources.writer.chain import Chain
-from streaming import wire
-from streaming.errors import FactWithoutRow, RowTooLarge, SequenceSetBack, WriterFenced
+from tidemark.sources.writer.chain import Chain
+from tidemark.streaming import wire
+from tidemark.streaming.errors import FactWithoutRow, RowTooLarge, SequenceSetBack, WriterFenced
 
 MAX_ROW = 900_000
 """Bytes of one row: what Kafka takes by default (1 MB) less room for the rest of the record."""

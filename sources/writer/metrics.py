@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from sources.writer.chain import Chain
+from tidemark.sources.writer.chain import Chain
 
 
 class WriterMetrics:

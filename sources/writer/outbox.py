@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
-from sources.writer.chain import Span
-from sources.writer.records import Fact, Voice
-from sources.writer.session import Connection
+from tidemark.sources.writer.chain import Span
+from tidemark.sources.writer.records import Fact, Voice
+from tidemark.sources.writer.session import Connection
 
 ROWS_AT_ONCE = 500
 """Rows that are read of one span at a time; the last fact is read to its end also beyond that."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from msgspec import Raw
 
-from sources.writer.chain import Span
-from streaming import wire
+from tidemark.sources.writer.chain import Span
+from tidemark.streaming import wire
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 import psycopg
 import structlog
 
-from sources.producer import RecordProducer
-from sources.writer import outbox, sequences
-from sources.writer.chain import Span
-from sources.writer.draft import Draft, Outlet
-from sources.writer.metrics import Meters
-from sources.writer.records import Voice
-from sources.writer.session import Session
-from sources.writer.takeover import hold, make_durable, require_epoch
-from streaming.errors import Stop, Unavailable, WriterFenced
+from tidemark.sources.producer import RecordProducer
+from tidemark.sources.writer import outbox, sequences
+from tidemark.sources.writer.chain import Span
+from tidemark.sources.writer.draft import Draft, Outlet
+from tidemark.sources.writer.metrics import Meters
+from tidemark.sources.writer.records import Voice
+from tidemark.sources.writer.session import Session
+from tidemark.sources.writer.takeover import hold, make_durable, require_epoch
+from tidemark.streaming.errors import Stop, Unavailable, WriterFenced
 
 log = structlog.get_logger(__name__)
 

@@ -8,8 +8,8 @@ from importlib.resources import files
 
 import structlog
 
-from sources.writer.session import Connection, Session
-from streaming.errors import SchemaMismatch
+from tidemark.sources.writer.session import Connection, Session
+from tidemark.streaming.errors import SchemaMismatch
 
 log = structlog.get_logger(__name__)
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from psycopg import sql
 
-from sources.writer.session import Connection
-from sources.writer.stream import Stream
-from streaming.errors import SequenceUnfit
+from tidemark.sources.writer.session import Connection
+from tidemark.sources.writer.stream import Stream
+from tidemark.streaming.errors import SequenceUnfit
 
 
 @dataclass(frozen=True, slots=True)

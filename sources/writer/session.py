@@ -12,7 +12,7 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import TupleRow
 
-from streaming.errors import BadSetting, Refused, TidemarkError, Unavailable
+from tidemark.streaming.errors import BadSetting, Refused, TidemarkError, Unavailable
 
 Connection = psycopg.Connection[TupleRow]
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from streaming.errors import BadSetting
-from streaming.wire import is_name
+from tidemark.streaming.errors import BadSetting
+from tidemark.streaming.wire import is_name
 
 Direction = Literal["forward", "backward"]
 

@@ -13,11 +13,11 @@ from operator import itemgetter
 
 import psycopg
 
-from sources.producer import RecordProducer
-from sources.writer import sequences
-from sources.writer.records import Fact, Voice
-from sources.writer.session import Connection, Session
-from streaming.errors import UnknownWriter, WriterFenced
+from tidemark.sources.producer import RecordProducer
+from tidemark.sources.writer import sequences
+from tidemark.sources.writer.records import Fact, Voice
+from tidemark.sources.writer.session import Connection, Session
+from tidemark.streaming.errors import UnknownWriter, WriterFenced
 
 PATIENCE = "1s"
 """How long one attempt at the lock stands in its queue, before those who hold it are named."""

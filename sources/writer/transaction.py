@@ -6,7 +6,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import tuple_row
 
-from sources.writer.draft import ADD, Draft, encoded, write_statement
+from tidemark.sources.writer.draft import ADD, Draft, encoded, write_statement
 
 
 class Facts:

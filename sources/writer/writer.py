@@ -6,9 +6,9 @@ from typing import Any, Self
 
 import psycopg
 
-from sources.writer.core import Core
-from sources.writer.transaction import Facts
-from streaming.errors import WriterFenced
+from tidemark.sources.writer.core import Core
+from tidemark.sources.writer.transaction import Facts
+from tidemark.streaming.errors import WriterFenced
 
 
 class Writer(Core):

@@ -1,6 +1,6 @@
 import pytest
 
-from app.sidecar.service import Servers
+from tidemark.app.sidecar.service import Servers
 
 
 @pytest.fixture

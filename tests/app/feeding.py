@@ -4,13 +4,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from sources.kafka import KafkaConnection
-from sources.producer import RecordProducer
-from streaming.wire import Record, encode
 from tests.app.running import PATIENCE
 from tests.play.cast import Cast
 from tests.play.simulation import Simulation
 from tests.play.stream import SimulatedStream
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.producer import RecordProducer
+from tidemark.streaming.wire import Record, encode
 
 
 class Play:

@@ -11,8 +11,8 @@ import signal
 import sys
 from typing import Any
 
-from app.cli import main
-from sinks.publisher import Publisher
+from tidemark.app.cli import main
+from tidemark.sinks.publisher import Publisher
 
 
 def strike(number: signal.Signals, step: str, batch: int) -> None:

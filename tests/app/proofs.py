@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 import redis
 from confluent_kafka import Consumer, Message, TopicPartition
 
-from sources.kafka import KafkaConnection
-from sources.topics import Topics
-from streaming.advance import advance
-from streaming.bounds import Bounds
-from streaming.compaction import origin_of
-from streaming.effects import ShardEffects
-from streaming.errors import Unavailable
-from streaming.wire import Topic
 from tests.app.feeding import Play
 from tests.fix_pipeline import PARTITIONS, Site
 from tests.play.published import RedisReader, ahead
 from tests.streaming.builders import packed
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.topics import Topics
+from tidemark.streaming.advance import advance
+from tidemark.streaming.bounds import Bounds
+from tidemark.streaming.compaction import origin_of
+from tidemark.streaming.effects import ShardEffects
+from tidemark.streaming.errors import Unavailable
+from tidemark.streaming.wire import Topic
 
 
 class Advance(NamedTuple):

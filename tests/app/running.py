@@ -8,8 +8,8 @@ from urllib.request import urlopen
 
 import psutil
 
-from app.stack.server import LOOPBACK
 from tests.waiting import eventually
+from tidemark.app.stack.server import LOOPBACK
 
 PATIENCE = 90.0  # seconds; what takes this long on a busy machine will not come
 

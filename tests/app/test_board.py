@@ -1,13 +1,13 @@
 import pytest
 from prometheus_client import CollectorRegistry
 
-from app.board import Board
-from streaming import state
-from streaming.chain import Chain, Evidence, Span
-from streaming.effects import Progress, ShardEffects, StreamEffects, Summary, WriterRow
-from streaming.line import Line
-from streaming.positions import Stream
-from streaming.writers import Writer
+from tidemark.app.board import Board
+from tidemark.streaming import state
+from tidemark.streaming.chain import Chain, Evidence, Span
+from tidemark.streaming.effects import Progress, ShardEffects, StreamEffects, Summary, WriterRow
+from tidemark.streaming.line import Line
+from tidemark.streaming.positions import Stream
+from tidemark.streaming.writers import Writer
 
 
 def a_backward_stream() -> Stream:

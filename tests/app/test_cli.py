@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from app.settings import child_environment
+from tidemark.app.settings import child_environment
 
 
 def _tidemark(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "app.cli", *words]
+    command = [sys.executable, "-m", "tidemark.app.cli", *words]
     environment = child_environment(changes)
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
@@ -71,5 +71,5 @@ def test_ctrl_c_ends_without_a_stack_trace() -> None:
 
 def test_help_needs_no_spark() -> None:
     """Looking at the help, or producing a record, does not wait for the engine."""
-    program = "import sys, app.cli, app.produce; sys.exit('pyspark' in sys.modules)"
+    program = "import sys, tidemark.app.cli, tidemark.app.produce; sys.exit('pyspark' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

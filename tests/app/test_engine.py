@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from app.engine import properties
-from streaming.errors import BadSetting
+from tidemark.app.engine import properties
+from tidemark.streaming.errors import BadSetting
 
 
 def test_properties_are_read_as_spark_reads_them(tmp_path: Path) -> None:

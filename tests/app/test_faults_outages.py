@@ -4,14 +4,14 @@ import time
 
 import pytest
 
-from app.stack.kafka import Kafka
-from app.stack.postgres import Postgres
-from app.stack.redis import Redis
-from app.stack.server import Server
 from tests.app.proofs import Watcher, as_undisturbed
 from tests.fix_pipeline import Site
 from tests.fix_servers import away, deaf
 from tests.play.cast import Cast
+from tidemark.app.stack.kafka import Kafka
+from tidemark.app.stack.postgres import Postgres
+from tidemark.app.stack.redis import Redis
+from tidemark.app.stack.server import Server
 
 pytestmark = pytest.mark.slow
 

@@ -8,13 +8,13 @@ from random import Random
 import pytest
 import redis
 
-from app.stack.postgres import Postgres
 from tests.app.proofs import Watcher, settled
 from tests.app.running import PATIENCE
 from tests.fix_pipeline import Site
 from tests.fix_servers import away
 from tests.play.cast import Cast, Habits
 from tests.waiting import eventually
+from tidemark.app.stack.postgres import Postgres
 
 pytestmark = pytest.mark.slow
 

@@ -8,12 +8,12 @@ import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, NewPartitions
 
-from sinks.migrations import WANTED
-from sources.topics import Topics
-from streaming.wire import Join, Rdata, Record, encode, row
 from tests.app.running import PATIENCE
 from tests.fix_pipeline import PARTITIONS, Site
 from tests.waiting import eventually
+from tidemark.sinks.migrations import WANTED
+from tidemark.sources.topics import Topics
+from tidemark.streaming.wire import Join, Rdata, Record, encode, row
 
 pytestmark = pytest.mark.slow
 

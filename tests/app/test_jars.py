@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from app.stack.jars import BROKER, CONNECTOR, JarsUnavailable, fetch_jars
-from app.stack.java import JavaUnfit, find_java
+from tidemark.app.stack.jars import BROKER, CONNECTOR, JarsUnavailable, fetch_jars
+from tidemark.app.stack.java import JavaUnfit, find_java
 
 
 def _fake_java(directory: Path, script: str) -> str:

@@ -10,8 +10,8 @@ _ASK = """
 import sys
 from py4j.java_gateway import GatewayParameters, JavaGateway
 from py4j.protocol import Py4JError
-from app import logs
-from app.settings import Settings
+from tidemark.app import logs
+from tidemark.app.settings import Settings
 
 logs.configure(Settings())
 try:

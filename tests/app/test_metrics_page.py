@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from app.metrics_page import page
+from tidemark.app.metrics_page import page
 
 
 def test_metrics_page_is_up_to_date() -> None:

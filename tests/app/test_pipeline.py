@@ -7,14 +7,14 @@ import pytest
 import redis
 from confluent_kafka import Producer
 
-from app.stack.kafka import Kafka
-from app.stack.postgres import Postgres
-from app.stack.redis import Redis
-from streaming.wire import Join, Position, Rdata, Record, Void, row
 from tests.app.proofs import dead_letters
 from tests.app.running import PATIENCE
 from tests.fix_pipeline import Site, made_site
 from tests.waiting import eventually
+from tidemark.app.stack.kafka import Kafka
+from tidemark.app.stack.postgres import Postgres
+from tidemark.app.stack.redis import Redis
+from tidemark.streaming.wire import Join, Position, Rdata, Record, Void, row
 
 pytestmark = pytest.mark.slow
 

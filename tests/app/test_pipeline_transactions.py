@@ -3,8 +3,8 @@
 import pytest
 from confluent_kafka import Producer
 
-from streaming.wire import Rdata, encode, row
 from tests.fix_pipeline import Site
+from tidemark.streaming.wire import Rdata, encode, row
 
 pytestmark = pytest.mark.slow
 

@@ -6,9 +6,9 @@ from urllib.request import urlopen
 
 import pytest
 
-from app import metrics, probes
-from app.settings import Settings
-from streaming.errors import BadSetting
+from tidemark.app import metrics, probes
+from tidemark.app.settings import Settings
+from tidemark.streaming.errors import BadSetting
 
 NOW = 1_000_000.0
 

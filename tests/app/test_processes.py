@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import pytest
 
-from app.stack.home import AlreadyRunning, Home
-from app.stack.server import Server, StartFailed, free_port, listens
-from app.stack.supervisor import Supervisor
+from tidemark.app.stack.home import AlreadyRunning, Home
+from tidemark.app.stack.server import Server, StartFailed, free_port, listens
+from tidemark.app.stack.supervisor import Supervisor
 
 
 class Listener(Server):

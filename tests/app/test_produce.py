@@ -2,12 +2,12 @@
 
 import pytest
 
-from app.produce import Produced, produce
-from app.stack.kafka import Kafka
-from sources.kafka import KafkaConnection
-from sources.topics import Topics, plans
-from streaming.errors import TopicMissing
-from streaming.wire import Topic
+from tidemark.app.produce import Produced, produce
+from tidemark.app.stack.kafka import Kafka
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.topics import Topics, plans
+from tidemark.streaming.errors import TopicMissing
+from tidemark.streaming.wire import Topic
 
 FACT = b'{"kind":"RDATA","stream":"orders","writer":"shop","id":%d,"row":{}}\n'
 SKIP = b'{"kind":"SKIP","stream":"orders","writer":"shop","prev":3,"id":4,"by":"ann","why":"lost"}\n'

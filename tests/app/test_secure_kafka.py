@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from app.stack.postgres import Postgres
-from app.stack.redis import Redis
-from sources.kafka import EARLIEST, KafkaConnection, source_options
-from sources.producer import RecordProducer
-from sources.topics import TopicPlan, Topics
-from streaming.errors import BadSetting, Refused
-from streaming.wire import Rdata, encode, row
 from tests.fix_kafka import PASSWORD, USER, GuardedKafka, with_wrong_secret
 from tests.fix_pipeline import Site, made_site
 from tests.fix_tls import Authority
+from tidemark.app.stack.postgres import Postgres
+from tidemark.app.stack.redis import Redis
+from tidemark.sources.kafka import EARLIEST, KafkaConnection, source_options
+from tidemark.sources.producer import RecordProducer
+from tidemark.sources.topics import TopicPlan, Topics
+from tidemark.streaming.errors import BadSetting, Refused
+from tidemark.streaming.wire import Rdata, encode, row
 
 pytestmark = pytest.mark.slow
 

@@ -4,9 +4,9 @@ import redis
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from app.stack.kafka import Kafka
-from app.stack.postgres import Postgres
-from app.stack.redis import Redis
+from tidemark.app.stack.kafka import Kafka
+from tidemark.app.stack.postgres import Postgres
+from tidemark.app.stack.redis import Redis
 
 
 def test_postgres_keeps_what_was_committed_before_a_kill(postgres: Postgres, database: str) -> None:

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from app import config
-from app.settings import Settings, child_environment, load
-from streaming.errors import BadSetting
+from tidemark.app import config
+from tidemark.app.settings import Settings, child_environment, load
+from tidemark.streaming.errors import BadSetting
 
 
 @pytest.fixture(autouse=True)

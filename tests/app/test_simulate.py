@@ -5,11 +5,11 @@ import re
 import pytest
 import redis
 
-from app.stack.kafka import Kafka
-from sources.kafka import KafkaConnection
-from sources.simulator.cast import Fault
-from sources.topics import TopicPlan, Topics
 from tests.fix_stack import Terminal
+from tidemark.app.stack.kafka import Kafka
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.simulator.cast import Fault
+from tidemark.sources.topics import TopicPlan, Topics
 
 SECONDS = 45
 CATCH_UP_SECONDS = 240.0

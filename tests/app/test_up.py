@@ -8,11 +8,11 @@ from urllib.request import urlopen
 
 import pytest
 
-from app.settings import host_port
-from app.stack.home import Home
 from tests.app.lines import given as lines
 from tests.fix_stack import READY_SECONDS, Terminal
 from tests.waiting import eventually
+from tidemark.app.settings import host_port
+from tidemark.app.stack.home import Home
 
 VISIBLE_SECONDS = 60.0
 FACT = b'{"kind":"RDATA","stream":"orders","writer":"shop","id":1,"row":{}}\n'
@@ -104,8 +104,8 @@ def test_home_that_cannot_be_written_is_told_in_one_line(terminal: Terminal) -> 
 
 def test_stack_env_can_be_sourced(terminal: Terminal) -> None:
     """What a shell takes from `stack.env` is what was written, whatever the home is called."""
-    from app.settings import load
-    from app.stack.members import Members
+    from tidemark.app.settings import load
+    from tidemark.app.stack.members import Members
 
     home = Home(terminal.home.root / "a home; $(with) 'quotes'")
     members = Members(home, load(), "java")

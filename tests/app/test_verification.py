@@ -7,9 +7,9 @@ import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
-from app.verification import Count, Verification
-from sources.simulator import tables
-from sources.simulator.cast import Cast
+from tidemark.app.verification import Count, Verification
+from tidemark.sources.simulator import tables
+from tidemark.sources.simulator.cast import Cast
 
 STREAM = Cast(streams=1).stream_list()[0]
 
@@ -55,7 +55,7 @@ def world(database: str) -> Iterator[World]:
     dsn = tables.make_database(database)
     tables.make(dsn, [STREAM])
     with psycopg.connect(dsn, autocommit=True) as connection, Verification(dsn, [STREAM.name]) as verification:
-        connection.execute(files("sinks.reader").joinpath("schema.sql").read_bytes())
+        connection.execute(files("tidemark.sinks.reader").joinpath("schema.sql").read_bytes())
         yield World(connection, verification)
 
 

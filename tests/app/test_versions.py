@@ -2,8 +2,8 @@
 
 import pytest
 
-from app.versions import OURS, require_neighbour, require_successor
-from streaming.errors import VersionSkew
+from tidemark.app.versions import OURS, require_neighbour, require_successor
+from tidemark.streaming.errors import VersionSkew
 
 
 @pytest.mark.parametrize("pipeline", ["", OURS, "0.4.0", "0.5.9", "0.6.0rc1", "unheard of"])

@@ -8,13 +8,13 @@ import psycopg
 import pytest
 from prometheus_client import CollectorRegistry
 
-from app.settings import child_environment
-from app.stack.kafka import Kafka
-from app.writer import Fence, fence, migrate, plan, report
-from sources.kafka import KafkaConnection
-from sources.topics import TopicPlan, Topics
-from sources.writer import Writer
-from streaming.errors import SchemaMismatch, SequenceUnfit, UnknownWriter
+from tidemark.app.settings import child_environment
+from tidemark.app.stack.kafka import Kafka
+from tidemark.app.writer import Fence, fence, migrate, plan, report
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.topics import TopicPlan, Topics
+from tidemark.sources.writer import Writer
+from tidemark.streaming.errors import SchemaMismatch, SequenceUnfit, UnknownWriter
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_migrate_says_what_it_did_and_does_nothing_twice(database: str) -> None:
 
 def test_it_shares_a_database_with_the_pipeline_in_any_order(database: str) -> None:
     """Both have the schema `tidemark`, each with a version of its own."""
-    from sinks.migrations import migrate as migrate_pipeline
+    from tidemark.sinks.migrations import migrate as migrate_pipeline
 
     migrate(database, [], "forward", say_nothing)
     assert migrate_pipeline(database)
@@ -144,7 +144,7 @@ def test_a_typing_error_is_told_in_one_line(database: str) -> None:
     """An unknown instance ends with exit code 2; so does a database without the schema, which says what to run."""
 
     def tidemark(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "app.cli", "writer", *words, "--dsn", database]
+        command = [sys.executable, "-m", "tidemark.app.cli", "writer", *words, "--dsn", database]
         return subprocess.run(
             command, env=child_environment({}), capture_output=True, text=True, timeout=60, check=False
         )

@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from app import logs
-from app.settings import Settings
-from app.stack.java import find_java
 from tests.bench import cores, flat, gap, latency, race, report, results, sidecar, soak, stages, writer
 from tests.bench.site import Site, servers
+from tidemark.app import logs
+from tidemark.app.settings import Settings
+from tidemark.app.stack.java import find_java
 
 Run = Callable[[Site], dict[str, Any]]
 

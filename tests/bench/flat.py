@@ -11,15 +11,15 @@ import numpy as np
 import psutil
 import pyarrow as pa
 
-from streaming import state
-from streaming.advance import advance
-from streaming.bounds import Bounds
-from streaming.compaction import compactor
-from streaming.framing import HEADER
-from streaming.packet import Packet
 from tests.bench.table import mib, rate, table
 from tests.bench.whole import WrongResult
 from tests.bench.workload import Edges, Play, Rendering, Shape
+from tidemark.streaming import state
+from tidemark.streaming.advance import advance
+from tidemark.streaming.bounds import Bounds
+from tidemark.streaming.compaction import compactor
+from tidemark.streaming.framing import HEADER
+from tidemark.streaming.packet import Packet
 
 _TOPIC = "facts"
 _ARROW_ROWS = 10_000  # what Spark hands over at a time: streaming.session

@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from app.settings import Settings
 from tests.bench.competitors.task import Task, measure
 from tests.bench.memory import KINDS, Samples, sampled
 from tests.bench.rate import Limits, Rate, steady
@@ -16,6 +15,7 @@ from tests.bench.table import mib, rate, table
 from tests.bench.topic import Loaded, fill
 from tests.bench.whole import pipeline
 from tests.bench.workload import Shape
+from tidemark.app.settings import Settings
 
 WHOLE = "tidemark"
 CEILING = "ceiling"

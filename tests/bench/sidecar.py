@@ -13,14 +13,14 @@ import msgspec
 import numpy as np
 import psutil
 
-from app.stack.server import LOOPBACK, free_port
-from app.stack.tidemark import Sidecar
 from tests.bench.crowd import asking, following, lining, publishing
 from tests.bench.crowd.publishing import Load, stream_name
 from tests.bench.site import Site
 from tests.bench.table import mib, table
 from tests.bench.topic import create
 from tests.bench.whole import WrongResult
+from tidemark.app.stack.server import LOOPBACK, free_port
+from tidemark.app.stack.tidemark import Sidecar
 
 _PERCENTILES = (50, 90, 99, 100)
 CHECKING = 5  # clients of the line protocol that check every line

@@ -10,16 +10,16 @@ from pathlib import Path
 import psycopg
 import redis
 
-from app.settings import Settings
-from app.stack.home import Home
-from app.stack.jars import BROKER, CONNECTOR, fetch_jars
-from app.stack.java import find_java
-from app.stack.kafka import Kafka
-from app.stack.postgres import Postgres
-from app.stack.redis import Redis
-from app.stack.server import free_port
-from sinks.migrations import migrate
-from sources.kafka import KafkaConnection
+from tidemark.app.settings import Settings
+from tidemark.app.stack.home import Home
+from tidemark.app.stack.jars import BROKER, CONNECTOR, fetch_jars
+from tidemark.app.stack.java import find_java
+from tidemark.app.stack.kafka import Kafka
+from tidemark.app.stack.postgres import Postgres
+from tidemark.app.stack.redis import Redis
+from tidemark.app.stack.server import free_port
+from tidemark.sinks.migrations import migrate
+from tidemark.sources.kafka import KafkaConnection
 
 
 @dataclass(frozen=True, slots=True)

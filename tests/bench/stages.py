@@ -14,14 +14,14 @@ import click
 import pyarrow as pa
 from pyspark.sql import DataFrame
 
-from sources.kafka import EARLIEST, source_options
-from streaming import query, session
-from streaming.compaction import compactor
-from streaming.jvm import Jvm
 from tests.bench.race import THROUGHPUT
 from tests.bench.site import Site
 from tests.bench.table import table
 from tests.bench.topic import fill
+from tidemark.sources.kafka import EARLIEST, source_options
+from tidemark.streaming import query, session
+from tidemark.streaming.compaction import compactor
+from tidemark.streaming.jvm import Jvm
 
 
 @dataclass(frozen=True, slots=True)

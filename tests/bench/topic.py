@@ -8,8 +8,8 @@ from typing import Any
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from sources.kafka import KafkaConnection
 from tests.bench.workload import Edges, Play, Rendering, Shape
+from tidemark.sources.kafka import KafkaConnection
 
 _STEP = 50_000
 

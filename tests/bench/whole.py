@@ -10,11 +10,11 @@ import psycopg
 import redis
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.stack.server import LOOPBACK, free_port
-from app.stack.tidemark import Pipeline
 from tests.bench.rate import Mark
 from tests.bench.site import Site
 from tests.bench.workload import Play
+from tidemark.app.stack.server import LOOPBACK, free_port
+from tidemark.app.stack.tidemark import Pipeline
 
 _POLL_SECONDS = 0.2
 

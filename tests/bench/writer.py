@@ -11,11 +11,11 @@ from typing import Any
 import click
 import psycopg
 
-from sources.topics import TopicPlan, Topics
-from sources.writer import Stream, Writer, schema, sequences
-from sources.writer.session import Session
 from tests.bench.site import Site
 from tests.bench.table import table
+from tidemark.sources.topics import TopicPlan, Topics
+from tidemark.sources.writer import Stream, Writer, schema, sequences
+from tidemark.sources.writer.session import Session
 
 WANTED = 0.6
 _SEQUENCE = "orders_id_seq"

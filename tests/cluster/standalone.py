@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import psutil
 
-from app.stack.home import Home
-from app.stack.server import LOOPBACK, Server, free_port, listens, process_of
+from tidemark.app.stack.home import Home
+from tidemark.app.stack.server import LOOPBACK, Server, free_port, listens, process_of
 
 
 def spark_home() -> Path:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from app.stack.home import Home
-from app.stack.server import free_port
 from tests.app.feeding import Play
 from tests.app.running import PATIENCE, Running
 from tests.cluster.standalone import Master, Worker
 from tests.fix_pipeline import Site
 from tests.play.cast import Cast
 from tests.waiting import eventually
+from tidemark.app.stack.home import Home
+from tidemark.app.stack.server import free_port
 
 pytestmark = pytest.mark.slow
 

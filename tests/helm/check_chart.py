@@ -13,10 +13,10 @@ import promql_parser
 import pytest
 import yaml
 
-from app import metrics
-from app.settings import Settings, is_secret, variable_of
-from app.sidecar import metrics as sidecar_metrics
 from tests.helm.tools import CHART, EXAMPLES, KUBERNETES, ROOT, TOOLS, objects, rendered, run, tool
+from tidemark.app import metrics
+from tidemark.app.settings import Settings, is_secret, variable_of
+from tidemark.app.sidecar import metrics as sidecar_metrics
 
 # Objects of operators, whose schemas are not Kubernetes's own.
 FOREIGN = "KafkaTopic,PodMonitor,PrometheusRule,ServiceMonitor"

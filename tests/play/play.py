@@ -7,10 +7,10 @@ from functools import partial
 from random import Random
 from typing import NamedTuple
 
-from streaming.wire import Record
 from tests.play.agenda import Action, Agenda
 from tests.play.cast import Habits
 from tests.play.stream import Reservation, SimulatedStream, SimulatedWriter
+from tidemark.streaming.wire import Record
 
 HEARTBEAT_SECONDS = 1.0
 

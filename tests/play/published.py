@@ -6,8 +6,8 @@ from typing import Any
 
 import redis
 
-from streaming.errors import Refused, Unavailable
 from tests.play.stream import SimulatedStream
+from tidemark.streaming.errors import Refused, Unavailable
 
 
 @dataclass(frozen=True, slots=True)

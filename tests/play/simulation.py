@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Collection
 from random import Random
 
-from streaming.wire import Record
 from tests.play.agenda import Agenda
 from tests.play.cast import Cast, direction
 from tests.play.play import Held, StreamPlay
 from tests.play.stream import SimulatedStream, SimulatedWriter
+from tidemark.streaming.wire import Record
 
 
 class Simulation:

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypedDict
 
-from streaming.wire import Join, Position, Rdata, Record, Retire, Void, row
 from tests.play.truth import StreamTruth
+from tidemark.streaming.wire import Join, Position, Rdata, Record, Retire, Void, row
 
 
 class _Signature(TypedDict):

@@ -5,13 +5,13 @@ from random import Random
 
 import pytest
 
-from streaming.advance import advance
-from streaming.bounds import Bounds
-from streaming.effects import ShardEffects
-from streaming.wire import Record, encode
 from tests.play.cast import Cast, Habits
 from tests.play.simulation import Simulation
 from tests.streaming.builders import packed
+from tidemark.streaming.advance import advance
+from tidemark.streaming.bounds import Bounds
+from tidemark.streaming.effects import ShardEffects
+from tidemark.streaming.wire import Record, encode
 
 WILD = Habits(
     duration=0.3,

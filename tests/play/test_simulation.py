@@ -5,9 +5,9 @@ from collections import defaultdict
 
 import pytest
 
-from streaming.wire import Join, Position, Rdata, Record, Retire, Topic, Void, encode, read
 from tests.play.cast import CALM, Cast, Habits
 from tests.play.simulation import Simulation
+from tidemark.streaming.wire import Join, Position, Rdata, Record, Retire, Topic, Void, encode, read
 
 WILD = Habits(
     duration=0.2,

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from sinks.batch import Batch
-from sinks.redis import key
-from streaming.effects import Advance, Progress, ShardEffects, StreamEffects, Summary, WriterRow
-from streaming.packet import Rejected
+from tidemark.sinks.batch import Batch
+from tidemark.sinks.redis import key
+from tidemark.streaming.effects import Advance, Progress, ShardEffects, StreamEffects, Summary, WriterRow
+from tidemark.streaming.packet import Rejected
 
 NOW = 1_790_000_000_000  # ms; some day in 2026
 

@@ -4,11 +4,11 @@ from datetime import UTC, datetime
 
 import pytest
 
-from sinks.condition import LATE_COUNTED, Conditions
-from sinks.lease import Lease
-from sinks.postgres import Postgres
-from streaming.effects import Late
 from tests.sinks.given import NOW, advance, batch, rejected, stream
+from tidemark.sinks.condition import LATE_COUNTED, Conditions
+from tidemark.sinks.lease import Lease
+from tidemark.sinks.postgres import Postgres
+from tidemark.streaming.effects import Late
 
 
 @pytest.fixture

@@ -8,17 +8,17 @@ import pytest
 from confluent_kafka import Consumer, Message, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from app.stack.kafka import Kafka
-from sinks.dead_letters import Buried, DeadLetters, DeadLettersConfig
-from sinks.lease import Lease
-from sinks.mirror import Mirror
-from sinks.patience import wait_out
-from sinks.postgres import Postgres
-from sinks.publisher import Publisher
-from sinks.redis import Redis
-from sources.kafka import KafkaConnection
-from streaming.errors import TopicMissing, Unavailable
 from tests.sinks.given import batch, rejected
+from tidemark.app.stack.kafka import Kafka
+from tidemark.sinks.dead_letters import Buried, DeadLetters, DeadLettersConfig
+from tidemark.sinks.lease import Lease
+from tidemark.sinks.mirror import Mirror
+from tidemark.sinks.patience import wait_out
+from tidemark.sinks.postgres import Postgres
+from tidemark.sinks.publisher import Publisher
+from tidemark.sinks.redis import Redis
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.streaming.errors import TopicMissing, Unavailable
 
 
 @pytest.fixture

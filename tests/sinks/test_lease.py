@@ -10,13 +10,13 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from app.stack.postgres import Postgres as PostgresServer
-from sinks.lease import Lease, LeaseTerms
-from sinks.postgres import Postgres
-from streaming.errors import LeaseLost, Stopping
 from tests.fix_sinks import TERMS
 from tests.sinks.given import batch, lines
 from tests.waiting import eventually
+from tidemark.app.stack.postgres import Postgres as PostgresServer
+from tidemark.sinks.lease import Lease, LeaseTerms
+from tidemark.sinks.postgres import Postgres
+from tidemark.streaming.errors import LeaseLost, Stopping
 
 NEVER = threading.Event()
 spawn = multiprocessing.get_context("spawn")

@@ -4,9 +4,9 @@ from collections.abc import Callable
 import psycopg
 import pytest
 
-from sinks.database import Connection, Database
-from sinks.migrations import READABLE, WANTED, check, check_readable, migrate
-from streaming.errors import BadSetting, Refused, SchemaMismatch, Unavailable
+from tidemark.sinks.database import Connection, Database
+from tidemark.sinks.migrations import READABLE, WANTED, check, check_readable, migrate
+from tidemark.streaming.errors import BadSetting, Refused, SchemaMismatch, Unavailable
 
 
 def test_every_version_is_applied_once(database: str) -> None:

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from app.stack.redis import Redis as RedisServer
-from sinks.lease import Lease
-from sinks.postgres import Postgres
-from sinks.redis import SENTINEL, STREAMS, Redis, key
-from sinks.watch import Watch, WatchTerms
-from streaming.effects import Late, StreamEffects
-from streaming.errors import LeaseLost
 from tests.sinks.given import advance, entries, stream
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
+from tidemark.app.stack.redis import Redis as RedisServer
+from tidemark.sinks.lease import Lease
+from tidemark.sinks.postgres import Postgres
+from tidemark.sinks.redis import SENTINEL, STREAMS, Redis, key
+from tidemark.sinks.watch import Watch, WatchTerms
+from tidemark.streaming.effects import Late, StreamEffects
+from tidemark.streaming.errors import LeaseLost
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_list_with_too_much_missing_begins_anew(
     pipeline.publish(steps[0])
     for step in steps[1:]:
         pipeline.commit(step)
-    monkeypatch.setattr("sinks.mirror.ENTRIES", 12)
+    monkeypatch.setattr("tidemark.sinks.mirror.ENTRIES", 12)
     pipeline.restarted(shown).refill()
     assert [it["id"] for it in entries(keys)] == [str(n) for n in range(29, 41)]
     assert keys.hgetall(key("s", "positions")) == {"w": "40"}

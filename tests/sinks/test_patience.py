@@ -4,8 +4,8 @@ import time
 import pytest
 from structlog.testing import capture_logs
 
-from sinks.patience import wait_out
-from streaming.errors import LeaseLost, Stopping, Unavailable
+from tidemark.sinks.patience import wait_out
+from tidemark.streaming.errors import LeaseLost, Stopping, Unavailable
 
 
 class Flaky:

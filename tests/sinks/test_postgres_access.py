@@ -6,10 +6,10 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from app.stack.postgres import Postgres
-from sinks.database import Database
-from streaming.errors import Refused, Unavailable
 from tests.fix_tls import SSL_REQUEST, Authority, tls_front
+from tidemark.app.stack.postgres import Postgres
+from tidemark.sinks.database import Database
+from tidemark.streaming.errors import Refused, Unavailable
 
 
 def test_a_server_is_known_by_its_certificate(

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
-from app.stack.postgres import Postgres as PostgresServer
-from app.stack.redis import Redis as RedisServer
-from sinks.batch import Applied, Batch
-from sinks.dead_letters import Buried, DeadLetters, DeadLettersConfig
-from sinks.lease import Lease, LeaseTerms
-from sinks.mirror import Mirror
-from sinks.postgres import Postgres, PostgresConfig
-from sinks.publisher import Publisher
-from sinks.redis import Redis, RedisConfig, key
-from streaming.effects import ShardEffects
-from streaming.errors import LeaseLost, Stopping
 from tests.fix_sinks import TERMS
 from tests.sinks.given import advance, entries, shard, stream
+from tidemark.app.stack.postgres import Postgres as PostgresServer
+from tidemark.app.stack.redis import Redis as RedisServer
+from tidemark.sinks.batch import Applied, Batch
+from tidemark.sinks.dead_letters import Buried, DeadLetters, DeadLettersConfig
+from tidemark.sinks.lease import Lease, LeaseTerms
+from tidemark.sinks.mirror import Mirror
+from tidemark.sinks.postgres import Postgres, PostgresConfig
+from tidemark.sinks.publisher import Publisher
+from tidemark.sinks.redis import Redis, RedisConfig, key
+from tidemark.streaming.effects import ShardEffects
+from tidemark.streaming.errors import LeaseLost, Stopping
 
 NEVER = threading.Event()
 NOWHERE = {"bootstrap.servers": "127.0.0.1:1"}  # no record is rejected here, so nothing connects

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.stack.redis import Redis as RedisServer
-from sinks.changes import Change, Entry, LateEntry
-from sinks.redis import Mode, Redis, RedisConfig, key
-from streaming.errors import BadSetting, LeaseLost, Refused, Unavailable
 from tests.sinks.given import entries
+from tidemark.app.stack.redis import Redis as RedisServer
+from tidemark.sinks.changes import Change, Entry, LateEntry
+from tidemark.sinks.redis import Mode, Redis, RedisConfig, key
+from tidemark.streaming.errors import BadSetting, LeaseLost, Refused, Unavailable
 
 LARGEST = 2**63 - 1
 

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from app.sidecar.bells import Bells, slept
-from app.sidecar.live import Live
-from app.stack.redis import Redis as RedisServer
-from sinks.changes import Change
-from sinks.reader import AsyncPositions, Positions, Standing
-from sinks.redis import Redis, RedisConfig
-from sinks.redis_address import RedisAddress
-from streaming.errors import BadSetting, Refused, Unavailable
 from tests.fix_redis import Node, Watched
 from tests.fix_tls import Authority, tls_front
 from tests.sinks.test_redis import entry
 from tests.waiting import eventually
+from tidemark.app.sidecar.bells import Bells, slept
+from tidemark.app.sidecar.live import Live
+from tidemark.app.stack.redis import Redis as RedisServer
+from tidemark.sinks.changes import Change
+from tidemark.sinks.reader import AsyncPositions, Positions, Standing
+from tidemark.sinks.redis import Redis, RedisConfig
+from tidemark.sinks.redis_address import RedisAddress
+from tidemark.streaming.errors import BadSetting, Refused, Unavailable
 
 STREAMS = [f"stream{number}" for number in range(12)]  # in a Cluster of three, some on each
 

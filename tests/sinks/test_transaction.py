@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sinks.lease import Lease
-from sinks.postgres import Postgres, Remembered
-from streaming.effects import Advance, Forced, Gap, GapClosed, Late, Progress, ShardEffects, WriterRow
-from streaming.errors import ChainBroken, LeaseLost
 from tests.sinks.given import NOW, advance, batch, stream
+from tidemark.sinks.lease import Lease
+from tidemark.sinks.postgres import Postgres, Remembered
+from tidemark.streaming.effects import Advance, Forced, Gap, GapClosed, Late, Progress, ShardEffects, WriterRow
+from tidemark.streaming.errors import ChainBroken, LeaseLost
 
 LARGEST = 2**63 - 1
 

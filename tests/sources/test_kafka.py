@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from sources.kafka import EARLIEST, KafkaConnection, source_options
-from streaming.errors import BadSetting
+from tidemark.sources.kafka import EARLIEST, KafkaConnection, source_options
+from tidemark.streaming.errors import BadSetting
 
 SECURE = KafkaConnection("k:9093", "SASL_SSL", "SCRAM-SHA-512", "tide", 'a"b\\c')
 

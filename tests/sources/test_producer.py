@@ -3,12 +3,12 @@
 import pytest
 from confluent_kafka import Consumer, TopicPartition
 
-from app.stack.kafka import Kafka
-from app.stack.server import free_port
-from sources.kafka import KafkaConnection
-from sources.producer import FOR_EVER, RecordProducer
-from sources.topics import TopicPlan, Topics
-from streaming.errors import Unavailable
+from tidemark.app.stack.kafka import Kafka
+from tidemark.app.stack.server import free_port
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.producer import FOR_EVER, RecordProducer
+from tidemark.sources.topics import TopicPlan, Topics
+from tidemark.streaming.errors import Unavailable
 
 # From the JVM client's own test of its hash, modulo 4 partitions.
 JAVA_PARTITIONS = {"21": 0, "foobar": 2, "a-little-bit-longer-string": 3}

@@ -2,9 +2,16 @@
 
 import pytest
 
-from sources.kafka import EARLIEST
-from sources.start import Acceptance, Partition, Remembered, Topic, require_uncompacted, starting_offsets
-from streaming.errors import PartitionsChanged, RecordsBeyondEnd, RecordsGone, Stop, TopicCompacted, TopicReplaced
+from tidemark.sources.kafka import EARLIEST
+from tidemark.sources.start import Acceptance, Partition, Remembered, Topic, require_uncompacted, starting_offsets
+from tidemark.streaming.errors import (
+    PartitionsChanged,
+    RecordsBeyondEnd,
+    RecordsGone,
+    Stop,
+    TopicCompacted,
+    TopicReplaced,
+)
 
 AS_BEFORE = Remembered("id-1", 2)
 

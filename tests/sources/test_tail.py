@@ -4,15 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.stack.kafka import Kafka
-from app.stack.server import free_port
-from sources.kafka import KafkaConnection
-from sources.producer import RecordProducer
-from sources.tail import Tail
-from sources.topics import TopicPlan, Topics
-from streaming.errors import TopicMissing, Unavailable
-from streaming.wire import Rdata, Record, encode, row
 from tests.waiting import eventually
+from tidemark.app.stack.kafka import Kafka
+from tidemark.app.stack.server import free_port
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.producer import RecordProducer
+from tidemark.sources.tail import Tail
+from tidemark.sources.topics import TopicPlan, Topics
+from tidemark.streaming.errors import TopicMissing, Unavailable
+from tidemark.streaming.wire import Rdata, Record, encode, row
 
 
 @pytest.fixture

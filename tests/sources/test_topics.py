@@ -6,12 +6,12 @@ import pytest
 from confluent_kafka import Producer, TopicCollection
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from app.stack.kafka import Kafka
-from app.stack.server import free_port
-from sources.kafka import KafkaConnection
-from sources.start import Partition, require_uncompacted
-from sources.topics import TopicPlan, Topics, plans
-from streaming.errors import Refused, TopicCompacted, TopicMissing, Unavailable
+from tidemark.app.stack.kafka import Kafka
+from tidemark.app.stack.server import free_port
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.start import Partition, require_uncompacted
+from tidemark.sources.topics import TopicPlan, Topics, plans
+from tidemark.streaming.errors import Refused, TopicCompacted, TopicMissing, Unavailable
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from streaming import state
-from streaming.advance import advance
-from streaming.bounds import Bounds
-from streaming.compaction import compactor, origin_of
-from streaming.effects import ShardEffects, StreamEffects
-from streaming.framing import HEADER
-from streaming.packet import Kind, Marker, MarkerKind, PackedRun, Packet, Rows
-from streaming.positions import Stream
-from streaming.wire import Topic
+from tidemark.streaming import state
+from tidemark.streaming.advance import advance
+from tidemark.streaming.bounds import Bounds
+from tidemark.streaming.compaction import compactor, origin_of
+from tidemark.streaming.effects import ShardEffects, StreamEffects
+from tidemark.streaming.framing import HEADER
+from tidemark.streaming.packet import Kind, Marker, MarkerKind, PackedRun, Packet, Rows
+from tidemark.streaming.positions import Stream
+from tidemark.streaming.wire import Topic
 
 STREAM = "events"
 FACTS, CONTROL = "tidemark.facts", "tidemark.control"

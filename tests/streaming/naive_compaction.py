@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from streaming import wire
-from streaming.compaction import origin_of
-from streaming.errors import BadRecord
-from streaming.packet import Kind, Packet
-from streaming.wire import Topic
 from tests.streaming.builders import framed
+from tidemark.streaming import wire
+from tidemark.streaming.compaction import origin_of
+from tidemark.streaming.errors import BadRecord
+from tidemark.streaming.packet import Kind, Packet
+from tidemark.streaming.wire import Topic
 
 FACTS, CONTROL = "tidemark.facts", "tidemark.control"
 

@@ -5,8 +5,6 @@ from itertools import permutations
 
 import numpy as np
 
-from streaming import effects
-from streaming.packet import Packet, Rejected
 from tests.streaming.builders import (
     CONTROL,
     FACTS,
@@ -23,6 +21,8 @@ from tests.streaming.builders import (
     sent,
     skip,
 )
+from tidemark.streaming import effects
+from tidemark.streaming.packet import Packet, Rejected
 
 
 def test_order_comes_from_offsets_and_not_from_arrival() -> None:

@@ -7,10 +7,10 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streaming import effects
-from streaming.positions import Stream
 from tests.streaming.builders import Record, Sent, Shard, packets, rejections, sent
 from tests.streaming.protocol import Database
+from tidemark.streaming import effects
+from tidemark.streaming.positions import Stream
 
 WRITERS = ("a", "b", "c")
 

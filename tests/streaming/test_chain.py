@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streaming.chain import NOWHERE, Chain, Evidence, Span
 from tests.streaming.builders import Shard, join, rdata, skip
+from tidemark.streaming.chain import NOWHERE, Chain, Evidence, Span
 
 FACT = Evidence(facts=1)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from streaming.checkpoint import KEPT_ASIDE, Applied, Checkpoint, Seed, locked
-from streaming.errors import CheckpointNotWritable, Stopping
+from tidemark.streaming.checkpoint import KEPT_ASIDE, Applied, Checkpoint, Seed, locked
+from tidemark.streaming.errors import CheckpointNotWritable, Stopping
 
 STATES = {3: b"state"}
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from streaming.cluster import Cluster, Pods, address_towards, package
+from tidemark.streaming.cluster import Cluster, Pods, address_towards, package
 
 
 def test_the_package_runs_where_nothing_of_ours_is_installed(tmp_path: Path) -> None:
     """An interpreter that finds `streaming` in the archive alone imports from it what tasks need."""
     archive = package(tmp_path)
-    program = "import sys; sys.path.insert(0, sys.argv[1]); import streaming.query; print(streaming.query.__file__)"
+    program = "import sys; sys.path.insert(0, sys.argv[1]); import tidemark.streaming.query as q; print(q.__file__)"
     done = subprocess.run(
         [sys.executable, "-I", "-c", program, str(archive)], capture_output=True, text=True, check=True, timeout=60
     )

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streaming import wire
-from streaming.compaction import compactor
-from streaming.packet import Packet
-from streaming.reasons import Reason
-from streaming.shards import shard_of
 from tests.streaming import naive_compaction as naive
 from tests.streaming.naive_compaction import CONTROL, FACTS, Message, message
 from tests.streaming.test_wire import BAD, GOOD
+from tidemark.streaming import wire
+from tidemark.streaming.compaction import compactor
+from tidemark.streaming.packet import Packet
+from tidemark.streaming.reasons import Reason
+from tidemark.streaming.shards import shard_of
 
 SHARDS = 5
 ODD = [*(value for value, _ in BAD.values()), *GOOD.values()]

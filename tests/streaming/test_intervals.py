@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streaming.intervals import EMPTY, Intervals
+from tidemark.streaming.intervals import EMPTY, Intervals
 
 Pairs = list[tuple[int, int]]
 

@@ -8,12 +8,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from streaming import state
-from streaming.effects import ShardEffects, StreamEffects
-from streaming.positions import Stream
 from tests.streaming.builders import EDGES, Record, Sent, Shard, compacted, forced, packets, rejections
 from tests.streaming.model import EMPTY, FACTS, SKIPPED, UNSEEN, Model
 from tests.streaming.protocol import Database
+from tidemark.streaming import state
+from tidemark.streaming.effects import ShardEffects, StreamEffects
+from tidemark.streaming.positions import Stream
 
 WRITERS = ("a", "b", "c")
 writers = st.sampled_from(WRITERS)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from streaming.effects import StreamEffects
 from tests.streaming.builders import Shard, forced, join, position, rdata, retire, skip, void
+from tidemark.streaming.effects import StreamEffects
 
 
 def late(done: StreamEffects) -> list[tuple[str, int, int, int, str]]:

@@ -4,11 +4,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from streaming import state
-from streaming.errors import StateTooNew
-from streaming.packet import PackedRun, Packet
-from streaming.state import FORMAT
 from tests.streaming.builders import FACTS, STREAM, Shard, forced, join, position, rdata, retire, skip
+from tidemark.streaming import state
+from tidemark.streaming.errors import StateTooNew
+from tidemark.streaming.packet import PackedRun, Packet
+from tidemark.streaming.state import FORMAT
 
 
 def long_run(start: int, count: int, offset: int) -> Packet:

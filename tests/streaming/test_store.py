@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from streaming.errors import CheckpointNotWritable, Unavailable
-from streaming.store import folder
+from tidemark.streaming.errors import CheckpointNotWritable, Unavailable
+from tidemark.streaming.store import folder
 
 pytestmark = pytest.mark.slow
 

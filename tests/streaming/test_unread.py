@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from streaming import wire
-from streaming.compaction import compactor
-from streaming.effects import StreamEffects
-from streaming.packet import Packet
 from tests.streaming.builders import Shard
 from tests.streaming.naive_compaction import CONTROL, FACTS, Message, arrow, message
+from tidemark.streaming import wire
+from tidemark.streaming.compaction import compactor
+from tidemark.streaming.effects import StreamEffects
+from tidemark.streaming.packet import Packet
 
 STREAM = "events"
 

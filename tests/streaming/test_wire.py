@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from streaming import wire
-from streaming.errors import BadRecord
-from streaming.reasons import Reason
-from streaming.wire import MAX_ID, Topic
+from tidemark.streaming import wire
+from tidemark.streaming.errors import BadRecord
+from tidemark.streaming.reasons import Reason
+from tidemark.streaming.wire import MAX_ID, Topic
 
 NUMBERED = {"kind": "RDATA", "stream": "events", "writer": "w1", "epoch": 3, "prev": 4, "id": 7, "row": {}}
 VOID = {"kind": "VOID", "stream": "events", "writer": "w1", "prev": 4, "id": 7}

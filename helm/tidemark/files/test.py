@@ -7,10 +7,10 @@ from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from app.produce import produce
-from app.settings import load
-from sinks.reader import Positions, Standing
-from streaming.wire import Topic
+from tidemark.app.produce import produce
+from tidemark.app.settings import load
+from tidemark.sinks.reader import Positions, Standing
+from tidemark.streaming.wire import Topic
 
 STREAM, WRITER = "helm-test", "helm-test"
 PATIENCE = 120.0

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import uvloop
 
-from app.lines.hub import Hub
-from app.lines.server import LineServer, Terms
-from app.sidecar.service import Limits, Servers, Service, opened
-from app.stack.server import free_port
-from sources.kafka import KafkaConnection
-from sources.tail import Tail
+from tidemark.app.lines.hub import Hub
+from tidemark.app.lines.server import LineServer, Terms
+from tidemark.app.sidecar.service import Limits, Servers, Service, opened
+from tidemark.app.stack.server import free_port
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.tail import Tail
 
 Address = tuple[str, int]
 NOWHERE = Servers("redis://127.0.0.1:1/0", "postgresql://127.0.0.1:1/none")

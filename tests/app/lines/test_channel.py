@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import redis
 
-from app.lines.channel import Channel
-from app.lines.hub import Hub
-from app.lines.server import LineServer
-from app.lines.speaker import ANSWER_EVERY, ChannelTerms
-from app.settings import child_environment
-from app.sidecar.service import Servers, Service
 from tests.app.lines.given import client, served
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
+from tidemark.app.lines.channel import Channel
+from tidemark.app.lines.hub import Hub
+from tidemark.app.lines.server import LineServer
+from tidemark.app.lines.speaker import ANSWER_EVERY, ChannelTerms
+from tidemark.app.settings import child_environment
+from tidemark.app.sidecar.service import Servers, Service
 
 TERMS = ChannelTerms("example.org", lease=0.6)
 
@@ -162,7 +162,10 @@ def test_redis_that_lost_its_data_silences_nobody(pipeline: Pipeline, servers: S
 def process(variables: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("wb") as output:
         started = subprocess.Popen(
-            [sys.executable, "-m", "app.cli", "sidecar"], env=child_environment(variables), stdout=output, stderr=output
+            [sys.executable, "-m", "tidemark.app.cli", "sidecar"],
+            env=child_environment(variables),
+            stdout=output,
+            stderr=output,
         )
     try:
         yield started

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.lines.commands import Command, Error, Name, Ping, Position, Rdata, Relayed, Replicate, Server, parse
-from app.lines.splitter import Splitter
-from streaming.errors import BadCommand
-from streaming.wire import MAX_ID
+from tidemark.app.lines.commands import Command, Error, Name, Ping, Position, Rdata, Relayed, Replicate, Server, parse
+from tidemark.app.lines.splitter import Splitter
+from tidemark.streaming.errors import BadCommand
+from tidemark.streaming.wire import MAX_ID
 
 names = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zs", "Zl", "Zp"]), min_size=1, max_size=40)
 ids = st.integers(-MAX_ID, MAX_ID)

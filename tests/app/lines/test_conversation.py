@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.lines.conversation import Act, Answer, Conversation, KeepAlive, Leave, Relay, Say
+from tidemark.app.lines.conversation import Act, Answer, Conversation, KeepAlive, Leave, Relay, Say
 
 KEEP = KeepAlive(say=5.0, hear=15.0)
 

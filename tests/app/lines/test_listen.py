@@ -12,19 +12,19 @@ from contextlib import contextmanager
 import click
 import pytest
 
-from app.lines import listen, view
-from app.lines.commands import Command, Error, Position, Rdata, Relayed, Replicate, Server
-from app.lines.server import Terms
-from app.settings import child_environment
-from app.sidecar.service import Servers
 from tests.app.lines.given import NOWHERE, Address, Client, served
 from tests.sinks.reader.given import Pipeline
+from tidemark.app.lines import listen, view
+from tidemark.app.lines.commands import Command, Error, Position, Rdata, Relayed, Replicate, Server
+from tidemark.app.lines.server import Terms
+from tidemark.app.settings import child_environment
+from tidemark.app.sidecar.service import Servers
 
 
 @contextmanager
 def listening(address: Address, *words: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "app.cli", "listen", f"{address[0]}:{address[1]}", *words],
+        [sys.executable, "-m", "tidemark.app.cli", "listen", f"{address[0]}:{address[1]}", *words],
         env=child_environment({}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -112,7 +112,11 @@ def test_client_keeps_its_side_alive_and_leaves_a_silent_server(monkeypatch: pyt
 def test_wrong_address_is_told() -> None:
     """What is no host and port is refused before anything is tried."""
     done = subprocess.run(
-        [sys.executable, "-m", "app.cli", "listen", "nowhere"], capture_output=True, text=True, timeout=20, check=False
+        [sys.executable, "-m", "tidemark.app.cli", "listen", "nowhere"],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
     )
     assert done.returncode == 2
     assert "'nowhere' is not an address such as 127.0.0.1:9481" in done.stderr

@@ -7,18 +7,18 @@ from random import Random
 import msgspec
 import pytest
 
-from app.lines.announcer import Announcement, Announcer
-from app.lines.commands import Position, Rdata
-from app.lines.rows import Rows, Writer
-from sinks.reader import events
-from sinks.reader.order import beyond
-from streaming import wire
-from streaming.advance import advance
-from streaming.wire import Join, Record, Retire, Void, encode, row
 from tests.play.cast import Cast
 from tests.play.simulation import Simulation
 from tests.play.test_core_agrees import NO_BOUNDS, WILD
 from tests.streaming.builders import packed
+from tidemark.app.lines.announcer import Announcement, Announcer
+from tidemark.app.lines.commands import Position, Rdata
+from tidemark.app.lines.rows import Rows, Writer
+from tidemark.sinks.reader import events
+from tidemark.sinks.reader.order import beyond
+from tidemark.streaming import wire
+from tidemark.streaming.advance import advance
+from tidemark.streaming.wire import Join, Record, Retire, Void, encode, row
 
 BIG = 1 << 30
 

@@ -9,13 +9,13 @@ from itertools import pairwise
 import psutil
 import pytest
 
-from app.lines.conversation import KeepAlive
-from app.lines.server import Terms
-from app.sidecar.service import Servers
 from tests.app.lines.given import NOWHERE, Client, client, served
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
+from tidemark.app.lines.conversation import KeepAlive
+from tidemark.app.lines.server import Terms
+from tidemark.app.sidecar.service import Servers
 
 BRISK = Terms(keep_alive=KeepAlive(say=0.2, hear=0.6), tick=0.05)
 

@@ -5,18 +5,18 @@ import threading
 
 import pytest
 
-from app.lines import hub
-from app.sidecar.service import Servers
-from app.stack.kafka import Kafka
-from sources.kafka import KafkaConnection
-from sources.producer import RecordProducer
-from sources.topics import TopicPlan, Topics
-from streaming.wire import Join, Rdata, Record, encode, row
 from tests.app.lines.given import Client, Facts, client, served
 from tests.fix_servers import away
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
+from tidemark.app.lines import hub
+from tidemark.app.sidecar.service import Servers
+from tidemark.app.stack.kafka import Kafka
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.producer import RecordProducer
+from tidemark.sources.topics import TopicPlan, Topics
+from tidemark.streaming.wire import Join, Rdata, Record, encode, row
 
 
 class Topic:

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.lines.announcer import Announcement
-from app.lines.commands import Position, Rdata
-from app.lines.told import Told
+from tidemark.app.lines.announcer import Announcement
+from tidemark.app.lines.commands import Position, Rdata
+from tidemark.app.lines.told import Told
 
 W = ("s", "w")
 

@@ -2,8 +2,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.sidecar.service import Servers
 from tests.app.sidecar.given import Client, sidecar
+from tidemark.app.sidecar.service import Servers
 
 
 @pytest.fixture

@@ -9,17 +9,17 @@ from typing import Any
 import httpx
 import uvicorn
 
-from app.sidecar.service import Servers
-from app.sidecar.site import Terms, site
-from streaming import state
-from streaming.chain import Chain, Evidence, Span
-from streaming.effects import StreamEffects
-from streaming.intervals import EMPTY
-from streaming.line import Line
-from streaming.positions import Stream
-from streaming.writers import Writer
 from tests.sinks.given import NOW, advance, stream
 from tests.waiting import eventually
+from tidemark.app.sidecar.service import Servers
+from tidemark.app.sidecar.site import Terms, site
+from tidemark.streaming import state
+from tidemark.streaming.chain import Chain, Evidence, Span
+from tidemark.streaming.effects import StreamEffects
+from tidemark.streaming.intervals import EMPTY
+from tidemark.streaming.line import Line
+from tidemark.streaming.positions import Stream
+from tidemark.streaming.writers import Writer
 
 
 class Client(httpx.Client):

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from app.sidecar.durable import Durable, ReadSoFar
-from sinks.postgres import Postgres
-from sinks.reader.history import History
-from streaming.errors import Unavailable
 from tests.sinks.given import advance, batch, stream
 from tests.sinks.reader.given import Pipeline
+from tidemark.app.sidecar.durable import Durable, ReadSoFar
+from tidemark.sinks.postgres import Postgres
+from tidemark.sinks.reader.history import History
+from tidemark.streaming.errors import Unavailable
 
 
 def test_how_far_the_pipeline_has_read(pipeline: Pipeline, store: Postgres, dsn: str) -> None:

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from app.sidecar.service import Limits, Servers
-from app.sidecar.site import Terms
-from app.sidecar.slices import PATIENCE, Appeared, Listener
-from app.sidecar.sse import EventStream
-from app.stack.redis import Redis as RedisServer
 from tests.app.sidecar.given import At, Client, moved, sidecar
 from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
+from tidemark.app.sidecar.service import Limits, Servers
+from tidemark.app.sidecar.site import Terms
+from tidemark.app.sidecar.slices import PATIENCE, Appeared, Listener
+from tidemark.app.sidecar.sse import EventStream
+from tidemark.app.stack.redis import Redis as RedisServer
 
 
 @dataclass

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from app.stack.redis import Redis as RedisServer
 from tests.app.sidecar.given import At, Client, moved
 from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
+from tidemark.app.stack.redis import Redis as RedisServer
 
 
 def pages(client: Client, since: str, limit: int) -> list[Any]:

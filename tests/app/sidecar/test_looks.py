@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
-from app.sidecar.service import Servers
-from app.sidecar.site import Terms
-from app.stack.postgres import Postgres as PostgresServer
-from app.stack.redis import Redis as RedisServer
-from sinks.redis import STREAMS, key
 from tests.app.sidecar.given import At, Client, moved, sidecar
 from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
+from tidemark.app.sidecar.service import Servers
+from tidemark.app.sidecar.site import Terms
+from tidemark.app.stack.postgres import Postgres as PostgresServer
+from tidemark.app.stack.redis import Redis as RedisServer
+from tidemark.sinks.redis import STREAMS, key
 
 
 def test_all_that_is_known_of_a_stream(pipeline: Pipeline, client: Client) -> None:

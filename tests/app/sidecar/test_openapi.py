@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import APIOperation
 from schemathesis.checks import CHECKS
 
-from app.sidecar.service import Limits, Servers
-from app.sidecar.site import OPERATIONS, Terms
-from app.sidecar.sse import MEDIA_TYPE
 from tests.app.sidecar.given import At, Client, moved, sidecar
 from tests.sinks.reader.given import Pipeline
+from tidemark.app.sidecar.service import Limits, Servers
+from tidemark.app.sidecar.site import OPERATIONS, Terms
+from tidemark.app.sidecar.sse import MEDIA_TYPE
 
 # An event stream does not end, and tests of its own hold it to more.
 GENERATED = sorted(it.path for it in OPERATIONS if it.media != MEDIA_TYPE)

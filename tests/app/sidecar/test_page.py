@@ -11,13 +11,13 @@ import pytest
 from msgspec.structs import replace
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from app.sidecar.service import Servers
-from app.sidecar.site import Terms
-from app.stack.server import free_port
-from streaming.effects import Late
 from tests.app.sidecar.given import At, Client, moved, sidecar
 from tests.sinks.given import batch, rejected
 from tests.sinks.reader.given import Pipeline
+from tidemark.app.sidecar.service import Servers
+from tidemark.app.sidecar.site import Terms
+from tidemark.app.stack.server import free_port
+from tidemark.streaming.effects import Late
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 PATIENCE = 15_000  # ms

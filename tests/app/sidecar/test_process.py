@@ -8,13 +8,13 @@ from urllib.request import urlopen
 
 import pytest
 
-from app.settings import child_environment, host_port
-from app.stack.home import Home
-from app.stack.server import free_port
-from app.stack.tidemark import Sidecar
 from tests.app.lines import given as lines
 from tests.app.sidecar.given import At, moved
 from tests.sinks.reader.given import Pipeline
+from tidemark.app.settings import child_environment, host_port
+from tidemark.app.stack.home import Home
+from tidemark.app.stack.server import free_port
+from tidemark.app.stack.tidemark import Sidecar
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_what_a_person_must_decide_is_one_line(
     """A wrong setting ends it at once with exit code 2 and one line that names it."""
     environment = child_environment({**variables, changed: value})
     done = subprocess.run(
-        [sys.executable, "-m", "app.cli", "sidecar"],
+        [sys.executable, "-m", "tidemark.app.cli", "sidecar"],
         env=environment,
         capture_output=True,
         timeout=30,

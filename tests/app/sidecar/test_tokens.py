@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from app.sidecar.tokens import LOOK_EVERY, Tokens
-from streaming.errors import BadSetting
+from tidemark.app.sidecar.tokens import LOOK_EVERY, Tokens
+from tidemark.streaming.errors import BadSetting
 
 
 class Clock:

@@ -8,15 +8,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from app.sidecar.service import Limits, Servers
-from app.sidecar.site import Terms
-from app.stack.postgres import Postgres as PostgresServer
-from app.stack.redis import Redis as RedisServer
-from streaming.effects import Late
 from tests.app.sidecar.given import At, Client, moved, sidecar
 from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
+from tidemark.app.sidecar.service import Limits, Servers
+from tidemark.app.sidecar.site import Terms
+from tidemark.app.stack.postgres import Postgres as PostgresServer
+from tidemark.app.stack.redis import Redis as RedisServer
+from tidemark.streaming.effects import Late
 
 
 class Watching:

@@ -9,11 +9,11 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
-from sources.kafka import EARLIEST, KafkaConnection, source_options
-from streaming import session
-from streaming.query import source
 from tests.bench.competitors.task import Task
 from tests.bench.rate import Meter
+from tidemark.sources.kafka import EARLIEST, KafkaConnection, source_options
+from tidemark.streaming import session
+from tidemark.streaming.query import source
 
 _POLL_SECONDS = 0.1
 

@@ -11,21 +11,21 @@ from collections.abc import Iterator
 
 import msgspec
 
-from app import logs
-from app.settings import Settings
-from sinks.batch import Batch
-from sinks.lease import Lease, LeaseTerms
-from sinks.mirror import Mirror
-from sinks.postgres import Postgres, PostgresConfig
-from sinks.redis import Redis, RedisConfig
-from streaming import state
-from streaming.chain import Chain
-from streaming.effects import Advance, ShardEffects, StreamEffects, Summary, WriterRow
-from streaming.intervals import EMPTY
-from streaming.line import Line
-from streaming.positions import Stream
-from streaming.writers import Writer
 from tests.bench.crowd.talk import say
+from tidemark.app import logs
+from tidemark.app.settings import Settings
+from tidemark.sinks.batch import Batch
+from tidemark.sinks.lease import Lease, LeaseTerms
+from tidemark.sinks.mirror import Mirror
+from tidemark.sinks.postgres import Postgres, PostgresConfig
+from tidemark.sinks.redis import Redis, RedisConfig
+from tidemark.streaming import state
+from tidemark.streaming.chain import Chain
+from tidemark.streaming.effects import Advance, ShardEffects, StreamEffects, Summary, WriterRow
+from tidemark.streaming.intervals import EMPTY
+from tidemark.streaming.line import Line
+from tidemark.streaming.positions import Stream
+from tidemark.streaming.writers import Writer
 
 BATCHES_PER_SECOND = 5  # as a pipeline under light traffic has
 

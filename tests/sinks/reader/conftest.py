@@ -3,8 +3,8 @@ from collections.abc import Iterator
 import psycopg
 import pytest
 
-from sinks.reader import Positions
 from tests.sinks.reader.service import Service
+from tidemark.sinks.reader import Positions
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def positions(redis_url: str) -> Iterator[Positions]:
 def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Followers look ten times a second where nothing rings, so that no test waits for them to end."""
     for module in ("following", "standing"):
-        monkeypatch.setattr(f"sinks.reader.{module}.LONGEST_WAIT", 0.1)
+        monkeypatch.setattr(f"tidemark.sinks.reader.{module}.LONGEST_WAIT", 0.1)
 
 
 @pytest.fixture

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
-from sinks.batch import Batch
-from sinks.lease import Lease
-from sinks.mirror import Mirror
-from sinks.postgres import Postgres
-from sinks.reader import Event, Follow
-from sinks.redis import Redis
-from streaming.effects import StreamEffects
 from tests.sinks.given import NOW, advance, batch, stream
+from tidemark.sinks.batch import Batch
+from tidemark.sinks.lease import Lease
+from tidemark.sinks.mirror import Mirror
+from tidemark.sinks.postgres import Postgres
+from tidemark.sinks.reader import Event, Follow
+from tidemark.sinks.redis import Redis
+from tidemark.streaming.effects import StreamEffects
 
 
 class Pipeline:

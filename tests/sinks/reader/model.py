@@ -6,9 +6,9 @@ Every write to `Model` is the world's; `answer` is what a shell would answer. Ma
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sinks.reader.asks import Answer, Ask, Entry, Glance, Look, Newest, Past, Recall, Seen
-from sinks.reader.entries import parse
-from sinks.reader.events import Advance, Late
+from tidemark.sinks.reader.asks import Answer, Ask, Entry, Glance, Look, Newest, Past, Recall, Seen
+from tidemark.sinks.reader.entries import parse
+from tidemark.sinks.reader.events import Advance, Late
 
 Fields = dict[str, str]
 

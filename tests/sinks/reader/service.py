@@ -9,8 +9,8 @@ from typing import Any
 
 import psycopg
 
-from sinks.reader import AsyncPositions, AsyncReader, Batch, Place, Positions, Reader, Table
 from tests.waiting import eventually
+from tidemark.sinks.reader import AsyncPositions, AsyncReader, Batch, Place, Positions, Reader, Table
 
 TABLE = Table("facts", writer="instance", then=("ordinal",))
 Effect = tuple[int, str, int, bool]

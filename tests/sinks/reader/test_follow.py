@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from app.stack.redis import Redis as RedisServer
-from sinks.reader import Advance, AsyncPositions, Event, Late, LateLost, Line, Place, Positions, Reread, Token
-from sinks.redis import Redis, RedisConfig, key
-from streaming.effects import Late as LateEffect
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline, later, taken
+from tidemark.app.stack.redis import Redis as RedisServer
+from tidemark.sinks.reader import Advance, AsyncPositions, Event, Late, LateLost, Line, Place, Positions, Reread, Token
+from tidemark.sinks.redis import Redis, RedisConfig, key
+from tidemark.streaming.effects import Late as LateEffect
 
 
 def ranges(events: list[Event], writer: str = "w") -> list[tuple[int, int]]:
@@ -209,7 +209,7 @@ def test_lists_longer_than_a_page_are_followed(
     pipeline: Pipeline, positions: Positions, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A list is read page by page, also where advances come meanwhile."""
-    monkeypatch.setattr("sinks.reader.keys.PAGE", 3)
+    monkeypatch.setattr("tidemark.sinks.reader.keys.PAGE", 3)
     for id in range(1, 11):
         pipeline.move("w", id - 1, id)
     follow = positions.follow("s", since="m0")

@@ -14,13 +14,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from sinks.reader.asks import Ask, Doorbell
-from sinks.reader.driver import Driver
-from sinks.reader.events import Advance, Event, Late, LateLost, Line, Reread
-from sinks.reader.following import CaughtUp, Following
-from sinks.reader.order import beyond
-from sinks.reader.place import Place
 from tests.sinks.reader.model import Model
+from tidemark.sinks.reader.asks import Ask, Doorbell
+from tidemark.sinks.reader.driver import Driver
+from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, Line, Reread
+from tidemark.sinks.reader.following import CaughtUp, Following
+from tidemark.sinks.reader.order import beyond
+from tidemark.sinks.reader.place import Place
 
 NAMES = ("a", "b", "c")
 WHATS = ("fact", "fact", "void", "announced")

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinks.reader import interval_text, parse_intervals
-from streaming.errors import BadToken
-from streaming.intervals import Intervals
+from tidemark.sinks.reader import interval_text, parse_intervals
+from tidemark.streaming.errors import BadToken
+from tidemark.streaming.intervals import Intervals
 
 SETS = st.dictionaries(
     st.sampled_from(("first", "second-1", "a:b", "c,d", "5-7", "100%")),

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from sinks.reader.events import Advance, Evidence, Line, Reread
-from sinks.reader.lines import Lines
+from tidemark.sinks.reader.events import Advance, Evidence, Line, Reread
+from tidemark.sinks.reader.lines import Lines
 
 
 def moved(writer: str, prev: int, id: int, facts: int = 0) -> Advance:

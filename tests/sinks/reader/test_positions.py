@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import redis
 
-from app.stack.redis import Redis as RedisServer
-from sinks.reader import AsyncPositions, Positions, Recovering, Standing, Token
-from sinks.redis import key
-from streaming.errors import BadSetting, BadToken, NotReached, Refused, TokenFromTheFuture, Unavailable
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline, later
+from tidemark.app.stack.redis import Redis as RedisServer
+from tidemark.sinks.reader import AsyncPositions, Positions, Recovering, Standing, Token
+from tidemark.sinks.redis import key
+from tidemark.streaming.errors import BadSetting, BadToken, NotReached, Refused, TokenFromTheFuture, Unavailable
 
 
 class Both:

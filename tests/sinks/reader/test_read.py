@@ -6,14 +6,14 @@ from typing import Any
 import psycopg
 import pytest
 
-from sinks.reader import Place, Positions, Reader, Table, Token
-from sinks.redis import key
-from streaming.effects import Late as LateEffect
-from streaming.errors import BadSetting, LateNeedsWriter, LateUnknown, ReaderModeChanged, Refused
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import Service, effect
 from tests.waiting import eventually
+from tidemark.sinks.reader import Place, Positions, Reader, Table, Token
+from tidemark.sinks.redis import key
+from tidemark.streaming.effects import Late as LateEffect
+from tidemark.streaming.errors import BadSetting, LateNeedsWriter, LateUnknown, ReaderModeChanged, Refused
 
 
 @pytest.fixture(params=["threads", "asyncio"])
@@ -66,7 +66,7 @@ def test_many_writers_are_read_in_several_queries(
     service: Service, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Vector mode with more writers than one query takes, and less rows in a batch than writers."""
-    monkeypatch.setattr("sinks.reader.reading.RANGES", 3)
+    monkeypatch.setattr("tidemark.sinks.reader.reading.RANGES", 3)
     moves = []
     for n in range(10):
         service.write(n + 1, n + 11, instance=f"w{n}")

@@ -10,11 +10,11 @@ from multiprocessing.process import BaseProcess
 import psycopg
 import pytest
 
-from sinks.reader import Positions, Reader
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import Service, effect
 from tests.waiting import eventually
+from tidemark.sinks.reader import Positions, Reader
 
 spawn = multiprocessing.get_context("spawn")
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sinks.reader import Positions, Reader
-from sinks.reader.asks import Answer, Ask, Doorbell, Pause
-from sinks.reader.order import beyond
 from tests.sinks.reader.service import Service, effect
 from tests.sinks.reader.test_following import World
+from tidemark.sinks.reader import Positions, Reader
+from tidemark.sinks.reader.asks import Answer, Ask, Doorbell, Pause
+from tidemark.sinks.reader.order import beyond
 
 
 class Idle(Exception):

@@ -9,14 +9,14 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from app.stack import postgres as stack
-from app.stack.home import Home
-from app.stack.postgres import Postgres as PostgresServer
-from app.stack.server import free_port
-from sinks.reader.replica import end_of_records
 from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import Service
 from tests.waiting import eventually
+from tidemark.app.stack import postgres as stack
+from tidemark.app.stack.home import Home
+from tidemark.app.stack.postgres import Postgres as PostgresServer
+from tidemark.app.stack.server import free_port
+from tidemark.sinks.reader.replica import end_of_records
 
 SEGMENT = 16 * 1024 * 1024
 

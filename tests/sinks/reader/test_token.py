@@ -6,10 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sinks.changes import Change
-from sinks.reader import ZERO, Order, Token
-from sinks.redis import Redis, key
-from streaming.errors import BadToken
+from tidemark.sinks.changes import Change
+from tidemark.sinks.reader import ZERO, Order, Token
+from tidemark.sinks.redis import Redis, key
+from tidemark.streaming.errors import BadToken
 
 WRITERS = ("a", "b", "c.1", "d~e", "f%", "%7E", "é", "B")
 NAMES = st.sampled_from(WRITERS)

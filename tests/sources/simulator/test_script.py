@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from sources.simulator.cast import ALL, OF_PROCESSES, Cast, Fault, faults
-from sources.simulator.script import Act, script
-from streaming.errors import BadSetting
+from tidemark.sources.simulator.cast import ALL, OF_PROCESSES, Cast, Fault, faults
+from tidemark.sources.simulator.script import Act, script
+from tidemark.streaming.errors import BadSetting
 
 INSIDE = {Fault.ROLLBACK, Fault.HANG}
 

@@ -6,12 +6,12 @@ import psycopg
 import pytest
 from prometheus_client import CollectorRegistry
 
-from app.stack.kafka import Kafka
-from sources.kafka import KafkaConnection
-from sources.topics import TopicPlan, Topics
-from sources.writer import Writer, schema, sequences
-from sources.writer.session import Session
 from tests.sources.writer.judge import Judge
+from tidemark.app.stack.kafka import Kafka
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.topics import TopicPlan, Topics
+from tidemark.sources.writer import Writer, schema, sequences
+from tidemark.sources.writer.session import Session
 
 Make = Callable[..., Writer]
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 import psycopg
 from confluent_kafka import Consumer, Message, TopicPartition
 
-from sources.kafka import KafkaConnection
-from sources.topics import Topics
-from streaming import state
-from streaming.advance import advance
-from streaming.bounds import Bounds
-from streaming.effects import StreamEffects
-from streaming.wire import Rdata, Record, Topic, read
 from tests.streaming.builders import packed
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.topics import Topics
+from tidemark.streaming import state
+from tidemark.streaming.advance import advance
+from tidemark.streaming.bounds import Bounds
+from tidemark.streaming.effects import StreamEffects
+from tidemark.streaming.wire import Rdata, Record, Topic, read
 
 
 @dataclass

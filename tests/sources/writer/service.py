@@ -13,12 +13,12 @@ from typing import Any
 
 import psycopg
 
-from sources.producer import RecordProducer
-from sources.writer import Facts, Writer, outbox, takeover
-from sources.writer.core import Core
-from sources.writer.draft import Draft
-from sources.writer.relay import Relay
-from streaming.errors import WriterFenced
+from tidemark.sources.producer import RecordProducer
+from tidemark.sources.writer import Facts, Writer, outbox, takeover
+from tidemark.sources.writer.core import Core
+from tidemark.sources.writer.draft import Draft
+from tidemark.sources.writer.relay import Relay
+from tidemark.streaming.errors import WriterFenced
 
 STEPS: dict[str, tuple[Any, str]] = {
     "settle": (takeover, "settle"),  # the epoch is raised, nothing told

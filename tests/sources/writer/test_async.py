@@ -8,10 +8,10 @@ import psycopg
 import pytest
 from prometheus_client import CollectorRegistry
 
-from app.stack.kafka import Kafka
-from sources.writer import AsyncWriter
-from streaming.errors import FactWithoutRow, WriterFenced
 from tests.sources.writer.judge import Judge
+from tidemark.app.stack.kafka import Kafka
+from tidemark.sources.writer import AsyncWriter
+from tidemark.streaming.errors import FactWithoutRow, WriterFenced
 
 INSERT = "insert into orders (id) values (%s)"
 

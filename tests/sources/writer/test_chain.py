@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sources.writer.chain import Call, Chain, Span
-from sources.writer.records import Fact, Voice
 from tests.sources.writer.judge import Verdict, judged
+from tidemark.sources.writer.chain import Call, Chain, Span
+from tidemark.sources.writer.records import Fact, Voice
 
 START = 3
 

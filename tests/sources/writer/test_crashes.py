@@ -10,12 +10,12 @@ import psutil
 import psycopg
 import pytest
 
-from app.stack.kafka import Kafka
-from app.writer import Fence, fence
-from sources.kafka import KafkaConnection
 from tests.sources.writer.conftest import Make
 from tests.sources.writer.judge import Judge
 from tests.waiting import eventually
+from tidemark.app.stack.kafka import Kafka
+from tidemark.app.writer import Fence, fence
+from tidemark.sources.kafka import KafkaConnection
 
 MOMENTS = [
     [("add", 3)],

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import psycopg
 
-from app.stack.kafka import Kafka
-from app.writer import migrate
-from sources.kafka import KafkaConnection
-from sources.topics import TopicPlan, Topics
+from tidemark.app.stack.kafka import Kafka
+from tidemark.app.writer import migrate
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.topics import TopicPlan, Topics
 
 
 def test_the_example_runs_as_it_stands(database: str, kafka: Kafka) -> None:

@@ -8,15 +8,15 @@ import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
 from structlog.testing import capture_logs
 
-from app.stack.kafka import Kafka
-from app.stack.postgres import Postgres
-from app.stack.server import free_port
-from sources.kafka import KafkaConnection
-from sources.writer import Writer
-from streaming.errors import Unavailable
 from tests.sources.writer.conftest import Make
 from tests.sources.writer.judge import Judge
 from tests.waiting import eventually
+from tidemark.app.stack.kafka import Kafka
+from tidemark.app.stack.postgres import Postgres
+from tidemark.app.stack.server import free_port
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.writer import Writer
+from tidemark.streaming.errors import Unavailable
 
 
 @pytest.mark.slow

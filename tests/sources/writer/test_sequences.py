@@ -3,11 +3,11 @@
 import psycopg
 import pytest
 
-from sources.writer import Stream, sequences
-from sources.writer.session import Session
-from streaming.errors import SequenceSetBack, SequenceUnfit
 from tests.sources.writer.conftest import Make
 from tests.sources.writer.judge import Judge
+from tidemark.sources.writer import Stream, sequences
+from tidemark.sources.writer.session import Session
+from tidemark.streaming.errors import SequenceSetBack, SequenceUnfit
 
 UNFIT = {
     "cache": ("create sequence s cache 20", "CACHE"),

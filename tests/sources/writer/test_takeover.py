@@ -7,12 +7,12 @@ import psycopg
 import pytest
 from psycopg import IsolationLevel
 
-from sources.writer import takeover
-from sources.writer.session import Session
-from streaming.errors import UnknownWriter, WriterFenced
 from tests.sources.writer.conftest import Make
 from tests.sources.writer.judge import Judge
 from tests.waiting import eventually
+from tidemark.sources.writer import takeover
+from tidemark.sources.writer.session import Session
+from tidemark.streaming.errors import UnknownWriter, WriterFenced
 
 LOCK = "select pg_advisory_xact_lock(tidemark.writer_lock('shop-1'))"
 LEVELS = [IsolationLevel.READ_COMMITTED, IsolationLevel.REPEATABLE_READ, IsolationLevel.SERIALIZABLE]

@@ -9,11 +9,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 from psycopg.rows import dict_row
 
-from streaming.errors import FactWithoutRow, RowTooLarge, Stopping
-from streaming.wire import Rdata
 from tests.sources.writer.conftest import Make
 from tests.sources.writer.judge import Judge
 from tests.waiting import eventually
+from tidemark.streaming.errors import FactWithoutRow, RowTooLarge, Stopping
+from tidemark.streaming.wire import Rdata
 
 Connection = psycopg.Connection
 
