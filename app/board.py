@@ -1,23 +1,34 @@
 """What is known of every stream right now, for the scrape: from the states at the start, from effects afterwards.
 
 One writer (the batch's thread), any number of readers: a stream's entry is replaced, never changed.
+
+A thread that asks Kafka, and not the query, how far its topics reach: a lag can read 0 while the query is dead.
+
+It also notices at run time what is checked at every start: a topic that was repartitioned, replaced or compacted.
 """
 
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Self
 
+import structlog
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from tidemark.app import metrics
 from tidemark.app.metrics import STREAM_GAUGES
+from tidemark.sources.start import require_uncompacted
+from tidemark.sources.topics import Topics
 from tidemark.streaming import state
-from tidemark.streaming.effects import ShardEffects, Summary
-from tidemark.streaming.summary import summarize
+from tidemark.streaming.effects import ShardEffects, Summary, summarize
+from tidemark.streaming.errors import PartitionsChanged, Retry, Stop
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BoardEntry:
     linear: int
     positions: Mapping[str, int]
     summary: Summary
@@ -28,7 +39,7 @@ class Board(Collector):
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self.read: dict[tuple[str, int], int] = {}
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, BoardEntry] = {}
         self._now = now
 
     def load(self, states: Mapping[str, bytes], read: Mapping[tuple[str, int], int]) -> None:
@@ -38,7 +49,7 @@ class Board(Collector):
             stream = state.decode(stored)
             sign = -1 if stream.direction < 0 else 1
             positions = {writer: sign * known.chain.position for writer, known in stream.writers.items()}
-            self._entries[name] = Entry(sign * stream.line.position, positions, summarize(stream))
+            self._entries[name] = BoardEntry(sign * stream.line.position, positions, summarize(stream))
 
     def update(self, effects: Iterable[ShardEffects]) -> None:
         """A batch was published."""
@@ -50,7 +61,7 @@ class Board(Collector):
                 positions.update((row.writer, row.position) for row in stream.writers)
                 for writer in stream.dropped:
                     positions.pop(writer, None)
-                self._entries[stream.stream] = Entry(stream.linear, positions, stream.summary)
+                self._entries[stream.stream] = BoardEntry(stream.linear, positions, stream.summary)
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """Called by the scrape, on its thread."""
@@ -73,3 +84,60 @@ class Board(Collector):
             for key, value in values.items():
                 families[key].add_metric([stream], value)
         return families.values()
+
+
+log = structlog.get_logger(__name__)
+
+SECONDS = 2.0
+ROUNDS_PER_CHECK = 15
+
+
+class EndOffsets:
+    """`partitions` are the topics' counts. `failure` is the Stop that was found, for the thread that supervises."""
+
+    def __init__(self, topics: Topics, partitions: Mapping[str, int], board: Board) -> None:
+        self._topics = topics
+        self._partitions = partitions
+        self._board = board
+        self._closing = threading.Event()
+        self.failure: Stop | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[Self]:
+        thread = threading.Thread(target=self._run, name="heads", daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._closing.set()
+            thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        away = False
+        rounds = 0
+        while not self._closing.is_set():
+            try:
+                for (topic, partition), head in self._topics.heads(self._partitions).items():
+                    metrics.set_offsets(topic, partition, head=head, read=self._board.read[topic, partition])
+                rounds += 1
+                if rounds % ROUNDS_PER_CHECK == 0:
+                    self._check()
+                if away:
+                    log.info("Kafka answers again")
+                away = False
+            except Retry as error:
+                if not away:
+                    log.warning("Waiting for Kafka", problem=str(error))
+                away = True
+                metrics.RETRIES.labels("Kafka").inc()
+            except Stop as error:
+                self.failure = error
+                return
+            self._closing.wait(SECONDS)
+
+    def _check(self) -> None:
+        topics = self._topics.describe(self._partitions)
+        require_uncompacted(topics)
+        for name, count in self._partitions.items():
+            if len(topics[name].partitions) != count:
+                raise PartitionsChanged(name, count, len(topics[name].partitions))

@@ -77,7 +77,7 @@ def config() -> None:
 @main.command()
 def migrate() -> None:
     """Bring the database's schema up to this version."""
-    from tidemark.sinks.migrations import migrate
+    from tidemark.sinks.postgres.migrations import migrate
 
     applied = migrate(_settings().postgres)
     click.echo(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
@@ -86,7 +86,7 @@ def migrate() -> None:
 @main.command()
 def topics() -> None:
     """Make the topics that are missing, and check those that are there."""
-    from tidemark.app.topics import ready
+    from tidemark.app.start import ready
     from tidemark.sources.topics import Topics
 
     settings = _settings().model_copy(update={"kafka_create_topics": True})
@@ -126,7 +126,7 @@ def sidecar() -> None:
 @click.option("--server", help="End with exit code 2 where the server has another name.")
 def listen(address: str | None, streams: tuple[str, ...], server: str | None, *, as_json: bool) -> None:
     """Show what a sidecar says over the line protocol at ADDRESS (host:port; without it TIDEMARK_SIDECAR_TCP)."""
-    from tidemark.app.lines import view
+    from tidemark.app.lines import listen
     from tidemark.app.lines.listen import Listening
     from tidemark.app.settings import host_port
 
@@ -135,9 +135,9 @@ def listen(address: str | None, streams: tuple[str, ...], server: str | None, *,
         where = host_port(address or settings.sidecar_tcp)
     except ValueError as problem:
         raise click.BadParameter(f"{address!r} is {problem}", param_hint="ADDRESS") from None
-    show = view.as_json if as_json else view.coloured
+    show = listen.as_json if as_json else listen.coloured
     for command in Listening(where, server).commands():
-        if view.wanted(command, streams):
+        if listen.wanted(command, streams):
             click.echo(show(command))
 
 
@@ -147,7 +147,7 @@ def listen(address: str | None, streams: tuple[str, ...], server: str | None, *,
 def status(stream: str | None, *, as_json: bool) -> None:
     """Show how far every stream (or STREAM) and each of its writers are, and who holds them back."""
     from tidemark.app import status
-    from tidemark.sinks.postgres import Postgres, PostgresConfig
+    from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
     settings = _settings()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
@@ -170,7 +170,7 @@ def produce(file: BinaryIO, *, control: bool) -> None:
     Bad lines are named and left out; then the exit code is 1.
     """
     from tidemark.app.produce import produce
-    from tidemark.streaming.wire import Topic
+    from tidemark.streaming.records import Topic
 
     settings = _settings()
     topic = settings.kafka_control_topic if control else settings.kafka_facts_topic
@@ -209,8 +209,8 @@ def simulate(
 
     Faults: rollback, hang, crash, pause, late, retire, reader; of the local stack: pipeline, redis.
     """
-    from tidemark.app.simulate import Play, run
-    from tidemark.sources.simulator.cast import Cast, faults
+    from tidemark.app.simulation.simulate import Play, run
+    from tidemark.sources.simulator.script import Cast, faults
 
     seed = secrets.randbits(32) if seed is None else seed
     click.echo(f"playing with --seed {seed}")
@@ -260,7 +260,7 @@ def writer_fence(instance: str, dsn: str | None, *, terminate: bool, retire: boo
         writer.report(dsn, instance, click.echo)
     else:
         order = writer.Fence(instance, terminate, retire)
-        writer.fence(dsn, settings.kafka, settings.kafka_facts_topic, order, click.echo)
+        writer.fence_writer(dsn, settings.kafka, settings.kafka_facts_topic, order, click.echo)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings
 
-from tidemark.sinks.redis_address import RedisAddress
+from tidemark.sinks.redis.client import RedisAddress
 from tidemark.sources.kafka import KafkaConnection, OAuth
 
 PREFIX = "TIDEMARK_"

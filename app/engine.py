@@ -11,11 +11,10 @@ from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
 from tidemark.app.settings import Settings
-from tidemark.app.stack.java import find_java
-from tidemark.streaming import session, store
-from tidemark.streaming.cluster import Cluster, Pods, address_towards
+from tidemark.streaming import checkpoint
 from tidemark.streaming.errors import BadSetting, SparkDied, Stopping
-from tidemark.streaming.jvm import Jvm
+from tidemark.streaming.executors import Cluster, Pods, address_towards
+from tidemark.streaming.spark import Jvm, SparkSettings, configuration, connect, find_java, is_local
 
 _PROPERTY = re.compile(r"(?P<name>spark\.[^\s=:]+)(\s*[=:]\s*|\s+)(?P<value>.*)")
 
@@ -23,7 +22,7 @@ _PROPERTY = re.compile(r"(?P<name>spark\.[^\s=:]+)(\s*[=:]\s*|\s+)(?P<value>.*)"
 class Engine:
     """Starts at once, on a thread of its own. Use it through `running`."""
 
-    def __init__(self, wanted: session.SparkSettings) -> None:
+    def __init__(self, wanted: SparkSettings) -> None:
         self._wanted = wanted
         self._jvm: Jvm | None = None
         self._session: Future[SparkSession] = Future()
@@ -63,9 +62,9 @@ class Engine:
 
     def _start(self) -> None:
         try:
-            conf = session.configuration(self._wanted)
+            conf = configuration(self._wanted)
             self._jvm = Jvm(conf)
-            self._session.set_result(session.connect(self._jvm, conf))
+            self._session.set_result(connect(self._jvm, conf))
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is for the thread that waits
             self._session.set_exception(error)
 
@@ -74,8 +73,8 @@ class Engine:
 def running(settings: Settings) -> Iterator[Engine]:
     """Spark for as long as this is entered. Raises Stop where there is no Java, or no connector to Kafka."""
     find_java(settings.java_home)
-    cluster = None if session.is_local(settings.spark_master) else _cluster(settings)
-    wanted = session.SparkSettings(
+    cluster = None if is_local(settings.spark_master) else _cluster(settings)
+    wanted = SparkSettings(
         # To Spark, `local` is one core.
         master="local[*]" if settings.spark_master == "local" else settings.spark_master,
         memory=settings.spark_driver_memory,
@@ -123,7 +122,7 @@ def _own_address(master: str) -> str:
 def _extra(settings: Settings, cluster: Cluster | None) -> dict[str, str]:
     extra = {} if cluster is None else cluster.settings()
     if settings.checkpoint_store is not None:
-        extra |= store.SETTINGS
+        extra |= checkpoint.SETTINGS
     if settings.spark_executor_python is not None:
         extra["spark.pyspark.python"] = settings.spark_executor_python
     if settings.spark_conf_file is not None:

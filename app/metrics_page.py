@@ -6,8 +6,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
 from tidemark.app import metrics
-from tidemark.app.lines import metrics as lines
-from tidemark.app.sidecar import metrics as sidecar
+from tidemark.app.read_side import metrics as lines
+from tidemark.app.read_side import metrics as sidecar
 from tidemark.sources.writer.metrics import WriterMetrics
 
 Row = tuple[str, str, Sequence[str], str]

@@ -1,7 +1,7 @@
 """`tidemark pipeline`: the composition root of the query, its source and its sinks.
 
 Its threads: this one supervises; Spark's callback publishes batches (`app.batches`); the lease renews itself; a guard
-refills Redis; a watch asks Kafka for its heads (`app.heads`); scrapes and probes
+refills Redis; a watch asks Kafka for its heads (`app.board`); scrapes and probes
 are answered from threads of `app.probes`.
 """
 
@@ -20,26 +20,24 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from tidemark.app import engine, metrics, probes
 from tidemark.app.batches import Batches
-from tidemark.app.board import Board
-from tidemark.app.heads import Heads
+from tidemark.app.board import Board, EndOffsets
 from tidemark.app.settings import Settings
 from tidemark.app.start import Start, prepare
 from tidemark.app.versions import OURS, require_successor
 from tidemark.sinks.dead_letters import DeadLetters, DeadLettersConfig
-from tidemark.sinks.lease import Lease, LeaseTerms
+from tidemark.sinks.maintenance import Maintenance, MaintenanceConfig
 from tidemark.sinks.mirror import Mirror
-from tidemark.sinks.postgres import Postgres, PostgresConfig
+from tidemark.sinks.postgres.lease import Lease, LeaseConfig
+from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.publisher import Publisher
-from tidemark.sinks.redis import Redis, RedisConfig
-from tidemark.sinks.watch import Watch, WatchTerms
+from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sources.kafka import source_options
 from tidemark.sources.start import Acceptance
 from tidemark.sources.topics import Topics
 from tidemark.streaming import query
-from tidemark.streaming.checkpoint import Checkpoint, locked
+from tidemark.streaming.checkpoint import Checkpoint, folder, locked
 from tidemark.streaming.errors import QueryFailed, Refused, Retry, Rotated, Stopping, Unavailable
-from tidemark.streaming.session import is_local
-from tidemark.streaming.store import folder
+from tidemark.streaming.spark import is_local
 
 log = structlog.get_logger(__name__)
 
@@ -136,7 +134,7 @@ class Attempt:
             require_successor(postgres.pipeline_version())
             lease = stack.enter_context(
                 Lease.acquire(
-                    settings.postgres, LeaseTerms(settings.owner, settings.lease_seconds, version=OURS), stopping
+                    settings.postgres, LeaseConfig(settings.owner, settings.lease_seconds, version=OURS), stopping
                 )
             )
             metrics.LEASE_TOKEN.set(lease.token)
@@ -149,13 +147,13 @@ class Attempt:
             with suppress(Unavailable):  # that is waited for when there is something to publish
                 redis.check()
             mirror = Mirror(postgres, redis, lease)
-            watch = stack.enter_context(Watch(mirror, postgres, redis, lease, WatchTerms()))
+            watch = stack.enter_context(Maintenance(mirror, postgres, redis, lease, MaintenanceConfig()))
             dead_letters = stack.enter_context(
                 DeadLetters(DeadLettersConfig(settings.kafka_dead_letters_topic, kafka.client(), kafka.producer()))
             )
             publisher = Publisher(postgres, mirror, dead_letters, lease, stopping)
             publisher.bury_left(start.seed.lineage)
-            heads = stack.enter_context(Heads(topics, start.partitions, self._board).running())
+            heads = stack.enter_context(EndOffsets(topics, start.partitions, self._board).running())
             self._batches = Batches(publisher, self._board, start.seed.lineage, start.partitions)
             spark, store = self._spark.session(stopping), settings.checkpoint_store
             location = str(checkpoint.path) if store is None else stack.enter_context(folder(spark, store))
@@ -190,7 +188,9 @@ class Attempt:
             with suppress(PySparkException):
                 running.stop()
 
-    def _supervise(self, running: StreamingQuery, lease: Lease, threads: tuple[Batches, Heads, Watch]) -> None:
+    def _supervise(
+        self, running: StreamingQuery, lease: Lease, threads: tuple[Batches, EndOffsets, Maintenance]
+    ) -> None:
         looked = time.monotonic()
         while not self._stopping.is_set():
             metrics.HEARTBEAT.set_to_current_time()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.topics import Topics
-from tidemark.streaming import wire
+from tidemark.streaming import records
 from tidemark.streaming.errors import BadRecord
 
 DELIVERY_SECONDS = 30.0
@@ -31,7 +31,7 @@ class Produced:
 
 
 def produce(
-    connection: KafkaConnection, topic: str, role: wire.Topic, lines: Iterable[bytes], refuse: Callable[[str], None]
+    connection: KafkaConnection, topic: str, role: records.Topic, lines: Iterable[bytes], refuse: Callable[[str], None]
 ) -> Produced:
     """Send the good lines and `refuse` the bad ones, each with its number and reason; blank lines count for nothing.
 
@@ -46,8 +46,8 @@ def produce(
         if not value:
             continue
         try:
-            stream = wire.decode(value).stream
-            wire.read(value, stream.encode(), role)
+            stream = records.decode(value).stream
+            records.read(value, stream.encode(), role)
         except BadRecord as error:
             refused += 1
             refuse(f"line {number}: {error}")

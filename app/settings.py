@@ -23,8 +23,8 @@ from pydantic_settings import (
 )
 
 from tidemark.app.connections import PREFIX, Connections, Positive, variable
-from tidemark.streaming.bounds import Bounds
 from tidemark.streaming.errors import BadSetting
+from tidemark.streaming.model import Bounds
 
 # Written to `stack.env` for people and their programs; read by none of ours.
 FOR_OTHERS = {f"{PREFIX}METRICS_URL", f"{PREFIX}SIDECAR_URL"}

@@ -1,19 +1,44 @@
-"""Before the query: do topics, database and checkpoint agree with each other and with what is remembered of them."""
+"""Tidemark's topics, as this process needs them: made where they are missing and that is wanted, and fit to be read.
+
+Before the query: do topics, database and checkpoint agree with each other and with what is remembered of them.
+"""
 
 from collections.abc import Set
 from dataclasses import dataclass
 
+import structlog
+
 from tidemark.app.settings import Settings
-from tidemark.app.topics import ready
-from tidemark.sinks.postgres import Postgres, Remembered
+from tidemark.sinks.postgres.store import Postgres, RememberedSetup
 from tidemark.sources import start as sources_start
 from tidemark.sources.kafka import EARLIEST, Offsets
-from tidemark.sources.start import Acceptance, Topic, starting_offsets
-from tidemark.sources.topics import Topics
+from tidemark.sources.start import Acceptance, TopicState, require_uncompacted, starting_offsets
+from tidemark.sources.topics import Topics, plans
 from tidemark.streaming import state
-from tidemark.streaming.checkpoint import Applied, Checkpoint, Seed
+from tidemark.streaming.checkpoint import AppliedBatch, Checkpoint, Seed
 from tidemark.streaming.errors import ShardsChanged
 from tidemark.streaming.query import by_shard
+
+log = structlog.get_logger(__name__)
+
+
+def ready(settings: Settings, topics: Topics) -> dict[str, TopicState]:
+    """The topics as they are, by name; `kafka_create_topics` decides whether one that is missing is made.
+
+    Raises `TopicMissing`, `TopicCompacted`, and `Unavailable` where the brokers do not answer.
+    """
+    wanted = plans(
+        settings.kafka_facts_topic,
+        settings.kafka_control_topic,
+        settings.kafka_dead_letters_topic,
+        settings.kafka_partitions,
+    )
+    if settings.kafka_create_topics:
+        for name in topics.create_missing(wanted):
+            log.info("Made a topic", topic=name)
+    found = topics.describe(plan.name for plan in wanted)
+    require_uncompacted(found)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +68,7 @@ def prepare(
     remembered = postgres.remembered()
     offsets = starting_offsets(
         read,
-        {name: sources_start.Remembered(id_, count) for name, (id_, count) in remembered.topics.items()},
+        {name: sources_start.RememberedTopic(id_, count) for name, (id_, count) in remembered.topics.items()},
         postgres.offsets(),
         accept,
     )
@@ -54,11 +79,11 @@ def prepare(
         _give_up(postgres, read, offsets, accept)
         checkpoint.discard(f"an operator accepted {', '.join(sorted(accept))}")
     postgres.remember(
-        Remembered(settings.shards, {topic.name: (topic.id, len(topic.partitions)) for topic in read.values()})
+        RememberedSetup(settings.shards, {topic.name: (topic.id, len(topic.partitions)) for topic in read.values()})
     )
     states = postgres.states()
     last = postgres.last_batch()
-    applied = None if last is None else Applied(*last)
+    applied = None if last is None else AppliedBatch(*last)
     seed = checkpoint.resume(applied) or checkpoint.begin(applied, settings.shards, by_shard(states, settings.shards))
     return Start(
         seed,
@@ -69,7 +94,7 @@ def prepare(
     )
 
 
-def _give_up(postgres: Postgres, read: dict[str, Topic], offsets: Offsets, accept: Set[Acceptance]) -> None:
+def _give_up(postgres: Postgres, read: dict[str, TopicState], offsets: Offsets, accept: Set[Acceptance]) -> None:
     if "partitions" in accept:
         # Each stream may live in another partition now: the first record after this says which.
         postgres.replace_states({stream: state.homeless(stored) for stream, stored in postgres.states().items()})
@@ -79,7 +104,7 @@ def _give_up(postgres: Postgres, read: dict[str, Topic], offsets: Offsets, accep
         postgres.set_offsets(_absolute(read, offsets))
 
 
-def _absolute(read: dict[str, Topic], offsets: Offsets) -> Offsets:
+def _absolute(read: dict[str, TopicState], offsets: Offsets) -> Offsets:
     return {
         name: {
             number: topic.partitions[number].earliest if offset == EARLIEST else offset

@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 
 from tidemark.streaming import state
-from tidemark.streaming.effects import Blocker, Summary
-from tidemark.streaming.summary import summarize
+from tidemark.streaming.effects import Blocker, Summary, summarize
 
 HEADINGS = ("STREAM", "LINEAR", "WRITER", "EPOCH", "POSITION", "PENDING", "OLDEST GAP")
 NUMBERS = {"LINEAR", "EPOCH", "POSITION", "PENDING"}

@@ -14,13 +14,12 @@ import click
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import fetch_jars
-from tidemark.app.stack.java import find_java
-from tidemark.app.stack.members import Members
-from tidemark.app.stack.redis import redis_program
-from tidemark.app.stack.server import Server
-from tidemark.app.stack.supervisor import Supervisor
-from tidemark.sinks.migrations import migrate
+from tidemark.app.stack.members import Members, Supervisor
+from tidemark.app.stack.server import ServerProcess
+from tidemark.app.stack.servers import redis_program
+from tidemark.sinks.postgres.migrations import migrate
 from tidemark.streaming.errors import BadSetting
+from tidemark.streaming.spark import find_java
 
 
 def run(settings: Settings, *, demo: bool) -> None:
@@ -79,9 +78,9 @@ def _end_leftovers(members: Members) -> None:
 
 
 @contextmanager
-def _running(members: Members, *, demo: bool) -> Iterator[Sequence[Server]]:
+def _running(members: Members, *, demo: bool) -> Iterator[Sequence[ServerProcess]]:
     """Everything started, in the order in which it was; ended in the reverse order whatever happens."""
-    running: list[Server] = [*members.servers]
+    running: list[ServerProcess] = [*members.servers]
     try:
         with ThreadPoolExecutor() as pool:
             list(pool.map(_start, members.servers))
@@ -100,7 +99,7 @@ def _running(members: Members, *, demo: bool) -> Iterator[Sequence[Server]]:
             server.stop()
 
 
-def _start(server: Server) -> None:
+def _start(server: ServerProcess) -> None:
     began = time.monotonic()
     _say(f"starting {server.name}")
     server.start()

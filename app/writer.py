@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import FOR_EVER, RecordProducer
 from tidemark.sources.topics import Topics
-from tidemark.sources.writer import Direction, Stream, schema, sequences, takeover
+from tidemark.sources.writer import Direction, Stream, fence, schema, sequences
+from tidemark.sources.writer.fence import Holder
 from tidemark.sources.writer.session import Connection, Session
-from tidemark.sources.writer.takeover import Holder
 
 KAFKA_SECONDS = 30.0
 
@@ -53,7 +53,7 @@ def report(dsn: str, instance: str, say: Say) -> None:
     with Session(dsn, "tidemark writer fence --dry-run") as session:
         with session.use() as connection:
             schema.check(connection)
-        found = takeover.look(session, instance)
+        found = fence.look(session, instance)
     say(f"{instance} is in epoch {found.epoch}")
     for holder in found.holders:
         say(f"open transaction: {holder}")
@@ -72,7 +72,7 @@ class Fence:
     retire: bool
 
 
-def fence(dsn: str, kafka: KafkaConnection, topic: str, order: Fence, say: Say) -> None:
+def fence_writer(dsn: str, kafka: KafkaConnection, topic: str, order: Fence, say: Say) -> None:
     """End the writer's epoch: wait for its transactions (or end them), tell what it left, join in its name.
 
     Raises `UnknownWriter`, and `Unavailable` where Kafka or Postgres does not answer: then run it again.
@@ -82,20 +82,20 @@ def fence(dsn: str, kafka: KafkaConnection, topic: str, order: Fence, say: Say) 
     with Session(dsn, f"tidemark writer fence {instance}") as session:
         with session.use() as connection:
             schema.check(connection)
-        before = takeover.look(session, instance)
+        before = fence.look(session, instance)
         with session.use() as connection:
-            streams = takeover.registered(connection, instance)
-        epoch = takeover.raise_epoch(session, instance, {}, _Ending(say) if order.terminate else _Waiting(say))
+            streams = fence.registered(connection, instance)
+        epoch = fence.raise_epoch(session, instance, {}, _Ending(say) if order.terminate else _Waiting(say))
         say(f"{instance} was in epoch {before.epoch}, which is over; now {epoch}")
         producer = RecordProducer(kafka, topic, give_up_after=FOR_EVER)
-        joined = takeover.settle(session, producer, instance, epoch, streams, KAFKA_SECONDS)
+        joined = fence.settle(session, producer, instance, epoch, streams, KAFKA_SECONDS)
     for stream, start in joined.starts.items():
         say(
             f"{stream}: told {_counted(joined.leftovers.get(stream, 0), 'fact')} from the outbox,"
             f" everything up to {streams[stream][1] * start} is settled"
         )
     if order.retire:
-        takeover.retire(producer, instance, epoch, streams, joined.starts, KAFKA_SECONDS)
+        fence.retire(producer, instance, epoch, streams, joined.starts, KAFKA_SECONDS)
         say(f"{instance} is retired: it holds no line back any more")
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tidemark.streaming.effects import Advance, ShardEffects, StreamEffects
-from tidemark.streaming.packet import Rejected
+from tidemark.streaming.effects import ShardEffects, StreamEffects, WriterAdvance
+from tidemark.streaming.runs import Rejected
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class Committed:
     """What the transaction made of a batch.
 
     `repeated`: it was applied before, and nothing was written now. `settled` and `positions` (by stream and writer)
@@ -43,6 +43,6 @@ class Applied:
     """
 
     repeated: bool = False
-    settled: dict[tuple[str, str], Advance | None] = field(default_factory=dict)
+    settled: dict[tuple[str, str], WriterAdvance | None] = field(default_factory=dict)
     positions: dict[tuple[str, str], int] = field(default_factory=dict)
     late: dict[str, list[int]] = field(default_factory=dict)

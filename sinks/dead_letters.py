@@ -1,4 +1,6 @@
-"""The dead letters: rejected records, fetched from Kafka again by their offsets and sent on byte for byte.
+"""Letters on their way to one topic: handed to a producer, acknowledged or not.
+
+The dead letters: rejected records, fetched from Kafka again by their offsets and sent on byte for byte.
 
 At least once: a batch that is repeated sends its dead letters again; the headers tell such twins apart.
 """
@@ -6,15 +8,79 @@ At least once: a batch that is repeated sends its dead letters again; the header
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import structlog
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
-from tidemark.sinks.outbox import Headers, Letter, Outbox
 from tidemark.streaming.errors import Refused, TidemarkError, TopicMissing, Unavailable
-from tidemark.streaming.packet import Rejected
+from tidemark.streaming.runs import Rejected
+
+Headers = Sequence[tuple[str, Any]]
+
+
+class DeadLetter(NamedTuple):
+    origin: Headers
+    key: Any = None
+    value: Any = b""
+    headers: Headers = ()
+
+    def without_record(self, why: str) -> "DeadLetter":
+        return DeadLetter((*self.origin, ("gone", why.encode())))
+
+
+class DeadLetterOutbox:
+    """What was handed to the producer and is not acknowledged yet."""
+
+    def __init__(self, producer: Producer, topic: str) -> None:
+        self.gone = 0
+        self._producer = producer
+        self._topic = topic
+        self._refused: list[DeadLetter] = []  # as too large; seen to in `flush`, as a callback may not produce
+        self._error: KafkaError | None = None
+
+    def put(self, letter: DeadLetter) -> None:
+        def delivered(error: KafkaError | None, _: Message) -> None:
+            if error is not None and error.code() == KafkaError.MSG_SIZE_TOO_LARGE and letter.value:
+                self._refused.append(letter)
+            elif error is not None:
+                self._error = error
+
+        headers = [*letter.headers, *letter.origin]
+        while True:
+            try:
+                self._producer.produce(
+                    self._topic, key=letter.key, value=letter.value, headers=headers, on_delivery=delivered
+                )
+            except BufferError:
+                self._producer.poll(0.1)
+            else:
+                self._producer.poll(0)
+                return
+
+    def put_empty(self, letter: DeadLetter, why: str) -> None:
+        self.gone += 1
+        self.put(letter.without_record(why))
+
+    def flush(self) -> KafkaError | None:
+        """Wait for the acknowledgements, which come or fail within the message time-out; the first failure, if any."""
+        self._await()
+        refused, self._refused = self._refused, []
+        for letter in refused:
+            # The brokers refuse a whole batch for one of its records, so each gets a batch of its own.
+            self.put(letter)
+            self._await()
+            if self._refused:
+                self._refused.clear()
+                self.put_empty(letter, "too large for this topic")
+        self._await()
+        return self._error
+
+    def _await(self) -> None:
+        while self._error is None and self._producer.flush(1.0):
+            pass
+
 
 log = structlog.get_logger(__name__)
 
@@ -41,7 +107,7 @@ class DeadLettersConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Buried:
+class DeadLettered:
     """Records sent to the dead letters, and how many of them went without their value because it is gone."""
 
     sent: int = 0
@@ -73,7 +139,7 @@ class DeadLetters:
             self._writer.purge()
             self._writer = None
 
-    def send(self, rejected: Sequence[Rejected]) -> Buried:
+    def send(self, rejected: Sequence[Rejected]) -> DeadLettered:
         """Send every rejected record on and wait until the brokers have them.
 
         A dead letter has the key, value and headers of its record, and the headers `reason`, `topic`, `partition`,
@@ -82,7 +148,7 @@ class DeadLetters:
         `TopicMissing`.
         """
         if not rejected:
-            return Buried()
+            return DeadLettered()
         try:
             return self._send(rejected)
         except KafkaException as error:
@@ -92,22 +158,22 @@ class DeadLetters:
             self.close()
             raise
 
-    def _send(self, rejected: Sequence[Rejected]) -> Buried:
+    def _send(self, rejected: Sequence[Rejected]) -> DeadLettered:
         self._complaint = None
         reasons: dict[tuple[str, int], dict[int, str]] = {}
         for item in rejected:
             wanted = reasons.setdefault((item.topic, item.partition), {})
             wanted.update(dict.fromkeys(np.frombuffer(item.offsets, "<i8").tolist(), item.reason))
-        outbox = Outbox(self._producer(), self._config.topic)
+        outbox = DeadLetterOutbox(self._producer(), self._config.topic)
         sent = 0
         for (topic, partition), wanted in reasons.items():
             before = outbox.gone
             for offset, record in self._records(topic, partition, sorted(wanted)):
                 origin = _origin(wanted[offset], topic, partition, offset)
                 if record is None:
-                    outbox.put_empty(Letter(origin), "removed by retention")
+                    outbox.put_empty(DeadLetter(origin), "removed by retention")
                 else:
-                    outbox.put(Letter(origin, record.key(), record.value(), record.headers() or ()))
+                    outbox.put(DeadLetter(origin, record.key(), record.value(), record.headers() or ()))
                 sent += 1
             if gone := outbox.gone - before:
                 log.warning(
@@ -118,7 +184,7 @@ class DeadLetters:
                 )
         if (error := outbox.flush()) is not None:
             raise KafkaException(error)
-        return Buried(sent, outbox.gone)
+        return DeadLettered(sent, outbox.gone)
 
     def _records(self, topic: str, partition: int, wanted: Sequence[int]) -> Iterator[tuple[int, Message | None]]:
         """Each wanted offset (ascending) with its record, None where there is no such record any more."""

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import structlog
 
-from tidemark.sinks.batch import Applied, Batch
-from tidemark.sinks.changes import Change, of_batch, of_history
-from tidemark.sinks.lease import Lease
-from tidemark.sinks.postgres import PastAdvance, Postgres, StreamPositions
-from tidemark.sinks.redis import Held, Mode, Redis
+from tidemark.sinks.batch import Batch, Committed
+from tidemark.sinks.postgres.lease import Lease
+from tidemark.sinks.postgres.store import PastAdvance, Postgres, StreamPositions
+from tidemark.sinks.redis.publish import Change, Mode, Redis, RedisPositions, of_batch, of_history
 
 log = structlog.get_logger(__name__)
 
@@ -41,7 +40,7 @@ class Mirror:
         self._compared = False
         self._lock = threading.Lock()
 
-    def publish(self, batch: Batch, applied: Applied) -> int:
+    def publish(self, batch: Batch, applied: Committed) -> int:
         """Show a committed batch to the readers; returns the count of streams that changed for them."""
         if not self._compared:
             # Redis may lack all or some of what earlier processes committed; a batch must not join half a stream.
@@ -134,7 +133,7 @@ class Mirror:
         return lost
 
 
-def _moved(held: Held, wanted: StreamPositions) -> bool:
+def _moved(held: RedisPositions, wanted: StreamPositions) -> bool:
     return (
         held.linear is None
         or abs(held.linear) < abs(wanted.linear)
@@ -143,7 +142,7 @@ def _moved(held: Held, wanted: StreamPositions) -> bool:
     )
 
 
-def _lacking(held: Held, wanted: StreamPositions) -> list[str]:
+def _lacking(held: RedisPositions, wanted: StreamPositions) -> list[str]:
     """Writers that Redis does not know, or holds at an earlier position."""
     return [
         writer

@@ -13,12 +13,12 @@ from typing import TypeVar
 
 import structlog
 
-from tidemark.sinks.batch import Applied, Batch
-from tidemark.sinks.dead_letters import Buried, DeadLetters
-from tidemark.sinks.lease import Lease
+from tidemark.sinks.batch import Batch, Committed
+from tidemark.sinks.dead_letters import DeadLettered, DeadLetters
 from tidemark.sinks.mirror import Mirror
-from tidemark.sinks.patience import wait_out
-from tidemark.sinks.postgres import Postgres
+from tidemark.sinks.postgres.lease import Lease
+from tidemark.sinks.postgres.store import Postgres
+from tidemark.sinks.retry import wait_out
 from tidemark.streaming.effects import ShardEffects
 from tidemark.streaming.errors import LeaseLost
 
@@ -38,7 +38,7 @@ class Published:
     batch: int
     repeated: bool
     streams: int
-    buried: Buried
+    buried: DeadLettered
     published_at: float
     postgres_seconds: float
     redis_seconds: float
@@ -79,16 +79,16 @@ class Publisher:
             dead_letters_seconds,
         )
 
-    def commit(self, batch: Batch) -> Applied:
+    def commit(self, batch: Batch) -> Committed:
         applied = self._postgres.apply(batch)
         if applied.repeated:
             log.info("This batch was committed before; repeating what comes after", batch=batch.number)
         return applied
 
-    def show(self, batch: Batch, applied: Applied) -> int:
+    def show(self, batch: Batch, applied: Committed) -> int:
         return self._mirror.publish(batch, applied)
 
-    def bury(self, batch: Batch) -> Buried:
+    def bury(self, batch: Batch) -> DeadLettered:
         rejected = batch.rejected()
         buried = self._dead_letters.send(rejected)
         if rejected:

@@ -6,8 +6,8 @@ from functools import partial
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.trouble import Complaints, tidemark_error
 from tidemark.streaming.errors import Unavailable
+from tidemark.streaming.kafka_errors import ErrorListener, kafka_error
 
 FOR_EVER = 0.0
 
@@ -21,7 +21,7 @@ class RecordProducer:
     def __init__(self, connection: KafkaConnection, topic: str, give_up_after: float) -> None:
         self._topic = topic
         self._where = connection.bootstrap
-        self._complaints = Complaints(connection.bootstrap)
+        self._complaints = ErrorListener(connection.bootstrap)
         self._failure: KafkaError | None = None
         self.delivered = 0
         self.last: tuple[int, int] | None = None
@@ -30,7 +30,7 @@ class RecordProducer:
         try:
             self._producer = Producer({**settings, "error_cb": self._complaints})
         except KafkaException as error:
-            raise tidemark_error(error.args[0], self._where) from error
+            raise kafka_error(error.args[0], self._where) from error
 
     def send(self, stream: str, value: bytes) -> None:
         """Hand a record over; blocks while the queue is full. Raises what an *earlier* record failed with."""
@@ -51,7 +51,7 @@ class RecordProducer:
             except BufferError:
                 self._poll(0.1)
             except KafkaException as error:
-                raise tidemark_error(error.args[0], self._where) from error
+                raise kafka_error(error.args[0], self._where) from error
             else:
                 return
 

@@ -32,7 +32,7 @@ class Partition:
 
 
 @dataclass(frozen=True, slots=True)
-class Topic:
+class TopicState:
     """A topic as the brokers describe it; `partitions[i]` is partition `i`."""
 
     name: str
@@ -42,14 +42,14 @@ class Topic:
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class RememberedTopic:
     """What Postgres knows of a topic since the last start."""
 
     id: str
     partitions: int
 
 
-def require_uncompacted(topics: Mapping[str, Topic]) -> None:
+def require_uncompacted(topics: Mapping[str, TopicState]) -> None:
     """Raises `TopicCompacted` for the first topic whose clean-up would destroy records by their key."""
     for topic in topics.values():
         if topic.policy != "delete":
@@ -57,8 +57,8 @@ def require_uncompacted(topics: Mapping[str, Topic]) -> None:
 
 
 def starting_offsets(
-    topics: Mapping[str, Topic],
-    remembered: Mapping[str, Remembered],
+    topics: Mapping[str, TopicState],
+    remembered: Mapping[str, RememberedTopic],
     stored: Mapping[str, Mapping[int, int]],
     accept: Set[Acceptance] = frozenset(),
 ) -> Offsets:
@@ -74,7 +74,7 @@ def starting_offsets(
 
 
 def _topic_offsets(
-    topic: Topic, before: Remembered | None, stored: Mapping[int, int], accept: Set[Acceptance]
+    topic: TopicState, before: RememberedTopic | None, stored: Mapping[int, int], accept: Set[Acceptance]
 ) -> dict[int, int]:
     if before is not None and before.id != topic.id:
         if "loss" not in accept:

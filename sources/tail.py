@@ -9,9 +9,9 @@ from typing import Self
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.trouble import Complaints
-from tidemark.streaming import wire
 from tidemark.streaming.errors import BadRecord, TopicMissing, Unavailable
+from tidemark.streaming.kafka_errors import ErrorListener
+from tidemark.streaming.records import Record, Topic, read
 
 AT_ONCE = 2_000  # records that one call gives at most
 _GONE = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
@@ -27,7 +27,7 @@ class Tail:
         self.topic = topic
         self._connection = connection
         self._patience = patience
-        self._complaints = Complaints(connection.bootstrap)
+        self._complaints = ErrorListener(connection.bootstrap)
         self._consumer: Consumer | None = None
 
     def __enter__(self) -> Self:
@@ -52,7 +52,7 @@ class Tail:
             self.close()
             raise self._complaints.explain(error.args[0]) from error
 
-    def read(self, seconds: float) -> list[tuple[int, wire.Record]]:
+    def read(self, seconds: float) -> list[tuple[int, Record]]:
         """What came, with its partition, as soon as anything did; nothing after `seconds`. Records of a partition are
         in order and without a hole, but for bad ones, which count for nothing."""
         assert self._consumer is not None, "begin first"
@@ -95,12 +95,12 @@ class Tail:
         consumer.assign(places)
         return whole
 
-    def _record(self, message: Message) -> tuple[int, wire.Record] | None:
+    def _record(self, message: Message) -> tuple[int, Record] | None:
         if (error := message.error()) is not None:
             if error.code() in _GONE:
                 raise Unavailable("Kafka", self._connection.bootstrap, "retention removed records before we read them")
             raise KafkaException(error)
         try:
-            return message.partition(), wire.read(message.value(), message.key(), wire.Topic.FACTS)
+            return message.partition(), read(message.value(), message.key(), Topic.FACTS)
         except BadRecord:
             return None

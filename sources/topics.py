@@ -12,9 +12,9 @@ from confluent_kafka import KafkaError, KafkaException, TopicCollection, TopicPa
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, TopicDescription
 
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.start import Partition, Topic
-from tidemark.sources.trouble import Complaints, tidemark_error
+from tidemark.sources.start import Partition, TopicState
 from tidemark.streaming.errors import TopicMissing, Unavailable
+from tidemark.streaming.kafka_errors import ErrorListener, kafka_error
 
 _DAY_MS = 24 * 3600 * 1000
 
@@ -54,14 +54,14 @@ class Topics:
         self._connection = connection
         self._where = connection.bootstrap
         self._patience = patience
-        self._complaints = Complaints(connection.bootstrap)
+        self._complaints = ErrorListener(connection.bootstrap)
         self._admin = self._connected()
 
     def _connected(self) -> AdminClient:
         try:
             return AdminClient({**self._connection.client(), "error_cb": self._complaints})
         except KafkaException as error:
-            raise tidemark_error(error.args[0], self._where) from error
+            raise kafka_error(error.args[0], self._where) from error
 
     def create_missing(self, wanted: Iterable[TopicPlan]) -> list[str]:
         """Make what does not exist, with the brokers' own replication factor; the names of the topics made."""
@@ -80,7 +80,7 @@ class Topics:
         self._wait_until_known(missing)
         return list(missing)
 
-    def describe(self, names: Iterable[str]) -> dict[str, Topic]:
+    def describe(self, names: Iterable[str]) -> dict[str, TopicState]:
         """The topics as they are now, in the order of `names`. Raises `TopicMissing` for the first that is absent."""
         names = list(names)
         descriptions = self._descriptions(names)
@@ -89,7 +89,7 @@ class Topics:
         earliest = self._offsets(partitions, OffsetSpec.earliest())
         end = self._offsets(partitions, OffsetSpec.latest())
         return {
-            name: Topic(
+            name: TopicState(
                 name,
                 str(descriptions[name].topic_id),
                 policies[name],

@@ -4,6 +4,11 @@ Spark keeps `offsets/N` (batch N is planned) and `commits/N` (batch N is done) i
 `seed`: written once, before the first batch, it names the line of batches (`lineage`), the batch that Postgres had
 applied last when the line began, and the states that the query begins with. A replay of any batch must find the same
 seeds, so they are never read from Postgres again while the checkpoint lives.
+
+A checkpoint that driver and executors share: in an object store, or wherever else Spark's JVM finds a URI.
+
+A folder there serves one query alone (docs/decisions/0009-store.md), so only Spark reads it, and what a driver that was
+killed left behind is deleted by the next.
 """
 
 import fcntl
@@ -13,20 +18,25 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import structlog
+from py4j.java_gateway import is_instance_of
+from py4j.protocol import Py4JError, Py4JJavaError
+from pyspark.errors import IllegalArgumentException
+from pyspark.sql import SparkSession
 
-from tidemark.streaming.errors import CheckpointNotWritable, Stopping
+from tidemark.streaming.errors import CheckpointNotWritable, Stopping, Unavailable
 
 log = structlog.get_logger(__name__)
 
 KEPT_ASIDE = 3
 
 
-class Applied(msgspec.Struct, array_like=True, frozen=True):
+class AppliedBatch(msgspec.Struct, array_like=True, frozen=True):
     """The batch that Postgres applied last."""
 
     lineage: str
@@ -37,7 +47,7 @@ class Seed(msgspec.Struct, array_like=True, frozen=True):
     """What a line of batches began with; `states` as of `streaming.query.by_shard`."""
 
     lineage: str
-    after: Applied | None
+    after: AppliedBatch | None
     shards: int
     states: dict[int, bytes]
 
@@ -51,7 +61,7 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def resume(self, applied: Applied | None) -> Seed | None:
+    def resume(self, applied: AppliedBatch | None) -> Seed | None:
         """The seed to go on with, or None where the checkpoint cannot be gone on with; `applied` is Postgres' word.
 
         They join where Postgres applied the last batch that Spark finished, or the one after, which Spark has planned
@@ -73,7 +83,7 @@ class Checkpoint:
             return None
         return seed
 
-    def begin(self, after: Applied | None, shards: int, states: dict[int, bytes]) -> Seed:
+    def begin(self, after: AppliedBatch | None, shards: int, states: dict[int, bytes]) -> Seed:
         """Start a new line of batches from `states`; durable when it returns."""
         seed = Seed(uuid.uuid4().hex, after, shards, states)
         self.path.mkdir(parents=True, exist_ok=True)
@@ -135,9 +145,8 @@ class Checkpoint:
 def locked(path: Path, stopping: threading.Event) -> Iterator[None]:
     """Hold the checkpoint at `path` against other processes of this machine; waits, and says so.
 
-    Raises Stopping where `stopping` is set first, and CheckpointNotWritable. The lease (sinks.lease) fences processes
-    everywhere; this one keeps two that were given different databases from writing one checkpoint.
-    """
+    Raises Stopping where `stopping` is set first, and CheckpointNotWritable. The lease (sinks.postgres.lease) fences
+    processes everywhere; this one keeps two that were given different databases from writing one checkpoint."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_name(f"{path.name}.lock").open("a")
@@ -158,5 +167,65 @@ def locked(path: Path, stopping: threading.Event) -> Iterator[None]:
         yield
 
 
-def _named(applied: Applied | None) -> str:
+def _named(applied: AppliedBatch | None) -> str:
     return "none" if applied is None else f"{applied.lineage}/{applied.batch}"
+
+
+SETTINGS = {
+    # What a dead executor leaves undone another does: it finds the states.
+    "spark.task.maxFailures": "4",
+    # `session` has the raw one for the checkpoint's sake; S3A wants Hadoop's own for its buffers.
+    "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.LocalFileSystem",
+}
+
+_PREFIX = "query-"
+_WHOLE = True  # delete with all that is in it
+# Java's IOExceptions that do not mend themselves: nothing for the scheme, no right, no such bucket, a file in the way.
+_LASTING = (
+    "UnsupportedFileSystemException",
+    "AccessDeniedException",
+    "AccessControlException",
+    "UnknownStoreException",
+    "ParentNotDirectoryException",
+    "FileAlreadyExistsException",
+)
+
+
+@contextmanager
+def folder(spark: SparkSession, store: str) -> Iterator[str]:
+    """The URI of a new folder below `store` for one query, which is deleted at the end.
+
+    Nobody but the pipelines of one database may use `store`: these work one after the other. Raises
+    CheckpointNotWritable where a person must help, and Unavailable.
+    """
+    with _translated(spark, store):
+        jvm: Any = spark._jvm
+        path = jvm.org.apache.hadoop.fs.Path
+        files = path(store).getFileSystem(spark._jsparkSession.sessionState().newHadoopConf())
+        own = path(store, f"{_PREFIX}{uuid.uuid4().hex}")
+        if not files.mkdirs(own):
+            raise CheckpointNotWritable(store, "no folder can be made there")
+        for status in files.listStatus(path(store)):
+            left = status.getPath()
+            if left.getName().startswith(_PREFIX) and left.getName() != own.getName():
+                files.delete(left, _WHOLE)
+    try:
+        yield str(own.toString())
+    finally:
+        with suppress(Py4JError, OSError):  # then the next one does it
+            files.delete(own, _WHOLE)
+
+
+@contextmanager
+def _translated(spark: SparkSession, store: str) -> Iterator[None]:
+    try:
+        yield
+    except IllegalArgumentException as error:
+        raise CheckpointNotWritable(store, str(error).splitlines()[0]) from None
+    except Py4JJavaError as error:
+        cause = error.java_exception
+        problem = str(cause.toString()).splitlines()[0]
+        lasting = problem.partition(":")[0].endswith(_LASTING)
+        if is_instance_of(spark.sparkContext._gateway, cause, "java.io.IOException") and not lasting:
+            raise Unavailable("The store of the checkpoint", store, problem) from None
+        raise CheckpointNotWritable(store, problem) from None

@@ -2,14 +2,17 @@
 
 IDs are signed here (negative on a backward stream); "beyond" means away from 0, so that sinks compare magnitudes.
 Equal input gives equal bytes: lists are sorted, and the only clock is the batch's (`now`, ms since 1970).
+
+A stream for people: what is pending, which gap is the oldest, whom the line waits for. Pure.
 """
 
 import msgspec
 
-from tidemark.streaming.packet import Rejected
+from tidemark.streaming.runs import Rejected
+from tidemark.streaming.stream import StreamState
 
 
-class Advance(msgspec.Struct, array_like=True, frozen=True):
+class WriterAdvance(msgspec.Struct, array_like=True, frozen=True):
     """A writer's position moved over `(prev, id]`. At most one per writer, stream and batch.
 
     `facts` RDATA seen; `empty` IDs declared void (1 each) or announced (the width of the range); `unseen` and
@@ -55,7 +58,7 @@ class GapClosed(msgspec.Struct, array_like=True, frozen=True):
     how: str
 
 
-class Late(msgspec.Struct, array_like=True, frozen=True):
+class LateCompletion(msgspec.Struct, array_like=True, frozen=True):
     """Completions in `(prev, id]` that came after the range was settled without them; `facts` of them are RDATA.
 
     `why`: `skipped` (an operator's SKIP, RETIRE or JOIN passed them) or `regressed` (the source went back).
@@ -134,11 +137,11 @@ class StreamEffects(msgspec.Struct, array_like=True, frozen=True):
     linear: int
     head_prev: int
     head: int
-    advances: list[Advance]
+    advances: list[WriterAdvance]
     writers: list[WriterRow]
     gaps: list[Gap]
     closed: list[GapClosed]
-    late: list[Late]
+    late: list[LateCompletion]
     forced: list[Forced]
     regressed: list[Regressed]
     dropped: list[str]
@@ -174,3 +177,37 @@ _decoder = msgspec.msgpack.Decoder(ShardEffects)
 
 def decode(data: bytes) -> ShardEffects:
     return _decoder.decode(data)
+
+
+def blockers(stream: StreamState) -> list[Blocker]:
+    """Everything that holds a position of `stream` back, longest first. IDs come out signed."""
+    sign = -1 if stream.direction < 0 else 1
+    gaps = [
+        Blocker(name, writer.epoch, sign * low, sign * top, since, unknown=False)
+        for name, writer in stream.writers.items()
+        for chain in (writer.chain, writer.again)
+        if chain is not None
+        for low, top, since in chain.gaps()
+    ]
+    strangers = [Blocker(name, epoch, 0, 0, held.since, unknown=True) for (name, epoch), held in stream.held.items()]
+    return sorted([*gaps, *strangers], key=lambda blocker: (blocker.since, blocker.writer))
+
+
+def summarize(stream: StreamState) -> Summary:
+    found = blockers(stream)
+    chains = [writer.chain for writer in stream.writers.values()] + [held.chain for held in stream.held.values()]
+    return Summary(
+        pending=sum(span.edges for chain in chains for span in chain.pending),
+        gaps=sum(not blocker.unknown for blocker in found),
+        oldest=next(iter(found), None),
+        unknown=sorted(f"{name}/{epoch}" for name, epoch in stream.held),
+        completed=len(stream.line.completed),
+        awaited=_awaited(stream),
+    )
+
+
+def _awaited(stream: StreamState) -> str | None:
+    active = {name: writer.floor for name, writer in sorted(stream.writers.items()) if writer.retired is None}
+    if stream.held or not active or max(active.values()) <= stream.line.position:
+        return None
+    return min(active, key=lambda name: active[name])

@@ -98,7 +98,7 @@ class Reject(TidemarkError):
 
 
 class BadRecord(Reject):
-    """`reason` is one of `streaming.wire.Reason`; `detail` says what was found where."""
+    """`reason` is one of `streaming.records.Reason`; `detail` says what was found where."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")

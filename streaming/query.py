@@ -16,11 +16,10 @@ from pyspark.sql.functions import coalesce, col, concat, lit, octet_length, unix
 from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 
 from tidemark.streaming import effects
-from tidemark.streaming.advance import advance
-from tidemark.streaming.bounds import Bounds
-from tidemark.streaming.compaction import Compactor, compactor
-from tidemark.streaming.packet import Packet
-from tidemark.streaming.shards import shard_of
+from tidemark.streaming.batch import advance
+from tidemark.streaming.compact import Compactor, compactor
+from tidemark.streaming.model import Bounds, shard_of
+from tidemark.streaming.runs import Packet
 
 PACKETS = "shard int, packet binary"
 EFFECTS = "shard int, effects binary"
@@ -92,7 +91,7 @@ def positions(
 
 
 def frames(records: DataFrame, control: str) -> DataFrame:
-    """The Kafka source's records as compaction takes them: one column, laid out as of `streaming.framing`."""
+    """The Kafka source's records as compaction takes them: one column, laid out as of `streaming.frames`."""
     origin = when(col("topic") == control, -1 - col("partition")).otherwise(col("partition"))
     nothing = lit(b"")
     header = [col("offset"), unix_millis("timestamp"), origin, coalesce(octet_length("key"), lit(0))]

@@ -9,9 +9,9 @@ import msgspec
 from tidemark.streaming.chain import Chain, Evidence, Span
 from tidemark.streaming.errors import StateTooNew
 from tidemark.streaming.intervals import Intervals
-from tidemark.streaming.line import Line
-from tidemark.streaming.positions import Stream
-from tidemark.streaming.writers import Held, Writer
+from tidemark.streaming.linear import LinearPosition
+from tidemark.streaming.stream import StreamState
+from tidemark.streaming.writers import HeldWriter, WriterState
 
 FORMAT = 1
 
@@ -73,7 +73,7 @@ _leader = msgspec.msgpack.Decoder(_Leader)
 _decoder = msgspec.msgpack.Decoder(_Stream)
 
 
-def encode(stream: Stream) -> bytes:
+def encode(stream: StreamState) -> bytes:
     """Equal streams give equal bytes."""
     return _encoder.encode(
         _Stream(
@@ -103,15 +103,15 @@ def encode(stream: Stream) -> bytes:
     )
 
 
-def decode(data: bytes) -> Stream:
+def decode(data: bytes) -> StreamState:
     """Raises StateTooNew for a format that a later Tidemark wrote."""
     stored = _decode(data)
-    return Stream(
+    return StreamState(
         stored.direction,
         stored.home,
-        Line(stored.line, Intervals.of(stored.completed)),
+        LinearPosition(stored.line, Intervals.of(stored.completed)),
         {
-            writer.name: Writer(
+            writer.name: WriterState(
                 writer.epoch,
                 _chain(writer.chain),
                 writer.retired,
@@ -123,7 +123,7 @@ def decode(data: bytes) -> Stream:
             for writer in stored.writers
         },
         {
-            (held.name, held.epoch): Held(_chain(held.chain), held.since, held.retire, held.doubt)
+            (held.name, held.epoch): HeldWriter(_chain(held.chain), held.since, held.retire, held.doubt)
             for held in stored.held
         },
     )

@@ -1,16 +1,21 @@
-"""Who writes to a stream, and what they say besides edges. Pure; what it means is decided in `positions`."""
+"""Who writes to a stream, and what they say besides edges. Pure; what it means is decided in `positions`.
+
+How an epoch begins, and how what is open is settled without a record of its own. Pure; changes what it is given.
+"""
 
 from dataclasses import dataclass
 
-from tidemark.streaming.chain import Chain, Evidence
+from tidemark.streaming.chain import NOTHING, Chain, Evidence, How
 from tidemark.streaming.intervals import EMPTY, Ids, Intervals
+from tidemark.streaming.linear import LinearPosition
+from tidemark.streaming.model import Changes, LateRange, Regress
 
 Incarnation = tuple[str, int]
 """A writer's name and epoch."""
 
 
 @dataclass(slots=True)
-class Writer:
+class WriterState:
     """A writer that has joined; `retired` is the batch time (ms) at which it retired.
 
     `late` was settled without the writer's evidence: a completion in there is late. Up to `regressed` that is so
@@ -39,7 +44,7 @@ class Writer:
 
 
 @dataclass(slots=True)
-class Held:
+class HeldWriter:
     """An incarnation that has not joined, since when (ms), and the ID of its RETIRE, if it sent one."""
 
     chain: Chain
@@ -49,7 +54,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class HeldRows:
     """Rows of facts whose last row will carry the number: they move nothing, but they show that their writer lives."""
 
     writer: str
@@ -79,3 +84,62 @@ class Mark:
             return Evidence(skipped=width)
         unseen = width if self.unseen else min(max(refused - low, 0), width)
         return Evidence(unseen=unseen, empty=width - unseen)
+
+
+def begin(
+    writers: dict[str, WriterState],
+    held: dict[Incarnation, HeldWriter],
+    line: LinearPosition,
+    mark: Mark,
+    changes: Changes,
+) -> tuple[WriterState, int | None]:
+    """Start the epoch of a JOIN. Gives the writer, and the ID of a RETIRE that waited for this JOIN.
+
+    What earlier epochs completed up to the JOIN stays as evidence; what they left open there is settled by it.
+    What they completed beyond it was taken back with the writer's database (DESIGN 3): it is late, and IDs that
+    were complete beyond the JOIN may come again, so that the line forgets them and waits for them.
+    """
+    writer = writers.setdefault(mark.writer, WriterState(mark.epoch, Chain()))
+    chain, position = writer.chain, writer.chain.position
+    taken_back = [(writer.epoch, span) for span in chain.cut_above(mark.id)]
+    retire, early = None, None
+    for incarnation in sorted(key for key in held if key[0] == mark.writer and key[1] <= mark.epoch):
+        before = held.pop(incarnation)
+        if incarnation[1] < mark.epoch:
+            taken_back.extend((incarnation[1], span) for span in before.chain.cut_above(mark.id))
+        else:
+            retire, early = before.retire, before.chain
+            taken_back.extend((mark.epoch, span) for span in before.chain.within(mark.id, position))
+        chain.adopt(before.chain)
+        writer.doubt |= before.doubt
+    writer.epoch, writer.retired, writer.late, writer.regressed, writer.again = mark.epoch, None, EMPTY, 0, None
+    if mark.id < position:
+        writer.late, writer.regressed = Intervals.of([(mark.id, position)]), position
+        writer.again = Chain(mark.id)
+        if early is not None:
+            writer.again.adopt(early)
+    if taken_back or mark.id < position:
+        changes.regressed.append(Regress(mark.writer, mark.epoch, mark.id, position))
+        changes.counts["forgotten"] += line.forget_above(mark.id)
+    for of_epoch, span in taken_back:
+        late = LateRange(mark.writer, of_epoch, span.prev, span.id, span.evidence.facts, "regressed")
+        changes.late.append(late)
+    settle(writer, 0, mark, "joined", changes)
+    writer.doubt = False
+    return writer, retire
+
+
+def settle(writer: WriterState, prev: int, mark: Mark, how: How, changes: Changes) -> Intervals:
+    """Settle what is open in `(prev, mark.id]`; gives it. What an operator settles is late from then on."""
+    open_ = Intervals.of(writer.chain.missing(prev, mark.id))
+    refused = mark.id if writer.doubt else writer.chain.refused
+    for low, high in open_:
+        writer.chain.settle(low, high, mark.evidence(low, high, refused), 0, how, changes.now)
+    if writer.again is not None:
+        for low, high in writer.again.missing(prev, mark.id):
+            writer.again.settle(low, high, NOTHING, 0, how, changes.now)
+        writer.caught_up()
+    if mark.forced:
+        writer.late = writer.late.union(open_)
+    changes.touch(mark.writer, mark.time)
+    return open_

@@ -23,8 +23,8 @@ from joserfc.jwk import RSAKey
 from tests.fix_tls import Authority
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import BROKER
-from tidemark.app.stack.kafka import Kafka
 from tidemark.app.stack.server import LOOPBACK, free_port
+from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources.kafka import KafkaConnection, OAuth
 
 USER = "tide"
@@ -72,7 +72,7 @@ class Issuer:
         return {"access_token": token, "token_type": "Bearer", "expires_in": 3600, "scope": scope}
 
 
-class GuardedKafka(Kafka):
+class GuardedKafka(KafkaServer):
     """Listens in clear for the tests' own administration, and three times behind a lock."""
 
     def __init__(self, home: Home, *, java: str, jars: Path, authority: Authority, issuer: Issuer) -> None:

@@ -24,16 +24,15 @@ from tests.app.running import PATIENCE, Running
 from tests.play.cast import Cast
 from tests.play.published import RedisReader, differences
 from tests.waiting import eventually
-from tidemark.app.stack.kafka import Kafka
-from tidemark.app.stack.postgres import Postgres
-from tidemark.app.stack.redis import Redis
+from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import free_port
-from tidemark.sinks.migrations import migrate
+from tidemark.app.stack.servers import KafkaServer, RedisServer
+from tidemark.sinks.postgres.migrations import migrate
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.topics import Topics, plans
 from tidemark.streaming.errors import Unavailable
-from tidemark.streaming.wire import Record, encode
+from tidemark.streaming.records import Record, encode
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
@@ -55,7 +54,7 @@ class Ended:
 class Site:
     """One test's world. `variables` are the settings of its pipelines."""
 
-    postgres: Postgres
+    postgres: PostgresServer
     database: str
     home: Path
     variables: Mapping[str, str]
@@ -198,7 +197,9 @@ class Site:
 
 
 @contextmanager
-def made_site(kafka: Kafka, postgres: Postgres, server: Redis, jars: Path, home: Path) -> Iterator[Site]:
+def made_site(
+    kafka: KafkaServer, postgres: PostgresServer, server: RedisServer, jars: Path, home: Path
+) -> Iterator[Site]:
     number = next(_numbers)
     name = f"site{number}"
     url = server.url.replace("/0", f"/{number % 15 + 1}")
@@ -233,7 +234,9 @@ def made_site(kafka: Kafka, postgres: Postgres, server: Redis, jars: Path, home:
 
 
 @pytest.fixture
-def site(kafka: Kafka, postgres: Postgres, redis_server: Redis, connector_jars: Path, tmp_path: Path) -> Iterator[Site]:
+def site(
+    kafka: KafkaServer, postgres: PostgresServer, redis_server: RedisServer, connector_jars: Path, tmp_path: Path
+) -> Iterator[Site]:
     """A site that only this test uses, with its topics and a migrated database; no pipeline runs."""
     with made_site(kafka, postgres, redis_server, connector_jars, tmp_path) as made:
         yield made

@@ -10,11 +10,11 @@ import pytest
 
 from tests.waiting import eventually
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.redis import Redis, redis_program
-from tidemark.app.stack.server import LOOPBACK, Server, free_port
+from tidemark.app.stack.server import LOOPBACK, ServerProcess, free_port
+from tidemark.app.stack.servers import RedisServer, redis_program
 
 
-class Node(Redis):
+class Node(RedisServer):
     """One of several servers; `options` are settings of redis-server."""
 
     def __init__(self, home: Home, name: str, port: int, **options: str) -> None:
@@ -34,7 +34,7 @@ class Node(Redis):
         return "cluster_state:ok" in self.cli("cluster", "info")
 
 
-class Watchman(Redis):
+class Watchman(RedisServer):
     """A Sentinel that alone decides about `main`."""
 
     def __init__(self, home: Home, primary: Node) -> None:
@@ -64,7 +64,7 @@ def cli(port: int, *words: str) -> str:
 
 
 @contextmanager
-def _all_started(servers: Sequence[Server]) -> Iterator[None]:
+def _all_started(servers: Sequence[ServerProcess]) -> Iterator[None]:
     with ExitStack() as stack:
         for server in servers:
             server.start()

@@ -19,13 +19,12 @@ from psycopg import sql
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import BROKER, CONNECTOR, fetch_jars
-from tidemark.app.stack.java import find_java
-from tidemark.app.stack.kafka import Kafka
-from tidemark.app.stack.postgres import Postgres
-from tidemark.app.stack.redis import Redis
-from tidemark.app.stack.server import Server, free_port
+from tidemark.app.stack.postgres import PostgresServer
+from tidemark.app.stack.server import ServerProcess, free_port
+from tidemark.app.stack.servers import KafkaServer, RedisServer
+from tidemark.streaming.spark import find_java
 
-S = TypeVar("S", bound=Server)
+S = TypeVar("S", bound=ServerProcess)
 _numbers = itertools.count(1)
 
 
@@ -63,13 +62,13 @@ def connector_jars(jars: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def postgres(home: Home) -> Iterator[Postgres]:
-    with _started(Postgres(home, free_port())) as server:
+def postgres(home: Home) -> Iterator[PostgresServer]:
+    with _started(PostgresServer(home, free_port())) as server:
         yield server
 
 
 @pytest.fixture
-def database(postgres: Postgres) -> Iterator[str]:
+def database(postgres: PostgresServer) -> Iterator[str]:
     """The DSN of an empty database that only this test uses."""
     name = f"test_{next(_numbers)}"
     with psycopg.connect(postgres.dsn("postgres"), autocommit=True) as connection:
@@ -80,13 +79,13 @@ def database(postgres: Postgres) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def redis_server(home: Home) -> Iterator[Redis]:
-    with _started(Redis(home, free_port())) as server:
+def redis_server(home: Home) -> Iterator[RedisServer]:
+    with _started(RedisServer(home, free_port())) as server:
         yield server
 
 
 @pytest.fixture
-def redis_url(redis_server: Redis) -> str:
+def redis_url(redis_server: RedisServer) -> str:
     """The URL of a Redis that is empty as the test begins."""
     with redis.Redis.from_url(redis_server.url) as client:
         client.flushall()
@@ -94,8 +93,8 @@ def redis_url(redis_server: Redis) -> str:
 
 
 @pytest.fixture(scope="session")
-def kafka(home: Home, java: str, jars: Path) -> Iterator[Kafka]:
-    with _started(Kafka(home, free_port(), java=java, jars=jars / BROKER)) as server:
+def kafka(home: Home, java: str, jars: Path) -> Iterator[KafkaServer]:
+    with _started(KafkaServer(home, free_port(), java=java, jars=jars / BROKER)) as server:
         yield server
 
 
@@ -106,7 +105,7 @@ def prefix() -> str:
 
 
 @contextmanager
-def away(server: Server) -> Iterator[None]:
+def away(server: ServerProcess) -> Iterator[None]:
     """The server is stopped meanwhile, and answers again at the end."""
     server.stop()
     try:
@@ -116,7 +115,7 @@ def away(server: Server) -> Iterator[None]:
 
 
 @contextmanager
-def deaf(server: Server) -> Iterator[None]:
+def deaf(server: ServerProcess) -> Iterator[None]:
     """The server's port takes connections and nobody answers them: what a dead disk or a firewall looks like."""
     parent = psutil.Process(server.pid)
     family = [parent, *parent.children(recursive=True)]

@@ -9,12 +9,12 @@ import pytest
 import redis
 
 from tests.sinks.reader.given import Pipeline
-from tidemark.sinks.lease import Lease, LeaseTerms
-from tidemark.sinks.migrations import migrate
-from tidemark.sinks.postgres import Postgres, PostgresConfig
-from tidemark.sinks.redis import Redis, RedisConfig
+from tidemark.sinks.postgres.lease import Lease, LeaseConfig
+from tidemark.sinks.postgres.migrations import migrate
+from tidemark.sinks.postgres.store import Postgres, PostgresConfig
+from tidemark.sinks.redis.publish import Redis, RedisConfig
 
-TERMS = LeaseTerms("test", ttl=2.0, grace=0.3, poll=0.05)
+TERMS = LeaseConfig("test", ttl=2.0, grace=0.3, poll=0.05)
 
 
 @pytest.fixture

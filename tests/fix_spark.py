@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from tidemark.streaming import session
+from tidemark.streaming.spark import SparkSettings, start
 
 
 @pytest.fixture(scope="module")
 def spark(connector_jars: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     jars = sorted(connector_jars.glob("*.jar"))
-    started = session.start(session.SparkSettings("local[1]", "512m", jars, 1, tmp_path_factory.mktemp("spark")))
+    started = start(SparkSettings("local[1]", "512m", jars, 1, tmp_path_factory.mktemp("spark")))
     yield started
     started.stop()

@@ -3,6 +3,8 @@
 All clients are told the same, in the same order: of each writer the announcements join, the `prev` of one is the `id`
 of the one before. An advance whose rows have not been read yet waits for them, for a moment, and the writer's later
 advances wait behind it.
+
+What was said on a channel of each writer's position, by whichever sidecar spoke, and what to say next. Pure.
 """
 
 from collections import deque
@@ -10,11 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tidemark.app.lines.commands import Position, Rdata
-from tidemark.app.lines.rows import Rows, Writer
-from tidemark.app.lines.unannounced import Fact, Lacking
+from tidemark.app.lines.commands import PositionCommand, RdataCommand
+from tidemark.app.lines.rows import Lacking, RowBuffer, UnannouncedFact, Writer
 from tidemark.sinks.reader.events import Advance
-from tidemark.sinks.reader.order import beyond, farther
+from tidemark.streaming.direction import beyond, farther
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +27,12 @@ class Announcement:
     prev: int
     id: int
     how: Literal["rows", "empty", "fetch"]
-    commands: Sequence[Position | Rdata]
+    commands: Sequence[PositionCommand | RdataCommand]
 
     @property
-    def fetch(self) -> Position:
+    def fetch(self) -> PositionCommand:
         """Makes who stands below `id` fetch what it lacks."""
-        return Position(self.stream, self.writer, self.id, self.id)
+        return PositionCommand(self.stream, self.writer, self.id, self.id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Announcer:
     """`announced` is changed here: how far each writer was announced. Times are seconds of a clock that is passed in;
     `patience` is how long an advance waits for its rows."""
 
-    def __init__(self, rows: Rows, announced: dict[Writer, int], patience: float) -> None:
+    def __init__(self, rows: RowBuffer, announced: dict[Writer, int], patience: float) -> None:
         self._rows = rows
         self._announced = announced
         self._patience = patience
@@ -95,21 +96,50 @@ class Announcer:
             return Lacking.NOT_YET
         return self._said(stream, name, advance.id, here, None if isinstance(found, Lacking) else found)
 
-    def _said(self, stream: str, writer: str, id: int, prev: int, facts: Sequence[Fact] | None) -> Announcement:
+    def _said(
+        self, stream: str, writer: str, id: int, prev: int, facts: Sequence[UnannouncedFact] | None
+    ) -> Announcement:
         """`facts` None: clients must fetch."""
         known = (stream, writer) in self._announced
         self._announced[stream, writer] = id
         self._rows.passed([(stream, writer)])
         if facts is None:
-            return Announcement(stream, writer, prev, id, "fetch", [Position(stream, writer, id, id)])
-        commands: list[Position | Rdata] = []
+            return Announcement(stream, writer, prev, id, "fetch", [PositionCommand(stream, writer, id, id)])
+        commands: list[PositionCommand | RdataCommand] = []
         if facts and not known:  # clients drop rows of what was never introduced to them
-            commands.append(Position(stream, writer, prev, prev))
+            commands.append(PositionCommand(stream, writer, prev, prev))
         for fact in facts:
             *first, last = fact.rows
-            commands.extend(Rdata(stream, writer, None, row) for row in first)
-            commands.append(Rdata(stream, writer, fact.id, last))
+            commands.extend(RdataCommand(stream, writer, None, row) for row in first)
+            commands.append(RdataCommand(stream, writer, fact.id, last))
         end = facts[-1].id if facts else prev
         if end != id:
-            commands.append(Position(stream, writer, end, id))
+            commands.append(PositionCommand(stream, writer, end, id))
         return Announcement(stream, writer, prev, id, "rows" if facts else "empty", commands)
+
+
+class Told:
+    """`positions`: how far each writer was told already. Whoever hears all of it misses nothing and hears nothing
+    twice, although the sidecar that speaks now may stand before or behind the one that spoke first."""
+
+    def __init__(self, positions: Mapping[Writer, int]) -> None:
+        self._positions = dict(positions)
+
+    def stand(self, standing: Iterable[PositionCommand]) -> list[PositionCommand]:
+        """Where every writer is, for all who are below; from then on they were told so."""
+        said = []
+        for position in standing:
+            writer = position.stream, position.writer
+            id = farther(position.id, self._positions.get(writer, position.id))
+            self._positions[writer] = id
+            said.append(PositionCommand(*writer, id, id))
+        return said
+
+    def next(self, announcement: Announcement) -> Sequence[PositionCommand | RdataCommand]:
+        """How to say it to those who were told what we know they were told; nothing where they are further."""
+        writer = announcement.stream, announcement.writer
+        here = self._positions.get(writer, announcement.prev)
+        if not beyond(announcement.id, here):
+            return ()
+        self._positions[writer] = announcement.id
+        return announcement.commands if here == announcement.prev else (announcement.fetch,)

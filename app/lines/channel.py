@@ -12,13 +12,13 @@ from typing import Any
 
 import structlog
 
-from tidemark.app.lines.commands import Relayed, Replicate, parse
+from tidemark.app.lines.commands import RelayedCommand, ReplicateCommand, parse
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer
-from tidemark.app.lines.speaker import ChannelTerms, Speaker
-from tidemark.app.sidecar.ending import ended
-from tidemark.app.sidecar.subscription import listen
-from tidemark.sinks.reader.connection import translated
+from tidemark.app.lines.speaker import ChannelConfig, Speaker
+from tidemark.app.read_side.notifications import listen
+from tidemark.app.read_side.tasks import ended
+from tidemark.sinks.reader.redis import translated
 from tidemark.streaming.errors import BadCommand, Stop, Unavailable
 
 log = structlog.get_logger(__name__)
@@ -29,12 +29,12 @@ WAITING = 10_000  # commands that may wait for Redis
 class Channel:
     """For one event loop; `client` is of redis.asyncio and decodes what it reads."""
 
-    def __init__(self, hub: Hub, server: LineServer, client: Any, terms: ChannelTerms) -> None:
+    def __init__(self, hub: Hub, server: LineServer, client: Any, terms: ChannelConfig) -> None:
         self._server = server
         self._client = client
         self._name = terms.channel
         self._speaker = Speaker(hub, client, terms)
-        self._outgoing: asyncio.Queue[Relayed] = asyncio.Queue(WAITING)
+        self._outgoing: asyncio.Queue[RelayedCommand] = asyncio.Queue(WAITING)
         self._echoes: Counter[str] = Counter()
 
     @asynccontextmanager
@@ -48,7 +48,7 @@ class Channel:
             for task in tasks:
                 await ended(task)
 
-    def _send(self, command: Relayed) -> None:
+    def _send(self, command: RelayedCommand) -> None:
         with suppress(asyncio.QueueFull):
             self._outgoing.put_nowait(command)
 
@@ -77,9 +77,9 @@ class Channel:
             log.info("Something on the channel of Redis is no command", problem=str(problem))
             return
         match command:
-            case Replicate():
+            case ReplicateCommand():
                 self._speaker.asked()
-            case Relayed():
+            case RelayedCommand():
                 self._server.relay(command)
 
     def _is_echo(self, line: str) -> bool:

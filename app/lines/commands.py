@@ -1,20 +1,45 @@
-"""The commands of the line protocol as values, parsed from a line and printed as one. Pure.
+"""Cuts what a connection brings into lines, and holds the beginning of one that is not there in full. Pure.
+
+The commands of the line protocol as values, parsed from a line and printed as one. Pure.
 
 A line is UTF-8 without control characters but the tab; its first word is the command. What another process will
 interpret (the relayed commands) is checked for its form and passed on letter by letter.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from tidemark.streaming.errors import BadCommand
-from tidemark.streaming.wire import MAX_ID, is_name
+from tidemark.streaming.records import MAX_ID, is_name
+
+
+class Splitter:
+    """`longest` is how many bytes a line may have without its newline; no more than that is ever held."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._begun = b""
+
+    def lines(self, data: bytes) -> Iterator[bytes]:
+        """The lines that `data` ends, without their newlines. Raises `BadCommand` for one that is too long: what comes
+        after it cannot be told from it, so the connection is of no use any more. Take all lines before the next call.
+        """
+        *whole, last = data.split(b"\n")
+        for line in whole:
+            begun, self._begun = self._begun, b""
+            yield self._within(begun + line)
+        self._begun = self._within(self._begun + last)
+
+    def _within(self, line: bytes) -> bytes:
+        if len(line) > self._longest:
+            raise BadCommand(f"a line is longer than {self._longest} bytes")
+        return line
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerCommand:
     """The first line on a connection: which server this is."""
 
     name: str
@@ -24,7 +49,7 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
-class Ping:
+class PingCommand:
     """A sign of life; `time` is the sender's clock (ms since 1970), which nobody needs to believe."""
 
     time: str
@@ -34,7 +59,7 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class NameCommand:
     """What the connection is called, for people."""
 
     text: str
@@ -44,7 +69,7 @@ class Name:
 
 
 @dataclass(frozen=True, slots=True)
-class Replicate:
+class ReplicateCommand:
     """Asks for the position of every stream."""
 
     def __str__(self) -> str:
@@ -52,7 +77,7 @@ class Replicate:
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class PositionCommand:
     """No row of `writer` lies in `(prev, id]`; a client that stands below `prev` has missed some."""
 
     stream: str
@@ -65,7 +90,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class Rdata:
+class RdataCommand:
     """One row, as JSON without newlines; `id` None: more rows of the same fact follow, the last with its ID."""
 
     stream: str
@@ -78,7 +103,7 @@ class Rdata:
 
 
 @dataclass(frozen=True, slots=True)
-class Error:
+class ErrorCommand:
     text: str
 
     def __str__(self) -> str:
@@ -86,7 +111,7 @@ class Error:
 
 
 @dataclass(frozen=True, slots=True)
-class Relayed:
+class RelayedCommand:
     """A command that passes between clients; we only carry it."""
 
     line: str
@@ -95,7 +120,16 @@ class Relayed:
         return self.line
 
 
-Command = Server | Ping | Name | Replicate | Position | Rdata | Error | Relayed
+Command = (
+    ServerCommand
+    | PingCommand
+    | NameCommand
+    | ReplicateCommand
+    | PositionCommand
+    | RdataCommand
+    | ErrorCommand
+    | RelayedCommand
+)
 
 # What must follow the word; the last four belong to the workers alone.
 RELAYED: Final = {
@@ -131,40 +165,40 @@ def parse(line: bytes) -> Command | None:
     if form := RELAYED.get(word):
         if not form.fullmatch(rest):
             raise BadCommand(f"{word} is not followed by what it needs")
-        return Relayed(text)
+        return RelayedCommand(text)
     match word:
         case "PING":
-            return Ping(rest)
+            return PingCommand(rest)
         case "NAME":
-            return Name(rest)
+            return NameCommand(rest)
         case "REPLICATE":
-            return Replicate()
+            return ReplicateCommand()
         case "POSITION":
             return _position(rest)
         case "RDATA":
             return _rdata(rest)
         case "ERROR":
-            return Error(rest)
+            return ErrorCommand(rest)
         case "SERVER" if is_name(rest):
-            return Server(rest)
+            return ServerCommand(rest)
         case "SERVER":
             raise BadCommand("SERVER is not followed by one name")
     raise BadCommand(f"there is no command {word[:40]!r}")
 
 
-def _position(rest: str) -> Position:
+def _position(rest: str) -> PositionCommand:
     words = rest.split(" ")
     if len(words) != 4:
         raise BadCommand("POSITION is not followed by stream, writer, prev and new position")
-    return Position(_named(words[0]), _named(words[1]), _id(words[2]), _id(words[3]))
+    return PositionCommand(_named(words[0]), _named(words[1]), _id(words[2]), _id(words[3]))
 
 
-def _rdata(rest: str) -> Rdata:
+def _rdata(rest: str) -> RdataCommand:
     words = rest.split(" ", 3)
     if len(words) != 4:
         raise BadCommand("RDATA is not followed by stream, writer, token and row")
     stream, writer, token, row = words
-    return Rdata(_named(stream), _named(writer), None if token == "batch" else _id(token), row)
+    return RdataCommand(_named(stream), _named(writer), None if token == "batch" else _id(token), row)
 
 
 def _named(word: str) -> str:

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tidemark.app.lines import commands
-from tidemark.app.lines.commands import Command, Error, Name, Ping, Relayed, Replicate, Server
+from tidemark.app.lines.commands import (
+    Command,
+    ErrorCommand,
+    NameCommand,
+    PingCommand,
+    RelayedCommand,
+    ReplicateCommand,
+    ServerCommand,
+)
 from tidemark.streaming.errors import BadCommand
 
 
@@ -31,10 +39,10 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Relay:
+class RelayOn:
     """To be passed on to all others."""
 
-    command: Relayed
+    command: RelayedCommand
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,7 @@ class Leave:
     problem: str
 
 
-Act = Say | Answer | Relay | Leave
+Act = Say | Answer | RelayOn | Leave
 
 
 class Conversation:
@@ -61,7 +69,7 @@ class Conversation:
         self._over = False
 
     def begin(self, server: str) -> Iterator[Act]:
-        yield Say(Server(server))
+        yield Say(ServerCommand(server))
         yield Say(self._ping())
 
     def said(self, now: float) -> None:
@@ -81,15 +89,15 @@ class Conversation:
         match command:
             case None:
                 return
-            case Ping():
+            case PingCommand():
                 self._pinged = True
-            case Name(text):
+            case NameCommand(text):
                 self.name = text
-            case Replicate():
+            case ReplicateCommand():
                 yield Answer()
-            case Relayed():
-                yield Relay(command)
-            case Error(text):
+            case RelayedCommand():
+                yield RelayOn(command)
+            case ErrorCommand(text):
                 yield from self._leave("bad", f"it said ERROR {text}")
             case _:
                 word = str(command).partition(" ")[0]
@@ -98,7 +106,7 @@ class Conversation:
     def refuse(self, problem: BadCommand) -> Iterator[Act]:
         """It said what cannot be understood: who knows what it meant, and what it means next."""
         if not self._over:
-            yield Say(Error(str(problem)))
+            yield Say(ErrorCommand(str(problem)))
             yield from self._leave("bad", str(problem))
 
     def tick(self, now: float, ahead: float) -> Iterator[Act]:
@@ -114,5 +122,5 @@ class Conversation:
         self._over = True
         yield Leave(why, problem)
 
-    def _ping(self) -> Ping:
-        return Ping(str(round(self._wall() * 1000)))
+    def _ping(self) -> PingCommand:
+        return PingCommand(str(round(self._wall() * 1000)))

@@ -12,17 +12,17 @@ from typing import Any
 
 import structlog
 
-from tidemark.app.lines import metrics
 from tidemark.app.lines.announcer import Announcement, Announcer
-from tidemark.app.lines.commands import Position
-from tidemark.app.lines.rows import Rows, Writer
-from tidemark.app.sidecar.ending import ended
+from tidemark.app.lines.commands import PositionCommand
+from tidemark.app.lines.rows import RowBuffer, Writer
+from tidemark.app.read_side import metrics
+from tidemark.app.read_side.slices import Begun, Item, Listener, Slice
+from tidemark.app.read_side.tasks import ended
 from tidemark.app.sidecar.service import Service
-from tidemark.app.sidecar.slices import Begun, Item, Listener, Slice
 from tidemark.sinks.reader.events import Advance, Event, Reread
 from tidemark.sources.tail import Tail
 from tidemark.streaming.errors import Stop, TidemarkError, Unavailable
-from tidemark.streaming.wire import Record
+from tidemark.streaming.records import Record
 
 log = structlog.get_logger(__name__)
 
@@ -42,7 +42,7 @@ class Hub:
         self._service = service
         self._tail = tail
         self._announced: dict[Writer, int] = {}
-        self._rows = Rows(limit, self._announced)
+        self._rows = RowBuffer(limit, self._announced)
         self._announcer = Announcer(self._rows, self._announced, PATIENCE)
         self._listeners: list[Hear] = []
         self._running: set[asyncio.Task[None]] = set()
@@ -78,9 +78,9 @@ class Hub:
             self._stop()
             self._begun.clear()
 
-    def positions(self) -> list[Position]:
+    def positions(self) -> list[PositionCommand]:
         """How far every writer was announced: the answer to REPLICATE."""
-        return [Position(stream, writer, id, id) for (stream, writer), id in sorted(self._announced.items())]
+        return [PositionCommand(stream, writer, id, id) for (stream, writer), id in sorted(self._announced.items())]
 
     def _tell(self, announcements: Iterable[Announcement]) -> None:
         told = list(announcements)

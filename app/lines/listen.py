@@ -1,4 +1,6 @@
-"""`tidemark listen`: the client's side of the line protocol, for people and for pipes.
+"""How a line of the protocol is shown to a person, or to a program as JSON. Pure.
+
+`tidemark listen`: the client's side of the line protocol, for people and for pipes.
 
 It keeps the connection alive as the protocol asks of a client, and comes back when it is lost. It fetches nothing: what
 went by while it was away is told by the first POSITION.
@@ -6,13 +8,77 @@ went by while it was away is told by the first POSITION.
 
 import socket
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import suppress
 
-from tidemark.app.lines.commands import Command, Name, Ping, Replicate, Server, parse, said
-from tidemark.app.lines.splitter import Splitter
-from tidemark.sinks.patience import Patience
+import click
+import msgspec
+
+from tidemark.app.lines.commands import (
+    Command,
+    ErrorCommand,
+    NameCommand,
+    PingCommand,
+    PositionCommand,
+    RdataCommand,
+    RelayedCommand,
+    ReplicateCommand,
+    ServerCommand,
+    Splitter,
+    parse,
+    said,
+)
+from tidemark.sinks.retry import Patience
 from tidemark.streaming.errors import BadCommand, Stop, Unavailable
+
+_DIM, _MOVE, _WARN, _BAD = "bright_black", "green", "yellow", "red"
+
+
+def wanted(command: Command, streams: Collection[str]) -> bool:
+    """Whether to show it to who asked for `streams` (none: all). PINGs are shown to nobody."""
+    match command:
+        case PingCommand():
+            return False
+        case PositionCommand(stream=stream) | RdataCommand(stream=stream):
+            return not streams or stream in streams
+    return True
+
+
+def coloured(command: Command) -> str:
+    """The line as it came, in colours that tell at a glance what it asks of a client."""
+    match command:
+        case RdataCommand(stream, writer, id, row):
+            token = "batch" if id is None else str(id)
+            return f"RDATA {_styled(stream, writer)} {click.style(token, fg=_MOVE, bold=True)} {row}"
+        case PositionCommand(stream, writer, prev, id):
+            fetch = prev == id
+            colour = _WARN if fetch else _MOVE
+            return f"POSITION {_styled(stream, writer)} {click.style(f'{prev} {id}', fg=colour, bold=not fetch)}"
+        case ErrorCommand():
+            return click.style(str(command), fg=_BAD)
+    return click.style(str(command), fg=_DIM)
+
+
+def as_json(command: Command) -> str:
+    """One object a line; `command` is its word."""
+    match command:
+        case RdataCommand(stream, writer, id, row):
+            fields = {"stream": stream, "writer": writer, "id": id, "row": msgspec.Raw(row.encode())}
+        case PositionCommand(stream, writer, prev, id):
+            fields = {"stream": stream, "writer": writer, "prev": prev, "id": id}
+        case ServerCommand(text) | NameCommand(text) | ErrorCommand(text) | PingCommand(text):
+            fields = {"text": text}
+        case RelayedCommand(line):
+            fields = {"text": line.partition(" ")[2]}
+        case ReplicateCommand():
+            fields = {}
+    word = str(command).partition(" ")[0]
+    return msgspec.json.encode({"command": word, **fields}).decode()
+
+
+def _styled(stream: str, writer: str) -> str:
+    return f"{click.style(stream, bold=True)} {click.style(writer, fg='cyan')}"
+
 
 PING_EVERY = 4.0  # seconds; the protocol asks for 5
 SILENCE = 15.0  # seconds after which the server is gone
@@ -52,7 +118,7 @@ class Listening:
         """What one connection says, until it ends."""
         splitter = Splitter(LONGEST)
         with socket.create_connection(self._address, timeout=SILENCE) as connection:
-            _say(connection, Name("tidemark listen"), _ping(), Replicate())
+            _say(connection, NameCommand("tidemark listen"), _ping(), ReplicateCommand())
             heard = pinged = time.monotonic()
             while True:
                 connection.settimeout(max(0.01, pinged + PING_EVERY - time.monotonic()))
@@ -74,7 +140,7 @@ class Listening:
     def _heard(self, lines: Iterable[bytes]) -> Iterator[Command]:
         for line in lines:
             command = parse(line)
-            if isinstance(command, Server) and self._server not in {None, command.name}:
+            if isinstance(command, ServerCommand) and self._server not in {None, command.name}:
                 raise AnotherServer(self._where, str(self._server), command.name)
             if command is not None:
                 yield command
@@ -84,5 +150,5 @@ def _say(connection: socket.socket, *commands: Command) -> None:
     connection.sendall(said(commands))
 
 
-def _ping() -> Ping:
-    return Ping(str(round(time.time() * 1000)))
+def _ping() -> PingCommand:
+    return PingCommand(str(round(time.time() * 1000)))

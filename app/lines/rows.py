@@ -1,20 +1,184 @@
-"""The rows that were read from Kafka and whose IDs no position has passed yet, of all writers, within a bound. Pure.
+"""What Kafka has of one writer beyond its announced position: edges, and the rows of facts. Pure.
+
+Whether a row counts is the pipeline's to say (`streaming.stream`), and it says so by its advances. Here an advance
+is matched with edges that were read: rows are handed out only where edges of the right epoch tile the advance exactly,
+with as many facts as it counts. Whatever does not come out so is `LOST`, and the client fetches: a zombie's row, one of
+an ID that was settled without it, or half of a fact is never handed out.
+
+IDs are signed; "beyond" means away from 0.
+
+The rows that were read from Kafka and whose IDs no position has passed yet, of all writers, within a bound. Pure.
 
 Past the bound the writers that hold most lose what is held of them, and clients fetch that instead.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from heapq import heappop, heappush
 
-from tidemark.app.lines.unannounced import Fact, Lacking, Unannounced
 from tidemark.sinks.reader.events import Advance
-from tidemark.sinks.reader.order import farther
-from tidemark.streaming import wire
+from tidemark.streaming import records
+from tidemark.streaming.direction import beyond, farther
+
+OVERHEAD = 200  # bytes that an edge takes besides its rows, about
+
+
+class Lacking(Enum):
+    """Why an advance has no rows here."""
+
+    NOT_YET = "an edge is missing that may still be read"
+    LOST = "they will not come"
+
+
+@dataclass(frozen=True, slots=True)
+class UnannouncedFact:
+    """`rows` are JSON in one line each, in order; at least one."""
+
+    id: int
+    rows: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Edge:
+    """It begins where it is kept. `rows`: () for no fact, None for a fact of which not all rows were read."""
+
+    id: int
+    epoch: int
+    rows: Sequence[str] | None
+
+
+class Unannounced:
+    """Of one writer on one stream, whose records are given in the order of their partition.
+
+    `whole`: every record of the writer was or will be read. Else the first fact may lack rows that came before, and of
+    facts up to `told` only the last row may come, because a producer sent it twice. `size` is what this holds, in
+    bytes, about; `reach` the highest ID that it was told of.
+    """
+
+    def __init__(self, position: int, told: int, *, whole: bool) -> None:
+        self.size = OVERHEAD
+        self.reach = told
+        self._position = position
+        self._told = told
+        self._whole = whole
+        self._epoch: int | None = None  # of the last JOIN that was read
+        self._edges: dict[int, _Edge] = {}  # by the ID they begin behind
+        self._ends: list[tuple[int, int]] = []  # a heap: magnitude of an edge's ID, where it begins
+        self._batches: dict[int, list[str] | None] = {}  # by epoch: rows whose fact's number has not come
+
+    def read(self, record: records.Record) -> None:
+        """What the writer said next."""
+        if self._epoch is not None and record.epoch < self._epoch:
+            return  # a zombie
+        match record:
+            case records.Rdata(id="batch"):
+                batch = self._batch(record.epoch)
+                if batch is not None:
+                    batch.append(records.in_one_line(record.row))
+                    self.size += len(batch[-1])
+            case records.Rdata(id=int() as id):
+                batch = self._batch(record.epoch) if beyond(id, self._told) else None
+                rows = None if batch is None else (*batch, records.in_one_line(record.row))
+                self._begin_fact(record.epoch)
+                self._keep(records.start(record), _Edge(id, record.epoch, rows))
+            case records.Void() | records.Position():
+                self._begin_fact(record.epoch)
+                self._keep(record.prev, _Edge(record.id, record.epoch, ()))
+            case records.Join():
+                self._join(record)
+            case records.Retire():
+                self._settle(record.id, record.epoch)
+
+    def take(self, advance: Advance) -> Sequence[UnannouncedFact] | Lacking:
+        """The facts of an advance whose IDs are all facts or empty, in order. Takes nothing away: see `passed`."""
+        facts: list[UnannouncedFact] = []
+        at = advance.prev
+        while at != advance.id:
+            edge = self._edges.get(at)
+            if edge is None:
+                return Lacking.NOT_YET
+            if edge.epoch < advance.epoch and (self._epoch is None or self._epoch < advance.epoch):
+                return Lacking.NOT_YET  # until the JOIN comes that makes it count, or makes a zombie of it
+            if edge.rows is None or edge.epoch > advance.epoch or beyond(edge.id, advance.id):
+                return Lacking.LOST
+            if edge.rows:
+                facts.append(UnannouncedFact(edge.id, edge.rows))
+            at = edge.id
+        return facts if len(facts) == advance.evidence.facts else Lacking.LOST
+
+    def passed(self, position: int) -> None:
+        """Everything up to `position` was announced, in one way or the other."""
+        self._position = farther(position, self._position)
+        while self._ends and self._ends[0][0] <= abs(self._position):
+            _, prev = heappop(self._ends)
+            edge = self._edges.get(prev)
+            if edge is not None and not beyond(edge.id, self._position):
+                self._drop(prev)
+
+    def _batch(self, epoch: int) -> list[str] | None:
+        """Rows of the fact that comes next; None where it began before we read."""
+        return self._batches.setdefault(epoch, [] if self._whole else None)
+
+    def _begin_fact(self, epoch: int) -> None:
+        batch = self._batches.get(epoch)
+        if batch:
+            self.size -= sum(map(len, batch))
+        self._batches[epoch] = []
+
+    def _keep(self, prev: int, edge: _Edge) -> None:
+        self.reach = farther(edge.id, self.reach)
+        if not beyond(edge.id, self._position):
+            return
+        known = self._edges.get(prev)
+        if known is not None:
+            # The same edge again is a duplicate; that of another epoch may be a zombie's, or the writer was set back.
+            if edge.epoch < known.epoch or (edge.epoch == known.epoch and known.rows is not None):
+                return
+            self._drop(prev)
+        self._edges[prev] = edge
+        heappush(self._ends, (abs(edge.id), prev))
+        self.size += _size(edge)
+
+    def _drop(self, prev: int) -> None:
+        self.size -= _size(self._edges.pop(prev))
+
+    def _join(self, join: records.Join) -> None:
+        if self._epoch is not None and join.epoch <= self._epoch:
+            return
+        self._epoch = join.epoch
+        for epoch in [epoch for epoch in self._batches if epoch < join.epoch]:
+            self._begin_fact(epoch)
+            del self._batches[epoch]
+        self._begin_fact(join.epoch)
+        for prev, edge in list(self._edges.items()):
+            if edge.epoch < join.epoch and beyond(edge.id, join.id):
+                self._drop(prev)  # its database was set back: taken back with it
+        if not join.unseen:
+            self._settle(join.id, join.epoch)
+
+    def _settle(self, upto: int, epoch: int) -> None:
+        """What is open up to there is empty."""
+        at = self._position
+        for prev, edge in sorted(self._edges.items(), key=lambda item: abs(item[0])):
+            if beyond(prev, upto):
+                break
+            if beyond(prev, at):
+                self._keep(at, _Edge(prev, epoch, ()))
+            at = farther(edge.id, at)
+        if beyond(upto, at):
+            self._keep(at, _Edge(upto, epoch, ()))
+
+
+def _size(edge: _Edge) -> int:
+    return OVERHEAD + sum(map(len, edge.rows or ()))
+
 
 Writer = tuple[str, str]
 """A stream and the name of one of its writers."""
 
 
-class Rows:
+class RowBuffer:
     """`limit` in bytes, about. `announced` is how far each writer was announced; another changes it."""
 
     def __init__(self, limit: int, announced: Mapping[Writer, int]) -> None:
@@ -42,7 +206,7 @@ class Rows:
         self._whole = {}
         self.size = 0
 
-    def read(self, partition: int, record: wire.Record) -> Writer | None:
+    def read(self, partition: int, record: records.Record) -> Writer | None:
         """The next record of `partition`; gives whose it is, None for one that does not count."""
         if self._homes.setdefault(record.stream, partition) != partition:
             return None  # a stream lives in one partition (DESIGN 3)
@@ -58,7 +222,7 @@ class Rows:
             self._shed()
         return writer
 
-    def take(self, stream: str, advance: Advance) -> Sequence[Fact] | Lacking:
+    def take(self, stream: str, advance: Advance) -> Sequence[UnannouncedFact] | Lacking:
         """The facts of `advance`, in order; see `Unannounced.take`."""
         evidence = advance.evidence
         if advance.proven_empty:

@@ -13,13 +13,12 @@ from typing import Literal, cast
 
 import structlog
 
-from tidemark.app.lines import metrics
 from tidemark.app.lines.announcer import Announcement
-from tidemark.app.lines.commands import Command, Error, Relayed, said
-from tidemark.app.lines.conversation import Act, Answer, Conversation, KeepAlive, Leave, Relay, Say
+from tidemark.app.lines.commands import Command, ErrorCommand, RelayedCommand, Splitter, said
+from tidemark.app.lines.conversation import Act, Answer, Conversation, KeepAlive, Leave, RelayOn, Say
 from tidemark.app.lines.hub import Hub
-from tidemark.app.lines.splitter import Splitter
-from tidemark.app.sidecar.ending import ended
+from tidemark.app.read_side import metrics
+from tidemark.app.read_side.tasks import ended
 from tidemark.streaming.errors import BadCommand
 
 log = structlog.get_logger(__name__)
@@ -28,7 +27,7 @@ Why = Literal["slow", "silent", "bad", "crowded"]
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class LineServerConfig:
     """`name` is what SERVER says. `unread` is how many bytes may wait for a client that does not read, `longest` how
     many a line of a client may have, `tick` how often (s) clocks are looked at."""
 
@@ -43,9 +42,9 @@ class Terms:
 class LineServer:
     """`passed_on` is called with every command that a client sent for all others: they have it by then."""
 
-    def __init__(self, hub: Hub, terms: Terms) -> None:
+    def __init__(self, hub: Hub, terms: LineServerConfig) -> None:
         self.terms = terms
-        self.passed_on: Callable[[Relayed], None] = lambda _: None
+        self.passed_on: Callable[[RelayedCommand], None] = lambda _: None
         self._hub = hub
         self._connections: set[_Connection] = set()
         self._following: set[_Connection] = set()
@@ -66,7 +65,7 @@ class LineServer:
             for connection in [*self._connections]:
                 connection.cut()
 
-    def relay(self, command: Relayed, sender: "_Connection | None" = None) -> None:
+    def relay(self, command: RelayedCommand, sender: "_Connection | None" = None) -> None:
         """Give it to everybody but its sender."""
         self._send(self._connections - {sender}, said([command]), 1)
 
@@ -98,7 +97,7 @@ class LineServer:
         if self._answering is None:
             self._answering = asyncio.create_task(self._answer())
 
-    def relayed(self, command: Relayed, sender: "_Connection") -> None:
+    def relayed(self, command: RelayedCommand, sender: "_Connection") -> None:
         self.relay(command, sender)
         self.passed_on(command)
 
@@ -146,7 +145,7 @@ class _Connection(asyncio.Protocol):
         if self._server.came(self):
             self._do(self._conversation.begin(self._terms.name))
         else:
-            self._say(Error("as many clients are connected as may be: ask another sidecar, or try again"))
+            self._say(ErrorCommand("as many clients are connected as may be: ask another sidecar, or try again"))
             self._leave("crowded")
 
     def data_received(self, data: bytes) -> None:
@@ -191,7 +190,7 @@ class _Connection(asyncio.Protocol):
                     self._say(command)
                 case Answer():
                     self._server.asked(self)
-                case Relay(command):
+                case RelayOn(command):
                     self._server.relayed(command, self)
                 case Leave(why, problem):
                     log.info("Left a client of the line protocol", client=self._label, problem=problem)

@@ -20,14 +20,13 @@ import structlog
 from redis.asyncio.lock import Lock
 from redis.exceptions import LockNotOwnedError, RedisError
 
-from tidemark.app.lines import metrics
-from tidemark.app.lines.announcer import Announcement
-from tidemark.app.lines.commands import Position, Rdata
+from tidemark.app.lines.announcer import Announcement, Told
+from tidemark.app.lines.commands import PositionCommand, RdataCommand
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.rows import Writer
-from tidemark.app.lines.told import Told
-from tidemark.app.sidecar.ending import ended
-from tidemark.sinks.reader.connection import translated
+from tidemark.app.read_side import metrics
+from tidemark.app.read_side.tasks import ended
+from tidemark.sinks.reader.redis import translated
 from tidemark.streaming.errors import Stop, Unavailable
 
 log = structlog.get_logger(__name__)
@@ -39,7 +38,7 @@ _SCRIPT = files("tidemark.app.lines").joinpath("speak.lua").read_text("utf-8")
 
 
 @dataclass(frozen=True, slots=True)
-class ChannelTerms:
+class ChannelConfig:
     """`lease` in seconds: how long nobody speaks after the speaker was killed."""
 
     channel: str
@@ -53,7 +52,7 @@ class _Silenced(Exception):
 class Speaker:
     """For one event loop; `client` is of redis.asyncio. Waits to become the speaker, and speaks, until cancelled."""
 
-    def __init__(self, hub: Hub, client: Any, terms: ChannelTerms) -> None:
+    def __init__(self, hub: Hub, client: Any, terms: ChannelConfig) -> None:
         self._hub = hub
         self._client = client
         self._terms = terms
@@ -145,14 +144,14 @@ class Speaker:
         for chunk in _chunks(told.stand(self._hub.positions())):
             await self._say([chunk])
 
-    def _batch(self, told: Told) -> list[Sequence[Position | Rdata]]:
+    def _batch(self, told: Told) -> list[Sequence[PositionCommand | RdataCommand]]:
         """What is said next, each announcement whole."""
-        found: list[Sequence[Position | Rdata]] = []
+        found: list[Sequence[PositionCommand | RdataCommand]] = []
         while self._news and sum(map(len, found)) < AT_ONCE:
             found.append(told.next(self._news.popleft()))
         return found
 
-    async def _say(self, commands: Iterable[Sequence[Position | Rdata]]) -> None:
+    async def _say(self, commands: Iterable[Sequence[PositionCommand | RdataCommand]]) -> None:
         flat = [command for each in commands for command in each]
         if not flat:
             return
@@ -163,5 +162,5 @@ class Speaker:
         metrics.SAID.inc(len(flat))
 
 
-def _chunks(positions: Sequence[Position]) -> Iterator[Sequence[Position]]:
+def _chunks(positions: Sequence[PositionCommand]) -> Iterator[Sequence[PositionCommand]]:
     return (positions[start : start + AT_ONCE] for start in range(0, len(positions), AT_ONCE))

@@ -2,13 +2,23 @@
 
 IDs are signed 64-bit integers: a client that reads JSON numbers as floating point loses those beyond 2^53. Field
 descriptions in `Meta` are the public documentation.
+
+A snapshot as it is answered, and the tag by which a client knows that it has it already. Pure.
 """
 
-from datetime import datetime
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from hashlib import blake2b
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+
+from tidemark.app.read_side.durable import Details
+from tidemark.app.read_side.snapshots import Snapshot
+from tidemark.app.sidecar import answers
+from tidemark.sinks.reader.token import Token
+from tidemark.streaming.effects import Blocker
 
 StreamId = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=255)]
@@ -23,7 +33,7 @@ Source = Annotated[
 ]
 
 
-class Blocker(msgspec.Struct, frozen=True, kw_only=True):
+class BlockerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """`writer` owes the IDs in `(low, top]`; without a range, it never joined and so holds back the line."""
 
     writer: Name
@@ -33,7 +43,7 @@ class Blocker(msgspec.Struct, frozen=True, kw_only=True):
     since: Annotated[datetime, Meta(description="When this gap was first seen.")]
 
 
-class Stream(msgspec.Struct, frozen=True, kw_only=True):
+class StreamAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Where a stream stands. What comes from Postgres alone is null while it was never reached: `epochs`, `retired`,
     `pending`, `blockers`."""
 
@@ -47,14 +57,14 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     epochs: dict[str, int] | None
     retired: list[str] | None
     pending: Annotated[int | None, Meta(description="Completed IDs held back by a gap.")]
-    blockers: Annotated[list[Blocker] | None, Meta(description="Who holds a position back now, longest first.")]
+    blockers: Annotated[list[BlockerAnswer] | None, Meta(description="Who holds a position back now, longest first.")]
     source: Source | None
     age_seconds: Age | None
     details_age_seconds: Age | None
 
 
 class Streams(msgspec.Struct, frozen=True):
-    streams: list[Stream]
+    streams: list[StreamAnswer]
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -64,11 +74,65 @@ class Health(msgspec.Struct, frozen=True):
     problems: list[str]
 
 
-class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ProblemAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An error, as of RFC 9457."""
 
     type: Annotated[str, Meta(description="What went wrong, for programs.")]
     title: str
     status: Annotated[int, Meta(ge=400, le=599)]
     detail: Annotated[str, Meta(description="What went wrong here and what to do, for people.")]
-    stream: Annotated[Stream | None, Meta(description="Where the stream stands, where that helps.")] = None
+    stream: Annotated[StreamAnswer | None, Meta(description="Where the stream stands, where that helps.")] = None
+
+
+def described(snapshot: Snapshot, now: float) -> answers.StreamAnswer:
+    """`now` is of the clock that the snapshot was read by."""
+    known, details, read_at = snapshot.known, snapshot.details, snapshot.details_read_at
+    return answers.StreamAnswer(
+        stream=snapshot.stream,
+        state="recovering" if known is None else "known",
+        linear=None if known is None else known.linear,
+        vector={} if known is None else dict(sorted(known.vector.items())),
+        token=None if known is None else str(Token.of(known.linear, known.vector)),
+        epochs=None if details is None else dict(sorted(details.epochs.items())),
+        retired=None if details is None else sorted(details.retired),
+        pending=None if details is None else details.pending,
+        blockers=None if details is None else [blocker(it) for it in holding(details)],
+        source=None if known is None else known.source,
+        age_seconds=None if known is None else _age(now, known.read_at),
+        details_age_seconds=None if read_at is None else _age(now, read_at),
+    )
+
+
+def holding(details: Details) -> Iterable[Blocker]:
+    """The gaps that hold a position back now: of each writer the nearest, and writers that never joined."""
+    nearest: dict[tuple[str, int, bool], Blocker] = {}
+    for gap in details.gaps:
+        key = gap.writer, gap.epoch, gap.unknown
+        if key not in nearest or abs(gap.low) < abs(nearest[key].low):
+            nearest[key] = gap
+    return sorted(nearest.values(), key=lambda gap: (gap.since, gap.writer))
+
+
+def blocker(gap: Blocker) -> answers.BlockerAnswer:
+    return answers.BlockerAnswer(
+        writer=gap.writer,
+        epoch=gap.epoch,
+        low=None if gap.unknown else gap.low,
+        top=None if gap.unknown else gap.top,
+        since=datetime.fromtimestamp(gap.since / 1000, UTC),
+    )
+
+
+def tag(body: answers.StreamAnswer | answers.Streams) -> str:
+    """Equal for answers that say the same at different times; weak, because their bytes differ."""
+    streams = body.streams if isinstance(body, answers.Streams) else [body]
+    same = [_ageless(stream) for stream in streams]
+    return f'W/"{blake2b(msgspec.json.encode(same), digest_size=12).hexdigest()}"'
+
+
+def _ageless(stream: answers.StreamAnswer) -> answers.StreamAnswer:
+    return msgspec.structs.replace(stream, age_seconds=None, details_age_seconds=None)
+
+
+def _age(now: float, then: float) -> float:
+    return round(max(0.0, now - then), 3)

@@ -10,7 +10,7 @@ import msgspec
 
 from tidemark.app.sidecar.answers import StreamId
 from tidemark.app.sidecar.problems import BadRequest
-from tidemark.sinks.reader.place import Place
+from tidemark.sinks.reader.events import Place
 from tidemark.sinks.reader.token import Token
 from tidemark.streaming.errors import BadToken
 

@@ -13,18 +13,18 @@ import msgspec
 from msgspec import Meta
 from starlette.responses import Response
 
+from tidemark.app.read_side.program import page
+from tidemark.app.read_side.slices import Appeared, Begun, Item, Listener, Slice
 from tidemark.app.sidecar import cursor, moves
-from tidemark.app.sidecar.describing import described
-from tidemark.app.sidecar.looks import existing
-from tidemark.app.sidecar.operation import Call, Operation
-from tidemark.app.sidecar.problems import BadRequest, Busy, Recovering, Unauthorized, UnknownStream
-from tidemark.app.sidecar.program import page
-from tidemark.app.sidecar.slices import Appeared, Begun, Item, Listener, Slice
+from tidemark.app.sidecar.answers import described
+from tidemark.app.sidecar.operation import Operation, OperationCall
+from tidemark.app.sidecar.operations import existing
+from tidemark.app.sidecar.problems import BadRequest, Busy, RecoveringProblem, Unauthorized, UnknownStream
 from tidemark.app.sidecar.sse import MEDIA_TYPE, EventStream, block
 from tidemark.sinks.reader import events
-from tidemark.sinks.reader.joining import Joining
-from tidemark.sinks.reader.order import beyond
-from tidemark.sinks.reader.place import Place
+from tidemark.sinks.reader.events import Place
+from tidemark.sinks.reader.merge import Joining
+from tidemark.streaming.direction import beyond
 from tidemark.streaming.errors import Stop, Unavailable
 
 KEEP_ALIVE = 15.0  # seconds without an event, after which a comment shows that the connection lives
@@ -40,7 +40,7 @@ class EventsQuery(msgspec.Struct, frozen=True):
     ] = []
 
 
-async def follow(call: Call) -> Response:
+async def follow(call: OperationCall) -> Response:
     query: EventsQuery = call.query
     service = call.service
     last = call.request.headers.get("last-event-id")
@@ -63,7 +63,7 @@ class _Client:
     """What one client is told. Where it stands is the follower's own `Place` as soon as it has caught up with it: then
     it takes slices as they are, and is only compared by identity."""
 
-    def __init__(self, call: Call, listener: Listener, places: dict[str, Place]) -> None:
+    def __init__(self, call: OperationCall, listener: Listener, places: dict[str, Place]) -> None:
         self._service = call.service
         self._listener = listener
         self._resumed = places
@@ -149,7 +149,7 @@ class _Client:
         blocks = [block(moves.told(stream, event)) for event in found]
         joining.settle(after.linear, after.positions)
         if beyond(after.linear, place.linear):
-            blocks.append(block(moves.Line(stream=stream, linear=after.linear)))
+            blocks.append(block(moves.LinearMoveAnswer(stream=stream, linear=after.linear)))
         self._places[stream] = after if joining.place == after else joining.place
         return blocks
 
@@ -188,7 +188,7 @@ OPERATIONS = [
         str,
         query=EventsQuery,
         media=MEDIA_TYPE,
-        problems=(BadRequest, Unauthorized, UnknownStream, Busy, Recovering),
+        problems=(BadRequest, Unauthorized, UnknownStream, Busy, RecoveringProblem),
         headers=("Last-Event-ID",),
     )
 ]

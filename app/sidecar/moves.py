@@ -6,13 +6,13 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tidemark.app.sidecar.answers import Blocker, Name, StreamId
+from tidemark.app.sidecar.answers import BlockerAnswer, Name, StreamId
 from tidemark.sinks.reader import events
 
 Count = Annotated[int, Meta(ge=0)]
 
 
-class Advance(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="advance"):
+class AdvanceAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="advance"):
     """The position of `writer` moved over `(prev, id]`. The counts are of `(claimed, id]`, the same range but where the
     reader stood in the middle of it."""
 
@@ -31,7 +31,7 @@ class Advance(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     time: Annotated[datetime, Meta(description="Of the batch.")]
 
 
-class Reread(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="reread"):
+class RereadAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="reread"):
     """`(prev, id]` of `writer` is complete, and its evidence is gone: read the table. Without a writer: of every writer
     but those in `besides`."""
 
@@ -42,7 +42,7 @@ class Reread(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="r
     besides: list[Name]
 
 
-class Late(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="late"):
+class LateAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="late"):
     """Completions in `(prev, id]` that came after the range was settled without them: repair what was read."""
 
     stream: Name
@@ -57,7 +57,7 @@ class Late(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="lat
     time: datetime
 
 
-class LateLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="late-lost"):
+class LateLostAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="late-lost"):
     """Late completions numbered `(after, number]` are not listed any more."""
 
     stream: Name
@@ -65,14 +65,14 @@ class LateLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
     number: Count
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="line"):
+class LinearMoveAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="line"):
     """The linear position moved, with all moves of writers before this one or without any."""
 
     stream: Name
     linear: StreamId
 
 
-Move = Advance | Reread | Late | LateLost
+Move = AdvanceAnswer | RereadAnswer | LateAnswer | LateLostAnswer
 
 
 class Advances(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ class Gaps(msgspec.Struct, frozen=True, kw_only=True):
     """Every open range and writer that never joined, longest first. `total` counts those that were cut off too."""
 
     stream: Name
-    gaps: list[Blocker]
+    gaps: list[BlockerAnswer]
     total: Count
     age_seconds: Annotated[float, Meta(ge=0)]
 
@@ -96,7 +96,7 @@ class Gaps(msgspec.Struct, frozen=True, kw_only=True):
 def told(stream: str, event: events.Event) -> Move:
     match event:
         case events.Advance():
-            return Advance(
+            return AdvanceAnswer(
                 stream=stream,
                 writer=event.writer,
                 epoch=event.epoch,
@@ -112,11 +112,11 @@ def told(stream: str, event: events.Event) -> Move:
                 time=_moment(event.time),
             )
         case events.Reread():
-            return Reread(
+            return RereadAnswer(
                 stream=stream, writer=event.writer, prev=event.prev, id=event.id, besides=sorted(event.besides)
             )
         case events.Late():
-            return Late(
+            return LateAnswer(
                 stream=stream,
                 number=event.number,
                 writer=event.writer,
@@ -129,8 +129,8 @@ def told(stream: str, event: events.Event) -> Move:
                 time=_moment(event.time),
             )
         case events.LateLost():
-            return LateLost(stream=stream, after=event.after, number=event.number)
-        case events.Line():
+            return LateLostAnswer(stream=stream, after=event.after, number=event.number)
+        case events.LinearMove():
             raise AssertionError("only writers' moves are followed")
 
 

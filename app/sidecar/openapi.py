@@ -9,7 +9,7 @@ import msgspec
 from starlette.responses import Response
 
 from tidemark.app.sidecar import answers
-from tidemark.app.sidecar.operation import JSON, Call, Operation
+from tidemark.app.sidecar.operation import JSON, Operation, OperationCall
 from tidemark.app.sidecar.problems import MEDIA_TYPE, Problem
 
 REFERENCE = "#/components/schemas/{name}"
@@ -24,7 +24,7 @@ PATH = "/openapi.json"
 def operation(others: Sequence[Operation]) -> Operation:
     """The operation that answers the document about `others` and itself."""
 
-    async def describe(_: Call) -> Response:
+    async def describe(_: OperationCall) -> Response:
         return Response(text, media_type=JSON)
 
     itself = Operation(PATH, "openapi", "This document.", describe, dict[str, Any])
@@ -34,8 +34,8 @@ def operation(others: Sequence[Operation]) -> Operation:
 
 def document(operations: Sequence[Operation]) -> dict[str, Any]:
     types = [type_ for it in operations for type_ in (it.answers, it.query, *it.others.values())]
-    schemas, components = msgspec.json.schema_components([*types, answers.Problem], ref_template=REFERENCE)
-    known = dict(zip(map(repr, [*types, answers.Problem]), schemas, strict=True))
+    schemas, components = msgspec.json.schema_components([*types, answers.ProblemAnswer], ref_template=REFERENCE)
+    known = dict(zip(map(repr, [*types, answers.ProblemAnswer]), schemas, strict=True))
     queries = {it.query.__name__ for it in operations}
     return {
         "openapi": "3.1.0",
@@ -79,7 +79,7 @@ def _described(it: Operation, known: Mapping[str, Any], components: Mapping[str,
 def _refusal(problem: type[Problem], known: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "description": f"{problem.title}: `{problem.type}`.",
-        "content": {MEDIA_TYPE: {"schema": known[repr(answers.Problem)]}},
+        "content": {MEDIA_TYPE: {"schema": known[repr(answers.ProblemAnswer)]}},
     }
 
 

@@ -19,7 +19,7 @@ class NoQuery(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OperationCall:
     """A request, checked: `stream` is that of the path ("" where it names none), `query` the operation's struct."""
 
     service: Service
@@ -36,7 +36,7 @@ class Operation:
     path: str
     name: str
     summary: str
-    act: Callable[[Call], Awaitable[Response]]
+    act: Callable[[OperationCall], Awaitable[Response]]
     answers: Any
     query: type[msgspec.Struct] = NoQuery
     media: str = JSON

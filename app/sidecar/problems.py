@@ -31,7 +31,7 @@ class Problem(Exception):
     title: ClassVar[str]
     headers: ClassVar[dict[str, str]] = {}
 
-    def __init__(self, detail: str, stream: answers.Stream | None = None) -> None:
+    def __init__(self, detail: str, stream: answers.StreamAnswer | None = None) -> None:
         super().__init__(detail)
         self.detail = detail
         self.stream = stream
@@ -78,7 +78,7 @@ class Busy(Problem):
     headers: ClassVar[dict[str, str]] = {"Retry-After": "1"}
 
 
-class Recovering(Problem):
+class RecoveringProblem(Problem):
     status = HTTPStatus.SERVICE_UNAVAILABLE
     type = "recovering"
     title = "Nobody can say at the moment"
@@ -88,7 +88,7 @@ class Recovering(Problem):
 async def answered(_: Request, problem: Exception) -> Response:
     """The handler of `Problem`, for Starlette."""
     assert isinstance(problem, Problem)
-    body = answers.Problem(
+    body = answers.ProblemAnswer(
         type=problem.type, title=problem.title, status=problem.status, detail=problem.detail, stream=problem.stream
     )
     return _response(body, problem.headers)
@@ -99,7 +99,9 @@ async def framework(_: Request, problem: Exception) -> Response:
     assert isinstance(problem, HTTPException)
     status = HTTPStatus(problem.status_code)
     type_ = status.phrase.lower().replace(" ", "-")
-    body = answers.Problem(type=type_, title=status.phrase, status=status, detail=status.description or status.phrase)
+    body = answers.ProblemAnswer(
+        type=type_, title=status.phrase, status=status, detail=status.description or status.phrase
+    )
     return _response(body, dict(problem.headers or {}))
 
 
@@ -107,8 +109,8 @@ async def unexpected(_: Request, __: Exception) -> Response:
     """The handler of our own mistakes; Starlette raises them again for the log."""
     status = HTTPStatus.INTERNAL_SERVER_ERROR
     detail = "the sidecar's log tells more"
-    return _response(answers.Problem(type="internal", title=status.phrase, status=status, detail=detail), {})
+    return _response(answers.ProblemAnswer(type="internal", title=status.phrase, status=status, detail=detail), {})
 
 
-def _response(body: answers.Problem, headers: dict[str, str]) -> Response:
+def _response(body: answers.ProblemAnswer, headers: dict[str, str]) -> Response:
     return Response(msgspec.json.encode(body), body.status, headers, MEDIA_TYPE)

@@ -1,30 +1,61 @@
-"""`tidemark sidecar`: the composition root of HTTP and the line protocol."""
+"""The part of the sidecar's process that speaks the line protocol, put together from the settings.
+
+`tidemark sidecar`: the composition root of HTTP and the line protocol.
+"""
 
 import asyncio
 import logging
 import signal
 import socket
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import structlog
 import uvicorn
 
-from tidemark.app.lines.serving import lines
+from tidemark.app.lines.channel import Channel
+from tidemark.app.lines.hub import Hub
+from tidemark.app.lines.server import LineServer, LineServerConfig
+from tidemark.app.lines.speaker import ChannelConfig
 from tidemark.app.settings import Settings, host_port, is_loopback
-from tidemark.app.sidecar.service import Limits, Servers, opened
-from tidemark.app.sidecar.site import Terms, site
+from tidemark.app.sidecar.service import Limits, Service, SidecarServers, opened
+from tidemark.app.sidecar.site import SiteConfig, site
+from tidemark.sources.tail import Tail
 from tidemark.streaming.errors import BadSetting, Unavailable
 
 log = structlog.get_logger(__name__)
+
+
+@asynccontextmanager
+async def lines(settings: Settings, service: Service, listening: socket.socket) -> AsyncIterator[None]:
+    """Serve on a socket that listens, and on the channel of Redis where there is one."""
+
+    def tail() -> Tail:
+        return Tail(settings.kafka, settings.kafka_facts_topic)
+
+    host, port = listening.getsockname()[:2]
+    if not is_loopback(host):
+        log.warning("Whoever reaches the line protocol may read, and send what is relayed", host=host, port=port)
+    hub = Hub(service, tail, settings.sidecar_rows_mib << 20)
+    server = LineServer(hub, LineServerConfig(settings.sidecar_name, settings.sidecar_tcp_connections))
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(hub.open())
+        await stack.enter_async_context(server.serving(listening))
+        if settings.sidecar_channel is not None:
+            channel = Channel(hub, server, service.live.client, ChannelConfig(settings.sidecar_channel))
+            await stack.enter_async_context(channel.open())
+        log.info("The line protocol listens", host=host, port=port, channel=settings.sidecar_channel)
+        yield
+
 
 LAST_SECONDS = 3  # that open requests have at SIGTERM
 
 
 def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises Stop where a person must decide."""
-    servers = Servers(settings.redis, settings.postgres)
+    servers = SidecarServers(settings.redis, settings.postgres)
     limits = Limits(settings.sidecar_held, settings.sidecar_wait_seconds)
-    terms = Terms(settings.sidecar_tokens, settings.sidecar_origins, limits)
+    terms = SiteConfig(settings.sidecar_tokens, settings.sidecar_origins, limits)
     asyncio.run(_require_welcome(servers))
     # What it complains of reaches the client, or our log, in another way.
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
@@ -49,7 +80,7 @@ def run(settings: Settings) -> None:
     log.info("Ended")
 
 
-async def _require_welcome(servers: Servers) -> None:
+async def _require_welcome(servers: SidecarServers) -> None:
     """Raise `Stop` where a server answers and refuses us; one that is away is waited for while we serve."""
     async with opened(servers, Limits()) as service:
         for ask in (service.live.ping, service.durable.check):

@@ -5,25 +5,24 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from tidemark.app.read_side.durable import Durable
+from tidemark.app.read_side.feeds import Feeds
+from tidemark.app.read_side.live import Live
+from tidemark.app.read_side.notifications import Notifications
+from tidemark.app.read_side.program import Hands
+from tidemark.app.read_side.snapshots import Highest, Snapshots
 from tidemark.app.sidecar import answers
-from tidemark.app.sidecar.bells import Bells
-from tidemark.app.sidecar.durable import Durable
-from tidemark.app.sidecar.feeds import Feeds
-from tidemark.app.sidecar.held import Held
-from tidemark.app.sidecar.highest import Highest
-from tidemark.app.sidecar.live import Live
-from tidemark.app.sidecar.program import Hands
-from tidemark.app.sidecar.snapshots import Snapshots
+from tidemark.app.sidecar.limiter import Limiter
 from tidemark.app.sidecar.watch import Watch
-from tidemark.sinks.database import Dsn
-from tidemark.sinks.postgres import Postgres, PostgresConfig
+from tidemark.sinks.postgres.session import Dsn
+from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.reader.history import History
-from tidemark.sinks.redis_address import RedisAddress, redis_address
+from tidemark.sinks.redis.client import RedisAddress, redis_address
 from tidemark.streaming.errors import Stop, Unavailable
 
 
 @dataclass(frozen=True, slots=True)
-class Servers:
+class SidecarServers:
     """Addresses, which may hold passwords."""
 
     redis: str | RedisAddress = field(repr=False)
@@ -44,11 +43,11 @@ class Service:
     durable: Durable
     highest: Highest
     snapshots: Snapshots
-    bells: Bells
+    bells: Notifications
     hands: Hands
     feeds: Feeds
     watch: Watch
-    held: Held
+    held: Limiter
     longest_wait: float
 
     async def health(self) -> answers.Health:
@@ -63,7 +62,7 @@ class Service:
 
 
 @asynccontextmanager
-async def opened(servers: Servers, limits: Limits) -> AsyncIterator[Service]:
+async def opened(servers: SidecarServers, limits: Limits) -> AsyncIterator[Service]:
     """Raises `BadSetting`. No server is asked before the first request."""
     live = Live(redis_address(servers.redis))
     postgres = Postgres(PostgresConfig(servers.postgres))
@@ -72,12 +71,14 @@ async def opened(servers: Servers, limits: Limits) -> AsyncIterator[Service]:
     try:
         highest = Highest()
         snapshots = Snapshots(live, durable, highest, time.monotonic)
-        bells = Bells(live)
+        bells = Notifications(live)
         hands = Hands(live, durable)
         feeds = Feeds(hands, bells, snapshots)
         watch = Watch(live, durable, snapshots)
         async with bells.listening(), feeds.running(), watch.running():
-            yield Service(live, durable, highest, snapshots, bells, hands, feeds, watch, Held(limits.held), limits.wait)
+            yield Service(
+                live, durable, highest, snapshots, bells, hands, feeds, watch, Limiter(limits.held), limits.wait
+            )
     finally:
         await live.aclose()
         await durable.aclose()

@@ -1,5 +1,11 @@
-"""The web application: operations behind tokens, limits and problems. The routes are thin; see `operation`."""
+"""Who may ask: bearer tokens from a file, one a line, read again when it changes.
 
+Several, so that they can be rotated: add the new one, move the clients, remove the old one.
+
+The web application: operations behind tokens, limits and problems. The routes are thin; see `operation`.
+"""
+
+import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -7,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
 
+import structlog
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -16,19 +23,75 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tidemark.app.sidecar import events, history, looks, metrics, openapi, page, waiting, watching
-from tidemark.app.sidecar.operation import Call, Operation, parsed
+from tidemark.app.read_side import metrics
+from tidemark.app.sidecar import events, openapi, operations, page, watching
+from tidemark.app.sidecar.operation import Operation, OperationCall, parsed
 from tidemark.app.sidecar.problems import Problem, Unauthorized, UnknownStream, answered, framework, unexpected
-from tidemark.app.sidecar.service import Limits, Servers, Service, opened
-from tidemark.app.sidecar.tokens import Tokens
-from tidemark.streaming.wire import is_name
+from tidemark.app.sidecar.service import Limits, Service, SidecarServers, opened
+from tidemark.streaming.errors import BadSetting
+from tidemark.streaming.records import is_name
 
-_OURS = [*looks.OPERATIONS, *history.OPERATIONS, *waiting.OPERATIONS, *events.OPERATIONS, *watching.OPERATIONS]
+log = structlog.get_logger(__name__)
+
+LOOK_EVERY = 1.0  # seconds
+
+
+class Tokens:
+    """For one thread. Raises `BadSetting` where the file cannot be read at the start; later, the last tokens stay.
+
+    Blank lines and those that begin with # are left out. A file without a token lets nobody in.
+    """
+
+    def __init__(self, path: Path, now: Callable[[], float] = time.monotonic) -> None:
+        self._path = path
+        self._now = now
+        self._looked = now()
+        self._complained = False
+        try:
+            self._version = self._stat()
+            self._tokens = self._read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadSetting("TIDEMARK_SIDECAR_TOKENS", f"cannot read {path}: {error}") from None
+
+    def allow(self, authorization: str | None) -> bool:
+        """Whether the value of the header `Authorization` names one of the tokens."""
+        self._refresh()
+        scheme, _, given = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer":
+            return False
+        found = [hmac.compare_digest(given.strip().encode(), token) for token in self._tokens]  # all: no timing
+        return any(found)
+
+    def _refresh(self) -> None:
+        if self._now() - self._looked < LOOK_EVERY:
+            return
+        self._looked = self._now()
+        try:
+            version = self._stat()
+            if version != self._version:
+                self._tokens, self._version = self._read(), version
+                log.info("Read the bearer tokens again", tokens=len(self._tokens))
+            self._complained = False
+        except (OSError, UnicodeDecodeError) as error:
+            if not self._complained:
+                log.warning("Could not read the bearer tokens again; the last ones stay", problem=str(error))
+            self._complained = True
+
+    def _stat(self) -> tuple[int, int, int]:
+        found = self._path.stat()  # through links: that is how container platforms swap files
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    def _read(self) -> list[bytes]:
+        lines = (line.strip() for line in self._path.read_text().splitlines())
+        return [line.encode() for line in lines if line and not line.startswith("#")]
+
+
+_OURS = [*operations.LOOKS, *operations.HISTORY, *operations.WAITS, *events.OPERATIONS, *watching.OPERATIONS]
 OPERATIONS: Sequence[Operation] = [*_OURS, openapi.operation(_OURS)]
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class SiteConfig:
     """Whom the site serves. `tokens_file` None: everybody. `origins` are the web sites whose scripts may read."""
 
     tokens_file: Path | None = None
@@ -40,7 +103,7 @@ Beside = Callable[[Service], AbstractAsyncContextManager[None]]
 """What runs in the same process while the site does."""
 
 
-def site(servers: Servers, terms: Terms, beside: Beside = lambda _: nullcontext()) -> Starlette:
+def site(servers: SidecarServers, terms: SiteConfig, beside: Beside = lambda _: nullcontext()) -> Starlette:
     """Raises `BadSetting`. Servers are first asked when the application starts."""
     tokens = None if terms.tokens_file is None else Tokens(terms.tokens_file)
 
@@ -98,7 +161,7 @@ def _endpoint(operation: Operation, tokens: Tokens | None) -> Callable[[Request]
             metrics.SECONDS.labels(operation.name).observe(time.perf_counter() - began)
         return response
 
-    def _call(request: Request) -> Call:
+    def _call(request: Request) -> OperationCall:
         if tokens and operation.guarded and not tokens.allow(request.headers.get("authorization")):
             raise Unauthorized("send Authorization: Bearer and one of the tokens in the sidecar's file")
         stream = unquote(request.path_params.get("stream", ""))
@@ -106,6 +169,6 @@ def _endpoint(operation: Operation, tokens: Tokens | None) -> Callable[[Request]
             raise UnknownStream(stream)
         query = parsed(operation.query, request.query_params.multi_items())
         service: Service = request.app.state.service
-        return Call(service, request, stream, query)
+        return OperationCall(service, request, stream, query)
 
     return endpoint

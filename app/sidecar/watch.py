@@ -12,13 +12,13 @@ from datetime import UTC, datetime
 
 import structlog
 
-from tidemark.app.sidecar.durable import Durable
-from tidemark.app.sidecar.ending import ended
-from tidemark.app.sidecar.live import Live
-from tidemark.app.sidecar.snapshots import Snapshots
+from tidemark.app.read_side.durable import Durable
+from tidemark.app.read_side.live import Live
+from tidemark.app.read_side.snapshots import Snapshots
+from tidemark.app.read_side.tasks import ended
 from tidemark.app.sidecar.sse import block
-from tidemark.app.sidecar.watched import Pipeline, pipeline, watched
-from tidemark.sinks.condition import Condition
+from tidemark.app.sidecar.watched import PipelineAnswer, pipeline, watched
+from tidemark.sinks.postgres.status import Condition
 from tidemark.streaming.errors import Stop, Unavailable
 
 log = structlog.get_logger(__name__)
@@ -88,7 +88,7 @@ class Watch:
         watcher.seen = self._number
         return b"".join([*changed, self._pipeline])
 
-    async def pipeline(self) -> Pipeline:
+    async def pipeline(self) -> PipelineAnswer:
         """Asked now."""
         condition: Condition | None = None
         with suppress(Unavailable, Stop):

@@ -11,12 +11,11 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
+from tidemark.app.read_side.durable import Details
+from tidemark.app.read_side.snapshots import Known, Snapshot
 from tidemark.app.sidecar.answers import Name, Source, State, StreamId
-from tidemark.app.sidecar.durable import Details
-from tidemark.app.sidecar.highest import Known
-from tidemark.app.sidecar.snapshots import Snapshot
-from tidemark.sinks.condition import Condition
-from tidemark.sinks.reader.order import beyond, farther
+from tidemark.sinks.postgres.status import Condition
+from tidemark.streaming.direction import beyond, farther
 from tidemark.streaming.effects import Blocker
 
 HOLES = 50  # of one writer that are shown, the nearest
@@ -33,7 +32,7 @@ class Hole(msgspec.Struct, frozen=True):
     since: datetime
 
 
-class Writer(msgspec.Struct, frozen=True, kw_only=True):
+class WatchedWriter(msgspec.Struct, frozen=True, kw_only=True):
     """One writer of a stream. What comes from Postgres alone is null while it was never reached: `epoch`, `retired`."""
 
     writer: Name
@@ -67,12 +66,12 @@ class Watched(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     source: Source | None
     linear: StreamId | None
     head: Annotated[StreamId | None, Meta(description="The highest ID that any record named, as far as is known.")]
-    writers: list[Writer]
+    writers: list[WatchedWriter]
     strangers: list[Stranger]
     late: LateSeen | None
 
 
-class DeadLetters(msgspec.Struct, frozen=True):
+class DeadLettersAnswer(msgspec.Struct, frozen=True):
     """Records rejected for `reason` since the database was made."""
 
     reason: str
@@ -80,14 +79,14 @@ class DeadLetters(msgspec.Struct, frozen=True):
     newest: datetime
 
 
-class Pipeline(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="pipeline"):
+class PipelineAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="pipeline"):
     """Who computes positions, and how it is. What comes from Postgres is null while that does not answer."""
 
     time: Annotated[datetime, Meta(description="The clock of this sidecar.")]
     owner: Annotated[str | None, Meta(description="Who holds the lease, or held it last.")]
     lease_seconds: Annotated[Seconds | None, Meta(description="How long the lease still lives; 0: nobody has it.")]
     quiet_seconds: Annotated[Seconds | None, Meta(description="How long ago the last batch was applied.")]
-    dead_letters: list[DeadLetters] | None
+    dead_letters: list[DeadLettersAnswer] | None
     problems: Annotated[list[str], Meta(description="Servers that do not answer this sidecar, for people.")]
 
 
@@ -114,9 +113,9 @@ def watched(snapshot: Snapshot) -> Watched:
     )
 
 
-def pipeline(condition: Condition | None, problems: Sequence[str], now: datetime) -> Pipeline:
+def pipeline(condition: Condition | None, problems: Sequence[str], now: datetime) -> PipelineAnswer:
     """`condition` None: Postgres does not answer."""
-    told = Pipeline(
+    told = PipelineAnswer(
         time=now, owner=None, lease_seconds=None, quiet_seconds=None, dead_letters=None, problems=list(problems)
     )
     if condition is None:
@@ -126,12 +125,12 @@ def pipeline(condition: Condition | None, problems: Sequence[str], now: datetime
         owner=condition.owner,
         lease_seconds=round(condition.lease, 1),
         quiet_seconds=None if condition.quiet is None else round(condition.quiet, 1),
-        dead_letters=[DeadLetters(it.reason, it.records, it.newest) for it in condition.dead_letters],
+        dead_letters=[DeadLettersAnswer(it.reason, it.records, it.newest) for it in condition.dead_letters],
     )
 
 
-def _writer(name: str, position: int, details: Details | None, holes: list[Hole]) -> Writer:
-    return Writer(
+def _writer(name: str, position: int, details: Details | None, holes: list[Hole]) -> WatchedWriter:
+    return WatchedWriter(
         writer=name,
         epoch=None if details is None else details.epochs.get(name),
         retired=None if details is None else name in details.retired,

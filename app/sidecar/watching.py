@@ -6,16 +6,16 @@ from contextlib import ExitStack
 
 from starlette.responses import Response
 
-from tidemark.app.sidecar.operation import Call, Operation, json
+from tidemark.app.sidecar.operation import Operation, OperationCall, json
 from tidemark.app.sidecar.problems import Busy, Unauthorized
 from tidemark.app.sidecar.sse import MEDIA_TYPE, EventStream
 from tidemark.app.sidecar.watch import Watch, Watcher
-from tidemark.app.sidecar.watched import Pipeline, Watched
+from tidemark.app.sidecar.watched import PipelineAnswer, Watched
 
 STALLED = 30.0  # seconds that one text may take to be sent
 
 
-async def watch(call: Call) -> Response:
+async def watch(call: OperationCall) -> Response:
     with ExitStack() as stack:
         stack.enter_context(call.service.held.one("watch"))
         watcher = stack.enter_context(call.service.watch.watching())
@@ -32,7 +32,7 @@ async def _told(watch: Watch, watcher: Watcher, cut_off: asyncio.Event) -> Async
         stalled.cancel()
 
 
-async def pipeline(call: Call) -> Response:
+async def pipeline(call: OperationCall) -> Response:
     return json(await call.service.watch.pipeline())
 
 
@@ -43,7 +43,7 @@ OPERATIONS = [
         "Server-sent events for people: `stream` for each stream and then for each that changed, at most once a second,"
         " and `pipeline`.",
         watch,
-        Watched | Pipeline,
+        Watched | PipelineAnswer,
         media=MEDIA_TYPE,
         problems=(Unauthorized, Busy),
     ),
@@ -52,7 +52,7 @@ OPERATIONS = [
         "pipeline",
         "Who computes positions, how long ago it last did, and what it rejected.",
         pipeline,
-        Pipeline,
+        PipelineAnswer,
         problems=(Unauthorized,),
     ),
 ]

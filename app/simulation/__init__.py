@@ -1,1 +1,1 @@
-"""A play on real servers: processes that write, processes that read, and who directs them. `app.simulate` starts it."""
+"""A play on real servers: processes that write, processes that read, and who directs them."""

@@ -30,11 +30,11 @@ def main(kind: str, role: str) -> None:
     logs.configure(settings)
     dsn = own_database(settings.postgres())
     if kind == "writer":
-        written = msgspec.json.decode(role, type=service.Role)
+        written = msgspec.json.decode(role, type=service.WriterRole)
         service.serve(written, dsn, settings.kafka, settings.kafka_facts_topic, ending)
     else:
-        servers = reading.Servers(dsn, settings.redis, settings.postgres())
-        reading.read(msgspec.json.decode(role, type=reading.Role), servers, ending.told)
+        servers = reading.ReaderServers(dsn, settings.redis, settings.postgres())
+        reading.read(msgspec.json.decode(role, type=reading.ReaderRole), servers, ending.told)
 
 
 def _calls(act: Callable[[], None]) -> Callable[[int, object], None]:

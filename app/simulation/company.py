@@ -1,24 +1,77 @@
-"""The processes of a play, and how each is begun, fenced and laid to rest. What befalls them is the director's."""
+"""A process of a play as its director has it: started, killed, stopped, told to end. Knows nothing of what it plays.
+
+The processes of a play, and how each is begun, fenced and laid to rest. What befalls them is the director's.
+"""
 
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import structlog
 
 from tidemark.app.simulation import reading
-from tidemark.app.simulation.actor import Actor
+from tidemark.app.simulation.verification import READERS
 from tidemark.app.stack.home import Home
-from tidemark.app.verification import READERS
-from tidemark.app.writer import Fence, fence
-from tidemark.sinks.reader.following import Mode
+from tidemark.app.writer import Fence, fence_writer
+from tidemark.sinks.reader.follow import Mode
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.simulator import service
-from tidemark.sources.simulator.cast import Cast, Fault
+from tidemark.sources.simulator.script import Cast, Fault
 from tidemark.sources.simulator.tables import instances
+
+Kind = Literal["writer", "reader"]
+
+
+class Actor:
+    """Started at once. Its output goes to the end of `log`. It ends by itself when the director dies."""
+
+    def __init__(self, kind: Kind, role: bytes, log: Path) -> None:
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tidemark.app.simulation", kind, role.decode()],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+            )
+
+    @property
+    def ended(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self._process.poll()
+
+    def kill(self) -> None:
+        """As the kernel does when memory runs out."""
+        self._process.kill()
+        self._process.wait()
+
+    def freeze(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        self._process.terminate()
+
+    def retire(self) -> None:
+        """For a writer: stop, and never come back under this name."""
+        self._process.send_signal(signal.SIGUSR1)
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for its end."""
+        try:
+            self._process.wait(max(0.0, seconds))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
 
 log = structlog.get_logger(__name__)
 
@@ -85,10 +138,10 @@ class Company:
         """Of a writer that died before it began its first epoch there is nothing to fence."""
         for name in sorted(names & self.known()):
             order = Fence(name, terminate=True, retire=retire)
-            fence(self.stage.dsn, self.stage.kafka, self.stage.topic, order, _noted)
+            fence_writer(self.stage.dsn, self.stage.kafka, self.stage.topic, order, _noted)
 
     def _writer(self, member: Member) -> Actor:
-        role = service.Role(
+        role = service.WriterRole(
             member.name,
             self.cast.stream_list(),
             self.faults,
@@ -98,7 +151,7 @@ class Company:
         return Actor("writer", msgspec.json.encode(role), self._log(member))
 
     def _reader(self, mode: Mode, member: Member) -> Actor:
-        role = reading.Role(mode, self.cast.stream_names())
+        role = reading.ReaderRole(mode, self.cast.stream_names())
         return Actor("reader", msgspec.json.encode(role), self._log(member))
 
     def _log(self, member: Member) -> Path:

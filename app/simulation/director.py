@@ -12,10 +12,8 @@ from typing import TypeVar
 
 import structlog
 
-from tidemark.app.simulation.actor import Actor
-from tidemark.app.simulation.company import Company, Member
-from tidemark.sources.simulator.cast import Fault
-from tidemark.sources.simulator.script import Act
+from tidemark.app.simulation.company import Actor, Company, Member
+from tidemark.sources.simulator.script import Act, Fault
 from tidemark.streaming.errors import TidemarkError
 
 log = structlog.get_logger(__name__)

@@ -9,12 +9,12 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from tidemark.sinks.reader import Positions, Reader, Table
-from tidemark.sinks.reader.following import Mode
-from tidemark.sinks.redis_address import RedisAddress
+from tidemark.sinks.reader.follow import Mode
+from tidemark.sinks.redis.client import RedisAddress
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class ReaderRole:
     """What one process is: the reader called after its mode, of these streams."""
 
     mode: Mode
@@ -22,7 +22,7 @@ class Role:
 
 
 @dataclass(frozen=True, slots=True)
-class Servers:
+class ReaderServers:
     """`dsn` is that of facts and effects, `tidemark` that of Tidemark's own database."""
 
     dsn: str
@@ -30,7 +30,7 @@ class Servers:
     tidemark: str
 
 
-def read(role: Role, servers: Servers, stopping: threading.Event) -> None:
+def read(role: ReaderRole, servers: ReaderServers, stopping: threading.Event) -> None:
     """Read until `stopping` is set, each stream on a thread. Raises what the library or psycopg does."""
     with (
         Positions(servers.redis, servers.tidemark) as positions,

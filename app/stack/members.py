@@ -1,17 +1,20 @@
-"""Which processes make up the local stack, at which ports, and the settings by which others reach them."""
+"""Which processes make up the local stack, at which ports, and the settings by which others reach them.
+
+Keeps the processes of the stack running: one that dies is started again, with back-off, and it is said.
+"""
 
 import shlex
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import BROKER, CONNECTOR
-from tidemark.app.stack.kafka import Kafka
-from tidemark.app.stack.postgres import Postgres
-from tidemark.app.stack.redis import Redis
-from tidemark.app.stack.server import LOOPBACK, Server, free_port, obstacle
-from tidemark.app.stack.tidemark import Demo, Pipeline, Sidecar
+from tidemark.app.stack.postgres import PostgresServer
+from tidemark.app.stack.server import LOOPBACK, ServerProcess, free_port, obstacle
+from tidemark.app.stack.servers import DemoProcess, KafkaServer, PipelineProcess, RedisServer, SidecarProcess
 from tidemark.streaming.errors import Stop
 
 
@@ -29,25 +32,25 @@ class Members:
 
     def __init__(self, home: Home, settings: Settings, java: str) -> None:
         self.home = home
-        self.kafka = Kafka(home, settings.up_kafka_port or free_port(), java=java, jars=home.jars / BROKER)
-        self.postgres = Postgres(home, settings.up_postgres_port or free_port())
-        self.redis = Redis(home, settings.up_redis_port or free_port())
+        self.kafka = KafkaServer(home, settings.up_kafka_port or free_port(), java=java, jars=home.jars / BROKER)
+        self.postgres = PostgresServer(home, settings.up_postgres_port or free_port())
+        self.redis = RedisServer(home, settings.up_redis_port or free_port())
         self._metrics_port = settings.up_metrics_port or free_port()
         self._sidecar_port = settings.up_sidecar_port or free_port()
         self._sidecar_tcp_port = settings.up_sidecar_tcp_port or free_port()
 
     @property
-    def servers(self) -> list[Server]:
+    def servers(self) -> list[ServerProcess]:
         return [self.kafka, self.postgres, self.redis]
 
-    def pipeline(self) -> Pipeline:
-        return Pipeline(self.home, self._metrics_port, self.variables())
+    def pipeline(self) -> PipelineProcess:
+        return PipelineProcess(self.home, self._metrics_port, self.variables())
 
-    def sidecar(self) -> Sidecar:
-        return Sidecar(self.home, self._sidecar_port, self.variables())
+    def sidecar(self) -> SidecarProcess:
+        return SidecarProcess(self.home, self._sidecar_port, self.variables())
 
-    def demo(self) -> Demo:
-        return Demo(self.home, 0, self.variables())
+    def demo(self) -> DemoProcess:
+        return DemoProcess(self.home, 0, self.variables())
 
     def require_free_ports(self) -> None:
         """Raises `PortTaken`."""
@@ -87,3 +90,61 @@ class Members:
         path.touch(mode=0o600)
         path.write_text("".join(f"export {name}={shlex.quote(text)}\n" for name, text in self.variables().items()))
         return path
+
+
+LONGEST_PAUSE = 30.0
+STEADY = 60.0
+"""Seconds after which a process counts as healthy again, so that its next pause is short."""
+
+
+@dataclass
+class _Watch:
+    server: ServerProcess
+    pause: float = 1.0
+    due: float | None = None
+    started: float = 0.0
+    awaited: bool = False
+
+
+@dataclass
+class Supervisor:
+    """`tick` is called about twice a second by one thread; it never waits for a server to answer."""
+
+    servers: Sequence[ServerProcess]
+    say: Callable[[str], None]
+    now: Callable[[], float] = time.monotonic
+    _watches: list[_Watch] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._watches = [_Watch(server, started=self.now()) for server in self.servers]
+
+    def tick(self) -> None:
+        for watch in self._watches:
+            if watch.server.running:
+                self._welcome(watch)
+            elif watch.due is None:
+                self._mourn(watch)
+            elif self.now() >= watch.due:
+                self._revive(watch)
+
+    def _mourn(self, watch: _Watch) -> None:
+        if self.now() - watch.started > STEADY:
+            watch.pause = 1.0
+        watch.due = self.now() + watch.pause
+        server = watch.server
+        self.say(
+            f"{server.name} ended with code {server.returncode}; starting it again in {watch.pause:.0f} s"
+            f" (the end of its log: {server.log_tail(1)})"
+        )
+        watch.pause = min(2 * watch.pause, LONGEST_PAUSE)
+
+    def _revive(self, watch: _Watch) -> None:
+        watch.server.spawn()
+        watch.due = None
+        watch.started = self.now()
+        watch.awaited = True
+
+    def _welcome(self, watch: _Watch) -> None:
+        if watch.awaited and watch.server.answers():
+            watch.awaited = False
+            self.say(f"{watch.server.name} is back after {self.now() - watch.started:.0f} s")

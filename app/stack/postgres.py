@@ -18,7 +18,7 @@ from typing import ClassVar
 import psycopg
 
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.server import LOOPBACK, Server, listens
+from tidemark.app.stack.server import LOOPBACK, ServerProcess, listens
 from tidemark.streaming.errors import Stop
 
 DATABASE = "tidemark"
@@ -33,7 +33,7 @@ class NeedsOrdinaryUser(Stop):
         )
 
 
-class Postgres(Server):
+class PostgresServer(ServerProcess):
     name: ClassVar[str] = "postgres"
     # The "fast" shutdown; SIGTERM would wait until every client has gone.
     stop_signal: ClassVar[signal.Signals] = signal.SIGINT

@@ -30,7 +30,7 @@ class StartFailed(TidemarkError):
         self.log = log
 
 
-class Server(ABC):
+class ServerProcess(ABC):
     """A process that serves on `port`. Not thread-safe; several servers may be started from a thread each.
 
     `start`, `stop` and `kill` may be called in any order and repeatedly: data stays, so a server that is started

@@ -3,16 +3,12 @@
 `Positions` and `AsyncPositions` look at what is published; `Reader` and `AsyncReader` read a table along with it.
 """
 
-from tidemark.sinks.reader.aio import AsyncFollow, AsyncPositions
-from tidemark.sinks.reader.aio_reader import AsyncReader
-from tidemark.sinks.reader.events import Advance, Event, Evidence, Late, LateLost, Line, Reread
-from tidemark.sinks.reader.interval_text import interval_text, parse_intervals
-from tidemark.sinks.reader.place import Place
-from tidemark.sinks.reader.positions import Follow, Positions
-from tidemark.sinks.reader.reader import Batch, Reader
-from tidemark.sinks.reader.standing import Recovering, Standing
+from tidemark.sinks.reader.aio import AsyncFollow, AsyncPositions, AsyncReader
+from tidemark.sinks.reader.events import Advance, Event, Evidence, Late, LateLost, LinearMove, Place, Reread
+from tidemark.sinks.reader.sync import Follow, Positions, ReadBatch, Reader
 from tidemark.sinks.reader.table import Table
-from tidemark.sinks.reader.token import ZERO, Order, Token
+from tidemark.sinks.reader.token import ZERO, Order, Token, interval_text, parse_intervals
+from tidemark.sinks.reader.wait import Recovering, Standing
 
 __all__ = [
     "ZERO",
@@ -20,16 +16,16 @@ __all__ = [
     "AsyncFollow",
     "AsyncPositions",
     "AsyncReader",
-    "Batch",
     "Event",
     "Evidence",
     "Follow",
     "Late",
     "LateLost",
-    "Line",
+    "LinearMove",
     "Order",
     "Place",
     "Positions",
+    "ReadBatch",
     "Reader",
     "Recovering",
     "Reread",

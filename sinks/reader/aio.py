@@ -1,22 +1,44 @@
-"""`AsyncPositions`: the same as `positions`, for asyncio. One event loop per object."""
+"""`AsyncPositions`: the same as `positions`, for asyncio. One event loop per object.
+
+`AsyncReader`: the same as `reader`, for asyncio.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Any, Self, TypeVar
 
+import psycopg
 import redis.asyncio
+from psycopg.rows import TupleRow, dict_row
 
-from tidemark.sinks.reader.asks import Answer, Ask, Doorbell, Glance, Look, Newest, Pause, Recall
-from tidemark.sinks.reader.connection import TIMEOUT, translated
-from tidemark.sinks.reader.driver import Driver
-from tidemark.sinks.reader.events import Event
-from tidemark.sinks.reader.following import CaughtUp, Following, Mode
+from tidemark.sinks.reader.databases import Databases
+from tidemark.sinks.reader.events import Event, Place
+from tidemark.sinks.reader.follow import CaughtUp, Following, Mode
 from tidemark.sinks.reader.history import History
-from tidemark.sinks.reader.keys import reply, ring, seen
-from tidemark.sinks.reader.place import Place
-from tidemark.sinks.reader.standing import GRACE, Recovering, Standing, WaitTerms, getting, target, waiting
-from tidemark.sinks.reader.token import Token
-from tidemark.sinks.redis_address import RedisAddress, aclose, redis_address
+from tidemark.sinks.reader.io import (
+    Answer,
+    AwaitEntry,
+    BeginTransaction,
+    CloseSessions,
+    CommitTransaction,
+    Driver,
+    Pause,
+    ReadHistory,
+    ReadKeys,
+    ReadList,
+    ReadNewest,
+    Request,
+    Role,
+    RunSql,
+)
+from tidemark.sinks.reader.read import Portion, ReadConfig, Reading
+from tidemark.sinks.reader.redis import TIMEOUT, reply, ring, seen, translated
+from tidemark.sinks.reader.sync import ReadBatch
+from tidemark.sinks.reader.table import Table
+from tidemark.sinks.reader.token import ZERO, Token
+from tidemark.sinks.reader.wait import GRACE, Recovering, Standing, WaitConfig, getting, target, waiting
+from tidemark.sinks.redis.client import RedisAddress, aclose, redis_address
 from tidemark.streaming.errors import Unavailable
 
 R = TypeVar("R")
@@ -57,7 +79,7 @@ class AsyncPositions:
         grace: float = GRACE,
     ) -> Standing:
         """Wait until `stream` is complete up to `until`: a token, or an ID (of `writer`, or of all)."""
-        return await self._result(Driver[Standing](waiting(stream, target(until, writer), WaitTerms(timeout, grace))))
+        return await self._result(Driver[Standing](waiting(stream, target(until, writer), WaitConfig(timeout, grace))))
 
     def follow(self, stream: str, mode: Mode = "vector", since: Place | Token | str | None = None) -> "AsyncFollow":
         """Every advance after `since` (None: after what is published now), each once, joined, in order per writer.
@@ -67,15 +89,15 @@ class AsyncPositions:
         since = Token.parse(since) if isinstance(since, str) else since
         return AsyncFollow(self, Following(stream, mode, since))
 
-    async def carry_out(self, ask: Ask) -> Answer:
+    async def carry_out(self, ask: Request) -> Answer:
         match ask:
-            case Look() | Newest() | Glance():
+            case ReadList() | ReadNewest() | ReadKeys():
                 with translated(self._client):
                     return seen(ask, await reply(self._client, ask))
-            case Doorbell():
+            case AwaitEntry():
                 with translated(self._client):
                     await ring(self._client, ask)
-            case Recall():
+            case ReadHistory():
                 return None if self._history is None else await asyncio.to_thread(self._history.past, ask)
             case Pause(seconds):
                 await asyncio.sleep(seconds)
@@ -109,11 +131,11 @@ class AsyncFollow(AsyncIterator[Event]):
                 return event
 
 
-async def until_handed(driver: Driver[R], carry_out: Callable[[Ask], Awaitable[Answer]]) -> R | None:
+async def until_handed(driver: Driver[R], carry_out: Callable[[Request], Awaitable[Answer]]) -> R | None:
     """Carry out what the program asks until it hands something over; None: it is over."""
     while True:
         step = driver.step()
-        if not isinstance(step, Ask):
+        if not isinstance(step, Request):
             driver.handed_over()
             return step
         try:
@@ -122,3 +144,92 @@ async def until_handed(driver: Driver[R], carry_out: Callable[[Ask], Awaitable[A
             driver.failed(problem)
         else:
             driver.answered(answer)
+
+
+AsyncConnection = psycopg.AsyncConnection[TupleRow]
+
+
+class AsyncReader(AsyncIterator[ReadBatch[AsyncConnection]]):
+    """An async context manager and iterator of batches, for one task; in all else as `Reader`.
+
+    A cancelled `anext` may have lost its session in the middle: the reader is to be closed then, and another one made.
+    """
+
+    def __init__(
+        self,
+        positions: AsyncPositions,
+        stream: str,
+        table: Table,
+        *,
+        name: str,
+        source: str,
+        effects: str,
+        mode: Mode = "linear",
+        since: Token = ZERO,
+        rows: int = 1000,
+        primary: str | None = None,
+    ) -> None:
+        """Arguments as of `Reader`."""
+        self._positions = positions
+        self._databases = Databases(source, effects, primary)
+        self._name = name
+        terms = ReadConfig(stream, table, name, mode, since, rows, replica=primary is not None)
+        self._driver: Driver[Portion] = Driver(Reading(terms).steps())
+        self._sessions: dict[Role, AsyncConnection] = {}
+        self._trusted: set[Role] = set()
+        self._transaction: AsyncExitStack | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Give back what was not committed."""
+        self._transaction = None
+        for session in self._sessions.values():
+            await session.close()
+        self._sessions.clear()
+
+    async def __anext__(self) -> ReadBatch[AsyncConnection]:
+        portion = await until_handed(self._driver, self._carry_out)
+        if portion is None:
+            raise StopAsyncIteration
+        return ReadBatch(portion.rows, self._sessions["place"], portion.late)
+
+    async def _carry_out(self, ask: Request) -> Answer:
+        match ask:
+            case RunSql(role, statement):
+                with self._databases.translated(role):
+                    async with (await self._session(role)).cursor(row_factory=dict_row) as cursor:
+                        await cursor.execute(statement)
+                        return await cursor.fetchall() if cursor.description else []
+            case BeginTransaction():
+                with self._databases.translated("place"):
+                    transaction = AsyncExitStack()
+                    await transaction.enter_async_context((await self._session("place")).transaction())
+                    self._transaction = transaction
+            case CommitTransaction():
+                assert self._transaction is not None
+                transaction, self._transaction = self._transaction, None
+                with self._databases.translated("place"):
+                    await transaction.aclose()
+            case CloseSessions():
+                await self.aclose()
+            case _:
+                return await self._positions.carry_out(ask)
+        return None
+
+    async def _session(self, role: Role) -> AsyncConnection:
+        if role not in self._sessions:
+            try:
+                conninfo = self._databases.conninfo(role, self._name)
+                made = await psycopg.AsyncConnection.connect(conninfo, autocommit=True)
+            except psycopg.OperationalError as error:
+                if role not in self._trusted:
+                    await asyncio.to_thread(self._databases.refuse, role, error)
+                raise
+            self._sessions[role] = made
+            self._trusted.add(role)
+        return self._sessions[role]

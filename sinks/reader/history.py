@@ -1,9 +1,9 @@
 """What Tidemark's Postgres remembers of a stream: asked when Redis's list does not reach back far enough."""
 
-from tidemark.sinks.database import Dsn
-from tidemark.sinks.postgres import PastAdvance, PastLate, Postgres, PostgresConfig
-from tidemark.sinks.reader.asks import Past, Recall
+from tidemark.sinks.postgres.session import Dsn
+from tidemark.sinks.postgres.store import PastAdvance, PastLate, Postgres, PostgresConfig
 from tidemark.sinks.reader.events import Advance, Evidence, Late
+from tidemark.sinks.reader.io import HistoryFound, ReadHistory
 
 NEWEST = 10_000  # advances of each writer that are told; what lies before them is to be read from the table
 
@@ -18,14 +18,14 @@ class History:
     def close(self) -> None:
         self._postgres.close()
 
-    def past(self, ask: Recall) -> Past:
+    def past(self, ask: ReadHistory) -> HistoryFound:
         place, stream = ask.place, ask.stream
         # Positions before advances: a writer may not seem to stand where its advances do not lead yet.
         writers = self._postgres.writers(stream)
         known = [(stream, writer, place.positions.get(writer, place.linear)) for writer in writers]
         advances = self._postgres.advances_since(known, NEWEST)
         late = self._postgres.late_since([(stream, place.late)], 2**31)
-        return Past(
+        return HistoryFound(
             chains={
                 writer: (position, [_advance(past) for past in advances.get((stream, writer), ())])
                 for writer, position in writers.items()

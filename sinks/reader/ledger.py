@@ -8,9 +8,9 @@ from typing import LiteralString
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
-from tidemark.sinks.reader.asks import Answer, Ask, Begin, Commit, Row, Sql
-from tidemark.sinks.reader.following import Mode
-from tidemark.sinks.reader.place import Place
+from tidemark.sinks.reader.events import Place
+from tidemark.sinks.reader.follow import Mode
+from tidemark.sinks.reader.io import Answer, BeginTransaction, CommitTransaction, Request, Row, RunSql, rows
 from tidemark.sinks.reader.table import Range
 from tidemark.streaming.errors import ReaderModeChanged
 
@@ -46,14 +46,14 @@ class Ledger:
         self._stream = stream
         self._mode = mode
 
-    def load(self) -> Generator[Ask, Answer, Kept]:
+    def load(self) -> Generator[Request, Answer, Kept]:
         """What is kept; makes the schema where there is none. Raises `ReaderModeChanged`."""
         found = yield from self._rows("select to_regclass('tidemark_reader.delivered') is not null as there")
         if not found[0]["there"]:
-            yield Begin()
+            yield BeginTransaction()
             yield from self._rows("select pg_advisory_xact_lock(hashtextextended('tidemark.reader', 0))")
             yield from self._rows(_SCHEMA)
-            yield Commit()
+            yield CommitTransaction()
         places = yield from self._rows(
             "select * from tidemark_reader.places where reader = {reader} and stream = {stream}"
         )
@@ -73,7 +73,7 @@ class Ledger:
             {it["id"]: Delivered(**it) for it in delivered},
         )
 
-    def lock(self, version: int) -> Generator[Ask, Answer, bool]:
+    def lock(self, version: int) -> Generator[Request, Answer, bool]:
         """Whether the place still has that version; it stays so until the end of the transaction, which is open."""
         yield from self._rows(
             "insert into tidemark_reader.places"
@@ -86,7 +86,7 @@ class Ledger:
         )
         return bool(rows[0]["version"] == version)
 
-    def save(self, kept: Kept, more: Iterable[Delivered], forgotten: Iterable[int]) -> Generator[Ask, Answer, None]:
+    def save(self, kept: Kept, more: Iterable[Delivered], forgotten: Iterable[int]) -> Generator[Request, Answer, None]:
         """Write the place, the facts that were `delivered` in addition, and forget others; inside the transaction."""
         yield from self._rows(
             "update tidemark_reader.places set linear = {linear}, positions = {positions}, late = {late},"
@@ -116,12 +116,6 @@ class Ledger:
                 ids=ids,
             )
 
-    def _rows(self, query: LiteralString, **values: object) -> Generator[Ask, Answer, list[Row]]:
+    def _rows(self, query: LiteralString, **values: object) -> Generator[Request, Answer, list[Row]]:
         statement = sql.SQL(query).format(reader=self._reader, stream=self._stream, **values)
-        return (yield from rows(Sql("place", statement)))
-
-
-def rows(ask: Sql) -> Generator[Ask, Answer, list[Row]]:
-    answer = yield ask
-    assert isinstance(answer, list)
-    return answer
+        return (yield from rows(RunSql("place", statement)))

@@ -12,11 +12,10 @@ where an operator skipped is remembered as well, until the writer's next epoch: 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, Line, Reread
+from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, Reread
 from tidemark.sinks.reader.ledger import Delivered, Kept
-from tidemark.sinks.reader.order import beyond, farther
-from tidemark.sinks.reader.place import Place
 from tidemark.sinks.reader.table import Range
+from tidemark.streaming.direction import beyond, farther
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +48,13 @@ class Plan:
 
 def plan(kept: Kept, events: Sequence[Event], goal: Place) -> Plan:
     """`goal` is the follower's place after the `events`, which all come after the place that is `kept`."""
-    moves = [event for event in events if isinstance(event, Advance | Reread | Line)]
+    moves = [event for event in events if isinstance(event, Advance | Reread | LinearMove)]
     lost = next((event for event in events if isinstance(event, LateLost)), None)
     owed = [*kept.owed, *(span for event in events if isinstance(event, Late) for span in owes(kept, event, goal))]
     spans: dict[str | None, Range] = {}
     needed: set[str | None] = set()
     for move in moves:
-        whose = None if isinstance(move, Line) else move.writer
+        whose = None if isinstance(move, LinearMove) else move.writer
         besides = move.besides if isinstance(move, Reread) else frozenset[str]()
         first = spans.get(whose)
         spans[whose] = Range(whose, first.prev if first else move.prev, move.id, besides)
@@ -67,7 +66,7 @@ def plan(kept: Kept, events: Sequence[Event], goal: Place) -> Plan:
     advances = [
         advance
         for move in moves
-        for advance in (move.advances if isinstance(move, Line) else (move,))
+        for advance in (move.advances if isinstance(move, LinearMove) else (move,))
         if isinstance(advance, Advance)
     ]
     return Plan(

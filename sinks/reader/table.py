@@ -1,11 +1,15 @@
-"""The backing table of a stream, and the queries on it. Values and composed SQL only; names are always quoted."""
+"""The backing table of a stream, and the queries on it. Values and composed SQL only; names are always quoted.
 
-from collections.abc import Sequence
+Reads ranges of a table in portions, never dividing a fact. No sockets: see `asks`.
+"""
+
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 from psycopg import sql
 
-from tidemark.sinks.reader.order import beyond, farther, nearer
+from tidemark.sinks.reader.io import Answer, Request, Row, RunSql, rows
+from tidemark.streaming.direction import beyond, farther, nearer
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +81,26 @@ class Range:
     def upto(self, id: int) -> "Range | None":
         """What does not lie beyond `id`, if anything does."""
         return replace(self, id=nearer(self.id, id)) if beyond(id, self.prev) else None
+
+
+@dataclass(frozen=True, slots=True)
+class TablePage:
+    """The first rows of some ranges, ascending over all of them, and what of the ranges is `left` to be read."""
+
+    rows: list[Row]
+    left: list[Range]
+
+
+def table_page(table: Table, ranges: Sequence[Range], limit: int) -> Generator[Request, Answer, TablePage]:
+    """At most `limit` rows, but all rows of a fact: a fact that has more of them makes a page of its own."""
+    found = yield from rows(RunSql("source", table.select(ranges, limit + 1)))
+    if len(found) <= limit:
+        return TablePage(found, [])
+    following = found[-1][table.id]
+    whole = [row for row in found if row[table.id] != following]
+    if not whole:
+        before = following + (1 if following < 0 else -1)
+        fact = [replace(span, prev=before, id=following) for span in ranges if span.holds(following)]
+        whole = yield from rows(RunSql("source", table.select(fact)))
+    last = whole[-1][table.id]
+    return TablePage(whole, [left for span in ranges if (left := span.after(last))])

@@ -3,6 +3,11 @@
 `m7~first.9` says: every ID up to 7 whoever wrote it, and those of `first` up to 9. The text is the one that Redis
 holds (`publish.lua`): entries at or below the linear position are left out, the others are sorted by the bytes of the
 writer's name, and `%` and `~` in a name are written `%25` and `%7E`. A name may hold dots: the last one divides.
+
+IDs per writer as text for people: `first:1-7:9,second:8` is 1 to 7 and 9 of `first`, and 8 of `second`. Pure.
+
+On a backward stream the same reads `first:-1--7:-9`. A name may hold colons, commas and dashes of its own only as
+`%3A`, `%2C` and `%25` (for the percent sign): dashes need no escape, because ranges stand after the last name.
 """
 
 import re
@@ -10,9 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Self
+from urllib.parse import unquote
 
-from tidemark.sinks.reader.order import beyond, farther, nearer
+from tidemark.streaming.direction import beyond, farther, nearer
 from tidemark.streaming.errors import BadToken
+from tidemark.streaming.intervals import Intervals
 
 _ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
 _ESCAPE = re.compile(r"%(25|7E)")
@@ -123,3 +130,46 @@ def _named(a: Token, b: Token) -> set[str]:
 def _check_direction(a: Token, b: Token) -> None:
     if a.farthest() * b.farthest() < 0:
         raise BadToken(str(b), f"it is of a stream that runs the other way than {a}")
+
+
+_SPAN = re.compile(r"(-?[0-9]+)(?:-(-?[0-9]+))?")
+
+
+def interval_text(sets: Mapping[str, Intervals], sign: int = 1) -> str:
+    """Print the sets of magnitudes; `sign` is -1 for a backward stream. Writers are sorted; empty sets are left out."""
+    return ",".join(
+        ":".join((_escaped(writer), *(_span(low + 1, high, sign) for low, high in ids)))
+        for writer, ids in sorted(sets.items())
+        if len(ids)
+    )
+
+
+def parse_intervals(text: str) -> dict[str, Intervals]:
+    """The sets of magnitudes that `text` names. Raises `BadToken` where it cannot be read or mixes signs."""
+    sets: dict[str, Intervals] = {}
+    signs: set[bool] = set()
+    for part in text.split(",") if text else ():
+        name, *spans = part.split(":")
+        if not name or not spans:
+            raise BadToken(text, f"{part!r} is not a writer's name and its ranges, such as first:1-7:9")
+        pairs = []
+        for span in spans:
+            found = _SPAN.fullmatch(span)
+            if not found:
+                raise BadToken(text, f"{span!r} is neither an ID nor a range of IDs")
+            low, high = int(found[1]), int(found[2] or found[1])
+            signs |= {low < 0, high < 0}
+            if not 0 < abs(low) <= abs(high) < 2**63 or len(signs) > 1:
+                raise BadToken(text, f"{span!r} does not ascend from an ID to another of the same sign")
+            pairs.append((abs(low) - 1, abs(high)))
+        writer = unquote(name)
+        sets[writer] = Intervals.of(pairs).union(sets.get(writer, Intervals.of(())))
+    return sets
+
+
+def _span(low: int, high: int, sign: int) -> str:
+    return str(sign * low) if low == high else f"{sign * low}-{sign * high}"
+
+
+def _escaped(name: str) -> str:
+    return name.replace("%", "%25").replace(":", "%3A").replace(",", "%2C")

@@ -1,11 +1,94 @@
-"""The script of a play: what befalls whom and when. Pure, and the same for the same seed; the interleaving is not."""
+"""Who takes part, and what may go wrong. Values only.
 
+The script of a play: what befalls whom and when. Pure, and the same for the same seed; the interleaving is not.
+"""
+
+import re
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
+from enum import StrEnum
 from heapq import heapify, heapreplace
 from random import Random
 
-from tidemark.sources.simulator.cast import Fault
+from tidemark.sources.writer import Stream
+from tidemark.streaming.errors import BadSetting
+
+NAMES = ("events", "backfill", "account_data", "to_device", "caches")
+BACKWARD = "backfill"
+
+
+class Fault(StrEnum):
+    """What may befall a play. The value is the name by which a person asks for it."""
+
+    ROLLBACK = "rollback"
+    """Some transactions, and some savepoints, roll back."""
+    HANG = "hang"
+    """Some transactions stay open for seconds."""
+    CRASH = "crash"
+    """A writer's process is killed, and comes back with a new epoch."""
+    PAUSE = "pause"
+    """A writer's process is stopped, fenced by an operator and replaced; then it goes on and finds out."""
+    LATE = "late"
+    """A writer joins in the middle."""
+    RETIRE = "retire"
+    """A writer leaves for good."""
+    READER = "reader"
+    """A reader's process is killed, and comes back."""
+    PIPELINE = "pipeline"
+    """The pipeline of the local stack is killed; `tidemark up` starts it again."""
+    REDIS = "redis"
+    """The same for Redis."""
+
+
+ALL = frozenset(Fault)
+OF_PROCESSES = ALL - {Fault.PIPELINE, Fault.REDIS}
+"""Everything that the play does to its own processes."""
+
+
+def faults(named: str | None) -> Set[Fault]:
+    """What a person asked for: names with commas between, `all` or `none`. Raises `BadSetting`."""
+    match named:
+        case None:
+            return OF_PROCESSES
+        case "all":
+            return ALL
+        case "none":
+            return frozenset()
+    words = named.split(",")
+    if unknown := [word for word in words if word not in set(Fault)]:
+        raise BadSetting("--faults", f"{unknown[0]!r} is none of {', '.join(Fault)}, all, none")
+    return frozenset(map(Fault, words))
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """`writers` at the beginning, each of which writes every stream; `rate` is transactions per second of all of them.
+
+    `prefix` begins each stream's and writer's name, so it must be fit for names in SQL. Raises `BadSetting`.
+    """
+
+    streams: int = 5
+    writers: int = 3
+    rate: float = 40.0
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z0-9_]{0,40}", self.prefix):
+            raise BadSetting("--prefix", f"{self.prefix!r} is not at most 40 lower-case letters, digits and _")
+
+    def stream_list(self) -> list[Stream]:
+        unnamed = (f"stream-{number}" for number in range(len(NAMES) + 1, self.streams + 1))
+        return [_stream(f"{self.prefix}{name}", name) for name in (*NAMES[: self.streams], *unnamed)]
+
+    def stream_names(self) -> list[str]:
+        return [stream.name for stream in self.stream_list()]
+
+    def writer_name(self, number: int) -> str:
+        return f"{self.prefix}writer-{number}"
+
+
+def _stream(name: str, role: str) -> Stream:
+    return Stream(name, f"demo.{name}_id_seq", "backward" if role == BACKWARD else "forward")
 
 
 @dataclass(frozen=True, slots=True)

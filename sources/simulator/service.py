@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from psycopg import sql
 
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.simulator.cast import Fault
+from tidemark.sources.simulator.script import Fault
 from tidemark.sources.writer import Facts, Stream, Writer
 
 CONNECTIONS = 3
@@ -29,7 +29,7 @@ HANGS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class WriterRole:
     """What one process of a writer is. `rate` is its transactions per second; `seed` makes its transactions."""
 
     instance: str
@@ -54,7 +54,7 @@ class Ending:
         self.told.set()
 
 
-def serve(role: Role, dsn: str, kafka: KafkaConnection, topic: str, ending: Ending) -> None:
+def serve(role: WriterRole, dsn: str, kafka: KafkaConnection, topic: str, ending: Ending) -> None:
     """Write until the end. Raises `WriterFenced` where a successor has taken over, and what any writer raises."""
     registry = CollectorRegistry()  # nobody scrapes a process that lives for seconds
     with Writer(dsn, kafka, instance=role.instance, streams=role.streams, topic=topic, registry=registry) as writer:
@@ -72,7 +72,7 @@ def serve(role: Role, dsn: str, kafka: KafkaConnection, topic: str, ending: Endi
 class _Hand:
     """One connection at work, on a thread of its own."""
 
-    def __init__(self, role: Role, number: int, writer: Writer, dsn: str, told: threading.Event) -> None:
+    def __init__(self, role: WriterRole, number: int, writer: Writer, dsn: str, told: threading.Event) -> None:
         self._role = role
         self._random = Random(f"{role.seed} {number}")
         self._writer = writer

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from tidemark.sources.writer import Stream, schema, sequences, takeover
+from tidemark.sources.writer import Stream, fence, schema, sequences
 from tidemark.sources.writer.session import Connection, Session
 
 APPLICATION = "tidemark simulate"
@@ -85,7 +85,7 @@ def make(dsn: str, streams: Iterable[Stream]) -> None:
 def instances(dsn: str) -> list[str]:
     """Every writer that ever wrote there."""
     with _using(dsn) as connection:
-        return takeover.known(connection)
+        return fence.known(connection)
 
 
 @contextmanager

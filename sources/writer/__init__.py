@@ -9,8 +9,7 @@
 """
 
 from tidemark.sources.writer.aio import AsyncFacts, AsyncWriter
-from tidemark.sources.writer.stream import Direction, Stream
-from tidemark.sources.writer.transaction import Facts
-from tidemark.sources.writer.writer import Writer
+from tidemark.sources.writer.sequences import Direction, Stream
+from tidemark.sources.writer.writer import Facts, Writer
 
 __all__ = ["AsyncFacts", "AsyncWriter", "Direction", "Facts", "Stream", "Writer"]

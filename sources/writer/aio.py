@@ -12,14 +12,14 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from tidemark.sources.writer.core import Core
-from tidemark.sources.writer.draft import ADD, Draft, encoded, write_statement
+from tidemark.sources.writer.pending import ADD, PendingTransaction, encoded, write_statement
 from tidemark.streaming.errors import WriterFenced
 
 
 class AsyncFacts:
     """`transaction.Facts` for one task."""
 
-    def __init__(self, connection: psycopg.AsyncConnection[Any], draft: Draft) -> None:
+    def __init__(self, connection: psycopg.AsyncConnection[Any], draft: PendingTransaction) -> None:
         self._draft = draft
         self._cursor = psycopg.AsyncCursor(connection, row_factory=tuple_row)
 

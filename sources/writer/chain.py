@@ -14,7 +14,7 @@ VOIDS_KEPT = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SettledSpan:
     """Joined edges `(prev, id]` whose transactions have all ended; `ids` of them were reserved.
 
     `since` is when the first of them ended (s, any zero).
@@ -25,13 +25,13 @@ class Span:
     ids: int
     since: float
 
-    def cut(self, at: int, ids: int) -> "tuple[Span, Span]":
+    def cut(self, at: int, ids: int) -> "tuple[SettledSpan, SettledSpan]":
         """The part up to the end of the edge `at`, which holds `ids` reserved IDs, and the rest."""
         return replace(self, id=at, ids=ids), replace(self, prev=at, ids=self.ids - ids)
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class NextvalCall:
     """A `nextval` on its way. It must give more than `floor`, or the sequence was set back."""
 
     number: int
@@ -48,7 +48,7 @@ class _Reserved:
     prev: int | None = None
 
 
-class Chain:
+class ReservationChain:
     """Any thread may call; nothing here waits for anything but the others' bookkeeping.
 
     Several `nextval` may be on their way at once, and their answers come in any order. So an ID gets its place in the
@@ -67,22 +67,22 @@ class Chain:
         self._loose: set[int] = set()
         self._ended_loose: dict[int, float] = {}
         self._in_flight: dict[int, _Reserved] = {}
-        self._starts: dict[int, Span] = {}
-        self._ends: dict[int, Span] = {}
+        self._starts: dict[int, SettledSpan] = {}
+        self._ends: dict[int, SettledSpan] = {}
         self._voids: set[int] = set()
         self._life = 0
         self._untold = 0
 
     # -- reserving
 
-    def begin(self) -> Call:
+    def begin(self) -> NextvalCall:
         """A `nextval` is about to be sent; it ends with `took` or `missed`."""
         with self._lock:
             self._begun += 1
             self._out[self._begun] = None
-            return Call(self._begun, self._highest, self._life)
+            return NextvalCall(self._begun, self._highest, self._life)
 
-    def took(self, call: Call, ids: Sequence[int], now: float) -> None:
+    def took(self, call: NextvalCall, ids: Sequence[int], now: float) -> None:
         """It gave `ids`, ascending; they are in flight."""
         with self._lock:
             if ids[0] <= call.floor:
@@ -95,7 +95,7 @@ class Chain:
             self._loose.update(ids)
             self._place()
 
-    def missed(self, call: Call) -> None:
+    def missed(self, call: NextvalCall) -> None:
         """It failed, or its answer was lost. Should it have given an ID, or give one yet, no row will ever carry it.
 
         Its transaction cannot commit: it was aborted, or its connection is gone, or the library refuses to end it
@@ -117,7 +117,7 @@ class Chain:
                 if reserved.prev is None:
                     self._ended_loose[id] = now
                 else:
-                    self._join(Span(reserved.prev, id, 1, now))
+                    self._join(SettledSpan(reserved.prev, id, 1, now))
 
     # -- heartbeat
 
@@ -135,13 +135,13 @@ class Chain:
         with self._lock:
             if calm != self._begun or head <= self._last:
                 return False
-            self._join(Span(self._last, head, 0, now))
+            self._join(SettledSpan(self._last, head, 0, now))
             self._last = self._highest = head
             return True
 
     # -- telling
 
-    def take(self) -> list[Span]:
+    def take(self) -> list[SettledSpan]:
         """All that has ended and was not taken yet, in order. Each span comes back by `put_back` or goes by `told`."""
         with self._lock:
             spans = sorted(self._starts.values(), key=lambda span: span.prev)
@@ -149,17 +149,17 @@ class Chain:
             self._ends.clear()
             return spans
 
-    def put_back(self, span: Span) -> None:
+    def put_back(self, span: SettledSpan) -> None:
         with self._lock:
             self._join(span)
 
-    def told(self, span: Span) -> None:
+    def told(self, span: SettledSpan) -> None:
         """Kafka has acknowledged everything about `span`."""
         with self._lock:
             self._untold -= span.ids
             self._voids -= self._within(span)
 
-    def voids(self, span: Span) -> list[int]:
+    def voids(self, span: SettledSpan) -> list[int]:
         """IDs of `span` that are surely ours and without a fact, if the outbox has no row of them; may lack some."""
         with self._lock:
             return sorted(self._within(span))
@@ -200,7 +200,7 @@ class Chain:
         with self._lock:
             return min((span.since for span in self._starts.values()), default=None)
 
-    def _within(self, span: Span) -> set[int]:
+    def _within(self, span: SettledSpan) -> set[int]:
         return {id for id in self._voids if span.prev < id <= span.id}
 
     def _place(self) -> None:
@@ -214,15 +214,15 @@ class Chain:
             if (ended := self._ended_loose.pop(id, None)) is None:
                 self._in_flight[id].prev = prev
             else:
-                self._join(Span(prev, id, 1, ended))
+                self._join(SettledSpan(prev, id, 1, ended))
 
-    def _join(self, span: Span) -> None:
+    def _join(self, span: SettledSpan) -> None:
         before, after = self._ends.pop(span.prev, None), self._starts.pop(span.id, None)
         for neighbour in (before, after):
             if neighbour is not None:
                 self._starts.pop(neighbour.prev, None)
                 self._ends.pop(neighbour.id, None)
-                span = Span(
+                span = SettledSpan(
                     min(span.prev, neighbour.prev),
                     max(span.id, neighbour.id),
                     span.ids + neighbour.ids,

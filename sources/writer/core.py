@@ -12,14 +12,14 @@ from psycopg.pq import TransactionStatus
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import FOR_EVER, RecordProducer
 from tidemark.sources.topics import Topics
-from tidemark.sources.writer import schema, sequences, takeover
-from tidemark.sources.writer.chain import Chain
-from tidemark.sources.writer.draft import Draft, Outlet, reserve_call, reserve_statement
+from tidemark.sources.writer import fence, schema, sequences
+from tidemark.sources.writer.chain import ReservationChain
+from tidemark.sources.writer.fence import Holder
 from tidemark.sources.writer.metrics import Meters
+from tidemark.sources.writer.pending import PendingTransaction, StreamHandle, reserve_call, reserve_statement
 from tidemark.sources.writer.relay import Relay
+from tidemark.sources.writer.sequences import Direction, Stream, named
 from tidemark.sources.writer.session import Connection, Session
-from tidemark.sources.writer.stream import Direction, Stream, named
-from tidemark.sources.writer.takeover import Holder
 from tidemark.streaming.errors import Retry, Stopping, WriterFenced
 
 log = structlog.get_logger(__name__)
@@ -56,7 +56,7 @@ class Core:
         self._patience = patience
         self._session = Session(dsn, f"tidemark writer {instance}")
         self._meters = Meters(registry, instance)
-        self._outlets: dict[str, Outlet] = {}
+        self._outlets: dict[str, StreamHandle] = {}
         self._relay: Relay | None = None
         self._open = 0
         self._idle = threading.Condition()
@@ -84,12 +84,12 @@ class Core:
         with self._session.use() as connection:
             schema.check(connection)
             oids = sequences.require(connection, self.streams.values())
-            before = takeover.registered(connection, self.instance)
+            before = fence.registered(connection, self.instance)
         wanted = {name: (oids[name], stream.sign) for name, stream in self.streams.items()}
         left = {name: known for name, known in before.items() if name not in wanted}
-        self.epoch = takeover.raise_epoch(self._session, self.instance, wanted, _Waiting(self.instance))
+        self.epoch = fence.raise_epoch(self._session, self.instance, wanted, _Waiting(self.instance))
         producer = self._producer()
-        joined = takeover.settle(self._session, producer, self.instance, self.epoch, wanted | left, self._patience)
+        joined = fence.settle(self._session, producer, self.instance, self.epoch, wanted | left, self._patience)
         if left:
             self._leave(producer, left, joined.starts)
         self._outlets = {
@@ -103,15 +103,15 @@ class Core:
             "Joined", instance=self.instance, epoch=self.epoch, told_before=joined.leftovers, streams=joined.starts
         )
 
-    def _outlet(self, name: str, oid: int, sign: int, start: int) -> Outlet:
+    def _outlet(self, name: str, oid: int, sign: int, start: int) -> StreamHandle:
         call = reserve_call(self.instance, self.epoch, name, oid, sign)
         latency = self._meters.reservation(name)
-        return Outlet(name, oid, sign, Chain(start), call, reserve_statement(call), latency)
+        return StreamHandle(name, oid, sign, ReservationChain(start), call, reserve_statement(call), latency)
 
-    def _leave(self, producer: RecordProducer, streams: takeover.Streams, starts: Mapping[str, int]) -> None:
+    def _leave(self, producer: RecordProducer, streams: fence.Streams, starts: Mapping[str, int]) -> None:
         """Streams that this instance wrote in an earlier epoch and writes no more must not wait for it."""
         ids = {name: starts[name] for name in streams}
-        takeover.retire(producer, self.instance, self.epoch, streams, ids, self._patience)
+        fence.retire(producer, self.instance, self.epoch, streams, ids, self._patience)
         with self._session.use() as connection:
             connection.execute(
                 "delete from tidemark.writer_streams where instance = %s and stream = any(%s)",
@@ -120,7 +120,7 @@ class Core:
 
     # -- transactions
 
-    def _draft(self) -> Draft:
+    def _draft(self) -> PendingTransaction:
         if self._relay is None:
             raise RuntimeError("use the writer as a context manager: `with Writer(...) as writer`")
         if self._relay.fenced:
@@ -129,9 +129,9 @@ class Core:
             if self._stopping:
                 raise Stopping(f"writer {self.instance} was told to stop")
             self._open += 1
-        return Draft(self.instance, self.epoch, self._outlets)
+        return PendingTransaction(self.instance, self.epoch, self._outlets)
 
-    def _ended(self, draft: Draft, status: int) -> None:
+    def _ended(self, draft: PendingTransaction, status: int) -> None:
         """The caller's block is over, and its connection is in `status` (of libpq)."""
         with self._idle:
             self._open -= 1
@@ -149,7 +149,7 @@ class Core:
         """Whether a successor has ended the transaction that just broke, as far as can be known now."""
         try:
             with self._session.use() as connection:
-                takeover.require_epoch(connection, self.instance, self.epoch)
+                fence.require_epoch(connection, self.instance, self.epoch)
         except WriterFenced:
             return True
         except Retry:
@@ -178,7 +178,7 @@ class Core:
             elif self._retiring:
                 ids = {name: outlet.chain.last for name, outlet in self._outlets.items()}
                 streams = {name: (outlet.oid, outlet.sign) for name, outlet in self._outlets.items()}
-                takeover.retire(self._producer(), self.instance, self.epoch, streams, ids, self._patience)
+                fence.retire(self._producer(), self.instance, self.epoch, streams, ids, self._patience)
         finally:
             self._session.close()
 

@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from tidemark.sources.writer.chain import Chain
+from tidemark.sources.writer.chain import ReservationChain
 
 
 class WriterMetrics:
@@ -88,7 +88,7 @@ class Meters:
     def fenced(self) -> None:
         self._metrics.fenced.labels(self._instance).set(1)
 
-    def watch(self, stream: str, chain: Chain, oldest_untold: Callable[[], float | None]) -> None:
+    def watch(self, stream: str, chain: ReservationChain, oldest_untold: Callable[[], float | None]) -> None:
         """Ask these whenever the metrics are scraped; times are of `time.monotonic`."""
         found, labels = self._metrics, (self._instance, stream)
         found.in_flight.labels(*labels).set_function(lambda: chain.in_flight)

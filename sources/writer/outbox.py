@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
-from tidemark.sources.writer.chain import Span
-from tidemark.sources.writer.records import Fact, Voice
+from tidemark.sources.writer.chain import SettledSpan
+from tidemark.sources.writer.records import OutboxFact, RecordBuilder
 from tidemark.sources.writer.session import Connection
 
 ROWS_AT_ONCE = 500
@@ -14,14 +14,14 @@ ROWS_AT_ONCE = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class OutboxFacts:
     """The facts of a span, in order; `whole` unless there may be more behind the last one."""
 
-    facts: Sequence[Fact]
+    facts: Sequence[OutboxFact]
     whole: bool
 
 
-def read(connection: Connection, voice: Voice, spans: Sequence[Span]) -> list[Found]:
+def read(connection: Connection, voice: RecordBuilder, spans: Sequence[SettledSpan]) -> list[OutboxFacts]:
     """What the outbox holds of each span. Its transactions must all have ended: then the answer is final."""
     lows, highs = _signed(voice, spans)
     rows = connection.execute(
@@ -41,7 +41,7 @@ def read(connection: Connection, voice: Voice, spans: Sequence[Span]) -> list[Fo
     return [_found(by_span.get(number, [])) for number in range(1, len(spans) + 1)]
 
 
-def delete(connection: Connection, voice: Voice, spans: Sequence[Span]) -> None:
+def delete(connection: Connection, voice: RecordBuilder, spans: Sequence[SettledSpan]) -> None:
     """Kafka has acknowledged all facts of `spans`."""
     # One statement for each: a join with all of them begins with the table where that was empty when last looked at.
     connection.cursor().executemany(
@@ -53,12 +53,12 @@ def delete(connection: Connection, voice: Voice, spans: Sequence[Span]) -> None:
     )
 
 
-def _found(rows: Sequence[tuple[int, int, int, str]]) -> Found:
-    facts = [Fact(id, tuple(body for *_, body in of)) for id, of in groupby(rows, key=itemgetter(1))]
-    return Found(facts, whole=len(rows) < ROWS_AT_ONCE)
+def _found(rows: Sequence[tuple[int, int, int, str]]) -> OutboxFacts:
+    facts = [OutboxFact(id, tuple(body for *_, body in of)) for id, of in groupby(rows, key=itemgetter(1))]
+    return OutboxFacts(facts, whole=len(rows) < ROWS_AT_ONCE)
 
 
-def _signed(voice: Voice, spans: Sequence[Span]) -> tuple[list[int], list[int]]:
+def _signed(voice: RecordBuilder, spans: Sequence[SettledSpan]) -> tuple[list[int], list[int]]:
     """The lowest and the highest ID of each, as the table has them."""
     if voice.sign > 0:
         return [span.prev + 1 for span in spans], [span.id for span in spans]

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from msgspec import Raw
 
-from tidemark.sources.writer.chain import Span
-from tidemark.streaming import wire
+from tidemark.sources.writer.chain import SettledSpan
+from tidemark.streaming import records
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class OutboxFact:
     """`bodies` are its rows as JSON, in order; at least one."""
 
     id: int
@@ -19,7 +19,7 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
-class Voice:
+class RecordBuilder:
     """One writer, in one epoch, on one stream. `sign` is -1 where the IDs go down."""
 
     instance: str
@@ -27,7 +27,7 @@ class Voice:
     stream: str
     sign: int
 
-    def span(self, span: Span, facts: Sequence[Fact], voids: Sequence[int]) -> Iterator[bytes]:
+    def span(self, span: SettledSpan, facts: Sequence[OutboxFact], voids: Sequence[int]) -> Iterator[bytes]:
         """Edges that tile `span`: one for each of its facts, and of `voids`: reserved IDs without a fact.
 
         Both are in order. What else is empty (announced heads, and IDs of which that is not known) is covered by the
@@ -44,8 +44,8 @@ class Voice:
             yield self._void(at, void)
             at = void
         if at < span.id:
-            yield wire.encode(
-                wire.Position(
+            yield records.encode(
+                records.Position(
                     stream=self.stream,
                     writer=self.instance,
                     epoch=self.epoch,
@@ -54,15 +54,15 @@ class Voice:
                 )
             )
 
-    def fact(self, fact: Fact, prev: int) -> Iterator[bytes]:
+    def fact(self, fact: OutboxFact, prev: int) -> Iterator[bytes]:
         """One record per row; the last carries the number."""
         *first, last = fact.bodies
         for body in first:
-            yield wire.encode(
-                wire.Rdata(stream=self.stream, writer=self.instance, epoch=self.epoch, id="batch", row=Raw(body))
+            yield records.encode(
+                records.Rdata(stream=self.stream, writer=self.instance, epoch=self.epoch, id="batch", row=Raw(body))
             )
-        yield wire.encode(
-            wire.Rdata(
+        yield records.encode(
+            records.Rdata(
                 stream=self.stream,
                 writer=self.instance,
                 epoch=self.epoch,
@@ -72,7 +72,7 @@ class Voice:
             )
         )
 
-    def leftover(self, fact: Fact) -> Iterator[bytes]:
+    def leftover(self, fact: OutboxFact) -> Iterator[bytes]:
         """A fact whose neighbours in the chain are not known any more: an edge of one ID.
 
         Where its writer had told it before it died, that edge lies inside the one that was told: a duplicate.
@@ -80,14 +80,18 @@ class Voice:
         return self.fact(fact, fact.id - 1)
 
     def join(self, id: int) -> bytes:
-        return wire.encode(wire.Join(stream=self.stream, writer=self.instance, epoch=self.epoch, id=self.sign * id))
+        return records.encode(
+            records.Join(stream=self.stream, writer=self.instance, epoch=self.epoch, id=self.sign * id)
+        )
 
     def retire(self, id: int) -> bytes:
-        return wire.encode(wire.Retire(stream=self.stream, writer=self.instance, epoch=self.epoch, id=self.sign * id))
+        return records.encode(
+            records.Retire(stream=self.stream, writer=self.instance, epoch=self.epoch, id=self.sign * id)
+        )
 
     def _void(self, prev: int, id: int) -> bytes:
-        return wire.encode(
-            wire.Void(
+        return records.encode(
+            records.Void(
                 stream=self.stream,
                 writer=self.instance,
                 epoch=self.epoch,

@@ -17,12 +17,12 @@ import structlog
 
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.writer import outbox, sequences
-from tidemark.sources.writer.chain import Span
-from tidemark.sources.writer.draft import Draft, Outlet
+from tidemark.sources.writer.chain import SettledSpan
+from tidemark.sources.writer.fence import hold, make_durable, require_epoch
 from tidemark.sources.writer.metrics import Meters
-from tidemark.sources.writer.records import Voice
+from tidemark.sources.writer.pending import PendingTransaction, StreamHandle
+from tidemark.sources.writer.records import RecordBuilder
 from tidemark.sources.writer.session import Session
-from tidemark.sources.writer.takeover import hold, make_durable, require_epoch
 from tidemark.streaming.errors import Stop, Unavailable, WriterFenced
 
 log = structlog.get_logger(__name__)
@@ -41,8 +41,8 @@ MOST_UNACKNOWLEDGED = 5_000
 class _Parcel:
     """Spans of one stream that were sent and are not all acknowledged (`left` records), or not yet deleted."""
 
-    outlet: Outlet
-    spans: list[Span]
+    outlet: StreamHandle
+    spans: list[SettledSpan]
     records: list[bytes]
     left: int
 
@@ -59,7 +59,7 @@ class Relay:
         producer: Callable[[], RecordProducer],
         instance: str,
         epoch: int,
-        outlets: Mapping[str, Outlet],
+        outlets: Mapping[str, StreamHandle],
         meters: Meters,
     ) -> None:
         self.fenced = False
@@ -69,9 +69,9 @@ class Relay:
         self._instance = instance
         self._epoch = epoch
         self._outlets = outlets
-        self._voices = {name: Voice(instance, epoch, name, outlet.sign) for name, outlet in outlets.items()}
+        self._voices = {name: RecordBuilder(instance, epoch, name, outlet.sign) for name, outlet in outlets.items()}
         self._meters = meters
-        self._unclear: list[Draft] = []
+        self._unclear: list[PendingTransaction] = []
         self._parcels: list[_Parcel] = []
         self._refused = False
         self._life = session.life
@@ -95,7 +95,7 @@ class Relay:
         if not self._wake.is_set():
             self._wake.set()
 
-    def unclear(self, draft: Draft) -> None:
+    def unclear(self, draft: PendingTransaction) -> None:
         """It is not known whether the transaction has ended: found out by asking the server."""
         self._unclear.append(draft)
         self._wake.set()
@@ -177,7 +177,7 @@ class Relay:
 
     def _tell(self) -> None:
         done = [parcel for parcel in self._parcels if not parcel.left]
-        taken: dict[str, list[Span]] = {}
+        taken: dict[str, list[SettledSpan]] = {}
         if sum(parcel.left for parcel in self._parcels) < MOST_UNACKNOWLEDGED:
             taken = {name: spans for name, outlet in self._outlets.items() if (spans := outlet.chain.take())}
         if not done and not taken:
@@ -198,7 +198,9 @@ class Relay:
         with self._sending():
             self._send(packed)
 
-    def _decide(self, done: Sequence[_Parcel], taken: Mapping[str, list[Span]]) -> dict[str, list[outbox.Found]]:
+    def _decide(
+        self, done: Sequence[_Parcel], taken: Mapping[str, list[SettledSpan]]
+    ) -> dict[str, list[outbox.OutboxFacts]]:
         """Delete what was told, read what there is of `taken`; both stand for good when this returns."""
         with self._session.use() as connection:
             if self._session.life != self._life:
@@ -220,8 +222,8 @@ class Relay:
                 make_durable(connection)
         return found
 
-    def _pack(self, outlet: Outlet, spans: Sequence[Span], found: Sequence[outbox.Found]) -> _Parcel:
-        told, records = list[Span](), list[bytes]()
+    def _pack(self, outlet: StreamHandle, spans: Sequence[SettledSpan], found: Sequence[outbox.OutboxFacts]) -> _Parcel:
+        told, records = list[SettledSpan](), list[bytes]()
         for span, of in zip(spans, found, strict=True):
             voids = outlet.chain.voids(span)
             whole = span

@@ -1,9 +1,9 @@
 import pytest
 
-from tidemark.app.sidecar.service import Servers
+from tidemark.app.sidecar.service import SidecarServers
 
 
 @pytest.fixture
-def servers(redis_url: str, dsn: str) -> Servers:
+def servers(redis_url: str, dsn: str) -> SidecarServers:
     """What a sidecar of this test reads."""
-    return Servers(redis_url, dsn)
+    return SidecarServers(redis_url, dsn)

@@ -17,12 +17,12 @@ from tests.play.published import RedisReader, ahead
 from tests.streaming.builders import packed
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics
-from tidemark.streaming.advance import advance
-from tidemark.streaming.bounds import Bounds
-from tidemark.streaming.compaction import origin_of
+from tidemark.streaming.batch import advance
+from tidemark.streaming.compact import origin_of
 from tidemark.streaming.effects import ShardEffects
 from tidemark.streaming.errors import Unavailable
-from tidemark.streaming.wire import Topic
+from tidemark.streaming.model import Bounds
+from tidemark.streaming.records import Topic
 
 
 class Advance(NamedTuple):

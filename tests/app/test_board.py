@@ -5,15 +5,15 @@ from tidemark.app.board import Board
 from tidemark.streaming import state
 from tidemark.streaming.chain import Chain, Evidence, Span
 from tidemark.streaming.effects import Progress, ShardEffects, StreamEffects, Summary, WriterRow
-from tidemark.streaming.line import Line
-from tidemark.streaming.positions import Stream
-from tidemark.streaming.writers import Writer
+from tidemark.streaming.linear import LinearPosition
+from tidemark.streaming.stream import StreamState
+from tidemark.streaming.writers import WriterState
 
 
-def a_backward_stream() -> Stream:
+def a_backward_stream() -> StreamState:
     """At -4, with -6 complete and -5 not, seen first at 10 s."""
     chain = Chain(4, [Span(5, 6, Evidence(facts=1), 1, since=10_000)])
-    return Stream(direction=-1, line=Line(4), writers={"importer": Writer(1, chain)})
+    return StreamState(direction=-1, line=LinearPosition(4), writers={"importer": WriterState(1, chain)})
 
 
 def effects(stream: str, **positions: int) -> ShardEffects:

@@ -8,10 +8,9 @@ from tests.app.proofs import Watcher, as_undisturbed
 from tests.fix_pipeline import Site
 from tests.fix_servers import away, deaf
 from tests.play.cast import Cast
-from tidemark.app.stack.kafka import Kafka
-from tidemark.app.stack.postgres import Postgres
-from tidemark.app.stack.redis import Redis
-from tidemark.app.stack.server import Server
+from tidemark.app.stack.postgres import PostgresServer
+from tidemark.app.stack.server import ServerProcess
+from tidemark.app.stack.servers import KafkaServer, RedisServer
 
 pytestmark = pytest.mark.slow
 
@@ -20,10 +19,10 @@ CAST = Cast(streams=2, writers=3, rate=100.0)
 
 @pytest.mark.parametrize("what", ["Postgres", "Kafka"])
 def test_sigterm_while_it_waits_at_the_start_ends_it_at_once(
-    site: Site, postgres: Postgres, kafka: Kafka, what: str
+    site: Site, postgres: PostgresServer, kafka: KafkaServer, what: str
 ) -> None:
     """A server that is not there yet is named, and SIGTERM is obeyed with code 0 within ten seconds."""
-    servers: dict[str, Server] = {"Postgres": postgres, "Kafka": kafka}
+    servers: dict[str, ServerProcess] = {"Postgres": postgres, "Kafka": kafka}
     with away(servers[what]):
         waiting = site.start()
         waiting.says(f"{what} at")
@@ -31,7 +30,7 @@ def test_sigterm_while_it_waits_at_the_start_ends_it_at_once(
 
 
 def test_servers_that_come_one_after_the_other_are_waited_for(
-    site: Site, postgres: Postgres, kafka: Kafka, redis_server: Redis
+    site: Site, postgres: PostgresServer, kafka: KafkaServer, redis_server: RedisServer
 ) -> None:
     """Nothing answers at the start: each server is named until it is there, then all is published, none lost."""
     play = site.play(seed=21, cast=CAST)
@@ -49,7 +48,7 @@ def test_servers_that_come_one_after_the_other_are_waited_for(
 
 
 def test_servers_that_go_away_in_the_middle_are_waited_for(
-    site: Site, postgres: Postgres, kafka: Kafka, redis_server: Redis
+    site: Site, postgres: PostgresServer, kafka: KafkaServer, redis_server: RedisServer
 ) -> None:
     """Rules 2, 4 and 5: while records flow each server is stopped for some seconds, and two are deaf; positions go on
     by themselves, as if nothing had been. SIGTERM is obeyed with code 0 within ten seconds also when Postgres is

@@ -14,7 +14,7 @@ from tests.fix_pipeline import Site
 from tests.fix_servers import away
 from tests.play.cast import Cast, Habits
 from tests.waiting import eventually
-from tidemark.app.stack.postgres import Postgres
+from tidemark.app.stack.postgres import PostgresServer
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,7 @@ WILD = Habits(
 )
 
 
-def test_positions_survive_everything_at_once(site: Site, postgres: Postgres) -> None:
+def test_positions_survive_everything_at_once(site: Site, postgres: PostgresServer) -> None:
     """Rules 1 to 5: through kills at random moments, a flushed Redis, a restarted Postgres and a lost checkpoint no
     reader sees a position step back or run ahead of the truth, and in the end Redis, Postgres and the truth are one,
     with a history as chained as that of an undisturbed run."""

@@ -11,9 +11,9 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 from tests.app.running import PATIENCE
 from tests.fix_pipeline import PARTITIONS, Site
 from tests.waiting import eventually
-from tidemark.sinks.migrations import WANTED
+from tidemark.sinks.postgres.migrations import WANTED
 from tidemark.sources.topics import Topics
-from tidemark.streaming.wire import Join, Rdata, Record, encode, row
+from tidemark.streaming.records import Join, Rdata, Record, encode, row
 
 pytestmark = pytest.mark.slow
 

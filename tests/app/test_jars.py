@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from tidemark.app.stack.jars import BROKER, CONNECTOR, JarsUnavailable, fetch_jars
-from tidemark.app.stack.java import JavaUnfit, find_java
+from tidemark.streaming.spark import JavaUnfit, find_java
 
 
 def _fake_java(directory: Path, script: str) -> str:

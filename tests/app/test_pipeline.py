@@ -11,10 +11,9 @@ from tests.app.proofs import dead_letters
 from tests.app.running import PATIENCE
 from tests.fix_pipeline import Site, made_site
 from tests.waiting import eventually
-from tidemark.app.stack.kafka import Kafka
-from tidemark.app.stack.postgres import Postgres
-from tidemark.app.stack.redis import Redis
-from tidemark.streaming.wire import Join, Position, Rdata, Record, Void, row
+from tidemark.app.stack.postgres import PostgresServer
+from tidemark.app.stack.servers import KafkaServer, RedisServer
+from tidemark.streaming.records import Join, Position, Rdata, Record, Void, row
 
 pytestmark = pytest.mark.slow
 
@@ -23,9 +22,9 @@ NOTHING = row({})
 
 @pytest.fixture(scope="module")
 def shared(
-    kafka: Kafka,
-    postgres: Postgres,
-    redis_server: Redis,
+    kafka: KafkaServer,
+    postgres: PostgresServer,
+    redis_server: RedisServer,
     connector_jars: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Site]:

@@ -4,7 +4,7 @@ import pytest
 from confluent_kafka import Producer
 
 from tests.fix_pipeline import Site
-from tidemark.streaming.wire import Rdata, encode, row
+from tidemark.streaming.records import Rdata, encode, row
 
 pytestmark = pytest.mark.slow
 

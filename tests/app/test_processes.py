@@ -8,11 +8,11 @@ from typing import ClassVar
 import pytest
 
 from tidemark.app.stack.home import AlreadyRunning, Home
-from tidemark.app.stack.server import Server, StartFailed, free_port, listens
-from tidemark.app.stack.supervisor import Supervisor
+from tidemark.app.stack.members import Supervisor
+from tidemark.app.stack.server import ServerProcess, StartFailed, free_port, listens
 
 
-class Listener(Server):
+class Listener(ServerProcess):
     """A small real server: listens at its port until it is ended. `script` may be another Python program."""
 
     name: ClassVar[str] = "listener"

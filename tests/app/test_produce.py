@@ -3,18 +3,18 @@
 import pytest
 
 from tidemark.app.produce import Produced, produce
-from tidemark.app.stack.kafka import Kafka
+from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics, plans
 from tidemark.streaming.errors import TopicMissing
-from tidemark.streaming.wire import Topic
+from tidemark.streaming.records import Topic
 
 FACT = b'{"kind":"RDATA","stream":"orders","writer":"shop","id":%d,"row":{}}\n'
 SKIP = b'{"kind":"SKIP","stream":"orders","writer":"shop","prev":3,"id":4,"by":"ann","why":"lost"}\n'
 
 
 @pytest.fixture
-def connection(kafka: Kafka, prefix: str) -> KafkaConnection:
+def connection(kafka: KafkaServer, prefix: str) -> KafkaConnection:
     """A broker with this test's three topics on it."""
     connection = KafkaConnection(kafka.bootstrap_servers)
     Topics(connection).create_missing(plans(f"{prefix}.facts", f"{prefix}.control", f"{prefix}.dead", 4))

@@ -10,13 +10,13 @@ from pyspark.sql import SparkSession
 from tests.fix_kafka import PASSWORD, USER, GuardedKafka, with_wrong_secret
 from tests.fix_pipeline import Site, made_site
 from tests.fix_tls import Authority
-from tidemark.app.stack.postgres import Postgres
-from tidemark.app.stack.redis import Redis
+from tidemark.app.stack.postgres import PostgresServer
+from tidemark.app.stack.servers import RedisServer
 from tidemark.sources.kafka import EARLIEST, KafkaConnection, source_options
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming.errors import BadSetting, Refused
-from tidemark.streaming.wire import Rdata, encode, row
+from tidemark.streaming.records import Rdata, encode, row
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +67,11 @@ def test_a_key_that_only_one_client_can_read_is_named(guarded_kafka: GuardedKafk
 
 @pytest.fixture
 def guarded_site(
-    guarded_kafka: GuardedKafka, postgres: Postgres, redis_server: Redis, connector_jars: Path, tmp_path: Path
+    guarded_kafka: GuardedKafka,
+    postgres: PostgresServer,
+    redis_server: RedisServer,
+    connector_jars: Path,
+    tmp_path: Path,
 ) -> Iterator[Site]:
     """A site whose pipelines log in with SCRAM over TLS, the password in a file."""
     with made_site(guarded_kafka, postgres, redis_server, connector_jars, tmp_path) as plain:

@@ -4,12 +4,11 @@ import redis
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from tidemark.app.stack.kafka import Kafka
-from tidemark.app.stack.postgres import Postgres
-from tidemark.app.stack.redis import Redis
+from tidemark.app.stack.postgres import PostgresServer
+from tidemark.app.stack.servers import KafkaServer, RedisServer
 
 
-def test_postgres_keeps_what_was_committed_before_a_kill(postgres: Postgres, database: str) -> None:
+def test_postgres_keeps_what_was_committed_before_a_kill(postgres: PostgresServer, database: str) -> None:
     """A committed row is there after the server was killed and started again."""
     with psycopg.connect(database, autocommit=True) as connection:
         connection.execute("CREATE TABLE kept AS SELECT 7 AS n")
@@ -19,14 +18,14 @@ def test_postgres_keeps_what_was_committed_before_a_kill(postgres: Postgres, dat
         assert connection.execute("SELECT n FROM kept").fetchone() == (7,)
 
 
-def test_postgres_wants_the_password(postgres: Postgres) -> None:
+def test_postgres_wants_the_password(postgres: PostgresServer) -> None:
     """Another user of the machine cannot become the superuser of the database, and so us."""
     stranger = postgres.dsn("postgres").replace(":", ":x", 2).replace(":x//", "://")
     with pytest.raises(psycopg.OperationalError, match="password authentication failed"):
         psycopg.connect(stranger)
 
 
-def test_redis_keeps_what_it_was_told_before_a_stop(redis_server: Redis, redis_url: str) -> None:
+def test_redis_keeps_what_it_was_told_before_a_stop(redis_server: RedisServer, redis_url: str) -> None:
     """A value is there after an orderly stop and a start."""
     with redis.Redis.from_url(redis_url) as client:
         client.set("kept", "7")
@@ -35,7 +34,7 @@ def test_redis_keeps_what_it_was_told_before_a_stop(redis_server: Redis, redis_u
         assert client.get("kept") == b"7"
 
 
-def test_kafka_keeps_topics_through_a_kill_and_creates_none_by_accident(kafka: Kafka, prefix: str) -> None:
+def test_kafka_keeps_topics_through_a_kill_and_creates_none_by_accident(kafka: KafkaServer, prefix: str) -> None:
     """A topic is there after a kill and a start; one that was never created does not come into being."""
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers, "log_level": 0})
     admin.create_topics([NewTopic(prefix, 3)])[prefix].result(timeout=10)

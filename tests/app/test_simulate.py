@@ -6,9 +6,9 @@ import pytest
 import redis
 
 from tests.fix_stack import Terminal
-from tidemark.app.stack.kafka import Kafka
+from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.simulator.cast import Fault
+from tidemark.sources.simulator.script import Fault
 from tidemark.sources.topics import TopicPlan, Topics
 
 SECONDS = 45
@@ -35,7 +35,7 @@ def test_nothing_is_missed_doubled_or_disordered_whatever_dies(terminal: Termina
 
 
 def test_streams_that_tidemark_knows_are_not_begun_anew(
-    kafka: Kafka, redis_url: str, database: str, prefix: str, terminal: Terminal
+    kafka: KafkaServer, redis_url: str, database: str, prefix: str, terminal: Terminal
 ) -> None:
     """A sequence that begins below known positions would look like a database set back: another prefix is asked for."""
     Topics(KafkaConnection(kafka.bootstrap_servers)).create_missing([TopicPlan(prefix, 2, 3_600_000)])

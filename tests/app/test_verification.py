@@ -7,9 +7,9 @@ import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
-from tidemark.app.verification import Count, Verification
+from tidemark.app.simulation.verification import Count, Verification
 from tidemark.sources.simulator import tables
-from tidemark.sources.simulator.cast import Cast
+from tidemark.sources.simulator.script import Cast
 
 STREAM = Cast(streams=1).stream_list()[0]
 

@@ -9,8 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tidemark.app.settings import child_environment
-from tidemark.app.stack.kafka import Kafka
-from tidemark.app.writer import Fence, fence, migrate, plan, report
+from tidemark.app.stack.servers import KafkaServer
+from tidemark.app.writer import Fence, fence_writer, migrate, plan, report
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.sources.writer import Writer
@@ -18,7 +18,7 @@ from tidemark.streaming.errors import SchemaMismatch, SequenceUnfit, UnknownWrit
 
 
 @pytest.fixture
-def connection(kafka: Kafka, prefix: str) -> KafkaConnection:
+def connection(kafka: KafkaServer, prefix: str) -> KafkaConnection:
     """A broker with one topic, called as `prefix`."""
     connection = KafkaConnection(kafka.bootstrap_servers)
     Topics(connection).create_missing([TopicPlan(prefix, 1, 3_600_000)])
@@ -48,7 +48,7 @@ def test_migrate_says_what_it_did_and_does_nothing_twice(database: str) -> None:
 
 def test_it_shares_a_database_with_the_pipeline_in_any_order(database: str) -> None:
     """Both have the schema `tidemark`, each with a version of its own."""
-    from tidemark.sinks.migrations import migrate as migrate_pipeline
+    from tidemark.sinks.postgres.migrations import migrate as migrate_pipeline
 
     migrate(database, [], "forward", say_nothing)
     assert migrate_pipeline(database)
@@ -103,7 +103,7 @@ def test_fence_shows_what_it_finds_and_settles_it(database: str, connection: Kaf
         report(database, "shop-1", found.append)
         said: list[str] = []
         order = Fence("shop-1", terminate=True, retire=True)
-        fence(database, connection, prefix, order, said.append)
+        fence_writer(database, connection, prefix, order, said.append)
         with pytest.raises(psycopg.OperationalError):
             hanging.execute("select 1")
     assert found[0] == "shop-1 is in epoch 1"
@@ -136,7 +136,7 @@ def test_fence_waits_for_an_open_transaction_and_names_it_once(
             if line.startswith("waiting"):
                 threading.Timer(1.5, hanging.commit).start()
 
-        fence(database, connection, prefix, Fence("shop-1", terminate=False, retire=False), hear)
+        fence_writer(database, connection, prefix, Fence("shop-1", terminate=False, retire=False), hear)
     assert [line.split(":")[0] for line in said] == ["waiting for open transaction", said[1], "orders"]
 
 

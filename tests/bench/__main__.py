@@ -11,7 +11,7 @@ from tests.bench import cores, flat, gap, latency, race, report, results, sideca
 from tests.bench.site import Site, servers
 from tidemark.app import logs
 from tidemark.app.settings import Settings
-from tidemark.app.stack.java import find_java
+from tidemark.streaming.spark import find_java
 
 Run = Callable[[Site], dict[str, Any]]
 

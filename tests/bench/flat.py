@@ -15,14 +15,14 @@ from tests.bench.table import mib, rate, table
 from tests.bench.whole import WrongResult
 from tests.bench.workload import Edges, Play, Rendering, Shape
 from tidemark.streaming import state
-from tidemark.streaming.advance import advance
-from tidemark.streaming.bounds import Bounds
-from tidemark.streaming.compaction import compactor
-from tidemark.streaming.framing import HEADER
-from tidemark.streaming.packet import Packet
+from tidemark.streaming.batch import advance
+from tidemark.streaming.compact import compactor
+from tidemark.streaming.frames import HEADER
+from tidemark.streaming.model import Bounds
+from tidemark.streaming.runs import Packet
 
 _TOPIC = "facts"
-_ARROW_ROWS = 10_000  # what Spark hands over at a time: streaming.session
+_ARROW_ROWS = 10_000  # what Spark hands over at a time: streaming.spark
 _packets = msgspec.msgpack.Decoder(Packet)
 _SHAPE = Shape(streams=1, writers=8)
 

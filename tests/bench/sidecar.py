@@ -20,7 +20,7 @@ from tests.bench.table import mib, table
 from tests.bench.topic import create
 from tests.bench.whole import WrongResult
 from tidemark.app.stack.server import LOOPBACK, free_port
-from tidemark.app.stack.tidemark import Sidecar
+from tidemark.app.stack.servers import SidecarProcess
 
 _PERCENTILES = (50, 90, 99, 100)
 CHECKING = 5  # clients of the line protocol that check every line
@@ -136,7 +136,7 @@ def _percentiles(values: list[float]) -> dict[str, float]:
 
 
 @contextmanager
-def _sidecar(site: Site, dsn: str, url: str) -> Iterator[tuple[Sidecar, int]]:
+def _sidecar(site: Site, dsn: str, url: str) -> Iterator[tuple[SidecarProcess, int]]:
     """A sidecar, and the port of its lines."""
     port, tcp, topic = free_port(), free_port(), site.fresh("sidecar")
     create(site.connection, topic, 1)
@@ -148,7 +148,7 @@ def _sidecar(site: Site, dsn: str, url: str) -> Iterator[tuple[Sidecar, int]]:
         "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": site.kafka.bootstrap_servers,
         "TIDEMARK_KAFKA_FACTS_TOPIC": topic,
     }
-    server = Sidecar(site.home, port, variables)
+    server = SidecarProcess(site.home, port, variables)
     server.start()
     try:
         yield server, tcp
@@ -180,12 +180,12 @@ def _answer(process: subprocess.Popen[bytes], type_: type[T]) -> T:
     return msgspec.json.decode(line, type=type_)
 
 
-def _peak(sidecar: Sidecar) -> int:
+def _peak(sidecar: SidecarProcess) -> int:
     """Most resident memory that it ever had, in bytes."""
     lines = Path(f"/proc/{sidecar.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
-def _processor_seconds(sidecar: Sidecar) -> float:
+def _processor_seconds(sidecar: SidecarProcess) -> float:
     times = psutil.Process(sidecar.pid).cpu_times()
     return float(times.user + times.system)

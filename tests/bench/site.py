@@ -13,22 +13,21 @@ import redis
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import BROKER, CONNECTOR, fetch_jars
-from tidemark.app.stack.java import find_java
-from tidemark.app.stack.kafka import Kafka
-from tidemark.app.stack.postgres import Postgres
-from tidemark.app.stack.redis import Redis
+from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import free_port
-from tidemark.sinks.migrations import migrate
+from tidemark.app.stack.servers import KafkaServer, RedisServer
+from tidemark.sinks.postgres.migrations import migrate
 from tidemark.sources.kafka import KafkaConnection
+from tidemark.streaming.spark import find_java
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
     home: Home
     jars: Path
-    kafka: Kafka
-    postgres: Postgres
-    redis: Redis
+    kafka: KafkaServer
+    postgres: PostgresServer
+    redis: RedisServer
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
@@ -77,9 +76,9 @@ def servers() -> Iterator[Site]:
         site = Site(
             home,
             jars,
-            Kafka(home, free_port(), java=java, jars=jars / BROKER),
-            Postgres(home, free_port()),
-            Redis(home, free_port()),
+            KafkaServer(home, free_port(), java=java, jars=jars / BROKER),
+            PostgresServer(home, free_port()),
+            RedisServer(home, free_port()),
         )
         for server in (site.kafka, site.postgres, site.redis):
             server.start()

@@ -19,9 +19,9 @@ from tests.bench.site import Site
 from tests.bench.table import table
 from tests.bench.topic import fill
 from tidemark.sources.kafka import EARLIEST, source_options
-from tidemark.streaming import query, session
-from tidemark.streaming.compaction import compactor
-from tidemark.streaming.jvm import Jvm
+from tidemark.streaming import query
+from tidemark.streaming.compact import compactor
+from tidemark.streaming.spark import Jvm, SparkSettings, configuration, connect
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,15 @@ def run(site: Site, plan: Plan) -> dict[str, Any]:
     """The first round warms up and does not count."""
     shape, partitions = THROUGHPUT.shape, THROUGHPUT.partitions
     loaded = fill(site.connection, site.fresh("facts"), shape, records=plan.records, partitions=partitions)
-    wanted = session.SparkSettings(
+    wanted = SparkSettings(
         master="local[*]",
         memory="4g",  # each Spark batch leaves consumers with full buffers behind
         jars=sorted(site.connector_jars.glob("*.jar")),
         tasks=os.cpu_count() or 1,
         local_dir=site.directory("spark"),
     )
-    conf = session.configuration(wanted)
-    spark = session.connect(Jvm(conf), conf)
+    conf = configuration(wanted)
+    spark = connect(Jvm(conf), conf)
     options = source_options(site.connection, {loaded.name: dict.fromkeys(range(partitions), EARLIEST)}, plan.records)
     del options["maxOffsetsPerTrigger"]  # of streams only
     records = spark.read.format("kafka").options(**options).load()

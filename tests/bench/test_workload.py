@@ -4,7 +4,7 @@ import pytest
 from tests.bench.competitors.gaps import Gaps
 from tests.bench.latency import Moves
 from tests.bench.workload import Edges, Play, Rendering, Shape
-from tidemark.streaming.wire import Topic, read
+from tidemark.streaming.records import Topic, read
 
 SHAPES = [Shape(streams=3, writers=4), Shape(streams=50, writers=2, in_flight=0.5), Shape(streams=1, writers=1)]
 

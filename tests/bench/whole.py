@@ -14,7 +14,7 @@ from tests.bench.rate import Mark
 from tests.bench.site import Site
 from tests.bench.workload import Play
 from tidemark.app.stack.server import LOOPBACK, free_port
-from tidemark.app.stack.tidemark import Pipeline
+from tidemark.app.stack.servers import PipelineProcess
 
 _POLL_SECONDS = 0.2
 
@@ -27,7 +27,7 @@ class WrongResult(Exception):
 class Whole:
     """A running pipeline; everything it has written is read from its database and its Redis."""
 
-    server: Pipeline
+    server: PipelineProcess
     topic: str
     dsn: str
     redis_url: str
@@ -126,7 +126,7 @@ def pipeline(site: Site, topic: str, partitions: int, variables: Mapping[str, st
         "TIDEMARK_METRICS_PORT": str(port),
         **variables,
     }
-    server = Pipeline(site.home, port, settings)
+    server = PipelineProcess(site.home, port, settings)
     server.start()
     try:
         yield Whole(server, topic, dsn, redis_url)

@@ -11,7 +11,7 @@ from typing import ClassVar
 import psutil
 
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.server import LOOPBACK, Server, free_port, listens, process_of
+from tidemark.app.stack.server import LOOPBACK, ServerProcess, free_port, listens, process_of
 
 
 def spark_home() -> Path:
@@ -21,7 +21,7 @@ def spark_home() -> Path:
     return Path(spec.origin).parent
 
 
-class _SparkServer(Server):
+class _SparkServer(ServerProcess):
     patience: ClassVar[float] = 60.0
 
     def answers(self) -> bool:

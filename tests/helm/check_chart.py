@@ -15,8 +15,8 @@ import yaml
 
 from tests.helm.tools import CHART, EXAMPLES, KUBERNETES, ROOT, TOOLS, objects, rendered, run, tool
 from tidemark.app import metrics
+from tidemark.app.read_side import metrics as sidecar_metrics
 from tidemark.app.settings import Settings, is_secret, variable_of
-from tidemark.app.sidecar import metrics as sidecar_metrics
 
 # Objects of operators, whose schemas are not Kubernetes's own.
 FOREIGN = "KafkaTopic,PodMonitor,PrometheusRule,ServiceMonitor"

@@ -8,10 +8,10 @@ import pytest
 from tests.play.cast import Cast, Habits
 from tests.play.simulation import Simulation
 from tests.streaming.builders import packed
-from tidemark.streaming.advance import advance
-from tidemark.streaming.bounds import Bounds
+from tidemark.streaming.batch import advance
 from tidemark.streaming.effects import ShardEffects
-from tidemark.streaming.wire import Record, encode
+from tidemark.streaming.model import Bounds
+from tidemark.streaming.records import Record, encode
 
 WILD = Habits(
     duration=0.3,

@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 
 from tidemark.sinks.batch import Batch
-from tidemark.sinks.redis import key
-from tidemark.streaming.effects import Advance, Progress, ShardEffects, StreamEffects, Summary, WriterRow
-from tidemark.streaming.packet import Rejected
+from tidemark.sinks.redis.publish import key
+from tidemark.streaming.effects import Progress, ShardEffects, StreamEffects, Summary, WriterAdvance, WriterRow
+from tidemark.streaming.runs import Rejected
 
 NOW = 1_790_000_000_000  # ms; some day in 2026
 
 
-def advance(writer: str, prev: int, id_: int, **more: int) -> Advance:
+def advance(writer: str, prev: int, id_: int, **more: int) -> WriterAdvance:
     """All of `(prev, id]` are facts unless `more` says otherwise."""
     evidence = {"facts": 0 if more else abs(id_ - prev), "empty": 0, "unseen": 0, "skipped": 0} | more
-    return Advance(writer=writer, prev=prev, id=id_, oldest=NOW, **({"epoch": 1} | evidence))
+    return WriterAdvance(writer=writer, prev=prev, id=id_, oldest=NOW, **({"epoch": 1} | evidence))
 
 
-def stream(name: str, *advances: Advance, linear: int = 0, **more: Any) -> StreamEffects:
+def stream(name: str, *advances: WriterAdvance, linear: int = 0, **more: Any) -> StreamEffects:
     """The writers' rows follow from the advances unless `writers` is given."""
     fields: dict[str, Any] = {
         "direction": -1 if any(it.id < 0 for it in advances) else 1,

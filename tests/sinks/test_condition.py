@@ -5,10 +5,10 @@ from datetime import UTC, datetime
 import pytest
 
 from tests.sinks.given import NOW, advance, batch, rejected, stream
-from tidemark.sinks.condition import LATE_COUNTED, Conditions
-from tidemark.sinks.lease import Lease
-from tidemark.sinks.postgres import Postgres
-from tidemark.streaming.effects import Late
+from tidemark.sinks.postgres.lease import Lease
+from tidemark.sinks.postgres.status import LATE_COUNTED, Conditions
+from tidemark.sinks.postgres.store import Postgres
+from tidemark.streaming.effects import LateCompletion
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_rejected_records_are_counted_once(conditions: Conditions, store: Postgr
 
 def test_late_completions_are_counted_up_to_a_bound(conditions: Conditions, store: Postgres, lease: Lease) -> None:
     """Of the streams that are asked for, and never more of one stream than people want to know."""
-    late = [Late("w", 1, id, id + 1, 1, "skipped") for id in range(LATE_COUNTED + 5)]
+    late = [LateCompletion("w", 1, id, id + 1, 1, "skipped") for id in range(LATE_COUNTED + 5)]
     streams = [stream("s", advance("w", 0, 999), late=late), stream("t", advance("w", 0, 9), late=late[:1])]
     store.apply(batch(1, *streams, token=lease.token))
     assert {name: it.count for name, it in conditions.late(["s", "t", "u"]).items()} == {"s": LATE_COUNTED, "t": 1}

@@ -9,20 +9,20 @@ from confluent_kafka import Consumer, Message, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from tests.sinks.given import batch, rejected
-from tidemark.app.stack.kafka import Kafka
-from tidemark.sinks.dead_letters import Buried, DeadLetters, DeadLettersConfig
-from tidemark.sinks.lease import Lease
+from tidemark.app.stack.servers import KafkaServer
+from tidemark.sinks.dead_letters import DeadLettered, DeadLetters, DeadLettersConfig
 from tidemark.sinks.mirror import Mirror
-from tidemark.sinks.patience import wait_out
-from tidemark.sinks.postgres import Postgres
+from tidemark.sinks.postgres.lease import Lease
+from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.publisher import Publisher
-from tidemark.sinks.redis import Redis
+from tidemark.sinks.redis.publish import Redis
+from tidemark.sinks.retry import wait_out
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.streaming.errors import TopicMissing, Unavailable
 
 
 @pytest.fixture
-def connection(kafka: Kafka) -> KafkaConnection:
+def connection(kafka: KafkaServer) -> KafkaConnection:
     return KafkaConnection(kafka.bootstrap_servers)
 
 
@@ -75,7 +75,7 @@ def read(connection: KafkaConnection, topic: str, count: int) -> list[Message]:
 def test_record_is_sent_on_unchanged(connection: KafkaConnection, facts: str, dead: str, letters: DeadLetters) -> None:
     """Rule 5: key, value (none at all too) and headers are the original ones; reason and origin stand in headers."""
     produce(connection, facts, [b"good", b"\xff\x00 bad", None], partition=1)
-    assert letters.send([rejected(facts, "not_json", [1, 2], partition=1)]) == Buried(sent=2)
+    assert letters.send([rejected(facts, "not_json", [1, 2], partition=1)]) == DeadLettered(sent=2)
     bad, none = read(connection, dead, 2)
     assert (bad.key(), bad.value(), none.value()) == (b"key-1", b"\xff\x00 bad", None)
     origin = [("reason", b"not_json"), ("topic", facts.encode()), ("partition", b"1"), ("offset", b"1")]
@@ -109,7 +109,7 @@ def test_record_that_retention_removed_leaves_its_origin(
     produce(connection, facts, [b"0", b"1", b"2", os.urandom(5000)])
     for deleted in admin.delete_records([TopicPartition(facts, 0, 2)]).values():
         deleted.result(10)
-    assert letters.send([rejected(facts, "not_json", [0, 2, 3, 77])]) == Buried(sent=4, gone=3)
+    assert letters.send([rejected(facts, "not_json", [0, 2, 3, 77])]) == DeadLettered(sent=4, gone=3)
     found = {dict(it.headers() or ())["offset"]: it for it in read(connection, dead, 4)}
     assert found[b"2"].value() == b"2"
     for offset in (b"0", b"3", b"77"):
@@ -126,7 +126,9 @@ def test_missing_topic_is_named(connection: KafkaConnection, facts: str) -> None
 
 
 @pytest.mark.slow
-def test_kafka_that_was_away_is_asked_again(connection: KafkaConnection, facts: str, dead: str, kafka: Kafka) -> None:
+def test_kafka_that_was_away_is_asked_again(
+    connection: KafkaConnection, facts: str, dead: str, kafka: KafkaServer
+) -> None:
     """A broker that is away, or back and not yet itself, is unavailable, and a later call sends everything."""
     produce(connection, facts, [b"0", b"1"])
     with DeadLetters(DeadLettersConfig(dead, connection.client(), connection.producer(), patience=1.0)) as letters:

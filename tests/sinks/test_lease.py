@@ -13,9 +13,9 @@ import pytest
 from tests.fix_sinks import TERMS
 from tests.sinks.given import batch, lines
 from tests.waiting import eventually
-from tidemark.app.stack.postgres import Postgres as PostgresServer
-from tidemark.sinks.lease import Lease, LeaseTerms
-from tidemark.sinks.postgres import Postgres
+from tidemark.app.stack.postgres import PostgresServer
+from tidemark.sinks.postgres.lease import Lease, LeaseConfig
+from tidemark.sinks.postgres.store import Postgres
 from tidemark.streaming.errors import LeaseLost, Stopping
 
 NEVER = threading.Event()
@@ -24,7 +24,7 @@ spawn = multiprocessing.get_context("spawn")
 
 def hold(dsn: str, owner: str, report: str, ttl: float) -> None:
     """A process that takes the lease, says so, and keeps it until it is killed."""
-    with Lease.acquire(dsn, LeaseTerms(owner, ttl, grace=0.3, poll=0.05), NEVER) as lease:
+    with Lease.acquire(dsn, LeaseConfig(owner, ttl, grace=0.3, poll=0.05), NEVER) as lease:
         with Path(report).open("a") as file:
             file.write(f'["{owner}", {lease.token}]\n')
         time.sleep(600)
@@ -43,7 +43,7 @@ def processes() -> Iterator[list[BaseProcess]]:
 
 def test_token_rises_with_every_owner(dsn: str) -> None:
     """Rule 6: a released lease is taken at once, under a higher token."""
-    patient = LeaseTerms("owner", ttl=60.0, grace=60.0)
+    patient = LeaseConfig("owner", ttl=60.0, grace=60.0)
     with Lease.acquire(dsn, patient, NEVER) as first:
         pass
     began = time.monotonic()
@@ -64,7 +64,7 @@ def test_waiter_stops_when_told(dsn: str, lease: Lease) -> None:
 
 def test_renewed_lease_outlives_its_time(dsn: str) -> None:
     """An owner that renews is not replaced, however often its time to live passes."""
-    terms = LeaseTerms("owner", ttl=1.0, grace=0.5, poll=0.05)
+    terms = LeaseConfig("owner", ttl=1.0, grace=0.5, poll=0.05)
     stopping = threading.Event()
     threading.Timer(2.5, stopping.set).start()
     with Lease.acquire(dsn, terms, NEVER) as lease:
@@ -109,7 +109,7 @@ def test_frozen_owner_is_replaced_and_refused(
 
 def test_transaction_that_hangs_does_not_keep_the_lease(dsn: str) -> None:
     """Rule 6: a frozen owner in the middle of a batch is ended by its successor, and its batch is rolled back."""
-    terms = LeaseTerms("owner", ttl=0.5, grace=0.2, poll=0.05)
+    terms = LeaseConfig("owner", ttl=0.5, grace=0.2, poll=0.05)
     frozen = Lease.acquire(dsn, terms, NEVER)  # not entered: nothing renews it
     with psycopg.connect(dsn) as hung:
         hung.execute("select token from tidemark.query_lease for key share")
@@ -146,7 +146,7 @@ def test_batch_in_flight_delays_a_takeover(dsn: str, sql: psycopg.Connection) ->
 
 def test_owner_learns_that_it_lost(dsn: str, sql: psycopg.Connection) -> None:
     """Rule 6: once somebody raised the token, the owner's next check raises."""
-    with Lease.acquire(dsn, LeaseTerms("owner", ttl=0.3), NEVER) as lease:
+    with Lease.acquire(dsn, LeaseConfig("owner", ttl=0.3), NEVER) as lease:
         lease.check()
         sql.execute("update tidemark.query_lease set token = token + 5")
         eventually(lease.lost.is_set)
@@ -157,7 +157,7 @@ def test_owner_learns_that_it_lost(dsn: str, sql: psycopg.Connection) -> None:
 @pytest.mark.slow
 def test_lease_survives_a_restart_of_postgres(dsn: str, postgres: PostgresServer) -> None:
     """An owner whose session broke takes it up again under the same token, as nobody else was quicker."""
-    with Lease.acquire(dsn, LeaseTerms("owner", ttl=0.6, grace=5.0), NEVER) as lease:
+    with Lease.acquire(dsn, LeaseConfig("owner", ttl=0.6, grace=5.0), NEVER) as lease:
         postgres.kill()
         postgres.start()
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 import psycopg
 import pytest
 
-from tidemark.sinks.database import Connection, Database
-from tidemark.sinks.migrations import READABLE, WANTED, check, check_readable, migrate
+from tidemark.sinks.postgres.migrations import READABLE, WANTED, check, check_readable, migrate
+from tidemark.sinks.postgres.session import Connection, Database
 from tidemark.streaming.errors import BadSetting, Refused, SchemaMismatch, Unavailable
 
 

@@ -10,12 +10,12 @@ import pytest
 from tests.sinks.given import advance, entries, stream
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
-from tidemark.app.stack.redis import Redis as RedisServer
-from tidemark.sinks.lease import Lease
-from tidemark.sinks.postgres import Postgres
-from tidemark.sinks.redis import SENTINEL, STREAMS, Redis, key
-from tidemark.sinks.watch import Watch, WatchTerms
-from tidemark.streaming.effects import Late, StreamEffects
+from tidemark.app.stack.servers import RedisServer
+from tidemark.sinks.maintenance import Maintenance, MaintenanceConfig
+from tidemark.sinks.postgres.lease import Lease
+from tidemark.sinks.postgres.store import Postgres
+from tidemark.sinks.redis.publish import SENTINEL, STREAMS, Redis, key
+from tidemark.streaming.effects import LateCompletion, StreamEffects
 from tidemark.streaming.errors import LeaseLost
 
 
@@ -69,7 +69,7 @@ def test_crash_between_commit_and_redis_is_made_good(pipeline: Pipeline, shown: 
 
 def test_repeated_batch_is_shown_from_postgres(pipeline: Pipeline, shown: Redis, keys: Any) -> None:
     """Rules 2 and 4: a batch whose commit succeeded and whose publication did not is shown when it comes again."""
-    late = Late("w", 1, 1, 2, 1, "skipped")
+    late = LateCompletion("w", 1, 1, 2, 1, "skipped")
     made, _ = pipeline.commit(stream("s", advance("w", 0, 3), late=[late]))
     repeated = pipeline.store.apply(made)
     assert repeated.repeated
@@ -93,7 +93,7 @@ def test_flushed_redis_is_the_same_again(pipeline: Pipeline, keys: Any) -> None:
     """Rules 2 and 4: after FLUSHALL a refill gives the same keys, LATE entries and backward streams included."""
     for step in (*moves(3, 5, 9), *moves(-2, -7, name="back"), *moves(2**62, 2**63 - 1, name="far")):
         pipeline.publish(step)
-    pipeline.publish(stream("s", linear=9, linear_prev=9, late=[Late("w", 1, 1, 2, 1, "skipped")]))
+    pipeline.publish(stream("s", linear=9, linear_prev=9, late=[LateCompletion("w", 1, 1, 2, 1, "skipped")]))
     pipeline.publish(stream("s", advance("v", 0, 10), linear=9))
     names = ("s", "back", "far")
     before = {name: dump(keys, name) for name in names}
@@ -158,8 +158,8 @@ def test_owner_that_lost_shows_nothing(pipeline: Pipeline, shown: Redis, keys: A
 
 
 @pytest.fixture
-def watch(pipeline: Pipeline, store: Postgres, shown: Redis, lease: Lease) -> Iterator[Watch]:
-    with Watch(pipeline.mirror, store, shown, lease, WatchTerms(look=0.1, compare=60, tidy=60)) as watch:
+def watch(pipeline: Pipeline, store: Postgres, shown: Redis, lease: Lease) -> Iterator[Maintenance]:
+    with Maintenance(pipeline.mirror, store, shown, lease, MaintenanceConfig(look=0.1, compare=60, tidy=60)) as watch:
         eventually(lambda: shown.stamp("") is not None)
         yield watch
 
@@ -176,7 +176,7 @@ def test_thousand_streams_are_refilled_without_traffic(
                 for n in range(1000)
             )
         )
-    with Watch(pipeline.mirror, pipeline.store, shown, lease, WatchTerms()):
+    with Maintenance(pipeline.mirror, pipeline.store, shown, lease, MaintenanceConfig()):
         eventually(lambda: keys.get(SENTINEL) is not None)
         keys.flushall()
         began = time.monotonic()
@@ -219,7 +219,7 @@ def test_redis_that_was_away_is_refilled(pipeline: Pipeline, keys: Any, redis_se
 
 def test_watch_makes_tomorrows_history(pipeline: Pipeline, shown: Redis, lease: Lease, sql: Any) -> None:
     """The partition of the next day is there before the day begins."""
-    with Watch(pipeline.mirror, pipeline.store, shown, lease, WatchTerms(look=0.05)):
+    with Maintenance(pipeline.mirror, pipeline.store, shown, lease, MaintenanceConfig(look=0.05)):
         query = "select 1 from pg_class where relname = 'position_advances_' || to_char({}, 'YYYYMMDD')"
         tomorrow = query.format("(now() at time zone 'UTC')::date + 1")
         eventually(lambda: sql.execute(tomorrow).fetchone() is not None)
@@ -227,6 +227,6 @@ def test_watch_makes_tomorrows_history(pipeline: Pipeline, shown: Redis, lease: 
 
 def test_watch_ends_with_the_lease(pipeline: Pipeline, shown: Redis, lease: Lease) -> None:
     """Rule 6: a watch whose lease was lost touches Redis no more."""
-    with Watch(pipeline.mirror, pipeline.store, shown, lease, WatchTerms(look=0.05)):
+    with Maintenance(pipeline.mirror, pipeline.store, shown, lease, MaintenanceConfig(look=0.05)):
         lease.lose(lease.token + 1)
         eventually(lambda: all(thread.name != "watch" for thread in threading.enumerate()))

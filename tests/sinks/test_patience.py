@@ -4,7 +4,7 @@ import time
 import pytest
 from structlog.testing import capture_logs
 
-from tidemark.sinks.patience import wait_out
+from tidemark.sinks.retry import wait_out
 from tidemark.streaming.errors import LeaseLost, Stopping, Unavailable
 
 

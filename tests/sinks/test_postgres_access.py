@@ -7,13 +7,13 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from tests.fix_tls import SSL_REQUEST, Authority, tls_front
-from tidemark.app.stack.postgres import Postgres
-from tidemark.sinks.database import Database
+from tidemark.app.stack.postgres import PostgresServer
+from tidemark.sinks.postgres.session import Database
 from tidemark.streaming.errors import Refused, Unavailable
 
 
 def test_a_server_is_known_by_its_certificate(
-    postgres: Postgres, database: str, authority: Authority, stranger: Authority
+    postgres: PostgresServer, database: str, authority: Authority, stranger: Authority
 ) -> None:
     """With `sslmode=verify-full` we talk to the server whose authority we know; another one, or a server without TLS,
     is a refusal that names what to check."""
@@ -35,7 +35,7 @@ def test_a_server_is_known_by_its_certificate(
 
 
 def test_a_password_that_rotates_is_taken_up_at_the_next_connection(
-    postgres: Postgres, database: str, tmp_path: Path
+    postgres: PostgresServer, database: str, tmp_path: Path
 ) -> None:
     """An open session stays; when it breaks, the next one logs in with the password as it is then. Until that has
     arrived it is waited for: a password that was good a minute ago is no reason to end."""

@@ -13,15 +13,15 @@ import pytest
 
 from tests.fix_sinks import TERMS
 from tests.sinks.given import advance, entries, shard, stream
-from tidemark.app.stack.postgres import Postgres as PostgresServer
-from tidemark.app.stack.redis import Redis as RedisServer
-from tidemark.sinks.batch import Applied, Batch
-from tidemark.sinks.dead_letters import Buried, DeadLetters, DeadLettersConfig
-from tidemark.sinks.lease import Lease, LeaseTerms
+from tidemark.app.stack.postgres import PostgresServer
+from tidemark.app.stack.servers import RedisServer
+from tidemark.sinks.batch import Batch, Committed
+from tidemark.sinks.dead_letters import DeadLettered, DeadLetters, DeadLettersConfig
 from tidemark.sinks.mirror import Mirror
-from tidemark.sinks.postgres import Postgres, PostgresConfig
+from tidemark.sinks.postgres.lease import Lease, LeaseConfig
+from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.publisher import Publisher
-from tidemark.sinks.redis import Redis, RedisConfig, key
+from tidemark.sinks.redis.publish import Redis, RedisConfig, key
 from tidemark.streaming.effects import ShardEffects
 from tidemark.streaming.errors import LeaseLost, Stopping
 
@@ -51,18 +51,18 @@ class Doomed(Publisher):
 
     at: tuple[int, str]
 
-    def commit(self, batch: Batch) -> Applied:
+    def commit(self, batch: Batch) -> Committed:
         self._pass(batch, "before the commit")
         applied = super().commit(batch)
         self._pass(batch, "between the commit and Redis")
         return applied
 
-    def show(self, batch: Batch, applied: Applied) -> int:
+    def show(self, batch: Batch, applied: Committed) -> int:
         streams = super().show(batch, applied)
         self._pass(batch, "between Redis and the dead letters")
         return streams
 
-    def bury(self, batch: Batch) -> Buried:
+    def bury(self, batch: Batch) -> DeadLettered:
         buried = super().bury(batch)
         self._pass(batch, "after the dead letters")
         return buried
@@ -207,7 +207,7 @@ def test_waiting_ends_when_told_to_stop(store: Postgres, lease: Lease) -> None:
 
 def test_loser_of_a_split_brain_publishes_nothing(dsn: str, store: Postgres, shown: Redis, sql: Any, keys: Any) -> None:
     """Rule 6: two owners that both believe in their lease; only the newer one gets a batch into any sink."""
-    with Lease.acquire(dsn, LeaseTerms("old", ttl=60), NEVER) as old:
+    with Lease.acquire(dsn, LeaseConfig("old", ttl=60), NEVER) as old:
         older = Publisher(store, Mirror(store, shown, old), DeadLetters(DEAD_LETTERS), old, NEVER)
         older.publish("query", 1, effects(1))
         sql.execute("update tidemark.query_lease set expires_at = now() - interval '1 second'")

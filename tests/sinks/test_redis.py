@@ -9,17 +9,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.sinks.given import entries
-from tidemark.app.stack.redis import Redis as RedisServer
-from tidemark.sinks.changes import Change, Entry, LateEntry
-from tidemark.sinks.redis import Mode, Redis, RedisConfig, key
+from tidemark.app.stack.servers import RedisServer
+from tidemark.sinks.redis.publish import AdvanceEntry, Change, LateEntry, Mode, Redis, RedisConfig, key
 from tidemark.streaming.errors import BadSetting, LeaseLost, Refused, Unavailable
 
 LARGEST = 2**63 - 1
 
 
-def entry(writer: str, prev: int, id_: int, facts: int = 1, unseen: int = 0, skipped: int = 0) -> Entry:
+def entry(writer: str, prev: int, id_: int, facts: int = 1, unseen: int = 0, skipped: int = 0) -> AdvanceEntry:
     numbers = (1, prev, id_, facts, 0, unseen, skipped, 7, 3, 1_790_000_000_000)
-    return Entry(writer, *map(str, numbers))
+    return AdvanceEntry(writer, *map(str, numbers))
 
 
 def late(number: int) -> LateEntry:
@@ -134,7 +133,7 @@ def test_lower_lease_is_refused(shown: Redis, keys: Any) -> None:
         (entry("w", -2, -9, facts=0), "POSITION s w -2 -9"),
     ],
 )
-def test_only_empty_advances_let_readers_move_unseen(shown: Redis, keys: Any, move: Entry, told: str) -> None:
+def test_only_empty_advances_let_readers_move_unseen(shown: Redis, keys: Any, move: AdvanceEntry, told: str) -> None:
     """An advance goes out with its own `prev` only where it held nothing to fetch."""
     with keys.pubsub(ignore_subscribe_messages=True) as channel:
         channel.subscribe("tidemark:{s}")

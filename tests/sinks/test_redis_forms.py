@@ -10,13 +10,12 @@ from tests.fix_redis import Node, Watched
 from tests.fix_tls import Authority, tls_front
 from tests.sinks.test_redis import entry
 from tests.waiting import eventually
-from tidemark.app.sidecar.bells import Bells, slept
-from tidemark.app.sidecar.live import Live
-from tidemark.app.stack.redis import Redis as RedisServer
-from tidemark.sinks.changes import Change
+from tidemark.app.read_side.live import Live
+from tidemark.app.read_side.notifications import Notifications, wait_for_hint
+from tidemark.app.stack.servers import RedisServer
 from tidemark.sinks.reader import AsyncPositions, Positions, Standing
-from tidemark.sinks.redis import Redis, RedisConfig
-from tidemark.sinks.redis_address import RedisAddress
+from tidemark.sinks.redis.client import RedisAddress
+from tidemark.sinks.redis.publish import Change, Redis, RedisConfig
 from tidemark.streaming.errors import BadSetting, Refused, Unavailable
 
 STREAMS = [f"stream{number}" for number in range(12)]  # in a Cluster of three, some on each
@@ -93,13 +92,13 @@ def test_a_hint_reaches_whoever_listens_at_any_node(address: RedisAddress) -> No
 
     async def listen() -> set[str]:
         live = Live(address)
-        bells = Bells(live)
+        bells = Notifications(live)
         waiting = {stream: bells.bell(stream) for stream in STREAMS}
         async with bells.listening():
             with Redis(RedisConfig(address)) as sink:
                 for number in range(1, 100):
                     await asyncio.to_thread(publish, sink, number)
-                    await asyncio.gather(*(slept(bell, 0.05) for bell in waiting.values()))
+                    await asyncio.gather(*(wait_for_hint(bell, 0.05) for bell in waiting.values()))
                     heard = {stream for stream, bell in waiting.items() if bell.is_set()}
                     if heard == set(STREAMS):
                         break

@@ -9,9 +9,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.sinks.given import NOW, advance, batch, stream
-from tidemark.sinks.lease import Lease
-from tidemark.sinks.postgres import Postgres, Remembered
-from tidemark.streaming.effects import Advance, Forced, Gap, GapClosed, Late, Progress, ShardEffects, WriterRow
+from tidemark.sinks.postgres.lease import Lease
+from tidemark.sinks.postgres.store import Postgres, RememberedSetup
+from tidemark.streaming.effects import (
+    Forced,
+    Gap,
+    GapClosed,
+    LateCompletion,
+    Progress,
+    ShardEffects,
+    WriterAdvance,
+    WriterRow,
+)
 from tidemark.streaming.errors import ChainBroken, LeaseLost
 
 LARGEST = 2**63 - 1
@@ -103,7 +112,7 @@ def test_rejoined_writer_is_cut_to_what_was_open(store: Postgres, sql: psycopg.C
     store.apply(batch(2, stream("s", dropped=["w"]), token=token))
     assert store.positions(["s"])["s"].forgotten == {"w"}
     applied = store.apply(batch(3, stream("s", advance("w", 0, 130, unseen=120, facts=10, epoch=2)), token=token))
-    assert applied.settled == {("s", "w"): Advance("w", 2, 100, 130, 10, 0, 20, 0, 0)}
+    assert applied.settled == {("s", "w"): WriterAdvance("w", 2, 100, 130, 10, 0, 20, 0, 0)}
     assert history(sql, "prev, id, facts, empty, unseen, skipped") == [(0, 100, 100, 0, 0, 0), (100, 130, 10, 0, 20, 0)]
     assert store.positions(["s"])["s"].forgotten == frozenset()
 
@@ -151,7 +160,7 @@ def test_gaps_open_narrow_and_close(store: Postgres, sql: psycopg.Connection, to
 
 def test_late_completions_and_forced_acts_are_kept(store: Postgres, sql: psycopg.Connection, token: int) -> None:
     """Rule 5: late completions are numbered in their order, and an operator's act is kept with who and why."""
-    late = [Late("w", 1, n, n + 1, 1, "skipped") for n in (7, 3, 5)]
+    late = [LateCompletion("w", 1, n, n + 1, 1, "skipped") for n in (7, 3, 5)]
     effects = stream("s", late=late, forced=[Forced("w", 1, "SKIP", 3, 9, "ann", "stuck for days")])
     numbers = store.apply(batch(1, effects, token=token)).late["s"]
     assert numbers == sorted(numbers)
@@ -199,10 +208,10 @@ def test_names_may_hold_any_character(store: Postgres, token: int) -> None:
 
 def test_pipeline_remembers_shards_and_topics(store: Postgres) -> None:
     """What must not change behind the pipeline's back is kept; what is not named stays."""
-    assert store.remembered() == Remembered(None, {})
-    store.remember(Remembered(16, {"facts": ("id-1", 4), "control": ("id-2", 1)}))
-    store.remember(Remembered(None, {"facts": ("id-3", 8)}))
-    assert store.remembered() == Remembered(16, {"facts": ("id-3", 8), "control": ("id-2", 1)})
+    assert store.remembered() == RememberedSetup(None, {})
+    store.remember(RememberedSetup(16, {"facts": ("id-1", 4), "control": ("id-2", 1)}))
+    store.remember(RememberedSetup(None, {"facts": ("id-3", 8)}))
+    assert store.remembered() == RememberedSetup(16, {"facts": ("id-3", 8), "control": ("id-2", 1)})
 
 
 @pytest.mark.slow

@@ -3,8 +3,8 @@
 import pytest
 from confluent_kafka import Consumer, TopicPartition
 
-from tidemark.app.stack.kafka import Kafka
 from tidemark.app.stack.server import free_port
+from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import FOR_EVER, RecordProducer
 from tidemark.sources.topics import TopicPlan, Topics
@@ -15,7 +15,7 @@ JAVA_PARTITIONS = {"21": 0, "foobar": 2, "a-little-bit-longer-string": 3}
 
 
 @pytest.fixture
-def connection(kafka: Kafka) -> KafkaConnection:
+def connection(kafka: KafkaServer) -> KafkaConnection:
     return KafkaConnection(kafka.bootstrap_servers)
 
 
@@ -44,7 +44,7 @@ def test_a_stream_lands_where_a_java_producer_would_put_it(connection: KafkaConn
     assert producer.delivered == len(JAVA_PARTITIONS)
 
 
-def test_records_outlast_an_outage_in_their_order(kafka: Kafka, connection: KafkaConnection, topic: str) -> None:
+def test_records_outlast_an_outage_in_their_order(kafka: KafkaServer, connection: KafkaConnection, topic: str) -> None:
     """The broker is killed in the middle: every record arrives once and in place."""
     producer = RecordProducer(connection, topic, give_up_after=FOR_EVER)
     sent = [str(number).encode() for number in range(300)]

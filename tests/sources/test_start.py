@@ -3,7 +3,14 @@
 import pytest
 
 from tidemark.sources.kafka import EARLIEST
-from tidemark.sources.start import Acceptance, Partition, Remembered, Topic, require_uncompacted, starting_offsets
+from tidemark.sources.start import (
+    Acceptance,
+    Partition,
+    RememberedTopic,
+    TopicState,
+    require_uncompacted,
+    starting_offsets,
+)
 from tidemark.streaming.errors import (
     PartitionsChanged,
     RecordsBeyondEnd,
@@ -13,15 +20,18 @@ from tidemark.streaming.errors import (
     TopicReplaced,
 )
 
-AS_BEFORE = Remembered("id-1", 2)
+AS_BEFORE = RememberedTopic("id-1", 2)
 
 
-def topic(*partitions: tuple[int, int], name: str = "facts", policy: str = "delete") -> Topic:
-    return Topic(name, "id-1", policy, tuple(Partition(earliest, end) for earliest, end in partitions))
+def topic(*partitions: tuple[int, int], name: str = "facts", policy: str = "delete") -> TopicState:
+    return TopicState(name, "id-1", policy, tuple(Partition(earliest, end) for earliest, end in partitions))
 
 
 def offsets(
-    found: Topic, before: Remembered | None, stored: dict[int, int], accept: frozenset[Acceptance] = frozenset()
+    found: TopicState,
+    before: RememberedTopic | None,
+    stored: dict[int, int],
+    accept: frozenset[Acceptance] = frozenset(),
 ) -> dict[int, int]:
     remembered = {} if before is None else {found.name: before}
     return starting_offsets({found.name: found}, remembered, {found.name: stored}, accept)[found.name]
@@ -47,14 +57,14 @@ def test_a_partition_that_was_never_read_starts_at_its_oldest_record() -> None:
     [
         (topic((0, 9)), AS_BEFORE, {}, PartitionsChanged),
         (topic((0, 9), (0, 9), (0, 9)), AS_BEFORE, {}, PartitionsChanged),
-        (topic((0, 9), (0, 9)), Remembered("id-0", 2), {}, TopicReplaced),
+        (topic((0, 9), (0, 9)), RememberedTopic("id-0", 2), {}, TopicReplaced),
         (topic((5, 9), (0, 9)), AS_BEFORE, {0: 4}, RecordsGone),
         (topic((0, 9), (0, 9)), AS_BEFORE, {1: 10}, RecordsBeyondEnd),
     ],
     ids=["fewer partitions", "more partitions", "another topic", "retention", "lost end"],
 )
 def test_what_would_lose_order_or_records_stops_the_start(
-    found: Topic, before: Remembered, stored: dict[int, int], error: type[Stop]
+    found: TopicState, before: RememberedTopic, stored: dict[int, int], error: type[Stop]
 ) -> None:
     """Rule 5: nothing is passed over in silence; each cause has its own error with the procedure to follow."""
     with pytest.raises(error):
@@ -70,7 +80,7 @@ def test_accepted_loss_reads_what_is_left_of_the_partition() -> None:
 
 def test_accepted_loss_of_a_whole_topic_forgets_the_offsets_of_the_old_one() -> None:
     """An offset of the deleted topic means nothing in the new one, even where it would fit."""
-    assert offsets(topic((0, 9)), Remembered("id-0", 2), {0: 4}, frozenset({"loss"})) == {0: EARLIEST}
+    assert offsets(topic((0, 9)), RememberedTopic("id-0", 2), {0: 4}, frozenset({"loss"})) == {0: EARLIEST}
 
 
 def test_accepted_partitions_keep_the_offsets_of_those_that_were_there() -> None:

@@ -5,18 +5,18 @@ from collections.abc import Iterator
 import pytest
 
 from tests.waiting import eventually
-from tidemark.app.stack.kafka import Kafka
 from tidemark.app.stack.server import free_port
+from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.tail import Tail
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming.errors import TopicMissing, Unavailable
-from tidemark.streaming.wire import Rdata, Record, encode, row
+from tidemark.streaming.records import Rdata, Record, encode, row
 
 
 @pytest.fixture
-def connection(kafka: Kafka) -> KafkaConnection:
+def connection(kafka: KafkaServer) -> KafkaConnection:
     return KafkaConnection(kafka.bootstrap_servers)
 
 

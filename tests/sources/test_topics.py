@@ -6,8 +6,8 @@ import pytest
 from confluent_kafka import Producer, TopicCollection
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from tidemark.app.stack.kafka import Kafka
 from tidemark.app.stack.server import free_port
+from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.start import Partition, require_uncompacted
 from tidemark.sources.topics import TopicPlan, Topics, plans
@@ -15,7 +15,7 @@ from tidemark.streaming.errors import Refused, TopicCompacted, TopicMissing, Una
 
 
 @pytest.fixture
-def connection(kafka: Kafka) -> KafkaConnection:
+def connection(kafka: KafkaServer) -> KafkaConnection:
     return KafkaConnection(kafka.bootstrap_servers)
 
 
@@ -86,7 +86,7 @@ def test_a_broker_that_is_away_is_waited_for() -> None:
 
 
 def test_a_broker_that_came_back_is_asked_as_if_it_had_never_gone(
-    kafka: Kafka, connection: KafkaConnection, prefix: str
+    kafka: KafkaServer, connection: KafkaConnection, prefix: str
 ) -> None:
     """While it is away no offset is made up; once it answers, its offsets are known at once and not minutes later."""
     topics = Topics(connection, patience=2)
@@ -114,7 +114,7 @@ def _eventual_heads(topics: Topics, name: str) -> dict[tuple[str, int], int]:
             time.sleep(0.1)
 
 
-def test_a_refused_login_needs_a_person_and_is_told_at_once(kafka: Kafka) -> None:
+def test_a_refused_login_needs_a_person_and_is_told_at_once(kafka: KafkaServer) -> None:
     """A login that the broker does not take ends the request long before its time limit."""
     wrong = KafkaConnection(kafka.bootstrap_servers, "SASL_PLAINTEXT", "PLAIN", "tide", "wrong")
     with pytest.raises(Refused, match="password"):

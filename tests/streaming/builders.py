@@ -11,14 +11,14 @@ import numpy as np
 import pyarrow as pa
 
 from tidemark.streaming import state
-from tidemark.streaming.advance import advance
-from tidemark.streaming.bounds import Bounds
-from tidemark.streaming.compaction import compactor, origin_of
+from tidemark.streaming.batch import advance
+from tidemark.streaming.compact import compactor, origin_of
 from tidemark.streaming.effects import ShardEffects, StreamEffects
-from tidemark.streaming.framing import HEADER
-from tidemark.streaming.packet import Kind, Marker, MarkerKind, PackedRun, Packet, Rows
-from tidemark.streaming.positions import Stream
-from tidemark.streaming.wire import Topic
+from tidemark.streaming.frames import HEADER
+from tidemark.streaming.model import Bounds
+from tidemark.streaming.records import Topic
+from tidemark.streaming.runs import BatchRows, Kind, Marker, MarkerKind, PackedRun, Packet
+from tidemark.streaming.stream import StreamState
 
 STREAM = "events"
 FACTS, CONTROL = "tidemark.facts", "tidemark.control"
@@ -120,7 +120,7 @@ def _packet(item: Sent) -> Packet:
             )
         )
     elif record.kind == "ROW":
-        rows.append(Rows(record.stream, record.writer, record.epoch, zero, offset, offset))
+        rows.append(BatchRows(record.stream, record.writer, record.epoch, zero, offset, offset))
     else:
         markers.append(
             Marker(
@@ -220,7 +220,7 @@ class Shard:
         self.now += 1000
         return advance(0, self.states, list(batch), self.now, self.bounds)
 
-    def stream(self, name: str = STREAM) -> Stream:
+    def stream(self, name: str = STREAM) -> StreamState:
         return state.decode(self.states[name])
 
 

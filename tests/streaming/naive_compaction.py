@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow as pa
 
 from tests.streaming.builders import framed
-from tidemark.streaming import wire
-from tidemark.streaming.compaction import origin_of
+from tidemark.streaming import records
+from tidemark.streaming.compact import origin_of
 from tidemark.streaming.errors import BadRecord
-from tidemark.streaming.packet import Kind, Packet
-from tidemark.streaming.wire import Topic
+from tidemark.streaming.records import Topic
+from tidemark.streaming.runs import Kind, Packet
 
 FACTS, CONTROL = "tidemark.facts", "tidemark.control"
 
@@ -28,8 +28,8 @@ class Message:
     topic: str = FACTS
 
 
-def message(record: wire.Record, offset: int, topic: str = FACTS) -> Message:
-    return Message(wire.encode(record), record.stream.encode(), offset, topic=topic)
+def message(record: records.Record, offset: int, topic: str = FACTS) -> Message:
+    return Message(records.encode(record), record.stream.encode(), offset, topic=topic)
 
 
 def arrow(messages: Sequence[Message]) -> pa.RecordBatch:
@@ -90,18 +90,18 @@ def compact(messages: Iterable[Message]) -> Compacted:
     for message in messages:
         topic = _topic(message)
         try:
-            record = wire.read(message.value, message.key, topic)
+            record = records.read(message.value, message.key, topic)
         except BadRecord as bad:
             rejected[bad.reason].append(message.offset)
             continue
         stretch = stretches[record.stream]
-        if isinstance(record, wire.Marker):
+        if isinstance(record, records.Marker):
             result.markers.append(_marker(record, message))
-            stretches[record.stream] += not isinstance(record, wire.Skip)
+            stretches[record.stream] += not isinstance(record, records.Skip)
         elif isinstance(record.id, str):
             result.rows.add((record.stream, record.writer, record.epoch, stretch, message.offset))
         else:
-            prev = wire.start(record) if isinstance(record, wire.Rdata) else record.prev
+            prev = records.start(record) if isinstance(record, records.Rdata) else record.prev
             kind = Kind[str(record.__struct_config__.tag)]
             group = Group(record.stream, record.writer, record.epoch, record.id < 0, stretch)
             groups[group].append(Edge(abs(prev), abs(record.id), kind, message.offset))
@@ -114,10 +114,10 @@ def compact(messages: Iterable[Message]) -> Compacted:
     return result
 
 
-def _marker(record: wire.Marker, message: Message) -> tuple[object, ...]:
-    prev = record.prev if isinstance(record, wire.Skip) else 0
+def _marker(record: records.Marker, message: Message) -> tuple[object, ...]:
+    prev = record.prev if isinstance(record, records.Skip) else 0
     backward = None if record.id == 0 else record.id < 0
-    unseen = isinstance(record, wire.Join) and record.unseen
+    unseen = isinstance(record, records.Join) and record.unseen
     name = type(record).__name__.upper()
     return (
         *(record.stream, record.writer, record.epoch, name, abs(prev), abs(record.id), backward, unseen),

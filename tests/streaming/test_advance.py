@@ -22,7 +22,7 @@ from tests.streaming.builders import (
     skip,
 )
 from tidemark.streaming import effects
-from tidemark.streaming.packet import Packet, Rejected
+from tidemark.streaming.runs import Packet, Rejected
 
 
 def test_order_comes_from_offsets_and_not_from_arrival() -> None:

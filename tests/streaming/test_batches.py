@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.streaming.builders import Record, Sent, Shard, packets, rejections, sent
 from tests.streaming.protocol import Database
 from tidemark.streaming import effects
-from tidemark.streaming.positions import Stream
+from tidemark.streaming.stream import StreamState
 
 WRITERS = ("a", "b", "c")
 
@@ -73,7 +73,7 @@ def cut(log: list[Record], where: list[int]) -> list[list[Sent]]:
     return [sent(log, 0)[first:stop] for first, stop in pairwise(marks)]
 
 
-def standing(stream: Stream) -> object:
+def standing(stream: StreamState) -> object:
     """All of a state but the clocks of its gaps, which tell when a batch came."""
     return (
         stream.direction,

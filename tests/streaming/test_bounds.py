@@ -1,7 +1,7 @@
 """What a state may hold: past each bound Tidemark holds or turns away, and never moves (DESIGN 2, rule 9)."""
 
 from tests.streaming.builders import Shard, join, position, rdata, retire, row
-from tidemark.streaming.bounds import Bounds
+from tidemark.streaming.model import Bounds
 
 
 def test_an_edge_past_the_bound_of_pending_spans_is_rejected() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemark.streaming.checkpoint import KEPT_ASIDE, Applied, Checkpoint, Seed, locked
+from tidemark.streaming.checkpoint import KEPT_ASIDE, AppliedBatch, Checkpoint, Seed, locked
 from tidemark.streaming.errors import CheckpointNotWritable, Stopping
 
 STATES = {3: b"state"}
@@ -16,7 +16,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     return Checkpoint(tmp_path / "checkpoint")
 
 
-def begun(checkpoint: Checkpoint, after: Applied | None = None) -> Seed:
+def begun(checkpoint: Checkpoint, after: AppliedBatch | None = None) -> Seed:
     return checkpoint.begin(after, 16, STATES)
 
 
@@ -44,25 +44,27 @@ def test_it_is_gone_on_with_where_postgres_stands_at_its_last_or_next_batch(
     """Spark finished 6 and planned 7; Postgres has 6, or 7 too: the seed is that of the beginning, states and all."""
     seed = begun(checkpoint)
     leave(checkpoint, planned=7, done=6)
-    assert checkpoint.resume(Applied(seed.lineage, applied)) == seed
+    assert checkpoint.resume(AppliedBatch(seed.lineage, applied)) == seed
     assert seed.states == STATES
 
 
 def test_its_first_batch_may_be_replayed_before_postgres_has_any(checkpoint: Checkpoint) -> None:
     """Killed in batch 0: Postgres still stands where the line of batches began."""
-    before = Applied("earlier", 41)
+    before = AppliedBatch("earlier", 41)
     seed = begun(checkpoint, before)
     leave(checkpoint, planned=0, done=None)
     assert checkpoint.resume(before) == seed
-    assert checkpoint.resume(Applied(seed.lineage, 0)) == seed
+    assert checkpoint.resume(AppliedBatch(seed.lineage, 0)) == seed
 
 
-@pytest.mark.parametrize("applied", [None, Applied("another", 6), 5, 8])
-def test_it_is_set_aside_where_postgres_stands_elsewhere(checkpoint: Checkpoint, applied: Applied | int | None) -> None:
+@pytest.mark.parametrize("applied", [None, AppliedBatch("another", 6), 5, 8])
+def test_it_is_set_aside_where_postgres_stands_elsewhere(
+    checkpoint: Checkpoint, applied: AppliedBatch | int | None
+) -> None:
     """A restored database (behind), an older checkpoint (ahead), a foreign one: kept beside, and not gone on with."""
     seed = begun(checkpoint)
     leave(checkpoint, planned=7, done=6)
-    stands = Applied(seed.lineage, applied) if isinstance(applied, int) else applied
+    stands = AppliedBatch(seed.lineage, applied) if isinstance(applied, int) else applied
     assert checkpoint.resume(stands) is None
     assert not checkpoint.path.exists()
     (aside,) = checkpoint.path.parent.glob("checkpoint.aside-*")

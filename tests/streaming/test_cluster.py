@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemark.streaming.cluster import Cluster, Pods, address_towards, package
+from tidemark.streaming.executors import Cluster, Pods, address_towards, package
 
 
 def test_the_package_runs_where_nothing_of_ours_is_installed(tmp_path: Path) -> None:

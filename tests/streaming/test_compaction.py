@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from tests.streaming import naive_compaction as naive
 from tests.streaming.naive_compaction import CONTROL, FACTS, Message, message
 from tests.streaming.test_wire import BAD, GOOD
-from tidemark.streaming import wire
-from tidemark.streaming.compaction import compactor
-from tidemark.streaming.packet import Packet
-from tidemark.streaming.reasons import Reason
-from tidemark.streaming.shards import shard_of
+from tidemark.streaming import records
+from tidemark.streaming.compact import compactor
+from tidemark.streaming.model import Reason, shard_of
+from tidemark.streaming.runs import Packet
 
 SHARDS = 5
 ODD = [*(value for value, _ in BAD.values()), *GOOD.values()]
@@ -36,12 +35,12 @@ def compacted(messages: Sequence[Message], batch_size: int = 10_000) -> naive.Co
     return naive.unpack(packet for _, packet in packets(messages, batch_size))
 
 
-def numbered(records: Iterable[wire.Record], first: int = 100) -> list[Message]:
+def numbered(records: Iterable[records.Record], first: int = 100) -> list[Message]:
     return [message(record, offset) for offset, record in enumerate(records, first)]
 
 
-def fact(id: int, prev: int, writer: str = "w", stream: str = "events", epoch: int = 0) -> wire.Rdata:
-    return wire.Rdata(stream=stream, writer=writer, epoch=epoch, prev=prev, id=id, row=wire.row({"x": 1}))
+def fact(id: int, prev: int, writer: str = "w", stream: str = "events", epoch: int = 0) -> records.Rdata:
+    return records.Rdata(stream=stream, writer=writer, epoch=epoch, prev=prev, id=id, row=records.row({"x": 1}))
 
 
 # -- random logs: few incarnations and few IDs, so that edges repeat, touch and overlap
@@ -148,7 +147,7 @@ def test_a_wrong_key_costs_its_record_only(key: bytes | None) -> None:
 
 def test_values_that_only_together_make_as_many_records_are_told_apart() -> None:
     """Halves of a record and messages with two are not paired off: the count alone would not notice."""
-    whole = wire.encode(fact(1, 0))
+    whole = records.encode(fact(1, 0))
     log = [Message(value, b"events", at) for at, value in enumerate([whole[:-1], b"}", whole + whole])]
     assert compacted(log).rejected == {Reason.NOT_JSON: [0, 1, 2]}
 
@@ -193,7 +192,7 @@ def test_a_join_cuts_the_runs_of_all_writers_of_its_stream() -> None:
     log = numbered(
         [
             *(fact(1, 0, "a"), fact(2, 0, "b"), fact(1, 0, "a", "caches")),
-            wire.Join(stream="events", writer="c", epoch=1, id=2),
+            records.Join(stream="events", writer="c", epoch=1, id=2),
             *(fact(3, 1, "a"), fact(4, 2, "b"), fact(2, 1, "a", "caches")),
         ]
     )
@@ -211,14 +210,14 @@ def test_a_join_cuts_the_runs_of_all_writers_of_its_stream() -> None:
 
 def test_the_order_of_arrival_is_that_of_the_offsets() -> None:
     """Whatever order Spark hands records over in, the lower offset came first."""
-    join = wire.Join(stream="events", writer="w", epoch=1, id=2)
+    join = records.Join(stream="events", writer="w", epoch=1, id=2)
     log = numbered([fact(1, 0), fact(1, 0), fact(2, 1), join, fact(3, 2)])
     assert compacted(log[::-1]) == naive.compact(log)
 
 
 def test_ids_at_both_ends_of_64_bits_chain_up() -> None:
     """The largest IDs of both directions survive arrays, packing and the default of `prev`."""
-    top = wire.MAX_ID
+    top = records.MAX_ID
     log = numbered([fact(top, top - 1), fact(top - 1, 0), fact(1 - top, 0), fact(-top, 1 - top), fact(5, 4, "v")])
     found = {(group.writer, group.backward): [edge.id for edge in chain] for group, chain, *_ in compacted(log).runs}
     assert found == {("w", False): [top - 1, top], ("w", True): [top - 1, top], ("v", False): [5]}
@@ -227,8 +226,8 @@ def test_ids_at_both_ends_of_64_bits_chain_up() -> None:
 def test_offsets_too_far_apart_for_a_run_divide_it() -> None:
     """A topic whose offsets have holes of billions still packs them into 32 bits each."""
     near, far = numbered([fact(1, 0), fact(3, 2)]), numbered([fact(2, 1), fact(4, 3)], first=100 + 2**32)
-    batch_rows = [wire.Rdata(stream="events", writer="w", id="batch", row=wire.row({})) for _ in range(2)]
-    far.append(message(wire.Join(stream="events", writer="v", epoch=1, id=0), 2**32 + 500))
+    batch_rows = [records.Rdata(stream="events", writer="w", id="batch", row=records.row({})) for _ in range(2)]
+    far.append(message(records.Join(stream="events", writer="v", epoch=1, id=0), 2**32 + 500))
     far.extend(numbered(batch_rows[:1], first=2**33 + 7))
     near.extend(numbered(batch_rows[1:], first=102))
     found = compacted([*near, *far])
@@ -281,7 +280,7 @@ def test_a_task_without_a_good_record_still_says_how_far_it_read() -> None:
 
 def test_partitions_and_topics_of_one_task_are_kept_apart() -> None:
     """Spark may give a task several ranges, even inside one Arrow batch."""
-    skip = wire.Skip(stream="events", writer="w", prev=1, id=4, by="ann", why="lost")
+    skip = records.Skip(stream="events", writer="w", prev=1, id=4, by="ann", why="lost")
     log = [
         message(fact(1, 0), 10),
         replace(message(fact(1, 0, stream="caches"), 3), partition=1),

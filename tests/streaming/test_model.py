@@ -13,7 +13,7 @@ from tests.streaming.model import EMPTY, FACTS, SKIPPED, UNSEEN, Model
 from tests.streaming.protocol import Database
 from tidemark.streaming import state
 from tidemark.streaming.effects import ShardEffects, StreamEffects
-from tidemark.streaming.positions import Stream
+from tidemark.streaming.stream import StreamState
 
 WRITERS = ("a", "b", "c")
 writers = st.sampled_from(WRITERS)
@@ -177,7 +177,7 @@ class Compared(RuleBasedStateMachine):
     def sign(self) -> int:
         return -1 if self.model.direction < 0 else 1
 
-    def compare_standing(self, effects: StreamEffects, stored: Stream) -> None:
+    def compare_standing(self, effects: StreamEffects, stored: StreamState) -> None:
         """Positions, line, gaps, what is held: all that the state says."""
         model = self.model
         assert {name: it.chain.position for name, it in sorted(stored.writers.items())} == model.positions()

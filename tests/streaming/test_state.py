@@ -7,7 +7,7 @@ import pytest
 from tests.streaming.builders import FACTS, STREAM, Shard, forced, join, position, rdata, retire, skip
 from tidemark.streaming import state
 from tidemark.streaming.errors import StateTooNew
-from tidemark.streaming.packet import PackedRun, Packet
+from tidemark.streaming.runs import PackedRun, Packet
 from tidemark.streaming.state import FORMAT
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
+from tidemark.streaming.checkpoint import folder
 from tidemark.streaming.errors import CheckpointNotWritable, Unavailable
-from tidemark.streaming.store import folder
 
 pytestmark = pytest.mark.slow
 

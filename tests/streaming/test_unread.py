@@ -6,16 +6,16 @@ import msgspec
 
 from tests.streaming.builders import Shard
 from tests.streaming.naive_compaction import CONTROL, FACTS, Message, arrow, message
-from tidemark.streaming import wire
-from tidemark.streaming.compaction import compactor
+from tidemark.streaming import records
+from tidemark.streaming.compact import compactor
 from tidemark.streaming.effects import StreamEffects
-from tidemark.streaming.packet import Packet
+from tidemark.streaming.runs import Packet
 
 STREAM = "events"
 
 
-def join(epoch: int, id: int, writer: str = "a") -> wire.Join:
-    return wire.Join(stream=STREAM, writer=writer, epoch=epoch, id=id)
+def join(epoch: int, id: int, writer: str = "a") -> records.Join:
+    return records.Join(stream=STREAM, writer=writer, epoch=epoch, id=id)
 
 
 def packets(messages: Sequence[Message]) -> list[Packet]:
@@ -23,7 +23,7 @@ def packets(messages: Sequence[Message]) -> list[Packet]:
     return [msgspec.msgpack.decode(row["packet"], type=Packet) for batch in batches for row in batch.to_pylist()]
 
 
-def feed(shard: Shard, *items: wire.Join | bytes) -> list[StreamEffects]:
+def feed(shard: Shard, *items: records.Join | bytes) -> list[StreamEffects]:
     """A batch of records, and of values that cannot be read, all under the stream's key."""
     first = shard.next_offset
     shard.next_offset += len(items)

@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from tidemark.streaming import wire
+from tidemark.streaming import records
 from tidemark.streaming.errors import BadRecord
-from tidemark.streaming.reasons import Reason
-from tidemark.streaming.wire import MAX_ID, Topic
+from tidemark.streaming.model import Reason
+from tidemark.streaming.records import MAX_ID, Topic
 
 NUMBERED = {"kind": "RDATA", "stream": "events", "writer": "w1", "epoch": 3, "prev": 4, "id": 7, "row": {}}
 VOID = {"kind": "VOID", "stream": "events", "writer": "w1", "prev": 4, "id": 7}
@@ -25,8 +25,8 @@ def without(record: dict[str, Any], *names: str) -> bytes:
     return json.dumps({name: value for name, value in record.items() if name not in names}).encode()
 
 
-def read(value: bytes | None, key: bytes | None = b"events", topic: Topic = Topic.FACTS) -> wire.Record:
-    return wire.read(value, key, topic)
+def read(value: bytes | None, key: bytes | None = b"events", topic: Topic = Topic.FACTS) -> records.Record:
+    return records.read(value, key, topic)
 
 
 def reason(value: bytes | None, key: bytes | None = b"events", topic: Topic = Topic.FACTS) -> str:
@@ -158,7 +158,7 @@ def test_the_key_must_be_the_stream(key: bytes | None) -> None:
 @pytest.mark.parametrize("name", ["by", "why"])
 def test_an_operator_must_say_who_and_why(record: dict[str, Any], name: str) -> None:
     """Rule 1: what is forced without evidence is an audited act; nobody and nothing are no answers."""
-    assert isinstance(read(raw(record), topic=Topic.CONTROL), wire.Skip | wire.Join | wire.Retire)
+    assert isinstance(read(raw(record), topic=Topic.CONTROL), records.Skip | records.Join | records.Retire)
     assert reason(without(record, name), topic=Topic.CONTROL) == Reason.MISSING_FIELD
     assert reason(raw(record, **{name: ""}), topic=Topic.CONTROL) == Reason.MISSING_FIELD
     assert reason(raw(record, **{name: None}), topic=Topic.CONTROL) == Reason.MISSING_FIELD
@@ -172,24 +172,24 @@ def test_evidence_does_not_come_through_the_control_topic(record: dict[str, Any]
 
 def test_prev_of_a_fact_defaults_to_the_neighbour_towards_zero() -> None:
     """A single writer without a chain of its own need not send `prev`."""
-    facts = [wire.Rdata(stream="events", writer="w", id=id, row=wire.row({})) for id in (1, 7, -1, -7)]
-    assert [wire.start(fact) for fact in facts] == [0, 6, 0, -6]
+    facts = [records.Rdata(stream="events", writer="w", id=id, row=records.row({})) for id in (1, 7, -1, -7)]
+    assert [records.start(fact) for fact in facts] == [0, 6, 0, -6]
 
 
 @pytest.mark.parametrize(
     "record",
     [
-        wire.Rdata(stream="events", writer="w", epoch=2, prev=3, id=9, row=wire.row({"a": [1, None]})),
-        wire.Rdata(stream="events", writer="w", id="batch", row=wire.row(None)),
-        wire.Void(stream="events", writer="w", prev=-3, id=-9),
-        wire.Position(stream="events", writer="w", epoch=1, prev=0, id=MAX_ID),
-        wire.Join(stream="events", writer="w", epoch=1, id=0, unseen=True),
-        wire.Retire(stream="events", writer="w", id=4),
+        records.Rdata(stream="events", writer="w", epoch=2, prev=3, id=9, row=records.row({"a": [1, None]})),
+        records.Rdata(stream="events", writer="w", id="batch", row=records.row(None)),
+        records.Void(stream="events", writer="w", prev=-3, id=-9),
+        records.Position(stream="events", writer="w", epoch=1, prev=0, id=MAX_ID),
+        records.Join(stream="events", writer="w", epoch=1, id=0, unseen=True),
+        records.Retire(stream="events", writer="w", id=4),
     ],
 )
-def test_what_is_encoded_is_read_back(record: wire.Record) -> None:
+def test_what_is_encoded_is_read_back(record: records.Record) -> None:
     """Encoding and reading are inverse."""
-    value = wire.encode(record)
+    value = records.encode(record)
     again = read(value)
     assert msgspec.json.encode(again) == value
     assert type(again) is type(record)
@@ -197,5 +197,5 @@ def test_what_is_encoded_is_read_back(record: wire.Record) -> None:
 
 def test_defaults_are_not_sent() -> None:
     """A record is as short as the contract allows, `kind` first."""
-    record = wire.Join(stream="events", writer="w", id=0)
-    assert wire.encode(record) == b'{"kind":"JOIN","stream":"events","writer":"w","id":0}'
+    record = records.Join(stream="events", writer="w", id=0)
+    assert records.encode(record) == b'{"kind":"JOIN","stream":"events","writer":"w","id":0}'

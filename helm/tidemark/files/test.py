@@ -10,7 +10,7 @@ from urllib.request import Request, urlopen
 from tidemark.app.produce import produce
 from tidemark.app.settings import load
 from tidemark.sinks.reader import Positions, Standing
-from tidemark.streaming.wire import Topic
+from tidemark.streaming.records import Topic
 
 STREAM, WRITER = "helm-test", "helm-test"
 PATIENCE = 120.0

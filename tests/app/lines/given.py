@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import uvloop
 
 from tidemark.app.lines.hub import Hub
-from tidemark.app.lines.server import LineServer, Terms
-from tidemark.app.sidecar.service import Limits, Servers, Service, opened
+from tidemark.app.lines.server import LineServer, LineServerConfig
+from tidemark.app.sidecar.service import Limits, Service, SidecarServers, opened
 from tidemark.app.stack.server import free_port
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.tail import Tail
 
 Address = tuple[str, int]
-NOWHERE = Servers("redis://127.0.0.1:1/0", "postgresql://127.0.0.1:1/none")
+NOWHERE = SidecarServers("redis://127.0.0.1:1/0", "postgresql://127.0.0.1:1/none")
 """For a server that is to know of no stream."""
 MIB = 1 << 20
 
@@ -41,8 +41,8 @@ def no_facts() -> Facts:
 
 @contextmanager
 def served(
-    servers: Servers,
-    terms: Terms | None = None,
+    servers: SidecarServers,
+    terms: LineServerConfig | None = None,
     facts: Facts | None = None,
     limit: int = MIB,
     port: int = 0,
@@ -62,7 +62,7 @@ def served(
     async def serve() -> None:
         async with opened(servers, Limits()) as service:
             hub = Hub(service, (facts or no_facts()).tail, limit)
-            server = LineServer(hub, terms or Terms())
+            server = LineServer(hub, terms or LineServerConfig())
             async with hub.open(), server.serving(listening), (beside or nothing)(service, hub, server):
                 started.set()
                 await over.wait()

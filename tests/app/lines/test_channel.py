@@ -20,11 +20,11 @@ from tests.waiting import eventually
 from tidemark.app.lines.channel import Channel
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer
-from tidemark.app.lines.speaker import ANSWER_EVERY, ChannelTerms
+from tidemark.app.lines.speaker import ANSWER_EVERY, ChannelConfig
 from tidemark.app.settings import child_environment
-from tidemark.app.sidecar.service import Servers, Service
+from tidemark.app.sidecar.service import Service, SidecarServers
 
-TERMS = ChannelTerms("example.org", lease=0.6)
+TERMS = ChannelConfig("example.org", lease=0.6)
 
 
 def connected(url: str) -> Any:
@@ -70,14 +70,14 @@ def spoken(service: Service, hub: Hub, server: LineServer) -> AbstractAsyncConte
 
 
 @contextmanager
-def speaking(servers: Servers, worker: Worker) -> Iterator[tuple[str, int]]:
+def speaking(servers: SidecarServers, worker: Worker) -> Iterator[tuple[str, int]]:
     """A sidecar that has begun to speak."""
     with served(servers, beside=spoken) as address:
         eventually(lambda: worker.redis.exists(f"tidemark:lines:{{{TERMS.channel}}}:speaker"))
         yield address
 
 
-def test_replicate_is_answered_by_one_sidecar(pipeline: Pipeline, servers: Servers, worker: Worker) -> None:
+def test_replicate_is_answered_by_one_sidecar(pipeline: Pipeline, servers: SidecarServers, worker: Worker) -> None:
     """However many run, each position comes once."""
     pipeline.publish(stream("s", advance("a", 0, 7), advance("b", 0, 4)))
     with speaking(servers, worker), served(servers, beside=spoken):
@@ -87,7 +87,7 @@ def test_replicate_is_answered_by_one_sidecar(pipeline: Pipeline, servers: Serve
         assert worker.hears(0.5) is None
 
 
-def test_many_who_ask_at_once_get_few_answers(pipeline: Pipeline, servers: Servers, worker: Worker) -> None:
+def test_many_who_ask_at_once_get_few_answers(pipeline: Pipeline, servers: SidecarServers, worker: Worker) -> None:
     """No storm: one answer is for all who asked before it."""
     pipeline.move("w", 0, 7)
     with speaking(servers, worker):
@@ -101,7 +101,7 @@ def test_many_who_ask_at_once_get_few_answers(pipeline: Pipeline, servers: Serve
         assert 1 <= answers <= 2 + (time.monotonic() - began) / ANSWER_EVERY
 
 
-def test_moves_are_said_once(pipeline: Pipeline, servers: Servers, worker: Worker) -> None:
+def test_moves_are_said_once(pipeline: Pipeline, servers: SidecarServers, worker: Worker) -> None:
     """By whichever sidecar speaks, joined, while two run."""
     pipeline.move("w", 0, 1)
     with speaking(servers, worker), served(servers, beside=spoken):
@@ -112,7 +112,7 @@ def test_moves_are_said_once(pipeline: Pipeline, servers: Servers, worker: Worke
         assert worker.hears(0.3) is None
 
 
-def test_relayed_commands_pass_in_both_directions(servers: Servers, worker: Worker) -> None:
+def test_relayed_commands_pass_in_both_directions(servers: SidecarServers, worker: Worker) -> None:
     """From a connection to the channel and to the connections of other sidecars, and back; nobody hears an echo."""
     with (
         speaking(servers, worker) as one,
@@ -136,7 +136,7 @@ def test_relayed_commands_pass_in_both_directions(servers: Servers, worker: Work
         assert other.quiet(0.1)
 
 
-def test_speaker_that_ends_gives_its_place_away(pipeline: Pipeline, servers: Servers, worker: Worker) -> None:
+def test_speaker_that_ends_gives_its_place_away(pipeline: Pipeline, servers: SidecarServers, worker: Worker) -> None:
     """At once, and the successor begins with where writers stand."""
     pipeline.move("w", 0, 1)
     with speaking(servers, worker):
@@ -147,7 +147,7 @@ def test_speaker_that_ends_gives_its_place_away(pipeline: Pipeline, servers: Ser
         assert worker.hears() == "POSITION s w 5 5"
 
 
-def test_redis_that_lost_its_data_silences_nobody(pipeline: Pipeline, servers: Servers, worker: Worker) -> None:
+def test_redis_that_lost_its_data_silences_nobody(pipeline: Pipeline, servers: SidecarServers, worker: Worker) -> None:
     """The lease is gone with it: it is taken anew, and positions are said again."""
     pipeline.move("w", 0, 1)
     with speaking(servers, worker):

@@ -4,23 +4,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.app.lines.commands import Command, Error, Name, Ping, Position, Rdata, Relayed, Replicate, Server, parse
-from tidemark.app.lines.splitter import Splitter
+from tidemark.app.lines.commands import (
+    Command,
+    ErrorCommand,
+    NameCommand,
+    PingCommand,
+    PositionCommand,
+    RdataCommand,
+    RelayedCommand,
+    ReplicateCommand,
+    ServerCommand,
+    Splitter,
+    parse,
+)
 from tidemark.streaming.errors import BadCommand
-from tidemark.streaming.wire import MAX_ID
+from tidemark.streaming.records import MAX_ID
 
 names = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zs", "Zl", "Zp"]), min_size=1, max_size=40)
 ids = st.integers(-MAX_ID, MAX_ID)
 texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=40)
 commands = st.one_of(
-    st.builds(Server, names),
-    st.builds(Ping, texts),
-    st.builds(Name, texts),
-    st.builds(Replicate),
-    st.builds(Position, names, names, ids, ids),
-    st.builds(Rdata, names, names, ids | st.none(), texts),
-    st.builds(Error, texts),
-    st.builds(Relayed, st.builds("{} {}".format, st.just("USER_IP"), texts)),
+    st.builds(ServerCommand, names),
+    st.builds(PingCommand, texts),
+    st.builds(NameCommand, texts),
+    st.builds(ReplicateCommand),
+    st.builds(PositionCommand, names, names, ids, ids),
+    st.builds(RdataCommand, names, names, ids | st.none(), texts),
+    st.builds(ErrorCommand, texts),
+    st.builds(RelayedCommand, st.builds("{} {}".format, st.just("USER_IP"), texts)),
 )
 
 
@@ -47,7 +58,7 @@ def test_what_is_printed_is_parsed_again(command: Command) -> None:
 )
 def test_relayed_commands_are_kept_letter_by_letter(line: str) -> None:
     """What only passes between clients goes on as it came."""
-    assert parse(line.encode()) == Relayed(line)
+    assert parse(line.encode()) == RelayedCommand(line)
 
 
 @pytest.mark.parametrize("line", [b"", b"  ", b"\r", b"\t"])

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.app.lines.conversation import Act, Answer, Conversation, KeepAlive, Leave, Relay, Say
+from tidemark.app.lines.conversation import Act, Answer, Conversation, KeepAlive, Leave, RelayOn, Say
 
 KEEP = KeepAlive(say=5.0, hear=15.0)
 
@@ -17,7 +17,7 @@ def begun() -> Conversation:
 
 
 def texts(acts: Iterable[Act]) -> list[str]:
-    return [str(act.command) if isinstance(act, Say | Relay) else type(act).__name__ for act in acts]
+    return [str(act.command) if isinstance(act, Say | RelayOn) else type(act).__name__ for act in acts]
 
 
 def test_server_begins_with_its_name_and_a_ping() -> None:
@@ -95,4 +95,4 @@ def test_never_silent_and_never_impatient(lines: list[tuple[float, bytes]]) -> N
                 talk.said(now)
             assert now - said < KEEP.say
         now = until
-        assert all(isinstance(act, Answer | Relay) for act in talk.hear(line, now))
+        assert all(isinstance(act, Answer | RelayOn) for act in talk.hear(line, now))

@@ -14,11 +14,19 @@ import pytest
 
 from tests.app.lines.given import NOWHERE, Address, Client, served
 from tests.sinks.reader.given import Pipeline
-from tidemark.app.lines import listen, view
-from tidemark.app.lines.commands import Command, Error, Position, Rdata, Relayed, Replicate, Server
-from tidemark.app.lines.server import Terms
+from tidemark.app.lines import listen
+from tidemark.app.lines.commands import (
+    Command,
+    ErrorCommand,
+    PositionCommand,
+    RdataCommand,
+    RelayedCommand,
+    ReplicateCommand,
+    ServerCommand,
+)
+from tidemark.app.lines.server import LineServerConfig
 from tidemark.app.settings import child_environment
-from tidemark.app.sidecar.service import Servers
+from tidemark.app.sidecar.service import SidecarServers
 
 
 @contextmanager
@@ -42,7 +50,7 @@ def line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().rstrip("\n")
 
 
-def test_it_shows_what_comes_and_comes_back(pipeline: Pipeline, servers: Servers) -> None:
+def test_it_shows_what_comes_and_comes_back(pipeline: Pipeline, servers: SidecarServers) -> None:
     """Positions as they move, as plain lines in a pipe; after the sidecar was restarted it goes on; Ctrl-C ends it."""
     pipeline.move("w", 0, 2)
     with served(servers) as address, listening(address) as process:
@@ -58,7 +66,7 @@ def test_it_shows_what_comes_and_comes_back(pipeline: Pipeline, servers: Servers
         assert waiting.wait(10) == 130
 
 
-def test_only_what_was_asked_for_as_json(pipeline: Pipeline, servers: Servers) -> None:
+def test_only_what_was_asked_for_as_json(pipeline: Pipeline, servers: SidecarServers) -> None:
     """With --stream only that one's lines, with --json one object each."""
     pipeline.move("w", 0, 2)
     with served(servers) as address:
@@ -81,7 +89,7 @@ def test_only_what_was_asked_for_as_json(pipeline: Pipeline, servers: Servers) -
 
 def test_another_server_is_told_in_one_line() -> None:
     """A client that expected another name leaves, with exit code 2."""
-    with served(NOWHERE, Terms(name="one")) as address, listening(address, "--server", "two") as process:
+    with served(NOWHERE, LineServerConfig(name="one")) as address, listening(address, "--server", "two") as process:
         _, error = process.communicate(timeout=20)
         assert process.returncode == 2
         assert error.count("\n") == 1
@@ -105,7 +113,7 @@ def test_client_keeps_its_side_alive_and_leaves_a_silent_server(monkeypatch: pyt
         connection, _ = silent.accept()
         with connection:
             connection.sendall(b"SERVER back\n")
-            assert first.result(10) == Server("back")
+            assert first.result(10) == ServerCommand("back")
         commands.close()
 
 
@@ -125,16 +133,16 @@ def test_wrong_address_is_told() -> None:
 def test_colours_change_no_letter() -> None:
     """On a terminal the same line is shown, with what makes clients fetch in another colour than what does not."""
     shown: list[Command] = [
-        Position("s", "w", 1, 2),
-        Position("s", "w", 2, 2),
-        Rdata("s", "w", None, '{"a": 1}'),
-        Rdata("s", "w", 3, "1"),
-        Server("x"),
-        Error("y"),
-        Relayed("USER_IP z"),
-        Replicate(),
+        PositionCommand("s", "w", 1, 2),
+        PositionCommand("s", "w", 2, 2),
+        RdataCommand("s", "w", None, '{"a": 1}'),
+        RdataCommand("s", "w", 3, "1"),
+        ServerCommand("x"),
+        ErrorCommand("y"),
+        RelayedCommand("USER_IP z"),
+        ReplicateCommand(),
     ]
     for command in shown:
-        assert click.unstyle(view.coloured(command)) == str(command)
-        assert json.loads(view.as_json(command))["command"] == str(command).split(" ")[0]
-    assert view.coloured(shown[0]).split("1 2")[0] != view.coloured(shown[1]).split("2 2")[0]
+        assert click.unstyle(listen.coloured(command)) == str(command)
+        assert json.loads(listen.as_json(command))["command"] == str(command).split(" ")[0]
+    assert listen.coloured(shown[0]).split("1 2")[0] != listen.coloured(shown[1]).split("2 2")[0]

@@ -12,13 +12,12 @@ from tests.play.simulation import Simulation
 from tests.play.test_core_agrees import NO_BOUNDS, WILD
 from tests.streaming.builders import packed
 from tidemark.app.lines.announcer import Announcement, Announcer
-from tidemark.app.lines.commands import Position, Rdata
-from tidemark.app.lines.rows import Rows, Writer
+from tidemark.app.lines.commands import PositionCommand, RdataCommand
+from tidemark.app.lines.rows import RowBuffer, Writer
 from tidemark.sinks.reader import events
-from tidemark.sinks.reader.order import beyond
-from tidemark.streaming import wire
-from tidemark.streaming.advance import advance
-from tidemark.streaming.wire import Join, Record, Retire, Void, encode, row
+from tidemark.streaming.batch import advance
+from tidemark.streaming.direction import beyond
+from tidemark.streaming.records import Join, Rdata, Record, Retire, Topic, Void, encode, read, row
 
 BIG = 1 << 30
 
@@ -28,7 +27,7 @@ class Play:
 
     def __init__(self, *, whole: bool = True, limit: int = BIG) -> None:
         announced: dict[Writer, int] = {}
-        self.rows = Rows(limit, announced)
+        self.rows = RowBuffer(limit, announced)
         self.announcer = Announcer(self.rows, announced, patience=1.0)
         self.rows.begin({0: whole, 1: whole}, {})
         self.now = 0.0
@@ -56,11 +55,11 @@ def texts(told: Iterable[Announcement]) -> list[str]:
 
 def fact(id: int, prev: int | None = None, epoch: int = 0, text: str = "") -> Record:
     start = msgspec.UNSET if prev is None else prev
-    return wire.Rdata(stream="s", writer="w", epoch=epoch, prev=start, id=id, row=row(text or id))
+    return Rdata(stream="s", writer="w", epoch=epoch, prev=start, id=id, row=row(text or id))
 
 
 def part(text: str, epoch: int = 0) -> Record:
-    return wire.Rdata(stream="s", writer="w", epoch=epoch, id="batch", row=row(text))
+    return Rdata(stream="s", writer="w", epoch=epoch, id="batch", row=row(text))
 
 
 def void(prev: int, id: int, epoch: int = 0) -> Record:
@@ -215,8 +214,8 @@ def test_count_that_differs_makes_clients_fetch() -> None:
 def test_row_with_newlines_goes_out_in_one_line() -> None:
     """JSON may be laid out over lines on Kafka, and never is in the protocol."""
     play = standing()
-    laid_out = wire.read(
-        b'{"kind":"RDATA","stream":"s","writer":"w","id":1,"row":{"a b":\r\n [1,\n "\\n"]}}', b"s", wire.Topic.FACTS
+    laid_out = read(
+        b'{"kind":"RDATA","stream":"s","writer":"w","id":1,"row":{"a b":\r\n [1,\n "\\n"]}}', b"s", Topic.FACTS
     )
     play.read(laid_out)
     assert play.move(0, 1) == ['RDATA s w 1 {"a b":[1,"\\n"]}']
@@ -265,7 +264,7 @@ class Wild:
         self._states: dict[str, bytes] = {}
         self._epochs: dict[Writer, int] = {}
         announced: dict[Writer, int] = {}
-        self._rows = Rows(limit, announced)
+        self._rows = RowBuffer(limit, announced)
         self._announcer = Announcer(self._rows, announced, patience=1.0)
         self._stands: dict[Writer, int] = {}
         self._read: int | None = None
@@ -312,8 +311,8 @@ class Wild:
     def _tagged(self, records: list[Record]) -> Iterator[Record]:
         """The rows of each fact say whose they are; those of a fact come one after the other."""
         for at, record in enumerate(records):
-            if isinstance(record, wire.Rdata):
-                last = next(it for it in records[at:] if isinstance(it, wire.Rdata) and it.id != "batch")
+            if isinstance(record, Rdata):
+                last = next(it for it in records[at:] if isinstance(it, Rdata) and it.id != "batch")
                 part = {"of": [last.writer, last.epoch, last.id], "row": bytes(record.row).decode()}
                 yield msgspec.structs.replace(record, row=row(part))
             else:
@@ -325,7 +324,7 @@ class Wild:
             writer = record.stream, record.writer
             if isinstance(record, Join):
                 self._epochs[writer] = max(record.epoch, self._epochs.get(writer, 0))
-            if not isinstance(record, wire.Rdata):
+            if not isinstance(record, Rdata):
                 continue
             batches[writer].append(bytes(record.row).decode())
             if isinstance(record.id, int):
@@ -350,11 +349,11 @@ class Wild:
             assert last.id == announcement.id
 
 
-def sent(commands: Sequence[Position | Rdata]) -> dict[int, list[str]]:
+def sent(commands: Sequence[PositionCommand | RdataCommand]) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     rows: list[str] = []
     for command in commands:
-        if isinstance(command, Rdata):
+        if isinstance(command, RdataCommand):
             rows.append(command.row)
             if command.id is not None:
                 found[command.id], rows = rows, []

@@ -14,22 +14,22 @@ from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.lines.conversation import KeepAlive
-from tidemark.app.lines.server import Terms
-from tidemark.app.sidecar.service import Servers
+from tidemark.app.lines.server import LineServerConfig
+from tidemark.app.sidecar.service import SidecarServers
 
-BRISK = Terms(keep_alive=KeepAlive(say=0.2, hear=0.6), tick=0.05)
+BRISK = LineServerConfig(keep_alive=KeepAlive(say=0.2, hear=0.6), tick=0.05)
 
 
 def test_server_says_its_name_then_ping() -> None:
     """The first two lines are SERVER and PING, before the client says anything."""
-    with served(NOWHERE, Terms(name="example.org")) as address, client(address) as one:
+    with served(NOWHERE, LineServerConfig(name="example.org")) as address, client(address) as one:
         assert one.line() == "SERVER example.org"
         word, _, time_ms = (one.line() or "").partition(" ")
         assert word == "PING"
         assert abs(int(time_ms) / 1000 - time.time()) < 5
 
 
-def test_replicate_is_answered_with_every_position(pipeline: Pipeline, servers: Servers) -> None:
+def test_replicate_is_answered_with_every_position(pipeline: Pipeline, servers: SidecarServers) -> None:
     """One POSITION per stream and writer, each `new new`, backward streams with their sign."""
     pipeline.publish(stream("s", advance("a", 0, 7), advance("b", 0, 4)), stream("back", advance("w", 0, -3)))
     with served(servers) as address, client(address, "NAME me", "PING 1", "REPLICATE") as one:
@@ -37,7 +37,9 @@ def test_replicate_is_answered_with_every_position(pipeline: Pipeline, servers: 
         assert one.quiet(0.3)
 
 
-def test_moves_without_rows_make_clients_fetch_and_empty_ones_do_not(pipeline: Pipeline, servers: Servers) -> None:
+def test_moves_without_rows_make_clients_fetch_and_empty_ones_do_not(
+    pipeline: Pipeline, servers: SidecarServers
+) -> None:
     """Where rows are not at hand `new new` is said, where nothing is `prev new`; one POSITION for each move."""
     pipeline.move("w", 0, 2)
     with served(servers) as address, client(address, "REPLICATE") as one:
@@ -50,7 +52,7 @@ def test_moves_without_rows_make_clients_fetch_and_empty_ones_do_not(pipeline: P
         assert one.quiet(0.3)
 
 
-def test_new_streams_and_writers_are_told(pipeline: Pipeline, servers: Servers) -> None:
+def test_new_streams_and_writers_are_told(pipeline: Pipeline, servers: SidecarServers) -> None:
     """Who asked once hears of streams that did not exist then."""
     with served(servers) as address, client(address, "REPLICATE") as one:
         pipeline.move("w", 0, 2)
@@ -59,7 +61,7 @@ def test_new_streams_and_writers_are_told(pipeline: Pipeline, servers: Servers) 
         assert one.said() == "POSITION s v 2 3"
 
 
-def test_nothing_of_streams_before_replicate(pipeline: Pipeline, servers: Servers) -> None:
+def test_nothing_of_streams_before_replicate(pipeline: Pipeline, servers: SidecarServers) -> None:
     """Who did not ask hears no positions; once it asks, where all stand now, and again when it asks again."""
     with served(servers) as address, client(address, "REPLICATE") as other, client(address, "NAME x") as one:
         pipeline.move("w", 0, 2)
@@ -70,7 +72,7 @@ def test_nothing_of_streams_before_replicate(pipeline: Pipeline, servers: Server
             assert one.said() == "POSITION s w 2 2"
 
 
-def test_client_that_comes_back_learns_what_it_missed(pipeline: Pipeline, servers: Servers) -> None:
+def test_client_that_comes_back_learns_what_it_missed(pipeline: Pipeline, servers: SidecarServers) -> None:
     """Nothing is resent: the POSITION after a reconnect is beyond where the client stands, so it fetches."""
     with served(servers) as address:
         pipeline.move("w", 0, 2)
@@ -115,7 +117,7 @@ def test_relayed_commands_reach_all_others() -> None:
 )
 def test_bad_line_is_answered_with_error_and_the_end(sent: bytes, problem: str) -> None:
     """Malformed, binary and oversized lines: one ERROR that says what was wrong, then the connection closes."""
-    with served(NOWHERE, Terms(longest=1000)) as address, client(address) as one:
+    with served(NOWHERE, LineServerConfig(longest=1000)) as address, client(address) as one:
         one.socket.sendall(sent)
         said = one.said()
         assert said
@@ -158,7 +160,7 @@ def test_client_that_never_reads_is_dropped() -> None:
     """It is cut off at the bound of its buffer, the memory stays, and who reads is told everything."""
     process = psutil.Process()
     with (
-        served(NOWHERE, Terms(unread=200_000)) as address,
+        served(NOWHERE, LineServerConfig(unread=200_000)) as address,
         client(address, "REPLICATE", receive_buffer=4096) as deaf,
         client(address, "REPLICATE") as one,
     ):
@@ -174,7 +176,7 @@ def test_client_that_never_reads_is_dropped() -> None:
 
 def test_no_more_connections_than_allowed() -> None:
     """One too many is told so and closed; when another leaves there is room again."""
-    with served(NOWHERE, Terms(connections=1)) as address:
+    with served(NOWHERE, LineServerConfig(connections=1)) as address:
         with client(address) as one, client(address) as two:
             assert one.line() == "SERVER tidemark"
             assert (two.line() or "").startswith("ERROR as many clients")
@@ -187,7 +189,7 @@ def test_no_more_connections_than_allowed() -> None:
         eventually(served_again)
 
 
-def test_ten_thousand_fuzzed_lines(pipeline: Pipeline, servers: Servers) -> None:
+def test_ten_thousand_fuzzed_lines(pipeline: Pipeline, servers: SidecarServers) -> None:
     """Whatever is sent, the server answers with ERROR or does as it is told, and others notice nothing of it."""
     pipeline.move("w", 0, 1)
     draw = random.Random(5)

@@ -11,12 +11,12 @@ from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.lines import hub
-from tidemark.app.sidecar.service import Servers
-from tidemark.app.stack.kafka import Kafka
+from tidemark.app.sidecar.service import SidecarServers
+from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.topics import TopicPlan, Topics
-from tidemark.streaming.wire import Join, Rdata, Record, encode, row
+from tidemark.streaming.records import Join, Rdata, Record, encode, row
 
 
 class Topic:
@@ -34,7 +34,7 @@ class Topic:
 
 
 @pytest.fixture
-def topic(kafka: Kafka, prefix: str) -> Topic:
+def topic(kafka: KafkaServer, prefix: str) -> Topic:
     return Topic(KafkaConnection(kafka.bootstrap_servers), prefix)
 
 
@@ -64,7 +64,7 @@ def flowing(one: Client, topic: Topic, pipeline: Pipeline, first: int = 1) -> in
 
 
 @pytest.mark.usefixtures("patient")
-def test_rows_follow_their_positions(pipeline: Pipeline, servers: Servers, topic: Topic) -> None:
+def test_rows_follow_their_positions(pipeline: Pipeline, servers: SidecarServers, topic: Topic) -> None:
     """Rows are held until their IDs are passed, then sent in stream order, several of a fact as a batch; what is empty
     behind them is a POSITION, and what a zombie said is not sent."""
     with served(servers, facts=topic.facts) as address, client(address, "PING 1", "REPLICATE") as one:
@@ -86,7 +86,7 @@ def test_rows_follow_their_positions(pipeline: Pipeline, servers: Servers, topic
 
 
 @pytest.mark.usefixtures("patient")
-def test_backward_stream_keeps_its_sign(pipeline: Pipeline, servers: Servers, topic: Topic) -> None:
+def test_backward_stream_keeps_its_sign(pipeline: Pipeline, servers: SidecarServers, topic: Topic) -> None:
     """IDs go down from -1, in the order in which they were given out."""
     pipeline.publish(stream("back", advance("w", 0, -1), linear=-1))
     with served(servers, facts=topic.facts) as address, client(address, "REPLICATE") as one:
@@ -97,7 +97,7 @@ def test_backward_stream_keeps_its_sign(pipeline: Pipeline, servers: Servers, to
         assert one.lines(2) == ['RDATA back w -2 {"of":-2}', 'RDATA back w -3 {"of":-3}']
 
 
-def test_rows_are_read_only_while_somebody_listens(pipeline: Pipeline, servers: Servers, topic: Topic) -> None:
+def test_rows_are_read_only_while_somebody_listens(pipeline: Pipeline, servers: SidecarServers, topic: Topic) -> None:
     """With the last client that asked the reading ends; for the next one it begins anew where the pipeline is."""
     with served(servers, facts=topic.facts) as address:
         eventually(lambda: not reading())  # also of servers that were here before
@@ -115,7 +115,9 @@ def reading() -> bool:
 
 
 @pytest.mark.slow
-def test_broker_that_goes_and_comes_back(pipeline: Pipeline, servers: Servers, topic: Topic, kafka: Kafka) -> None:
+def test_broker_that_goes_and_comes_back(
+    pipeline: Pipeline, servers: SidecarServers, topic: Topic, kafka: KafkaServer
+) -> None:
     """Without Kafka clients are told to fetch; when it is back, rows come again."""
     with served(servers, facts=topic.facts) as address, client(address, "REPLICATE") as one:
         at = flowing(one, topic, pipeline)

@@ -3,38 +3,37 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.app.lines.announcer import Announcement
-from tidemark.app.lines.commands import Position, Rdata
-from tidemark.app.lines.told import Told
+from tidemark.app.lines.announcer import Announcement, Told
+from tidemark.app.lines.commands import PositionCommand, RdataCommand
 
 W = ("s", "w")
 
 
 def moved(prev: int, id: int) -> Announcement:
-    return Announcement("s", "w", prev, id, "rows", [Rdata("s", "w", id, "{}")])
+    return Announcement("s", "w", prev, id, "rows", [RdataCommand("s", "w", id, "{}")])
 
 
 def test_what_joins_is_said_as_it_is() -> None:
     """Who was told up to `prev` is told the rows."""
     told = Told({W: 3})
-    assert told.next(moved(3, 5)) == [Rdata("s", "w", 5, "{}")]
-    assert told.next(moved(5, 6)) == [Rdata("s", "w", 6, "{}")]
+    assert told.next(moved(3, 5)) == [RdataCommand("s", "w", 5, "{}")]
+    assert told.next(moved(5, 6)) == [RdataCommand("s", "w", 6, "{}")]
 
 
 def test_successor_that_stands_before_the_dead_one_says_nothing_twice() -> None:
     """It repeats where writers were told to stand, skips what was said, and makes clients fetch across the seam."""
     told = Told({W: 5})
-    assert told.stand([Position("s", "w", 3, 3)]) == [Position("s", "w", 5, 5)]
+    assert told.stand([PositionCommand("s", "w", 3, 3)]) == [PositionCommand("s", "w", 5, 5)]
     assert told.next(moved(3, 4)) == ()
-    assert told.next(moved(4, 6)) == (Position("s", "w", 6, 6),)
+    assert told.next(moved(4, 6)) == (PositionCommand("s", "w", 6, 6),)
 
 
 def test_successor_that_stands_beyond_the_dead_one_makes_clients_fetch() -> None:
     """Whoever heard the dead one is below the first POSITION."""
     told = Told({W: 5})
-    assert told.stand([Position("s", "w", 9, 9), Position("s", "v", 1, 1)]) == [
-        Position("s", "w", 9, 9),
-        Position("s", "v", 1, 1),
+    assert told.stand([PositionCommand("s", "w", 9, 9), PositionCommand("s", "v", 1, 1)]) == [
+        PositionCommand("s", "w", 9, 9),
+        PositionCommand("s", "v", 1, 1),
     ]
 
 
@@ -43,14 +42,14 @@ def test_nobody_misses_anything_and_positions_never_go_back(dead: int, stands: i
     """Wherever both sidecars stood: a client that follows the rules has fetched or heard every ID, in order."""
     told = Told({W: dead})
     client, has = dead, set(range(1, dead + 1))
-    said: list[Position | Rdata] = [*told.stand([Position("s", "w", stands, stands)])]
+    said: list[PositionCommand | RdataCommand] = [*told.stand([PositionCommand("s", "w", stands, stands)])]
     for step in steps:
         said.extend(told.next(moved(stands, stands + step)))
         stands += step
     for command in said:
         assert command.id is not None
         assert command.id >= client
-        if isinstance(command, Rdata):
+        if isinstance(command, RdataCommand):
             has |= set(range(client + 1, command.id + 1))  # the rows of one announcement
         elif client < command.prev:
             has |= set(range(client + 1, command.id + 1))  # fetched

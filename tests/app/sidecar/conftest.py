@@ -3,11 +3,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.app.sidecar.given import Client, sidecar
-from tidemark.app.sidecar.service import Servers
+from tidemark.app.sidecar.service import SidecarServers
 
 
 @pytest.fixture
-def client(servers: Servers) -> Iterator[Client]:
+def client(servers: SidecarServers) -> Iterator[Client]:
     """Of a sidecar on both servers, without tokens."""
     with sidecar(servers) as client:
         yield client

@@ -11,15 +11,15 @@ import uvicorn
 
 from tests.sinks.given import NOW, advance, stream
 from tests.waiting import eventually
-from tidemark.app.sidecar.service import Servers
-from tidemark.app.sidecar.site import Terms, site
+from tidemark.app.sidecar.service import SidecarServers
+from tidemark.app.sidecar.site import SiteConfig, site
 from tidemark.streaming import state
 from tidemark.streaming.chain import Chain, Evidence, Span
 from tidemark.streaming.effects import StreamEffects
 from tidemark.streaming.intervals import EMPTY
-from tidemark.streaming.line import Line
-from tidemark.streaming.positions import Stream
-from tidemark.streaming.writers import Writer
+from tidemark.streaming.linear import LinearPosition
+from tidemark.streaming.stream import StreamState
+from tidemark.streaming.writers import WriterState
 
 
 class Client(httpx.Client):
@@ -39,10 +39,10 @@ class Client(httpx.Client):
 
 
 @contextmanager
-def sidecar(servers: Servers, terms: Terms | None = None, port: int = 0) -> Iterator[Client]:
+def sidecar(servers: SidecarServers, terms: SiteConfig | None = None, port: int = 0) -> Iterator[Client]:
     """In a thread of this process; on a port of its own, or where another one was."""
     config = uvicorn.Config(
-        site(servers, terms or Terms()), port=port, log_config=None, access_log=False, timeout_graceful_shutdown=1
+        site(servers, terms or SiteConfig()), port=port, log_config=None, access_log=False, timeout_graceful_shutdown=1
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -70,8 +70,8 @@ class At:
 
 def moved(name: str, linear: int, **writers: At) -> StreamEffects:
     """What a batch did to the stream, with the state that it left."""
-    known = {writer: Writer(1, _chain(at)) for writer, at in writers.items()}
-    encoded = state.encode(Stream(1, 0, Line(linear, EMPTY), known))
+    known = {writer: WriterState(1, _chain(at)) for writer, at in writers.items()}
+    encoded = state.encode(StreamState(1, 0, LinearPosition(linear, EMPTY), known))
     moves = [advance(writer, at.prev, at.id) for writer, at in writers.items() if at.id != at.prev]
     head = max(at.pending or at.id for at in writers.values())
     return stream(name, *moves, linear=linear, head=head, state=encoded)

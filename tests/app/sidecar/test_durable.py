@@ -6,8 +6,8 @@ import pytest
 
 from tests.sinks.given import advance, batch, stream
 from tests.sinks.reader.given import Pipeline
-from tidemark.app.sidecar.durable import Durable, ReadSoFar
-from tidemark.sinks.postgres import Postgres
+from tidemark.app.read_side.durable import Durable, ReadSoFar
+from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.reader.history import History
 from tidemark.streaming.errors import Unavailable
 

@@ -13,11 +13,11 @@ from tests.app.sidecar.given import At, Client, moved, sidecar
 from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
-from tidemark.app.sidecar.service import Limits, Servers
-from tidemark.app.sidecar.site import Terms
-from tidemark.app.sidecar.slices import PATIENCE, Appeared, Listener
+from tidemark.app.read_side.slices import PATIENCE, Appeared, Listener
+from tidemark.app.sidecar.service import Limits, SidecarServers
+from tidemark.app.sidecar.site import SiteConfig
 from tidemark.app.sidecar.sse import EventStream
-from tidemark.app.stack.redis import Redis as RedisServer
+from tidemark.app.stack.servers import RedisServer
 
 
 @dataclass
@@ -108,7 +108,9 @@ def test_new_stream_is_told_to_who_follows_all(pipeline: Pipeline, client: Clien
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_another_sidecar_goes_on_without_a_hole(pipeline: Pipeline, servers: Servers, keys: Any, lost: bool) -> None:
+def test_another_sidecar_goes_on_without_a_hole(
+    pipeline: Pipeline, servers: SidecarServers, keys: Any, lost: bool
+) -> None:
     """Rule 3 up to the client: after a restart all that was missed comes, joined, also where Redis lost its list."""
     grow(pipeline, 0, 2)
     with sidecar(servers) as client, heard(client, stream="s") as events:
@@ -188,10 +190,10 @@ def test_wrong_last_event_id_is_refused(client: Client) -> None:
     assert client.json("/v1/events", 400, headers={"Last-Event-ID": "17"})["type"] == "bad-request"
 
 
-def test_place_is_free_when_a_client_left(pipeline: Pipeline, servers: Servers) -> None:
+def test_place_is_free_when_a_client_left(pipeline: Pipeline, servers: SidecarServers) -> None:
     """The limit counts clients that are there, not those that were."""
     grow(pipeline, 0, 1)
-    with sidecar(servers, Terms(limits=Limits(held=1))) as client:
+    with sidecar(servers, SiteConfig(limits=Limits(held=1))) as client:
         for _ in range(3):
             with heard(client) as events:
                 events.next()

@@ -1,6 +1,6 @@
 """The memory of what was answered: only ever more."""
 
-from tidemark.app.sidecar.highest import Highest, Known
+from tidemark.app.read_side.snapshots import Highest, Known
 
 
 def known(linear: int, head: int | None = None, late: int = 0, **vector: int) -> Known:

@@ -8,7 +8,7 @@ import pytest
 from tests.app.sidecar.given import At, Client, moved
 from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
-from tidemark.app.stack.redis import Redis as RedisServer
+from tidemark.app.stack.servers import RedisServer
 
 
 def pages(client: Client, since: str, limit: int) -> list[Any]:

@@ -12,8 +12,8 @@ from schemathesis.checks import CHECKS
 
 from tests.app.sidecar.given import At, Client, moved, sidecar
 from tests.sinks.reader.given import Pipeline
-from tidemark.app.sidecar.service import Limits, Servers
-from tidemark.app.sidecar.site import OPERATIONS, Terms
+from tidemark.app.sidecar.service import Limits, SidecarServers
+from tidemark.app.sidecar.site import OPERATIONS, SiteConfig
 from tidemark.app.sidecar.sse import MEDIA_TYPE
 
 # An event stream does not end, and tests of its own hold it to more.
@@ -22,11 +22,11 @@ CASES = [(path, None) for path in GENERATED] + [(path, "s") for path in GENERATE
 
 
 @pytest.fixture
-def guarded(pipeline: Pipeline, servers: Servers, tmp_path: Path) -> Iterator[Client]:
+def guarded(pipeline: Pipeline, servers: SidecarServers, tmp_path: Path) -> Iterator[Client]:
     """With tokens, short waits, and a stream whose name requests are steered to."""
     pipeline.publish(moved("s", 7, first=At(0, 9, pending=12), second=At(0, 7)))
     (tmp_path / "tokens").write_text("sesame\n")
-    with sidecar(servers, Terms(tokens_file=tmp_path / "tokens", limits=Limits(wait=0.05))) as client:
+    with sidecar(servers, SiteConfig(tokens_file=tmp_path / "tokens", limits=Limits(wait=0.05))) as client:
         client.headers["Authorization"] = "Bearer sesame"
         yield client
 

@@ -14,10 +14,10 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from tests.app.sidecar.given import At, Client, moved, sidecar
 from tests.sinks.given import batch, rejected
 from tests.sinks.reader.given import Pipeline
-from tidemark.app.sidecar.service import Servers
-from tidemark.app.sidecar.site import Terms
+from tidemark.app.sidecar.service import SidecarServers
+from tidemark.app.sidecar.site import SiteConfig
 from tidemark.app.stack.server import free_port
-from tidemark.streaming.effects import Late
+from tidemark.streaming.effects import LateCompletion
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 PATIENCE = 15_000  # ms
@@ -90,7 +90,9 @@ def test_gap_appears_is_named_and_closes(pipeline: Pipeline, page: Page) -> None
     expect(page.locator(".strip .hole")).to_have_count(0)
 
 
-def test_page_catches_up_when_the_sidecar_was_away(pipeline: Pipeline, servers: Servers, browser: Browser) -> None:
+def test_page_catches_up_when_the_sidecar_was_away(
+    pipeline: Pipeline, servers: SidecarServers, browser: Browser
+) -> None:
     """It says since when it knows nothing new, and shows what happened meanwhile when another sidecar answers."""
     pipeline.publish(moved("orders", 7, shop=At(0, 7)))
     port = free_port()
@@ -148,11 +150,14 @@ def test_everything_by_keyboard(pipeline: Pipeline, page: Page) -> None:
     assert names(page) == ["a", "b", "c"]
 
 
-def test_page_asks_for_a_token(pipeline: Pipeline, servers: Servers, browser: Browser, tmp_path: Path) -> None:
+def test_page_asks_for_a_token(pipeline: Pipeline, servers: SidecarServers, browser: Browser, tmp_path: Path) -> None:
     """A sidecar with tokens shows nothing before one is given; it lasts for the tab and stands in no address."""
     pipeline.publish(moved("orders", 7, shop=At(0, 7)))
     (tmp_path / "tokens").write_text("sesame\n")
-    with sidecar(servers, Terms(tokens_file=tmp_path / "tokens")) as client, opened(browser, client.base_url) as page:
+    with (
+        sidecar(servers, SiteConfig(tokens_file=tmp_path / "tokens")) as client,
+        opened(browser, client.base_url) as page,
+    ):
         says(page, "#headline", "A token is needed")
         expect(page.locator("#board")).to_be_hidden()
         assert focused(page) == "token"
@@ -167,7 +172,7 @@ def test_page_asks_for_a_token(pipeline: Pipeline, servers: Servers, browser: Br
 
 def test_rejected_and_late_records_are_told(pipeline: Pipeline, page: Page) -> None:
     """Dead letters by reason with the age of the newest, late completions with their stream."""
-    late = replace(moved("orders", 9, shop=At(0, 9)), late=[Late("shop", 1, 3, 5, 2, "skipped")])
+    late = replace(moved("orders", 9, shop=At(0, 9)), late=[LateCompletion("shop", 1, 3, 5, 2, "skipped")])
     letters = [rejected("facts", "zombie", range(3)), rejected("facts", "conflict", range(8, 9))]
     now = int(time.time() * 1000)
     made = batch(1, late, token=pipeline.lease.token, rejected=letters, now=now)

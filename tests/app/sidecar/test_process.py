@@ -14,7 +14,7 @@ from tests.sinks.reader.given import Pipeline
 from tidemark.app.settings import child_environment, host_port
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.server import free_port
-from tidemark.app.stack.tidemark import Sidecar
+from tidemark.app.stack.servers import SidecarProcess
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_process_serves_until_it_is_told_to_end(
 ) -> None:
     """It is ready, answers, over HTTP and in lines, and ends with 0 at SIGTERM."""
     pipeline.publish(moved("s", 7, w=At(0, 7)))
-    server = Sidecar(Home(tmp_path), int(variables["TIDEMARK_SIDECAR_PORT"]), variables)
+    server = SidecarProcess(Home(tmp_path), int(variables["TIDEMARK_SIDECAR_PORT"]), variables)
     server.start()
     try:
         with urlopen(f"{server.url}/v1/streams/s") as answer:

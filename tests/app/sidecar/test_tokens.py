@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemark.app.sidecar.tokens import LOOK_EVERY, Tokens
+from tidemark.app.sidecar.site import LOOK_EVERY, Tokens
 from tidemark.streaming.errors import BadSetting
 
 

@@ -9,9 +9,9 @@ from tests.app.sidecar.given import At, Client, moved, sidecar
 from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline, later
 from tests.waiting import eventually
-from tidemark.app.sidecar.service import Limits, Servers
-from tidemark.app.sidecar.site import Terms
-from tidemark.app.stack.redis import Redis as RedisServer
+from tidemark.app.sidecar.service import Limits, SidecarServers
+from tidemark.app.sidecar.site import SiteConfig
+from tidemark.app.stack.servers import RedisServer
 
 WAIT = "/v1/streams/s/wait"
 
@@ -63,10 +63,10 @@ def test_wait_goes_on_without_redis(pipeline: Pipeline, client: Client, redis_se
         assert (found["token"], found["source"]) == ("m9", "postgres")
 
 
-def test_only_so_many_are_held_open(pipeline: Pipeline, servers: Servers) -> None:
+def test_only_so_many_are_held_open(pipeline: Pipeline, servers: SidecarServers) -> None:
     """Past the limit a wait is refused at once; a place is free again when one ended."""
     pipeline.publish(moved("s", 3, w=At(0, 3, pending=9)))
-    with sidecar(servers, Terms(limits=Limits(held=1, wait=0.8))) as client:
+    with sidecar(servers, SiteConfig(limits=Limits(held=1, wait=0.8))) as client:
         found: list[Any] = []
 
         def ask() -> None:

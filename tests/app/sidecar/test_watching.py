@@ -12,11 +12,11 @@ from tests.app.sidecar.given import At, Client, moved, sidecar
 from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
-from tidemark.app.sidecar.service import Limits, Servers
-from tidemark.app.sidecar.site import Terms
-from tidemark.app.stack.postgres import Postgres as PostgresServer
-from tidemark.app.stack.redis import Redis as RedisServer
-from tidemark.streaming.effects import Late
+from tidemark.app.sidecar.service import Limits, SidecarServers
+from tidemark.app.sidecar.site import SiteConfig
+from tidemark.app.stack.postgres import PostgresServer
+from tidemark.app.stack.servers import RedisServer
+from tidemark.streaming.effects import LateCompletion
 
 
 class Watching:
@@ -90,7 +90,7 @@ def test_who_comes_later_is_told_everything(pipeline: Pipeline, client: Client) 
 
 def test_late_completions_of_a_stream(pipeline: Pipeline, client: Client) -> None:
     """How many, and when the newest came."""
-    pipeline.publish(replace(moved("s", 9, w=At(0, 9)), late=[Late("w", 1, 3, 4, 1, "skipped")]))
+    pipeline.publish(replace(moved("s", 9, w=At(0, 9)), late=[LateCompletion("w", 1, 3, 4, 1, "skipped")]))
     with watching(client) as watch:
         late = watch.look()[0][0]["late"]
         assert late["count"] == 1
@@ -124,9 +124,9 @@ def test_pipeline_alone(pipeline: Pipeline, client: Client) -> None:
     assert told["quiet_seconds"] < 60
 
 
-def test_place_is_free_when_a_watcher_left(pipeline: Pipeline, servers: Servers) -> None:
+def test_place_is_free_when_a_watcher_left(pipeline: Pipeline, servers: SidecarServers) -> None:
     """Watchers count towards the limit while they are there."""
-    with sidecar(servers, Terms(limits=Limits(held=1))) as client:
+    with sidecar(servers, SiteConfig(limits=Limits(held=1))) as client:
         with watching(client) as watch:
             watch.look()
             assert client.get("/v1/watch").status_code == 429

@@ -12,8 +12,8 @@ from pyspark.sql import DataFrame
 from tests.bench.competitors.task import Task
 from tests.bench.rate import Meter
 from tidemark.sources.kafka import EARLIEST, KafkaConnection, source_options
-from tidemark.streaming import session
 from tidemark.streaming.query import source
+from tidemark.streaming.spark import SparkSettings, start
 
 _POLL_SECONDS = 0.1
 
@@ -21,8 +21,8 @@ _POLL_SECONDS = 0.1
 def run(task: Task, meter: Meter, plan: Callable[[DataFrame], DataFrame]) -> None:
     """Run `plan` of the topic's records into a sink that drops everything, until the meter has seen enough."""
     directory = Path(task.directory)
-    spark = session.start(
-        session.SparkSettings(
+    spark = start(
+        SparkSettings(
             master="local[*]",
             memory="1g",
             jars=sorted(Path(task.jars).glob("*.jar")),

@@ -15,17 +15,17 @@ from tests.bench.crowd.talk import say
 from tidemark.app import logs
 from tidemark.app.settings import Settings
 from tidemark.sinks.batch import Batch
-from tidemark.sinks.lease import Lease, LeaseTerms
 from tidemark.sinks.mirror import Mirror
-from tidemark.sinks.postgres import Postgres, PostgresConfig
-from tidemark.sinks.redis import Redis, RedisConfig
+from tidemark.sinks.postgres.lease import Lease, LeaseConfig
+from tidemark.sinks.postgres.store import Postgres, PostgresConfig
+from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.streaming import state
 from tidemark.streaming.chain import Chain
-from tidemark.streaming.effects import Advance, ShardEffects, StreamEffects, Summary, WriterRow
+from tidemark.streaming.effects import ShardEffects, StreamEffects, Summary, WriterAdvance, WriterRow
 from tidemark.streaming.intervals import EMPTY
-from tidemark.streaming.line import Line
-from tidemark.streaming.positions import Stream
-from tidemark.streaming.writers import Writer
+from tidemark.streaming.linear import LinearPosition
+from tidemark.streaming.stream import StreamState
+from tidemark.streaming.writers import WriterState
 
 BATCHES_PER_SECOND = 5  # as a pipeline under light traffic has
 
@@ -67,7 +67,7 @@ def main() -> None:
     with (
         Postgres(PostgresConfig(load.dsn)) as postgres,
         Redis(RedisConfig(load.redis)) as redis,
-        Lease.acquire(load.dsn, LeaseTerms("bench"), threading.Event()) as lease,
+        Lease.acquire(load.dsn, LeaseConfig("bench"), threading.Event()) as lease,
     ):
         mirror = Mirror(postgres, redis, lease)
         sent: dict[int, float] = {}
@@ -96,10 +96,11 @@ def _effects(load: Load, number: int) -> list[StreamEffects]:
     now = int(time.time() * 1000)
     after, before = load.positions(number), load.positions(number - 1) if number > 1 else {}
     line = max(after.values())
-    writers = {name: Writer(1, Chain(id)) for name, id in after.items()}
-    encoded = state.encode(Stream(1, 0, Line(line, EMPTY), writers))
+    writers = {name: WriterState(1, Chain(id)) for name, id in after.items()}
+    encoded = state.encode(StreamState(1, 0, LinearPosition(line, EMPTY), writers))
     advances = [
-        Advance(name, 1, before.get(name, 0), id, 0, id - before.get(name, 0), 0, 0, now) for name, id in after.items()
+        WriterAdvance(name, 1, before.get(name, 0), id, 0, id - before.get(name, 0), 0, 0, now)
+        for name, id in after.items()
     ]
     rows = [WriterRow(name, 1, id, retired=False) for name, id in after.items()]
     return [

@@ -17,7 +17,7 @@ def positions(redis_url: str) -> Iterator[Positions]:
 @pytest.fixture(autouse=True)
 def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Followers look ten times a second where nothing rings, so that no test waits for them to end."""
-    for module in ("following", "standing"):
+    for module in ("follow", "wait"):
         monkeypatch.setattr(f"tidemark.sinks.reader.{module}.LONGEST_WAIT", 0.1)
 
 

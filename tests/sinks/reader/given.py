@@ -9,11 +9,11 @@ from typing import Any
 
 from tests.sinks.given import NOW, advance, batch, stream
 from tidemark.sinks.batch import Batch
-from tidemark.sinks.lease import Lease
 from tidemark.sinks.mirror import Mirror
-from tidemark.sinks.postgres import Postgres
+from tidemark.sinks.postgres.lease import Lease
+from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.reader import Event, Follow
-from tidemark.sinks.redis import Redis
+from tidemark.sinks.redis.publish import Redis
 from tidemark.streaming.effects import StreamEffects
 
 

@@ -6,9 +6,19 @@ Every write to `Model` is the world's; `answer` is what a shell would answer. Ma
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tidemark.sinks.reader.asks import Answer, Ask, Entry, Glance, Look, Newest, Past, Recall, Seen
-from tidemark.sinks.reader.entries import parse
 from tidemark.sinks.reader.events import Advance, Late
+from tidemark.sinks.reader.io import (
+    Answer,
+    HistoryFound,
+    KeysFound,
+    ListEntry,
+    ReadHistory,
+    ReadKeys,
+    ReadList,
+    ReadNewest,
+    Request,
+)
+from tidemark.sinks.reader.redis import parse
 
 Fields = dict[str, str]
 
@@ -56,7 +66,7 @@ class Model:
         # Redis
         self.known = False
         self.shown: dict[str, int] = {}
-        self.list: list[Entry] = []
+        self.list: list[ListEntry] = []
         self.ticks = 1000
         self.shown_late = 0
         self.shown_line = 0
@@ -232,7 +242,7 @@ class Model:
                 if abs(int(fields["id"])) <= abs(here):
                     continue
             self.ticks += 1
-            self.list.append(Entry(f"{self.ticks}-0", dict(fields)))
+            self.list.append(ListEntry(f"{self.ticks}-0", dict(fields)))
             if fields["kind"] == "POSITION":
                 self.shown[fields["writer"]] = int(fields["id"])
             else:
@@ -268,9 +278,9 @@ class Model:
 
     # -- what a shell answers
 
-    def answer(self, ask: Ask, *, postgres: bool) -> Answer:
+    def answer(self, ask: Request, *, postgres: bool) -> Answer:
         match ask:
-            case Look(after=after):
+            case ReadList(after=after):
                 page = 4
                 names = [entry.name for entry in self.list]
                 start = 0
@@ -280,22 +290,22 @@ class Model:
                     start = names.index(after.name) + 1
                 found = self.list[start : start + page]
                 return self._seen(found, joined=True, more=len(self.list) > start + page)
-            case Newest():
+            case ReadNewest():
                 return self._seen(self.list[-1:], joined=True, more=False)
-            case Glance():
+            case ReadKeys():
                 return self._seen([], joined=True, more=False)
-            case Recall(place=place) if postgres:
+            case ReadHistory(place=place) if postgres:
                 past = {name: (position, self._advances(name)) for name, position in self.positions.items()}
-                late = [parse(Entry("", it)) for _, it in self.history if it["kind"] == "LATE"]
-                return Past(past, [it for it in late if isinstance(it, Late) and it.number > place.late])
+                late = [parse(ListEntry("", it)) for _, it in self.history if it["kind"] == "LATE"]
+                return HistoryFound(past, [it for it in late if isinstance(it, Late) and it.number > place.late])
             case _:
                 return None
 
     def _advances(self, name: str) -> list[Advance]:
-        items = [parse(Entry("", it)) for who, it in self.history if who == name and it["kind"] == "POSITION"]
+        items = [parse(ListEntry("", it)) for who, it in self.history if who == name and it["kind"] == "POSITION"]
         return [it for it in items if isinstance(it, Advance)]
 
-    def _seen(self, entries: list[Entry], *, joined: bool, more: bool) -> Seen:
+    def _seen(self, entries: list[ListEntry], *, joined: bool, more: bool) -> KeysFound:
         linear = self.shown_line if self.known else None
         last = entries[-1].name if entries else "0-0"
-        return Seen(linear, dict(self.shown), self.shown_late, None, entries, joined, more, last)
+        return KeysFound(linear, dict(self.shown), self.shown_late, None, entries, joined, more, last)

@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 
 from tests.waiting import eventually
-from tidemark.sinks.reader import AsyncPositions, AsyncReader, Batch, Place, Positions, Reader, Table
+from tidemark.sinks.reader import AsyncPositions, AsyncReader, Place, Positions, ReadBatch, Reader, Table
 
 TABLE = Table("facts", writer="instance", then=("ordinal",))
 Effect = tuple[int, str, int, bool]
@@ -114,6 +114,6 @@ class Service:
             await task
 
 
-def effect(row: dict[str, Any], batch: Batch[Any], reader: str = "copier") -> tuple[str, tuple[object, ...]]:
+def effect(row: dict[str, Any], batch: ReadBatch[Any], reader: str = "copier") -> tuple[str, tuple[object, ...]]:
     values = (reader, row["stream_id"], row["instance"], row["ordinal"], batch.late is not None)
     return "insert into effects (reader, stream_id, instance, ordinal, late) values (%s, %s, %s, %s, %s)", values

@@ -11,10 +11,21 @@ import pytest
 
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline, later, taken
-from tidemark.app.stack.redis import Redis as RedisServer
-from tidemark.sinks.reader import Advance, AsyncPositions, Event, Late, LateLost, Line, Place, Positions, Reread, Token
-from tidemark.sinks.redis import Redis, RedisConfig, key
-from tidemark.streaming.effects import Late as LateEffect
+from tidemark.app.stack.servers import RedisServer
+from tidemark.sinks.reader import (
+    Advance,
+    AsyncPositions,
+    Event,
+    Late,
+    LateLost,
+    LinearMove,
+    Place,
+    Positions,
+    Reread,
+    Token,
+)
+from tidemark.sinks.redis.publish import Redis, RedisConfig, key
+from tidemark.streaming.effects import LateCompletion as LateEffect
 
 
 def ranges(events: list[Event], writer: str = "w") -> list[tuple[int, int]]:
@@ -156,7 +167,7 @@ def test_late_completions_are_handed_over_once(pipeline: Pipeline, informed: Pos
     keys.flushall()
     pipeline.mirror.refill()
     pipeline.move("w", 5, 6)
-    assert [type(taken(follow, 1)[0]) for follow in followers] == [Advance, Line]
+    assert [type(taken(follow, 1)[0]) for follow in followers] == [Advance, LinearMove]
 
 
 def test_late_completions_of_an_absence_are_handed_over(
@@ -179,11 +190,11 @@ def test_line_is_followed_without_a_hole(pipeline: Pipeline, positions: Position
     assert taken(follow, 1)[0].id == 2  # type: ignore[union-attr]
     pipeline.publish(stream("s", advance("w", 2, 3, empty=1), linear=3))
     (line,) = taken(follow, 1)
-    assert isinstance(line, Line)
+    assert isinstance(line, LinearMove)
     assert not line.known, "the fact 3 was published before we looked first"
     pipeline.publish(stream("s", advance("w", 3, 6, empty=3), advance("v", 3, 6, empty=3), linear=6))
     (line,) = taken(follow, 1)
-    assert isinstance(line, Line)
+    assert isinstance(line, LinearMove)
     assert (line.prev, line.id, line.known, line.proven_empty) == (3, 6, True, True)
 
 
@@ -193,7 +204,7 @@ def test_line_that_moves_alone_is_followed(pipeline: Pipeline, positions: Positi
     follow = positions.follow("s", "linear", since="m3")
     with later(0.5, lambda: pipeline.publish(stream("s", linear=5, linear_prev=3))):
         (line,) = taken(follow, 1)
-    assert isinstance(line, Line)
+    assert isinstance(line, LinearMove)
     assert (line.prev, line.id) == (3, 5)
 
 
@@ -209,7 +220,7 @@ def test_lists_longer_than_a_page_are_followed(
     pipeline: Pipeline, positions: Positions, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A list is read page by page, also where advances come meanwhile."""
-    monkeypatch.setattr("tidemark.sinks.reader.keys.PAGE", 3)
+    monkeypatch.setattr("tidemark.sinks.reader.redis.PAGE", 3)
     for id in range(1, 11):
         pipeline.move("w", id - 1, id)
     follow = positions.follow("s", since="m0")
@@ -254,7 +265,7 @@ def test_outages_lose_nothing(
     chains: dict[str, list[tuple[int, int]]] = {}
 
     def note(name: str, event: Event) -> bool:
-        assert isinstance(event, Advance | Line)
+        assert isinstance(event, Advance | LinearMove)
         chains.setdefault(name, []).append((event.prev, event.id))
         return event.id == last
 

@@ -15,12 +15,10 @@ from hypothesis.stateful import (
 )
 
 from tests.sinks.reader.model import Model
-from tidemark.sinks.reader.asks import Ask, Doorbell
-from tidemark.sinks.reader.driver import Driver
-from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, Line, Reread
-from tidemark.sinks.reader.following import CaughtUp, Following
-from tidemark.sinks.reader.order import beyond
-from tidemark.sinks.reader.place import Place
+from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, Reread
+from tidemark.sinks.reader.follow import CaughtUp, Following
+from tidemark.sinks.reader.io import AwaitEntry, Driver, Request
+from tidemark.streaming.direction import beyond
 
 NAMES = ("a", "b", "c")
 WHATS = ("fact", "fact", "void", "announced")
@@ -213,16 +211,16 @@ class Reader:
     def look(self) -> None:
         """One whole look: until it would wait."""
         self.caught_up = False
-        rung = isinstance(self.driver.step(), Doorbell)
+        rung = isinstance(self.driver.step(), AwaitEntry)
         while True:
             step = self.driver.step()
             assert step is not None
-            if isinstance(step, Doorbell):
+            if isinstance(step, AwaitEntry):
                 if not rung:
                     return
                 rung = False
                 self.driver.answered(None)
-            elif isinstance(step, Ask):
+            elif isinstance(step, Request):
                 self.driver.answered(self.model.answer(step, postgres=self.postgres))
             else:
                 self.driver.handed_over()
@@ -245,7 +243,7 @@ class Reader:
                 assert writer is not None
                 self._covers(writer, event.prev, event.id)
                 self._read(event.prev, event.id, lambda who: who == writer)
-            case Line():
+            case LinearMove():
                 assert self.mode == "linear"
                 assert event.prev == self.line
                 assert beyond(event.id, event.prev)

@@ -2,22 +2,22 @@
 
 from collections.abc import Iterator
 
-from tidemark.sinks.reader.events import Advance, Evidence, Line, Reread
-from tidemark.sinks.reader.lines import Lines
+from tidemark.sinks.reader.events import Advance, Evidence, LinearMove, Reread
+from tidemark.sinks.reader.merge import LinearEvidence
 
 
 def moved(writer: str, prev: int, id: int, facts: int = 0) -> Advance:
     return Advance(writer, 1, prev, id, Evidence(facts=facts, empty=id - prev - facts), prev, 0, 1, 1)
 
 
-def watching(linear: int = 5) -> Lines:
+def watching(linear: int = 5) -> LinearEvidence:
     """From the beginning of two writers' lives."""
-    lines = Lines(linear)
+    lines = LinearEvidence(linear)
     assert [*lines.move(linear, {"a": linear, "b": linear})] == []
     return lines
 
 
-def only(moves: Iterator[Line]) -> Line:
+def only(moves: Iterator[LinearMove]) -> LinearMove:
     (line,) = moves
     return line
 
@@ -28,10 +28,10 @@ def test_range_that_all_writers_proved_empty_is_known() -> None:
     first, second, third = moved("a", 5, 8), moved("b", 5, 9), moved("a", 8, 9)
     lines.note(first)
     lines.note(second)
-    assert [*lines.move(8, {"a": 8, "b": 9})] == [Line(5, 8, (first, second), known=True)]
+    assert [*lines.move(8, {"a": 8, "b": 9})] == [LinearMove(5, 8, (first, second), known=True)]
     lines.note(third)
     line = only(lines.move(9, {"a": 9, "b": 9}))
-    assert line == Line(8, 9, (second, third), known=True)
+    assert line == LinearMove(8, 9, (second, third), known=True)
     assert line.proven_empty
 
 
@@ -40,13 +40,13 @@ def test_line_ahead_of_a_writer_proves_nothing() -> None:
     lines = watching()
     fact = moved("b", 5, 6, facts=1)
     lines.note(fact)
-    assert [*lines.move(6, {"a": 5, "b": 6})] == [Line(5, 6, (fact,), known=False)]
-    assert [*lines.move(7, {"a": 5, "b": 6})] == [Line(6, 7, (), known=False)]
+    assert [*lines.move(6, {"a": 5, "b": 6})] == [LinearMove(5, 6, (fact,), known=False)]
+    assert [*lines.move(7, {"a": 5, "b": 6})] == [LinearMove(6, 7, (), known=False)]
 
 
 def test_what_stood_before_we_watched_proves_nothing() -> None:
     """A writer that was at 8 when we began to watch came there by advances that we were not told."""
-    lines = Lines(5)
+    lines = LinearEvidence(5)
     assert [*lines.move(5, {"a": 5, "b": 8})] == []
     lines.note(moved("a", 5, 9))
     lines.note(moved("b", 8, 9))

@@ -11,9 +11,9 @@ import redis
 
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline, later
-from tidemark.app.stack.redis import Redis as RedisServer
+from tidemark.app.stack.servers import RedisServer
 from tidemark.sinks.reader import AsyncPositions, Positions, Recovering, Standing, Token
-from tidemark.sinks.redis import key
+from tidemark.sinks.redis.publish import key
 from tidemark.streaming.errors import BadSetting, BadToken, NotReached, Refused, TokenFromTheFuture, Unavailable
 
 

@@ -11,8 +11,8 @@ from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import Service, effect
 from tests.waiting import eventually
 from tidemark.sinks.reader import Place, Positions, Reader, Table, Token
-from tidemark.sinks.redis import key
-from tidemark.streaming.effects import Late as LateEffect
+from tidemark.sinks.redis.publish import key
+from tidemark.streaming.effects import LateCompletion as LateEffect
 from tidemark.streaming.errors import BadSetting, LateNeedsWriter, LateUnknown, ReaderModeChanged, Refused
 
 
@@ -66,7 +66,7 @@ def test_many_writers_are_read_in_several_queries(
     service: Service, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Vector mode with more writers than one query takes, and less rows in a batch than writers."""
-    monkeypatch.setattr("tidemark.sinks.reader.reading.RANGES", 3)
+    monkeypatch.setattr("tidemark.sinks.reader.read.RANGES", 3)
     moves = []
     for n in range(10):
         service.write(n + 1, n + 11, instance=f"w{n}")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.sinks.reader.service import Service, effect
 from tests.sinks.reader.test_following import World
 from tidemark.sinks.reader import Positions, Reader
-from tidemark.sinks.reader.asks import Answer, Ask, Doorbell, Pause
-from tidemark.sinks.reader.order import beyond
+from tidemark.sinks.reader.io import Answer, AwaitEntry, Pause, Request
+from tidemark.streaming.direction import beyond
 
 
 class Idle(Exception):
@@ -25,8 +25,8 @@ class Told(Positions):
         self.world = world
         self.waits = 0
 
-    def carry_out(self, ask: Ask, stopping: Any) -> Answer:
-        if isinstance(ask, Doorbell | Pause):
+    def carry_out(self, ask: Request, stopping: Any) -> Answer:
+        if isinstance(ask, AwaitEntry | Pause):
             self.waits += 1
             if self.waits % 2:
                 raise Idle
@@ -43,7 +43,7 @@ class Doomed(Reader):
 
     steps_left: int
 
-    def _carry_out(self, ask: Ask) -> Answer:
+    def _carry_out(self, ask: Request) -> Answer:
         self.steps_left -= 1
         if self.steps_left < 0:
             raise Crash

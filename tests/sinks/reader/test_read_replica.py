@@ -14,9 +14,9 @@ from tests.sinks.reader.service import Service
 from tests.waiting import eventually
 from tidemark.app.stack import postgres as stack
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.postgres import Postgres as PostgresServer
+from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import free_port
-from tidemark.sinks.reader.replica import end_of_records
+from tidemark.sinks.reader.databases import end_of_records
 
 SEGMENT = 16 * 1024 * 1024
 

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tidemark.sinks.changes import Change
 from tidemark.sinks.reader import ZERO, Order, Token
-from tidemark.sinks.redis import Redis, key
+from tidemark.sinks.redis.publish import Change, Redis, key
 from tidemark.streaming.errors import BadToken
 
 WRITERS = ("a", "b", "c.1", "d~e", "f%", "%7E", "é", "B")

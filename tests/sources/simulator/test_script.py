@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from tidemark.sources.simulator.cast import ALL, OF_PROCESSES, Cast, Fault, faults
-from tidemark.sources.simulator.script import Act, script
+from tidemark.sources.simulator.script import ALL, OF_PROCESSES, Act, Cast, Fault, faults, script
 from tidemark.streaming.errors import BadSetting
 
 INSIDE = {Fault.ROLLBACK, Fault.HANG}

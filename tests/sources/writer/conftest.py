@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.sources.writer.judge import Judge
-from tidemark.app.stack.kafka import Kafka
+from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.sources.writer import Writer, schema, sequences
@@ -44,13 +44,13 @@ def connection(dsn: str) -> Iterator[psycopg.Connection]:
 
 
 @pytest.fixture
-def topic(kafka: Kafka, prefix: str) -> str:
+def topic(kafka: KafkaServer, prefix: str) -> str:
     Topics(KafkaConnection(kafka.bootstrap_servers)).create_missing([TopicPlan(prefix, 1, 3_600_000)])
     return prefix
 
 
 @pytest.fixture
-def make(dsn: str, kafka: Kafka, topic: str) -> Make:
+def make(dsn: str, kafka: KafkaServer, topic: str) -> Make:
     """Makes writers of stream `orders`, by default called `shop-1`."""
 
     def make(**changes: object) -> Writer:
@@ -61,5 +61,5 @@ def make(dsn: str, kafka: Kafka, topic: str) -> Make:
 
 
 @pytest.fixture
-def judge(kafka: Kafka, topic: str) -> Judge:
+def judge(kafka: KafkaServer, topic: str) -> Judge:
     return Judge(KafkaConnection(kafka.bootstrap_servers), topic)

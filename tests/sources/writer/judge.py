@@ -10,10 +10,10 @@ from tests.streaming.builders import packed
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics
 from tidemark.streaming import state
-from tidemark.streaming.advance import advance
-from tidemark.streaming.bounds import Bounds
+from tidemark.streaming.batch import advance
 from tidemark.streaming.effects import StreamEffects
-from tidemark.streaming.wire import Rdata, Record, Topic, read
+from tidemark.streaming.model import Bounds
+from tidemark.streaming.records import Rdata, Record, Topic, read
 
 
 @dataclass

@@ -14,17 +14,17 @@ from typing import Any
 import psycopg
 
 from tidemark.sources.producer import RecordProducer
-from tidemark.sources.writer import Facts, Writer, outbox, takeover
+from tidemark.sources.writer import Facts, Writer, fence, outbox
 from tidemark.sources.writer.core import Core
-from tidemark.sources.writer.draft import Draft
+from tidemark.sources.writer.pending import PendingTransaction
 from tidemark.sources.writer.relay import Relay
 from tidemark.streaming.errors import WriterFenced
 
 STEPS: dict[str, tuple[Any, str]] = {
-    "settle": (takeover, "settle"),  # the epoch is raised, nothing told
+    "settle": (fence, "settle"),  # the epoch is raised, nothing told
     "deliver": (RecordProducer, "deliver"),  # leftovers or the JOIN were sent, nothing is acknowledged
     "add": (Facts, "add"),  # an ID is reserved
-    "commit": (Draft, "require_whole"),  # all is written
+    "commit": (PendingTransaction, "require_whole"),  # all is written
     "ended": (Core, "_ended"),  # the commit is done and nobody knows
     "decide": (Relay, "_decide"),
     "pack": (Relay, "_pack"),  # decided, not sent

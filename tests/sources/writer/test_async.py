@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.sources.writer.judge import Judge
-from tidemark.app.stack.kafka import Kafka
+from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources.writer import AsyncWriter
 from tidemark.streaming.errors import FactWithoutRow, WriterFenced
 
@@ -17,7 +17,7 @@ INSERT = "insert into orders (id) values (%s)"
 
 
 @pytest.fixture
-def writer(dsn: str, kafka: Kafka, topic: str) -> AsyncWriter:
+def writer(dsn: str, kafka: KafkaServer, topic: str) -> AsyncWriter:
     return AsyncWriter(
         dsn,
         kafka.bootstrap_servers,

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.sources.writer.judge import Verdict, judged
-from tidemark.sources.writer.chain import Call, Chain, Span
-from tidemark.sources.writer.records import Fact, Voice
+from tidemark.sources.writer.chain import NextvalCall, ReservationChain, SettledSpan
+from tidemark.sources.writer.records import OutboxFact, RecordBuilder
 
 START = 3
 
@@ -23,14 +23,14 @@ class Writing(RuleBasedStateMachine):
     @initialize(sign=st.sampled_from([1, -1]), seed=st.integers(0, 2**32))
     def begin(self, sign: int, seed: int) -> None:
         self.random = random.Random(seed)
-        self.voice = Voice("shop", 1, "orders", sign)
-        self.chain = Chain(START)
+        self.voice = RecordBuilder("shop", 1, "orders", sign)
+        self.chain = ReservationChain(START)
         self.head = START
-        self.sent: list[Call] = []
-        self.executed: list[tuple[Call, list[int]]] = []
+        self.sent: list[NextvalCall] = []
+        self.executed: list[tuple[NextvalCall, list[int]]] = []
         self.open: set[int] = set()
         self.truth: dict[int, bool] = {}
-        self.taken: list[Span] = []
+        self.taken: list[SettledSpan] = []
         self.told: list[bytes] = []
 
     @rule()
@@ -123,7 +123,7 @@ class Writing(RuleBasedStateMachine):
             ids = ids[:facts]
             span, rest = span.cut(ids[-1], len(ids))
             self.chain.put_back(rest)
-        found = [Fact(id, ("{}",)) for id in ids]
+        found = [OutboxFact(id, ("{}",)) for id in ids]
         self.told += self.voice.span(span, found, self.chain.voids(span))
         self.chain.told(span)
 
@@ -159,7 +159,7 @@ class Writing(RuleBasedStateMachine):
         assert effects.counts.get("duplicate", 0) == 0
 
 
-def judge(voice: Voice, told: list[bytes]) -> Verdict:
+def judge(voice: RecordBuilder, told: list[bytes]) -> Verdict:
     return judged([(b"orders", value) for value in [voice.join(START), *told]])
 
 
@@ -169,7 +169,7 @@ TestWriting = Writing.TestCase
 @given(st.permutations([4, 5, 6, 7, 8]))
 def test_what_ended_is_one_span_as_soon_as_it_joins(order: list[int]) -> None:
     """Five IDs in any order of their ends: never more spans than gaps between them, and one at the end."""
-    chain = Chain(START)
+    chain = ReservationChain(START)
     chain.took(chain.begin(), [4, 5, 6, 7, 8], 0.0)
     ended: set[int] = set()
     for id in order:
@@ -179,12 +179,12 @@ def test_what_ended_is_one_span_as_soon_as_it_joins(order: list[int]) -> None:
         assert len(spans) == sum(1 for each in ended if each - 1 not in ended)
         for span in spans:
             chain.put_back(span)
-    assert chain.take() == [Span(START, 8, 5, 0.0)]
+    assert chain.take() == [SettledSpan(START, 8, 5, 0.0)]
 
 
 def test_a_million_ended_ids_are_one_span() -> None:
     """Kafka is away for long: what is kept of the facts that wait does not grow with them."""
-    chain = Chain(0)
+    chain = ReservationChain(0)
     for id in range(1, 100_001):
         chain.took(chain.begin(), [id], 0.0)
         chain.end([id], [id] if id % 5 == 0 else [], 0.0)
@@ -195,7 +195,7 @@ def test_a_million_ended_ids_are_one_span() -> None:
 
 def test_an_id_that_was_promised_to_be_empty_is_never_taken() -> None:
     """A sequence that was set back gives an ID at or below the last: it must not become a fact."""
-    chain = Chain(START)
+    chain = ReservationChain(START)
     assert chain.announce(9, chain.calm(), 0.0)
     call = chain.begin()
     with pytest.raises(ValueError, match="9 was reserved after 9"):
@@ -204,7 +204,7 @@ def test_an_id_that_was_promised_to_be_empty_is_never_taken() -> None:
 
 def test_void_ids_are_named_only_while_the_database_has_not_crashed() -> None:
     """After a crash a number may be given again to another writer: as an edge it moves our position, not the line."""
-    chain = Chain(START)
+    chain = ReservationChain(START)
     chain.took(chain.begin(), [4, 5, 6], 0.0)
     chain.end([4], [4], 0.0)
     chain.doubt_voids()
@@ -212,14 +212,14 @@ def test_void_ids_are_named_only_while_the_database_has_not_crashed() -> None:
     chain.took(chain.begin(), [7], 0.0)
     chain.end([6, 7], [7], 0.0)
     (span,) = chain.take()
-    told = [*Voice("shop", 1, "orders", 1).span(span, [Fact(6, ("{}",))], chain.voids(span))]
-    kinds = judge(Voice("shop", 1, "orders", 1), told).kinds()
+    told = [*RecordBuilder("shop", 1, "orders", 1).span(span, [OutboxFact(6, ("{}",))], chain.voids(span))]
+    kinds = judge(RecordBuilder("shop", 1, "orders", 1), told).kinds()
     assert kinds == [("JOIN", 1, 3), ("RDATA", 1, 6), ("VOID", 1, 7)]
 
 
 def test_an_id_waits_for_the_answers_that_may_still_bring_a_lower_one() -> None:
     """7 came and ended first; 5 and 6 are of calls that were out then. A call that began later holds nothing back."""
-    chain = Chain(START)
+    chain = ReservationChain(START)
     slow, lost = chain.begin(), chain.begin()
     chain.took(chain.begin(), [7], 0.0)
     chain.end([7], [], 0.0)
@@ -228,7 +228,7 @@ def test_an_id_waits_for_the_answers_that_may_still_bring_a_lower_one() -> None:
     chain.took(slow, [5], 0.0)
     assert chain.take() == []
     chain.missed(lost)
-    assert chain.take() == [Span(5, 7, 1, 0.0)]
+    assert chain.take() == [SettledSpan(5, 7, 1, 0.0)]
     chain.end([5], [], 0.0)
-    assert chain.take() == [Span(START, 5, 1, 0.0)]
+    assert chain.take() == [SettledSpan(START, 5, 1, 0.0)]
     chain.took(later, [8], 0.0)

@@ -13,8 +13,8 @@ import pytest
 from tests.sources.writer.conftest import Make
 from tests.sources.writer.judge import Judge
 from tests.waiting import eventually
-from tidemark.app.stack.kafka import Kafka
-from tidemark.app.writer import Fence, fence
+from tidemark.app.stack.servers import KafkaServer
+from tidemark.app.writer import Fence, fence_writer
 from tidemark.sources.kafka import KafkaConnection
 
 MOMENTS = [
@@ -32,7 +32,9 @@ MOMENTS = [
 
 
 @contextmanager
-def service(dsn: str, kafka: Kafka, topic: str, number: signal.Signals, step: str, nth: int) -> Iterator[psutil.Popen]:
+def service(
+    dsn: str, kafka: KafkaServer, topic: str, number: signal.Signals, step: str, nth: int
+) -> Iterator[psutil.Popen]:
     """The process, which is ended with the block."""
     arguments = [dsn, kafka.bootstrap_servers, topic, number.name, step, str(nth)]
     command = [sys.executable, "-m", "tests.sources.writer.service", *arguments]
@@ -49,7 +51,7 @@ def service(dsn: str, kafka: Kafka, topic: str, number: signal.Signals, step: st
 def test_killed_at_any_moment_nothing_is_lost_or_doubled(
     make: Make,
     dsn: str,
-    kafka: Kafka,
+    kafka: KafkaServer,
     topic: str,
     sql: psycopg.Connection,
     judge: Judge,
@@ -69,7 +71,7 @@ def test_killed_at_any_moment_nothing_is_lost_or_doubled(
 def test_frozen_while_its_successor_takes_over_it_can_write_no_more(
     make: Make,
     dsn: str,
-    kafka: Kafka,
+    kafka: KafkaServer,
     topic: str,
     sql: psycopg.Connection,
     judge: Judge,
@@ -85,7 +87,7 @@ def test_frozen_while_its_successor_takes_over_it_can_write_no_more(
         eventually(lambda: process.status() == psutil.STATUS_STOPPED, 30)
         said: list[str] = []
         order = Fence("shop-1", terminate=True, retire=False)
-        fence(dsn, KafkaConnection(kafka.bootstrap_servers), topic, order, said.append)
+        fence_writer(dsn, KafkaConnection(kafka.bootstrap_servers), topic, order, said.append)
         assert sum(line.startswith("ended open transaction: pid") for line in said) >= 1
         with make() as writer, psycopg.connect(dsn) as connection:
             with writer.transaction(connection) as facts:

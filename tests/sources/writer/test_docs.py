@@ -8,13 +8,13 @@ from pathlib import Path
 
 import psycopg
 
-from tidemark.app.stack.kafka import Kafka
+from tidemark.app.stack.servers import KafkaServer
 from tidemark.app.writer import migrate
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import TopicPlan, Topics
 
 
-def test_the_example_runs_as_it_stands(database: str, kafka: Kafka) -> None:
+def test_the_example_runs_as_it_stands(database: str, kafka: KafkaServer) -> None:
     """After `tidemark writer migrate` as the page has it: three orders are written, and nothing waits in the outbox."""
     (example,) = re.findall(r"```python\n(.*?)```", Path("docs/writer.md").read_text(), re.DOTALL)
     Topics(KafkaConnection(kafka.bootstrap_servers)).create_missing([TopicPlan("tidemark.facts", 1, 3_600_000)])

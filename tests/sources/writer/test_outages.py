@@ -11,9 +11,9 @@ from structlog.testing import capture_logs
 from tests.sources.writer.conftest import Make
 from tests.sources.writer.judge import Judge
 from tests.waiting import eventually
-from tidemark.app.stack.kafka import Kafka
-from tidemark.app.stack.postgres import Postgres
+from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import free_port
+from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.writer import Writer
 from tidemark.streaming.errors import Unavailable
@@ -21,7 +21,7 @@ from tidemark.streaming.errors import Unavailable
 
 @pytest.mark.slow
 def test_facts_wait_out_an_outage_of_kafka_in_their_order(
-    make: Make, connection: psycopg.Connection, sql: psycopg.Connection, kafka: Kafka, judge: Judge
+    make: Make, connection: psycopg.Connection, sql: psycopg.Connection, kafka: KafkaServer, judge: Judge
 ) -> None:
     """Transactions go on while the broker is dead; what is kept in memory does not grow with them."""
     with make(patience=60.0) as writer:
@@ -49,7 +49,7 @@ def test_facts_wait_out_an_outage_of_kafka_in_their_order(
 
 
 def test_a_crash_of_postgres_is_the_callers_error_and_holds_nothing_for_ever(
-    make: Make, dsn: str, postgres: Postgres, judge: Judge
+    make: Make, dsn: str, postgres: PostgresServer, judge: Judge
 ) -> None:
     """The server dies with a transaction open, and right after a rollback whose number it may give again."""
     with make() as writer:
@@ -92,7 +92,7 @@ def test_a_start_without_kafka_says_so_in_time(dsn: str) -> None:
 
 
 def test_a_record_that_kafka_refuses_holds_and_goes_out_once_that_is_mended(
-    make: Make, connection: psycopg.Connection, sql: psycopg.Connection, kafka: Kafka, topic: str, judge: Judge
+    make: Make, connection: psycopg.Connection, sql: psycopg.Connection, kafka: KafkaServer, topic: str, judge: Judge
 ) -> None:
     """The topic takes smaller messages than the library knows of: nothing is lost or skipped over."""
     allow(kafka, topic, 2000)
@@ -106,7 +106,7 @@ def test_a_record_that_kafka_refuses_holds_and_goes_out_once_that_is_mended(
     assert judge.agrees(sql).rejected == {}
 
 
-def allow(kafka: Kafka, topic: str, bytes_: int) -> None:
+def allow(kafka: KafkaServer, topic: str, bytes_: int) -> None:
     """Set the largest message of the topic."""
     entry = ConfigEntry("max.message.bytes", str(bytes_), incremental_operation=AlterConfigOpType.SET)
     resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=[entry])

@@ -10,7 +10,7 @@ from psycopg import IsolationLevel
 from tests.sources.writer.conftest import Make
 from tests.sources.writer.judge import Judge
 from tests.waiting import eventually
-from tidemark.sources.writer import takeover
+from tidemark.sources.writer import fence
 from tidemark.sources.writer.session import Session
 from tidemark.streaming.errors import UnknownWriter, WriterFenced
 
@@ -139,7 +139,7 @@ def test_a_successor_waits_for_open_transactions_and_names_them(
                 connection.execute("insert into orders (id) values (%s)", [id])
                 successor = pool.submit(succeed)
                 eventually(lambda: waits_for_lock(sql))
-                (holder,) = takeover.look(session, "shop-1").holders
+                (holder,) = fence.look(session, "shop-1").holders
                 assert (holder.pid, holder.application) == (connection.info.backend_pid, "till")
                 assert holder.since is not None
                 assert "insert into orders" in holder.query
@@ -187,7 +187,7 @@ def test_a_writer_that_never_was_is_not_fenced(dsn: str, make: Make) -> None:
         pass
     session = Session(dsn, "test")
     with pytest.raises(UnknownWriter, match="shop-1"):
-        takeover.look(session, "shop-l")
+        fence.look(session, "shop-l")
     session.close()
 
 
@@ -200,4 +200,4 @@ def test_a_relay_that_stands_still_at_the_outbox_is_named(make: Make, dsn: str, 
     with make() as writer, psycopg.connect(dsn) as connection:
         with writer.transaction(connection) as facts:
             connection.execute("insert into orders (id) values (%s)", [facts.append("orders", {})])
-        eventually(lambda: any("delete from" in it.query for it in takeover.holders(sql, writer.instance)))
+        eventually(lambda: any("delete from" in it.query for it in fence.holders(sql, writer.instance)))

@@ -13,7 +13,7 @@ from tests.sources.writer.conftest import Make
 from tests.sources.writer.judge import Judge
 from tests.waiting import eventually
 from tidemark.streaming.errors import FactWithoutRow, RowTooLarge, Stopping
-from tidemark.streaming.wire import Rdata
+from tidemark.streaming.records import Rdata
 
 Connection = psycopg.Connection
 

@@ -1,0 +1,145 @@
+"""Postgres, as the sidecar reads it, on threads: positions where Redis does not have them, and details always."""
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tidemark.app.read_side.circuit_breaker import CircuitBreaker
+from tidemark.app.versions import require_neighbour
+from tidemark.sinks.postgres.status import Condition, LateCount
+from tidemark.sinks.postgres.store import Postgres, StreamPositions
+from tidemark.sinks.reader.history import History
+from tidemark.sinks.reader.io import HistoryFound, ReadHistory
+from tidemark.streaming import state
+from tidemark.streaming.effects import Blocker, blockers, summarize
+from tidemark.streaming.errors import StateTooNew, Unavailable
+from tidemark.streaming.stream import StreamState
+
+T = TypeVar("T")
+
+PATIENCE = 2.0  # seconds that a request waits for Postgres; its thread goes on
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What is known of a stream besides positions: who retired, how many completed edges wait above their writer's
+    position, and every gap and writer that never joined, longest first.
+
+    Of each writer its epoch, the highest ID that is settled with gaps below it or without (`reaches`), and how many of
+    its edges wait (`waiting`). `again` names writers whose source was set back: their gaps below their position hold
+    the line.
+    """
+
+    epochs: Mapping[str, int]
+    retired: frozenset[str]
+    pending: int
+    gaps: list[Blocker]
+    reaches: Mapping[str, int]
+    waiting: Mapping[str, int]
+    again: frozenset[str]
+    late: LateCount | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSoFar:
+    """How far the pipeline has read a topic: the next offset by partition, and the highest ID by stream that any record
+    before those offsets has named, or a later one."""
+
+    offsets: Mapping[int, int]
+    heads: Mapping[str, int]
+
+
+class Durable:
+    """For one event loop. Methods raise `Unavailable` and `Refused`; all may be called again."""
+
+    def __init__(self, postgres: Postgres, history: History) -> None:
+        self.fuse = CircuitBreaker("Postgres")
+        self._postgres = postgres
+        self._history = history
+        self._asking: set[asyncio.Future[Any]] = set()
+        self._closed = False
+
+    async def aclose(self) -> None:
+        """Return when no thread asks any more: it would open a connection that was closed."""
+        self._closed = True
+        if self._asking:
+            await asyncio.wait(self._asking)
+
+    async def check(self) -> None:
+        """Raise `SchemaMismatch` or `VersionSkew` where the pipeline's versions are none that we can read."""
+        await self._asked(self._check)
+
+    def _check(self) -> None:
+        self._postgres.check_readable()
+        require_neighbour(self._postgres.pipeline_version())
+
+    async def names(self) -> set[str]:
+        return set(await self._asked(self._postgres.streams))
+
+    async def positions(self, streams: Collection[str]) -> dict[str, StreamPositions]:
+        """Without those that do not exist."""
+        return await self._asked(lambda: self._postgres.positions(streams))
+
+    async def details(self, streams: Collection[str]) -> dict[str, Details]:
+        """Without streams that do not exist, or whose state a later Tidemark wrote."""
+        return await self._asked(
+            lambda: _decoded(self._postgres.states(streams), self._postgres.conditions.late(streams))
+        )
+
+    async def condition(self) -> Condition:
+        """Of the pipeline."""
+        return await self._asked(self._postgres.conditions.now)
+
+    async def read_so_far(self, topic: str) -> ReadSoFar:
+        return await self._asked(lambda: _read_so_far(self._postgres, topic))
+
+    async def past(self, ask: ReadHistory) -> HistoryFound:
+        return await self._asked(lambda: self._history.past(ask))
+
+    async def _asked(self, ask: Callable[[], T]) -> T:
+        if self._closed:
+            raise Unavailable("Postgres", self._postgres.where, "this process ends")
+        with self.fuse.guarding():
+            asking = asyncio.get_running_loop().run_in_executor(None, ask)
+            self._asking.add(asking)
+            asking.add_done_callback(self._asked_for)
+            try:
+                return await asyncio.wait_for(asyncio.shield(asking), PATIENCE)
+            except TimeoutError:
+                problem = f"no answer within {PATIENCE:g} s"
+                raise Unavailable("Postgres", self._postgres.where, problem) from None
+
+    def _asked_for(self, asking: asyncio.Future[Any]) -> None:
+        self._asking.discard(asking)
+        asking.exception()  # whoever asked may have gone, and it is told to nobody then
+
+
+def _read_so_far(postgres: Postgres, topic: str) -> ReadSoFar:
+    offsets = postgres.offsets().get(topic, {})  # before the heads: those may only be higher
+    heads = {name: held.head for name, held in postgres.positions(postgres.streams()).items()}
+    return ReadSoFar(offsets, heads)
+
+
+def _decoded(states: Mapping[str, bytes], late: Mapping[str, LateCount]) -> dict[str, Details]:
+    found = {}
+    for name, stored in states.items():
+        try:
+            found[name] = _details(state.decode(stored), late.get(name))
+        except StateTooNew:
+            continue
+    return found
+
+
+def _details(stream: StreamState, late: LateCount | None) -> Details:
+    sign = -1 if stream.direction < 0 else 1
+    return Details(
+        epochs={writer: known.epoch for writer, known in stream.writers.items()},
+        retired=frozenset(writer for writer, known in stream.writers.items() if known.retired is not None),
+        pending=summarize(stream).pending,
+        gaps=blockers(stream),
+        reaches={writer: sign * known.chain.reach for writer, known in stream.writers.items()},
+        waiting={writer: sum(span.edges for span in known.chain.pending) for writer, known in stream.writers.items()},
+        again=frozenset(writer for writer, known in stream.writers.items() if known.again is not None),
+        late=late,
+    )

@@ -1,0 +1,196 @@
+"""One follower per stream for everybody who listens: what moves a stream is read once and handed to all.
+
+A follower runs while somebody listens to its stream. It never waits for a listener: one that does not take what it is
+given is cut off, and goes on later from where it stood.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+
+import structlog
+
+from tidemark.app.read_side.notifications import Notifications
+from tidemark.app.read_side.program import Hands
+from tidemark.app.read_side.slices import Appeared, Begun, Item, Listener, Slice
+from tidemark.app.read_side.snapshots import Known, Snapshots
+from tidemark.app.read_side.tasks import ended
+from tidemark.sinks.reader.events import Event, Place
+from tidemark.sinks.reader.follow import CaughtUp, Following
+from tidemark.sinks.reader.io import (
+    LONGEST_WAIT,
+    Answer,
+    AwaitEntry,
+    Driver,
+    ReadHistory,
+    ReadList,
+    ReadNewest,
+    Request,
+)
+from tidemark.streaming.direction import beyond
+from tidemark.streaming.errors import Refused, SchemaMismatch, Unavailable
+
+log = structlog.get_logger(__name__)
+
+DISCOVER_EVERY = 1.0  # seconds between looks for new streams
+LARGEST = 500  # events of one slice
+
+
+class Feed:
+    """Follows one stream for its `listeners`."""
+
+    def __init__(self, stream: str, hands: Hands, bells: Notifications) -> None:
+        self.listeners: set[Listener] = set()
+        self._stream = stream
+        self._hands = hands
+        self._bells = bells
+        self._bell = bells.bell(stream)
+        self._following = Following(stream, "vector", None)
+        self._place: Place | None = None
+        self._events: list[Event] = []
+        self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(self._ended)
+
+    def add(self, listener: Listener) -> None:
+        if self._place is not None:
+            listener.give(self._stream, Begun(self._place))
+        self.listeners.add(listener)
+
+    def compare(self, known: Known) -> None:
+        """Look again where more is known of the stream than was handed out."""
+        place = self._place
+        if place is None or beyond(known.linear, place.linear) or known.late > place.late or _beyond(known, place):
+            self._bells.ring(self._stream)
+
+    def stop(self) -> None:
+        self._task.cancel()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Listeners must not take a follower that broke for a stream that is quiet."""
+        if not task.cancelled() and (problem := task.exception()) is not None:
+            log.error("Following a stream broke off", stream=self._stream, problem=repr(problem))
+            for listener in self.listeners:
+                listener.cut_off.set()
+
+    async def _run(self) -> None:
+        driver: Driver[Event | CaughtUp] = Driver(self._following.steps())
+        while True:
+            step = driver.step()
+            if isinstance(step, Request):
+                try:
+                    driver.answered(await self._carry_out(step))
+                except Unavailable as problem:
+                    driver.failed(problem)
+                except (Refused, SchemaMismatch) as problem:  # until a person has mended it
+                    driver.failed(Unavailable("A server", "its address", str(problem)))
+                continue
+            assert step is not None
+            driver.handed_over()
+            if not isinstance(step, CaughtUp):
+                self._events.append(step)
+            if isinstance(step, CaughtUp) or len(self._events) == LARGEST:
+                self._hand_out()
+
+    async def _carry_out(self, ask: Request) -> Answer:
+        match ask:
+            case ReadList() | ReadNewest():
+                self._bell = self._bells.bell(self._stream)  # before: what comes meanwhile must ring it
+            case AwaitEntry():
+                await self._bell.wait()
+                return None
+            case ReadHistory():
+                if self._place is None:
+                    self._hand_out()  # it has begun: what is recalled came since then
+                # Redis alone will do: what it does not tell comes as ranges to read again.
+                with suppress(Unavailable):
+                    return await self._hands.carry_out(ask)
+                return None
+        return await self._hands.carry_out(ask)
+
+    def _hand_out(self) -> None:
+        """Tell the listeners what moved since the last time. Their place stays the same object where nothing did."""
+        before, after, events = self._place, self._following.place, self._events
+        assert after is not None
+        if before is None:
+            self._give(Begun(after))
+        elif events or beyond(after.linear, before.linear):
+            self._give(Slice(self._stream, before, after, events))
+        else:
+            return
+        self._place, self._events = after, []
+
+    def _give(self, item: Item) -> None:
+        for listener in self.listeners:
+            listener.give(self._stream, item)
+
+
+def _beyond(known: Known, place: Place) -> bool:
+    return any(beyond(id, place.positions.get(writer, place.linear)) for writer, id in known.vector.items())
+
+
+class Feeds:
+    """For one event loop."""
+
+    def __init__(self, hands: Hands, bells: Notifications, snapshots: Snapshots) -> None:
+        self._hands = hands
+        self._bells = bells
+        self._snapshots = snapshots
+        self._feeds: dict[str, Feed] = {}
+        self._to_all: set[Listener] = set()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(task) for task in (self._discover(), self._compare())]
+        try:
+            yield
+        finally:
+            for feed in self._feeds.values():
+                feed.stop()
+            for task in tasks:
+                await ended(task)
+
+    @contextmanager
+    def listening(self, listener: Listener, streams: Iterable[str]) -> Iterator[None]:
+        """`listener` is given what moves `streams` while the block runs."""
+        try:
+            for stream in streams:
+                self._add(listener, stream)
+            yield
+        finally:
+            self._remove(listener)
+
+    def to_all(self, listener: Listener) -> None:
+        """It shall hear of new streams as well, until it stops listening."""
+        self._to_all.add(listener)
+
+    def _add(self, listener: Listener, stream: str) -> None:
+        if stream not in self._feeds:
+            self._feeds[stream] = Feed(stream, self._hands, self._bells)
+        self._feeds[stream].add(listener)
+
+    def _remove(self, listener: Listener) -> None:
+        self._to_all.discard(listener)
+        for stream, feed in list(self._feeds.items()):
+            feed.listeners.discard(listener)
+            if not feed.listeners:
+                feed.stop()
+                del self._feeds[stream]
+
+    async def _compare(self) -> None:
+        """Hints may be lost, and a line moves without one: so all streams are looked at together, once a second."""
+        while True:
+            await asyncio.sleep(LONGEST_WAIT)
+            if followed := list(self._feeds):
+                for stream, known in (await self._snapshots.known(followed)).items():
+                    if stream in self._feeds:
+                        self._feeds[stream].compare(known)
+
+    async def _discover(self) -> None:
+        while True:
+            await asyncio.sleep(DISCOVER_EVERY)
+            if self._to_all:
+                for stream in await self._snapshots.names():
+                    for listener in self._to_all:
+                        if stream not in self._feeds or listener not in self._feeds[stream].listeners:
+                            listener.give(stream, Appeared())
+                            self._add(listener, stream)

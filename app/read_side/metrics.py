@@ -1,0 +1,62 @@
+"""Every metric of the sidecar: its name, its kind, what it means and what to do when it moves. No stream's name.
+
+Every metric of the line protocol: its name, its kind, what it means and what to do when it moves.
+"""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+REGISTRY = CollectorRegistry()
+
+REQUESTS = Counter(
+    "tidemark_sidecar_requests",
+    "Requests by operation and status. 503 rising: neither Redis nor Postgres can say where a stream stands.",
+    ["operation", "status"],
+    registry=REGISTRY,
+)
+SECONDS = Histogram(
+    "tidemark_sidecar_request_seconds",
+    "From a request to the first byte of its answer, by operation; waits and events left out.",
+    ["operation"],
+    buckets=[0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5],
+    registry=REGISTRY,
+)
+UP = Gauge(
+    "tidemark_sidecar_server_up",
+    "1 while the server answered the last time it was asked. Redis at 0: answers come from Postgres.",
+    ["server"],
+    registry=REGISTRY,
+)
+HELD = Gauge(
+    "tidemark_sidecar_open",
+    "Requests that are held open now: `wait`, `events` and `watch`. At the limit new ones get 429: run more sidecars.",
+    ["operation"],
+    registry=REGISTRY,
+)
+
+
+CLIENTS = Gauge("tidemark_lines_clients", "Connections of the line protocol that are open now.", registry=REGISTRY)
+HEARD = Counter("tidemark_lines_in", "Lines that clients sent.", registry=REGISTRY)
+SAID = Counter("tidemark_lines_out", "Lines that were sent to clients, to all of them together.", registry=REGISTRY)
+LEFT = Counter(
+    "tidemark_lines_closed",
+    "Connections that we closed: `slow` clients did not read, `silent` ones sent nothing, `bad` ones sent what is no"
+    " command, `crowded`: at the limit of connections. `slow` rising: look at the clients, or at their network.",
+    ["why"],
+    registry=REGISTRY,
+)
+ANNOUNCED = Counter(
+    "tidemark_lines_announcements",
+    "Moves of writers that were announced: with `rows`, as `empty`, or so that clients `fetch`. `fetch` rising: rows do"
+    " not come from Kafka in time, or the bound on rows is too low.",
+    ["how"],
+    registry=REGISTRY,
+)
+ROWS_BYTES = Gauge(
+    "tidemark_lines_rows_bytes", "What is held of rows whose IDs no position has passed, about.", registry=REGISTRY
+)
+ROWS_DROPPED = Counter(
+    "tidemark_lines_rows_dropped",
+    "Times that a writer lost what was held of its rows because the bound was reached.",
+    registry=REGISTRY,
+)
+SPEAKER = Gauge("tidemark_lines_speaker", "1 while this sidecar speaks on the channel of Redis.", registry=REGISTRY)

@@ -1,0 +1,190 @@
+"""The highest positions that this process has answered or seen, so that it never answers a lower one. Pure.
+
+A Redis that was restored from an older copy, or a Postgres that lags behind, may say less than was said before.
+What was true stays true (DESIGN 2, rule 2), so the union of both is answered.
+
+Where streams stand now: from Redis, else from Postgres, else from memory; never less than was said before.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tidemark.app.read_side.coalescer import Coalescer
+from tidemark.app.read_side.durable import Details, Durable
+from tidemark.app.read_side.live import Live
+from tidemark.streaming.direction import beyond, farther
+from tidemark.streaming.errors import Stop, Unavailable
+
+Source = Literal["redis", "postgres", "memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The positions of a stream. `late` is the number of its newest late completion, `head` the highest ID that any
+    record of it named (None: unknown); `read_at` (s, of the process's monotonic clock) is when `source` said so."""
+
+    linear: int
+    vector: Mapping[str, int]
+    late: int
+    head: int | None
+    source: Source
+    read_at: float
+
+
+class Highest:
+    """One per process; for one thread."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, Known] = {}
+
+    def __contains__(self, stream: str) -> bool:
+        return stream in self._streams
+
+    @property
+    def streams(self) -> frozenset[str]:
+        return frozenset(self._streams)
+
+    def raised(self, stream: str, said: Known) -> Known:
+        """What to answer where `said` was read: never less than before. A writer that is said no more is left out once
+        the line has passed it, which changes no token: it retired long ago."""
+        before = self._streams.get(stream)
+        if before is not None:
+            linear = farther(said.linear, before.linear)
+            vector = {
+                writer: farther(position, before.vector.get(writer, position))
+                for writer, position in said.vector.items()
+            }
+            vector |= {
+                writer: position
+                for writer, position in before.vector.items()
+                if writer not in said.vector and beyond(position, linear)
+            }
+            head = before.head if said.head is None or beyond(before.head or 0, said.head) else said.head
+            said = replace(said, linear=linear, vector=vector, late=max(said.late, before.late), head=head)
+        self._streams[stream] = said
+        return said
+
+    def recalled(self, stream: str) -> Known | None:
+        """The last answer, for when nobody can be asked; None: there was none."""
+        before = self._streams.get(stream)
+        return before and replace(before, source="memory")
+
+
+DETAILS_AGE = 1.0  # seconds for which details are not read again: they take decoding
+NAMES_AGE = 10.0  # seconds for which Postgres is not asked for names again: Redis may lack some while it is filled
+DETAILS_PATIENCE = 0.25  # seconds that an answer waits for them
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What can be said of `stream`. `exists` is False where Postgres knows of no such stream, None where nobody can
+    tell; `known` is None where it is recovering."""
+
+    stream: str
+    exists: bool | None
+    known: Known | None
+    details: Details | None = None
+    details_read_at: float | None = None
+
+
+class Snapshots:
+    """One per process, for one event loop. Never raises for a server that is away: it answers with what there is."""
+
+    def __init__(
+        self, live: Live, durable: Durable, highest: Highest, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._live = live
+        self._durable = durable
+        self._highest = highest
+        self._now = now
+        self._positions = Coalescer(self._read_positions)
+        self._details = Coalescer(self._read_details)
+        self._detailed: dict[str, tuple[Details, float]] = {}
+        self._names: frozenset[str] = frozenset()
+        self._named_at = -NAMES_AGE
+
+    async def names(self) -> frozenset[str]:
+        """Every stream that somebody knows, or knew."""
+        found: set[str] = set()
+        with suppress(Unavailable, Stop):
+            found = await self._live.names()
+        if not found or self._now() - self._named_at >= NAMES_AGE:
+            with suppress(Unavailable, Stop):
+                found |= await self._durable.names()
+                self._named_at = self._now()
+        self._names |= found | self._highest.streams
+        return self._names
+
+    async def get(self, streams: Collection[str]) -> list[Snapshot]:
+        """In the order of `streams`; what was read is not older than this call, but for details."""
+        found = await self._positions.get(streams)
+        stale = [name for name in streams if self._is_stale(name) and found[name].exists is not False]
+        if stale:
+            with suppress(TimeoutError):  # they come with a later answer then
+                await asyncio.wait_for(self._details.get(stale), DETAILS_PATIENCE)
+        return [self._detailed_now(found[name]) for name in streams]
+
+    async def positions(self, stream: str) -> Known | None:
+        """Only where it stands; None: nobody can say."""
+        return (await self._positions.get([stream]))[stream].known
+
+    async def known(self, streams: Collection[str]) -> dict[str, Known]:
+        """Only where they stand; without those of which nobody can say."""
+        found = await self._positions.get(streams)
+        return {name: known for name in sorted(streams) if (known := found[name].known) is not None}
+
+    def _detailed_now(self, found: Snapshot) -> Snapshot:
+        # What was answered since we read may be more.
+        known = found.known and self._highest.raised(found.stream, found.known)
+        details, read_at = self._detailed.get(found.stream, (None, None))
+        return replace(found, known=known, details=details, details_read_at=read_at)
+
+    async def _read_positions(self, streams: Collection[str]) -> Mapping[str, Snapshot]:
+        found = await self._from_redis(streams)
+        missing = [name for name in streams if name not in found]
+        exists: bool | None = None
+        if missing:
+            with suppress(Unavailable, Stop):
+                found |= await self._from_postgres(missing)
+                exists = False
+        answer = {}
+        for name in streams:
+            if name in found:
+                answer[name] = Snapshot(name, exists=True, known=self._highest.raised(name, found[name]))
+            elif last := self._highest.recalled(name):
+                answer[name] = Snapshot(name, exists=True, known=last)
+            else:
+                answer[name] = Snapshot(name, exists=True if name in self._names else exists, known=None)
+        return answer
+
+    async def _from_redis(self, streams: Collection[str]) -> dict[str, Known]:
+        now = self._now()
+        with suppress(Unavailable, Stop):
+            seen = await self._live.glances(streams)
+            return {
+                name: Known(it.linear, it.positions, it.late, it.head, "redis", now)
+                for name, it in seen.items()
+                if it.linear is not None
+            }
+        return {}
+
+    async def _from_postgres(self, streams: Collection[str]) -> dict[str, Known]:
+        now = self._now()
+        stored = await self._durable.positions(streams)
+        return {name: Known(it.linear, it.positions, it.late, it.head, "postgres", now) for name, it in stored.items()}
+
+    def _is_stale(self, stream: str) -> bool:
+        detailed = self._detailed.get(stream)
+        return detailed is None or self._now() - detailed[1] >= DETAILS_AGE
+
+    async def _read_details(self, streams: Collection[str]) -> Mapping[str, Details]:
+        now = self._now()
+        found: Mapping[str, Details] = {}
+        with suppress(Unavailable, Stop):
+            found = await self._durable.details(streams)
+            self._detailed |= {name: (details, now) for name, details in found.items()}
+        return found

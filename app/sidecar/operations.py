@@ -1,0 +1,252 @@
+"""The operations that tell where streams stand, and how this process is.
+
+The operations that tell what moved a stream, and what holds it back.
+
+The long poll: answer when a stream has come as far as a token.
+"""
+
+import asyncio
+import time
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import Response
+
+from tidemark.app.read_side import metrics
+from tidemark.app.read_side.notifications import wait_for_hint
+from tidemark.app.read_side.program import HistoryPage, page
+from tidemark.app.read_side.snapshots import Snapshot
+from tidemark.app.sidecar import answers, cursor, moves
+from tidemark.app.sidecar.answers import blocker, described, tag
+from tidemark.app.sidecar.operation import Operation, OperationCall, json, tagged
+from tidemark.app.sidecar.problems import (
+    Ahead,
+    BadRequest,
+    Busy,
+    NotYet,
+    RecoveringProblem,
+    Unauthorized,
+    UnknownStream,
+)
+from tidemark.sinks.reader.io import LONGEST_WAIT
+from tidemark.sinks.reader.token import Token
+from tidemark.sinks.reader.wait import GRACE
+from tidemark.streaming.direction import beyond
+from tidemark.streaming.errors import BadToken, Stop, Unavailable
+
+PLAIN = "text/plain"
+
+
+async def all_streams(call: OperationCall) -> Response:
+    snapshots = call.service.snapshots
+    names = sorted(await snapshots.names())
+    if not names and (problems := (await call.service.health()).problems):
+        raise RecoveringProblem("; ".join(problems))
+    now = time.monotonic()
+    body = answers.Streams([described(it, now) for it in await snapshots.get(names)])
+    return tagged(call.request, body, tag(body))
+
+
+async def one_stream(call: OperationCall) -> Response:
+    (snapshot,) = await call.service.snapshots.get([call.stream])
+    body = described(existing(snapshot), time.monotonic())
+    return tagged(call.request, body, tag(body))
+
+
+def existing(snapshot: Snapshot) -> Snapshot:
+    """Raises `UnknownStream`, and `RecoveringProblem` where nobody can tell whether it exists."""
+    if snapshot.exists is False:
+        raise UnknownStream(snapshot.stream)
+    if snapshot.exists is None:
+        raise RecoveringProblem(f"nothing is known of a stream {snapshot.stream!r}, and Postgres does not answer")
+    return snapshot
+
+
+async def livez(_: OperationCall) -> Response:
+    return Response("alive\n", media_type=PLAIN)
+
+
+async def readyz(call: OperationCall) -> Response:
+    health = await call.service.health()
+    return json(health, 200 if health.ready else 503)
+
+
+async def scrape(call: OperationCall) -> Response:
+    for server, fuse in (("redis", call.service.live.fuse), ("postgres", call.service.durable.fuse)):
+        metrics.UP.labels(server).set(fuse.problem is None)
+    return Response(generate_latest(metrics.REGISTRY), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+LOOKS = [
+    Operation(
+        "/v1/streams",
+        "streams",
+        "Where every stream stands.",
+        all_streams,
+        answers.Streams,
+        problems=(Unauthorized, RecoveringProblem),
+        headers=("If-None-Match",),
+    ),
+    Operation(
+        "/v1/streams/{stream}",
+        "stream",
+        "Where one stream stands.",
+        one_stream,
+        answers.StreamAnswer,
+        problems=(Unauthorized, UnknownStream, RecoveringProblem),
+        headers=("If-None-Match",),
+    ),
+    Operation("/livez", "livez", "Whether this process runs.", livez, str, media=PLAIN),
+    Operation(
+        "/readyz",
+        "readyz",
+        "Whether it can answer: 503 where neither server does.",
+        readyz,
+        answers.Health,
+        others={503: answers.Health},
+    ),
+    Operation("/metrics", "metrics", "For Prometheus.", scrape, str, media=PLAIN),
+]
+
+
+Limit = Annotated[int, Meta(ge=1, le=10_000)]
+
+
+class GapsQuery(msgspec.Struct, frozen=True):
+    limit: Limit = 1000
+
+
+class AdvancesQuery(msgspec.Struct, frozen=True):
+    since: Annotated[str, Meta(description="A token, or the `next` of the page before.")] = "m0"
+    limit: Limit = 1000
+
+
+async def gaps(call: OperationCall) -> Response:
+    (snapshot,) = await call.service.snapshots.get([call.stream])
+    details, read_at = existing(snapshot).details, snapshot.details_read_at
+    if details is None or read_at is None:
+        raise RecoveringProblem("gaps come from Postgres, which does not answer")
+    query: GapsQuery = call.query
+    return json(
+        moves.Gaps(
+            stream=call.stream,
+            gaps=[blocker(gap) for gap in details.gaps[: query.limit]],
+            total=len(details.gaps),
+            age_seconds=round(max(0.0, time.monotonic() - read_at), 3),
+        )
+    )
+
+
+async def advances(call: OperationCall) -> Response:
+    query: AdvancesQuery = call.query
+    since = cursor.since(call.stream, query.since)
+    try:
+        if isinstance(since, Token) and (known := await call.service.snapshots.positions(call.stream)):
+            since.compare(Token.of(known.linear, known.vector))  # a stream does not turn round
+        found = await page(call.service.hands, call.stream, since, query.limit)
+    except (Unavailable, Stop) as problem:
+        raise RecoveringProblem(str(problem)) from None
+    except BadToken as problem:
+        raise BadRequest(str(problem)) from None
+    if found is None:
+        raise UnknownStream(call.stream)
+    return await asyncio.to_thread(_answered, call.stream, found)  # ten thousand moves would keep others waiting
+
+
+def _answered(stream: str, found: HistoryPage) -> Response:
+    return json(
+        moves.Advances(
+            stream=stream,
+            moves=[moves.told(stream, event) for event in found.events],
+            next=cursor.of_places({stream: found.place}),
+            complete=found.complete,
+        )
+    )
+
+
+HISTORY = [
+    Operation(
+        "/v1/streams/{stream}/gaps",
+        "gaps",
+        "What is open above the positions of a stream's writers.",
+        gaps,
+        moves.Gaps,
+        query=GapsQuery,
+        problems=(BadRequest, Unauthorized, UnknownStream, RecoveringProblem),
+    ),
+    Operation(
+        "/v1/streams/{stream}/advances",
+        "advances",
+        "What moved a stream, each writer's moves joined without a hole, in pages.",
+        advances,
+        moves.Advances,
+        query=AdvancesQuery,
+        problems=(BadRequest, Unauthorized, UnknownStream, RecoveringProblem),
+    ),
+]
+
+
+class WaitQuery(msgspec.Struct, frozen=True):
+    token: Annotated[str, Meta(description="How far the stream shall be complete: m7, or m7~web.9.")]
+    timeout: Annotated[
+        float, Meta(ge=0, description="Seconds to wait at most; cut to what the server allows, 60 by default.")
+    ] = 30.0
+
+
+async def wait(call: OperationCall) -> Response:
+    query: WaitQuery = call.query
+    token = cursor.token(query.token)
+    with call.service.held.one("wait"):
+        began = time.monotonic()
+        deadline = began + min(query.timeout, call.service.longest_wait)
+        ahead_since = None
+        while True:
+            bell = call.service.bells.bell(call.stream)
+            known = await call.service.snapshots.positions(call.stream)
+            now = time.monotonic()
+            if known is not None and _reached(Token.of(known.linear, known.vector), token):
+                return json(await _stands(call))
+            if known is None or known.head is None or not beyond(token.farthest(), known.head):
+                ahead_since = None
+            elif ahead_since is None:
+                ahead_since = now
+            # A token that was just issued may be ahead of the head for a moment: writers announce once a second.
+            if ahead_since is not None and now >= min(ahead_since + GRACE, deadline):
+                assert known is not None
+                detail = (
+                    f"writers of {call.stream} have come to {known.head}: this is a token of another stream or database"
+                )
+                raise Ahead(detail, await _stands(call))
+            if now >= deadline:
+                raise NotYet(f"{call.stream} did not reach {token} in {now - began:.1f} s", await _stands(call))
+            await wait_for_hint(bell, min(LONGEST_WAIT, deadline - now))
+            if await call.request.is_disconnected():
+                raise NotYet("the client went away")
+
+
+def _reached(stands: Token, token: Token) -> bool:
+    try:
+        return stands.covers(token)
+    except BadToken as problem:
+        raise BadRequest(str(problem)) from None
+
+
+async def _stands(call: OperationCall) -> answers.StreamAnswer:
+    """Raises `UnknownStream`, `RecoveringProblem`."""
+    (snapshot,) = await call.service.snapshots.get([call.stream])
+    return described(existing(snapshot), time.monotonic())
+
+
+WAITS = [
+    Operation(
+        "/v1/streams/{stream}/wait",
+        "wait",
+        "Answers when the stream is complete up to a token.",
+        wait,
+        answers.StreamAnswer,
+        query=WaitQuery,
+        problems=(BadRequest, Unauthorized, UnknownStream, NotYet, Ahead, Busy, RecoveringProblem),
+    ),
+]

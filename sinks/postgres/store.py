@@ -1,0 +1,293 @@
+"""Postgres: what is true and durable. The pipeline's writes, and what it reads back at a start and to refill Redis.
+
+Two sessions: one for the batches (the thread of foreachBatch), one for everything else (the threads that keep watch),
+so that neither waits for the other.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Self
+
+import structlog
+
+from tidemark.sinks.batch import Batch, Committed
+from tidemark.sinks.postgres import migrations, transaction
+from tidemark.sinks.postgres.session import Database, Dsn, execute
+from tidemark.sinks.postgres.status import Conditions
+from tidemark.sinks.postgres.transaction import UnsentDeadLetters, apply
+from tidemark.streaming.effects import LateCompletion, WriterAdvance
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PostgresConfig:
+    """`dsn` may hold a password. The history of advances and of closed gaps is kept for `history_days`."""
+
+    dsn: Dsn = field(repr=False)
+    history_days: int = 7
+
+
+@dataclass(frozen=True, slots=True)
+class RememberedSetup:
+    """What must not change behind the pipeline's back; None and {} before the first start.
+
+    `topics`: name -> (Kafka's topic ID, count of partitions).
+    """
+
+    shards: int | None
+    topics: dict[str, tuple[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPositions:
+    """A stream as committed. `forgotten` names writers that retired long ago and stand neither here nor in Redis;
+    `late` is the number of its newest late completion, 0 for none."""
+
+    linear: int
+    head: int
+    late: int
+    positions: dict[str, int]
+    forgotten: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class PastAdvance:
+    """An advance out of the history: `linear` after it, the batch that made it, and that batch's time (ms)."""
+
+    advance: WriterAdvance
+    linear: int
+    batch: int
+    time: int
+
+
+@dataclass(frozen=True, slots=True)
+class PastLate:
+    number: int
+    late: LateCompletion
+    batch: int
+    time: int
+
+
+class Postgres:
+    """All methods raise `Unavailable` (call again) and `Refused`; any thread may call them. A context manager."""
+
+    def __init__(self, config: PostgresConfig) -> None:
+        self._config = config
+        self._batches = Database(config.dsn, "tidemark batches")
+        self._reads = Database(config.dsn, "tidemark reads")
+        self.where = self._batches.where
+        self.conditions = Conditions(self._reads)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._batches.close()
+        self._reads.close()
+
+    def check(self) -> None:
+        """Raise `SchemaMismatch` unless this Tidemark can write in the schema."""
+        with self._reads.session() as connection:
+            migrations.check(connection)
+
+    def check_readable(self) -> None:
+        """Raise `SchemaMismatch` unless this Tidemark can read the schema."""
+        with self._reads.session() as connection:
+            migrations.check_readable(connection)
+
+    def pipeline_version(self) -> str:
+        """Of the Tidemark whose pipeline took the lease last; empty where none did, or it did not say."""
+        with self._reads.session() as connection:
+            # In this way also of a schema in which the column is still missing.
+            row = connection.execute("select to_jsonb(l) ->> 'version' from tidemark.query_lease l").fetchone()
+        return (row[0] or "") if row else ""
+
+    def apply(self, batch: Batch) -> Committed:
+        """Commit the batch. After `Unavailable` the commit may have happened: calling again finds that out."""
+        with self._batches.session() as connection:
+            return apply(connection, batch)
+
+    def unsent_letters(self) -> list[UnsentDeadLetters]:
+        """Rejected records that are not known to be in the dead letters."""
+        with self._reads.session() as connection:
+            return transaction.unsent(connection)
+
+    def letters_sent(self, query: str, batch: int) -> None:
+        """The dead letters of this batch are in Kafka."""
+        with self._batches.session() as connection:
+            transaction.forget_unsent(connection, query, batch)
+
+    def last_batch(self) -> tuple[str, int] | None:
+        """Query and number of the batch that was applied last."""
+        with self._reads.session() as connection:
+            return connection.execute(
+                "select query, batch from tidemark.applied_batches order by number desc limit 1"
+            ).fetchone()
+
+    def states(self, streams: Collection[str] | None = None) -> dict[str, bytes]:
+        """The encoded state of `streams` (None: of all, the seed of a query without a checkpoint)."""
+        names = None if streams is None else list(streams)
+        query = "select stream, state from tidemark.streams where %s::text[] is null or stream = any(%s::text[])"
+        with self._reads.session() as connection:
+            return dict(connection.execute(query, (names, names)))
+
+    def replace_states(self, states: dict[str, bytes]) -> None:
+        """Write states back that were changed outside a batch: only for what an operator accepted."""
+        with self._batches.session() as connection, connection.transaction():
+            execute(
+                connection,
+                "update tidemark.streams s set state = given.state"
+                " from unnest(%s::text[], %s::bytea[]) as given (stream, state) where s.stream = given.stream",
+                states.items(),
+            )
+
+    def offsets(self) -> dict[str, dict[int, int]]:
+        """Topic -> partition -> the first offset that is not counted into the states."""
+        offsets: dict[str, dict[int, int]] = {}
+        with self._reads.session() as connection:
+            for topic, partition, following in connection.execute("select * from tidemark.kafka_offsets order by 1, 2"):
+                offsets.setdefault(topic, {})[partition] = following
+        return offsets
+
+    def set_offsets(self, offsets: dict[str, dict[int, int]]) -> None:
+        """Replace what is known of these topics, backwards too: only for what an operator accepted as lost."""
+        with self._batches.session() as connection, connection.transaction():
+            connection.execute("delete from tidemark.kafka_offsets where topic = any(%s)", (list(offsets),))
+            execute(
+                connection,
+                "insert into tidemark.kafka_offsets select * from unnest(%s::text[], %s::int[], %s::bigint[])",
+                ((topic, partition, offset) for topic, seen in offsets.items() for partition, offset in seen.items()),
+            )
+
+    def remembered(self) -> RememberedSetup:
+        with self._reads.session() as connection:
+            pipeline = connection.execute("select shards from tidemark.pipeline").fetchone()
+            topics = connection.execute("select topic, topic_id, partitions from tidemark.topics")
+            return RememberedSetup(
+                shards=pipeline[0] if pipeline else None,
+                topics={topic: (topic_id, partitions) for topic, topic_id, partitions in topics},
+            )
+
+    def remember(self, remembered: RememberedSetup) -> None:
+        """Replace what is remembered; topics that are not named stay."""
+        with self._batches.session() as connection, connection.transaction():
+            if remembered.shards is not None:
+                connection.execute(
+                    "insert into tidemark.pipeline (shards) values (%s)"
+                    " on conflict (singleton) do update set shards = excluded.shards",
+                    (remembered.shards,),
+                )
+            execute(
+                connection,
+                "insert into tidemark.topics select * from unnest(%s::text[], %s::text[], %s::int[])"
+                " on conflict (topic) do update set topic_id = excluded.topic_id, partitions = excluded.partitions",
+                ((topic, topic_id, partitions) for topic, (topic_id, partitions) in remembered.topics.items()),
+            )
+
+    def streams(self) -> list[str]:
+        with self._reads.session() as connection:
+            return [stream for (stream,) in connection.execute("select stream from tidemark.streams order by 1")]
+
+    def positions(self, streams: Collection[str]) -> dict[str, StreamPositions]:
+        """The positions of `streams`, without those that are not known. Each is at most as old as the call."""
+        names = (list(streams),)
+        with self._reads.session() as connection:
+            # The lines first: a line that is older than the positions claims too little, the other way too much.
+            found = {
+                stream: StreamPositions(linear, head, late, {}, frozenset(forgotten))
+                for stream, linear, head, late, forgotten in connection.execute(
+                    "select stream, linear, head,"
+                    " coalesce((select max(number) from tidemark.late_completions l where l.stream = s.stream), 0),"
+                    " array(select writer from tidemark.stream_positions p"
+                    "   where p.stream = s.stream and forgotten)"
+                    " from tidemark.streams s where stream = any(%s)",
+                    names,
+                )
+            }
+            for stream, writer, position in connection.execute(
+                "select stream, writer, position from tidemark.stream_positions"
+                " where stream = any(%s) and not forgotten",
+                names,
+            ):
+                if stream in found:
+                    found[stream].positions[writer] = position
+        return found
+
+    def writers(self, stream: str) -> dict[str, int]:
+        """Every writer that the stream ever had, the forgotten ones too, with its position."""
+        with self._reads.session() as connection:
+            query = "select writer, position from tidemark.stream_positions where stream = %s"
+            return dict(connection.execute(query, (stream,)))
+
+    def advances_since(
+        self, known: Iterable[tuple[str, str, int]], newest: int
+    ) -> dict[tuple[str, str], list[PastAdvance]]:
+        """Of each (stream, writer, position) the advances beyond that position, oldest first, at most the `newest`."""
+        found: dict[tuple[str, str], list[PastAdvance]] = {}
+        with self._reads.session() as connection:
+            rows = execute(
+                connection,
+                """
+                select stream, writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch,
+                    (extract(epoch from time) * 1000)::bigint
+                from unnest(%s::text[], %s::text[], %s::bigint[]) as known (stream, writer, position)
+                cross join lateral (
+                    select a.* from tidemark.position_advances a
+                    where (a.stream, a.writer) = (known.stream, known.writer) and abs(a.id) > abs(known.position)
+                    order by abs(a.id) desc limit %s
+                ) a (s, w, epoch, prev, id, facts, empty, unseen, skipped, linear, batch, time)
+                order by stream, writer, abs(id)
+                """,
+                known,
+                newest,
+            )
+            for stream, writer, epoch, prev, id_, facts, empty, unseen, skipped, linear, batch, time in rows or ():
+                advance = WriterAdvance(writer, epoch, prev, id_, facts, empty, unseen, skipped, time)
+                found.setdefault((stream, writer), []).append(PastAdvance(advance, linear, batch, time))
+        return found
+
+    def late_since(self, known: Iterable[tuple[str, int]], newest: int) -> dict[str, list[PastLate]]:
+        """Of each (stream, number) the late completions after that number, oldest first, at most the `newest`."""
+        found: dict[str, list[PastLate]] = {}
+        with self._reads.session() as connection:
+            rows = execute(
+                connection,
+                """
+                select stream, late.number, writer, epoch, prev, id, facts, why, batch,
+                    (extract(epoch from time) * 1000)::bigint
+                from unnest(%s::text[], %s::bigint[]) as known (stream, number)
+                cross join lateral (
+                    select l.number, writer, epoch, prev, id, facts, why, batch, time from tidemark.late_completions l
+                    where l.stream = known.stream and l.number > known.number order by l.number desc limit %s
+                ) late
+                order by stream, late.number
+                """,
+                known,
+                newest,
+            )
+            for stream, number, writer, epoch, prev, id_, facts, why, batch, time in rows or ():
+                late = LateCompletion(writer, epoch, prev, id_, facts, why)
+                found.setdefault(stream, []).append(PastLate(number, late, batch, time))
+        return found
+
+    def tidy(self, now: datetime) -> None:
+        """Make the history's partitions of today and tomorrow, and drop what is past its time. For every hour or so."""
+        today = now.astimezone(UTC).date()
+        oldest = today - timedelta(days=self._config.history_days)
+        with self._reads.session() as connection, connection.transaction():
+            for day in (today, today + timedelta(days=1)):
+                connection.execute("select tidemark.make_history_day(%s)", (day,))
+            dropped = connection.execute("select tidemark.drop_history_before(%s)", (oldest,)).fetchall()
+            connection.execute("delete from tidemark.stream_gaps where closed_at < %s", (oldest,))
+            connection.execute(
+                "delete from tidemark.applied_batches a where applied_at < %s and exists"
+                " (select 1 from tidemark.applied_batches b where b.query = a.query and b.number > a.number)",
+                (oldest,),
+            )
+        if dropped:
+            log.info("Dropped history that is past its time", partitions=[name for (name,) in dropped])

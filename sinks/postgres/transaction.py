@@ -1,0 +1,225 @@
+"""The one transaction per batch (DESIGN 5): token, positions, history, gaps, audit, states, offsets, batch id.
+
+Set-based: each statement takes whole columns, whatever the number of streams, and all of them travel in two round
+trips. The order of locks is that of the functions in `apply`. Rejected records stay listed here, by where they stand in
+Kafka and why, until they are known to be in the dead letters (DESIGN 2, rule 5).
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+from psycopg import Cursor
+from psycopg.rows import TupleRow
+from psycopg.types.json import Jsonb
+
+from tidemark.sinks.batch import Batch, Committed
+from tidemark.sinks.postgres.advances import settled, standing, write_advances, write_writers
+from tidemark.sinks.postgres.lease import session_name
+from tidemark.sinks.postgres.session import Connection, execute
+from tidemark.streaming.errors import LeaseLost
+from tidemark.streaming.runs import Rejected
+
+_decoder = msgspec.msgpack.Decoder(list[Rejected])
+
+
+@dataclass(frozen=True, slots=True)
+class UnsentDeadLetters:
+    query: str
+    batch: int
+    rejected: list[Rejected]
+
+
+def keep_unsent(connection: Connection, batch: Batch) -> None:
+    """In the transaction of the batch."""
+    if rejected := batch.rejected():
+        connection.execute(
+            "insert into tidemark.unsent_letters (query, batch, rejected) values (%s, %s, %s)",
+            (batch.query, batch.number, msgspec.msgpack.encode(rejected)),
+        )
+
+
+def unsent(connection: Connection) -> list[UnsentDeadLetters]:
+    """Oldest batch of each query first."""
+    rows = connection.execute("select query, batch, rejected from tidemark.unsent_letters order by query, batch")
+    return [UnsentDeadLetters(query, batch, _decoder.decode(data)) for query, batch, data in rows]
+
+
+def forget_unsent(connection: Connection, query: str, batch: int) -> None:
+    """They are sent."""
+    connection.execute("delete from tidemark.unsent_letters where (query, batch) = (%s, %s)", (query, batch))
+
+
+BATCHES_KEPT = 1000  # of each query: enough to recognise any batch that Spark may replay
+
+
+def apply(connection: Connection, batch: Batch) -> Committed:
+    """Commit `batch`, or find that it was committed before. May be called again after any error but these two.
+
+    Raises `LeaseLost` when another query has taken over, and `ChainBroken` when the batch does not join what is
+    stored; nothing is written then.
+    """
+    with connection.pipeline(), connection.transaction():
+        if _applied_before(connection, batch):
+            return Committed(repeated=True)
+        _write_streams(connection, batch)
+        advances = write_advances(connection, batch)
+        writers = write_writers(connection, batch)
+        _write_gaps(connection, batch)
+        late = _write_late(connection, batch)
+        _write_forced(connection, batch)
+        _count_rejected(connection, batch)
+        keep_unsent(connection, batch)
+        _write_progress(connection, batch)
+        return Committed(settled=settled(advances), positions=standing(writers), late=_numbers(late))
+
+
+def _applied_before(connection: Connection, batch: Batch) -> bool:
+    """Check the token and hold the lease's row until the commit: nobody takes over in the middle of a batch."""
+    # KEY SHARE lets a renewal pass, and makes a takeover (which changes the key) wait.
+    lease = connection.execute("select token from tidemark.query_lease for key share")
+    known = connection.execute(
+        "select 1 from tidemark.applied_batches where query = %s and batch >= %s limit 1", (batch.query, batch.number)
+    )
+    # If we hang from here on, the server ends the transaction, or our successor does, who finds it by this name.
+    connection.execute(
+        "select set_config('application_name', %s, true),"
+        " set_config('idle_in_transaction_session_timeout', '10s', true)",
+        (session_name(batch.token),),
+    )
+    row = lease.fetchone()
+    newest = row[0] if row else 0
+    if newest != batch.token:
+        raise LeaseLost(batch.token, newest)
+    return known.fetchone() is not None
+
+
+def _write_streams(connection: Connection, batch: Batch) -> None:
+    execute(
+        connection,
+        """
+        insert into tidemark.streams as old (stream, linear, head, direction, shard, state, updated_at)
+        select stream, linear, head, direction, shard, state, to_timestamp(now / 1000.0)
+        from unnest(%s::text[], %s::bigint[], %s::bigint[], %s::smallint[], %s::int[], %s::bytea[], %s::bigint[])
+            as new (stream, linear, head, direction, shard, state, now)
+        on conflict (stream) do update set
+            linear = case when abs(excluded.linear) > abs(old.linear) then excluded.linear else old.linear end,
+            head = case when abs(excluded.head) > abs(old.head) then excluded.head else old.head end,
+            direction = excluded.direction, shard = excluded.shard, state = excluded.state,
+            updated_at = excluded.updated_at
+        """,
+        ((s.stream, s.linear, s.head, s.direction, shard.shard, s.state, shard.now) for shard, s in batch.streams()),
+    )
+    execute(
+        connection,
+        "select pg_notify('tidemark_positions', stream) from unnest(%s::text[]) as changed (stream)",
+        ((s.stream,) for _, s in batch.streams()),
+    )
+
+
+def _write_gaps(connection: Connection, batch: Batch) -> None:
+    execute(
+        connection,
+        """
+        update tidemark.stream_gaps g set closed_at = to_timestamp(now / 1000.0), closed_by = how
+        from unnest(%s::text[], %s::text[], %s::bigint[], %s::text[], %s::bigint[]) as c (stream, writer, top, how, now)
+        where (g.stream, g.writer, g.top) = (c.stream, c.writer, c.top) and g.closed_at is null
+        """,
+        ((s.stream, c.writer, c.top, c.how, shard.now) for shard, s in batch.streams() for c in s.closed),
+    )
+    execute(
+        connection,
+        """
+        insert into tidemark.stream_gaps as old (stream, writer, epoch, low, top, opened_at)
+        select stream, writer, epoch, low, top, to_timestamp(since / 1000.0)
+        from unnest(%s::text[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[])
+            as new (stream, writer, epoch, low, top, since)
+        on conflict (stream, writer, top) where closed_at is null
+            do update set low = excluded.low, epoch = excluded.epoch where abs(excluded.low) > abs(old.low)
+        """,
+        ((s.stream, g.writer, g.epoch, g.low, g.top, g.since) for _, s in batch.streams() for g in s.gaps),
+    )
+
+
+def _write_late(connection: Connection, batch: Batch) -> Cursor[TupleRow] | None:
+    return execute(
+        connection,
+        """
+        insert into tidemark.late_completions (stream, writer, epoch, prev, id, facts, why, time, batch)
+        select stream, writer, epoch, prev, id, facts, why, to_timestamp(now / 1000.0), batch
+        from unnest(%s::text[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::text[],
+                %s::bigint[])
+            with ordinality as new (stream, writer, epoch, prev, id, facts, why, now, place),
+            (values (%s::bigint)) as b (batch)
+        order by place
+        returning stream, number
+        """,
+        (
+            (s.stream, late.writer, late.epoch, late.prev, late.id, late.facts, late.why, shard.now)
+            for shard, s in batch.streams()
+            for late in s.late
+        ),
+        batch.number,
+    )
+
+
+def _write_forced(connection: Connection, batch: Batch) -> None:
+    execute(
+        connection,
+        """
+        insert into tidemark.skips (stream, writer, epoch, kind, prev, id, by, why, time, batch)
+        select stream, writer, epoch, kind, prev, id, by, why, to_timestamp(now / 1000.0), batch
+        from unnest(%s::text[], %s::text[], %s::bigint[], %s::text[], %s::bigint[], %s::bigint[], %s::text[],
+                %s::text[], %s::bigint[])
+            as new (stream, writer, epoch, kind, prev, id, by, why, now),
+            (values (%s::bigint)) as b (batch)
+        """,
+        (
+            (s.stream, f.writer, f.epoch, f.kind, f.prev, f.id, f.by, f.why, shard.now)
+            for shard, s in batch.streams()
+            for f in s.forced
+        ),
+        batch.number,
+    )
+
+
+def _count_rejected(connection: Connection, batch: Batch) -> None:
+    execute(
+        connection,
+        """
+        insert into tidemark.dead_letters as old (reason, records, newest_at)
+        select reason, sum(records), to_timestamp(max(now) / 1000.0)
+        from unnest(%s::text[], %s::bigint[], %s::bigint[]) as new (reason, records, now)
+        group by reason order by reason
+        on conflict (reason) do update set records = old.records + excluded.records,
+            newest_at = greatest(old.newest_at, excluded.newest_at)
+        """,
+        ((rejected.reason, rejected.records, shard.now) for shard in batch.effects for rejected in shard.rejected),
+    )
+
+
+def _write_progress(connection: Connection, batch: Batch) -> None:
+    offsets = batch.offsets()
+    execute(
+        connection,
+        """
+        insert into tidemark.kafka_offsets as old (topic, partition, next)
+        select * from unnest(%s::text[], %s::int[], %s::bigint[])
+        on conflict (topic, partition) do update set next = excluded.next where excluded.next > old.next
+        """,
+        ((topic, partition, offset) for topic, seen in offsets.items() for partition, offset in seen.items()),
+    )
+    connection.execute(
+        "insert into tidemark.applied_batches (query, batch, offsets) values (%s, %s, %s)",
+        (batch.query, batch.number, Jsonb(offsets)),
+    )
+    connection.execute(
+        "delete from tidemark.applied_batches where query = %s and batch <= %s",
+        (batch.query, batch.number - BATCHES_KEPT),
+    )
+
+
+def _numbers(late: Cursor[TupleRow] | None) -> dict[str, list[int]]:
+    numbers: dict[str, list[int]] = {}
+    for stream, number in late or ():
+        numbers.setdefault(stream, []).append(number)
+    return numbers

@@ -1,0 +1,113 @@
+"""The databases of a reader, for both shells: where they are, and what their errors mean. No connections.
+
+Waits until a replica shows what its primary had committed. No sockets: see `asks`.
+
+A position is published after the commits that it stands for, so all of them lie below the place in the write-ahead log
+where the primary is once the position is known.
+"""
+
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import psycopg
+import structlog
+from psycopg import sql
+from psycopg.pq import PGconn, Ping
+
+from tidemark.sinks.postgres.session import address, conninfo, explained
+from tidemark.sinks.reader.io import Answer, Pause, Request, Role, RunSql, rows
+from tidemark.streaming.errors import Refused
+
+_REFUSALS: Mapping[str, str] = {
+    "28": "check user and password",
+    "3D": "create the database, or correct its name",
+    "42501": "grant the reader's user select on the backing table, and create on its own database for the schema"
+    " tidemark_reader",
+    "42P01": "check the name of the table",
+    "42703": "check the names of the columns",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Databases:
+    """Addresses, which may hold passwords: `source` has the backing table, `effects` is the reader's own, `primary`
+    is the server that `source` is a replica of, None where it is none."""
+
+    source: str = field(repr=False)
+    effects: str = field(repr=False)
+    primary: str | None = field(default=None, repr=False)
+
+    def conninfo(self, role: Role, reader: str) -> str:
+        return conninfo(self._dsn(role), f"tidemark reader {reader}")
+
+    @contextmanager
+    def translated(self, role: Role) -> Iterator[None]:
+        """Turn what psycopg raises into `Unavailable` (go on from the place that is kept) and `Refused`."""
+        try:
+            yield
+        except psycopg.Error as error:
+            raise explained(error, address(self._dsn(role)), _REFUSALS) from error
+
+    def refuse(self, role: Role, error: psycopg.OperationalError) -> None:
+        """Raise `Refused` where the server answers, but not us. For the first connection only: later, the server may
+        be out of connections, which libpq does not tell from a wrong password."""
+        if PGconn.ping(self._dsn(role).encode()) == Ping.OK:
+            problem = (str(error).splitlines() or [type(error).__name__])[0]
+            raise Refused("Postgres", address(self._dsn(role)), problem, "check user, password and database") from error
+
+    def _dsn(self, role: Role) -> str:
+        match role:
+            case "source":
+                return self.source
+            case "place":
+                return self.effects
+            case "primary":
+                assert self.primary is not None
+                return self.primary
+
+
+log = structlog.get_logger(__name__)
+
+POLL = 0.01  # seconds
+SAY_AFTER = 1000  # polls
+
+_WRITTEN = sql.SQL(
+    "select (pg_current_wal_insert_lsn() - '0/0')::bigint as lsn,"
+    " (select setting::bigint from pg_settings where name = 'wal_segment_size') as segment"
+).format()
+_REPLAYED = sql.SQL(
+    "select (coalesce(case when pg_is_in_recovery() then pg_last_wal_replay_lsn()"
+    " else pg_current_wal_insert_lsn() end, '0/0') - '0/0')::bigint as lsn"
+).format()
+
+PAGE = 8192
+SHORT_HEADER, LONG_HEADER = 24, 40  # of a page, and of the first page of a segment
+
+
+def caught_up() -> Generator[Request, Answer, None]:
+    """Return once `source` has replayed what `primary` has written by now."""
+    (written,) = yield from rows(RunSql("primary", _WRITTEN))
+    wanted = end_of_records(written["lsn"], written["segment"])
+    polls = 0
+    while True:
+        (replayed,) = yield from rows(RunSql("source", _REPLAYED))
+        if replayed["lsn"] >= wanted:
+            return
+        polls += 1
+        if polls % SAY_AFTER == 0:
+            log.warning("Waiting for the replica to replay", bytes=wanted - replayed["lsn"])
+        yield Pause(POLL)
+
+
+def end_of_records(insert: int, segment: int) -> int:
+    """Where the last record ends, of a primary that would insert the next one at `insert`.
+
+    Where that is the first byte behind a page's header, no record reaches into the page: a replica that has replayed
+    everything stands before the header, and would not move until the next record is written.
+    """
+    if insert % segment == LONG_HEADER:
+        return insert - LONG_HEADER
+    if insert % PAGE == SHORT_HEADER:
+        return insert - SHORT_HEADER
+    return insert

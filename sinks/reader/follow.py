@@ -1,0 +1,203 @@
+"""Takes one list of advances, from its start and for as long as it lasts, into what is handed over. Pure.
+
+The program behind `follow`: what to read next, and what to hand over of it. No sockets: see `asks`.
+
+The list of advances in Redis is a convenience that may be cut, emptied and begun anew at any time. So each look at it
+begins with the entry that the last one ended with: where that entry is gone, the list is read from its start, and
+Postgres is asked for what it does not hold (or the reader is told to read the table). And whatever the list says, a
+look is over only when each writer stands where the positions say, which Redis gives in the same transaction.
+"""
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tidemark.sinks.reader.events import Advance, Event, Place, Reread
+from tidemark.sinks.reader.io import (
+    LONGEST_WAIT,
+    Answer,
+    AwaitEntry,
+    HistoryFound,
+    KeysFound,
+    ListEntry,
+    ReadHistory,
+    ReadList,
+    ReadNewest,
+    Request,
+    patiently,
+)
+from tidemark.sinks.reader.merge import Joining, LinearEvidence
+from tidemark.sinks.reader.redis import parse
+from tidemark.sinks.reader.token import Token
+
+
+class Listing:
+    """Call `misses`, `remember` where it says so, then `take`, and `complete` where the list does not go on."""
+
+    def __init__(self, joining: Joining) -> None:
+        self._joining = joining
+        self._recalled = False
+        self._completed = False
+        self._seam = False  # the list has shown an entry that was handed over before: nothing was cut off behind it
+
+    def misses(self, seen: KeysFound) -> bool:
+        """Whether the list may not tell all that `seen` shows, so that Postgres should be asked before it is taken.
+
+        True of every list at first: it tells neither what was cut off nor of writers that came and went.
+        """
+        if not self._completed:
+            return not self._recalled
+        trial = Joining(self._joining.place)
+        for item in map(parse, seen.entries):
+            if isinstance(item, Advance):
+                if trial.leaves_hole(item):
+                    return True
+                all(trial.advance(item))
+            elif item is not None:
+                all(trial.complete(item))
+        return not seen.more and trial.behind(seen.positions, seen.late)
+
+    def remember(self, past: HistoryFound) -> Iterator[Event]:
+        """What Postgres knows: everything that was published before it was asked."""
+        self._recalled = True
+        for writer, (position, advances) in past.chains.items():
+            for advance in advances:
+                yield from self._joining.advance(advance)
+            yield from self._joining.reach(writer, position)
+        for late in past.late:
+            yield from self._joining.complete(late)
+
+    def take(self, entries: Sequence[ListEntry]) -> Iterator[Event]:
+        for item in map(parse, entries):
+            if isinstance(item, Advance):
+                new = [*self._joining.advance(item)]
+                self._seam = self._seam or not new
+                yield from new
+            elif item is not None:
+                if not (self._recalled or self._completed or self._seam):
+                    yield from self._joining.lose_late(item.number - 1)
+                new_late = [*self._joining.complete(item)]
+                self._seam = self._seam or not new_late
+                yield from new_late
+
+    def complete(self, seen: KeysFound) -> Iterator[Event]:
+        """Nothing is left on the list that was published when `seen` was read."""
+        assert seen.linear is not None
+        for writer, position in seen.positions.items():
+            yield from self._joining.reach(writer, position)
+        if not (self._recalled or self._completed):
+            yield from self._joining.sweep(seen.linear, seen.positions)
+        yield from self._joining.lose_late(seen.late)
+        self._joining.settle(seen.linear, seen.positions)
+        self._completed = True
+
+
+Mode = Literal["vector", "linear"]
+
+
+@dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """All that was published when we looked has been handed over. For programs that build on this one."""
+
+
+Steps = Generator[Request | Event | CaughtUp, Answer, None]
+
+
+class Following:
+    """`since` is what the reader has; None: what is published at the first look.
+
+    A token says nothing of late completions: those that are known at the first look are not handed over then.
+    """
+
+    def __init__(self, stream: str, mode: Mode, since: Place | Token | None) -> None:
+        self._stream = stream
+        self._mode = mode
+        self._since = since
+        self._joining: Joining | None = None
+        self._lines: LinearEvidence | None = None
+
+    @property
+    def place(self) -> Place | None:
+        """What was handed over; None while Redis is recovering and we began nowhere."""
+        if self._joining is None:
+            return self._since if isinstance(self._since, Place) else None
+        place = self._joining.place
+        return Place(self._lines.linear, {}, place.late) if self._lines else place
+
+    @property
+    def writers(self) -> int:
+        """How many writers of the stream are known."""
+        return len(self._joining.reached) if self._joining else 0
+
+    def steps(self) -> Steps:
+        while True:
+            yield from self._follow_list()
+
+    def _follow_list(self) -> Steps:
+        """Until the list is not the one any more that we read so far."""
+        # Who begins with what is published now needs nothing of the list but its end; the line needs what is above it.
+        ends = self._joining is None and self._since is None and self._mode == "vector"
+        seen = yield from self._asked(ReadNewest(self._stream) if ends else ReadList(self._stream, None))
+        if self._joining is None and seen.linear is not None:
+            while self._since is None and seen.more:
+                seen = yield from self._asked(ReadList(self._stream, seen.entries[-1]))
+            self._begin(seen)
+        if self._joining is None or seen.linear is None:  # Redis knows nothing: it is recovering
+            yield from self._ring(seen)
+            return
+        if self._lines:
+            self._lines.doubt()
+        listing = Listing(self._joining)
+        after: ListEntry | None = None
+        while True:
+            if listing.misses(seen) and (past := (yield from self._recall(self._joining))) is not None:
+                yield from self._handed(listing.remember(past))
+            yield from self._handed(listing.take(seen.entries))
+            if seen.entries:
+                after = seen.entries[-1]
+            if not seen.more:
+                yield from self._handed(listing.complete(seen))
+                if self._lines:
+                    yield from self._lines.move(seen.linear, seen.positions)
+                yield CaughtUp()
+                yield from self._ring(seen)
+            if after is None:  # an empty list gives no hold: it may have been longer, and cut, before we look again
+                return
+            seen = yield from self._asked(ReadList(self._stream, after))
+            if seen.linear is None or not seen.joined:
+                return
+
+    def _begin(self, seen: KeysFound) -> None:
+        assert seen.linear is not None
+        match self._since:
+            case None:
+                place = Place(seen.linear, seen.positions, seen.late)
+            case Token() as token:
+                place = Place.after(token, seen.late)
+            case Place() as place:
+                pass
+        if self._mode == "linear":
+            place = Place(place.linear, {}, place.late)
+            self._lines = LinearEvidence(place.linear)
+        self._joining = Joining(place)
+
+    def _handed(self, events: Iterable[Event]) -> Iterator[Event]:
+        """In linear mode the writers' events are only noted."""
+        for event in events:
+            if self._lines and isinstance(event, Advance | Reread):
+                self._lines.note(event)
+            else:
+                yield event
+
+    def _asked(self, ask: ReadList | ReadNewest) -> Generator[Request, Answer, KeysFound]:
+        seen = yield from patiently(ask)
+        assert isinstance(seen, KeysFound)
+        return seen
+
+    def _recall(self, joining: Joining) -> Generator[Request, Answer, HistoryFound | None]:
+        past = yield from patiently(ReadHistory(self._stream, joining.place))
+        assert past is None or isinstance(past, HistoryFound)
+        return past
+
+    def _ring(self, seen: KeysFound) -> Generator[Request, Answer, None]:
+        yield from patiently(AwaitEntry(self._stream, seen.last, LONGEST_WAIT))

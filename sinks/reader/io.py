@@ -1,0 +1,190 @@
+"""What a program of this package asks its shell to do, and the answers. Values only.
+
+A program (a generator) decides and never touches a socket or a clock's wait; a shell (`positions` for threads,
+`aio` for asyncio) carries out what it asks. So both forms of the library are one piece of logic.
+
+Holds a program between its steps, for the shells that carry them out. No sockets.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+from psycopg.sql import Composed
+
+from tidemark.sinks.reader.events import Advance, Late, Place
+from tidemark.sinks.retry import Patience
+from tidemark.streaming.errors import Unavailable
+
+LONGEST_WAIT = 1.0  # seconds between two looks: the line may move without an entry on the list (a writer retires)
+
+
+@dataclass(frozen=True, slots=True)
+class ListEntry:
+    """An item of a stream's list of advances in Redis, as it stands there."""
+
+    name: str
+    fields: Mapping[str, str] = field(hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a shell can carry out, as often as it likes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadList(Request):
+    """Read all keys of `stream` in one transaction, and what its list holds from `after` on; None: from its start."""
+
+    stream: str
+    after: ListEntry | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadNewest(Request):
+    """Read all keys of `stream` in one transaction, and the newest entry of its list, to look on from there."""
+
+    stream: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadKeys(Request):
+    """Read the keys of `stream` in one transaction, without its list."""
+
+    stream: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeysFound:
+    """What a `ReadList`, `ReadNewest` or `ReadKeys` found. `linear` is None where Redis knows nothing of the stream;
+    `head` is the highest ID that any record of it named, None where that is not known.
+
+    `entries` of a `ReadList` begin behind `after`; `joined` tells whether `after` still stands there (always, without
+    an `after`). `more` says that the list goes on. `last` names the newest entry of the list that was read.
+    """
+
+    linear: int | None
+    positions: dict[str, int]
+    late: int = 0
+    head: int | None = None
+    entries: Sequence[ListEntry] = ()
+    joined: bool = True
+    more: bool = False
+    last: str = "0-0"
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitEntry(Request):
+    """Return when the list of `stream` goes on behind the entry named `after`, or after `seconds`. No answer."""
+
+    stream: str
+    after: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReadHistory(Request):
+    """What Postgres knows of `stream` beyond `place`. Answered by `HistoryFound`, or None where there is no Postgres
+    to ask."""
+
+    stream: str
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryFound:
+    """`chains` has every writer that Postgres ever heard of: its position, and those of its newest advances up to
+    there that are still kept, oldest first. `late`, oldest first, has all late completions after the place's."""
+
+    chains: Mapping[str, tuple[int, Sequence[Advance]]] = field(default_factory=dict)
+    late: Sequence[Late] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pause(Request):
+    """Wait `seconds` before something is tried again. No answer."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunSql(Request):
+    """Run a statement on the session of that role and give its rows, [] where it gives none.
+
+    `place`: the reader's own database, inside its transaction where one is open; `source`: where the backing table
+    is read; `primary`: the server that `source` is a replica of.
+    """
+
+    role: "Role"
+    statement: Composed
+
+
+@dataclass(frozen=True, slots=True)
+class BeginTransaction(Request):
+    """Begin a transaction on the reader's own database. No answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitTransaction(Request):
+    """Commit it. No answer. After a failure it may have happened."""
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSessions(Request):
+    """Close all database sessions, and with them the transaction that may be open. No answer."""
+
+
+Role = Literal["place", "source", "primary"]
+Row = dict[str, Any]
+Answer = KeysFound | HistoryFound | list[Row] | None
+
+
+def patiently(ask: Request) -> Generator[Request, Answer, Answer]:
+    """Ask until it does not fail with `Unavailable`, which the shell throws into the program."""
+    patience = Patience()
+    while True:
+        try:
+            answer = yield ask
+        except Unavailable as problem:
+            yield Pause(patience.pause_after(problem))
+        else:
+            patience.succeeded()
+            return answer
+
+
+def rows(ask: RunSql) -> Generator[Request, Answer, list[Row]]:
+    """The rows that a statement gave."""
+    answer = yield ask
+    assert isinstance(answer, list)
+    return answer
+
+
+R = TypeVar("R")
+
+
+class Driver(Generic[R]):
+    """`step` is what the program asks for or hands over now; it stays until the shell says what came of it.
+
+    So a shell that was interrupted in the middle of an ask carries it out again.
+    """
+
+    def __init__(self, program: Generator[Request | R, Answer, None]) -> None:
+        self._program = program
+        self._step: Request | R | None = None
+
+    def step(self) -> Request | R | None:
+        """None: the program is over. Raises what the program raises; it is over then."""
+        if self._step is None:
+            self._step = next(self._program, None)
+        return self._step
+
+    def handed_over(self) -> None:
+        self._step = None
+
+    def answered(self, answer: Answer) -> None:
+        self._step = None
+        self._step = self._program.send(answer)
+
+    def failed(self, problem: Unavailable) -> None:
+        self._step = None
+        self._step = self._program.throw(problem)

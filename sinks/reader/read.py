@@ -1,0 +1,206 @@
+"""The program behind `read`: follow a stream, read the rows of what it moved over, keep the place. No sockets: `asks`.
+
+Every portion of rows goes with the place after it in one transaction of the reader's own database, which begins with a
+lock on the place's row: so what comes of a portion is done once, whatever is killed, and however many copies run.
+"""
+
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tidemark.sinks.reader.databases import caught_up
+from tidemark.sinks.reader.events import Event, Late, Place
+from tidemark.sinks.reader.follow import CaughtUp, Following, Mode
+from tidemark.sinks.reader.io import (
+    Answer,
+    BeginTransaction,
+    CloseSessions,
+    CommitTransaction,
+    Driver,
+    Pause,
+    Request,
+    Row,
+)
+from tidemark.sinks.reader.ledger import Delivered, Kept, Ledger
+from tidemark.sinks.reader.plan import hands_over, owes, plan, still_owed
+from tidemark.sinks.reader.table import Range, Table, TablePage, table_page
+from tidemark.sinks.reader.token import ZERO, Token
+from tidemark.sinks.retry import Patience
+from tidemark.streaming.direction import beyond
+from tidemark.streaming.errors import BadSetting, LateNeedsWriter, LateUnknown, Unavailable
+
+RANGES = 64  # in one query
+
+
+@dataclass(frozen=True, slots=True)
+class ReadConfig:
+    """`reader` names the place; `since` is where it begins the first time. A portion has at most `rows` rows, or one
+    fact. `replica`: the backing table is read from a replica, which has to catch up first."""
+
+    stream: str
+    table: Table
+    reader: str
+    mode: Mode
+    since: Token
+    rows: int
+    replica: bool
+
+    def __post_init__(self) -> None:
+        if self.mode == "vector" and self.table.writer is None:
+            raise BadSetting("table", "in vector mode, say which column names a row's writer: Table(..., writer=...)")
+        if self.rows < 1:
+            raise BadSetting("rows", "a batch has at least one row")
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Rows to be handed over, in a transaction that is open and that ends when the program goes on. `late`: what they
+    come late of, None for rows in their order."""
+
+    rows: list[Row]
+    late: Late | None
+
+
+Steps = Generator[Request | Portion, Answer, None]
+
+
+class _Moved(Exception):
+    """Another copy of the reader has moved the place."""
+
+
+class Reading:
+    """One reader of one stream. `steps` never ends; it raises errors of the kind `Stop`."""
+
+    def __init__(self, terms: ReadConfig) -> None:
+        self._terms = terms
+        self._ledger = Ledger(terms.reader, terms.stream, terms.mode)
+        self._kept = Kept()
+        self._patience = Patience()
+
+    def steps(self) -> Steps:
+        while True:
+            try:
+                yield from self._follow()
+            except _Moved:
+                yield CommitTransaction()  # of nothing: it lets the place's row go
+            except Unavailable as problem:
+                yield CloseSessions()
+                yield Pause(self._patience.pause_after(problem))
+
+    def _follow(self) -> Steps:
+        """From the place that is kept, until it moves without us or a database fails."""
+        self._kept = yield from self._ledger.load()
+        since: Place | Token = self._kept.place
+        if not self._kept.version and self._terms.since != ZERO:
+            since = self._terms.since
+            self._kept = Kept(place=Place.after(since))
+        following = Following(self._terms.stream, self._terms.mode, since)
+        driver: Driver[Event | CaughtUp] = Driver(following.steps())
+        while True:
+            events = yield from _burst(driver)
+            if events:
+                yield from self._read(following, events)
+
+    def _read(self, following: Following, events: Sequence[Event]) -> Steps:
+        """Bring the place to where the follower is."""
+        goal = following.place
+        assert goal is not None
+        work = plan(self._kept, events, goal)
+        if work.lost and self._kept.version:
+            raise LateUnknown(self._terms.stream, work.lost.after, work.lost.number)
+        if self._terms.replica and (work.read or work.late):
+            yield from caught_up()
+        for late in work.late:
+            yield from self._read_late(late, goal, following.writers)
+        left = [*work.read]
+        while True:
+            yield from self._lock()
+            rest = left[RANGES:]
+            found = (yield from self._page(left[:RANGES])) if left else TablePage([], [])
+            left = [*found.left, *rest]
+            new = [row for row in found.rows if row[self._terms.table.id] not in self._kept.delivered]
+            if new:
+                yield Portion(new, None)
+            doubtful = work.doubtful((row[self._terms.table.id], self._writer(row)) for row in new)
+            place = work.place(left)
+            past = () if left else self._past(work.epochs, place)
+            yield from self._save(replace(self._kept, place=place), doubtful, past)
+            if not left:
+                return
+
+    def _read_late(self, late: Late, goal: Place, writers: int) -> Steps:
+        before = self._kept
+        left = [*hands_over(before, late, goal)]
+        if self._terms.table.writer is None and writers > 1 and abs(late.id) - abs(late.prev) > 1 and late.facts:
+            raise LateNeedsWriter(self._terms.stream, late.writer, late.prev, late.id)
+        while left:
+            yield from self._lock()
+            found = yield from self._page(left[:1])
+            done = found.left[0].prev if found.left else left[0].id
+            left = [*found.left, *left[1:]]
+            rows = found.rows
+            if late.why == "skipped":
+                rows = [row for row in rows if row[self._terms.table.id] not in self._kept.delivered]
+            if rows:
+                yield Portion(rows, late)
+            stands = before.place.positions.get(late.writer, before.place.linear)
+            ids = [row[self._terms.table.id] for row in rows]
+            remembered = [id for id in ids if late.why == "skipped" or beyond(id, stands)]
+            delivered = (Delivered(id, late.writer, late.epoch) for id in remembered)
+            yield from self._save(replace(self._kept, late_part=(late.number, done)), delivered)
+        yield from self._lock()
+        place = replace(self._kept.place, late=late.number)
+        owed = (*self._kept.owed, *owes(before, late, goal))
+        yield from self._save(replace(self._kept, place=place, owed=owed, late_part=None))
+
+    def _page(self, ranges: Sequence[Range]) -> Generator[Request, Answer, TablePage]:
+        return table_page(self._terms.table, ranges, self._terms.rows)
+
+    def _writer(self, row: Row) -> str | None:
+        return None if self._terms.table.writer is None else str(row[self._terms.table.writer])
+
+    def _past(self, epochs: Mapping[str, int], place: Place) -> Iterator[int]:
+        """What was handed over and can be told late no more: its writer is in a later epoch."""
+        for it in self._kept.delivered.values():
+            stands = place.positions.get(it.writer, place.linear)
+            if epochs.get(it.writer, it.epoch) > it.epoch and not beyond(it.id, stands):
+                yield it.id
+
+    def _lock(self) -> Generator[Request, Answer, None]:
+        """Begin a transaction in which nobody else moves the place. Raises `_Moved`."""
+        yield BeginTransaction()
+        if not (yield from self._ledger.lock(self._kept.version)):
+            raise _Moved
+
+    def _save(
+        self, kept: Kept, more: Iterable[Delivered] = (), past: Iterable[int] = ()
+    ) -> Generator[Request, Answer, None]:
+        """Write the place and commit it, with all that was done in the transaction."""
+        added, gone = {it.id: it for it in more}, {*past}
+        delivered = {id: it for id, it in {**kept.delivered, **added}.items() if id not in gone}
+        kept = replace(
+            kept, version=self._kept.version + 1, owed=still_owed(kept.owed, kept.place), delivered=delivered
+        )
+        yield from self._ledger.save(kept, added.values(), gone)
+        yield CommitTransaction()
+        self._kept = kept
+        self._patience.succeeded()
+
+
+def _burst(driver: Driver[Event | CaughtUp]) -> Generator[Request, Answer, list[Event]]:
+    """All events up to where there is nothing to do but wait."""
+    events: list[Event] = []
+    while True:
+        step = driver.step()
+        assert step is not None
+        if isinstance(step, Request):
+            try:
+                answer = yield step
+            except Unavailable as problem:
+                driver.failed(problem)
+            else:
+                driver.answered(answer)
+            continue
+        driver.handed_over()
+        if isinstance(step, CaughtUp):
+            return events
+        events.append(step)

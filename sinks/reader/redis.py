@@ -1,0 +1,169 @@
+"""How the library connects to Redis, in both forms: what a client is made with, and what its errors mean.
+
+Reads what `publish.lua` writes on a stream's list of advances. Pure.
+
+The commands that an ask means to Redis, and what their replies mean. No sockets: a client carries them out.
+
+A client may decode its replies or not; both are understood.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import redis
+import redis.asyncio
+from redis.commands import CoreCommands
+
+from tidemark.sinks.reader.events import Advance, Evidence, Late
+from tidemark.sinks.reader.io import AwaitEntry, KeysFound, ListEntry, ReadKeys, ReadList, ReadNewest
+from tidemark.sinks.redis.client import whereabouts
+from tidemark.sinks.redis.errors import FOREIGN, Remedies, redis_error
+from tidemark.sinks.redis.publish import key
+
+TIMEOUT = 5.0  # seconds for a connection or an answer
+
+REMEDIES = Remedies(
+    access="check user and password of the Redis address",
+    transport="check that the Redis address begins with rediss, its host name, and the CA file",
+    rights="allow the user to read the keys tidemark:* (+@read +multi +exec)",
+)
+
+
+@contextmanager
+def translated(client: Any) -> Iterator[None]:
+    """Turn what `client`, of either form, raises into `Unavailable` (ask again) and `Refused`."""
+    try:
+        yield
+    except FOREIGN as error:
+        raise redis_error(error, whereabouts(client), REMEDIES) from error
+
+
+def parse(entry: ListEntry) -> Advance | Late | None:
+    """None for a kind that this version does not know."""
+    fields = entry.fields
+
+    def number(name: str) -> int:
+        return int(fields[name])
+
+    match fields["kind"]:
+        case "POSITION":
+            evidence = Evidence(number("facts"), number("empty"), number("unseen"), number("skipped"))
+            return Advance(
+                fields["writer"],
+                number("epoch"),
+                number("prev"),
+                number("id"),
+                evidence,
+                number("prev"),
+                number("linear"),
+                number("batch"),
+                number("time"),
+            )
+        case "LATE":
+            return Late(
+                number("number"),
+                fields["writer"],
+                number("epoch"),
+                number("prev"),
+                number("id"),
+                number("facts"),
+                fields["why"],
+                number("batch"),
+                number("time"),
+            )
+        case _:
+            return None
+
+
+_AT_ONCE = """
+local replies = {}
+for place, command in ipairs(cmsgpack.unpack(ARGV[1])) do
+    replies[place] = redis.call(unpack(command))
+end
+return replies
+"""
+PAGE = 1000  # entries of a list that one look reads: an event loop decodes them in about 15 ms
+
+
+def queue(pipe: Any, ask: ReadList | ReadNewest | ReadKeys) -> None:
+    """Put the commands on a transaction of either form of redis-py's client."""
+    pipe.get(key(ask.stream, "linear"))
+    pipe.hgetall(key(ask.stream, "positions"))
+    pipe.hget(key(ask.stream, "fence"), "late")
+    pipe.get(key(ask.stream, "head"))
+    match ask:
+        case ReadList(stream, None):
+            pipe.xrange(key(stream, "advances"), count=PAGE)
+        case ReadList(stream, ListEntry(name)):
+            pipe.xrange(key(stream, "advances"), min=name, count=PAGE + 1)
+        case ReadNewest(stream) | ReadKeys(stream):
+            pipe.xrevrange(key(stream, "advances"), count=1)
+
+
+def reply(client: Any, ask: ReadList | ReadNewest | ReadKeys) -> Any:
+    """What the commands of `ask` give, all at one moment; of an asyncio client's, the coroutine."""
+    if not isinstance(client, redis.RedisCluster | redis.asyncio.RedisCluster):
+        pipe = client.pipeline(transaction=True)
+        queue(pipe, ask)
+        return pipe.execute()
+    # Its transactions for asyncio run on a loop of their own. A script is as much one moment, on the stream's node.
+    noted = _Noted()
+    queue(noted, ask)
+    names = dict.fromkeys(command[1] for command in noted.commands)
+    return client.eval(_AT_ONCE, len(names), *names, msgspec.msgpack.encode(noted.commands))
+
+
+class _Noted(CoreCommands):
+    """Takes redis-py's commands, and sends none."""
+
+    _event_dispatcher: Any = None  # wanted by the type of these commands, and used by none of ours
+
+    def __init__(self) -> None:
+        self.commands: list[list[str]] = []
+
+    def execute_command(self, *words: Any, **_: Any) -> None:
+        self.commands.append([_text(word) if isinstance(word, bytes) else str(word) for word in words])
+
+
+def ring(client: Any, ask: AwaitEntry) -> Any:
+    """Block until the list goes on or the time is over; of an asyncio client's, the coroutine."""
+    milliseconds = max(1, round(1000 * ask.seconds))  # 0 would be for ever
+    return client.xread({key(ask.stream, "advances"): ask.after}, count=1, block=milliseconds)
+
+
+def seen(ask: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) -> KeysFound:
+    linear, positions, late, head, listed = reply
+    entries = [ListEntry(_text(name), _texts(fields)) for name, fields in listed]
+    last = entries[-1].name if entries else "0-0"
+    joined, more = True, False
+    match ask:
+        case ReadKeys():
+            entries = []
+        case ReadList(after=None):
+            more = len(entries) == PAGE
+        case ReadList():
+            joined = entries[:1] == [ask.after]
+            more = joined and len(entries) == PAGE + 1
+            entries = entries[1:] if joined else []
+    return KeysFound(
+        linear=None if linear is None else int(linear),
+        positions={writer: int(position) for writer, position in _texts(positions).items()},
+        late=int(late or 0),
+        head=None if head is None else int(head),
+        entries=entries,
+        joined=joined,
+        more=more,
+        last=last,
+    )
+
+
+def _texts(fields: Mapping[Any, Any] | Sequence[Any]) -> dict[str, str]:
+    """From names and values, also in turn, as a script's replies have them."""
+    pairs = fields.items() if isinstance(fields, Mapping) else zip(fields[::2], fields[1::2], strict=True)
+    return {_text(name): _text(value) for name, value in pairs}
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,157 @@
+-- Publishes one stream's change; the only writer of its keys. A repeat of the same call changes nothing.
+--
+-- KEYS  positions, linear, token, advances, fence, head (one hash tag)
+-- ARGV  mode, lease token, entries kept, change (msgpack of sinks.redis.publish.Change)
+--
+-- Modes: 'new'    the stream may be unknown here
+--        'known'  we have published it before: where it is gone, or an entry does not join, nothing is written
+--        'mend'   from Postgres: entries need not join what is here
+--        'anew'   from Postgres, where too much is missing: the entries are written from an empty list
+--
+-- Answers {'done'}, {'fenced', newest token} or {'lost'} (Redis lost data: fill it from Postgres).
+-- IDs are compared as text, by magnitude: they have up to 63 bits and a number here has 53.
+
+local POSITIONS, LINEAR, TOKEN, ADVANCES, FENCE, HEAD = unpack(KEYS)
+local mode, lease, kept = ARGV[1], ARGV[2], ARGV[3]
+local stream, linear, entries, positions, late, dropped, head = unpack(cmsgpack.unpack(ARGV[4]))
+local CHANNEL = 'tidemark:{' .. stream .. '}'
+
+local function call(...)
+    local reply = redis.pcall(...)
+    if type(reply) == 'table' and reply.err then
+        -- Redis 6 hides the error's code behind the script's name and line.
+        error({err = string.match(reply.err, '^@user_script.-: %-(.*)$') or reply.err})
+    end
+    return reply
+end
+
+-- Whether ID a is farther from 0 than ID b.
+local function beyond(a, b)
+    a, b = string.gsub(a, '^%-', ''), string.gsub(b, '^%-', '')
+    if #a ~= #b then return #a > #b end
+    return a > b
+end
+
+-- Byte order: Lua's own comparison of strings follows the server's locale.
+local function before(a, b)
+    for i = 1, math.min(#a, #b) do
+        local x, y = string.byte(a, i), string.byte(b, i)
+        if x ~= y then return x < y end
+    end
+    return #a < #b
+end
+
+local known = {} -- writer -> position, as in the hash
+
+local moved, order = {}, {} -- writer -> what to tell the channel; in the order of their first move
+local function move(writer, prev, id, plain)
+    local line = moved[writer]
+    if not line then
+        line = {prev = prev, plain = true}
+        moved[writer] = line
+        order[#order + 1] = writer
+    end
+    line.id = id
+    line.plain = line.plain and plain
+    call('HSET', POSITIONS, writer, id)
+    known[writer] = id
+end
+
+local function append(kind, ...)
+    call('XADD', ADVANCES, 'MAXLEN', '~', kept, '*', 'kind', kind, ...)
+end
+
+local function joins()
+    local reached = setmetatable({}, {__index = known})
+    for _, entry in ipairs(entries) do
+        local writer, prev, id = entry[1], entry[3], entry[4]
+        local here = reached[writer]
+        if here and beyond(prev, here) then return false end
+        if not here or beyond(id, here) then reached[writer] = id end
+    end
+    return true
+end
+
+local function write_entry(entry)
+    local writer, epoch, prev, id, facts, empty, unseen, skipped, line, batch, time = unpack(entry)
+    local here = known[writer]
+    local moves = not here or beyond(id, here)
+    if here and mode ~= 'anew' and beyond(here, prev) then prev = here end -- the list stays chained
+    if moves or mode == 'anew' then
+        append('POSITION', 'writer', writer, 'epoch', epoch, 'prev', prev, 'id', id, 'facts', facts, 'empty', empty,
+            'unseen', unseen, 'skipped', skipped, 'linear', line, 'batch', batch, 'time', time)
+    end
+    if moves then
+        -- A reader may move along unseen only if it stood at prev and nothing but empty IDs follow.
+        local whole = not here or not beyond(prev, here)
+        move(writer, prev, id, whole and facts == '0' and unseen == '0' and skipped == '0')
+    end
+end
+
+local function write_late(entry)
+    local number, writer, epoch, prev, id, facts, why, batch, time = unpack(entry)
+    append('LATE', 'number', number, 'writer', writer, 'epoch', epoch, 'prev', prev, 'id', id, 'facts', facts,
+        'why', why, 'batch', batch, 'time', time)
+    call('HSET', FENCE, 'late', number)
+end
+
+local function write_token(line)
+    local writers = {}
+    for writer, id in pairs(known) do
+        if beyond(id, line) then writers[#writers + 1] = writer end
+    end
+    table.sort(writers, before)
+    local parts = {'m' .. line}
+    for _, writer in ipairs(writers) do
+        local name = string.gsub(string.gsub(writer, '%%', '%%25'), '~', '%%7E')
+        parts[#parts + 1] = name .. '.' .. known[writer]
+    end
+    call('SET', TOKEN, table.concat(parts, '~'))
+end
+
+local function publish()
+    local newest = call('HGET', FENCE, 'token')
+    if newest and beyond(newest, lease) then return {'fenced', newest} end
+    if mode == 'known' and not newest then return {'lost'} end
+    local flat = call('HGETALL', POSITIONS)
+    for i = 1, #flat, 2 do known[flat[i]] = flat[i + 1] end
+    if (mode == 'new' or mode == 'known') and not joins() then return {'lost'} end
+    if newest ~= lease then call('HSET', FENCE, 'token', lease) end
+    if mode == 'anew' then
+        call('DEL', ADVANCES)
+        call('HDEL', FENCE, 'late')
+    end
+
+    local changed = false
+    for _, writer in ipairs(dropped) do
+        changed = call('HDEL', POSITIONS, writer) == 1 or changed
+        known[writer] = nil
+    end
+    for _, entry in ipairs(entries) do write_entry(entry) end
+    for _, pair in ipairs(positions) do
+        local here = known[pair[1]]
+        if not here or beyond(pair[2], here) then move(pair[1], pair[2], pair[2], false) end
+    end
+    local last = call('HGET', FENCE, 'late') or '0'
+    for _, entry in ipairs(late) do
+        if beyond(entry[1], last) then write_late(entry) end
+    end
+
+    local line = call('GET', LINEAR)
+    if not line or beyond(linear, line) then
+        call('SET', LINEAR, linear)
+        line, changed = linear, true
+    end
+    if beyond(head, call('GET', HEAD) or '0') then call('SET', HEAD, head) end
+    if changed or #order > 0 or call('EXISTS', TOKEN) == 0 then write_token(line) end
+    for _, writer in ipairs(order) do
+        local told = moved[writer]
+        local prev = told.plain and told.prev or told.id
+        call('PUBLISH', CHANNEL, table.concat({'POSITION', stream, writer, prev, told.id}, ' '))
+    end
+    return {'done'}
+end
+
+local ok, reply = pcall(publish)
+if ok or type(reply) == 'table' then return reply end
+error(reply)

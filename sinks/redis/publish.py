@@ -1,0 +1,267 @@
+"""What Redis is told of one stream: made from a batch, or from what Postgres holds; both go through the same script.
+
+All numbers are text: an ID may have 63 bits, and a number in Redis's Lua has 53.
+
+Redis: what readers look at. Everything in it can be made again from Postgres, and its script refuses to go back.
+
+The keys of a stream share a hash tag and are written by one script (`publish.lua`), one call per stream.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha1
+from importlib.resources import files
+from typing import Any, Literal, Self
+
+import msgspec
+from redis import exceptions as problems
+
+from tidemark.sinks.batch import Batch, Committed
+from tidemark.sinks.postgres.store import PastAdvance, PastLate, StreamPositions
+from tidemark.sinks.redis.client import RedisAddress, RedisSession, redis_address
+from tidemark.sinks.redis.errors import Remedies
+from tidemark.streaming.effects import LateCompletion, StreamEffects, WriterAdvance
+from tidemark.streaming.errors import LeaseLost
+
+
+class AdvanceEntry(msgspec.Struct, array_like=True, frozen=True):
+    """A `POSITION` entry among the advances; moves its writer's position."""
+
+    writer: str
+    epoch: str
+    prev: str
+    id: str
+    facts: str
+    empty: str
+    unseen: str
+    skipped: str
+    linear: str
+    batch: str
+    time: str
+
+
+class LateEntry(msgspec.Struct, array_like=True, frozen=True):
+    """A `LATE` entry among the advances. `number` is Postgres's, and tells which ones Redis has already."""
+
+    number: str
+    writer: str
+    epoch: str
+    prev: str
+    id: str
+    facts: str
+    why: str
+    batch: str
+    time: str
+
+
+class Change(msgspec.Struct, array_like=True, frozen=True):
+    """One call of the script. Entries of a writer are in chain order; `positions` may name writers without entries."""
+
+    stream: str
+    linear: str
+    entries: list[AdvanceEntry] = []
+    positions: list[tuple[str, str]] = []
+    late: list[LateEntry] = []
+    dropped: list[str] = []
+    head: str = "0"
+
+
+def of_batch(batch: Batch, applied: Committed) -> list[Change]:
+    """What `batch` changed, as Postgres settled it; streams that only held or counted something are left out."""
+    changes = (_of_stream(batch.number, shard.now, stream, applied) for shard, stream in batch.streams())
+    return [change for change in changes if change is not None]
+
+
+def _of_stream(batch: int, now: int, effects: StreamEffects, applied: Committed) -> Change | None:
+    moved = (effects.linear, effects.head) != (effects.linear_prev, effects.head_prev)
+    if not (moved or effects.writers or effects.late or effects.dropped):
+        return None
+    name = effects.stream
+    advances = (applied.settled.get((name, advance.writer), advance) for advance in effects.advances)
+    numbers = applied.late.get(name, [])
+    return Change(
+        name,
+        str(effects.linear),
+        entries=[_entry(advance, effects.linear, batch, now) for advance in advances if advance],
+        positions=[
+            (row.writer, str(applied.positions.get((name, row.writer), row.position))) for row in effects.writers
+        ],
+        late=[_late(number, late, batch, now) for number, late in zip(numbers, effects.late, strict=True)],
+        dropped=effects.dropped,
+        head=str(effects.head),
+    )
+
+
+def of_history(
+    stream: str, held: StreamPositions, advances: Iterable[Sequence[PastAdvance]], late: Iterable[PastLate]
+) -> Change:
+    """A stream as Postgres holds it; `advances` has one chain per writer."""
+    past: list[tuple[int, PastAdvance]] = []
+    for chain in advances:
+        newest = 0
+        for advance in chain:
+            # A clock that was set back must not put a writer's advances out of their order.
+            newest = max(newest, advance.time)
+            past.append((newest, advance))
+    past.sort(key=lambda item: item[0])
+    return Change(
+        stream,
+        str(held.linear),
+        entries=[_entry(item.advance, item.linear, item.batch, item.time) for _, item in past],
+        positions=[(writer, str(position)) for writer, position in held.positions.items()],
+        late=[_late(item.number, item.late, item.batch, item.time) for item in late],
+        dropped=sorted(held.forgotten),
+        head=str(held.head),
+    )
+
+
+def _entry(advance: WriterAdvance, linear: int, batch: int, time: int) -> AdvanceEntry:
+    a = advance
+    numbers = (a.epoch, a.prev, a.id, a.facts, a.empty, a.unseen, a.skipped, linear, batch, time)
+    return AdvanceEntry(a.writer, *map(str, numbers))
+
+
+def _late(number: int, late: LateCompletion, batch: int, time: int) -> LateEntry:
+    return LateEntry(
+        str(number),
+        late.writer,
+        str(late.epoch),
+        str(late.prev),
+        str(late.id),
+        str(late.facts),
+        late.why,
+        str(batch),
+        str(time),
+    )
+
+
+STREAMS = "tidemark:streams"
+SENTINEL = "tidemark:sentinel"
+CALLS_AT_ONCE = 500  # streams in one pipeline: bounds the memory of both sides, and how long a reader waits its turn
+
+_SCRIPT = files("tidemark.sinks.redis").joinpath("publish.lua").read_text("utf-8")
+_SHA = sha1(_SCRIPT.encode(), usedforsecurity=False).hexdigest()
+_KEYS = ("positions", "linear", "token", "advances", "fence", "head")
+
+Mode = Literal["new", "known", "mend", "anew"]
+"""How a change is published; `publish.lua` says what each means."""
+
+_REMEDIES = Remedies(
+    access="check user and password in TIDEMARK_REDIS_URL, or TIDEMARK_REDIS_PASSWORD",
+    transport="check that TIDEMARK_REDIS_URL begins with rediss, the name in it, and TIDEMARK_REDIS_CA_FILE",
+    rights="give the user all rights on the keys and channels tidemark:*, and see that nothing else writes there",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RedisConfig:
+    """`advances_kept` bounds each stream's list of advances, about. `timeout` in seconds."""
+
+    address: str | RedisAddress = field(repr=False)
+    advances_kept: int = 10_000
+    timeout: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class RedisPositions:
+    """What Redis holds of a stream: None, 0 and {} where it holds nothing. `late` is the number of the newest entry
+    about a late completion."""
+
+    linear: int | None
+    head: int
+    positions: dict[str, int]
+    late: int
+
+
+def key(stream: str, name: str) -> str:
+    return f"tidemark:{{{stream}}}:{name}"
+
+
+class Redis:
+    """One server or a Cluster. Any thread may call; all methods raise `Unavailable` (call again) and `Refused`."""
+
+    def __init__(self, config: RedisConfig) -> None:
+        self._kept = config.advances_kept
+        self._session = RedisSession(redis_address(config.address), _REMEDIES, config.timeout)
+        self.where = self._session.where
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._session.close()
+
+    def check(self) -> None:
+        """Raise `Refused` where Redis does not let us in: at the start, rather than at the first batch."""
+        with self._session.use() as client:
+            client.ping()
+
+    def publish(self, token: int, calls: Sequence[tuple[Mode, Change]]) -> list[str]:
+        """Publish each change; returns the streams for which nothing was written because Redis has lost data.
+
+        Not one transaction: readers see stream after stream, and after an error some are published. A repeat of a call
+        changes nothing. Raises `LeaseLost` when a newer token was seen; nothing of that stream is written then.
+        """
+        lost = []
+        for start in range(0, len(calls), CALLS_AT_ONCE):
+            chunk = calls[start : start + CALLS_AT_ONCE]
+            for (_, change), answer in zip(chunk, self._run(token, chunk), strict=True):
+                if answer[0] == "fenced":
+                    raise LeaseLost(token, int(answer[1]))
+                if answer[0] == "lost":
+                    lost.append(change.stream)
+        return lost
+
+    def name(self, streams: Collection[str]) -> None:
+        """Add to the set of stream names."""
+        if streams:
+            with self._session.use() as client:
+                client.sadd(STREAMS, *streams)
+
+    def held(self, streams: Sequence[str]) -> dict[str, RedisPositions]:
+        with self._session.use() as client:
+            pipeline = client.pipeline(transaction=False)
+            for stream in streams:
+                pipeline.get(key(stream, "linear"))
+                pipeline.get(key(stream, "head"))
+                pipeline.hgetall(key(stream, "positions"))
+                pipeline.hget(key(stream, "fence"), "late")
+            answers = pipeline.execute()
+        return {
+            stream: RedisPositions(
+                linear=None if linear is None else int(linear),
+                head=int(head or 0),
+                positions={writer: int(position) for writer, position in positions.items()},
+                late=int(late or 0),
+            )
+            for stream, linear, head, positions, late in zip(
+                streams, answers[0::4], answers[1::4], answers[2::4], answers[3::4], strict=True
+            )
+        }
+
+    def stamp(self, value: str) -> str | None:
+        """Leave `value` at the sentinel and take what was there: anything but our last stamp means lost writes."""
+        with self._session.use() as client:
+            before = client.set(SENTINEL, value, get=True)
+            return None if before is None else str(before)
+
+    def _run(self, token: int, chunk: Sequence[tuple[Mode, Change]]) -> list[list[str]]:
+        with self._session.use() as client:
+            try:
+                return self._called(client, token, chunk)
+            except problems.NoScriptError:  # a new server, or one that was restarted
+                client.script_load(_SCRIPT)
+                return self._called(client, token, chunk)
+
+    def _called(self, client: Any, token: int, chunk: Sequence[tuple[Mode, Change]]) -> list[list[str]]:
+        pipeline = client.pipeline(transaction=False)
+        for mode, change in chunk:
+            keys = [key(change.stream, name) for name in _KEYS]
+            arguments = (mode, str(token), str(self._kept), msgspec.msgpack.encode(change))
+            # Not `evalsha`, which redis-py does not want in a pipeline to a Cluster, although each call has its node.
+            pipeline.execute_command("EVALSHA", _SHA, len(keys), *keys, *arguments)
+        answers: list[list[str]] = pipeline.execute()
+        return answers

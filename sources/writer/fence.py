@@ -1,0 +1,240 @@
+"""Taking over from earlier epochs (DESIGN 4): at each start of a writer, and by an operator for one that is dead.
+
+The exclusive lock proves that every transaction of the old epoch has ended and that no other can begin; what is left
+of them is in the outbox and is told before the JOIN. So whatever is open below the JOIN is provably without a fact.
+Every step may be repeated: whoever takes over next, after a crash in the middle, raises the epoch again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import groupby
+from operator import itemgetter
+
+import psycopg
+
+from tidemark.sources.producer import RecordProducer
+from tidemark.sources.writer import sequences
+from tidemark.sources.writer.records import OutboxFact, RecordBuilder
+from tidemark.sources.writer.session import Connection, Session
+from tidemark.streaming.errors import UnknownWriter, WriterFenced
+
+PATIENCE = "1s"
+"""How long one attempt at the lock stands in its queue, before those who hold it are named."""
+_ROWS_AT_ONCE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A transaction of the old epoch that is still open. `pid` is None for one that was prepared (two-phase commit)."""
+
+    pid: int | None
+    since: datetime | None
+    application: str
+    state: str
+    query: str
+
+    def __str__(self) -> str:
+        if self.pid is None:
+            return "a prepared transaction (see pg_prepared_xacts)"
+        since = "" if self.since is None else f" since {self.since:%Y-%m-%d %H:%M:%S%z}"
+        return f"pid {self.pid}{since}, {self.state}, application {self.application or '-'}: {self.query}"
+
+
+Streams = Mapping[str, tuple[int, int]]
+"""OID of the sequence and sign, by stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class FencePlan:
+    """What a fence would settle: `leftovers` are rows of the outbox, `heads` the IDs of the JOINs, by stream."""
+
+    epoch: int
+    holders: list[Holder]
+    leftovers: dict[str, int]
+    heads: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """`starts`: the ID of each stream's JOIN, a magnitude. `leftovers`: facts that were told first."""
+
+    epoch: int
+    starts: dict[str, int]
+    leftovers: dict[str, int]
+
+
+def look(session: Session, instance: str) -> FencePlan:
+    """Change nothing. Raises `UnknownWriter`."""
+    with session.use() as connection:
+        row = connection.execute("select epoch from tidemark.writers where instance = %s", [instance]).fetchone()
+        if row is None:
+            raise UnknownWriter(instance, known(connection))
+        streams = registered(connection, instance)
+        leftovers = connection.execute(
+            "select stream, count(*) from tidemark.outbox where instance = %s group by stream order by stream",
+            [instance],
+        ).fetchall()
+        heads = sequences.heads(connection, streams)
+        return FencePlan(
+            row[0],
+            holders(connection, instance),
+            dict(leftovers),
+            {stream: streams[stream][1] * head for stream, head in heads.items()},
+        )
+
+
+def known(connection: Connection) -> list[str]:
+    return [name for (name,) in connection.execute("select instance from tidemark.writers order by 1").fetchall()]
+
+
+def registered(connection: Connection, instance: str) -> dict[str, tuple[int, int]]:
+    """The streams that the instance wrote when it started last."""
+    rows = connection.execute(
+        "select stream, sequence, direction from tidemark.writer_streams where instance = %s order by stream",
+        [instance],
+    ).fetchall()
+    return {stream: (oid, sign) for stream, oid, sign in rows}
+
+
+def holders(connection: Connection, instance: str) -> list[Holder]:
+    """Who holds the writer's lock, oldest first."""
+    rows = connection.execute(
+        """
+        select l.pid, a.xact_start, coalesce(a.application_name, ''), coalesce(a.state, ''), left(a.query, 200)
+        from pg_locks l left join pg_stat_activity a on a.pid = l.pid
+        where l.locktype = 'advisory' and l.objsubid = 1 and l.granted
+            and l.database = (select oid from pg_database where datname = current_database())
+            and (l.classid::bigint << 32 | l.objid::bigint) = tidemark.writer_lock(%s)
+            and l.pid is distinct from pg_backend_pid()
+        order by a.xact_start nulls first
+        """,
+        [instance],
+    ).fetchall()
+    return [
+        Holder(pid, since, application, state, " ".join((query or "").split()))
+        for pid, since, application, state, query in rows
+    ]
+
+
+def raise_epoch(
+    session: Session, instance: str, streams: Streams, stuck: Callable[[Connection, list[Holder]], None]
+) -> int:
+    """End every transaction of the old epoch by waiting for it, and begin a new one, with these streams; its number.
+
+    `stuck` is told about once a second who is waited for, and may end them.
+    """
+    while True:
+        with session.use() as connection:
+            try:
+                with connection.transaction():
+                    connection.execute(f"set local lock_timeout = '{PATIENCE}'".encode())
+                    connection.execute("select pg_advisory_xact_lock(tidemark.writer_lock(%s))", [instance])
+                    return _raise(connection, instance, streams)
+            except psycopg.errors.LockNotAvailable:
+                stuck(connection, holders(connection, instance))
+
+
+def _raise(connection: Connection, instance: str, streams: Streams) -> int:
+    row = connection.execute(
+        """
+        insert into tidemark.writers (instance, epoch) values (%s, 1)
+        on conflict (instance) do update set epoch = writers.epoch + 1, started_at = now()
+        returning epoch
+        """,
+        [instance],
+    ).fetchone()
+    assert row is not None
+    for stream, (oid, sign) in streams.items():
+        connection.execute(
+            """
+            insert into tidemark.writer_streams (instance, stream, sequence, direction) values (%s, %s, %s, %s)
+            on conflict (instance, stream) do update set sequence = excluded.sequence, direction = excluded.direction
+            """,
+            [instance, stream, oid, sign],
+        )
+    return int(row[0])
+
+
+def settle(
+    session: Session, producer: RecordProducer, instance: str, epoch: int, streams: Streams, patience: float
+) -> Joined:
+    """Tell what earlier epochs left, then join. `patience` is for Kafka, for each step (s).
+
+    Raises `Unavailable` where Kafka or Postgres does not answer: the whole take-over is to be done again.
+    """
+    leftovers = _tell_leftovers(session, producer, instance, epoch, patience)
+    with session.use() as connection, connection.transaction():
+        heads = sequences.heads(connection, streams)
+        # What was given out so far must be so for good before it is announced: a crash may take back the numbers of
+        # transactions that have not committed, and this commit makes them durable.
+        make_durable(connection)
+    for stream, head in heads.items():
+        producer.send(stream, RecordBuilder(instance, epoch, stream, streams[stream][1]).join(head))
+    producer.deliver(patience)
+    return Joined(epoch, heads, leftovers)
+
+
+def retire(
+    producer: RecordProducer, instance: str, epoch: int, streams: Streams, ids: Mapping[str, int], patience: float
+) -> None:
+    """Say that nothing follows the ID of each stream; raises `Unavailable`."""
+    for stream, id in ids.items():
+        producer.send(stream, RecordBuilder(instance, epoch, stream, streams[stream][1]).retire(id))
+    producer.deliver(patience)
+
+
+def hold(connection: Connection, instance: str) -> None:
+    """Make the transaction one of the writer's: a takeover waits for its end, and names it where that does not come."""
+    connection.execute("select pg_advisory_xact_lock_shared(tidemark.writer_lock(%s))", [instance])
+
+
+def require_epoch(connection: Connection, instance: str, epoch: int) -> None:
+    """Raise `WriterFenced` where another epoch has begun."""
+    row = connection.execute("select epoch from tidemark.writers where instance = %s", [instance]).fetchone()
+    if row is None or row[0] != epoch:
+        raise WriterFenced(instance, epoch)
+
+
+def make_durable(connection: Connection) -> None:
+    """With its transaction's commit, all that the server has done so far survives a crash: it writes to the log.
+
+    Sequences need it: `nextval` is durable only once its or a later transaction is, and what a crash takes back is
+    given out again, perhaps to another writer, after it was announced to be empty.
+    """
+    connection.execute("select pg_logical_emit_message(true, 'tidemark.writer', '')")
+
+
+def _tell_leftovers(
+    session: Session, producer: RecordProducer, instance: str, epoch: int, patience: float
+) -> dict[str, int]:
+    told: dict[str, int] = {}
+    while rows := _next_leftovers(session, instance, epoch):
+        for (old, stream, id), of in groupby(rows, key=itemgetter(0, 1, 2)):
+            voice = RecordBuilder(instance, old, stream, -1 if id < 0 else 1)
+            for record in voice.leftover(OutboxFact(abs(id), tuple(body for *_, body in of))):
+                producer.send(stream, record)
+            told[stream] = told.get(stream, 0) + 1
+        producer.deliver(patience)
+        with session.use() as connection:
+            # Gone before the JOIN, so that none of it can be sent again behind it. Nothing can be added to what was
+            # read: all these epochs are over.
+            connection.execute(
+                "delete from tidemark.outbox where instance = %s and (epoch, stream, id) <= (%s, %s, %s)",
+                [instance, *rows[-1][:3]],
+            )
+    return told
+
+
+def _next_leftovers(session: Session, instance: str, epoch: int) -> Sequence[tuple[int, str, int, int, str]]:
+    with session.use() as connection:
+        return connection.execute(
+            f"""
+            select epoch, stream, id, ordinal, body from (
+                select epoch, stream, id, ordinal, body::text from tidemark.outbox
+                where instance = %s and epoch < %s
+                order by epoch, stream, id fetch first {_ROWS_AT_ONCE} rows with ties
+            ) as oldest order by epoch, stream, id, ordinal
+            """.encode(),
+            [instance, epoch],
+        ).fetchall()

@@ -1,0 +1,277 @@
+"""One batch of one shard: packets in, effects and new states out. Pure; no Spark.
+
+Restores each stream's total order from offsets, cuts it into the stretches that `positions` wants, and feeds it.
+Operators' records come after the facts of the same batch: the control topic has no order against them (DESIGN 3), and
+what the facts settle needs no force.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, MutableMapping, Set
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+
+import numpy as np
+
+from tidemark.streaming import state
+from tidemark.streaming.effects import (
+    Forced,
+    Gap,
+    GapClosed,
+    LateCompletion,
+    Progress,
+    Regressed,
+    ShardEffects,
+    StreamEffects,
+    WriterAdvance,
+    WriterRow,
+    summarize,
+)
+from tidemark.streaming.intervals import Ids
+from tidemark.streaming.model import Bounds, Changes, LateRange, Reason
+from tidemark.streaming.runs import BatchRows, Marker, MarkerKind, PackedRun, Packet, Rejected, Run
+from tidemark.streaming.stream import StreamState
+from tidemark.streaming.writers import HeldRows, Mark
+
+Partition = tuple[str, int]
+Fact = PackedRun | BatchRows | Marker
+
+
+@dataclass(slots=True)
+class Inbox:
+    """What a batch brought for one stream: facts by Kafka partition, offsets of such that nobody could read, and
+    operators' markers.
+    """
+
+    facts: dict[Partition, list[Fact]] = field(default_factory=lambda: defaultdict(list))
+    unread: dict[Partition, list[int]] = field(default_factory=lambda: defaultdict(list))
+    control: list[tuple[Partition, Marker]] = field(default_factory=list)
+
+
+def advance(
+    shard: int, states: MutableMapping[str, bytes], packets: list[Packet], now: int, bounds: Bounds
+) -> ShardEffects:
+    """Feed `packets` (in any order) to the streams of `states`, which is changed in place; `now` is in ms since 1970.
+
+    The same input gives the same effects, byte for byte.
+    """
+    rejected: dict[tuple[str, int, str], list[Ids]] = defaultdict(list)
+    for seen in packets:
+        for bad in seen.rejected:
+            rejected[bad.topic, bad.partition, bad.reason].append(np.frombuffer(bad.offsets, np.int64))
+    streams = []
+    for name, inbox in sorted(_inboxes(packets, states.keys()).items()):
+        batch = StreamBatch(name, states.get(name), now, bounds)
+        batch.feed(inbox)
+        for topic, partition, reason, offsets in batch.rejected:
+            rejected[topic, partition, reason].append(offsets)
+        streams.append(batch.effects())
+        states[name] = streams[-1].state
+    return ShardEffects(
+        shard,
+        now,
+        streams,
+        [
+            Rejected(topic, partition, reason, np.sort(np.concatenate(offsets)).tobytes())
+            for (topic, partition, reason), offsets in sorted(rejected.items())
+        ],
+        _progress(packets),
+    )
+
+
+def _inboxes(packets: list[Packet], known: Set[str]) -> dict[str, Inbox]:
+    inboxes: dict[str, Inbox] = defaultdict(Inbox)
+    for seen in packets:
+        origin = seen.topic, seen.partition
+        if seen.control:
+            for marker in seen.markers:
+                inboxes[marker.stream].control.append((origin, marker))
+            continue
+        items: list[Fact] = [*seen.runs, *seen.rows, *seen.markers]
+        for item in items:
+            inboxes[item.stream].facts[origin].append(item)
+    for seen in packets:
+        for unread in seen.unread:
+            if unread.stream in known or unread.stream in inboxes:  # else its key is no stream's name
+                inboxes[unread.stream].unread[seen.topic, seen.partition].append(unread.offset)
+    return inboxes
+
+
+def _progress(packets: list[Packet]) -> list[Progress]:
+    offsets: dict[Partition, int] = {}
+    for seen in packets:
+        origin = seen.topic, seen.partition
+        offsets[origin] = max(seen.next_offset, offsets.get(origin, 0))
+    return [Progress(topic, partition, offset) for (topic, partition), offset in sorted(offsets.items())]
+
+
+class StreamBatch:
+    """One stream during one batch."""
+
+    def __init__(self, name: str, stored: bytes | None, now: int, bounds: Bounds) -> None:
+        self.name = name
+        self.stream = StreamState() if stored is None else state.decode(stored)
+        self.changes = Changes(now)
+        self.rejected: list[tuple[str, int, Reason, Ids]] = []
+        self.forced: list[tuple[Marker, str, str]] = []
+        self._bounds = bounds
+        self._line_before = self.stream.line.position
+        self._head_before = self.stream.head
+        self._before = {
+            name: (writer.epoch, writer.retired is not None) for name, writer in self.stream.writers.items()
+        }
+
+    def feed(self, inbox: Inbox) -> None:
+        for (topic, partition), items in sorted(inbox.facts.items()):
+            if self.stream.home is None:
+                self.stream.home = partition
+            if partition == self.stream.home:
+                self._feed_facts(topic, partition, items, sorted(inbox.unread.pop((topic, partition), ())))
+            else:
+                self._turn_away(topic, partition, items)
+        if inbox.unread:
+            self.stream.doubt()
+        for (topic, partition), marker in sorted(inbox.control, key=lambda found: (found[0], found[1].offset)):
+            self._mark(topic, partition, marker)
+        self.stream.keep_within(self._bounds, self.changes)
+
+    def _feed_facts(self, topic: str, partition: int, items: list[Fact], unread: list[int]) -> None:
+        for stretch, marker in _stretches(items):
+            runs = [Run.unpack(item) for item in stretch if isinstance(item, PackedRun)]
+            rows = [
+                HeldRows(item.writer, item.epoch, _offsets(item), item.first_offset)
+                for item in stretch
+                if isinstance(item, BatchRows)
+            ]
+            if stretch:
+                self.stream.complete(runs, rows, self._bounds, self.changes)
+            if marker is not None:
+                if before := bisect_left(unread, marker.offset):
+                    self.stream.doubt()
+                    del unread[:before]
+                self._mark(topic, partition, marker)
+        if unread:
+            self.stream.doubt()
+        self.rejected.extend((topic, partition, reason, offsets) for reason, offsets in self.changes.rejected)
+
+    def _turn_away(self, topic: str, partition: int, items: list[Fact]) -> None:
+        for item in items:
+            reach = int(np.frombuffer(item.ids[-8:], np.int64)[0]) if isinstance(item, PackedRun) else 0
+            self.stream.distrust((item.writer, item.epoch), reach, self._bounds, self.changes)
+            offsets = np.array([item.offset]) if isinstance(item, Marker) else np.sort(_offsets(item))
+            self.rejected.append((topic, partition, Reason.WRONG_PARTITION, offsets))
+
+    def _mark(self, topic: str, partition: int, marker: Marker) -> None:
+        refused = self._take(marker)
+        if refused is not None:
+            self.rejected.append((topic, partition, refused, np.array([marker.offset])))
+            return
+        self.stream.face(marker.backward)
+        if marker.by is not None and marker.why is not None:
+            self.forced.append((marker, marker.by, marker.why))
+
+    def _take(self, marker: Marker) -> Reason | None:
+        if not self.stream.faces(marker.backward):
+            return Reason.MIXED_SIGN
+        mark = Mark(
+            marker.writer, marker.epoch, marker.id, marker.time, unseen=marker.unseen, forced=marker.by is not None
+        )
+        match marker.kind:
+            case MarkerKind.JOIN:
+                return self.stream.join(mark, self.changes)
+            case MarkerKind.RETIRE:
+                return self.stream.retire(mark, self._bounds, self.changes)
+            case MarkerKind.SKIP:
+                return self.stream.skip(mark, marker.prev, self.changes)
+
+    def effects(self) -> StreamEffects:
+        """What came of it; ends the batch."""
+        stream, changes = self.stream, self.changes
+        sign = -1 if stream.direction < 0 else 1
+        advances: list[WriterAdvance] = []
+        gaps: list[Gap] = []
+        closed: list[GapClosed] = []
+        for name, oldest in sorted(changes.touched.items()):
+            writer = stream.writers.get(name)
+            if writer is None:
+                continue
+            moves = writer.chain.take()
+            if moves.prev != moves.id:
+                how = moves.evidence
+                advances.append(
+                    WriterAdvance(
+                        name,
+                        writer.epoch,
+                        sign * moves.prev,
+                        sign * moves.id,
+                        how.facts,
+                        how.empty,
+                        how.unseen,
+                        how.skipped,
+                        oldest,
+                    )
+                )
+            gaps.extend(Gap(name, writer.epoch, sign * low, sign * top, since) for low, top, since in moves.changed)
+            closed.extend(GapClosed(name, sign * top, how) for top, how in sorted(moves.closed.items()))
+        moved = {move.writer for move in advances}
+        return StreamEffects(
+            self.name,
+            stream.direction,
+            sign * self._line_before,
+            sign * stream.line.position,
+            sign * self._head_before,
+            sign * stream.head,
+            advances,
+            [
+                WriterRow(name, writer.epoch, sign * writer.chain.position, writer.retired is not None)
+                for name, writer in sorted(stream.writers.items())
+                if name in moved or self._before.get(name) != (writer.epoch, writer.retired is not None)
+            ],
+            gaps,
+            closed,
+            [
+                LateCompletion(it.writer, it.epoch, sign * it.prev, sign * it.id, it.facts, it.why)
+                for it in _merged(changes.late)
+            ],
+            [
+                Forced(it.writer, it.epoch, it.kind.name, sign * it.prev, sign * it.id, by, why)
+                for it, by, why in self.forced
+            ],
+            [Regressed(it.writer, it.epoch, sign * it.id, sign * it.position) for it in changes.regressed],
+            changes.dropped,
+            {outcome: count for outcome, count in sorted(changes.counts.items()) if count},
+            summarize(stream),
+            state.encode(stream),
+        )
+
+
+def _stretches(
+    items: list[Fact],
+) -> Iterator[tuple[list[PackedRun | BatchRows], Marker | None]]:
+    """Runs and rows up to each marker, in the order of their offsets; compaction lets none span a marker."""
+    ordered = sorted(items, key=lambda item: item.offset if isinstance(item, Marker) else item.first_offset)
+    stretch: list[PackedRun | BatchRows] = []
+    for item in ordered:
+        if isinstance(item, Marker):
+            yield stretch, item
+            stretch = []
+        else:
+            stretch.append(item)
+    if stretch:
+        yield stretch, None
+
+
+def _merged(ranges: list[LateRange]) -> list[LateRange]:
+    """Ranges that touch or overlap as one, so that it does not show in which runs they came."""
+    merged: list[LateRange] = []
+    for late in sorted(ranges, key=attrgetter("writer", "epoch", "why", "prev", "id")):
+        last = merged[-1] if merged else None
+        if last and (last.writer, last.epoch, last.why) == (late.writer, late.epoch, late.why) and late.prev <= last.id:
+            merged[-1] = replace(last, id=max(last.id, late.id), facts=last.facts + late.facts)
+        else:
+            merged.append(late)
+    return merged
+
+
+def _offsets(item: PackedRun | BatchRows) -> Ids:
+    return np.frombuffer(item.offsets, np.uint32).astype(np.int64) + item.first_offset

@@ -1,0 +1,119 @@
+"""Feeding a run to a chain: which of its edges are new, which are duplicates, conflicts, or too late. Pure.
+
+Edges of one writer and epoch tile the line (DESIGN 3): one whose range is settled already is a duplicate, one that is
+settled in part contradicts what came before. The steps are taken per settled range, never per edge; only the edges
+across the end of a late range are looked at one by one, at most two for each.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tidemark.streaming.chain import NOTHING, Chain
+from tidemark.streaming.intervals import EMPTY, Ids, Intervals
+from tidemark.streaming.model import Changes, LateRange, Outcome, Reason, Why
+from tidemark.streaming.runs import Kind, Mask, Run
+
+_NEW, _DUPLICATE, _CONFLICT = 0, 1, 2
+_CLEAR, _LATE, _ACROSS = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    """Where runs go: the chain, how an accepted edge is counted, and the ranges in which completions are late.
+
+    `spans` bounds the spans that may wait on the chain; an edge that would add one more is rejected. Up to `regressed`
+    a completion is late because the source went back, beyond because an operator skipped it.
+    """
+
+    chain: Chain
+    spans: int
+    changes: Changes
+    outcome: Outcome
+    late: Intervals = EMPTY
+    regressed: int = 0
+
+    def run(self, run: Run) -> Iterator[Ids]:
+        """Settle what is new in `run`; gives the IDs of the facts and voids that were accepted or late."""
+        late = self.late.within(run.start, run.end)
+        if not len(late):
+            yield from self._clear(run)
+            return
+        prevs = run.prevs
+        standing = np.full(len(run), _CLEAR)
+        for low, high in late:
+            first, stop = run.overlapping(low, high)
+            if first >= stop:
+                continue
+            inside = (prevs[first:stop] >= low) & (run.ids[first:stop] <= high)
+            standing[first:stop] = np.where(inside, _LATE, _ACROSS)
+        for part in run.parts(standing == _CLEAR):
+            yield from self._clear(part)
+        for part in run.parts(standing == _LATE):
+            yield from self._late(part)
+        for at in np.flatnonzero(standing == _ACROSS).tolist():
+            yield from self._across(run.part(at, at + 1))
+
+    def _clear(self, run: Run) -> Iterator[Ids]:
+        covered = self.chain.covered(run.start, run.end)
+        if not covered:
+            yield from self._settle(run)
+            return
+        prevs = run.prevs
+        standing = np.full(len(run), _NEW)
+        for low, high in covered:
+            first, stop = run.overlapping(low, high)
+            if first >= stop:
+                continue
+            standing[first:stop] = np.maximum(standing[first:stop], _DUPLICATE)
+            if prevs[first] < low:
+                standing[first] = _CONFLICT
+            if run.ids[stop - 1] > high:
+                standing[stop - 1] = _CONFLICT
+        for part in run.parts(standing == _NEW):
+            yield from self._settle(part)
+        self.changes.counts["duplicate"] += int(np.count_nonzero(standing == _DUPLICATE))
+        if (standing == _CONFLICT).any():
+            self._refuse(run, standing == _CONFLICT, Reason.CONFLICT)
+
+    def _settle(self, run: Run) -> Iterator[Ids]:
+        if len(self.chain.pending) >= self.spans and not self.chain.adjoins(run.start, run.end):
+            self._refuse(run, np.ones(len(run), np.bool_), Reason.PENDING_OVERFLOW)
+            return
+        self.chain.settle(run.start, run.end, run.evidence(), len(run), "completed", self.changes.now)
+        self.changes.counts[self.outcome] += len(run)
+        yield run.completed()
+
+    def _refuse(self, run: Run, edges: Mask, reason: Reason) -> None:
+        self.changes.rejected.append((reason, np.sort(run.offsets[edges])))
+        self.chain.refused = max(self.chain.refused, int(run.ids[edges][-1]))
+
+    def _late(self, run: Run) -> Iterator[Ids]:
+        completed, again = run.kinds != Kind.POSITION, run.ids <= self.regressed
+        self.changes.counts["late"] += int(np.count_nonzero(completed))
+        self.changes.counts["duplicate"] += int(np.count_nonzero(~completed))
+        reasons: list[tuple[Why, Mask]] = [("regressed", completed & again), ("skipped", completed & ~again)]
+        for why, chosen in reasons:
+            for part in run.parts(chosen):
+                facts = int(np.count_nonzero(part.kinds == Kind.RDATA))
+                self.changes.late.append(LateRange(part.writer, part.epoch, part.start, part.end, facts, why))
+        yield run.completed()
+
+    def _across(self, edge: Run) -> Iterator[Ids]:
+        """One edge that lies in a late range in part: what lies outside is settled, as the edge says, without facts.
+
+        Its ID outside: the rest of the edge counts as the edge. Its ID inside: the completion is late.
+        """
+        bare = [*self.late.missing(edge.start, edge.end)]
+        if bare and bare[-1][1] == edge.end:
+            tail = replace(edge, start=bare.pop()[0])
+            accepted = [*self._clear(tail)]
+            yield from accepted
+            if not accepted:
+                return
+        else:
+            yield from self._late(edge)
+        for low, high in bare:
+            for prev, id in self.chain.missing(low, high):
+                self.chain.settle(prev, id, NOTHING, 0, "completed", self.changes.now)

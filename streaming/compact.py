@@ -1,0 +1,218 @@
+"""From Kafka's records to packets: edges as runs, rows and markers per shard, bad records aside. Runs in `mapInArrow`.
+
+A Spark task sees an offset range of one Kafka partition (or of several, one after another). It is decoded batch by
+batch (`columns`), and linked and packed once its input is at an end: about 13 bytes leave for each record that came
+in, and nothing loops over records but the decoder. Repeating a task repeats its packets, byte for byte.
+
+Packs the decoded records of one Kafka partition: edges linked to runs, rows and markers, per shard.
+
+An incarnation's records are cut into *stretches* by the JOIN and RETIRE records of its stream, so that a run lies
+between two of them; and where offsets of a run would be too far apart for the 32 bits that it has for them.
+Loops here are over runs, markers and incarnations; over records only numpy does.
+"""
+
+from bisect import bisect
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from operator import itemgetter
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from tidemark.streaming import records
+from tidemark.streaming.decode import ROW, Decoder, Edges
+from tidemark.streaming.frames import Frames, Incarnation
+from tidemark.streaming.intervals import Ids
+from tidemark.streaming.link import link
+from tidemark.streaming.model import shard_of
+from tidemark.streaming.records import Topic
+from tidemark.streaming.runs import BatchRows, Marker, MarkerKind, PackedRun, Packet, Rejected, Unread
+
+PACKETS = pa.schema([("shard", pa.int32()), ("packet", pa.binary())])
+
+Compactor = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def compactor(shards: int, facts_topic: str, control_topic: str) -> Compactor:
+    """The function for `mapInArrow`: from frames (`streaming.frames`) to (shard, packet)."""
+    return partial(compact, shards=shards, names={Topic.FACTS: facts_topic, Topic.CONTROL: control_topic})
+
+
+def origin_of(topic: Topic, partition: int) -> int:
+    """Topic and partition in one: the partition for the facts; -1, -2, ... for 0, 1, ... of the control topic."""
+    return partition if topic is Topic.FACTS else -1 - partition
+
+
+def compact(batches: Iterator[pa.RecordBatch], *, shards: int, names: dict[Topic, str]) -> Iterator[pa.RecordBatch]:
+    """One row for each Kafka partition and shard that has anything to say; each partition speaks at least once."""
+    origins: dict[int, Decoder] = {}
+    for batch in batches:
+        for origin, part in _by_origin(batch):
+            if origin not in origins:
+                origins[origin] = Decoder(Topic.FACTS if origin >= 0 else Topic.CONTROL)
+            origins[origin].add(part)
+    for origin, columns in origins.items():
+        packets = pack(names[columns.topic], origin if origin >= 0 else -1 - origin, columns, shards)
+        encoded = [_encoder.encode(packet) for packet in packets.values()]
+        yield pa.record_batch([pa.array(packets, pa.int32()), pa.array(encoded, pa.binary())], schema=PACKETS)
+
+
+def _by_origin(batch: pa.RecordBatch) -> Iterator[tuple[int, Frames]]:
+    """The parts of a batch that come from one Kafka partition each, in their order."""
+    if not batch.num_rows:
+        return
+    frames = Frames.of(batch.column(0))
+    firsts = [0, *(np.flatnonzero(np.diff(frames.origins)) + 1).tolist()]
+    for first, stop in zip(firsts, [*firsts[1:], len(frames)], strict=True):
+        yield int(frames.origins[first]), frames.part(first, stop)
+
+
+OFFSET_BITS = 32
+
+
+def pack(topic: str, partition: int, columns: Decoder, shards: int) -> dict[int, Packet]:
+    """The packets by shard: at least one, so that the offsets read are known. Same records, same packets."""
+    packets: dict[int, Packet] = {}
+
+    def packet_of(shard: int) -> Packet:
+        if shard not in packets:
+            control = columns.topic is Topic.CONTROL
+            packets[shard] = Packet(topic, partition, control, columns.next_offset, [], [], [], [], [])
+        return packets[shard]
+
+    markers = [_marker(*found) for found in sorted(columns.markers, key=itemgetter(1))]
+    for marker in markers:
+        packet_of(shard_of(marker.stream, shards)).markers.append(marker)
+
+    edges = columns.edges()
+    if len(edges.ids):
+        incarnations, ranks = columns.incarnations.ranked()
+        shard = {stream: shard_of(stream, shards) for stream, _, _ in incarnations}
+        edges = replace(edges, incarnations=ranks[edges.incarnations])
+        stretches = _stretches(edges, incarnations, markers)
+        is_row = edges.kinds == ROW
+        for rows in _rows(edges.where(is_row), stretches[is_row], incarnations):
+            packet_of(shard[rows.stream]).rows.append(rows)
+        for run in _runs(edges.where(~is_row), stretches[~is_row], incarnations):
+            packet_of(shard[run.stream]).runs.append(run)
+
+    for reason, offsets in sorted(columns.rejected.items()):
+        rejected = Rejected(topic, partition, reason, np.sort(np.array(offsets, "<i8")).tobytes())
+        packet_of(partition % shards).rejected.append(rejected)
+    for unread in _unread(columns.unread, markers):
+        packet_of(shard_of(unread.stream, shards)).unread.append(unread)
+    if not packets:
+        packet_of(partition % shards)
+    return packets
+
+
+def _unread(found: list[tuple[str, int]], markers: list[Marker]) -> Iterator[Unread]:
+    """The first between two markers of its stream: further ones would say nothing new."""
+    marks: dict[str, list[int]] = defaultdict(list)
+    for marker in markers:
+        marks[marker.stream].append(marker.offset)
+    told: set[tuple[str, int]] = set()
+    for stream, offset in sorted(found, key=itemgetter(1)):
+        place = stream, bisect(marks[stream], offset)
+        if place not in told:
+            told.add(place)
+            yield Unread(stream, offset)
+
+
+def _marker(record: records.Marker, offset: int, time: int) -> Marker:
+    return Marker(
+        record.stream,
+        record.writer,
+        record.epoch,
+        MarkerKind[str(record.__struct_config__.tag)],
+        abs(record.prev) if isinstance(record, records.Skip) else 0,
+        abs(record.id),
+        record.id < 0 if record.id else None,
+        record.unseen if isinstance(record, records.Join) else False,
+        record.by,
+        record.why,
+        offset,
+        time,
+    )
+
+
+def _stretches(edges: Edges, incarnations: list[Incarnation], markers: list[Marker]) -> Ids:
+    """For each edge the number of cuts before it: by JOIN and RETIRE of its stream, and by blocks of offsets."""
+    blocks: Ids = (edges.offsets - edges.offsets[0]) >> OFFSET_BITS
+    places = {stream: place for place, (stream, _, _) in enumerate(incarnations)}
+    cutting = [marker for marker in markers if marker.stream in places]  # no SKIP: those come without facts
+    if not cutting:
+        return blocks
+    # Streams side by side on one line, each with room for every edge: one search finds the cuts of all.
+    room = len(edges.ids) + 1
+    before = np.searchsorted(edges.offsets, [marker.offset for marker in cutting])
+    cuts = np.sort(np.array([places[marker.stream] for marker in cutting]) * room + before)
+    begins = np.array([places[stream] for stream, _, _ in incarnations])[edges.incarnations] * room
+    passed: Ids = np.searchsorted(cuts, begins + np.arange(room - 1), side="right") - np.searchsorted(cuts, begins)
+    return blocks + passed
+
+
+def _rows(rows: Edges, stretches: Ids, incarnations: list[Incarnation]) -> Iterator[BatchRows]:
+    if not len(rows.ids):
+        return
+    groups = rows.incarnations * (stretches.max() + 1) + stretches
+    order = np.argsort(groups, kind="stable")
+    offsets, groups = rows.offsets[order], groups[order]
+    firsts = np.flatnonzero(np.concatenate(([True], groups[1:] != groups[:-1])))
+    for first, stop in zip(firsts.tolist(), [*firsts[1:].tolist(), len(offsets)], strict=True):
+        stream, writer, epoch = incarnations[rows.incarnations[order[first]]]
+        low, high = int(offsets[first]), int(offsets[stop - 1])
+        yield BatchRows(stream, writer, epoch, _packed(offsets[first:stop] - low, "<u4"), low, high)
+
+
+def _runs(edges: Edges, stretches: Ids, incarnations: list[Incarnation]) -> Iterator[PackedRun]:
+    if not len(edges.ids):
+        return
+    prevs, ids, backward = np.abs(edges.prevs), np.abs(edges.ids), edges.ids < 0
+    groups = (edges.incarnations * 2 + backward) * (stretches.max() + 1) + stretches
+    chains = link(groups, prevs, ids)
+    order, firsts = chains.order, chains.firsts
+    stops = np.append(firsts[1:], len(order))
+    heads = order[firsts]
+    offsets, times = edges.offsets[order], edges.times[order]
+    first_offsets = np.minimum.reduceat(offsets, firsts)
+    ids_packed = _packed(ids[order], "<i8")
+    kinds_packed = _packed(edges.kinds[order], "u1")
+    offsets_packed = _packed(offsets - np.repeat(first_offsets, stops - firsts), "<u4")
+    for number, away, start, first, stop, low, high, oldest, newest in zip(
+        edges.incarnations[heads].tolist(),
+        backward[heads].tolist(),
+        prevs[heads].tolist(),
+        firsts.tolist(),
+        stops.tolist(),
+        first_offsets.tolist(),
+        np.maximum.reduceat(offsets, firsts).tolist(),
+        np.minimum.reduceat(times, firsts).tolist(),
+        np.maximum.reduceat(times, firsts).tolist(),
+        strict=True,
+    ):
+        stream, writer, epoch = incarnations[number]
+        yield PackedRun(
+            stream,
+            writer,
+            epoch,
+            away,
+            start,
+            ids_packed[8 * first : 8 * stop],
+            kinds_packed[first:stop],
+            offsets_packed[4 * first : 4 * stop],
+            low,
+            high,
+            oldest,
+            newest,
+        )
+
+
+def _packed(array: npt.NDArray[np.generic], layout: str) -> bytes:
+    return array.astype(layout, copy=False).tobytes()

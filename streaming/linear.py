@@ -1,0 +1,41 @@
+"""The linear position and the completed IDs above it (DESIGN 3, "The linear position"). Pure; magnitudes only."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tidemark.streaming.intervals import EMPTY, Ids, Intervals
+
+
+@dataclass(slots=True)
+class LinearPosition:
+    """`completed` are IDs of facts and voids, of whatever writer, beyond `position`."""
+
+    position: int = 0
+    completed: Intervals = EMPTY
+
+    def remember(self, ids: list[Ids]) -> None:
+        """These IDs are complete."""
+        if ids:
+            flat = np.concatenate(ids)
+            self.completed = self.completed.union(Intervals.from_ids(flat[flat > self.position]))
+
+    def settle(self, floor: int) -> None:
+        """Move as far as the evidence goes: every writer is at or beyond `floor`, and completed IDs bridge the rest."""
+        self.position = self.completed.reach(max(self.position, floor))
+        self.completed = self.completed.above(self.position)
+
+    def forget_above(self, id: int) -> int:
+        """IDs beyond `id` may come again; gives how many were known to be complete."""
+        return self._keep(self.completed.upto(id))
+
+    def forget_beyond(self, intervals: int) -> int:
+        """Keep the lowest `intervals`, which only makes the line more cautious; gives how many IDs were forgotten."""
+        return self._keep(self.completed.lowest(intervals))
+
+    def _keep(self, kept: Intervals) -> int:
+        if kept is self.completed:
+            return 0
+        forgotten = self.completed.width() - kept.width()
+        self.completed = kept
+        return forgotten

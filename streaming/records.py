@@ -1,0 +1,245 @@
+"""The records on Kafka (DESIGN 3), one at a time: typed structs, encoding, and decoding with one exact reason.
+
+What `read` says about a record is the truth. `streaming.decode` decodes whole batches on a shortcut that takes a
+record only where `read` would have taken it, with the same content; everything else it leaves to `read`.
+
+Integers are JSON integers: `1.0` and `1e3` are of the wrong type. Fields that a kind does not have are ignored,
+whatever they hold. IDs keep their sign here.
+"""
+
+import re
+from enum import Enum
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, UnsetType
+
+from tidemark.streaming.errors import BadRecord
+from tidemark.streaming.model import Reason
+
+MAX_ID: Final = 2**63 - 1
+
+Id = Annotated[int, Meta(ge=-MAX_ID, le=MAX_ID)]
+Epoch = Annotated[int, Meta(ge=0, le=MAX_ID)]
+
+
+class Topic(Enum):
+    """Which of the two topics a record came from: writers write to the one, operators to the other."""
+
+    FACTS = "facts"
+    CONTROL = "control"
+
+
+class _Record(msgspec.Struct, kw_only=True, frozen=True, gc=False, omit_defaults=True, tag_field="kind"):
+    stream: str
+    writer: str
+    epoch: Epoch = 0
+
+
+class Rdata(_Record, kw_only=True, frozen=True, tag="RDATA"):
+    """The fact `id` completed; `"batch"`: one of several rows of a fact, the last of which carries the number."""
+
+    prev: Id | UnsetType = UNSET
+    id: Id | Literal["batch"]
+    row: Raw
+
+
+class Void(_Record, kw_only=True, frozen=True, tag="VOID"):
+    """`id` was rolled back."""
+
+    prev: Id
+    id: Id
+
+
+class Position(_Record, kw_only=True, frozen=True, tag="POSITION"):
+    """Nothing of the writer's lies in `(prev, id]`."""
+
+    prev: Id
+    id: Id
+
+
+class Join(_Record, kw_only=True, frozen=True, tag="JOIN"):
+    """A new epoch begins; all of the writer's up to `id` is complete. `unseen`: it may hold facts never announced."""
+
+    id: Id
+    unseen: bool = False
+    by: str | None = None
+    why: str | None = None
+
+
+class Retire(_Record, kw_only=True, frozen=True, tag="RETIRE"):
+    """All of the writer's up to `id` is complete and nothing will follow."""
+
+    id: Id
+    by: str | None = None
+    why: str | None = None
+
+
+class Skip(_Record, kw_only=True, frozen=True, tag="SKIP"):
+    """An operator settles `(prev, id]` without evidence."""
+
+    prev: Id
+    id: Id
+    by: str | None = None
+    why: str | None = None
+
+
+Marker = Join | Retire | Skip
+Record = Rdata | Void | Position | Marker
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
+_NAME = re.compile(r"[^\s\x00-\x1f\x7f-\x9f]{1,255}")
+
+
+def row(value: object) -> Raw:
+    """Any JSON value as the opaque `row` of an RDATA."""
+    return Raw(_encoder.encode(value))
+
+
+def in_one_line(row: Raw) -> str:
+    """The JSON of a row without newlines: it may have been sent with some between its parts, never inside a string."""
+    text = bytes(row)
+    return (msgspec.json.format(text, indent=-1) if b"\n" in text or b"\r" in text else text).decode()
+
+
+def encode(record: Record) -> bytes:
+    """The value of the Kafka message; the key is the stream's name in UTF-8. Defaults are left out."""
+    return _encoder.encode(record)
+
+
+def is_name(name: str) -> bool:
+    """Whether a stream or a writer may be called so."""
+    return _NAME.fullmatch(name) is not None
+
+
+def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
+    """Decode and check one message. Raises `BadRecord` with its one reason; pure, so asking again changes nothing.
+
+    Where several reasons hold, the first in this order is given: the JSON itself, its fields (missing before wrong
+    before out of range), names, key, topic, the order of `prev` and `id`.
+    """
+    record = decode(value)
+    for field, name in (("stream", record.stream), ("writer", record.writer)):
+        if not is_name(name):
+            raise BadRecord(
+                Reason.BAD_NAME, f"{field} {name[:256]!r} is not 1 to 255 characters without white space or controls"
+            )
+    if key != record.stream.encode():
+        raise BadRecord(Reason.KEY_MISMATCH, f"the key is {key!r} and the stream {record.stream!r}")
+    _check_topic(record, topic)
+    if isinstance(record, Void | Position | Skip):
+        _check_range(record.prev, record.id)
+    elif isinstance(record, Rdata) and record.id != "batch":
+        _check_range(start(record), record.id)
+    return record
+
+
+def start(record: Rdata) -> int:
+    """The `prev` of an RDATA with a number: as given, or the neighbour of its `id` towards 0."""
+    if isinstance(record.id, str):
+        raise ValueError("a batch row has no place in the stream")
+    if record.prev is not UNSET:
+        return record.prev
+    return record.id - 1 if record.id > 0 else record.id + 1
+
+
+def decode(value: bytes | None) -> Record:
+    """Decode one message without looking at its key, its topic or its names; raises `BadRecord` as `read` does."""
+    if value is None:
+        raise BadRecord(Reason.NOT_JSON, "the message has no value")
+    try:
+        value.decode()  # msgspec does not look for UTF-8 in what it passes over
+        return _decoder.decode(value)
+    except (ValueError, RecursionError) as error:
+        raise _diagnosis(value, error) from None
+
+
+def _check_topic(record: Record, topic: Topic) -> None:
+    kind = record.__struct_config__.tag
+    if not isinstance(record, Marker):
+        if topic is Topic.CONTROL:
+            raise BadRecord(Reason.WRONG_TOPIC, f"{kind} belongs on the facts topic")
+    elif topic is Topic.CONTROL:
+        if not (record.by and record.why):
+            raise BadRecord(Reason.MISSING_FIELD, f"{kind} on the control topic must say `by` whom and `why`")
+    elif isinstance(record, Skip) or record.by is not None or record.why is not None:
+        raise BadRecord(Reason.WRONG_TOPIC, f"{kind} by an operator belongs on the control topic")
+
+
+def _check_range(prev: int, top: int) -> None:
+    if prev * top < 0:
+        raise BadRecord(Reason.MIXED_SIGN, f"prev {prev} and id {top} lie on different sides of 0")
+    if abs(top) <= abs(prev):
+        raise BadRecord(Reason.ID_NOT_BEYOND_PREV, f"id {top} is not beyond prev {prev}")
+
+
+# -- why the decoder refused a value, found out step by step
+
+_KINDS: Final = {str(kind.__struct_config__.tag): kind for kind in (Rdata, Void, Position, Join, Retire, Skip)}
+_FIELDS: Final = {kind: msgspec.structs.fields(kind) for kind in _KINDS.values()}
+_INTEGER = re.compile(rb"-?[0-9]+")
+
+_any = msgspec.json.Decoder(Raw)
+_object = msgspec.json.Decoder(dict[str, Raw])
+_text = msgspec.json.Decoder(str)
+_id = msgspec.json.Decoder(Id)
+_batch = msgspec.json.Decoder(Literal["batch"])
+_TYPES: Final[dict[str, msgspec.json.Decoder[Any]]] = {
+    "stream": _text,
+    "writer": _text,
+    "row": _any,
+    "unseen": msgspec.json.Decoder(bool),
+    "by": msgspec.json.Decoder(str | None),
+    "why": msgspec.json.Decoder(str | None),
+}
+
+
+def _diagnosis(value: bytes, error: Exception) -> BadRecord:
+    try:
+        value.decode()
+        _any.decode(value)
+    except (ValueError, RecursionError) as problem:
+        return BadRecord(Reason.NOT_JSON, str(problem))
+    try:
+        fields = {name: bytes(raw) for name, raw in _object.decode(value).items()}
+    except msgspec.ValidationError as problem:
+        return BadRecord(Reason.NOT_AN_OBJECT, str(problem))
+    if "kind" not in fields:
+        return BadRecord(Reason.MISSING_FIELD, "kind is missing")
+    if not _takes(_text, fields["kind"]):
+        return BadRecord(Reason.WRONG_TYPE, "kind is not a string")
+    kind = _KINDS.get(_text.decode(fields["kind"]))
+    if kind is None:
+        return BadRecord(Reason.UNKNOWN_KIND, f"kind {_shown(fields['kind'])} is none of {', '.join(_KINDS)}")
+    for field in _FIELDS[kind]:
+        if field.required and field.name not in fields:
+            return BadRecord(Reason.MISSING_FIELD, f"{field.name} is missing")
+    given = {field.name: fields[field.name] for field in _FIELDS[kind] if field.name in fields}
+    for name, raw in given.items():
+        if not _is_of_its_type(kind, name, raw):
+            return BadRecord(Reason.WRONG_TYPE, f"{name} is {_shown(raw)}")
+    for name, raw in given.items():
+        if _INTEGER.fullmatch(raw) and not _takes(_id, raw):
+            return BadRecord(Reason.OUT_OF_64_BITS, f"{name} is {_shown(raw)}")
+    if given.get("epoch", b"").startswith(b"-"):
+        return BadRecord(Reason.NEGATIVE_EPOCH, f"epoch is {_shown(given['epoch'])}")
+    return BadRecord(Reason.WRONG_TYPE, str(error))  # a field given twice, wrong the first time
+
+
+def _is_of_its_type(kind: type[Record], name: str, raw: bytes) -> bool:
+    if name in _TYPES:
+        return _takes(_TYPES[name], raw)
+    return _INTEGER.fullmatch(raw) is not None or (kind is Rdata and name == "id" and _takes(_batch, raw))
+
+
+def _takes(decoder: msgspec.json.Decoder[Any], raw: bytes) -> bool:
+    try:
+        decoder.decode(raw)
+    except ValueError:
+        return False
+    return True
+
+
+def _shown(raw: bytes) -> str:
+    return raw[:80].decode(errors="replace")

@@ -1,0 +1,193 @@
+"""The Spark session: each setting with the reason for it. Figures without a source are in docs/benchmarks.md.
+
+Spark's JVM as a child process. What it and its Python workers write to stderr becomes lines of our log.
+
+They are logged at `debug`: what fails a query reaches us as an exception anyway, and tells it better.
+
+Which Java runs Spark and Kafka, and whether it is new enough.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from importlib.resources import as_file, files
+from pathlib import Path
+from subprocess import Popen
+from threading import Thread
+
+import structlog
+from py4j.java_gateway import JavaGateway
+from pyspark import SparkConf, SparkContext
+from pyspark.errors import PySparkRuntimeError
+from pyspark.java_gateway import launch_gateway
+from pyspark.sql import SparkSession
+
+from tidemark.streaming.errors import SparkDied, Stop
+from tidemark.streaming.executors import package
+
+# Where measured: SPARK.md, "Latency" and "Traps".
+SETTINGS = {
+    "spark.app.name": "tidemark",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    # The default writes the checkpoint through a checksumming file system with a hidden file beside each file; on a
+    # local disk a plain rename is as atomic and takes a batch from 210 ms to 135 ms.
+    "spark.sql.streaming.checkpointFileManagerClass": (
+        "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
+    ),
+    "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
+    # The checkpoint is disposable (DESIGN 5): a damaged file costs a reseed from Postgres, so a sum is not worth it.
+    "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
+    # Workers talk over a Unix socket instead of loopback TCP: 125 ms to 90 ms a batch.
+    "spark.python.unix.domain.socket.enabled": "true",
+    # Arrow data is handed to Python in pieces that stay in the processor's cache.
+    "spark.sql.execution.arrow.maxRecordsPerBatch": "10000",
+    # Effects and states are binary: nothing to gain from adapting a plan with one small shuffle.
+    "spark.sql.adaptive.enabled": "false",
+    # Packets are packed integers already; compressing them costs a batch more than writing the rest of them.
+    "spark.shuffle.compress": "false",
+    # An idle system runs no batch; what must happen then is done by threads of the driver.
+    "spark.sql.streaming.noDataMicroBatches.enabled": "false",
+    # Old batches are of no use: a lost checkpoint is seeded from Postgres.
+    "spark.sql.streaming.minBatchesToRetain": "10",
+    # A query that fails is started again by the pipeline, which knows what may be retried.
+    "spark.task.maxFailures": "1",
+    # Stopping must not wait for ever for a batch that waits for a server: the batch is replayed.
+    "spark.sql.streaming.stopTimeout": "3s",
+    # Numbers are put into binary frames (streaming.query), which ANSI mode does not let one cast.
+    "spark.sql.ansi.enabled": "false",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+}
+
+
+def _say_nothing(*_: object) -> None:
+    pass
+
+
+log = structlog.get_logger(__name__)
+
+
+class Jvm:
+    """Answers when this returns, after some seconds; ends by itself when our process ends, however that is.
+
+    Raises SparkDied where it does not come up.
+    """
+
+    def __init__(self, conf: SparkConf) -> None:
+        self._lines: deque[str] = deque(maxlen=5)
+        reading, writing = os.pipe()
+        relay = Thread(target=self._relay, args=(reading,), name="jvm-stderr", daemon=True)
+        relay.start()
+        with as_file(files("tidemark.streaming").joinpath("log4j2.properties")) as logging:
+            given = conf.get("spark.driver.extraJavaOptions", "")
+            conf.set("spark.driver.extraJavaOptions", f'{given} "-Dlog4j2.configurationFile={logging}"'.strip())
+            try:
+                self.gateway: JavaGateway = launch_gateway(conf, {"stderr": writing})  # type: ignore[no-untyped-call]
+            except PySparkRuntimeError as error:
+                raise SparkDied(f"it did not start ({' / '.join(self._lines)})") from error
+            finally:
+                os.close(writing)
+        self._process: Popen[bytes] = self.gateway.proc
+
+    def end(self) -> str | None:
+        """How it ended and what it said last, in one line; None while it runs."""
+        code = self._process.poll()
+        return None if code is None else f"it ended with code {code} ({' / '.join(self._lines)})"
+
+    def _relay(self, descriptor: int) -> None:
+        rest = b""
+        while data := os.read(descriptor, 65536):
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                text = line.decode(errors="replace").rstrip()
+                self._lines.append(text)
+                log.debug("Spark says", line=text)
+        os.close(descriptor)
+
+
+OLDEST = 17
+
+
+@dataclass(frozen=True, slots=True)
+class SparkSettings:
+    """`jars`: the Kafka connector's jar files. `memory`: the driver's heap, in Spark's notation (`1g`).
+
+    `tasks`: parallel tasks after the shuffle at most, fewer where a local master has fewer cores; fixed by the
+    checkpoint once it exists. `extra` is in Spark's words and wins.
+    """
+
+    master: str
+    memory: str
+    jars: list[Path]
+    tasks: int
+    local_dir: Path
+    extra: dict[str, str] = field(default_factory=dict)
+
+
+def start(settings: SparkSettings) -> SparkSession:
+    """Start the JVM and the session; takes seconds. One per process."""
+    conf = configuration(settings)
+    return connect(Jvm(conf), conf)
+
+
+def configuration(settings: SparkSettings) -> SparkConf:
+    own = {
+        "spark.master": settings.master,
+        "spark.driver.memory": settings.memory,
+        "spark.jars": ",".join(str(jar) for jar in settings.jars),
+        "spark.sql.shuffle.partitions": str(settings.tasks),
+        "spark.local.dir": str(settings.local_dir),
+    }
+    return SparkConf(loadDefaults=False).setAll(list({**SETTINGS, **own, **settings.extra}.items()))
+
+
+def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
+    """The session in a JVM that was started with `conf`."""
+    # Workers must run this interpreter: another would lack our packages.
+    os.environ["PYSPARK_PYTHON"] = conf.get("spark.pyspark.python", sys.executable)
+    os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    context = SparkContext(conf=conf, gateway=jvm.gateway)
+    # Its one client is the JVM: when that dies it would print a stack trace about it.
+    context._accumulatorServer.handle_error = _say_nothing  # type: ignore[method-assign, assignment]
+    session = SparkSession(context)
+    if is_local(str(context.master)):
+        # The JVM knows how many cores the limits of a container leave us.
+        tasks = min(int(conf.get("spark.sql.shuffle.partitions", "1")), context.defaultParallelism)
+        session.conf.set("spark.sql.shuffle.partitions", tasks)
+    else:
+        context.addPyFile(str(package(Path(conf.get("spark.local.dir", ".")))))
+    return session
+
+
+def is_local(master: str) -> bool:
+    """Whether tasks run in the driver's own JVM."""
+    return master.startswith("local")
+
+
+class JavaUnfit(Stop):
+    def __init__(self, problem: str) -> None:
+        super().__init__(
+            f"Java {OLDEST} or newer is needed and {problem}: install one (Debian, Ubuntu:"
+            " `apt-get install openjdk-17-jre-headless`; macOS: `brew install openjdk@17`) or set JAVA_HOME"
+        )
+
+
+def find_java(java_home: Path | None) -> str:
+    """The `java` program, of `java_home` where that is set, else the first on the PATH; raises `JavaUnfit`."""
+    program = str(java_home / "bin" / "java") if java_home else "java"
+    found = shutil.which(program)
+    if found is None:
+        raise JavaUnfit(f"there is no {program}" if java_home else "there is none on the PATH")
+    answer = subprocess.run([found, "-version"], capture_output=True, text=True, check=False)
+    version = re.search(r'version "(?:1\.)?(\d+)', answer.stderr)
+    if version is None:
+        raise JavaUnfit(f"`{found} -version` does not say its version")
+    if int(version[1]) < OLDEST:
+        raise JavaUnfit(f"{found} is Java {version[1]}")
+    return found

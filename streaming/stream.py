@@ -1,0 +1,274 @@
+"""The state machine of one stream: who has joined, what is settled, how far the line is. The heart of Tidemark.
+
+Pure: no Spark, no I/O, no clock of its own; magnitudes only, the sign lives at the edges of the system. Nothing here
+raises for what a writer sent: each record is counted as applied, held, duplicate, late or one of several rows, or it
+is rejected with its reason (DESIGN 2, rule 5).
+
+Records come in *stretches*: `complete` takes the edges between two neighbouring JOIN or RETIRE records of the stream,
+then `join`, `retire` or `skip` takes the marker. Inside a stretch the order of arrival does not matter but for two
+things, which the offsets decide: who was first on a new stream, and what came before a writer that never joined.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+import numpy as np
+
+from tidemark.streaming.chain import NOWHERE, Chain
+from tidemark.streaming.classify import Classifier
+from tidemark.streaming.intervals import Ids
+from tidemark.streaming.linear import LinearPosition
+from tidemark.streaming.model import Bounds, Changes, LateRange, Reason
+from tidemark.streaming.runs import Run
+from tidemark.streaming.writers import HeldRows, HeldWriter, Incarnation, Mark, WriterState, begin, settle
+
+
+@dataclass(slots=True)
+class StreamState:
+    """`direction` is 1 or -1, 0 until the first signed ID; `home` is the Kafka partition that the stream lives in.
+
+    While `held` holds anything, the line stays (DESIGN 3).
+    """
+
+    direction: int = 0
+    home: int | None = None
+    line: LinearPosition = field(default_factory=LinearPosition)
+    writers: dict[str, WriterState] = field(default_factory=dict)
+    held: dict[Incarnation, HeldWriter] = field(default_factory=dict)
+
+    def faces(self, backward: bool | None) -> bool:  # noqa: FBT001 - the sign of an ID, None of 0
+        """Whether an ID of that sign may stand here: a stream never mixes signs (DESIGN 3)."""
+        return backward is None or self.direction == 0 or backward == (self.direction < 0)
+
+    def face(self, backward: bool | None) -> None:  # noqa: FBT001 - as above
+        """A record was accepted whose ID has that sign; the first signed one decides for ever."""
+        if self.direction == 0 and backward is not None:
+            self.direction = -1 if backward else 1
+
+    @property
+    def head(self) -> int:
+        """The highest ID that the stream's records have named, about: every ID up to here was allocated."""
+        chains = [writer.chain for writer in self.writers.values()] + [held.chain for held in self.held.values()]
+        return max([self.line.position, *(chain.reach for chain in chains)])
+
+    def complete(self, runs: Sequence[Run], rows: Sequence[HeldRows], bounds: Bounds, changes: Changes) -> None:
+        """Feed the edges and rows of one stretch."""
+        known, strange = self._sort_out(runs, rows, changes)
+        if strange and not self.held:
+            # What came before the first record of an unknown writer may still move the line; what came after may not.
+            first = min(item.first_offset for item in strange)
+            self._apply([part for run in known for part in run.parts(run.offsets < first)], bounds, changes)
+            self._settle_line()
+            known = [part for run in known for part in run.parts(run.offsets >= first)]
+        for item in strange:
+            self._hold(item, bounds, changes)
+        self._apply(known, bounds, changes)
+        self._settle_line()
+
+    def join(self, mark: Mark, changes: Changes) -> Reason | None:
+        """A new epoch begins: all of the writer's IDs up to `mark.id` are complete. Gives why not, or None."""
+        writer = self.writers.get(mark.writer)
+        if writer is not None and mark.epoch <= writer.epoch:
+            if mark.epoch < writer.epoch:
+                return Reason.ZOMBIE
+            if mark.id > writer.chain.position:
+                return Reason.CONFLICT
+            changes.counts["duplicate"] += 1
+            return None
+        changes.counts["applied"] += 1
+        writer, retire = begin(self.writers, self.held, self.line, mark, changes)
+        if retire is not None and not writer.chain.pending_beyond(retire):
+            self._end(writer, Mark(mark.writer, mark.epoch, retire, mark.time), changes)
+        self._settle_line()
+        return None
+
+    def retire(self, mark: Mark, bounds: Bounds, changes: Changes) -> Reason | None:
+        """The writer is complete up to `mark.id` and nothing follows. Gives why it is refused, or None.
+
+        An incarnation that never joined has said nothing that may move a position: its RETIRE waits for its JOIN. An
+        operator's RETIRE does not, and is how a held incarnation is got rid of, also one that went on after it retired.
+        Of a writer that has joined, it only throws out the incarnation that never did: what that one said is late.
+        """
+        writer = self.writers.get(mark.writer)
+        held = self.held.get((mark.writer, mark.epoch))
+        if writer is not None and mark.epoch < writer.epoch:
+            return Reason.ZOMBIE
+        if mark.forced and held is not None and held.chain.pending_beyond(mark.id):
+            return Reason.CONFLICT
+        if not mark.forced and (writer is None or mark.epoch > writer.epoch):
+            return self._hold_retire(mark, bounds, changes)
+        if writer is None:
+            writer, _ = begin(self.writers, self.held, self.line, mark, changes)
+        elif mark.epoch > writer.epoch:
+            return self._throw_out(mark, changes)
+        elif writer.retired is not None and mark.forced and held is not None:
+            writer.chain.adopt(self.held.pop((mark.writer, mark.epoch)).chain)
+        elif writer.retired is not None:
+            if mark.id > writer.chain.position:
+                return Reason.CONFLICT
+            changes.counts["duplicate"] += 1
+            return None
+        elif writer.chain.pending_beyond(mark.id):
+            return Reason.CONFLICT
+        self._end(writer, mark, changes)
+        changes.counts["applied"] += 1
+        self._settle_line()
+        return None
+
+    def skip(self, mark: Mark, prev: int, changes: Changes) -> Reason | None:
+        """An operator settles what is open in `(prev, mark.id]`; completions in there will be late."""
+        writer = self.writers.get(mark.writer)
+        if writer is None or mark.epoch > writer.epoch:
+            return Reason.UNKNOWN_WRITER
+        if mark.epoch < writer.epoch:
+            return Reason.ZOMBIE
+        if writer.retired is not None:
+            return Reason.CONFLICT
+        again = [] if writer.again is None else writer.again.missing(prev, mark.id)
+        skipped = settle(writer, prev, mark, "skipped", changes)
+        changes.counts["applied" if len(skipped) or again else "duplicate"] += 1
+        self._settle_line()
+        return None
+
+    def distrust(self, incarnation: Incarnation, reach: int, bounds: Bounds, changes: Changes) -> None:
+        """Its records up to `reach` were rejected: they stand in another partition and have no order against this one.
+
+        A writer that has joined is held by its own broken chain; any other holds the line until it joins here.
+        """
+        name, epoch = incarnation
+        writer = self.writers.get(name)
+        if writer is not None and epoch < writer.epoch:
+            return
+        if writer is not None and epoch == writer.epoch and writer.retired is None:
+            writer.chain.refused = max(writer.chain.refused, reach)
+        elif (held := self._held(incarnation, bounds, changes)) is not None:
+            held.chain.refused = max(held.chain.refused, reach)
+
+    def doubt(self) -> None:
+        """A record could not be read: it may be a fact of any writer, so what their next marker settles is `unseen`."""
+        for writer in self.writers.values():
+            writer.doubt = True
+        for held in self.held.values():
+            held.doubt = True
+
+    def keep_within(self, bounds: Bounds, changes: Changes) -> None:
+        """Called once after a batch: forget what passes the bounds, and retired writers that the line has passed."""
+        changes.counts["forgotten"] += self.line.forget_beyond(bounds.completed)
+        retired = sorted(
+            (writer.retired, name)
+            for name, writer in self.writers.items()
+            if writer.retired is not None
+            and writer.chain.position <= self.line.position
+            and name not in changes.touched  # its moves have still to be told
+        )
+        surplus = len(retired) - bounds.retired
+        for at, (since, name) in enumerate(retired):
+            if at < surplus or since + bounds.retirement <= changes.now:
+                del self.writers[name]
+                changes.dropped.append(name)
+
+    def _settle_line(self) -> None:
+        """Both halves of the line's definition; with no writer left it goes to the highest position of any."""
+        if self.held or not self.writers:
+            return
+        active = [writer.floor for writer in self.writers.values() if writer.retired is None]
+        self.line.settle(min(active) if active else max(writer.chain.position for writer in self.writers.values()))
+
+    # -- edges
+
+    def _sort_out(
+        self, runs: Sequence[Run], rows: Sequence[HeldRows], changes: Changes
+    ) -> tuple[list[Run], list[Run | HeldRows]]:
+        """Runs of writers that have joined, and what came from those that have not; the rest is counted or rejected.
+
+        A retired writer that completes anything beyond its RETIRE is unknown again.
+        """
+        known: list[Run] = []
+        strange: list[Run | HeldRows] = []
+        items: list[Run | HeldRows] = [*runs, *rows]
+        for item in sorted(items, key=attrgetter("first_offset")):
+            if isinstance(item, Run) and not self.faces(item.backward):
+                changes.rejected.append((Reason.MIXED_SIGN, np.sort(item.offsets)))
+                continue
+            writer = self.writers.get(item.writer)
+            if writer is None and item.epoch == 0 and self._is_new() and not strange:
+                writer = self.writers[item.writer] = WriterState(0, Chain())
+            if writer is not None and item.epoch < writer.epoch:
+                changes.rejected.append((Reason.ZOMBIE, np.sort(item.offsets)))
+                continue
+            if isinstance(item, Run):
+                self.face(item.backward)
+                changes.touch(item.writer, item.oldest)
+            if writer is None or item.epoch > writer.epoch:
+                strange.append(item)
+            elif isinstance(item, HeldRows):
+                changes.counts["batch"] += len(item.offsets)
+            elif writer.retired is None:
+                known.append(item)
+            else:
+                beyond = item.ids > writer.chain.position
+                known.extend(item.parts(~beyond))
+                strange.extend(item.parts(beyond))
+        return known, strange
+
+    def _is_new(self) -> bool:
+        """Whether nobody was ever seen here, so that a writer of epoch 0 needs no JOIN."""
+        return not self.writers and not self.held and self.line.position == 0
+
+    def _apply(self, runs: Sequence[Run], bounds: Bounds, changes: Changes) -> None:
+        completed: list[Ids] = []
+        for run in runs:
+            writer = self.writers[run.writer]
+            feed = Classifier(writer.chain, bounds.pending, changes, "applied", writer.late, writer.regressed)
+            completed.extend(feed.run(run))
+            if writer.again is not None:
+                self._follow(writer, writer.again, run, bounds, changes)
+        self.line.remember(completed)
+
+    def _follow(self, writer: WriterState, again: Chain, run: Run, bounds: Bounds, changes: Changes) -> None:
+        for _ in Classifier(again, bounds.pending, Changes(changes.now), "applied").run(run):
+            pass  # counted, rejected and remembered where the run was fed to the writer's own chain
+        writer.caught_up()
+
+    def _hold(self, item: Run | HeldRows, bounds: Bounds, changes: Changes) -> None:
+        held = self._held((item.writer, item.epoch), bounds, changes)
+        if held is None:
+            changes.rejected.append((Reason.HELD_OVERFLOW, np.sort(item.offsets)))
+        elif isinstance(item, HeldRows):
+            changes.counts["batch"] += len(item.offsets)
+        else:
+            self.line.remember([*Classifier(held.chain, bounds.pending, changes, "held").run(item)])
+
+    def _held(self, incarnation: Incarnation, bounds: Bounds, changes: Changes) -> HeldWriter | None:
+        """The place where its records wait; None where the bound leaves none."""
+        if incarnation not in self.held and len(self.held) >= bounds.held:
+            return None
+        return self.held.setdefault(incarnation, HeldWriter(Chain(NOWHERE), changes.now))
+
+    # -- markers
+
+    def _end(self, writer: WriterState, mark: Mark, changes: Changes) -> None:
+        settle(writer, 0, mark, "retired", changes)
+        writer.retired, writer.again = changes.now, None
+
+    def _throw_out(self, mark: Mark, changes: Changes) -> Reason | None:
+        held = self.held.pop((mark.writer, mark.epoch), None)
+        if held is None:
+            return Reason.UNKNOWN_WRITER
+        for span in held.chain.pending:
+            late = LateRange(mark.writer, mark.epoch, span.prev, span.id, span.evidence.facts, "skipped")
+            changes.late.append(late)
+        changes.counts["applied"] += 1
+        self._settle_line()
+        return None
+
+    def _hold_retire(self, mark: Mark, bounds: Bounds, changes: Changes) -> Reason | None:
+        held = self._held((mark.writer, mark.epoch), bounds, changes)
+        if held is None:
+            return Reason.HELD_OVERFLOW
+        if held.retire is not None and held.retire != mark.id:
+            return Reason.CONFLICT
+        changes.counts["held" if held.retire is None else "duplicate"] += 1
+        held.retire = mark.id
+        return None
