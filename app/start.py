@@ -99,7 +99,8 @@ def _give_up(postgres: Postgres, read: dict[str, TopicState], offsets: Offsets, 
         # Each stream may live in another partition now: the first record after this says which.
         postgres.replace_states({stream: state.homeless(stored) for stream, stored in postgres.states().items()})
     if "loss" in accept:
-        # The lost records may have been facts: what the writers settle next was not proven empty (DESIGN 2, rule 1).
+        # The lost records may have been facts: what the writers settle next was not proven empty
+        # (docs/design.md, rule 1).
         postgres.replace_states({stream: state.doubtful(stored) for stream, stored in postgres.states().items()})
         postgres.set_offsets(_absolute(read, offsets))
 

@@ -1,7 +1,7 @@
 """Keeps Redis a mirror of what Postgres holds: publishes each batch, and refills what Redis lost.
 
-The mirror only ever copies what is committed, so it may run at any time, and twice (DESIGN 2, rule 4). One lock keeps
-a refill and a batch from interleaving within a stream, so that the list of advances stays chained (rule 3).
+The mirror only ever copies what is committed, so it may run at any time, and twice (docs/design.md, rule 4). One lock
+keeps a refill and a batch from interleaving within a stream, so that the list of advances stays chained (rule 3).
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""What happens to a batch outside Spark: Postgres, then Redis, then the dead letters (DESIGN 2, rule 4; DESIGN 5).
+"""What happens to a batch outside Spark: Postgres, then Redis, then the dead letters (docs/design.md 5; rule 4).
 
 Called by foreachBatch, on one thread of the driver. A batch may come again after any failure, and after
 a kill at any moment: what Postgres has is skipped there, and the rest is repeated, which changes nothing.

@@ -156,7 +156,8 @@ _FETCHED_BYTES = 256 << 20
 _FETCHED_BYTES_OF_PARTITION = 1 << 20, 16 << 20
 _FETCHING = {
     # 500 rows a poll (the default), 1 MiB a partition and 64 KiB of socket buffer cost a quarter of the source's
-    # throughput; so do checksums that TCP and the broker have already checked: SPARK.md, 0.95 M -> 1.31 M records/s.
+    # throughput; so do checksums that TCP and the broker have already checked: docs/engine.md 2 (0.95 to 1.31 M
+    # records/s).
     "kafka.max.poll.records": "10000",
     "kafka.fetch.max.bytes": str(64 << 20),
     "kafka.receive.buffer.bytes": str(4 << 20),
@@ -183,9 +184,10 @@ def source_options(
         "startingOffsets": json.dumps(
             {topic: {str(p): offset for p, offset in sorted(by.items())} for topic, by in sorted(starting.items())}
         ),
-        # Records that went before they were read must stop the query and not be passed over (DESIGN 3).
+        # Records that went before they were read must stop the query and not be passed over (docs/design.md 3).
         "failOnDataLoss": "true",
-        # A writer may use Kafka's transactions: what it aborted never happened, and is no evidence (DESIGN 2, rule 1).
+        # A writer may use Kafka's transactions: what it aborted never happened, and is no evidence
+        # (docs/design.md, rule 1).
         "kafka.isolation.level": "read_committed",
         # Bounds the memory of a batch, and the time that a stop or a takeover waits for one.
         "maxOffsetsPerTrigger": str(records_per_batch),

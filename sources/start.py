@@ -1,7 +1,7 @@
 """Where reading starts: what the topics are now, held against what was remembered of them. Pure; no Kafka here.
 
-A stream lives in one partition, in one order, and nothing is read twice or passed over (DESIGN 3). So a topic that was
-made anew, repartitioned, or cut behind our back stops the pipeline, until a person accepts what is lost.
+A stream lives in one partition, in one order, and nothing is read twice or passed over (docs/design.md 3). So a topic
+that was made anew, repartitioned, or cut behind our back stops the pipeline, until a person accepts what is lost.
 """
 
 from collections.abc import Mapping, Set

@@ -1,8 +1,8 @@
 """One batch of one shard: packets in, effects and new states out. Pure; no Spark.
 
 Restores each stream's total order from offsets, cuts it into the stretches that `positions` wants, and feeds it.
-Operators' records come after the facts of the same batch: the control topic has no order against them (DESIGN 3), and
-what the facts settle needs no force.
+Operators' records come after the facts of the same batch: the control topic has no order against them
+(docs/design.md 3), and what the facts settle needs no force.
 """
 
 from bisect import bisect_left

@@ -5,7 +5,7 @@
             (low, top]
 
 A gap lies below every span and is named by its `top`, the `prev` of that span. It counts its age from the batch in
-which it was first seen (DESIGN 2, rule 7); a gap that is split hands its age to both parts.
+which it was first seen (docs/design.md, rule 7); a gap that is split hands its age to both parts.
 """
 
 from bisect import bisect_left
@@ -24,7 +24,7 @@ How = Literal["completed", "joined", "retired", "skipped"]
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """How the IDs of a range were settled (DESIGN 1): facts, IDs void or announced, unseen, skipped."""
+    """How the IDs of a range were settled (docs/design.md 1): facts, IDs void or announced, unseen, skipped."""
 
     facts: int = 0
     empty: int = 0

@@ -1,8 +1,8 @@
 """Feeding a run to a chain: which of its edges are new, which are duplicates, conflicts, or too late. Pure.
 
-Edges of one writer and epoch tile the line (DESIGN 3): one whose range is settled already is a duplicate, one that is
-settled in part contradicts what came before. The steps are taken per settled range, never per edge; only the edges
-across the end of a late range are looked at one by one, at most two for each.
+Edges of one writer and epoch tile the line (docs/design.md 3): one whose range is settled already is a duplicate, one
+that is settled in part contradicts what came before. The steps are taken per settled range, never per edge; only the
+edges across the end of a late range are looked at one by one, at most two for each.
 """
 
 from collections.abc import Iterator

@@ -85,7 +85,7 @@ class Forced(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Regressed(msgspec.Struct, array_like=True, frozen=True):
-    """`writer` joined at `id`, below its `position`: its database was set back (DESIGN 3)."""
+    """`writer` joined at `id`, below its `position`: its database was set back (docs/design.md 3)."""
 
     writer: str
     epoch: int

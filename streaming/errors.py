@@ -58,7 +58,7 @@ class Unavailable(Retry):
 
 
 class LeaseLost(Retry):
-    """Another query holds the lease; nothing of ours may be published any more (DESIGN 2, rule 6)."""
+    """Another query holds the lease; nothing of ours may be published any more (docs/design.md, rule 6)."""
 
     def __init__(self, held: int, now: int) -> None:
         super().__init__(f"the lease was taken over: ours has token {held}, the newest is {now}")
@@ -293,7 +293,7 @@ class StateTooNew(Stop):
 
 
 class ChainBroken(Stop):
-    """A batch does not join what Postgres holds (DESIGN 2, rule 3): a foreign checkpoint, or a restored database."""
+    """A batch does not join what Postgres holds (docs/design.md, rule 3): a foreign checkpoint, a restored database."""
 
     def __init__(self, stream: str, writer: str, position: int, prev: int) -> None:
         super().__init__(
@@ -307,7 +307,7 @@ class ChainBroken(Stop):
 
 
 class WriterFenced(Stop):
-    """Nothing was written, and nothing can be any more in this process: its place is taken (DESIGN 4)."""
+    """Nothing was written, and nothing can be any more in this process: its place is taken (docs/design.md 4)."""
 
     def __init__(self, instance: str, epoch: int) -> None:
         super().__init__(
@@ -326,7 +326,7 @@ class UnknownWriter(Stop):
 
 
 class SequenceUnfit(Stop):
-    """The IDs of a sequence that breaks the rules of DESIGN 4 would not be safe to announce."""
+    """The IDs of a sequence that breaks the rules of docs/design.md 4 would not be safe to announce."""
 
     def __init__(self, sequence: str, problem: str, do: str) -> None:
         super().__init__(f"sequence {sequence}: {problem}; {do}")

@@ -1,4 +1,4 @@
-"""The linear position and the completed IDs above it (DESIGN 3, "The linear position"). Pure; magnitudes only."""
+"""The linear position and the completed IDs above it (docs/design.md 3). Pure; magnitudes only."""
 
 from dataclasses import dataclass
 

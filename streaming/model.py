@@ -1,4 +1,4 @@
-"""What a stream's state may hold. Past a bound it holds, rejects, or forgets towards holding (DESIGN 2, rule 9).
+"""What a stream's state may hold. Past a bound it holds, rejects, or forgets towards holding (docs/design.md, rule 9).
 
 Why a record was sent to the dead letters: one exact reason for every kind of bad record.
 

@@ -1,4 +1,4 @@
-"""The records on Kafka (DESIGN 3), one at a time: typed structs, encoding, and decoding with one exact reason.
+"""The records on Kafka (docs/design.md 3), one at a time: typed structs, encoding, and decoding with one exact reason.
 
 What `read` says about a record is the truth. `streaming.decode` decodes whole batches on a shortcut that takes a
 record only where `read` would have taken it, with the same content; everything else it leaves to `read`.

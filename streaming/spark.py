@@ -29,7 +29,7 @@ from pyspark.sql import SparkSession
 from tidemark.streaming.errors import SparkDied, Stop
 from tidemark.streaming.executors import package
 
-# Where measured: SPARK.md, "Latency" and "Traps".
+# Where measured: docs/engine.md 3 and 4.
 SETTINGS = {
     "spark.app.name": "tidemark",
     "spark.ui.enabled": "false",
@@ -40,7 +40,8 @@ SETTINGS = {
         "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
     ),
     "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
-    # The checkpoint is disposable (DESIGN 5): a damaged file costs a reseed from Postgres, so a sum is not worth it.
+    # The checkpoint is disposable (docs/design.md 5): a damaged file costs a reseed from Postgres, so a sum is not
+    # worth it.
     "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
     # Workers talk over a Unix socket instead of loopback TCP: 125 ms to 90 ms a batch.
     "spark.python.unix.domain.socket.enabled": "true",

@@ -2,7 +2,7 @@
 
 Pure: no Spark, no I/O, no clock of its own; magnitudes only, the sign lives at the edges of the system. Nothing here
 raises for what a writer sent: each record is counted as applied, held, duplicate, late or one of several rows, or it
-is rejected with its reason (DESIGN 2, rule 5).
+is rejected with its reason (docs/design.md, rule 5).
 
 Records come in *stretches*: `complete` takes the edges between two neighbouring JOIN or RETIRE records of the stream,
 then `join`, `retire` or `skip` takes the marker. Inside a stretch the order of arrival does not matter but for two
@@ -28,7 +28,7 @@ from tidemark.streaming.writers import HeldRows, HeldWriter, Incarnation, Mark, 
 class StreamState:
     """`direction` is 1 or -1, 0 until the first signed ID; `home` is the Kafka partition that the stream lives in.
 
-    While `held` holds anything, the line stays (DESIGN 3).
+    While `held` holds anything, the line stays (docs/design.md 3).
     """
 
     direction: int = 0
@@ -38,7 +38,7 @@ class StreamState:
     held: dict[Incarnation, HeldWriter] = field(default_factory=dict)
 
     def faces(self, backward: bool | None) -> bool:  # noqa: FBT001 - the sign of an ID, None of 0
-        """Whether an ID of that sign may stand here: a stream never mixes signs (DESIGN 3)."""
+        """Whether an ID of that sign may stand here: a stream never mixes signs (docs/design.md 3)."""
         return backward is None or self.direction == 0 or backward == (self.direction < 0)
 
     def face(self, backward: bool | None) -> None:  # noqa: FBT001 - as above

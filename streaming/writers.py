@@ -96,7 +96,7 @@ def begin(
     """Start the epoch of a JOIN. Gives the writer, and the ID of a RETIRE that waited for this JOIN.
 
     What earlier epochs completed up to the JOIN stays as evidence; what they left open there is settled by it.
-    What they completed beyond it was taken back with the writer's database (DESIGN 3): it is late, and IDs that
+    What they completed beyond it was taken back with the writer's database (docs/design.md 3): it is late, and IDs that
     were complete beyond the JOIN may come again, so that the line forgets them and waits for them.
     """
     writer = writers.setdefault(mark.writer, WriterState(mark.epoch, Chain()))

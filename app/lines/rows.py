@@ -209,7 +209,7 @@ class RowBuffer:
     def read(self, partition: int, record: records.Record) -> Writer | None:
         """The next record of `partition`; gives whose it is, None for one that does not count."""
         if self._homes.setdefault(record.stream, partition) != partition:
-            return None  # a stream lives in one partition (DESIGN 3)
+            return None  # a stream lives in one partition (docs/design.md 3)
         writer = record.stream, record.writer
         held = self._writers.get(writer)
         if held is None:

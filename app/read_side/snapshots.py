@@ -1,7 +1,7 @@
 """The highest positions that this process has answered or seen, so that it never answers a lower one. Pure.
 
 A Redis that was restored from an older copy, or a Postgres that lags behind, may say less than was said before.
-What was true stays true (DESIGN 2, rule 2), so the union of both is answered.
+What was true stays true (docs/design.md, rule 2), so the union of both is answered.
 
 Where streams stand now: from Redis, else from Postgres, else from memory; never less than was said before.
 """

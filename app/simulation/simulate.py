@@ -77,7 +77,7 @@ def _stage(settings: Settings, cast: Cast) -> Stage:
     streams = cast.stream_list()
     with Positions(settings.redis) as positions:
         for stream in tables.missing(dsn, streams):
-            # A sequence that starts anew below known positions would look like a database set back (DESIGN 3).
+            # A sequence that starts anew below known positions would look like a database set back (docs/design.md 3).
             if isinstance(positions.get(stream.name), Standing):
                 raise StreamTaken(stream.name)
     tables.make(dsn, streams)

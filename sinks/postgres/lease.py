@@ -1,4 +1,4 @@
-"""The query lease: which query may publish (DESIGN 2, rule 6).
+"""The query lease: which query may publish (docs/design.md, rule 6).
 
 One row in Postgres holds the newest token. Whoever raised it owns the lease until somebody raises it again; nobody is
 asked to let go. The clock that counts is the database's. Time only decides when another may *try*: safety rests on

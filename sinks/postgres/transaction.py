@@ -1,8 +1,8 @@
-"""The one transaction per batch (DESIGN 5): token, positions, history, gaps, audit, states, offsets, batch id.
+"""The one transaction per batch (docs/design.md 5): token, positions, history, gaps, audit, states, offsets, batch id.
 
 Set-based: each statement takes whole columns, whatever the number of streams, and all of them travel in two round
 trips. The order of locks is that of the functions in `apply`. Rejected records stay listed here, by where they stand in
-Kafka and why, until they are known to be in the dead letters (DESIGN 2, rule 5).
+Kafka and why, until they are known to be in the dead letters (docs/design.md, rule 5).
 """
 
 from dataclasses import dataclass

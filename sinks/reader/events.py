@@ -11,7 +11,7 @@ from tidemark.sinks.reader.token import Token
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """How the IDs of a range were settled (DESIGN 1): IDs with a fact, proven empty, unseen, skipped."""
+    """How the IDs of a range were settled (docs/design.md 1): IDs with a fact, proven empty, unseen, skipped."""
 
     facts: int = 0
     empty: int = 0

@@ -3,7 +3,7 @@
 Joins what lists, history and positions say of a stream into one chain of events per writer. Pure.
 
 Whatever is fed, twice, out of a list that began anew, or with holes, each writer's events join exactly: the `prev` of
-one is the `id` of the one before (DESIGN 2, rule 3), and nothing is handed over twice.
+one is the `id` of the one before (docs/design.md, rule 3), and nothing is handed over twice.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -127,7 +127,7 @@ class Joining:
     def settle(self, linear: int, writers: Iterable[str]) -> None:
         """No writers are left but those we know and `writers`: who comes later, begins beyond `linear`.
 
-        A writer joins before it reserves, so the line cannot pass an ID of one that has not joined (DESIGN 3).
+        A writer joins before it reserves, so the line cannot pass an ID of one that has not joined (docs/design.md 3).
         """
         self._know(writers)
         self._linear = farther(linear, self._linear)

@@ -6,7 +6,8 @@ Late completions are seen to before the burst's ranges. Of a late range
 - what lies beyond (an incarnation that was thrown out) may never be passed: its rows are handed over as late too, and
   remembered, so that a place that does come there does not hand them over again.
 A fact may have been committed in time and only be announced late, after an operator had skipped it. So what is read
-where an operator skipped is remembered as well, until the writer's next epoch: from then on it is a zombie (DESIGN 3).
+where an operator skipped is remembered as well, until the writer's next epoch: from then on it is a zombie
+(docs/design.md 3).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

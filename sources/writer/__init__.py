@@ -5,7 +5,7 @@
             id = facts.append("orders", {"total": 40})
             connection.execute("insert into orders (id, total) values (%s, 40)", [id])
 
-`docs/writer.md` shows the use, DESIGN 4 says why it is exact.
+`docs/writer.md` shows the use, docs/design.md 4 says why it is exact.
 """
 
 from tidemark.sources.writer.aio import AsyncFacts, AsyncWriter

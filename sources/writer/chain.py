@@ -168,7 +168,7 @@ class ReservationChain:
         """The database may have crashed: it may give numbers again that it had given to us and nobody had committed.
 
         What we hold to be void may then be another writer's fact, so it must not count as a completed ID of the line
-        (DESIGN 3): it is announced as an edge without an ID of its own.
+        (docs/design.md 3): it is announced as an edge without an ID of its own.
         """
         with self._lock:
             self._life += 1

@@ -1,4 +1,4 @@
-"""Taking over from earlier epochs (DESIGN 4): at each start of a writer, and by an operator for one that is dead.
+"""Taking over from earlier epochs (docs/design.md 4): at each start of a writer, and by an operator for a dead one.
 
 The exclusive lock proves that every transaction of the old epoch has ended and that no other can begin; what is left
 of them is in the outbox and is told before the JOIN. So whatever is open below the JOIN is provably without a fact.

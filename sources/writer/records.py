@@ -1,4 +1,4 @@
-"""What a writer says of one stream: the records of DESIGN 3. Pure; magnitudes in, signed IDs out."""
+"""What a writer says of one stream: the records of docs/design.md 3. Pure; magnitudes in, signed IDs out."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence

@@ -92,7 +92,7 @@ def problem(found: Sequence, sign: int) -> tuple[str, str] | None:
             "alter sequence {} maxvalue -1",
         )
     if found.filled:
-        # Nobody would announce that row, and every heartbeat says that nothing is there (DESIGN 2, rule 1).
+        # Nobody would announce that row, and every heartbeat says that nothing is there (docs/design.md, rule 1).
         column = found.filled[0]
         table, _, name = column.rpartition(".")
         return (

@@ -131,7 +131,7 @@ class Play:
 
 
 class Rendering:
-    """Edges as the JSON of DESIGN 3; about 141 bytes each while IDs have six digits."""
+    """Edges as the JSON of docs/design.md 3; about 141 bytes each while IDs have six digits."""
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape

@@ -22,7 +22,7 @@ class Seen:
 
 
 class RedisReader:
-    """Reads positions as any reader would: the keys of DESIGN 6. Raises `Unavailable` (ask again) or `Refused`."""
+    """Reads as any reader would, by the keys of docs/design.md 6. Raises `Unavailable` (ask again) or `Refused`."""
 
     def __init__(self, url: str) -> None:
         self._redis: Any = redis.Redis.from_url(url, decode_responses=True, socket_timeout=5.0)

@@ -112,7 +112,7 @@ class SimulatedWriter:
         self.running = False
 
     def restart(self, committed: Iterable[Reservation]) -> list[Record]:
-        """Come back: send what the old epoch had committed and not told, then join (DESIGN 4)."""
+        """Come back: send what the old epoch had committed and not told, then join (docs/design.md 4)."""
         leftovers = [record for reservation in committed for record in self.complete(reservation)]
         return leftovers + self.join()
 

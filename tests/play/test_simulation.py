@@ -88,7 +88,7 @@ def test_the_truth_is_what_a_reader_of_the_records_can_prove(seed: int) -> None:
 
 
 class Chains:
-    """Positions from the records alone: an independent and naive reading of DESIGN 3."""
+    """Positions from the records alone: an independent and naive reading of docs/design.md 3."""
 
     def __init__(self) -> None:
         self.positions: defaultdict[str, dict[str, int]] = defaultdict(dict)

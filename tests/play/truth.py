@@ -1,7 +1,8 @@
 """What is true of a simulated stream, from full knowledge of it: the oracle against which positions are checked.
 
-It knows every reservation, so it reads the definitions (DESIGN 1 and 3) word by word and follows no chain of edges. It
-shares no code with the state machine and is slow on purpose. Magnitudes only; the sign lives in the simulator.
+It knows every reservation, so it reads the definitions (docs/design.md 1 and 3) word by word and follows no chain of
+edges. It shares no code with the state machine and is slow on purpose. Magnitudes only; the sign lives in the
+simulator.
 """
 
 from dataclasses import dataclass, field

@@ -29,7 +29,7 @@ EDGES = {"RDATA": Kind.RDATA, "VOID": Kind.VOID, "POSITION": Kind.POSITION}
 
 @dataclass(frozen=True)
 class Record:
-    """One record; `kind` is that of DESIGN 3, and ROW for RDATA with `"id": "batch"`."""
+    """One record; `kind` is that of docs/design.md 3, and ROW for RDATA with `"id": "batch"`."""
 
     kind: str
     writer: str

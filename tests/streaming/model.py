@@ -1,4 +1,4 @@
-"""A stream by brute force, written from DESIGN 1-3 and not from the code: keeps every ID, recomputes everything.
+"""A stream by brute force, from docs/design.md 1 to 3 and not from the code: keeps every ID, recomputes everything.
 
 Records are fed one by one. Nothing here is quick, bounded, or an interval.
 """
@@ -113,7 +113,7 @@ class Model:
         return {name: writer.position for name, writer in sorted(self.writers.items())}
 
     def _linear(self) -> int:
-        """DESIGN 3, word for word; never back, and not past what came before an unknown writer."""
+        """docs/design.md 3, word for word; never back, and not past what came before an unknown writer."""
         if self.held or not self.writers:
             return self.line
         positions = [writer.position for writer in self.writers.values()]

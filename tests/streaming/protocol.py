@@ -1,4 +1,4 @@
-"""Writers that keep DESIGN 3 and 4 against one sequence: what they would send, and what is true in their database."""
+"""Writers that keep docs/design.md 3 and 4 against one sequence: what they send, and what their database holds."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What a state may hold: past each bound Tidemark holds or turns away, and never moves (DESIGN 2, rule 9)."""
+"""What a state may hold: past each bound Tidemark holds or turns away, and never moves (docs/design.md, rule 9)."""
 
 from tests.streaming.builders import Shard, join, position, rdata, retire, row
 from tidemark.streaming.model import Bounds

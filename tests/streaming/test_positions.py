@@ -4,7 +4,7 @@ from tests.streaming.builders import Shard, join, position, rdata, row, void
 
 
 def test_the_worked_example_of_the_design() -> None:
-    """DESIGN 1: completions out of order hold the position back, and release it, exactly as the table says."""
+    """The table that opens the README: completions out of order hold the position back and release it, exactly so."""
     shard = Shard()
     shard.feed(join("shop", 1))
     assert shard.positions == {"shop": 1}

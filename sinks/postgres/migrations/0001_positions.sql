@@ -1,4 +1,5 @@
--- What the pipeline writes in its one transaction per batch (DESIGN 5 and 6). IDs are signed; times are the batch's.
+-- What the pipeline writes in a batch's one transaction (docs/design.md 5 and 6). IDs are signed; times are the
+-- batch's.
 
 create table tidemark.streams (
     stream      text        primary key,

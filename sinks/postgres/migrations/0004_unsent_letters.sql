@@ -1,4 +1,5 @@
--- Rejected records of a batch, until they are in the dead letters: a lost checkpoint must not lose them (DESIGN 2, rule 5).
+-- Rejected records of a batch, until they are in the dead letters: a lost checkpoint must not lose them
+-- (docs/design.md, rule 5).
 -- Works with code for schema 2.
 
 create table tidemark.unsent_letters (

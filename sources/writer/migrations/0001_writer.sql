@@ -1,4 +1,4 @@
--- What a service needs in its own database to write streams (DESIGN 4): who writes, the outbox, and the fence.
+-- What a service needs in its own database to write streams (docs/design.md 4): who writes, the outbox, and the fence.
 
 create table tidemark.writers (
     instance    text        primary key,
