@@ -72,6 +72,10 @@ IMAGE_ARGUMENTS = VERSION=$(VERSION) REVISION=$(shell git rev-parse HEAD)
 image: ## Build the image with docker, podman or buildah (IMAGE=name:tag, IMAGE_ARGUMENTS="BASE=... JRE=...")
 	$(IMAGE_BUILD) . $(IMAGE) $(IMAGE_ARGUMENTS)
 
+.PHONY: dist
+dist: setup ## Build the wheel and the source distribution into dist/
+	$(BIN)/python -m hatchling build -d dist
+
 .PHONY: sbom
 sbom: setup ## Write what the image is made of, and under which licences, to dist/
 	helm/tools/sbom dist

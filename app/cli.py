@@ -12,7 +12,7 @@ import click
 
 from tidemark.app import logs
 from tidemark.app.settings import Settings, load
-from tidemark.streaming.errors import Stop, TidemarkError
+from tidemark.streaming.errors import ExtraMissing, Stop, TidemarkError
 
 
 class _Failed(click.ClickException):
@@ -25,7 +25,26 @@ class _Stopped(_Failed):
     exit_code = 2
 
 
+class _Command(click.Command):
+    """`extra` names the extra of ours that brings what it imports; None: every installation has that."""
+
+    def __init__(self, *arguments: Any, extra: str | None = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._extra = extra
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            if self._extra is None:
+                raise
+            raise ExtraMissing.instead_of(error, ctx.command_path, self._extra) from None
+
+
 class _Group(click.Group):
+    command_class = _Command
+    group_class = type
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -56,7 +75,7 @@ def _settings() -> Settings:
     return settings
 
 
-@main.command()
+@main.command(extra="local")
 @click.option("--demo", is_flag=True, help="Also play several writers whose facts complete out of order.")
 def up(*, demo: bool) -> None:
     """Run the whole local stack: Kafka, Postgres, Redis, the pipeline and the sidecar."""
@@ -83,7 +102,7 @@ def migrate() -> None:
     click.echo(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
 
 
-@main.command()
+@main.command(extra="pipeline")
 def topics() -> None:
     """Make the topics that are missing, and check those that are there."""
     from tidemark.app.start import ready
@@ -95,7 +114,7 @@ def topics() -> None:
         click.echo(f"{name}: {count} partition{'' if count == 1 else 's'}")
 
 
-@main.command()
+@main.command(extra="pipeline")
 @click.option(
     "--accept",
     multiple=True,
@@ -110,7 +129,7 @@ def pipeline(accept: tuple[Literal["partitions", "loss", "shards"], ...]) -> Non
     pipeline.run(settings, frozenset(accept))
 
 
-@main.command()
+@main.command(extra="sidecar")
 def sidecar() -> None:
     """Serve positions over HTTP and the line protocol, until SIGTERM or Ctrl-C. Any number may run."""
     settings = _settings()
@@ -141,7 +160,7 @@ def listen(address: str | None, streams: tuple[str, ...], server: str | None, *,
             click.echo(show(command))
 
 
-@main.command()
+@main.command(extra="sidecar")
 @click.argument("stream", required=False)
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 def status(stream: str | None, *, as_json: bool) -> None:
@@ -161,7 +180,7 @@ def status(stream: str | None, *, as_json: bool) -> None:
         click.echo(status.as_table(found, time.time()) if found else "no streams yet: nothing has been read from Kafka")
 
 
-@main.command()
+@main.command(extra="writer")
 @click.argument("file", type=click.File("rb"), default="-")
 @click.option("--control", is_flag=True, help="Send operators' records to the control topic instead.")
 def produce(file: BinaryIO, *, control: bool) -> None:
@@ -181,7 +200,7 @@ def produce(file: BinaryIO, *, control: bool) -> None:
         raise SystemExit(1)
 
 
-@main.command()
+@main.command(extra="local")
 @click.option("--seconds", type=click.FloatRange(min=0), default=math.inf, help="How long; without it until Ctrl-C.")
 @click.option(
     "--rate", type=click.FloatRange(0, min_open=True), default=40.0, show_default=True, help="Transactions/s in all."
@@ -219,14 +238,14 @@ def simulate(
 
 @main.group("writer")
 def writer_() -> None:
-    """For services that write facts with the library `sources.writer`: their own database, and their dead."""
+    """For services that write facts with the library `tidemark.Writer`: their own database, and their dead."""
 
 
 _dsn = click.option("--dsn", help="The service's database; without it TIDEMARK_POSTGRES_DSN.")
 _dry_run = click.option("--dry-run", is_flag=True, help="Change nothing, say what would be done.")
 
 
-@writer_.command("migrate")
+@writer_.command("migrate", extra="writer")
 @_dsn
 @click.option("--sequence", "names", multiple=True, help="Make this sequence, or check it; may be repeated.")
 @click.option(
@@ -244,7 +263,7 @@ def writer_migrate(
     act(dsn or settings.postgres(), names, direction, click.echo)
 
 
-@writer_.command("fence")
+@writer_.command("fence", extra="writer")
 @click.argument("instance")
 @_dsn
 @click.option("--terminate", is_flag=True, help="End transactions that are still open, instead of waiting for them.")

@@ -7,15 +7,17 @@ import re
 from abc import abstractmethod
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings
 
-from tidemark.sinks.redis.client import RedisAddress
 from tidemark.sources.kafka import KafkaConnection, OAuth
+
+if TYPE_CHECKING:
+    from tidemark.sinks.redis.client import RedisAddress
 
 PREFIX = "TIDEMARK_"
 
@@ -127,7 +129,9 @@ class Connections(BaseSettings):
         )
 
     @property
-    def redis(self) -> RedisAddress:
+    def redis(self) -> "RedisAddress":
+        from tidemark.sinks.redis.client import RedisAddress  # noqa: PLC0415 - who only writes has no redis
+
         return RedisAddress(
             self.redis_url.get_secret_value(),
             password=partial(self.secret, "redis_password"),

@@ -32,7 +32,7 @@ def page() -> str:
         "",
         "## The writer's library",
         "",
-        "A service that writes with [`sources.writer`](writer.md) has them in its own registry of prometheus-client.",
+        "A service that writes with [`tidemark.Writer`](writer.md) has them in its own registry of prometheus-client.",
         "",
         *_table(_rows(vars(WriterMetrics(CollectorRegistry())).values())),
     ]

@@ -36,6 +36,7 @@ TidemarkError
     ├── ReaderModeChanged(reader, stream, was, now)
     ├── LateUnknown(stream, after, number)
     ├── LateNeedsWriter(stream, writer)
+    ├── ExtraMissing(what, module, extra)    an ImportError too
     └── Refused(what, problem)
 """
 
@@ -378,6 +379,23 @@ class LateNeedsWriter(Stop):
         )
         self.stream = stream
         self.writer = writer
+
+
+class ExtraMissing(Stop, ImportError):
+    """`what` needs the library `module`, which `extra` of ours brings and this installation left out."""
+
+    def __init__(self, what: str, module: str, extra: str) -> None:
+        super().__init__(f"{what} needs {module}, which is not installed: pip install 'tidemark[{extra}]'")
+        self.name = module
+        self.extra = extra
+
+    @classmethod
+    def instead_of(cls, error: ModuleNotFoundError, what: str, extra: str) -> "ExtraMissing":
+        """Of what was raised where `what` was imported. Raises `error` itself where the module is one of ours."""
+        module = (error.name or "").partition(".")[0]
+        if module in {"", "tidemark"}:
+            raise error
+        return cls(what, module, extra)
 
 
 class Refused(Stop):

@@ -10,10 +10,11 @@ What a batch did to one stream, collected while it is fed. Magnitudes; `streamin
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 from zlib import crc32
 
-from tidemark.streaming.intervals import Ids
+if TYPE_CHECKING:
+    from tidemark.streaming.intervals import Ids  # numpy's, which a service that only writes does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class Changes:
     now: int
     counts: Counter[Outcome] = field(default_factory=Counter)
     touched: dict[str, int] = field(default_factory=dict)
-    rejected: list[tuple[Reason, Ids]] = field(default_factory=list)
+    rejected: "list[tuple[Reason, Ids]]" = field(default_factory=list)
     late: list[LateRange] = field(default_factory=list)
     regressed: list[Regress] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)

@@ -1,48 +1,107 @@
 """Tidemark tells every reader of an append-only log how far it may safely read.
 
-Services need no deeper import than this package and `tidemark.errors`. Names are loaded when they are first used, so
-that a service which only writes needs neither Spark nor Redis.
+Services need no deeper import than this package and `tidemark.errors`. A name is loaded when it is first used, so that
+a service which only writes needs no library of those that read; where one is missing, `errors.ExtraMissing` (also an
+`ImportError`) says which extra brings it.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from tidemark.sinks.reader import AsyncPositions, AsyncReader, Positions, Reader, Table, Token
-    from tidemark.sources.writer import AsyncWriter, Direction, Stream, Writer
+from tidemark import errors
 
-_HOMES = {
-    "AsyncPositions": "tidemark.sinks.reader",
-    "AsyncReader": "tidemark.sinks.reader",
-    "AsyncWriter": "tidemark.sources.writer",
-    "Direction": "tidemark.sources.writer",
-    "Positions": "tidemark.sinks.reader",
-    "Reader": "tidemark.sinks.reader",
-    "Stream": "tidemark.sources.writer",
-    "Table": "tidemark.sinks.reader",
-    "Token": "tidemark.sinks.reader",
-    "Writer": "tidemark.sources.writer",
-}
+if TYPE_CHECKING:
+    from tidemark.sinks.reader import (
+        ZERO,
+        Advance,
+        AsyncFollow,
+        AsyncPositions,
+        AsyncReader,
+        Event,
+        Evidence,
+        Follow,
+        Late,
+        LateLost,
+        LinearMove,
+        Order,
+        Place,
+        Positions,
+        ReadBatch,
+        Reader,
+        Recovering,
+        Reread,
+        Standing,
+        Table,
+        Token,
+        interval_text,
+        parse_intervals,
+    )
+    from tidemark.sinks.redis.client import RedisAddress
+    from tidemark.sources.kafka import KafkaConnection, OAuth
+    from tidemark.sources.writer import AsyncFacts, AsyncWriter, Direction, Facts, Stream, Writer
 
 __all__ = [
+    "ZERO",
+    "Advance",
+    "AsyncFacts",
+    "AsyncFollow",
     "AsyncPositions",
     "AsyncReader",
     "AsyncWriter",
     "Direction",
+    "Event",
+    "Evidence",
+    "Facts",
+    "Follow",
+    "KafkaConnection",
+    "Late",
+    "LateLost",
+    "LinearMove",
+    "OAuth",
+    "Order",
+    "Place",
     "Positions",
+    "ReadBatch",
     "Reader",
+    "Recovering",
+    "RedisAddress",
+    "Reread",
+    "Standing",
     "Stream",
     "Table",
     "Token",
     "Writer",
+    "errors",
+    "interval_text",
+    "parse_intervals",
 ]
 
+_WRITER = {"AsyncFacts", "AsyncWriter", "Direction", "Facts", "Stream", "Writer"}
+_HOMES = {
+    "KafkaConnection": "tidemark.sources.kafka",
+    "OAuth": "tidemark.sources.kafka",
+    "RedisAddress": "tidemark.sinks.redis.client",
+    **dict.fromkeys(_WRITER, "tidemark.sources.writer"),
+}
 
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+
+def _load(name: str) -> object:
+    """The value of a name in `__all__`. Raises `errors.ExtraMissing` where a library that it needs is not installed."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    home = _HOMES.get(name, "tidemark.sinks.reader")
+    try:
+        found: object = getattr(import_module(home), name)
+    except ModuleNotFoundError as error:
+        extra = "writer" if home.startswith("tidemark.sources") else "reader"
+        raise errors.ExtraMissing.instead_of(error, f"{__name__}.{name}", extra) from error
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:
     return __all__
+
+
+if not TYPE_CHECKING:
+    __getattr__ = _load  # type checkers would take it for a promise that any name exists

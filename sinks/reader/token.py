@@ -11,7 +11,7 @@ On a backward stream the same reads `first:-1--7:-9`. A name may hold colons, co
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Self
@@ -19,7 +19,6 @@ from urllib.parse import unquote
 
 from tidemark.streaming.direction import beyond, farther, nearer
 from tidemark.streaming.errors import BadToken
-from tidemark.streaming.intervals import Intervals
 
 _ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
 _ESCAPE = re.compile(r"%(25|7E)")
@@ -135,24 +134,26 @@ def _check_direction(a: Token, b: Token) -> None:
 _SPAN = re.compile(r"(-?[0-9]+)(?:-(-?[0-9]+))?")
 
 
-def interval_text(sets: Mapping[str, Intervals], sign: int = 1) -> str:
-    """Print the sets of magnitudes; `sign` is -1 for a backward stream. Writers are sorted; empty sets are left out."""
-    return ",".join(
-        ":".join((_escaped(writer), *(_span(low + 1, high, sign) for low, high in ids)))
-        for writer, ids in sorted(sets.items())
-        if len(ids)
-    )
+def interval_text(sets: Mapping[str, Iterable[tuple[int, int]]], sign: int = 1) -> str:
+    """Print sets of magnitudes, each as `parse_intervals` gives them; `sign` is -1 for a backward stream.
+
+    Writers are sorted; empty sets are left out.
+    """
+    spans = {writer: [_span(low + 1, high, sign) for low, high in ids] for writer, ids in sorted(sets.items())}
+    return ",".join(":".join((_escaped(writer), *listed)) for writer, listed in spans.items() if listed)
 
 
-def parse_intervals(text: str) -> dict[str, Intervals]:
-    """The sets of magnitudes that `text` names. Raises `BadToken` where it cannot be read or mixes signs."""
-    sets: dict[str, Intervals] = {}
+def parse_intervals(text: str) -> dict[str, list[tuple[int, int]]]:
+    """The sets of magnitudes that `text` names: sorted intervals `(low, high]` that do not touch.
+
+    Raises `BadToken` where it cannot be read or mixes signs.
+    """
+    sets: dict[str, list[tuple[int, int]]] = {}
     signs: set[bool] = set()
     for part in text.split(",") if text else ():
         name, *spans = part.split(":")
         if not name or not spans:
             raise BadToken(text, f"{part!r} is not a writer's name and its ranges, such as first:1-7:9")
-        pairs = []
         for span in spans:
             found = _SPAN.fullmatch(span)
             if not found:
@@ -161,10 +162,18 @@ def parse_intervals(text: str) -> dict[str, Intervals]:
             signs |= {low < 0, high < 0}
             if not 0 < abs(low) <= abs(high) < 2**63 or len(signs) > 1:
                 raise BadToken(text, f"{span!r} does not ascend from an ID to another of the same sign")
-            pairs.append((abs(low) - 1, abs(high)))
-        writer = unquote(name)
-        sets[writer] = Intervals.of(pairs).union(sets.get(writer, Intervals.of(())))
-    return sets
+            sets.setdefault(unquote(name), []).append((abs(low) - 1, abs(high)))
+    return {writer: _disjoint(intervals) for writer, intervals in sets.items()}
+
+
+def _disjoint(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for low, high in sorted(intervals):
+        if merged and low <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(high, merged[-1][1])
+        else:
+            merged.append((low, high))
+    return merged
 
 
 def _span(low: int, high: int, sign: int) -> str:

@@ -3,13 +3,9 @@ import subprocess
 import sys
 import time
 
-import click
 import pytest
 
-from tidemark.app.cli import main
 from tidemark.app.settings import child_environment
-
-COMMANDS = [name for name, command in main.commands.items() if not isinstance(command, click.Group)]
 
 
 def _tidemark(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
@@ -21,11 +17,11 @@ def _tidemark(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
 def test_help_lists_every_command() -> None:
     """The help is the index of what a person can do."""
     done = _tidemark("--help")
-    for command in main.commands:
+    for command in ("config", "listen", "migrate", "pipeline", "produce", "simulate", "status", "up"):
         assert f"  {command} " in done.stdout
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ["config", "listen", "migrate", "pipeline", "produce", "simulate", "status", "up"])
 def test_wrong_setting_is_told_in_one_line(command: str) -> None:
     """A wrong value ends any command with exit code 2 and one line, without a stack trace."""
     done = _tidemark(command, TIDEMARK_UP_REDIS_PORT="many")
@@ -61,8 +57,8 @@ def test_ctrl_c_ends_without_a_stack_trace() -> None:
     wait = "lambda: (print('here', flush=True), time.sleep(60))"
     # A shell starts its background jobs deaf to Ctrl-C, and this test may run in one.
     hear = "signal.signal(signal.SIGINT, signal.default_int_handler)"
-    begin = f"import signal, time; from tidemark.app.cli import main; {hear}"
-    program = f"{begin}; main.command('wait')({wait}); main(['wait'])"
+    run = f"from tidemark.app.cli import main; main.command('wait')({wait}); main(['wait'])"
+    program = f"import signal, time; {hear}; {run}"
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
