@@ -6,7 +6,6 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
 from tidemark.app import metrics
-from tidemark.app.read_side import metrics as lines
 from tidemark.app.read_side import metrics as sidecar
 from tidemark.sources.writer.metrics import WriterMetrics
 
@@ -28,7 +27,7 @@ def page() -> str:
         "",
         "[The sidecar](sidecar.md) serves them beside its answers, at `/metrics`.",
         "",
-        *_table(_rows([*vars(sidecar).values(), *vars(lines).values()])),
+        *_table(_rows(vars(sidecar).values())),
         "",
         "## The writer's library",
         "",
