@@ -64,7 +64,10 @@ class Topics:
             raise kafka_error(error.args[0], self._where) from error
 
     def create_missing(self, wanted: Iterable[TopicPlan]) -> list[str]:
-        """Make what does not exist, with the brokers' own replication factor; the names of the topics made."""
+        """Make what does not exist, with the brokers' own replication factor.
+
+        The names of the topics that this call made; what another process made at the same moment is not among them.
+        """
         # Asked first, and not just tried: a user without the right to create may still use topics that exist.
         missing = {plan.name: plan for plan in wanted if not self._exists(plan.name)}
         if not missing:
@@ -73,12 +76,13 @@ class Topics:
             NewTopic(plan.name, num_partitions=plan.partitions, replication_factor=-1, config=plan.settings())
             for plan in missing.values()
         ]
-        self._ask(
+        answers = self._ask(
             lambda patience: self._admin.create_topics(topics, request_timeout=patience),
-            expected=KafkaError.TOPIC_ALREADY_EXISTS,  # another process was quicker
+            # Another process was quicker, or the broker that was asked had not heard of the topic yet.
+            expected=KafkaError.TOPIC_ALREADY_EXISTS,
         )
         self._wait_until_known(missing)
-        return list(missing)
+        return [name for name in missing if not isinstance(answers[name], KafkaError)]
 
     def describe(self, names: Iterable[str]) -> dict[str, TopicState]:
         """The topics as they are now, in the order of `names`. Raises `TopicMissing` for the first that is absent."""

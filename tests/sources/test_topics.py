@@ -1,6 +1,9 @@
 """What a real broker says of topics, and what it says when it does not let us in."""
 
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from confluent_kafka import Producer, TopicCollection
@@ -70,6 +73,19 @@ def test_a_compacted_topic_is_found_out(connection: KafkaConnection, prefix: str
     assert topics.create_missing([TopicPlan(prefix, 1, 1000)]) == []
     with pytest.raises(TopicCompacted):
         require_uncompacted(topics.describe([prefix]))
+
+
+def test_of_several_that_start_at_once_one_made_the_topic(connection: KafkaConnection, prefix: str) -> None:
+    """All ask for it before any has made it: the others go on with what is there, and do not call it theirs."""
+    all_asked = threading.Barrier(4)
+
+    def wanted() -> Iterator[TopicPlan]:
+        yield TopicPlan(prefix, 1, 1000)
+        all_asked.wait(10)
+
+    with ThreadPoolExecutor(4) as several:
+        started = [several.submit(Topics(connection).create_missing, wanted()) for _ in range(4)]
+        assert sorted(one.result() for one in started) == [[], [], [], [prefix]]
 
 
 def test_a_missing_topic_is_named(connection: KafkaConnection, prefix: str) -> None:
