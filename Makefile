@@ -33,13 +33,13 @@ up: setup ## Run the whole local stack without the demo, for facts of your own
 	@exec $(BIN)/tidemark up
 
 ##@ Check
+.PHONY: test-unit
+test-unit: setup ## Run the tests that need no server
+	$(BIN)/pytest -m "not server" -n logical --maxprocesses 4 --durations 10
+
 .PHONY: test
 test: setup ## Run every test, in three processes with servers of their own
 	$(BIN)/pytest -n 3 --dist worksteal --durations 30
-
-.PHONY: test-quick
-test-quick: setup ## Run the tests that take less than about five seconds each
-	$(BIN)/pytest -m "not slow"
 
 .PHONY: cluster-test
 cluster-test: setup ## Run the pipeline on a Spark cluster of two workers, one of which dies (a minute and a half; needs unshare)

@@ -48,7 +48,9 @@ def behind_sentinel(watched: Watched) -> RedisAddress:
     return RedisAddress(f"redis+sentinel://127.0.0.1:{watched.sentinel.port}/main/0")
 
 
-@pytest.fixture(params=["secured", "clustered", "behind_sentinel"])
+@pytest.fixture(
+    params=[pytest.param(form, marks=pytest.mark.redis) for form in ("secured", "clustered", "behind_sentinel")]
+)
 def address(request: pytest.FixtureRequest) -> RedisAddress:
     found: RedisAddress = request.getfixturevalue(request.param)
     return found

@@ -1,7 +1,6 @@
 """The live page in a real Chromium, on a real sidecar with real servers behind it."""
 
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from msgspec.structs import replace
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.app.sidecar.given import At, Client, moved, sidecar
+from tests.needs import CHROMIUM, chromium
 from tests.sinks.given import batch, rejected
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.sidecar.service import SidecarServers
@@ -19,15 +19,14 @@ from tidemark.app.sidecar.site import SiteConfig
 from tidemark.app.stack.server import free_port
 from tidemark.streaming.effects import LateCompletion
 
-CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 PATIENCE = 15_000  # ms
 
 
 # Not longer than this module: Playwright keeps an event loop running in this thread, where others begin theirs.
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    path = next(filter(None, map(shutil.which, CHROMIUM)), None)
-    assert path, "no Chromium here: apt-get install --no-install-recommends chromium"
+    path = chromium()
+    assert path, str(CHROMIUM)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])  # root in CI
         yield browser

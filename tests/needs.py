@@ -1,0 +1,143 @@
+"""What tests need beside Python: servers, by which they are marked, and programs of the machine, which may be missing.
+
+A test has the markers of the servers that its fixtures start, and `server` for any of them; one that starts a server in
+another way has a marker by hand, and fails without it. A test whose program is missing is skipped, which the first line
+of the run and the last say, with what to install; where `CI=true` nothing is skipped, and the test fails.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tidemark.app.settings import Settings
+from tidemark.streaming.spark import JavaUnfit, find_java
+
+SERVERS = {
+    "jvm": {"java"},
+    "kafka": {"kafka", "guarded_kafka"},
+    "postgres": {"postgres"},
+    "redis": {"redis_server", "redis_cluster", "watched"},
+    "spark": {"spark", "connector_jars"},
+    "browser": {"browser"},
+    "stack": {"terminal"},
+}
+"""The fixtures that start a server, by marker; `connector_jars` are what every pipeline process is started with."""
+
+ANY = "server"
+INSTALL = "apt-get install --no-install-recommends"
+PROGRAMS = {"java", "spark-submit", "postgres", "redis-server", "chromium"}
+
+
+def chromium() -> str | None:
+    """The path of a browser that Playwright can drive."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def _java() -> bool:
+    try:
+        find_java(Settings().java_home)
+    except JavaUnfit:
+        return False
+    return True
+
+
+def _other_user() -> bool:
+    """Whether Postgres, which does not run as root, can be run as another user."""
+    return os.geteuid() != 0 or shutil.which("setpriv") is not None
+
+
+@dataclass(frozen=True)
+class Need:
+    """A program that the tests with one of `fixtures` cannot do without."""
+
+    program: str
+    package: str
+    fixtures: frozenset[str]
+    met: Callable[[], bool]
+
+    def __str__(self) -> str:
+        return f"no {self.program} here: {INSTALL} {self.package}"
+
+
+CHROMIUM = Need("Chromium", "chromium", frozenset({"browser"}), lambda: chromium() is not None)
+NEEDS = (
+    CHROMIUM,
+    Need("Java 17 or newer", "openjdk-17-jre-headless", frozenset({"java"}), _java),
+    Need("setpriv for root", "util-linux", frozenset({"postgres", "terminal"}), _other_user),
+)
+
+_missing = pytest.StashKey[Sequence[Need]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for server, fixtures in SERVERS.items():
+        config.addinivalue_line("markers", f"{server}: starts it, by the fixture {' or '.join(sorted(fixtures))}")
+    config.addinivalue_line("markers", f"{ANY}: starts any server")
+    strict = os.environ.get("CI") == "true"
+    config.stash[_missing] = [] if strict else [need for need in NEEDS if not need.met()]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        used = set(getattr(item, "fixturenames", ()))
+        for server, fixtures in SERVERS.items():
+            if used & fixtures:
+                item.add_marker(server)
+        if any(item.get_closest_marker(server) for server in SERVERS):
+            item.add_marker(ANY)
+        for need in config.stash[_missing]:
+            if used & need.fixtures:
+                item.add_marker(pytest.mark.skip(reason=str(need)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test without a marker would be run where no server is wanted: it may not start one."""
+    _unmarked.extend([] if item.get_closest_marker(ANY) else [item.nodeid])
+    try:
+        return (yield)
+    finally:
+        _unmarked.clear()
+
+
+_unmarked: list[str] = []
+
+
+def _refuse_servers(event: str, arguments: tuple[object, ...]) -> None:
+    if event != "subprocess.Popen" or not _unmarked:
+        return
+    for word in arguments[1]:  # type: ignore[attr-defined]
+        program = Path(os.fsdecode(word))
+        # A script that a test made is no server.
+        if program.name in PROGRAMS and not any(part.startswith("pytest-") for part in program.parts):
+            pytest.fail(f"it starts {program.name}: mark it ({', '.join(SERVERS)})")
+
+
+sys.addaudithook(_refuse_servers)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest's own first line
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not session.config.option.markexpr:  # with one it may be that nothing is skipped: the last line knows
+        _tell(session.config, session.config.stash[_missing])
+
+
+@pytest.hookimpl(trylast=True)  # after its last one
+def pytest_unconfigure(config: pytest.Config) -> None:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    skipped = str([report.longrepr for report in reporter.stats.get("skipped", ())]) if reporter else ""
+    _tell(config, [need for need in config.stash[_missing] if str(need) in skipped])
+
+
+def _tell(config: pytest.Config, missing: Sequence[Need]) -> None:
+    """In one line, and not by a run's workers."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if missing and reporter is not None and not hasattr(config, "workerinput"):
+        programs, packages = ([getattr(it, name) for it in missing] for name in ("program", "package"))
+        said = f"Tests are skipped for want of {', '.join(programs)}: {INSTALL} {' '.join(packages)}"
+        reporter.write_line(said, yellow=True, bold=True)
