@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tidemark.streaming.effects import ShardEffects, StreamEffects, WriterAdvance
-from tidemark.streaming.runs import Rejected
+from tidemark.streaming.model import Rejected
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import structlog
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
 from tidemark.streaming.errors import Refused, TidemarkError, TopicMissing, Unavailable
-from tidemark.streaming.runs import Rejected
+from tidemark.streaming.model import Rejected
 
 Headers = Sequence[tuple[str, Any]]
 

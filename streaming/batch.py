@@ -28,8 +28,8 @@ from tidemark.streaming.effects import (
     summarize,
 )
 from tidemark.streaming.intervals import Ids
-from tidemark.streaming.model import Bounds, Changes, LateRange, Reason
-from tidemark.streaming.runs import BatchRows, Marker, MarkerKind, PackedRun, Packet, Rejected, Run
+from tidemark.streaming.model import Bounds, Changes, LateRange, Reason, Rejected
+from tidemark.streaming.runs import BatchRows, Marker, MarkerKind, PackedRun, Packet, Run
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import HeldRows, Mark
 

@@ -28,9 +28,9 @@ from tidemark.streaming.decode import ROW, Decoder, Edges
 from tidemark.streaming.frames import Frames, Incarnation
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.link import link
-from tidemark.streaming.model import shard_of
+from tidemark.streaming.model import Rejected, shard_of
 from tidemark.streaming.records import Topic
-from tidemark.streaming.runs import BatchRows, Marker, MarkerKind, PackedRun, Packet, Rejected, Unread
+from tidemark.streaming.runs import BatchRows, Marker, MarkerKind, PackedRun, Packet, Unread
 
 PACKETS = pa.schema([("shard", pa.int32()), ("packet", pa.binary())])
 

@@ -6,10 +6,14 @@ Equal input gives equal bytes: lists are sorted, and the only clock is the batch
 A stream for people: what is pending, which gap is the oldest, whom the line waits for. Pure.
 """
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
-from tidemark.streaming.runs import Rejected
-from tidemark.streaming.stream import StreamState
+from tidemark.streaming.model import Rejected
+
+if TYPE_CHECKING:
+    from tidemark.streaming.stream import StreamState  # numpy's, which a service that only reads does not have
 
 
 class WriterAdvance(msgspec.Struct, array_like=True, frozen=True):
@@ -179,7 +183,7 @@ def decode(data: bytes) -> ShardEffects:
     return _decoder.decode(data)
 
 
-def blockers(stream: StreamState) -> list[Blocker]:
+def blockers(stream: "StreamState") -> list[Blocker]:
     """Everything that holds a position of `stream` back, longest first. IDs come out signed."""
     sign = -1 if stream.direction < 0 else 1
     gaps = [
@@ -193,7 +197,7 @@ def blockers(stream: StreamState) -> list[Blocker]:
     return sorted([*gaps, *strangers], key=lambda blocker: (blocker.since, blocker.writer))
 
 
-def summarize(stream: StreamState) -> Summary:
+def summarize(stream: "StreamState") -> Summary:
     found = blockers(stream)
     chains = [writer.chain for writer in stream.writers.values()] + [held.chain for held in stream.held.values()]
     return Summary(
@@ -206,7 +210,7 @@ def summarize(stream: StreamState) -> Summary:
     )
 
 
-def _awaited(stream: StreamState) -> str | None:
+def _awaited(stream: "StreamState") -> str | None:
     active = {name: writer.floor for name, writer in sorted(stream.writers.items()) if writer.retired is None}
     if stream.held or not active or max(active.values()) <= stream.line.position:
         return None

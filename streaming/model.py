@@ -13,6 +13,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 from zlib import crc32
 
+import msgspec
+
 if TYPE_CHECKING:
     from tidemark.streaming.intervals import Ids  # numpy's, which a service that only writes does not have
 
@@ -53,6 +55,19 @@ class Reason(StrEnum):
     WRONG_PARTITION = "wrong_partition"
     PENDING_OVERFLOW = "pending_overflow"
     HELD_OVERFLOW = "held_overflow"
+
+
+class Rejected(msgspec.Struct, array_like=True, frozen=True):
+    """Records that go to the dead letters unchanged; `offsets` are little-endian int64, ascending."""
+
+    topic: str
+    partition: int
+    reason: str
+    offsets: bytes
+
+    @property
+    def records(self) -> int:
+        return len(self.offsets) // 8
 
 
 def shard_of(stream: str, shards: int) -> int:

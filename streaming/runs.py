@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from tidemark.streaming.chain import Evidence
 from tidemark.streaming.intervals import Ids
+from tidemark.streaming.model import Rejected
 
 
 class Kind(IntEnum):
@@ -83,19 +84,6 @@ class Marker(msgspec.Struct, array_like=True, frozen=True):
     why: str | None
     offset: int
     time: int
-
-
-class Rejected(msgspec.Struct, array_like=True, frozen=True):
-    """Records that go to the dead letters unchanged; `offsets` are little-endian int64, ascending."""
-
-    topic: str
-    partition: int
-    reason: str
-    offsets: bytes
-
-    @property
-    def records(self) -> int:
-        return len(self.offsets) // 8
 
 
 class Unread(msgspec.Struct, array_like=True, frozen=True):

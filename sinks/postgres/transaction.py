@@ -17,7 +17,7 @@ from tidemark.sinks.postgres.advances import settled, standing, write_advances, 
 from tidemark.sinks.postgres.lease import session_name
 from tidemark.sinks.postgres.session import Connection, execute
 from tidemark.streaming.errors import LeaseLost
-from tidemark.streaming.runs import Rejected
+from tidemark.streaming.model import Rejected
 
 _decoder = msgspec.msgpack.Decoder(list[Rejected])
 

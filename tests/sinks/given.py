@@ -10,7 +10,7 @@ import numpy as np
 from tidemark.sinks.batch import Batch
 from tidemark.sinks.redis.publish import key
 from tidemark.streaming.effects import Progress, ShardEffects, StreamEffects, Summary, WriterAdvance, WriterRow
-from tidemark.streaming.runs import Rejected
+from tidemark.streaming.model import Rejected
 
 NOW = 1_790_000_000_000  # ms; some day in 2026
 

@@ -22,7 +22,8 @@ from tests.streaming.builders import (
     skip,
 )
 from tidemark.streaming import effects
-from tidemark.streaming.runs import Packet, Rejected
+from tidemark.streaming.model import Rejected
+from tidemark.streaming.runs import Packet
 
 
 def test_order_comes_from_offsets_and_not_from_arrival() -> None:
