@@ -1,6 +1,6 @@
 """One batch of one shard: packets in, effects and new states out. Pure; no Spark.
 
-Restores each stream's total order from offsets, cuts it into the stretches that `positions` wants, and feeds it.
+Restores each stream's total order from offsets, cuts it into the segments that `positions` wants, and feeds it.
 Operators' records come after the facts of the same batch: the control topic has no order against them
 (docs/design.md 3), and what the facts settle needs no force.
 """
@@ -136,14 +136,14 @@ class StreamBatch:
         self.stream.keep_within(self._bounds, self.changes)
 
     def _feed_facts(self, topic: str, partition: int, items: list[Fact], unread: list[int]) -> None:
-        for stretch, marker in _stretches(items):
-            runs = [Run.unpack(item) for item in stretch if isinstance(item, PackedRun)]
+        for segment, marker in _segments(items):
+            runs = [Run.unpack(item) for item in segment if isinstance(item, PackedRun)]
             rows = [
                 HeldRows(item.writer, item.epoch, _offsets(item), item.first_offset)
-                for item in stretch
+                for item in segment
                 if isinstance(item, BatchRows)
             ]
-            if stretch:
+            if segment:
                 self.stream.complete(runs, rows, self._bounds, self.changes)
             if marker is not None:
                 if before := bisect_left(unread, marker.offset):
@@ -245,20 +245,20 @@ class StreamBatch:
         )
 
 
-def _stretches(
+def _segments(
     items: list[Fact],
 ) -> Iterator[tuple[list[PackedRun | BatchRows], Marker | None]]:
     """Runs and rows up to each marker, in the order of their offsets; compaction lets none span a marker."""
     ordered = sorted(items, key=lambda item: item.offset if isinstance(item, Marker) else item.first_offset)
-    stretch: list[PackedRun | BatchRows] = []
+    segment: list[PackedRun | BatchRows] = []
     for item in ordered:
         if isinstance(item, Marker):
-            yield stretch, item
-            stretch = []
+            yield segment, item
+            segment = []
         else:
-            stretch.append(item)
-    if stretch:
-        yield stretch, None
+            segment.append(item)
+    if segment:
+        yield segment, None
 
 
 def _merged(ranges: list[LateRange]) -> list[LateRange]:

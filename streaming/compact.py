@@ -6,7 +6,7 @@ in, and nothing loops over records but the decoder. Repeating a task repeats its
 
 Packs the decoded records of one Kafka partition: edges linked to runs, rows and markers, per shard.
 
-An incarnation's records are cut into *stretches* by the JOIN and RETIRE records of its stream, so that a run lies
+An incarnation's records are cut into *segments* by the JOIN and RETIRE records of its stream, so that a run lies
 between two of them; and where offsets of a run would be too far apart for the 32 bits that it has for them.
 Loops here are over runs, markers and incarnations; over records only numpy does.
 """
@@ -95,11 +95,11 @@ def pack(topic: str, partition: int, columns: Decoder, shards: int) -> dict[int,
         incarnations, ranks = columns.incarnations.ranked()
         shard = {stream: shard_of(stream, shards) for stream, _, _ in incarnations}
         edges = replace(edges, incarnations=ranks[edges.incarnations])
-        stretches = _stretches(edges, incarnations, markers)
+        segments = _segments(edges, incarnations, markers)
         is_row = edges.kinds == ROW
-        for rows in _rows(edges.where(is_row), stretches[is_row], incarnations):
+        for rows in _rows(edges.where(is_row), segments[is_row], incarnations):
             packet_of(shard[rows.stream]).rows.append(rows)
-        for run in _runs(edges.where(~is_row), stretches[~is_row], incarnations):
+        for run in _runs(edges.where(~is_row), segments[~is_row], incarnations):
             packet_of(shard[run.stream]).runs.append(run)
 
     for reason, offsets in sorted(columns.rejected.items()):
@@ -142,7 +142,7 @@ def _marker(record: records.Marker, offset: int, time: int) -> Marker:
     )
 
 
-def _stretches(edges: Edges, incarnations: list[Incarnation], markers: list[Marker]) -> Ids:
+def _segments(edges: Edges, incarnations: list[Incarnation], markers: list[Marker]) -> Ids:
     """For each edge the number of cuts before it: by JOIN and RETIRE of its stream, and by blocks of offsets."""
     blocks: Ids = (edges.offsets - edges.offsets[0]) >> OFFSET_BITS
     places = {stream: place for place, (stream, _, _) in enumerate(incarnations)}
@@ -158,10 +158,10 @@ def _stretches(edges: Edges, incarnations: list[Incarnation], markers: list[Mark
     return blocks + passed
 
 
-def _rows(rows: Edges, stretches: Ids, incarnations: list[Incarnation]) -> Iterator[BatchRows]:
+def _rows(rows: Edges, segments: Ids, incarnations: list[Incarnation]) -> Iterator[BatchRows]:
     if not len(rows.ids):
         return
-    groups = rows.incarnations * (stretches.max() + 1) + stretches
+    groups = rows.incarnations * (segments.max() + 1) + segments
     order = np.argsort(groups, kind="stable")
     offsets, groups = rows.offsets[order], groups[order]
     firsts = np.flatnonzero(np.concatenate(([True], groups[1:] != groups[:-1])))
@@ -171,11 +171,11 @@ def _rows(rows: Edges, stretches: Ids, incarnations: list[Incarnation]) -> Itera
         yield BatchRows(stream, writer, epoch, _packed(offsets[first:stop] - low, "<u4"), low, high)
 
 
-def _runs(edges: Edges, stretches: Ids, incarnations: list[Incarnation]) -> Iterator[PackedRun]:
+def _runs(edges: Edges, segments: Ids, incarnations: list[Incarnation]) -> Iterator[PackedRun]:
     if not len(edges.ids):
         return
     prevs, ids, backward = np.abs(edges.prevs), np.abs(edges.ids), edges.ids < 0
-    groups = (edges.incarnations * 2 + backward) * (stretches.max() + 1) + stretches
+    groups = (edges.incarnations * 2 + backward) * (segments.max() + 1) + segments
     chains = link(groups, prevs, ids)
     order, firsts = chains.order, chains.firsts
     stops = np.append(firsts[1:], len(order))

@@ -1,9 +1,9 @@
 """Links edges into chains: which edges of a group follow one another exactly. numpy on whole arrays; magnitudes only.
 
-A *group* is what may share a run: one incarnation, direction and stretch. A chain joins edges whatever their offsets,
+A *group* is what may share a run: one incarnation, direction and segment. A chain joins edges whatever their offsets,
 so a reader that feeds chains by their first offset does not feed edges as they arrived. That changes nothing:
 
-- Edges of a group that do not overlap settle different IDs, and within a stretch such edges commute.
+- Edges of a group that do not overlap settle different IDs, and within a segment such edges commute.
 - Of exactly equal edges the first to arrive must count and the others be duplicates. The k-th occurrence of an edge
   lies in layer k, and chains stay within a layer. A chain of a later layer has its twins in one chain of the layer
   before, each of which arrived earlier; so that chain has the lower first offset and is fed before.

@@ -2,7 +2,7 @@
 
 A run is a chain of edges of one writer and one epoch (docs/design.md 5): edge `i` is `(ids[i-1], ids[i]]`, the first
 one `(start, ids[0]]`. IDs are magnitudes here and in everything behind; `backward` keeps the sign. All edges of a run
-lie in one *stretch*: between two neighbouring JOIN or RETIRE records of the stream.
+lie in one *segment*: between two neighbouring JOIN or RETIRE records of the stream.
 
 A run in memory: a chain of edges of one writer and one epoch, as arrays. Pure; magnitudes only.
 """

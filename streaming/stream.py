@@ -4,8 +4,8 @@ Pure: no Spark, no I/O, no clock of its own; magnitudes only, the sign lives at 
 raises for what a writer sent: each record is counted as applied, held, duplicate, late or one of several rows, or it
 is rejected with its reason (docs/design.md, rule 5).
 
-Records come in *stretches*: `complete` takes the edges between two neighbouring JOIN or RETIRE records of the stream,
-then `join`, `retire` or `skip` takes the marker. Inside a stretch the order of arrival does not matter but for two
+Records come in *segments*: `complete` takes the edges between two neighbouring JOIN or RETIRE records of the stream,
+then `join`, `retire` or `skip` takes the marker. Inside a segment the order of arrival does not matter but for two
 things, which the offsets decide: who was first on a new stream, and what came before a writer that never joined.
 """
 
@@ -53,7 +53,7 @@ class StreamState:
         return max([self.line.position, *(chain.reach for chain in chains)])
 
     def complete(self, runs: Sequence[Run], rows: Sequence[HeldRows], bounds: Bounds, changes: Changes) -> None:
-        """Feed the edges and rows of one stretch."""
+        """Feed the edges and rows of one segment."""
         known, strange = self._sort_out(runs, rows, changes)
         if strange and not self.held:
             # What came before the first record of an unknown writer may still move the line; what came after may not.
