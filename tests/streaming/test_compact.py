@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.streaming import naive_compaction as naive
-from tests.streaming.naive_compaction import CONTROL, FACTS, Message, message
-from tests.streaming.test_wire import BAD, GOOD
+from tests.streaming import naive_compact as naive
+from tests.streaming.naive_compact import CONTROL, FACTS, Message, message
+from tests.streaming.test_records import BAD, GOOD
 from tidemark.streaming import records
 from tidemark.streaming.compact import compactor
 from tidemark.streaming.model import Reason, shard_of
@@ -197,7 +197,7 @@ def test_a_join_cuts_the_runs_of_all_writers_of_its_stream() -> None:
         ]
     )
     lengths = sorted(
-        (group.stream, group.writer, group.stretch, len(chain)) for group, chain, *_ in compacted(log).runs
+        (group.stream, group.writer, group.segment, len(chain)) for group, chain, *_ in compacted(log).runs
     )
     assert lengths == [
         ("caches", "a", 0, 2),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tests.streaming.builders import Shard
-from tests.streaming.naive_compaction import CONTROL, FACTS, Message, arrow, message
+from tests.streaming.naive_compact import CONTROL, FACTS, Message, arrow, message
 from tidemark.streaming import records
 from tidemark.streaming.compact import compactor
 from tidemark.streaming.effects import StreamEffects

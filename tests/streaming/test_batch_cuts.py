@@ -126,7 +126,7 @@ def test_where_a_log_is_cut_into_batches_does_not_matter(log: list[Record], some
 def test_records_that_come_again_change_nothing(
     log: list[Record], where: list[int], again: list[tuple[int, int]]
 ) -> None:
-    """Rule 5: a stretch of the log that is produced twice is counted as duplicates and zombies, and moves nothing."""
+    """Rule 5: a part of the log that is produced twice is counted as duplicates and zombies, and moves nothing."""
     shard = Shard()
     for batch in cut(log, where):
         shard.feed(*(item.record for item in batch))

@@ -64,7 +64,7 @@ class Group:
     writer: str
     epoch: int
     backward: bool
-    stretch: int
+    segment: int
 
 
 Chain = tuple[Edge, ...]
@@ -83,7 +83,7 @@ class Compacted:
 def compact(messages: Iterable[Message]) -> Compacted:
     """All of one topic and partition, ascending by offset."""
     result = Compacted()
-    stretches: dict[str, int] = defaultdict(int)
+    segments: dict[str, int] = defaultdict(int)
     groups: dict[Group, list[Edge]] = defaultdict(list)
     rejected: dict[str, list[int]] = defaultdict(list)
     times: dict[int, int] = {}
@@ -94,16 +94,16 @@ def compact(messages: Iterable[Message]) -> Compacted:
         except BadRecord as bad:
             rejected[bad.reason].append(message.offset)
             continue
-        stretch = stretches[record.stream]
+        segment = segments[record.stream]
         if isinstance(record, records.Marker):
             result.markers.append(_marker(record, message))
-            stretches[record.stream] += not isinstance(record, records.Skip)
+            segments[record.stream] += not isinstance(record, records.Skip)
         elif isinstance(record.id, str):
-            result.rows.add((record.stream, record.writer, record.epoch, stretch, message.offset))
+            result.rows.add((record.stream, record.writer, record.epoch, segment, message.offset))
         else:
             prev = records.start(record) if isinstance(record, records.Rdata) else record.prev
             kind = Kind[str(record.__struct_config__.tag)]
-            group = Group(record.stream, record.writer, record.epoch, record.id < 0, stretch)
+            group = Group(record.stream, record.writer, record.epoch, record.id < 0, segment)
             groups[group].append(Edge(abs(prev), abs(record.id), kind, message.offset))
             times[message.offset] = message.time
     result.rejected = dict(rejected)
@@ -145,7 +145,7 @@ def chains(edges: list[Edge]) -> Iterator[Chain]:
 
 
 def unpack(packets: Iterable[Packet]) -> Compacted:
-    """What packets say, in the same form; stretches are counted anew from the markers."""
+    """What packets say, in the same form; segments are counted anew from the markers."""
     packets = list(packets)
     result = Compacted()
     cuts: dict[str, list[int]] = defaultdict(list)
@@ -155,13 +155,13 @@ def unpack(packets: Iterable[Packet]) -> Compacted:
         if marker.kind.name != "SKIP":
             cuts[marker.stream].append(marker.offset)
 
-    def stretch(stream: str, offset: int) -> int:
+    def segment(stream: str, offset: int) -> int:
         return sum(cut < offset for cut in cuts[stream])
 
     for run in (run for packet in packets for run in packet.runs):
         ids = np.frombuffer(run.ids, "<i8").tolist()
         offsets = _offsets(run.offsets, run.first_offset, run.last_offset)
-        (found,) = {stretch(run.stream, offset) for offset in offsets}
+        (found,) = {segment(run.stream, offset) for offset in offsets}
         group = Group(run.stream, run.writer, run.epoch, run.backward, found)
         kinds = [Kind(kind) for kind in run.kinds]
         chain = tuple(Edge(*edge) for edge in zip([run.start, *ids[:-1]], ids, kinds, offsets, strict=True))
@@ -169,7 +169,7 @@ def unpack(packets: Iterable[Packet]) -> Compacted:
     for rows in (rows for packet in packets for rows in packet.rows):
         offsets = _offsets(rows.offsets, rows.first_offset, rows.last_offset)
         assert offsets == sorted(offsets)
-        (found,) = {stretch(rows.stream, offset) for offset in offsets}
+        (found,) = {segment(rows.stream, offset) for offset in offsets}
         result.rows.update((rows.stream, rows.writer, rows.epoch, found, offset) for offset in offsets)
     for rejected in (rejected for packet in packets for rejected in packet.rejected):
         assert rejected.reason not in result.rejected
