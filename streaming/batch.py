@@ -14,6 +14,7 @@ from operator import attrgetter
 import numpy as np
 
 from tidemark.streaming import state
+from tidemark.streaming.changes import Changes, LateRange
 from tidemark.streaming.effects import (
     Forced,
     Gap,
@@ -28,7 +29,7 @@ from tidemark.streaming.effects import (
     summarize,
 )
 from tidemark.streaming.intervals import Ids
-from tidemark.streaming.model import Bounds, Changes, LateRange, Reason, Rejected
+from tidemark.streaming.model import Bounds, Reason, Rejected
 from tidemark.streaming.runs import BatchRows, Marker, MarkerKind, PackedRun, Packet, Run
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import HeldRows, Mark

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal
 
-from tidemark.streaming.intervals import Intervals
+from tidemark.streaming.intervals import EMPTY, Intervals
 
 # A chain of a writer that never joined: not even an edge from 0 joins it.
 NOWHERE = -1
+
+ANNOUNCED_KEPT = 32  # of each writer: a few bytes in its state; an older contradiction counts as a duplicate
 
 How = Literal["completed", "joined", "retired", "skipped"]
 
@@ -68,12 +70,14 @@ class Moves:
 @dataclass(slots=True)
 class Chain:
     """`refused` is the highest ID of an edge that was turned away although it may be true: what is open up to there may
-    hold facts, whatever its writer says later.
+    hold facts, whatever its writer says later. `empty` are the newest of the ranges that the writer declared to be
+    without facts (`ANNOUNCED_KEPT`): a fact that comes from there contradicts it (docs/design.md, rule 10).
     """
 
     position: int = 0
     pending: list[Span] = field(default_factory=list)
     refused: int = 0
+    empty: Intervals = EMPTY
     _prev: int = field(default=NOWHERE, init=False)
     _evidence: Evidence = field(default=NOTHING, init=False)
     _gaps: dict[int, tuple[int, int, int]] | None = field(default=None, init=False)  # by top, before the first change
@@ -154,6 +158,10 @@ class Chain:
             age = since if above is None else min(since, above.since)
             self.pending.insert(at, Span(prev, id, evidence, edges, age))
 
+    def declare_empty(self, ranges: Intervals) -> None:
+        """The writer says that it has no fact in `ranges`."""
+        self.empty = self.empty.union(ranges).highest(ANNOUNCED_KEPT)
+
     def cut_above(self, limit: int) -> list[Span]:
         """Take away what is settled beyond `limit` but not passed by the position; returns it, ascending.
 
@@ -163,6 +171,7 @@ class Chain:
         at = self._at(limit)
         gone = self.pending[at:]
         del self.pending[at:]
+        self.empty = self.empty.upto(max(limit, self.position))
         for span in gone:
             self._close(span.prev, "joined")
         if at and self.pending[at - 1].id > limit:
@@ -174,6 +183,7 @@ class Chain:
     def adopt(self, other: "Chain") -> None:
         """Take over the spans of a chain that had no position, as far as they are open here."""
         self.refused = max(self.refused, other.refused)
+        self.declare_empty(other.empty)
         for span in other.pending:
             for prev, id in self.missing(span.prev, span.id):
                 part = _part(span, prev, id)

@@ -11,9 +11,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tidemark.streaming.chain import NOTHING, Chain
-from tidemark.streaming.intervals import EMPTY, Ids, Intervals
-from tidemark.streaming.model import Changes, LateRange, Outcome, Reason, Why
+from tidemark.streaming.changes import Changes, Outcome, Why
+from tidemark.streaming.intervals import EMPTY, Intervals
+from tidemark.streaming.model import Reason
 from tidemark.streaming.runs import Kind, Mask, Run
+
+Completed = tuple[Run, Outcome]
+"""Edges that were settled now, or that come late, and how each of them is counted."""
 
 _NEW, _DUPLICATE, _CONFLICT = 0, 1, 2
 _CLEAR, _LATE, _ACROSS = 0, 1, 2
@@ -34,8 +38,8 @@ class Classifier:
     late: Intervals = EMPTY
     regressed: int = 0
 
-    def run(self, run: Run) -> Iterator[Ids]:
-        """Settle what is new in `run`; gives the IDs of the facts and voids that were accepted or late."""
+    def run(self, run: Run) -> Iterator[Completed]:
+        """Settle what is new in `run`; gives the parts of it that were accepted or late."""
         late = self.late.within(run.start, run.end)
         if not len(late):
             yield from self._clear(run)
@@ -55,7 +59,7 @@ class Classifier:
         for at in np.flatnonzero(standing == _ACROSS).tolist():
             yield from self._across(run.part(at, at + 1))
 
-    def _clear(self, run: Run) -> Iterator[Ids]:
+    def _clear(self, run: Run) -> Iterator[Completed]:
         covered = self.chain.covered(run.start, run.end)
         if not covered:
             yield from self._settle(run)
@@ -73,34 +77,42 @@ class Classifier:
                 standing[stop - 1] = _CONFLICT
         for part in run.parts(standing == _NEW):
             yield from self._settle(part)
-        self.changes.counts["duplicate"] += int(np.count_nonzero(standing == _DUPLICATE))
+        yield from self._repeated(run, standing == _DUPLICATE)
         if (standing == _CONFLICT).any():
             self._refuse(run, standing == _CONFLICT, Reason.CONFLICT)
 
-    def _settle(self, run: Run) -> Iterator[Ids]:
+    def _settle(self, run: Run) -> Iterator[Completed]:
         if len(self.chain.pending) >= self.spans and not self.chain.adjoins(run.start, run.end):
             self._refuse(run, np.ones(len(run), np.bool_), Reason.PENDING_OVERFLOW)
             return
         self.chain.settle(run.start, run.end, run.evidence(), len(run), "completed", self.changes.now)
+        self.chain.declare_empty(run.empty())
         self.changes.counts[self.outcome] += len(run)
-        yield run.completed()
+        yield run, self.outcome
+
+    def _repeated(self, run: Run, edges: Mask) -> Iterator[Completed]:
+        """Edges that are settled already: duplicates, but for a fact that its writer had declared not to be there."""
+        denied = edges & (run.kinds == Kind.RDATA) & self.chain.empty.contains(run.ids)
+        self.changes.counts["duplicate"] += int(np.count_nonzero(edges & ~denied))
+        for part in run.parts(denied):
+            self.chain.empty = self.chain.empty.difference(Intervals.from_ids(part.ids))
+            self.changes.be_denied(part)
+            yield part, "late"
 
     def _refuse(self, run: Run, edges: Mask, reason: Reason) -> None:
         self.changes.rejected.append((reason, np.sort(run.offsets[edges])))
         self.chain.refused = max(self.chain.refused, int(run.ids[edges][-1]))
 
-    def _late(self, run: Run) -> Iterator[Ids]:
-        completed, again = run.kinds != Kind.POSITION, run.ids <= self.regressed
-        self.changes.counts["late"] += int(np.count_nonzero(completed))
+    def _late(self, run: Run) -> Iterator[Completed]:
+        completed, again = run.completes, run.ids <= self.regressed
         self.changes.counts["duplicate"] += int(np.count_nonzero(~completed))
         reasons: list[tuple[Why, Mask]] = [("regressed", completed & again), ("skipped", completed & ~again)]
         for why, chosen in reasons:
             for part in run.parts(chosen):
-                facts = int(np.count_nonzero(part.kinds == Kind.RDATA))
-                self.changes.late.append(LateRange(part.writer, part.epoch, part.start, part.end, facts, why))
-        yield run.completed()
+                self.changes.be_late(part, why)
+        yield run, "late"
 
-    def _across(self, edge: Run) -> Iterator[Ids]:
+    def _across(self, edge: Run) -> Iterator[Completed]:
         """One edge that lies in a late range in part: what lies outside is settled, as the edge says, without facts.
 
         Its ID outside: the rest of the edge counts as the edge. Its ID inside: the completion is late.
@@ -108,9 +120,9 @@ class Classifier:
         bare = [*self.late.missing(edge.start, edge.end)]
         if bare and bare[-1][1] == edge.end:
             tail = replace(edge, start=bare.pop()[0])
-            accepted = [*self._clear(tail)]
-            yield from accepted
-            if not accepted:
+            found = [*self._clear(tail)]
+            yield from found
+            if all(outcome == "late" for _, outcome in found):
                 return
         else:
             yield from self._late(edge)

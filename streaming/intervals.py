@@ -37,6 +37,11 @@ class Intervals:
         return cls._merged(ids - 1, ids)
 
     @classmethod
+    def between(cls, lows: Ids, highs: Ids) -> Self:
+        """From `(lows[i], highs[i]]` in any order; they may overlap."""
+        return cls._merged(lows, highs)
+
+    @classmethod
     def _merged(cls, lows: Ids, highs: Ids) -> Self:
         if len(lows) < 2:
             return cls(lows, highs)
@@ -75,6 +80,26 @@ class Intervals:
         lows, highs = np.append(prev, inside.highs), np.append(inside.lows, id)
         open_ = lows < highs
         return Intervals(lows[open_], highs[open_])
+
+    def contains(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Which of `ids`, in any order, are in the set."""
+        if not len(self):
+            return np.zeros(len(ids), np.bool_)
+        at = np.minimum(np.searchsorted(self.highs, ids, side="left"), len(self) - 1)
+        inside: npt.NDArray[np.bool_] = (self.lows[at] < ids) & (ids <= self.highs[at])
+        return inside
+
+    def difference(self, other: "Intervals") -> "Intervals":
+        """What is in this set and not in `other`; a step for each interval of this set."""
+        if not len(self.within(int(other.lows[0]), int(other.highs[-1])) if len(other) else EMPTY):
+            return self
+        return Intervals.of(part for low, high in self for part in other.missing(low, high))
+
+    def highest(self, count: int) -> "Intervals":
+        """The `count` highest intervals."""
+        if len(self) <= count:
+            return self
+        return Intervals(self.lows[-count:], self.highs[-count:])
 
     def lowest(self, count: int) -> "Intervals":
         """The `count` lowest intervals."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from tidemark.streaming.intervals import EMPTY, Ids, Intervals
 
@@ -14,11 +15,13 @@ class LinearPosition:
     position: int = 0
     completed: Intervals = EMPTY
 
-    def remember(self, ids: list[Ids]) -> None:
+    def final(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Which of `ids` are settled for good: the position has passed them, or somebody completed them."""
+        return (ids <= self.position) | self.completed.contains(ids)
+
+    def remember(self, ids: Ids) -> None:
         """These IDs are complete."""
-        if ids:
-            flat = np.concatenate(ids)
-            self.completed = self.completed.union(Intervals.from_ids(flat[flat > self.position]))
+        self.completed = self.completed.union(Intervals.from_ids(ids[ids > self.position]))
 
     def settle(self, floor: int) -> None:
         """Move as far as the evidence goes: every writer is at or beyond `floor`, and completed IDs bridge the rest."""

@@ -1,22 +1,14 @@
-"""What a stream's state may hold. Past a bound it holds, rejects, or forgets towards holding (docs/design.md, rule 9).
+"""Words of the whole core: what a state may hold, why a record is refused, and which shard holds a stream.
 
-Why a record was sent to the dead letters: one exact reason for every kind of bad record.
-
-Which shard holds a stream. The answer is stored in checkpoints and in Postgres: it must never change.
-
-What a batch did to one stream, collected while it is fed. Magnitudes; `streaming.batch` turns it into effects.
+Past a bound a state holds, rejects, or forgets towards holding (docs/design.md, rule 9). Needs no numpy: services that
+only write or read import this module too.
 """
 
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal
 from zlib import crc32
 
 import msgspec
-
-if TYPE_CHECKING:
-    from tidemark.streaming.intervals import Ids  # numpy's, which a service that only writes does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +26,8 @@ class Bounds:
 
 
 class Reason(StrEnum):
+    """Why a record was sent to the dead letters: one exact reason for every kind of bad record."""
+
     # found while decoding, from the record alone
     NOT_JSON = "not_json"
     NOT_AN_OBJECT = "not_an_object"
@@ -71,49 +65,5 @@ class Rejected(msgspec.Struct, array_like=True, frozen=True):
 
 
 def shard_of(stream: str, shards: int) -> int:
+    """The answer is stored in checkpoints and in Postgres: it must never change."""
     return crc32(stream.encode()) % shards
-
-
-Outcome = Literal["applied", "held", "duplicate", "late", "batch", "forgotten"]
-Why = Literal["skipped", "regressed"]
-
-
-@dataclass(frozen=True, slots=True)
-class LateRange:
-    """Completions in `(prev, id]`, `facts` of them RDATA, that came after the range was settled without them."""
-
-    writer: str
-    epoch: int
-    prev: int
-    id: int
-    facts: int
-    why: Why
-
-
-@dataclass(frozen=True, slots=True)
-class Regress:
-    """The writer joined at `id`, below its `position`."""
-
-    writer: str
-    epoch: int
-    id: int
-    position: int
-
-
-@dataclass(slots=True)
-class Changes:
-    """`now` is the batch's time (ms). `touched` maps a writer to the Kafka time (ms) of its oldest record.
-
-    `rejected` holds offsets of facts, by reason; a rejected marker is told by the return value of its method.
-    """
-
-    now: int
-    counts: Counter[Outcome] = field(default_factory=Counter)
-    touched: dict[str, int] = field(default_factory=dict)
-    rejected: "list[tuple[Reason, Ids]]" = field(default_factory=list)
-    late: list[LateRange] = field(default_factory=list)
-    regressed: list[Regress] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
-
-    def touch(self, writer: str, time: int) -> None:
-        self.touched[writer] = min(time, self.touched.get(writer, time))

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemark.streaming.chain import Evidence
-from tidemark.streaming.intervals import Ids
+from tidemark.streaming.intervals import EMPTY, Ids, Intervals
 from tidemark.streaming.model import Rejected
 
 
@@ -196,7 +196,20 @@ class Run:
             empty += int((self.ids - self.prevs)[announced].sum())
         return Evidence(facts=int(kinds[Kind.RDATA]), empty=empty)
 
-    def completed(self) -> Ids:
-        """The IDs that are known to be complete: of facts and voids. An announced ID may be another writer's."""
-        ids: Ids = self.ids[self.kinds != Kind.POSITION]
-        return ids
+    @property
+    def completes(self) -> Mask:
+        """Which IDs are known to be complete: of facts and voids. An announced ID may be another writer's."""
+        completes: Mask = self.kinds != Kind.POSITION
+        return completes
+
+    @property
+    def facts(self) -> int:
+        return int(np.count_nonzero(self.kinds == Kind.RDATA))
+
+    def empty(self) -> Intervals:
+        """What its writer says to be without facts: void IDs, and the ranges of announcements."""
+        declared = self.kinds != Kind.RDATA
+        if not declared.any():
+            return EMPTY
+        ids, announced = self.ids[declared], self.kinds[declared] == Kind.POSITION
+        return Intervals.between(np.where(announced, self.prevs[declared], ids - 1), ids)

@@ -13,7 +13,7 @@ from tidemark.streaming.linear import LinearPosition
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import HeldWriter, WriterState
 
-FORMAT = 1
+FORMAT = 2
 
 Pairs = list[tuple[int, int]]
 
@@ -33,6 +33,7 @@ class _Chain(msgspec.Struct, array_like=True, frozen=True):
     position: int
     refused: int
     pending: list[_Span]
+    empty: Pairs = []  # since format 2
 
 
 class _Writer(msgspec.Struct, array_like=True, frozen=True):
@@ -143,7 +144,7 @@ def _stored(chain: Chain) -> _Chain:
         )
         for span in chain.pending
     ]
-    return _Chain(chain.position, chain.refused, spans)
+    return _Chain(chain.position, chain.refused, spans, list(chain.empty))
 
 
 def _chain(stored: _Chain) -> Chain:
@@ -160,6 +161,7 @@ def _chain(stored: _Chain) -> Chain:
             for span in stored.pending
         ],
         stored.refused,
+        Intervals.of(stored.empty),
     )
 
 

@@ -9,18 +9,19 @@ then `join`, `retire` or `skip` takes the marker. Inside a segment the order of 
 things, which the offsets decide: who was first on a new stream, and what came before a writer that never joined.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
 import numpy as np
 
 from tidemark.streaming.chain import NOWHERE, Chain
-from tidemark.streaming.classify import Classifier
+from tidemark.streaming.changes import Changes, LateRange
+from tidemark.streaming.classify import Classifier, Completed
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.linear import LinearPosition
-from tidemark.streaming.model import Bounds, Changes, LateRange, Reason
-from tidemark.streaming.runs import Run
+from tidemark.streaming.model import Bounds, Reason
+from tidemark.streaming.runs import Mask, Run
 from tidemark.streaming.writers import HeldRows, HeldWriter, Incarnation, Mark, WriterState, begin, settle
 
 
@@ -58,12 +59,12 @@ class StreamState:
         if strange and not self.held:
             # What came before the first record of an unknown writer may still move the line; what came after may not.
             first = min(item.first_offset for item in strange)
-            self._apply([part for run in known for part in run.parts(run.offsets < first)], bounds, changes)
+            before = [part for run in known for part in run.parts(run.offsets < first)]
+            self._complete([*self._apply(before, bounds, changes)], changes)
             self._settle_line()
             known = [part for run in known for part in run.parts(run.offsets >= first)]
-        for item in strange:
-            self._hold(item, bounds, changes)
-        self._apply(known, bounds, changes)
+        held = [found for item in strange for found in self._hold(item, bounds, changes)]
+        self._complete([*held, *self._apply(known, bounds, changes)], changes)
         self._settle_line()
 
     def join(self, mark: Mark, changes: Changes) -> Reason | None:
@@ -216,29 +217,46 @@ class StreamState:
         """Whether nobody was ever seen here, so that a writer of epoch 0 needs no JOIN."""
         return not self.writers and not self.held and self.line.position == 0
 
-    def _apply(self, runs: Sequence[Run], bounds: Bounds, changes: Changes) -> None:
-        completed: list[Ids] = []
+    def _apply(self, runs: Sequence[Run], bounds: Bounds, changes: Changes) -> Iterator[Completed]:
         for run in runs:
             writer = self.writers[run.writer]
             feed = Classifier(writer.chain, bounds.pending, changes, "applied", writer.late, writer.regressed)
-            completed.extend(feed.run(run))
+            yield from feed.run(run)
             if writer.again is not None:
                 self._follow(writer, writer.again, run, bounds, changes)
-        self.line.remember(completed)
 
     def _follow(self, writer: WriterState, again: Chain, run: Run, bounds: Bounds, changes: Changes) -> None:
         for _ in Classifier(again, bounds.pending, Changes(changes.now), "applied").run(run):
             pass  # counted, rejected and remembered where the run was fed to the writer's own chain
         writer.caught_up()
 
-    def _hold(self, item: Run | HeldRows, bounds: Bounds, changes: Changes) -> None:
+    def _complete(self, found: Sequence[Completed], changes: Changes) -> None:
+        """Tell the line what was completed. What it has already is final (docs/design.md, rule 10): a completion of it
+        comes late, also where another writer completed the ID, and the first one counts.
+        """
+        if not found:
+            return
+        ids = np.concatenate([run.ids for run, _ in found])
+        completes = np.concatenate([run.completes for run, _ in found])
+        late = self.line.final(ids) | _second(ids, np.concatenate([run.offsets for run, _ in found]), completes)
+        late &= completes
+        if late.any():
+            ends = np.cumsum([len(run) for run, _ in found])[:-1]
+            for (run, outcome), mask in zip(found, np.split(late, ends), strict=True):
+                if outcome != "late":
+                    changes.counts[outcome] -= int(np.count_nonzero(mask))
+                    for part in run.parts(mask):
+                        changes.be_late(part, "final")
+        self.line.remember(ids[completes])
+
+    def _hold(self, item: Run | HeldRows, bounds: Bounds, changes: Changes) -> Iterator[Completed]:
         held = self._held((item.writer, item.epoch), bounds, changes)
         if held is None:
             changes.rejected.append((Reason.HELD_OVERFLOW, np.sort(item.offsets)))
         elif isinstance(item, HeldRows):
             changes.counts["batch"] += len(item.offsets)
         else:
-            self.line.remember([*Classifier(held.chain, bounds.pending, changes, "held").run(item)])
+            yield from Classifier(held.chain, bounds.pending, changes, "held").run(item)
 
     def _held(self, incarnation: Incarnation, bounds: Bounds, changes: Changes) -> HeldWriter | None:
         """The place where its records wait; None where the bound leaves none."""
@@ -272,3 +290,14 @@ class StreamState:
         changes.counts["held" if held.retire is None else "duplicate"] += 1
         held.retire = mark.id
         return None
+
+
+def _second(ids: Ids, offsets: Ids, completes: Mask) -> Mask:
+    """Which of the completions have an ID that a record at a lower offset completes."""
+    seconds = np.zeros(len(ids), np.bool_)
+    ordered = np.sort(ids[completes])
+    if (ordered[1:] == ordered[:-1]).any():
+        order = np.lexsort((offsets, ids))
+        order = order[completes[order]]
+        seconds[order[1:]] = ids[order[1:]] == ids[order[:-1]]
+    return seconds

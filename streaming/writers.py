@@ -6,9 +6,9 @@ How an epoch begins, and how what is open is settled without a record of its own
 from dataclasses import dataclass
 
 from tidemark.streaming.chain import NOTHING, Chain, Evidence, How
+from tidemark.streaming.changes import Changes, LateRange, Regress
 from tidemark.streaming.intervals import EMPTY, Ids, Intervals
 from tidemark.streaming.linear import LinearPosition
-from tidemark.streaming.model import Changes, LateRange, Regress
 
 Incarnation = tuple[str, int]
 """A writer's name and epoch."""
@@ -112,6 +112,7 @@ def begin(
             taken_back.extend((mark.epoch, span) for span in before.chain.within(mark.id, position))
         chain.adopt(before.chain)
         writer.doubt |= before.doubt
+    chain.declare_empty(writer.late.upto(mark.id))  # what was skipped there may come of the epoch that ends here only
     writer.epoch, writer.retired, writer.late, writer.regressed, writer.again = mark.epoch, None, EMPTY, 0, None
     if mark.id < position:
         writer.late, writer.regressed = Intervals.of([(mark.id, position)]), position
@@ -134,7 +135,10 @@ def settle(writer: WriterState, prev: int, mark: Mark, how: How, changes: Change
     open_ = Intervals.of(writer.chain.missing(prev, mark.id))
     refused = mark.id if writer.doubt else writer.chain.refused
     for low, high in open_:
-        writer.chain.settle(low, high, mark.evidence(low, high, refused), 0, how, changes.now)
+        evidence = mark.evidence(low, high, refused)
+        writer.chain.settle(low, high, evidence, 0, how, changes.now)
+        if evidence.empty:
+            writer.chain.declare_empty(Intervals.of([(high - evidence.empty, high)]))
     if writer.again is not None:
         for low, high in writer.again.missing(prev, mark.id):
             writer.again.settle(low, high, NOTHING, 0, how, changes.now)

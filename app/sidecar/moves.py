@@ -52,7 +52,13 @@ class LateAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     prev: StreamId
     id: StreamId
     facts: Count
-    why: Annotated[str, Meta(description="`skipped` by an operator, or the source `regressed`.")]
+    why: Annotated[
+        str,
+        Meta(
+            description="`skipped` by an operator; the source `regressed`; `final`: the linear position had passed the"
+            " ID, or another writer had completed it; `announced` as empty by its own writer."
+        ),
+    ]
     batch: Count
     time: datetime
 

@@ -83,7 +83,8 @@ class LinearMove:
 @dataclass(frozen=True, slots=True)
 class Late:
     """Completions in `(prev, id]` of `writer` that came after the range was settled without them; see `why`:
-    `skipped` by an operator, or the source `regressed` (its database was restored and gave these IDs out again).
+    `skipped` by an operator; the source `regressed` (its database was restored and gave these IDs out again); `final`:
+    the linear position had passed the ID, or another writer had completed it; `announced` as empty by their own writer.
 
     `number` ascends; each is handed over once. The range holds no ID of `writer` that was completed in time.
     """

@@ -18,9 +18,9 @@ Settled = dict[int, str]
 class Incarnated:
     """What is known of a writer, or of an incarnation that has not joined: each settled ID, and how.
 
-    `late` says why a completion of that ID comes too late; `refused` is the highest ID that was turned away although it
-    may be true. `blurred` is set once a settled range was taken in part: Tidemark keeps counts per range, so that from
-    then on its counts of this writer are upper bounds.
+    `late` says why a completion of that ID comes too late; `refused` is the highest ID that was turned away although
+    it may be true. `denied` are IDs that the writer declared to be empty. `blurred` is set once a settled range was
+    taken in part: Tidemark keeps counts per range, so that from then on its counts of this writer are upper bounds.
     """
 
     epoch: int
@@ -30,6 +30,7 @@ class Incarnated:
     retire: int | None = None
     refused: int = 0
     blurred: bool = False
+    denied: set[int] = field(default_factory=set)
     floor: int | None = None
     again: set[int] = field(default_factory=set)
 
@@ -83,6 +84,7 @@ class Incarnated:
             there = sum(at in self.settled for at in range(prev + 1, id + 1))
             self.blurred |= 0 < there < id - prev
         self.settled = held.settled | self.settled
+        self.denied |= held.denied
         self.blurred |= held.blurred
         self.refused = max(self.refused, held.refused)
 
@@ -168,8 +170,8 @@ class Model:
             return "batch"
         prev, id = abs(record.prev), abs(record.id)
         if writer is None or record.epoch > writer.epoch or (writer.retired and id > writer.position):
-            outcome = self._edge(self._held(record), record.kind, prev, id)
-            return "held" if outcome == "applied" else outcome
+            outcome = self._edge(self._held(record), record, prev, id)
+            return {"applied": "held", "final": "late", "denied": "late"}.get(outcome, outcome)
         return self._edge_of(writer, record, prev, id)
 
     def _held(self, record: Record) -> Incarnated:
@@ -177,26 +179,44 @@ class Model:
 
     # -- edges
 
-    def _edge(self, writer: Incarnated, kind: str, prev: int, id: int) -> str:
-        """Edges tile: all of it open, or all of it there, or a conflict."""
+    def _edge(self, writer: Incarnated, record: Record, prev: int, id: int) -> str:
+        """Edges tile: all of it open, or all of it there, or a conflict.
+
+        `final`: it was open, and yet the line or another writer has its ID. `denied`: a fact where its writer had
+        declared that there is none.
+        """
+        kind = record.kind
         covered = [at in writer.settled for at in range(prev + 1, id + 1)]
         if all(covered):
-            return "duplicate"
+            if kind != "RDATA" or id not in writer.denied:
+                return "duplicate"
+            writer.denied.discard(id)
+            self.done.add(id)
+            self.late_facts[record.writer, "announced"] += 1
+            return "denied"
         if any(covered):
             writer.refused = max(writer.refused, id)
             return "rejected: conflict"
         for at in range(prev + 1, id + 1):
             writer.settled[at] = EMPTY if kind == "POSITION" else BARE
-        if kind != "POSITION":
-            writer.settled[id] = FACTS if kind == "RDATA" else EMPTY
-            self.done.add(id)
+        if kind == "POSITION":
+            writer.denied |= set(range(prev + 1, id + 1))
+            return "applied"
+        writer.settled[id] = FACTS if kind == "RDATA" else EMPTY
+        if kind == "VOID":
+            writer.denied.add(id)
+        if id in self.done or id <= self.line:
+            self.late_facts[record.writer, "final"] += kind == "RDATA"
+            return "final"
+        self.done.add(id)
         return "applied"
 
     def _edge_of(self, writer: Incarnated, record: Record, prev: int, id: int) -> str:
         writer.come_again(prev, id)
         late = [at for at in range(prev + 1, id + 1) if at in writer.late]
         if not late:
-            return self._edge(writer, record.kind, prev, id)
+            outcome = self._edge(writer, record, prev, id)
+            return "late" if outcome in ("final", "denied") else outcome
         if id in writer.late:
             outcome = "duplicate"
             if record.kind != "POSITION":
@@ -205,12 +225,12 @@ class Model:
                 if record.kind == "RDATA":
                     self.late_facts[record.writer, writer.late[id]] += 1
         else:
-            outcome = self._edge(writer, record.kind, max(late), id)
-            if outcome != "applied":
-                return outcome
+            outcome = self._edge(writer, record, max(late), id)
+            if outcome not in ("applied", "final"):
+                return "late" if outcome == "denied" else outcome
         for at in range(prev + 1, id + 1):
             writer.settled.setdefault(at, BARE)
-        return outcome
+        return "late" if outcome == "final" else outcome
 
     # -- markers
 
@@ -241,6 +261,7 @@ class Model:
                     self._take_back(gone, name, id, position)
                     writer.blurred |= gone.blurred
                 writer.adopt(held)
+        writer.denied |= {at for at in writer.late if at <= id}
         writer.epoch, writer.retired = record.epoch, False
         writer.late = dict.fromkeys(range(id + 1, position + 1), "regressed")
         writer.floor, writer.again = (id if id < position else None), set()
@@ -258,6 +279,7 @@ class Model:
         if gone:
             writer.blurred |= any(prev < cut < id for prev, id in writer.ranges() for cut in (low, high))
         self.late_facts[name, "regressed"] += sum(writer.settled.pop(at) == FACTS for at in gone)
+        writer.denied -= set(gone)
         return bool(gone)
 
     def _retire(self, record: Record) -> str:
@@ -316,6 +338,8 @@ class Model:
         open_ = [at for at in range(prev + 1, id + 1) if at not in writer.settled]
         for at in open_:
             writer.settled[at] = UNSEEN if how == EMPTY and at <= writer.refused else how
+            if writer.settled[at] == EMPTY:
+                writer.denied.add(at)
             if how == SKIPPED:
                 writer.late[at] = "skipped"
         return bool(open_)

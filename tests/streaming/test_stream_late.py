@@ -56,9 +56,10 @@ def test_an_edge_into_a_skip_is_late_and_settles_what_lies_before_it(shard: Shar
 
 
 def test_a_join_forgets_what_was_skipped(shard: Shard) -> None:
-    """The next epoch has a new beginning: a completion in the old range is a plain duplicate."""
-    shard.feed(skip("a", 0, 5), join("a", 6, epoch=2))
+    """The next epoch has a new beginning: its JOIN says that nothing is in the old range, so a fact there denies it."""
+    shard.feed(skip("a", 0, 5))
     shard.feed(join("a", 6, epoch=2))
+    assert late(shard.feed(rdata("a", 2, 0, epoch=2))) == [("a", 1, 2, 1, "announced")]
     assert shard.feed(rdata("a", 2, 0, epoch=2)).counts == {"duplicate": 1}
 
 

@@ -14,7 +14,9 @@ writers = st.sampled_from(WRITERS)
 
 
 class Truthful(RuleBasedStateMachine):
-    """Rule 1 and rule 9: nothing is passed that may still appear; and once nothing is in flight, nothing is held."""
+    """Rules 1, 9 and 10: nothing is passed that may still appear, what comes contradicts nothing that is settled, and
+    once nothing is in flight, nothing is held.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,6 +82,7 @@ class Truthful(RuleBasedStateMachine):
             self.evidence[move.writer] += move.facts
             assert not move.unseen
             assert not move.skipped
+        assert not done.late
         self.look()
 
     def look(self) -> None:

@@ -1,0 +1,66 @@
+"""What a batch did to one stream, collected while it is fed; `streaming.batch` makes effects of it. Magnitudes."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tidemark.streaming.intervals import Ids, Intervals
+from tidemark.streaming.model import Reason
+from tidemark.streaming.runs import Run
+
+Outcome = Literal["applied", "held", "duplicate", "late", "batch", "forgotten"]
+Why = Literal["skipped", "regressed", "final", "announced"]
+"""Why a completion is late: an operator settled its ID, the source went back, the line or another writer had its ID
+already, or its own writer had declared its ID to be empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class LateRange:
+    """Completions in `(prev, id]`, `facts` of them RDATA, that came after the range was settled without them."""
+
+    writer: str
+    epoch: int
+    prev: int
+    id: int
+    facts: int
+    why: Why
+
+
+@dataclass(frozen=True, slots=True)
+class Regress:
+    """The writer joined at `id`, below its `position`."""
+
+    writer: str
+    epoch: int
+    id: int
+    position: int
+
+
+@dataclass(slots=True)
+class Changes:
+    """`now` is the batch's time (ms). `touched` maps a writer to the Kafka time (ms) of its oldest record.
+
+    `rejected` holds offsets of facts, by reason; a rejected marker is told by the return value of its method.
+    """
+
+    now: int
+    counts: Counter[Outcome] = field(default_factory=Counter)
+    touched: dict[str, int] = field(default_factory=dict)
+    rejected: list[tuple[Reason, Ids]] = field(default_factory=list)
+    late: list[LateRange] = field(default_factory=list)
+    regressed: list[Regress] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+
+    def be_late(self, run: Run, why: Why) -> None:
+        """All edges of `run` are completions that come late; nothing else of their writer lies inside them."""
+        self.counts["late"] += len(run)
+        self.late.append(LateRange(run.writer, run.epoch, run.start, run.end, run.facts, why))
+
+    def be_denied(self, run: Run) -> None:
+        """All edges of `run` are facts that their writer had denied. Their edges may reach over what came in time."""
+        self.counts["late"] += len(run)
+        for low, high in Intervals.from_ids(run.ids):
+            self.late.append(LateRange(run.writer, run.epoch, low, high, high - low, "announced"))
+
+    def touch(self, writer: str, time: int) -> None:
+        self.touched[writer] = min(time, self.touched.get(writer, time))
