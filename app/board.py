@@ -47,9 +47,9 @@ class Board(Collector):
         self.read.update(read)
         for name, stored in states.items():
             stream = state.decode(stored)
-            sign = -1 if stream.direction < 0 else 1
-            positions = {writer: sign * known.chain.position for writer, known in stream.writers.items()}
-            self._entries[name] = BoardEntry(sign * stream.line.position, positions, summarize(stream))
+            signed = stream.direction.signed
+            positions = {writer: signed(known.chain.position) for writer, known in stream.writers.items()}
+            self._entries[name] = BoardEntry(signed(stream.line.position), positions, summarize(stream))
 
     def update(self, effects: Iterable[ShardEffects]) -> None:
         """A batch was published."""

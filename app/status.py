@@ -40,19 +40,19 @@ def read(stored: Mapping[str, bytes], only: str | None = None) -> list[StreamSta
 
 def _status(name: str, data: bytes) -> StreamStatus:
     stream = state.decode(data)
-    sign = -1 if stream.direction < 0 else 1
+    signed = stream.direction.signed
     writers = [
         WriterStatus(
             writer,
             known.epoch,
-            sign * known.chain.position,
+            signed(known.chain.position),
             known.retired is not None,
             sum(span.edges for span in known.chain.pending),
-            [(sign * low, sign * top) for low, top, _ in known.chain.gaps()],
+            [(signed(low), signed(top)) for low, top, _ in known.chain.gaps()],
         )
         for writer, known in sorted(stream.writers.items())
     ]
-    return StreamStatus(name, sign * stream.line.position, writers, summarize(stream))
+    return StreamStatus(name, signed(stream.line.position), writers, summarize(stream))
 
 
 def as_json(streams: Sequence[StreamStatus], now: float) -> str:

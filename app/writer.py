@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import FOR_EVER, RecordProducer
 from tidemark.sources.topics import Topics
-from tidemark.sources.writer import Direction, Stream, fence, schema, sequences
+from tidemark.sources.writer import Stream, fence, schema, sequences
 from tidemark.sources.writer.fence import Holder
 from tidemark.sources.writer.session import Connection, Session
+from tidemark.streaming.direction import DirectionName
 
 KAFKA_SECONDS = 30.0
 
 Say = Callable[[str], None]
 
 
-def migrate(dsn: str, names: Sequence[str], direction: Direction, say: Say) -> None:
+def migrate(dsn: str, names: Sequence[str], direction: DirectionName, say: Say) -> None:
     """Bring the writer's schema up to date; make the sequences that are missing and check those that are there.
 
     Raises `SequenceUnfit` for the first that breaks a rule, `SchemaMismatch` where the schema is newer.
@@ -26,12 +27,12 @@ def migrate(dsn: str, names: Sequence[str], direction: Direction, say: Say) -> N
         with session.use() as connection:
             for stream in _streams(names, direction):
                 if sequences.inspect(connection, stream.sequence) is None:
-                    sequences.create(connection, stream.sequence, stream.sign)
+                    sequences.create(connection, stream.sequence, stream.towards)
                     say(f"made sequence {stream.sequence}")
                 sequences.require(connection, [stream])
 
 
-def plan(dsn: str, names: Sequence[str], direction: Direction, say: Say) -> None:
+def plan(dsn: str, names: Sequence[str], direction: DirectionName, say: Say) -> None:
     """Say what `migrate` would do; changes nothing, raises the same."""
     with Session(dsn, "tidemark writer migrate --dry-run") as session, session.use() as connection:
         pending = schema.pending(connection)
@@ -44,7 +45,7 @@ def plan(dsn: str, names: Sequence[str], direction: Direction, say: Say) -> None
                 say(f"sequence {stream.sequence} is fit")
 
 
-def _streams(names: Sequence[str], direction: Direction) -> list[Stream]:
+def _streams(names: Sequence[str], direction: DirectionName) -> list[Stream]:
     return [Stream(name, name, direction) for name in names]
 
 
@@ -92,7 +93,7 @@ def fence_writer(dsn: str, kafka: KafkaConnection, topic: str, order: Fence, say
     for stream, start in joined.starts.items():
         say(
             f"{stream}: told {_counted(joined.leftovers.get(stream, 0), 'fact')} from the outbox,"
-            f" everything up to {streams[stream][1] * start} is settled"
+            f" everything up to {streams[stream][1].signed(start)} is settled"
         )
     if order.retire:
         fence.retire(producer, instance, epoch, streams, joined.starts, KAFKA_SECONDS)

@@ -167,12 +167,12 @@ class StreamBatch:
         if refused is not None:
             self.rejected.append((topic, partition, refused, np.array([marker.offset])))
             return
-        self.stream.face(marker.backward)
+        self.stream.face(marker.direction)
         if marker.by is not None and marker.why is not None:
             self.forced.append((marker, marker.by, marker.why))
 
     def _take(self, marker: Marker) -> Reason | None:
-        if not self.stream.faces(marker.backward):
+        if self.stream.direction.opposes(marker.direction):
             return Reason.MIXED_SIGN
         mark = Mark(
             marker.writer, marker.epoch, marker.id, marker.time, unseen=marker.unseen, forced=marker.by is not None
@@ -188,7 +188,7 @@ class StreamBatch:
     def effects(self) -> StreamEffects:
         """What came of it; ends the batch."""
         stream, changes = self.stream, self.changes
-        sign = -1 if stream.direction < 0 else 1
+        signed = stream.direction.signed
         advances: list[WriterAdvance] = []
         gaps: list[Gap] = []
         closed: list[GapClosed] = []
@@ -203,8 +203,8 @@ class StreamBatch:
                     WriterAdvance(
                         name,
                         writer.epoch,
-                        sign * moves.prev,
-                        sign * moves.id,
+                        signed(moves.prev),
+                        signed(moves.id),
                         how.facts,
                         how.empty,
                         how.unseen,
@@ -212,33 +212,33 @@ class StreamBatch:
                         oldest,
                     )
                 )
-            gaps.extend(Gap(name, writer.epoch, sign * low, sign * top, since) for low, top, since in moves.changed)
-            closed.extend(GapClosed(name, sign * top, how) for top, how in sorted(moves.closed.items()))
+            gaps.extend(Gap(name, writer.epoch, signed(low), signed(top), since) for low, top, since in moves.changed)
+            closed.extend(GapClosed(name, signed(top), how) for top, how in sorted(moves.closed.items()))
         moved = {move.writer for move in advances}
         return StreamEffects(
             self.name,
             stream.direction,
-            sign * self._line_before,
-            sign * stream.line.position,
-            sign * self._head_before,
-            sign * stream.head,
+            signed(self._line_before),
+            signed(stream.line.position),
+            signed(self._head_before),
+            signed(stream.head),
             advances,
             [
-                WriterRow(name, writer.epoch, sign * writer.chain.position, writer.retired is not None)
+                WriterRow(name, writer.epoch, signed(writer.chain.position), writer.retired is not None)
                 for name, writer in sorted(stream.writers.items())
                 if name in moved or self._before.get(name) != (writer.epoch, writer.retired is not None)
             ],
             gaps,
             closed,
             [
-                LateCompletion(it.writer, it.epoch, sign * it.prev, sign * it.id, it.facts, it.why)
+                LateCompletion(it.writer, it.epoch, signed(it.prev), signed(it.id), it.facts, it.why)
                 for it in _merged(changes.late)
             ],
             [
-                Forced(it.writer, it.epoch, it.kind.name, sign * it.prev, sign * it.id, by, why)
+                Forced(it.writer, it.epoch, it.kind.name, signed(it.prev), signed(it.id), by, why)
                 for it, by, why in self.forced
             ],
-            [Regressed(it.writer, it.epoch, sign * it.id, sign * it.position) for it in changes.regressed],
+            [Regressed(it.writer, it.epoch, signed(it.id), signed(it.position)) for it in changes.regressed],
             changes.dropped,
             {outcome: count for outcome, count in sorted(changes.counts.items()) if count},
             summarize(stream),

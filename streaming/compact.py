@@ -25,6 +25,7 @@ import pyarrow as pa
 
 from tidemark.streaming import records
 from tidemark.streaming.decode import ROW, Decoder, Edges
+from tidemark.streaming.direction import Direction
 from tidemark.streaming.frames import Frames, Incarnation
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.link import link
@@ -133,7 +134,7 @@ def _marker(record: records.Marker, offset: int, time: int) -> Marker:
         MarkerKind[str(record.__struct_config__.tag)],
         abs(record.prev) if isinstance(record, records.Skip) else 0,
         abs(record.id),
-        record.id < 0 if record.id else None,
+        Direction.of(record.id),
         record.unseen if isinstance(record, records.Join) else False,
         record.by,
         record.why,
@@ -174,8 +175,8 @@ def _rows(rows: Edges, segments: Ids, incarnations: list[Incarnation]) -> Iterat
 def _runs(edges: Edges, segments: Ids, incarnations: list[Incarnation]) -> Iterator[PackedRun]:
     if not len(edges.ids):
         return
-    prevs, ids, backward = np.abs(edges.prevs), np.abs(edges.ids), edges.ids < 0
-    groups = (edges.incarnations * 2 + backward) * (segments.max() + 1) + segments
+    prevs, ids, signs = np.abs(edges.prevs), np.abs(edges.ids), np.sign(edges.ids)
+    groups = (edges.incarnations * 2 + (signs < 0)) * (segments.max() + 1) + segments
     chains = link(groups, prevs, ids)
     order, firsts = chains.order, chains.firsts
     stops = np.append(firsts[1:], len(order))
@@ -185,9 +186,9 @@ def _runs(edges: Edges, segments: Ids, incarnations: list[Incarnation]) -> Itera
     ids_packed = _packed(ids[order], "<i8")
     kinds_packed = _packed(edges.kinds[order], "u1")
     offsets_packed = _packed(offsets - np.repeat(first_offsets, stops - firsts), "<u4")
-    for number, away, start, first, stop, low, high, oldest, newest in zip(
+    for number, sign, start, first, stop, low, high, oldest, newest in zip(
         edges.incarnations[heads].tolist(),
-        backward[heads].tolist(),
+        signs[heads].tolist(),
         prevs[heads].tolist(),
         firsts.tolist(),
         stops.tolist(),
@@ -202,7 +203,7 @@ def _runs(edges: Edges, segments: Ids, incarnations: list[Incarnation]) -> Itera
             stream,
             writer,
             epoch,
-            away,
+            Direction(sign),
             start,
             ids_packed[8 * first : 8 * stop],
             kinds_packed[first:stop],

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tidemark.streaming.direction import Direction
 from tidemark.streaming.model import Rejected
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class Summary(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StreamEffects(msgspec.Struct, array_like=True, frozen=True):
-    """What happened to one stream. `direction` is 1, -1, or 0 while no signed ID was seen.
+    """What happened to one stream.
 
     `head` is the highest ID that a record of the stream has named: how far IDs are known to be allocated.
 
@@ -138,7 +139,7 @@ class StreamEffects(msgspec.Struct, array_like=True, frozen=True):
     """
 
     stream: str
-    direction: int
+    direction: Direction
     linear_prev: int
     linear: int
     head_prev: int
@@ -187,9 +188,9 @@ def decode(data: bytes) -> ShardEffects:
 
 def blockers(stream: "StreamState") -> list[Blocker]:
     """Everything that holds a position of `stream` back, longest first. IDs come out signed."""
-    sign = -1 if stream.direction < 0 else 1
+    signed = stream.direction.signed
     gaps = [
-        Blocker(name, writer.epoch, sign * low, sign * top, since, unknown=False)
+        Blocker(name, writer.epoch, signed(low), signed(top), since, unknown=False)
         for name, writer in stream.writers.items()
         for chain in (writer.chain, writer.again)
         if chain is not None

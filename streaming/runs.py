@@ -1,7 +1,7 @@
 """What compaction hands to the state function: per task and shard, runs of edges and single markers.
 
 A run is a chain of edges of one writer and one epoch (docs/design.md 5): edge `i` is `(ids[i-1], ids[i]]`, the first
-one `(start, ids[0]]`. IDs are magnitudes here and in everything behind; `backward` keeps the sign. All edges of a run
+one `(start, ids[0]]`. IDs are magnitudes here and in everything behind. All edges of a run
 lie in one *segment*: between two neighbouring JOIN or RETIRE records of the stream.
 
 A run in memory: a chain of edges of one writer and one epoch, as arrays. Pure; magnitudes only.
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemark.streaming.chain import Evidence
+from tidemark.streaming.direction import Direction
 from tidemark.streaming.intervals import EMPTY, Ids, Intervals
 from tidemark.streaming.model import Rejected
 
@@ -44,7 +45,7 @@ class PackedRun(msgspec.Struct, array_like=True, frozen=True):
     stream: str
     writer: str
     epoch: int
-    backward: bool
+    direction: Direction
     start: int
     ids: bytes
     kinds: bytes
@@ -69,7 +70,7 @@ class BatchRows(msgspec.Struct, array_like=True, frozen=True):
 class Marker(msgspec.Struct, array_like=True, frozen=True):
     """A JOIN, RETIRE or SKIP; `by` and `why` are set where it came from the control topic, else None.
 
-    `prev` is only of meaning for a SKIP. `backward` is None where `id` is 0 and so has no sign.
+    `prev` is only of meaning for a SKIP. `direction` is unknown where `id` is 0.
     """
 
     stream: str
@@ -78,7 +79,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True):
     kind: MarkerKind
     prev: int
     id: int
-    backward: bool | None
+    direction: Direction
     unseen: bool
     by: str | None
     why: str | None
@@ -124,7 +125,7 @@ class Run:
 
     writer: str
     epoch: int
-    backward: bool
+    direction: Direction
     start: int
     ids: Ids
     kinds: npt.NDArray[np.uint8]
@@ -139,7 +140,7 @@ class Run:
         return cls(
             packed.writer,
             packed.epoch,
-            packed.backward,
+            packed.direction,
             packed.start,
             ids,
             kinds,

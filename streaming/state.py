@@ -7,6 +7,7 @@ few bytes. A format that this Tidemark does not know stops it; older ones are re
 import msgspec
 
 from tidemark.streaming.chain import Chain, Evidence, Span
+from tidemark.streaming.direction import Direction
 from tidemark.streaming.errors import StateTooNew
 from tidemark.streaming.intervals import Intervals
 from tidemark.streaming.linear import LinearPosition
@@ -108,7 +109,7 @@ def decode(data: bytes) -> StreamState:
     """Raises StateTooNew for a format that a later Tidemark wrote."""
     stored = _decode(data)
     return StreamState(
-        stored.direction,
+        Direction(stored.direction),
         stored.home,
         LinearPosition(stored.line, Intervals.of(stored.completed)),
         {

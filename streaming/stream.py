@@ -18,6 +18,7 @@ import numpy as np
 from tidemark.streaming.chain import NOWHERE, Chain
 from tidemark.streaming.changes import Changes, LateRange
 from tidemark.streaming.classify import Classifier, Completed
+from tidemark.streaming.direction import Direction
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.linear import LinearPosition
 from tidemark.streaming.model import Bounds, Reason
@@ -27,25 +28,20 @@ from tidemark.streaming.writers import HeldRows, HeldWriter, Incarnation, Mark, 
 
 @dataclass(slots=True)
 class StreamState:
-    """`direction` is 1 or -1, 0 until the first signed ID; `home` is the Kafka partition that the stream lives in.
+    """`home` is the Kafka partition that the stream lives in.
 
     While `held` holds anything, the line stays (docs/design.md 3).
     """
 
-    direction: int = 0
+    direction: Direction = Direction.UNKNOWN
     home: int | None = None
     line: LinearPosition = field(default_factory=LinearPosition)
     writers: dict[str, WriterState] = field(default_factory=dict)
     held: dict[Incarnation, HeldWriter] = field(default_factory=dict)
 
-    def faces(self, backward: bool | None) -> bool:  # noqa: FBT001 - the sign of an ID, None of 0
-        """Whether an ID of that sign may stand here: a stream never mixes signs (docs/design.md 3)."""
-        return backward is None or self.direction == 0 or backward == (self.direction < 0)
-
-    def face(self, backward: bool | None) -> None:  # noqa: FBT001 - as above
-        """A record was accepted whose ID has that sign; the first signed one decides for ever."""
-        if self.direction == 0 and backward is not None:
-            self.direction = -1 if backward else 1
+    def face(self, direction: Direction) -> None:
+        """A record was accepted whose ID has that direction; the first one that has any decides for ever."""
+        self.direction = self.direction or direction
 
     @property
     def head(self) -> int:
@@ -189,7 +185,7 @@ class StreamState:
         strange: list[Run | HeldRows] = []
         items: list[Run | HeldRows] = [*runs, *rows]
         for item in sorted(items, key=attrgetter("first_offset")):
-            if isinstance(item, Run) and not self.faces(item.backward):
+            if isinstance(item, Run) and self.direction.opposes(item.direction):
                 changes.rejected.append((Reason.MIXED_SIGN, np.sort(item.offsets)))
                 continue
             writer = self.writers.get(item.writer)
@@ -199,7 +195,7 @@ class StreamState:
                 changes.rejected.append((Reason.ZOMBIE, np.sort(item.offsets)))
                 continue
             if isinstance(item, Run):
-                self.face(item.backward)
+                self.face(item.direction)
                 changes.touch(item.writer, item.oldest)
             if writer is None or item.epoch > writer.epoch:
                 strange.append(item)

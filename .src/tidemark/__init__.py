@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
     from tidemark.sinks.redis.client import RedisAddress
     from tidemark.sources.kafka import KafkaConnection, OAuth
-    from tidemark.sources.writer import AsyncFacts, AsyncWriter, Direction, Facts, Stream, Writer
+    from tidemark.sources.writer import AsyncFacts, AsyncWriter, DirectionName, Facts, Stream, Writer
 
 __all__ = [
     "ZERO",
@@ -48,7 +48,7 @@ __all__ = [
     "AsyncPositions",
     "AsyncReader",
     "AsyncWriter",
-    "Direction",
+    "DirectionName",
     "Event",
     "Evidence",
     "Facts",
@@ -76,7 +76,7 @@ __all__ = [
     "parse_intervals",
 ]
 
-_WRITER = {"AsyncFacts", "AsyncWriter", "Direction", "Facts", "Stream", "Writer"}
+_WRITER = {"AsyncFacts", "AsyncWriter", "DirectionName", "Facts", "Stream", "Writer"}
 _HOMES = {
     "KafkaConnection": "tidemark.sources.kafka",
     "OAuth": "tidemark.sources.kafka",

@@ -132,13 +132,13 @@ def _decoded(states: Mapping[str, bytes], late: Mapping[str, LateCount]) -> dict
 
 
 def _details(stream: StreamState, late: LateCount | None) -> Details:
-    sign = -1 if stream.direction < 0 else 1
+    signed = stream.direction.signed
     return Details(
         epochs={writer: known.epoch for writer, known in stream.writers.items()},
         retired=frozenset(writer for writer, known in stream.writers.items() if known.retired is not None),
         pending=summarize(stream).pending,
         gaps=blockers(stream),
-        reaches={writer: sign * known.chain.reach for writer, known in stream.writers.items()},
+        reaches={writer: signed(known.chain.reach) for writer, known in stream.writers.items()},
         waiting={writer: sum(span.edges for span in known.chain.pending) for writer, known in stream.writers.items()},
         again=frozenset(writer for writer, known in stream.writers.items() if known.again is not None),
         late=late,

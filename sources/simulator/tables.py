@@ -79,7 +79,7 @@ def make(dsn: str, streams: Iterable[Stream]) -> None:
                 )
             )
             if sequences.inspect(connection, stream.sequence) is None:
-                sequences.create(connection, stream.sequence, stream.sign)
+                sequences.create(connection, stream.sequence, stream.towards)
 
 
 def instances(dsn: str) -> list[str]:

@@ -9,7 +9,8 @@
 """
 
 from tidemark.sources.writer.aio import AsyncFacts, AsyncWriter
-from tidemark.sources.writer.sequences import Direction, Stream
+from tidemark.sources.writer.sequences import Stream
 from tidemark.sources.writer.writer import Facts, Writer
+from tidemark.streaming.direction import DirectionName
 
-__all__ = ["AsyncFacts", "AsyncWriter", "Direction", "Facts", "Stream", "Writer"]
+__all__ = ["AsyncFacts", "AsyncWriter", "DirectionName", "Facts", "Stream", "Writer"]

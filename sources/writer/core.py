@@ -18,8 +18,9 @@ from tidemark.sources.writer.fence import Holder
 from tidemark.sources.writer.metrics import Meters
 from tidemark.sources.writer.pending import PendingTransaction, StreamHandle, reserve_call, reserve_statement
 from tidemark.sources.writer.relay import Relay
-from tidemark.sources.writer.sequences import Direction, Stream, named
+from tidemark.sources.writer.sequences import Stream, named
 from tidemark.sources.writer.session import Connection, Session
+from tidemark.streaming.direction import Direction, DirectionName
 from tidemark.streaming.errors import Retry, Stopping, WriterFenced
 
 log = structlog.get_logger(__name__)
@@ -43,7 +44,7 @@ class Core:
         *,
         instance: str,
         streams: Iterable[str | Stream],
-        direction: Direction = "forward",
+        direction: DirectionName = "forward",
         topic: str = "tidemark.facts",
         patience: float = 30.0,
         registry: CollectorRegistry = REGISTRY,
@@ -85,7 +86,7 @@ class Core:
             schema.check(connection)
             oids = sequences.require(connection, self.streams.values())
             before = fence.registered(connection, self.instance)
-        wanted = {name: (oids[name], stream.sign) for name, stream in self.streams.items()}
+        wanted = {name: (oids[name], stream.towards) for name, stream in self.streams.items()}
         left = {name: known for name, known in before.items() if name not in wanted}
         self.epoch = fence.raise_epoch(self._session, self.instance, wanted, _Waiting(self.instance))
         producer = self._producer()
@@ -93,7 +94,7 @@ class Core:
         if left:
             self._leave(producer, left, joined.starts)
         self._outlets = {
-            name: self._outlet(name, oid, sign, joined.starts[name]) for name, (oid, sign) in wanted.items()
+            name: self._outlet(name, oid, towards, joined.starts[name]) for name, (oid, towards) in wanted.items()
         }
         self._relay = Relay(self._session, self._producer, self.instance, self.epoch, self._outlets, self._meters)
         for name, outlet in self._outlets.items():
@@ -103,10 +104,10 @@ class Core:
             "Joined", instance=self.instance, epoch=self.epoch, told_before=joined.leftovers, streams=joined.starts
         )
 
-    def _outlet(self, name: str, oid: int, sign: int, start: int) -> StreamHandle:
-        call = reserve_call(self.instance, self.epoch, name, oid, sign)
+    def _outlet(self, name: str, oid: int, towards: Direction, start: int) -> StreamHandle:
+        call = reserve_call(self.instance, self.epoch, name, oid, towards)
         latency = self._meters.reservation(name)
-        return StreamHandle(name, oid, sign, ReservationChain(start), call, reserve_statement(call), latency)
+        return StreamHandle(name, oid, towards, ReservationChain(start), call, reserve_statement(call), latency)
 
     def _leave(self, producer: RecordProducer, streams: fence.Streams, starts: Mapping[str, int]) -> None:
         """Streams that this instance wrote in an earlier epoch and writes no more must not wait for it."""
@@ -177,7 +178,7 @@ class Core:
                 log.warning("Stopped before all was told: the next start will tell it", in_flight=left)
             elif self._retiring:
                 ids = {name: outlet.chain.last for name, outlet in self._outlets.items()}
-                streams = {name: (outlet.oid, outlet.sign) for name, outlet in self._outlets.items()}
+                streams = {name: (outlet.oid, outlet.towards) for name, outlet in self._outlets.items()}
                 fence.retire(self._producer(), self.instance, self.epoch, streams, ids, self._patience)
         finally:
             self._session.close()

@@ -17,6 +17,7 @@ from tidemark.sources.producer import RecordProducer
 from tidemark.sources.writer import sequences
 from tidemark.sources.writer.records import OutboxFact, RecordBuilder
 from tidemark.sources.writer.session import Connection, Session
+from tidemark.streaming.direction import Direction
 from tidemark.streaming.errors import UnknownWriter, WriterFenced
 
 PATIENCE = "1s"
@@ -41,8 +42,8 @@ class Holder:
         return f"pid {self.pid}{since}, {self.state}, application {self.application or '-'}: {self.query}"
 
 
-Streams = Mapping[str, tuple[int, int]]
-"""OID of the sequence and sign, by stream."""
+Streams = Mapping[str, tuple[int, Direction]]
+"""OID of the sequence and direction, by stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def look(session: Session, instance: str) -> FencePlan:
             row[0],
             holders(connection, instance),
             dict(leftovers),
-            {stream: streams[stream][1] * head for stream, head in heads.items()},
+            {stream: streams[stream][1].signed(head) for stream, head in heads.items()},
         )
 
 
@@ -88,13 +89,13 @@ def known(connection: Connection) -> list[str]:
     return [name for (name,) in connection.execute("select instance from tidemark.writers order by 1").fetchall()]
 
 
-def registered(connection: Connection, instance: str) -> dict[str, tuple[int, int]]:
+def registered(connection: Connection, instance: str) -> dict[str, tuple[int, Direction]]:
     """The streams that the instance wrote when it started last."""
     rows = connection.execute(
         "select stream, sequence, direction from tidemark.writer_streams where instance = %s order by stream",
         [instance],
     ).fetchall()
-    return {stream: (oid, sign) for stream, oid, sign in rows}
+    return {stream: (oid, Direction(direction)) for stream, oid, direction in rows}
 
 
 def holders(connection: Connection, instance: str) -> list[Holder]:
@@ -145,13 +146,13 @@ def _raise(connection: Connection, instance: str, streams: Streams) -> int:
         [instance],
     ).fetchone()
     assert row is not None
-    for stream, (oid, sign) in streams.items():
+    for stream, (oid, towards) in streams.items():
         connection.execute(
             """
             insert into tidemark.writer_streams (instance, stream, sequence, direction) values (%s, %s, %s, %s)
             on conflict (instance, stream) do update set sequence = excluded.sequence, direction = excluded.direction
             """,
-            [instance, stream, oid, sign],
+            [instance, stream, oid, towards.value],
         )
     return int(row[0])
 
@@ -211,7 +212,7 @@ def _tell_leftovers(
     told: dict[str, int] = {}
     while rows := _next_leftovers(session, instance, epoch):
         for (old, stream, id), of in groupby(rows, key=itemgetter(0, 1, 2)):
-            voice = RecordBuilder(instance, old, stream, -1 if id < 0 else 1)
+            voice = RecordBuilder(instance, old, stream, Direction.of(id))
             for record in voice.leftover(OutboxFact(abs(id), tuple(body for *_, body in of))):
                 producer.send(stream, record)
             told[stream] = told.get(stream, 0) + 1

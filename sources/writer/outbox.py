@@ -8,6 +8,7 @@ from operator import itemgetter
 from tidemark.sources.writer.chain import SettledSpan
 from tidemark.sources.writer.records import OutboxFact, RecordBuilder
 from tidemark.sources.writer.session import Connection
+from tidemark.streaming.direction import Direction
 
 ROWS_AT_ONCE = 500
 """Rows that are read of one span at a time; the last fact is read to its end also beyond that."""
@@ -24,6 +25,7 @@ class OutboxFacts:
 def read(connection: Connection, voice: RecordBuilder, spans: Sequence[SettledSpan]) -> list[OutboxFacts]:
     """What the outbox holds of each span. Its transactions must all have ended: then the answer is final."""
     lows, highs = _signed(voice, spans)
+    order = "asc" if voice.towards is Direction.FORWARD else "desc"
     rows = connection.execute(
         f"""
         select number, abs(found.id), found.ordinal, found.body::text
@@ -31,7 +33,7 @@ def read(connection: Connection, voice: RecordBuilder, spans: Sequence[SettledSp
         cross join lateral (
             select id, ordinal, body from tidemark.outbox
             where instance = %s and epoch = %s and stream = %s and id between low and high
-            order by id {"asc" if voice.sign > 0 else "desc"} fetch first {ROWS_AT_ONCE} rows with ties
+            order by id {order} fetch first {ROWS_AT_ONCE} rows with ties
         ) as found
         order by 1, 2, 3
         """.encode(),
@@ -60,6 +62,6 @@ def _found(rows: Sequence[tuple[int, int, int, str]]) -> OutboxFacts:
 
 def _signed(voice: RecordBuilder, spans: Sequence[SettledSpan]) -> tuple[list[int], list[int]]:
     """The lowest and the highest ID of each, as the table has them."""
-    if voice.sign > 0:
+    if voice.towards is Direction.FORWARD:
         return [span.prev + 1 for span in spans], [span.id for span in spans]
     return [-span.id for span in spans], [-span.prev - 1 for span in spans]

@@ -17,6 +17,7 @@ from psycopg import sql
 
 from tidemark.sources.writer.chain import ReservationChain
 from tidemark.streaming import records
+from tidemark.streaming.direction import Direction
 from tidemark.streaming.errors import FactWithoutRow, RowTooLarge, SequenceSetBack, WriterFenced
 
 MAX_ROW = 900_000
@@ -38,17 +39,17 @@ class StreamHandle:
 
     name: str
     oid: int
-    sign: int
+    towards: Direction
     chain: ReservationChain
     call: str
     reserve: bytes
     latency: Histogram
 
 
-def reserve_call(instance: str, epoch: int, stream: str, oid: int, sign: int) -> str:
+def reserve_call(instance: str, epoch: int, stream: str, oid: int, towards: Direction) -> str:
     """A call of `tidemark.reserve` with named parameters: those of `Reservation.params`."""
     call = sql.SQL("tidemark.reserve({}, {}, {}, {}, {}, ")
-    text = call.format(*map(sql.Literal, (instance, epoch, stream, oid, sign))).as_string()
+    text = call.format(*map(sql.Literal, (instance, epoch, stream, oid, towards.value))).as_string()
     return text.replace("%", "%%") + "%(tidemark_floor)s, %(tidemark_count)s, %(tidemark_row)s)"
 
 
@@ -110,7 +111,7 @@ class PendingTransaction:
             raise ValueError(f"{count} IDs at once: 1 to {MAX_IDS} are possible")
         began = time.monotonic()
         call = outlet.chain.begin()
-        reservation = Reservation(outlet.sign * call.floor, count, body)
+        reservation = Reservation(outlet.towards.signed(call.floor), count, body)
         try:
             yield reservation
             assert reservation.answer is not None
@@ -119,7 +120,7 @@ class PendingTransaction:
             outlet.chain.missed(call)
             raise self._explained(outlet.name, error) from error
         now = time.monotonic()
-        outlet.chain.took(call, ids if outlet.sign > 0 else [-id for id in ids], now)
+        outlet.chain.took(call, [*map(abs, ids)], now)
         self._rows.setdefault(outlet.name, {}).update(dict.fromkeys(ids, 0 if body is None else 1))
         reservation.ids = ids
         outlet.latency.observe(now - began)

@@ -8,6 +8,7 @@ from msgspec import Raw
 
 from tidemark.sources.writer.chain import SettledSpan
 from tidemark.streaming import records
+from tidemark.streaming.direction import Direction
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +21,12 @@ class OutboxFact:
 
 @dataclass(frozen=True, slots=True)
 class RecordBuilder:
-    """One writer, in one epoch, on one stream. `sign` is -1 where the IDs go down."""
+    """One writer, in one epoch, on one stream."""
 
     instance: str
     epoch: int
     stream: str
-    sign: int
+    towards: Direction
 
     def span(self, span: SettledSpan, facts: Sequence[OutboxFact], voids: Sequence[int]) -> Iterator[bytes]:
         """Edges that tile `span`: one for each of its facts, and of `voids`: reserved IDs without a fact.
@@ -49,8 +50,8 @@ class RecordBuilder:
                     stream=self.stream,
                     writer=self.instance,
                     epoch=self.epoch,
-                    prev=self.sign * at,
-                    id=self.sign * span.id,
+                    prev=self.towards.signed(at),
+                    id=self.towards.signed(span.id),
                 )
             )
 
@@ -66,8 +67,8 @@ class RecordBuilder:
                 stream=self.stream,
                 writer=self.instance,
                 epoch=self.epoch,
-                prev=self.sign * prev,
-                id=self.sign * fact.id,
+                prev=self.towards.signed(prev),
+                id=self.towards.signed(fact.id),
                 row=Raw(last),
             )
         )
@@ -81,12 +82,12 @@ class RecordBuilder:
 
     def join(self, id: int) -> bytes:
         return records.encode(
-            records.Join(stream=self.stream, writer=self.instance, epoch=self.epoch, id=self.sign * id)
+            records.Join(stream=self.stream, writer=self.instance, epoch=self.epoch, id=self.towards.signed(id))
         )
 
     def retire(self, id: int) -> bytes:
         return records.encode(
-            records.Retire(stream=self.stream, writer=self.instance, epoch=self.epoch, id=self.sign * id)
+            records.Retire(stream=self.stream, writer=self.instance, epoch=self.epoch, id=self.towards.signed(id))
         )
 
     def _void(self, prev: int, id: int) -> bytes:
@@ -95,8 +96,8 @@ class RecordBuilder:
                 stream=self.stream,
                 writer=self.instance,
                 epoch=self.epoch,
-                prev=self.sign * prev,
-                id=self.sign * id,
+                prev=self.towards.signed(prev),
+                id=self.towards.signed(id),
             )
         )
 

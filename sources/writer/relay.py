@@ -69,7 +69,7 @@ class Relay:
         self._instance = instance
         self._epoch = epoch
         self._outlets = outlets
-        self._voices = {name: RecordBuilder(instance, epoch, name, outlet.sign) for name, outlet in outlets.items()}
+        self._voices = {name: RecordBuilder(instance, epoch, name, outlet.towards) for name, outlet in outlets.items()}
         self._meters = meters
         self._unclear: list[PendingTransaction] = []
         self._parcels: list[_Parcel] = []
@@ -163,7 +163,7 @@ class Relay:
     def _announce_heads(self) -> None:
         calm = {name: outlet.chain.calm() for name, outlet in self._outlets.items()}
         with self._session.use() as connection:
-            heads = sequences.heads(connection, {name: (it.oid, it.sign) for name, it in self._outlets.items()})
+            heads = sequences.heads(connection, {name: (it.oid, it.towards) for name, it in self._outlets.items()})
             require_epoch(connection, self._instance, self._epoch)
         now = time.monotonic()
         for name, head in heads.items():

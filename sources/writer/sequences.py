@@ -5,15 +5,13 @@ The sequence behind a stream: made, checked, and read. What it must be is decide
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from psycopg import sql
 
 from tidemark.sources.writer.session import Connection
+from tidemark.streaming.direction import Direction, DirectionName
 from tidemark.streaming.errors import BadSetting, SequenceUnfit
 from tidemark.streaming.records import is_name
-
-Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +20,18 @@ class Stream:
 
     name: str
     sequence: str = ""
-    direction: Direction = "forward"
+    direction: DirectionName = "forward"
 
     def __post_init__(self) -> None:
         if not self.sequence:
             object.__setattr__(self, "sequence", f"{self.name}_id_seq")
 
     @property
-    def sign(self) -> int:
-        return 1 if self.direction == "forward" else -1
+    def towards(self) -> Direction:
+        return Direction.named(self.direction)
 
 
-def named(streams: Iterable[str | Stream], instance: str, direction: Direction) -> tuple[Stream, ...]:
+def named(streams: Iterable[str | Stream], instance: str, direction: DirectionName) -> tuple[Stream, ...]:
     """The streams, those given by name alone in this direction. Raises `BadSetting` for a name that Kafka may not see.
 
     Checked here, because a writer of a bad name would only find its facts among the dead letters.
@@ -65,15 +63,14 @@ class Sequence:
     filled: list[str]
 
 
-def problem(found: Sequence, sign: int) -> tuple[str, str] | None:
+def problem(found: Sequence, towards: Direction) -> tuple[str, str] | None:
     """Why a stream cannot live on it, and what to do; None where it can."""
     if found.cache != 1:
         return "sessions take numbers from it in advance, so IDs would not ascend: CACHE", "alter sequence {} cache 1"
-    if found.increment != sign:
-        way = "forward" if sign > 0 else "backward"
+    if found.increment != towards:
         return (
-            f"it goes by {found.increment} and the stream goes {way}: INCREMENT",
-            f"alter sequence {{}} increment {sign}",
+            f"it goes by {found.increment} and the stream goes {towards.name.lower()}: INCREMENT",
+            f"alter sequence {{}} increment {towards.value}",
         )
     if found.type != "bigint":
         return f"it is of type {found.type} and stream IDs have 64 bits", "alter sequence {} as bigint"
@@ -81,12 +78,12 @@ def problem(found: Sequence, sign: int) -> tuple[str, str] | None:
         return "it would begin again at its end, and an ID is given once: CYCLE", "alter sequence {} no cycle"
     if not found.persistent:
         return "it is unlogged or temporary, and would begin again after a crash", "alter sequence {} set logged"
-    if sign > 0 and found.lowest < 1:
+    if towards is Direction.FORWARD and found.lowest < 1:
         return (
             "it may give 0 or negative numbers to a stream that goes forward: MINVALUE",
             "alter sequence {} minvalue 1",
         )
-    if sign < 0 and found.highest > -1:
+    if towards is Direction.BACKWARD and found.highest > -1:
         return (
             "it may give 0 or positive numbers to a stream that goes backward: MAXVALUE",
             "alter sequence {} maxvalue -1",
@@ -138,27 +135,27 @@ def require(connection: Connection, streams: Iterable[Stream]) -> dict[str, int]
         if sequence is None:
             do = f"run `tidemark writer migrate --sequence {stream.sequence}`"
             raise SequenceUnfit(stream.sequence, f"it does not exist (stream {stream.name})", do)
-        refuse_unfit(stream.sequence, sequence, stream.sign)
+        refuse_unfit(stream.sequence, sequence, stream.towards)
         found[stream.name] = sequence.oid
     return found
 
 
-def refuse_unfit(name: str, found: Sequence, sign: int) -> None:
-    if (why := problem(found, sign)) is not None:
+def refuse_unfit(name: str, found: Sequence, towards: Direction) -> None:
+    if (why := problem(found, towards)) is not None:
         raise SequenceUnfit(name, why[0], why[1].format(name))
 
 
-def create(connection: Connection, name: str, sign: int) -> None:
+def create(connection: Connection, name: str, towards: Direction) -> None:
     """A sequence as a stream wants it: bigint, from 1 up or from -1 down, no cache, no cycle."""
     connection.execute(
         sql.SQL("create sequence {} as bigint increment by {} start with {} cache 1 no cycle").format(
-            sql.Identifier(*name.split(".")), sql.Literal(sign), sql.Literal(sign)
+            sql.Identifier(*name.split(".")), sql.Literal(towards.value), sql.Literal(towards.value)
         )
     )
 
 
-def heads(connection: Connection, sequences: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """For each stream, given its sequence's OID and sign: up to where IDs were given out, as a magnitude.
+def heads(connection: Connection, sequences: Mapping[str, tuple[int, Direction]]) -> dict[str, int]:
+    """For each stream, given its sequence's OID and direction: up to where IDs were given out, as a magnitude.
 
     Where none was yet, what comes before the first: 0, or 1 for a sequence that starts with 2.
     """
@@ -168,7 +165,7 @@ def heads(connection: Connection, sequences: Mapping[str, tuple[int, int]]) -> d
                then abs(tidemark.sequence_head(given.oid, given.sign)) end
         from unnest(%s::oid[], %s::integer[]) with ordinality as given (oid, sign, number) order by number
         """,
-        [[oid for oid, _ in sequences.values()], [sign for _, sign in sequences.values()]],
+        [[oid for oid, _ in sequences.values()], [towards.value for _, towards in sequences.values()]],
     ).fetchall()
     found = dict(zip(sequences, (row[0] for row in rows), strict=True))
     for stream, head in found.items():

@@ -4,6 +4,7 @@ from prometheus_client import CollectorRegistry
 from tidemark.app.board import Board
 from tidemark.streaming import state
 from tidemark.streaming.chain import Chain, Evidence, Span
+from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import Progress, ShardEffects, StreamEffects, Summary, WriterRow
 from tidemark.streaming.linear import LinearPosition
 from tidemark.streaming.stream import StreamState
@@ -13,13 +14,15 @@ from tidemark.streaming.writers import WriterState
 def a_backward_stream() -> StreamState:
     """At -4, with -6 complete and -5 not, seen first at 10 s."""
     chain = Chain(4, [Span(5, 6, Evidence(facts=1), 1, since=10_000)])
-    return StreamState(direction=-1, line=LinearPosition(4), writers={"importer": WriterState(1, chain)})
+    return StreamState(
+        direction=Direction.BACKWARD, line=LinearPosition(4), writers={"importer": WriterState(1, chain)}
+    )
 
 
 def effects(stream: str, **positions: int) -> ShardEffects:
     rows = [WriterRow(writer, 1, position, False) for writer, position in positions.items()]
     summary = Summary(0, 0, None, [], 0, None)
-    moved = StreamEffects(stream, 1, 0, 3, 0, 3, [], rows, [], [], [], [], [], [], {}, summary, b"")
+    moved = StreamEffects(stream, Direction.FORWARD, 0, 3, 0, 3, [], rows, [], [], [], [], [], [], {}, summary, b"")
     return ShardEffects(0, 0, [moved], [], [Progress("facts", 2, 7)])
 
 

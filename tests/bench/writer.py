@@ -16,6 +16,7 @@ from tests.bench.table import table
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.sources.writer import Stream, Writer, schema, sequences
 from tidemark.sources.writer.session import Session
+from tidemark.streaming.direction import Direction
 
 WANTED = 0.6
 _SEQUENCE = "orders_id_seq"
@@ -86,7 +87,7 @@ def _prepared(dsn: str) -> str:
     session = Session(dsn, "bench")
     schema.migrate(session)
     with session.use() as connection:
-        sequences.create(connection, _SEQUENCE, 1)
+        sequences.create(connection, _SEQUENCE, Direction.FORWARD)
         connection.execute("create table orders (id bigint primary key, total integer not null)")
     session.close()
     return dsn

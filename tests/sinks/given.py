@@ -9,6 +9,7 @@ import numpy as np
 
 from tidemark.sinks.batch import Batch
 from tidemark.sinks.redis.publish import key
+from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import Progress, ShardEffects, StreamEffects, Summary, WriterAdvance, WriterRow
 from tidemark.streaming.model import Rejected
 
@@ -24,7 +25,7 @@ def advance(writer: str, prev: int, id_: int, **more: int) -> WriterAdvance:
 def stream(name: str, *advances: WriterAdvance, linear: int = 0, **more: Any) -> StreamEffects:
     """The writers' rows follow from the advances unless `writers` is given."""
     fields: dict[str, Any] = {
-        "direction": -1 if any(it.id < 0 for it in advances) else 1,
+        "direction": Direction.BACKWARD if any(it.id < 0 for it in advances) else Direction.FORWARD,
         "linear_prev": 0,
         "head_prev": 0,
         "head": max([linear, *(it.id for it in advances)], key=abs),

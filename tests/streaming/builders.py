@@ -13,6 +13,7 @@ import pyarrow as pa
 from tidemark.streaming import state
 from tidemark.streaming.batch import advance
 from tidemark.streaming.compact import compactor, origin_of
+from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import ShardEffects, StreamEffects
 from tidemark.streaming.frames import HEADER
 from tidemark.streaming.model import Bounds
@@ -108,7 +109,7 @@ def _packet(item: Sent) -> Packet:
                 record.stream,
                 record.writer,
                 record.epoch,
-                record.id < 0,
+                Direction.of(record.id),
                 abs(record.prev),
                 ids.tobytes(),
                 kinds.tobytes(),
@@ -130,7 +131,7 @@ def _packet(item: Sent) -> Packet:
                 MarkerKind[record.kind],
                 abs(record.prev),
                 abs(record.id),
-                None if record.id == 0 else record.id < 0,
+                Direction.of(record.id),
                 record.unseen,
                 record.by,
                 "because" if record.control else None,
@@ -210,8 +211,9 @@ class Shard:
         done = self.feed_packets(packets(batch))
         (stream,) = done.streams
         stored = self.stream(stream.stream)
-        sign = -1 if stored.direction < 0 else 1
-        self.positions = {name: sign * it.chain.position for name, it in sorted(stored.writers.items())}
+        self.positions = {
+            name: stored.direction.signed(it.chain.position) for name, it in sorted(stored.writers.items())
+        }
         self.linear = stream.linear
         self.rejected = rejections(done)
         return stream

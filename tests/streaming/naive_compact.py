@@ -11,6 +11,7 @@ import pyarrow as pa
 from tests.streaming.builders import framed
 from tidemark.streaming import records
 from tidemark.streaming.compact import origin_of
+from tidemark.streaming.direction import Direction
 from tidemark.streaming.errors import BadRecord
 from tidemark.streaming.records import Topic
 from tidemark.streaming.runs import Kind, Packet
@@ -63,7 +64,7 @@ class Group:
     stream: str
     writer: str
     epoch: int
-    backward: bool
+    direction: Direction
     segment: int
 
 
@@ -103,7 +104,7 @@ def compact(messages: Iterable[Message]) -> Compacted:
         else:
             prev = records.start(record) if isinstance(record, records.Rdata) else record.prev
             kind = Kind[str(record.__struct_config__.tag)]
-            group = Group(record.stream, record.writer, record.epoch, record.id < 0, segment)
+            group = Group(record.stream, record.writer, record.epoch, Direction.of(record.id), segment)
             groups[group].append(Edge(abs(prev), abs(record.id), kind, message.offset))
             times[message.offset] = message.time
     result.rejected = dict(rejected)
@@ -116,11 +117,10 @@ def compact(messages: Iterable[Message]) -> Compacted:
 
 def _marker(record: records.Marker, message: Message) -> tuple[object, ...]:
     prev = record.prev if isinstance(record, records.Skip) else 0
-    backward = None if record.id == 0 else record.id < 0
     unseen = isinstance(record, records.Join) and record.unseen
     name = type(record).__name__.upper()
     return (
-        *(record.stream, record.writer, record.epoch, name, abs(prev), abs(record.id), backward, unseen),
+        *(record.stream, record.writer, record.epoch, name, abs(prev), abs(record.id), Direction.of(record.id), unseen),
         *(record.by, record.why, message.offset, message.time),
     )
 
@@ -162,7 +162,7 @@ def unpack(packets: Iterable[Packet]) -> Compacted:
         ids = np.frombuffer(run.ids, "<i8").tolist()
         offsets = _offsets(run.offsets, run.first_offset, run.last_offset)
         (found,) = {segment(run.stream, offset) for offset in offsets}
-        group = Group(run.stream, run.writer, run.epoch, run.backward, found)
+        group = Group(run.stream, run.writer, run.epoch, run.direction, found)
         kinds = [Kind(kind) for kind in run.kinds]
         chain = tuple(Edge(*edge) for edge in zip([run.start, *ids[:-1]], ids, kinds, offsets, strict=True))
         result.runs.add((group, chain, run.oldest, run.newest))

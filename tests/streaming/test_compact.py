@@ -17,6 +17,7 @@ from tests.streaming.naive_compact import CONTROL, FACTS, Message, message
 from tests.streaming.test_records import BAD, GOOD
 from tidemark.streaming import records
 from tidemark.streaming.compact import compactor
+from tidemark.streaming.direction import Direction
 from tidemark.streaming.model import Reason, shard_of
 from tidemark.streaming.runs import Packet
 
@@ -219,8 +220,9 @@ def test_ids_at_both_ends_of_64_bits_chain_up() -> None:
     """The largest IDs of both directions survive arrays, packing and the default of `prev`."""
     top = records.MAX_ID
     log = numbered([fact(top, top - 1), fact(top - 1, 0), fact(1 - top, 0), fact(-top, 1 - top), fact(5, 4, "v")])
-    found = {(group.writer, group.backward): [edge.id for edge in chain] for group, chain, *_ in compacted(log).runs}
-    assert found == {("w", False): [top - 1, top], ("w", True): [top - 1, top], ("v", False): [5]}
+    up, down = Direction.FORWARD, Direction.BACKWARD
+    found = {(group.writer, group.direction): [edge.id for edge in chain] for group, chain, *_ in compacted(log).runs}
+    assert found == {("w", up): [top - 1, top], ("w", down): [top - 1, top], ("v", up): [5]}
 
 
 def test_offsets_too_far_apart_for_a_run_divide_it() -> None:

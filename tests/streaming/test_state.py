@@ -6,9 +6,12 @@ import pytest
 
 from tests.streaming.builders import FACTS, STREAM, Shard, forced, join, position, rdata, retire, skip
 from tidemark.streaming import state
+from tidemark.streaming.direction import Direction
 from tidemark.streaming.errors import StateTooNew
 from tidemark.streaming.runs import PackedRun, Packet
 from tidemark.streaming.state import FORMAT
+
+UP = Direction.FORWARD
 
 
 def long_run(start: int, count: int, offset: int) -> Packet:
@@ -18,7 +21,7 @@ def long_run(start: int, count: int, offset: int) -> Packet:
     kinds = np.zeros(count, np.uint8)
     last = offset + count - 1
     run = PackedRun(
-        STREAM, "a", 1, False, start, ids.tobytes(), kinds.tobytes(), offsets.tobytes(), offset, last, offset, last
+        STREAM, "a", 1, UP, start, ids.tobytes(), kinds.tobytes(), offsets.tobytes(), offset, last, offset, last
     )
     return Packet(FACTS, 0, False, last + 1, [run], [], [], [])
 

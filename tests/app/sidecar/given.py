@@ -15,6 +15,7 @@ from tidemark.app.sidecar.service import SidecarServers
 from tidemark.app.sidecar.site import SiteConfig, site
 from tidemark.streaming import state
 from tidemark.streaming.chain import Chain, Evidence, Span
+from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import StreamEffects
 from tidemark.streaming.intervals import EMPTY
 from tidemark.streaming.linear import LinearPosition
@@ -71,7 +72,7 @@ class At:
 def moved(name: str, linear: int, **writers: At) -> StreamEffects:
     """What a batch did to the stream, with the state that it left."""
     known = {writer: WriterState(1, _chain(at)) for writer, at in writers.items()}
-    encoded = state.encode(StreamState(1, 0, LinearPosition(linear, EMPTY), known))
+    encoded = state.encode(StreamState(Direction.FORWARD, 0, LinearPosition(linear, EMPTY), known))
     moves = [advance(writer, at.prev, at.id) for writer, at in writers.items() if at.id != at.prev]
     head = max(at.pending or at.id for at in writers.values())
     return stream(name, *moves, linear=linear, head=head, state=encoded)

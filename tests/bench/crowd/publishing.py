@@ -21,6 +21,7 @@ from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.streaming import state
 from tidemark.streaming.chain import Chain
+from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import ShardEffects, StreamEffects, Summary, WriterAdvance, WriterRow
 from tidemark.streaming.intervals import EMPTY
 from tidemark.streaming.linear import LinearPosition
@@ -97,7 +98,7 @@ def _effects(load: Load, number: int) -> list[StreamEffects]:
     after, before = load.positions(number), load.positions(number - 1) if number > 1 else {}
     line = max(after.values())
     writers = {name: WriterState(1, Chain(id)) for name, id in after.items()}
-    encoded = state.encode(StreamState(1, 0, LinearPosition(line, EMPTY), writers))
+    encoded = state.encode(StreamState(Direction.FORWARD, 0, LinearPosition(line, EMPTY), writers))
     advances = [
         WriterAdvance(name, 1, before.get(name, 0), id, 0, id - before.get(name, 0), 0, 0, now)
         for name, id in after.items()
@@ -106,7 +107,7 @@ def _effects(load: Load, number: int) -> list[StreamEffects]:
     return [
         StreamEffects(
             stream=stream_name(place),
-            direction=1,
+            direction=Direction.FORWARD,
             linear_prev=max(before.values(), default=0),
             linear=line,
             head_prev=max(before.values(), default=0),

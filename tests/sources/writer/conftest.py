@@ -12,6 +12,7 @@ from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.sources.writer import Writer, schema, sequences
 from tidemark.sources.writer.session import Session
+from tidemark.streaming.direction import Direction
 
 Make = Callable[..., Writer]
 
@@ -22,8 +23,8 @@ def dsn(database: str) -> str:
     session = Session(database, "test")
     schema.migrate(session)
     with session.use() as connection:
-        sequences.create(connection, "orders_id_seq", 1)
-        sequences.create(connection, "history_id_seq", -1)
+        sequences.create(connection, "orders_id_seq", Direction.FORWARD)
+        sequences.create(connection, "history_id_seq", Direction.BACKWARD)
         connection.execute("create table orders (id bigint primary key, total integer not null default 0)")
     session.close()
     return database

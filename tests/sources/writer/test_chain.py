@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.sources.writer.judge import Verdict, judged
 from tidemark.sources.writer.chain import NextvalCall, ReservationChain, SettledSpan
 from tidemark.sources.writer.records import OutboxFact, RecordBuilder
+from tidemark.streaming.direction import Direction
 
 START = 3
 
@@ -23,7 +24,7 @@ class Writing(RuleBasedStateMachine):
     @initialize(sign=st.sampled_from([1, -1]), seed=st.integers(0, 2**32))
     def begin(self, sign: int, seed: int) -> None:
         self.random = random.Random(seed)
-        self.voice = RecordBuilder("shop", 1, "orders", sign)
+        self.voice = RecordBuilder("shop", 1, "orders", Direction(sign))
         self.chain = ReservationChain(START)
         self.head = START
         self.sent: list[NextvalCall] = []
@@ -150,7 +151,7 @@ class Writing(RuleBasedStateMachine):
         assert self.chain.untold == 0
         self.random.shuffle(self.told)
         verdict = judge(self.voice, self.told)
-        facts = {self.voice.sign * id for id, row in self.truth.items() if row}
+        facts = {self.voice.towards.signed(id) for id, row in self.truth.items() if row}
         assert verdict.rejected == {}
         assert verdict.announced.get("orders", set()) == facts
         assert verdict.position("orders", "shop") == self.chain.last == max(self.head, START)
@@ -212,8 +213,10 @@ def test_void_ids_are_named_only_while_the_database_has_not_crashed() -> None:
     chain.took(chain.begin(), [7], 0.0)
     chain.end([6, 7], [7], 0.0)
     (span,) = chain.take()
-    told = [*RecordBuilder("shop", 1, "orders", 1).span(span, [OutboxFact(6, ("{}",))], chain.voids(span))]
-    kinds = judge(RecordBuilder("shop", 1, "orders", 1), told).kinds()
+    told = [
+        *RecordBuilder("shop", 1, "orders", Direction.FORWARD).span(span, [OutboxFact(6, ("{}",))], chain.voids(span))
+    ]
+    kinds = judge(RecordBuilder("shop", 1, "orders", Direction.FORWARD), told).kinds()
     assert kinds == [("JOIN", 1, 3), ("RDATA", 1, 6), ("VOID", 1, 7)]
 
 

@@ -7,6 +7,7 @@ from tests.sources.writer.conftest import Make
 from tests.sources.writer.judge import Judge
 from tidemark.sources.writer import Stream, sequences
 from tidemark.sources.writer.session import Session
+from tidemark.streaming.direction import Direction
 from tidemark.streaming.errors import SequenceSetBack, SequenceUnfit
 
 UNFIT = {
@@ -45,8 +46,8 @@ def test_sequences_as_we_make_them_are_fit(database: str) -> None:
     with session.use() as connection:
         connection.execute("create schema shop")
         connection.execute("create table shop.orders (id bigint primary key)")
-        sequences.create(connection, "shop.orders_id_seq", 1)
-        sequences.create(connection, "shop.history", -1)
+        sequences.create(connection, "shop.orders_id_seq", Direction.FORWARD)
+        sequences.create(connection, "shop.history", Direction.BACKWARD)
         connection.execute("alter sequence shop.orders_id_seq owned by shop.orders.id")
         streams = [Stream("orders", "shop.orders_id_seq"), Stream("history", "shop.history", "backward")]
         assert sequences.require(connection, streams).keys() == {"orders", "history"}
