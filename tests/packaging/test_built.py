@@ -1,0 +1,67 @@
+"""The wheel and the source distribution, and what the image is made of, without anything installed."""
+
+import re
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.conftest import COPIED, DOCKERFILE, ROOT, VERSION, build, copy_of_the_tree, succeeds
+
+ROOMS = ("app", "sinks", "sources", "streaming")
+
+
+def test_wheel_puts_one_name_into_site_packages(wheel: Path) -> None:
+    """`tidemark`, and what pip knows of it. Below it is every file of the rooms, and the marker of types."""
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {"tidemark", f"tidemark-{VERSION}.dist-info"}
+    expected = {
+        f"tidemark/{path.relative_to(ROOT)}"
+        for room in ROOMS
+        for path in (ROOT / room).rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    packed = {name for name in names if name.startswith("tidemark/")}
+    assert packed - expected == {f"tidemark/{name}" for name in ("__init__.py", "__main__.py", "errors.py", "py.typed")}
+    assert expected <= packed
+
+
+def test_source_distribution_gives_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    """It has files in the place of links, so that any unpacker will do, and installs as the checkout does."""
+    with tarfile.open(build(ROOT, "sdist", tmp_path)) as packed:
+        assert all(member.isfile() or member.isdir() for member in packed)
+        packed.extractall(tmp_path, filter="data")
+    tree = tmp_path / f"tidemark-{VERSION}"
+    assert build(tree, "wheel", tmp_path).read_bytes() == wheel.read_bytes()
+
+
+def test_image_is_made_of_what_its_dockerfile_copies(wheel: Path, tmp_path: Path) -> None:
+    """The copied files alone build the same wheel; the link to a folder that was forgotten would lead nowhere."""
+    admitted = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    assert all(any(source == name or source.startswith(f"{name}/") for name in admitted) for source in COPIED)
+    tree = copy_of_the_tree(tmp_path / "tree")
+    assert build(tree, "wheel", tmp_path).read_bytes() == wheel.read_bytes()
+
+
+def test_image_has_the_libraries_of_every_role_but_the_local_stack() -> None:
+    """The layer below our code holds what the extras name, each as pyproject.toml has it."""
+    (program,) = re.findall(r"python3 -c '([^']+)' >runtime.txt", DOCKERFILE)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    roles = [*extras["writer"], *extras["reader"], *extras["pipeline"], *extras["sidecar"]]
+    assert set(succeeds(sys.executable, "-c", program).split("\n")) == {*project["dependencies"], *roles, ""}
+    (installed,) = re.findall(r"^ +'\.\[(.*)\]'$", (ROOT / "helm/tools/sbom").read_text(), re.MULTILINE)
+    assert extras["local"][0] == f"tidemark[{installed}]"
+
+
+@pytest.mark.parametrize("dockerfile", ["Dockerfile", "tests/helm/servers/Dockerfile"])
+def test_paths_that_dockerfiles_name_in_the_package_are_there(dockerfile: str, wheel: Path) -> None:
+    """The list of jars, where an image takes it from the package or the checkout."""
+    names = zipfile.ZipFile(wheel).namelist()
+    text = (ROOT / dockerfile).read_text()
+    for path in re.findall(r"site-packages/(tidemark/[^\s)]+)", text):
+        assert path in names
+    assert not re.search(rf"site-packages/({'|'.join(ROOMS)})/", text)

