@@ -96,7 +96,7 @@ def config() -> None:
 @main.command()
 def migrate() -> None:
     """Bring the database's schema up to this version."""
-    from tidemark.sinks.postgres.migrations import migrate
+    from tidemark.sinks.postgres.database import migrate
 
     applied = migrate(_settings().postgres)
     click.echo(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")

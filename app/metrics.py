@@ -137,9 +137,8 @@ def count_batch(effects: Iterable[ShardEffects], published: Published, seconds: 
     """A batch was published; one that is published again after a failure is counted again."""
     BATCH_SECONDS.observe(seconds)
     LAST_BATCH.set(published.published_at)
-    SINK_SECONDS.labels("postgres").observe(published.postgres_seconds)
-    SINK_SECONDS.labels("redis").observe(published.redis_seconds)
-    SINK_SECONDS.labels("dead_letters").observe(published.dead_letters_seconds)
+    for step, waited in published.seconds.items():
+        SINK_SECONDS.labels(step).observe(waited)
     for shard in effects:
         for stream in shard.streams:
             for outcome, count in stream.counts.items():

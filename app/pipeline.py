@@ -26,10 +26,11 @@ from tidemark.app.start import Start, prepare
 from tidemark.app.versions import OURS, require_successor
 from tidemark.sinks.dead_letters import DeadLetters, DeadLettersConfig
 from tidemark.sinks.maintenance import Maintenance, MaintenanceConfig
-from tidemark.sinks.mirror import Mirror
+from tidemark.sinks.port import Sink
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.publisher import Publisher
+from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sources.kafka import source_options
 from tidemark.sources.start import Acceptance
@@ -143,22 +144,29 @@ class Attempt:
             start = prepare(settings, checkpoint, postgres, topics, accept)
             self.prepared = True
             self._board.load(start.states, start.read)
-            redis = stack.enter_context(Redis(RedisConfig(settings.redis, settings.advances_kept)))
-            with suppress(Unavailable):  # that is waited for when there is something to publish
-                redis.check()
-            mirror = Mirror(postgres, redis, lease)
-            watch = stack.enter_context(Maintenance(mirror, postgres, redis, lease, MaintenanceConfig()))
+            sinks = self._sinks(stack, postgres, lease)
+            for sink in sinks:
+                with suppress(Unavailable):  # that is waited for when there is something to publish
+                    sink.check()
+            maintenance = stack.enter_context(Maintenance(sinks, postgres, lease, MaintenanceConfig()))
             dead_letters = stack.enter_context(
                 DeadLetters(DeadLettersConfig(settings.kafka_dead_letters_topic, kafka.client(), kafka.producer()))
             )
-            publisher = Publisher(postgres, mirror, dead_letters, lease, stopping)
-            publisher.bury_left(start.seed.lineage)
+            publisher = Publisher(postgres, sinks, dead_letters, lease, stopping)
+            publisher.send_unsent(start.seed.lineage)
             heads = stack.enter_context(EndOffsets(topics, start.partitions, self._board).running())
             self._batches = Batches(publisher, self._board, start.seed.lineage, start.partitions)
             spark, store = self._spark.session(stopping), settings.checkpoint_store
             location = str(checkpoint.path) if store is None else stack.enter_context(folder(spark, store))
             running = stack.enter_context(self._query(spark, start, location, self._batches))
-            self._supervise(running, lease, (self._batches, heads, watch))
+            self._supervise(running, lease, (self._batches, heads, maintenance))
+
+    def _sinks(self, stack: ExitStack, postgres: Postgres, lease: Lease) -> list[Sink]:
+        """Where positions are shown, each in turn. One sink, one line."""
+        redis = RedisConfig(self._settings.redis, self._settings.advances_kept)
+        return [
+            Mirror(postgres, stack.enter_context(Redis(redis)), lease),
+        ]
 
     @contextmanager
     def _query(self, spark: SparkSession, start: Start, location: str, batches: Batches) -> Iterator[StreamingQuery]:

@@ -17,7 +17,7 @@ from tidemark.app.stack.jars import fetch_jars
 from tidemark.app.stack.members import Members, Supervisor
 from tidemark.app.stack.server import ServerProcess
 from tidemark.app.stack.servers import redis_program
-from tidemark.sinks.postgres.migrations import migrate
+from tidemark.sinks.postgres.database import migrate
 from tidemark.streaming.errors import BadSetting
 from tidemark.streaming.spark import find_java
 

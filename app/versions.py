@@ -1,6 +1,6 @@
 """Which versions may run side by side: pipeline, sidecar and schema differ by one minor version at most.
 
-The schema says itself what works with it (`sinks.postgres.migrations`); states carry a format (`streaming.state`).
+The schema says itself what works with it (`streaming.postgres_migrations`); states carry a format (`streaming.state`).
 Here it is the versions of the processes, as a change of what stands in Redis needs no schema."""
 
 import re

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import FOR_EVER, RecordProducer
 from tidemark.sources.topics import Topics
-from tidemark.sources.writer import Stream, fence, schema, sequences
+from tidemark.sources.writer import Stream, fence, sequences
+from tidemark.sources.writer.database import SCHEMA, session_of
 from tidemark.sources.writer.fence import Holder
-from tidemark.sources.writer.session import Connection, Session
 from tidemark.streaming.direction import DirectionName
+from tidemark.streaming.postgres_session import Connection
 
 KAFKA_SECONDS = 30.0
 
@@ -21,8 +22,8 @@ def migrate(dsn: str, names: Sequence[str], direction: DirectionName, say: Say) 
 
     Raises `SequenceUnfit` for the first that breaks a rule, `SchemaMismatch` where the schema is newer.
     """
-    with Session(dsn, "tidemark writer migrate") as session:
-        applied = schema.migrate(session)
+    with session_of(dsn, "tidemark writer migrate") as session:
+        applied = SCHEMA.migrate(session)
         say(f"applied {', '.join(map(str, applied))}" if applied else "the writer's schema is up to date")
         with session.use() as connection:
             for stream in _streams(names, direction):
@@ -34,8 +35,8 @@ def migrate(dsn: str, names: Sequence[str], direction: DirectionName, say: Say) 
 
 def plan(dsn: str, names: Sequence[str], direction: DirectionName, say: Say) -> None:
     """Say what `migrate` would do; changes nothing, raises the same."""
-    with Session(dsn, "tidemark writer migrate --dry-run") as session, session.use() as connection:
-        pending = schema.pending(connection)
+    with session_of(dsn, "tidemark writer migrate --dry-run") as session, session.use() as connection:
+        pending = SCHEMA.pending(connection)
         say(f"would apply {', '.join(map(str, pending))}" if pending else "the writer's schema is up to date")
         for stream in _streams(names, direction):
             if sequences.inspect(connection, stream.sequence) is None:
@@ -51,10 +52,10 @@ def _streams(names: Sequence[str], direction: DirectionName) -> list[Stream]:
 
 def report(dsn: str, instance: str, say: Say) -> None:
     """Say what `fence` would find; changes nothing. Raises `UnknownWriter`."""
-    with Session(dsn, "tidemark writer fence --dry-run") as session:
+    with session_of(dsn, "tidemark writer fence --dry-run") as session:
         with session.use() as connection:
-            schema.check(connection)
-        found = fence.look(session, instance)
+            SCHEMA.check(connection)
+        found = fence.plan(session, instance)
     say(f"{instance} is in epoch {found.epoch}")
     for holder in found.holders:
         say(f"open transaction: {holder}")
@@ -80,10 +81,10 @@ def fence_writer(dsn: str, kafka: KafkaConnection, topic: str, order: Fence, say
     """
     Topics(kafka).describe([topic])
     instance = order.instance
-    with Session(dsn, f"tidemark writer fence {instance}") as session:
+    with session_of(dsn, f"tidemark writer fence {instance}") as session:
         with session.use() as connection:
-            schema.check(connection)
-        before = fence.look(session, instance)
+            SCHEMA.check(connection)
+        before = fence.plan(session, instance)
         with session.use() as connection:
             streams = fence.registered(connection, instance)
         epoch = fence.raise_epoch(session, instance, {}, _Ending(say) if order.terminate else _Waiting(say))

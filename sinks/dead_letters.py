@@ -1,8 +1,6 @@
-"""Letters on their way to one topic: handed to a producer, acknowledged or not.
+"""The dead letters: rejected records, fetched from Kafka again by their offsets and sent on byte for byte.
 
-The dead letters: rejected records, fetched from Kafka again by their offsets and sent on byte for byte.
-
-At least once: a batch that is repeated sends its dead letters again; the headers tell such twins apart.
+At least once: a batch that is repeated sends its dead letters again; their headers show which are the same record.
 """
 
 import time
@@ -14,44 +12,56 @@ import numpy as np
 import structlog
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
-from tidemark.streaming.errors import Refused, TidemarkError, TopicMissing, Unavailable
+from tidemark.streaming.errors import TidemarkError, TopicMissing, Unavailable
+from tidemark.streaming.kafka_errors import ErrorListener
 from tidemark.streaming.model import Rejected
+
+log = structlog.get_logger(__name__)
+
+FAR = 2_000  # offsets that are read and thrown away rather than sought over
 
 Headers = Sequence[tuple[str, Any]]
 
 
 class DeadLetter(NamedTuple):
+    """A record on its way: its own key, value and headers, and in `origin` the headers that say whence and why."""
+
     origin: Headers
     key: Any = None
     value: Any = b""
     headers: Headers = ()
+
+    @property
+    def bare(self) -> bool:
+        """Whether nothing of the record is in it."""
+        return not (self.key or self.value or self.headers)
 
     def without_record(self, why: str) -> "DeadLetter":
         return DeadLetter((*self.origin, ("gone", why.encode())))
 
 
 class DeadLetterOutbox:
-    """What was handed to the producer and is not acknowledged yet."""
+    """Dead letters between the producer and its acknowledgement. `gone` counts those that went without their record."""
 
     def __init__(self, producer: Producer, topic: str) -> None:
         self.gone = 0
         self._producer = producer
         self._topic = topic
-        self._refused: list[DeadLetter] = []  # as too large; seen to in `flush`, as a callback may not produce
+        self._too_large: list[DeadLetter] = []  # seen to in `flush`, as a callback may not produce
         self._error: KafkaError | None = None
 
-    def put(self, letter: DeadLetter) -> None:
+    def put(self, dead_letter: DeadLetter) -> None:
         def delivered(error: KafkaError | None, _: Message) -> None:
-            if error is not None and error.code() == KafkaError.MSG_SIZE_TOO_LARGE and letter.value:
-                self._refused.append(letter)
+            if error is not None and error.code() == KafkaError.MSG_SIZE_TOO_LARGE and not dead_letter.bare:
+                self._too_large.append(dead_letter)
             elif error is not None:
                 self._error = error
 
-        headers = [*letter.headers, *letter.origin]
+        headers = [*dead_letter.headers, *dead_letter.origin]
         while True:
             try:
                 self._producer.produce(
-                    self._topic, key=letter.key, value=letter.value, headers=headers, on_delivery=delivered
+                    self._topic, key=dead_letter.key, value=dead_letter.value, headers=headers, on_delivery=delivered
                 )
             except BufferError:
                 self._producer.poll(0.1)
@@ -59,41 +69,27 @@ class DeadLetterOutbox:
                 self._producer.poll(0)
                 return
 
-    def put_empty(self, letter: DeadLetter, why: str) -> None:
+    def put_empty(self, dead_letter: DeadLetter, why: str) -> None:
         self.gone += 1
-        self.put(letter.without_record(why))
+        self.put(dead_letter.without_record(why))
 
     def flush(self) -> KafkaError | None:
         """Wait for the acknowledgements, which come or fail within the message time-out; the first failure, if any."""
         self._await()
-        refused, self._refused = self._refused, []
-        for letter in refused:
+        too_large, self._too_large = self._too_large, []
+        for dead_letter in too_large:
             # The brokers refuse a whole batch for one of its records, so each gets a batch of its own.
-            self.put(letter)
+            self.put(dead_letter)
             self._await()
-            if self._refused:
-                self._refused.clear()
-                self.put_empty(letter, "too large for this topic")
+            if self._too_large:
+                self._too_large.clear()
+                self.put_empty(dead_letter, "too large for this topic")
         self._await()
         return self._error
 
     def _await(self) -> None:
         while self._error is None and self._producer.flush(1.0):
             pass
-
-
-log = structlog.get_logger(__name__)
-
-FAR = 2_000  # offsets that are read and thrown away rather than sought over
-
-_REFUSED = {
-    KafkaError._AUTHENTICATION,
-    KafkaError.SASL_AUTHENTICATION_FAILED,
-    KafkaError.UNSUPPORTED_SASL_MECHANISM,
-    KafkaError.TOPIC_AUTHORIZATION_FAILED,
-    KafkaError.CLUSTER_AUTHORIZATION_FAILED,
-    KafkaError.GROUP_AUTHORIZATION_FAILED,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +118,7 @@ class DeadLetters:
         self._where = config.client["bootstrap.servers"]
         self._reader: Consumer | None = None
         self._writer: Producer | None = None
-        self._complaint: KafkaError | None = None
+        self._errors = ErrorListener(self._where)
 
     def __enter__(self) -> Self:
         return self
@@ -159,7 +155,7 @@ class DeadLetters:
             raise
 
     def _send(self, rejected: Sequence[Rejected]) -> DeadLettered:
-        self._complaint = None
+        self._errors.forget()
         reasons: dict[tuple[str, int], dict[int, str]] = {}
         for item in rejected:
             wanted = reasons.setdefault((item.topic, item.partition), {})
@@ -241,7 +237,7 @@ class DeadLetters:
                     "enable.partition.eof": "true",
                     "auto.offset.reset": "error",
                     "isolation.level": "read_uncommitted",  # as Spark reads
-                    "error_cb": self._complain,
+                    "error_cb": self._errors,
                 }
             )
         return self._reader
@@ -255,24 +251,15 @@ class DeadLetters:
                     # Before the time-out, so that a missing topic is told from brokers that are away.
                     "topic.metadata.propagation.max.ms": str(int(self._config.patience * 500)),
                     "message.max.bytes": "100000000",  # the brokers decide, not our client
-                    "error_cb": self._complain,
+                    "error_cb": self._errors,
                 }
             )
         return self._writer
 
-    def _complain(self, error: KafkaError) -> None:
-        """librdkafka tells a request only that it timed out, and here why."""
-        if error.code() != KafkaError._ALL_BROKERS_DOWN:
-            self._complaint = error
-
     def _explained(self, error: KafkaError) -> TidemarkError:
         if error.code() in (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC):
             return TopicMissing(self._config.topic)
-        cause = self._complaint if self._complaint is not None and error.code() not in _REFUSED else error
-        if cause.code() in _REFUSED:
-            do = f"check user and password, and that we may write to {self._config.topic}"
-            return Refused("Kafka", self._where, cause.str(), do)
-        return Unavailable("Kafka", self._where, cause.str())
+        return self._errors.explain(error)
 
 
 def _origin(reason: str, topic: str, partition: int, offset: int) -> Headers:

@@ -1,21 +1,21 @@
-"""The thread that looks after the sinks while no batch runs: refills Redis, and tidies Postgres's history.
+"""The thread that looks after the sinks between batches: refills what they lost, and tidies Postgres's history.
 
-Spark runs no batch while no data comes, so an idle system needs this. The thread ends with the lease.
+Spark runs no batch while no data comes, so an idle system needs it. The thread ends with the lease.
 """
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Self
 
 import structlog
 
-from tidemark.sinks.mirror import Mirror
+from tidemark.sinks.port import Sink
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
-from tidemark.sinks.redis.publish import Redis
 from tidemark.streaming.errors import LeaseLost, Stop, TidemarkError
 
 log = structlog.get_logger(__name__)
@@ -23,33 +23,30 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MaintenanceConfig:
-    """Seconds between looks at the sentinel, between comparisons of everything, and between tidyings."""
+    """Seconds between questions whether a sink lost something, between comparisons of everything, and between
+    tidyings."""
 
-    look: float = 1.0
+    poll: float = 1.0
     compare: float = 60.0
     tidy: float = 3600.0
 
 
 class Maintenance:
-    """A context manager. Problems are logged and tried again at the next look.
+    """A context manager. Problems are logged and tried again at the next poll.
 
     `failure` is the `Stop` among them, for the thread that supervises.
     """
 
-    def __init__(
-        self, mirror: Mirror, postgres: Postgres, redis: Redis, lease: Lease, terms: MaintenanceConfig
-    ) -> None:
-        self._mirror = mirror
+    def __init__(self, sinks: Sequence[Sink], postgres: Postgres, lease: Lease, config: MaintenanceConfig) -> None:
+        self._sinks = sinks
         self._postgres = postgres
-        self._redis = redis
         self._lease = lease
-        self._terms = terms
+        self._config = config
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        self._stamps = 0
-        self._compared = -float("inf")
+        self._thread = threading.Thread(target=self._run, name="maintenance", daemon=True)
+        self._compared: dict[str, float] = {}
         self._tidied = -float("inf")
-        self._trouble: dict[str, str] = {}
+        self._problems: dict[str, str] = {}
         self.failure: Stop | None = None
 
     def __enter__(self) -> Self:
@@ -63,9 +60,10 @@ class Maintenance:
     def _run(self) -> None:
         try:
             while not self._closing.is_set():
-                self._try("Redis", self._look)
+                for sink in self._sinks:
+                    self._try(sink.name, partial(self._mend, sink))
                 self._try("Postgres's history", self._tidy)
-                self._closing.wait(self._terms.look)
+                self._closing.wait(self._config.poll)
         except LeaseLost as error:
             self._lease.lose(error.now)
             log.info("Another query looks after the sinks now")
@@ -79,25 +77,23 @@ class Maintenance:
         except Stop as problem:
             self.failure = problem
         except TidemarkError as problem:
-            if self._trouble.get(what) != str(problem):  # once, not at every look
+            if self._problems.get(what) != str(problem):  # once, not at every poll
                 log.warning(f"Could not look after {what}; trying again", problem=str(problem))
-            self._trouble[what] = str(problem)
+            self._problems[what] = str(problem)
         else:
-            if self._trouble.pop(what, None):
+            if self._problems.pop(what, None):
                 log.info(f"Looking after {what} again")
 
-    def _look(self) -> None:
-        """Compare with Postgres where Redis does not remember our last stamp: it was flushed, restored or replaced."""
-        ours = f"{self._lease.token}:{self._stamps}"
-        self._stamps += 1
-        due = time.monotonic() - self._compared >= self._terms.compare
-        if self._redis.stamp(f"{self._lease.token}:{self._stamps}") != ours or due:
-            # Should the refill fail, the next look must not take our new stamp for a sign of health.
-            self._compared = -float("inf")
-            self._mirror.refill()
-            self._compared = time.monotonic()
+    def _mend(self, sink: Sink) -> None:
+        now = time.monotonic()
+        due = now - self._compared.get(sink.name, -float("inf")) >= self._config.compare
+        if sink.lost() or due:
+            # Should the refill fail, the next poll must not find that nothing was lost since this one.
+            self._compared.pop(sink.name, None)
+            sink.refill()
+            self._compared[sink.name] = time.monotonic()
 
     def _tidy(self) -> None:
-        if time.monotonic() - self._tidied >= self._terms.tidy:
+        if time.monotonic() - self._tidied >= self._config.tidy:
             self._postgres.tidy(datetime.now(UTC))
             self._tidied = time.monotonic()

@@ -1,4 +1,4 @@
-"""What happens to a batch outside Spark: Postgres, then Redis, then the dead letters (docs/design.md 5; rule 4).
+"""The way of a batch outside Spark: Postgres, then the sinks, then the dead letters (docs/design.md 5; rule 4).
 
 Called by foreachBatch, on one thread of the driver. A batch may come again after any failure, and after
 a kill at any moment: what Postgres has is skipped there, and the rest is repeated, which changes nothing.
@@ -6,16 +6,15 @@ a kill at any moment: what Postgres has is skipped there, and the rest is repeat
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import structlog
 
-from tidemark.sinks.batch import Batch, Committed
 from tidemark.sinks.dead_letters import DeadLettered, DeadLetters
-from tidemark.sinks.mirror import Mirror
+from tidemark.sinks.port import Batch, Committed, Sink
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.retry import wait_out
@@ -29,30 +28,34 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What came of a batch. Seconds include the waiting for a sink that was away.
+    """The outcome of a batch.
 
     `repeated`: Postgres had it already. `streams` changed for readers. `published_at` is the time (seconds since
-    1970) at which Redis had all of it.
+    1970) at which every sink had all of it. `seconds`, by step (`postgres`, each sink by its name, `dead_letters`),
+    include the waiting for a server that was away.
     """
 
     batch: int
     repeated: bool
     streams: int
-    buried: DeadLettered
+    dead_lettered: DeadLettered
     published_at: float
-    postgres_seconds: float
-    redis_seconds: float
-    dead_letters_seconds: float
+    seconds: Mapping[str, float]
 
 
 class Publisher:
-    """`commit`, `show` and `bury` are the steps of `publish`, in that order; each may be repeated."""
+    """`commit`, `show` for each sink in turn, and `dead_letter` are the steps of `publish`; each may be repeated."""
 
     def __init__(
-        self, postgres: Postgres, mirror: Mirror, dead_letters: DeadLetters, lease: Lease, stopping: threading.Event
+        self,
+        postgres: Postgres,
+        sinks: Sequence[Sink],
+        dead_letters: DeadLetters,
+        lease: Lease,
+        stopping: threading.Event,
     ) -> None:
         self._postgres = postgres
-        self._mirror = mirror
+        self._sinks = sinks
         self._dead_letters = dead_letters
         self._lease = lease
         self._stopping = stopping
@@ -64,46 +67,41 @@ class Publisher:
         errors of the kind `Stop`. The batch is to be published again after each of them.
         """
         batch = Batch(query, number, self._lease.token, effects)
-        applied, postgres_seconds = self._patiently(lambda: self.commit(batch))
-        streams, redis_seconds = self._patiently(lambda: self.show(batch, applied))
+        seconds: dict[str, float] = {}
+        committed, seconds["postgres"] = self._patiently(lambda: self.commit(batch))
+        streams = 0
+        for sink in self._sinks:
+            changed, seconds[sink.name] = self._patiently(partial(self.show, sink, batch, committed))
+            streams = max(streams, changed)
         published_at = time.time()
-        buried, dead_letters_seconds = self._patiently(lambda: self.bury(batch))
-        return Published(
-            number,
-            applied.repeated,
-            streams,
-            buried,
-            published_at,
-            postgres_seconds,
-            redis_seconds,
-            dead_letters_seconds,
-        )
+        dead_lettered, seconds["dead_letters"] = self._patiently(lambda: self.dead_letter(batch))
+        return Published(number, committed.repeated, streams, dead_lettered, published_at, seconds)
 
     def commit(self, batch: Batch) -> Committed:
-        applied = self._postgres.apply(batch)
-        if applied.repeated:
+        committed = self._postgres.apply(batch)
+        if committed.repeated:
             log.info("This batch was committed before; repeating what comes after", batch=batch.number)
-        return applied
+        return committed
 
-    def show(self, batch: Batch, applied: Committed) -> int:
-        return self._mirror.publish(batch, applied)
+    def show(self, sink: Sink, batch: Batch, committed: Committed) -> int:
+        return sink.publish(batch, committed)
 
-    def bury(self, batch: Batch) -> DeadLettered:
+    def dead_letter(self, batch: Batch) -> DeadLettered:
         rejected = batch.rejected()
-        buried = self._dead_letters.send(rejected)
+        dead_lettered = self._dead_letters.send(rejected)
         if rejected:
-            self._postgres.letters_sent(batch.query, batch.number)
-        return buried
+            self._postgres.dead_letters_sent(batch.query, batch.number)
+        return dead_lettered
 
-    def bury_left(self, query: str) -> None:
+    def send_unsent(self, query: str) -> None:
         """Send the dead letters of batches that no query will bring again, because their checkpoint is gone.
 
         `query` goes on, and repeats its last batch by itself. Waits and raises as `publish` does.
         """
-        for left in self._postgres.unsent_letters():
+        for left in self._postgres.unsent_dead_letters():
             if left.query != query:
                 self._patiently(partial(self._dead_letters.send, left.rejected))
-                self._postgres.letters_sent(left.query, left.batch)
+                self._postgres.dead_letters_sent(left.query, left.batch)
                 log.info("Sent dead letters that an earlier query had left", query=left.query, batch=left.batch)
 
     def _patiently(self, step: Callable[[], T]) -> tuple[T, float]:

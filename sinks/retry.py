@@ -19,7 +19,7 @@ SAY_EVERY = 10.0
 
 
 class Patience:
-    """How long to pause before the next attempt, and what to tell people meanwhile. One wait at a time.
+    """The pauses between attempts, and the log of a wait. One wait at a time.
 
     Pauses grow from 0.1 s to 5 s. Logs what is waited for at once, then every 10 s, and when it is over.
     """

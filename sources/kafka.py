@@ -1,4 +1,4 @@
-"""How Tidemark reaches Kafka: one description of the connection, spoken in two dialects.
+"""Connections to Kafka: one description of a connection, in the two dialects of its clients.
 
 librdkafka (our producers, consumers and admin clients) and the JVM client inside Spark name the same things
 differently. This module knows both; it opens no connection and knows nothing of topics' contents.
@@ -39,7 +39,7 @@ class OAuth:
 
 @dataclass(frozen=True, slots=True)
 class KafkaConnection:
-    """Where the brokers are and how to be let in. Files are PEM; without `ca_file` the system's roots count.
+    """The brokers' address, and the means to be let in. Files are PEM; without `ca_file` the system's roots count.
 
     `protocol` is one of PLAINTEXT, SSL, SASL_PLAINTEXT, SASL_SSL; `mechanism` one of PLAIN, SCRAM-SHA-256,
     SCRAM-SHA-512, OAUTHBEARER, and the last needs `oauth` (app/settings.py checks them). With `certificate_file` and

@@ -21,14 +21,14 @@ class RecordProducer:
     def __init__(self, connection: KafkaConnection, topic: str, give_up_after: float) -> None:
         self._topic = topic
         self._where = connection.bootstrap
-        self._complaints = ErrorListener(connection.bootstrap)
+        self._errors = ErrorListener(connection.bootstrap)
         self._failure: KafkaError | None = None
         self.delivered = 0
         self.last: tuple[int, int] | None = None
         """Partition and offset of the record that was acknowledged last."""
         settings = connection.producer() | {"message.timeout.ms": str(int(give_up_after * 1000))}
         try:
-            self._producer = Producer({**settings, "error_cb": self._complaints})
+            self._producer = Producer({**settings, "error_cb": self._errors})
         except KafkaException as error:
             raise kafka_error(error.args[0], self._where) from error
 
@@ -77,8 +77,8 @@ class RecordProducer:
 
     def _check(self) -> None:
         if self._failure is not None:
-            raise self._complaints.explain(self._failure)
-        self._complaints.raise_refusal()
+            raise self._errors.explain(self._failure)
+        self._errors.raise_refusal()
 
     def _delivered(
         self, error: KafkaError | None, message: Message, acknowledged: Callable[[], None] | None = None

@@ -1,4 +1,4 @@
-"""Where reading starts: what the topics are now, held against what was remembered of them. Pure; no Kafka here.
+"""The start of reading: the topics as they are now, compared with what was remembered of them. Pure; no Kafka here.
 
 A stream lives in one partition, in one order, and nothing is read twice or passed over (docs/design.md 3). So a topic
 that was made anew, repartitioned, or cut behind our back stops the pipeline, until a person accepts what is lost.
@@ -43,7 +43,7 @@ class TopicState:
 
 @dataclass(frozen=True, slots=True)
 class RememberedTopic:
-    """What Postgres knows of a topic since the last start."""
+    """A topic as Postgres remembers it from the last start."""
 
     id: str
     partitions: int

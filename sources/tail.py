@@ -27,7 +27,7 @@ class Tail:
         self.topic = topic
         self._connection = connection
         self._patience = patience
-        self._complaints = ErrorListener(connection.bootstrap)
+        self._errors = ErrorListener(connection.bootstrap)
         self._consumer: Consumer | None = None
 
     def __enter__(self) -> Self:
@@ -45,24 +45,24 @@ class Tail:
         """Read each partition from its offset in `offsets` on, and from its start where it has none. Gives for every
         partition whether no record ever came before that place."""
         self.close()
-        self._complaints.forget()
+        self._errors.forget()
         try:
             return self._assign(self._connected(), offsets)
         except KafkaException as error:
             self.close()
-            raise self._complaints.explain(error.args[0]) from error
+            raise self._errors.explain(error.args[0]) from error
 
     def read(self, seconds: float) -> list[tuple[int, Record]]:
-        """What came, with its partition, as soon as anything did; nothing after `seconds`. Records of a partition are
+        """The records that came, each with its partition, as soon as one did; none after `seconds`. A partition's are
         in order and without a hole, but for bad ones, which count for nothing."""
         assert self._consumer is not None, "begin first"
         try:
             first = self._consumer.poll(seconds)
             messages = [] if first is None else [first, *self._consumer.consume(AT_ONCE - 1, 0)]
             records = [found for message in messages if (found := self._record(message))]
-            self._complaints.raise_refusal()
+            self._errors.raise_refusal()
         except KafkaException as error:
-            raise self._complaints.explain(error.args[0]) from error
+            raise self._errors.explain(error.args[0]) from error
         return records
 
     def _connected(self) -> Consumer:
@@ -76,7 +76,7 @@ class Tail:
                 "isolation.level": "read_committed",  # as the pipeline reads
                 "fetch.wait.max.ms": "50",
                 "queued.max.messages.kbytes": "16384",
-                "error_cb": self._complaints,
+                "error_cb": self._errors,
             }
         )
         return self._consumer

@@ -21,7 +21,7 @@ _DAY_MS = 24 * 3600 * 1000
 
 @dataclass(frozen=True, slots=True)
 class TopicPlan:
-    """How a topic is made where it is missing; says nothing of one that exists."""
+    """The settings with which a missing topic is made; nothing is required of one that exists."""
 
     name: str
     partitions: int
@@ -38,7 +38,7 @@ def plans(facts: str, control: str, dead_letters: str, partitions: int) -> tuple
         TopicPlan(facts, partitions, 7 * _DAY_MS),
         # Operators' acts are few and wanted in one order; a month, so that an audit finds them.
         TopicPlan(control, 1, 30 * _DAY_MS),
-        # A month for a person to look at what was refused.
+        # A month for a person to see what was refused.
         TopicPlan(dead_letters, 1, 30 * _DAY_MS),
     )
 
@@ -54,12 +54,12 @@ class Topics:
         self._connection = connection
         self._where = connection.bootstrap
         self._patience = patience
-        self._complaints = ErrorListener(connection.bootstrap)
+        self._errors = ErrorListener(connection.bootstrap)
         self._admin = self._connected()
 
     def _connected(self) -> AdminClient:
         try:
-            return AdminClient({**self._connection.client(), "error_cb": self._complaints})
+            return AdminClient({**self._connection.client(), "error_cb": self._errors})
         except KafkaException as error:
             raise kafka_error(error.args[0], self._where) from error
 
@@ -162,21 +162,21 @@ class Topics:
             raise
 
     def _answers(self, request: Callable[[float], Mapping[Any, Any]], expected: int | None) -> dict[Any, Any]:
-        self._complaints.forget()
+        self._errors.forget()
         try:
             futures = request(self._patience)
         except KafkaException as error:
-            raise self._complaints.explain(error.args[0]) from error
+            raise self._errors.explain(error.args[0]) from error
         answers: dict[Any, Any] = {}
         for key, future in futures.items():
             while not future.done():
                 self._admin.poll(0.02)
-                self._complaints.raise_refusal()
+                self._errors.raise_refusal()
             self._admin.poll(0)
             try:
                 answers[key] = future.result()
             except KafkaException as error:
                 if error.args[0].code() != expected:
-                    raise self._complaints.explain(error.args[0]) from error
+                    raise self._errors.explain(error.args[0]) from error
                 answers[key] = error.args[0]
         return answers

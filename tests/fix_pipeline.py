@@ -27,7 +27,7 @@ from tests.waiting import eventually
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer, RedisServer
-from tidemark.sinks.postgres.migrations import migrate
+from tidemark.sinks.postgres.database import migrate
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.topics import Topics, plans

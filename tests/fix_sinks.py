@@ -9,12 +9,12 @@ import pytest
 import redis
 
 from tests.sinks.reader.given import Pipeline
+from tidemark.sinks.postgres.database import migrate
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
-from tidemark.sinks.postgres.migrations import migrate
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 
-TERMS = LeaseConfig("test", ttl=2.0, grace=0.3, poll=0.05)
+LEASE = LeaseConfig("test", ttl=2.0, grace=0.3, poll=0.05)
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def sql(dsn: str) -> Iterator[psycopg.Connection]:
 
 @pytest.fixture
 def lease(dsn: str) -> Iterator[Lease]:
-    with Lease.acquire(dsn, TERMS, threading.Event()) as lease:
+    with Lease.acquire(dsn, LEASE, threading.Event()) as lease:
         yield lease
 
 

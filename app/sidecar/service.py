@@ -14,11 +14,11 @@ from tidemark.app.read_side.snapshots import Highest, Snapshots
 from tidemark.app.sidecar import answers
 from tidemark.app.sidecar.limiter import Limiter
 from tidemark.app.sidecar.watch import Watch
-from tidemark.sinks.postgres.session import Dsn
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.reader.history import History
 from tidemark.sinks.redis.client import RedisAddress, redis_address
 from tidemark.streaming.errors import Stop, Unavailable
+from tidemark.streaming.postgres_session import Dsn
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from typing import Self
 from psycopg import sql
 
 from tidemark.sinks.reader.follow import Mode
-from tidemark.sources.writer.session import Connection, Session
+from tidemark.sources.writer.database import session_of
 from tidemark.streaming.errors import TidemarkError
+from tidemark.streaming.postgres_session import Connection
 
 READERS: tuple[Mode, ...] = ("vector", "linear")
 
@@ -114,7 +115,7 @@ class Verification:
     """A context manager, for one thread. `dsn` is that of the play's database."""
 
     def __init__(self, dsn: str, streams: Sequence[str]) -> None:
-        self._session = Session(dsn, "tidemark simulate --verify")
+        self._session = session_of(dsn, "tidemark simulate --verify")
         self._streams = streams
 
     def __enter__(self) -> Self:

@@ -1,1 +1,1 @@
-"""What is true and durable: positions, history and states, written in one transaction for each batch."""
+"""The truth, durable: positions, history and states, written in one transaction for each batch."""

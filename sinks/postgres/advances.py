@@ -8,10 +8,11 @@ from datetime import UTC, datetime
 from psycopg import Cursor
 from psycopg.rows import TupleRow
 
-from tidemark.sinks.batch import Batch
-from tidemark.sinks.postgres.session import Connection, execute
+from tidemark.sinks.port import Batch
+from tidemark.sinks.postgres.database import execute
 from tidemark.streaming.effects import WriterAdvance
 from tidemark.streaming.errors import ChainBroken
+from tidemark.streaming.postgres_session import Connection
 
 
 def write_advances(connection: Connection, batch: Batch) -> Cursor[TupleRow] | None:

@@ -17,8 +17,9 @@ from typing import LiteralString, Self
 import structlog
 from psycopg.errors import LockNotAvailable
 
-from tidemark.sinks.postgres.session import Connection, Database, Dsn
+from tidemark.sinks.postgres.database import session_of
 from tidemark.streaming.errors import LeaseLost, Stopping, TidemarkError, Unavailable
+from tidemark.streaming.postgres_session import Connection, Dsn, PostgresSession
 
 log = structlog.get_logger(__name__)
 
@@ -35,7 +36,7 @@ class LeaseConfig:
     """`owner` names us for people, `version` is that of our Tidemark. Times are seconds.
 
     `ttl` without a renewal, and the lease is up for others. `grace` is how long an owner's lost session is given to
-    come back before a waiter takes over. `poll` is how often a waiter looks.
+    come back before a waiter takes over. `poll` is the pause between a waiter's attempts.
     """
 
     owner: str
@@ -48,25 +49,25 @@ class LeaseConfig:
 class Lease:
     """A held lease, renewed by a thread of its own every `ttl / 3`. A context manager; leaving it releases."""
 
-    def __init__(self, database: Database, terms: LeaseConfig, token: int) -> None:
+    def __init__(self, database: PostgresSession, config: LeaseConfig, token: int) -> None:
         self.token = token
         self.lost = threading.Event()
         self._newest = token
         self._database = database
-        self._terms = terms
+        self._config = config
         self._session: Connection | None = None
         self._closing = threading.Event()
         self._renewal = threading.Thread(target=self._renew_until_closed, name="lease", daemon=True)
 
     @classmethod
-    def acquire(cls, dsn: Dsn, terms: LeaseConfig, stopping: threading.Event) -> Self:
+    def acquire(cls, dsn: Dsn, config: LeaseConfig, stopping: threading.Event) -> Self:
         """Wait for the lease and take it; may wait for ever. Raises `Stopping` soon after `stopping` is set.
 
         Postgres being away is waited out too. Raises `Refused` where it answers and says no.
         """
-        database = Database(dsn, "tidemark lease")
+        database = session_of(dsn, "tidemark lease")
         try:
-            return cls(database, terms, _Waiter(database, terms).wait(stopping))
+            return cls(database, config, _Waiter(database, config).wait(stopping))
         except TidemarkError:
             database.close()
             raise
@@ -95,7 +96,7 @@ class Lease:
             self._renewal.join()
         try:
             if not self.lost.is_set():
-                with self._database.session() as connection:
+                with self._database.use() as connection:
                     # Expired for all to see: the next one need not wait for our session to be gone.
                     connection.execute(
                         "update tidemark.query_lease set expires_at = '-infinity' where token = %s", (self.token,)
@@ -119,17 +120,17 @@ class Lease:
             else:
                 if failing and not self.lost.is_set():
                     log.info("Renewed the lease again", token=self.token)
-                failing, pause = False, self._terms.ttl / 3
+                failing, pause = False, self._config.ttl / 3
 
     def _renew(self) -> None:
-        with self._database.session() as connection:
+        with self._database.use() as connection:
             if connection is not self._session:  # a new one, which does not hold the lock yet
                 connection.execute(f"select pg_advisory_lock({_KEY})", {"token": self.token})
                 self._session = connection
             renewed = connection.execute(
                 "update tidemark.query_lease set expires_at = clock_timestamp() + %s * interval '1 second'"
                 " where token = %s",
-                (self._terms.ttl, self.token),
+                (self._config.ttl, self.token),
             )
             if renewed.rowcount == 0:
                 row = connection.execute("select token from tidemark.query_lease").fetchone()
@@ -140,23 +141,23 @@ class Lease:
 class _Waiter:
     """One process's attempts to take the lease over."""
 
-    def __init__(self, database: Database, terms: LeaseConfig) -> None:
+    def __init__(self, database: PostgresSession, config: LeaseConfig) -> None:
         self._database = database
-        self._terms = terms
+        self._config = config
         self._alone_since: tuple[int, float] | None = None  # the token whose owner had no session, and since when
         self._said: tuple[str, float] | None = None
 
     def wait(self, stopping: threading.Event) -> int:
         while not stopping.is_set():
             try:
-                with self._database.session() as connection:
+                with self._database.use() as connection:
                     token = self._attempt(connection)
                 if token is not None:
-                    log.info("Took the lease", token=token, owner=self._terms.owner)
+                    log.info("Took the lease", token=token, owner=self._config.owner)
                     return token
             except Unavailable as problem:
                 self._say(f"Waiting for Postgres: {problem}")
-            stopping.wait(self._terms.poll)
+            stopping.wait(self._config.poll)
         raise Stopping("told to stop while waiting for the lease")
 
     def _attempt(self, connection: Connection) -> int | None:
@@ -181,7 +182,7 @@ class _Waiter:
         now = time.monotonic()
         if self._alone_since is None or self._alone_since[0] != token:
             self._alone_since = (token, now)
-        return now - self._alone_since[1] >= self._terms.grace
+        return now - self._alone_since[1] >= self._config.grace
 
     def _end_sessions(self, connection: Connection, token: int) -> None:
         """End the sessions of an owner that neither renews nor dies: one of them may hold the row in a transaction."""
@@ -207,9 +208,9 @@ class _Waiter:
                     " since = clock_timestamp(), expires_at = clock_timestamp() + %(ttl)s * interval '1 second'"
                     " where token = %(token)s",
                     {
-                        "owner": self._terms.owner,
-                        "version": self._terms.version,
-                        "ttl": self._terms.ttl,
+                        "owner": self._config.owner,
+                        "version": self._config.version,
+                        "ttl": self._config.ttl,
                         "token": token,
                     },
                 ).rowcount

@@ -1,12 +1,13 @@
-"""How the pipeline is, as Postgres tells it: who holds the lease, when a batch was last applied, what was rejected and
-what came late. For people on call; nothing is decided by it.
+"""The condition of the pipeline in Postgres: the lease's owner, the last batch, what was rejected, what came late.
+
+For people on call; nothing is decided by it.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from tidemark.sinks.postgres.session import Database
+from tidemark.streaming.postgres_session import PostgresSession
 
 LATE_COUNTED = 100  # late completions of one stream are counted up to here: nobody waits for more
 
@@ -43,11 +44,11 @@ class Conditions:
     """Needs the rights of the role tidemark_reader. Any thread may call; raises `Unavailable` (call again) and
     `Refused`."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: PostgresSession) -> None:
         self._database = database
 
     def now(self) -> Condition:
-        with self._database.session() as connection:
+        with self._database.use() as connection:
             lease = connection.execute(
                 "select owner,"
                 " case when expires_at > now() then extract(epoch from expires_at - now())::float8 else 0 end"
@@ -57,15 +58,15 @@ class Conditions:
                 "select greatest(extract(epoch from now() - applied_at), 0)::float8"
                 " from tidemark.applied_batches order by number desc limit 1"
             ).fetchone()
-            letters = connection.execute(
+            rejected = connection.execute(
                 "select reason, records, newest_at from tidemark.dead_letters order by records desc, reason"
             ).fetchall()
         owner, left = lease or (None, 0.0)
-        return Condition(owner, left, batch[0] if batch else None, [DeadLetterCounts(*letter) for letter in letters])
+        return Condition(owner, left, batch[0] if batch else None, [DeadLetterCounts(*row) for row in rejected])
 
     def late(self, streams: Collection[str]) -> dict[str, LateCount]:
         """Of each of `streams`, without those that have none."""
-        with self._database.session() as connection:
+        with self._database.use() as connection:
             rows = connection.execute(
                 """
                 select named.stream, late.count, late.newest from unnest(%s::text[]) as named (stream)

@@ -1,7 +1,7 @@
-"""Postgres: what is true and durable. The pipeline's writes, and what it reads back at a start and to refill Redis.
+"""Postgres: what is true and durable. The pipeline's writes, and its reads at a start and to refill the sinks.
 
-Two sessions: one for the batches (the thread of foreachBatch), one for everything else (the threads that keep watch),
-so that neither waits for the other.
+Two sessions: one for the batches (the thread of foreachBatch), one for everything else (maintenance, probes), so that
+neither waits for the other.
 """
 
 from collections.abc import Collection, Iterable
@@ -11,12 +11,13 @@ from typing import Self
 
 import structlog
 
-from tidemark.sinks.batch import Batch, Committed
-from tidemark.sinks.postgres import migrations, transaction
-from tidemark.sinks.postgres.session import Database, Dsn, execute
+from tidemark.sinks.port import Batch, Committed
+from tidemark.sinks.postgres import transaction
+from tidemark.sinks.postgres.database import READABLE, SCHEMA, execute, session_of
 from tidemark.sinks.postgres.status import Conditions
 from tidemark.sinks.postgres.transaction import UnsentDeadLetters, apply
 from tidemark.streaming.effects import LateCompletion, WriterAdvance
+from tidemark.streaming.postgres_session import Dsn
 
 log = structlog.get_logger(__name__)
 
@@ -31,7 +32,7 @@ class PostgresConfig:
 
 @dataclass(frozen=True, slots=True)
 class RememberedSetup:
-    """What must not change behind the pipeline's back; None and {} before the first start.
+    """The setup that must not change behind the pipeline's back; None and {} before the first start.
 
     `topics`: name -> (Kafka's topic ID, count of partitions).
     """
@@ -75,8 +76,8 @@ class Postgres:
 
     def __init__(self, config: PostgresConfig) -> None:
         self._config = config
-        self._batches = Database(config.dsn, "tidemark batches")
-        self._reads = Database(config.dsn, "tidemark reads")
+        self._batches = session_of(config.dsn, "tidemark batches")
+        self._reads = session_of(config.dsn, "tidemark reads")
         self.where = self._batches.where
         self.conditions = Conditions(self._reads)
 
@@ -92,39 +93,39 @@ class Postgres:
 
     def check(self) -> None:
         """Raise `SchemaMismatch` unless this Tidemark can write in the schema."""
-        with self._reads.session() as connection:
-            migrations.check(connection)
+        with self._reads.use() as connection:
+            SCHEMA.check(connection)
 
     def check_readable(self) -> None:
         """Raise `SchemaMismatch` unless this Tidemark can read the schema."""
-        with self._reads.session() as connection:
-            migrations.check_readable(connection)
+        with self._reads.use() as connection:
+            SCHEMA.check_from(connection, READABLE)
 
     def pipeline_version(self) -> str:
         """Of the Tidemark whose pipeline took the lease last; empty where none did, or it did not say."""
-        with self._reads.session() as connection:
+        with self._reads.use() as connection:
             # In this way also of a schema in which the column is still missing.
             row = connection.execute("select to_jsonb(l) ->> 'version' from tidemark.query_lease l").fetchone()
         return (row[0] or "") if row else ""
 
     def apply(self, batch: Batch) -> Committed:
         """Commit the batch. After `Unavailable` the commit may have happened: calling again finds that out."""
-        with self._batches.session() as connection:
+        with self._batches.use() as connection:
             return apply(connection, batch)
 
-    def unsent_letters(self) -> list[UnsentDeadLetters]:
+    def unsent_dead_letters(self) -> list[UnsentDeadLetters]:
         """Rejected records that are not known to be in the dead letters."""
-        with self._reads.session() as connection:
+        with self._reads.use() as connection:
             return transaction.unsent(connection)
 
-    def letters_sent(self, query: str, batch: int) -> None:
+    def dead_letters_sent(self, query: str, batch: int) -> None:
         """The dead letters of this batch are in Kafka."""
-        with self._batches.session() as connection:
+        with self._batches.use() as connection:
             transaction.forget_unsent(connection, query, batch)
 
     def last_batch(self) -> tuple[str, int] | None:
         """Query and number of the batch that was applied last."""
-        with self._reads.session() as connection:
+        with self._reads.use() as connection:
             return connection.execute(
                 "select query, batch from tidemark.applied_batches order by number desc limit 1"
             ).fetchone()
@@ -133,12 +134,12 @@ class Postgres:
         """The encoded state of `streams` (None: of all, the seed of a query without a checkpoint)."""
         names = None if streams is None else list(streams)
         query = "select stream, state from tidemark.streams where %s::text[] is null or stream = any(%s::text[])"
-        with self._reads.session() as connection:
+        with self._reads.use() as connection:
             return dict(connection.execute(query, (names, names)))
 
     def replace_states(self, states: dict[str, bytes]) -> None:
         """Write states back that were changed outside a batch: only for what an operator accepted."""
-        with self._batches.session() as connection, connection.transaction():
+        with self._batches.use() as connection, connection.transaction():
             execute(
                 connection,
                 "update tidemark.streams s set state = given.state"
@@ -149,14 +150,14 @@ class Postgres:
     def offsets(self) -> dict[str, dict[int, int]]:
         """Topic -> partition -> the first offset that is not counted into the states."""
         offsets: dict[str, dict[int, int]] = {}
-        with self._reads.session() as connection:
+        with self._reads.use() as connection:
             for topic, partition, following in connection.execute("select * from tidemark.kafka_offsets order by 1, 2"):
                 offsets.setdefault(topic, {})[partition] = following
         return offsets
 
     def set_offsets(self, offsets: dict[str, dict[int, int]]) -> None:
         """Replace what is known of these topics, backwards too: only for what an operator accepted as lost."""
-        with self._batches.session() as connection, connection.transaction():
+        with self._batches.use() as connection, connection.transaction():
             connection.execute("delete from tidemark.kafka_offsets where topic = any(%s)", (list(offsets),))
             execute(
                 connection,
@@ -165,7 +166,7 @@ class Postgres:
             )
 
     def remembered(self) -> RememberedSetup:
-        with self._reads.session() as connection:
+        with self._reads.use() as connection:
             pipeline = connection.execute("select shards from tidemark.pipeline").fetchone()
             topics = connection.execute("select topic, topic_id, partitions from tidemark.topics")
             return RememberedSetup(
@@ -175,7 +176,7 @@ class Postgres:
 
     def remember(self, remembered: RememberedSetup) -> None:
         """Replace what is remembered; topics that are not named stay."""
-        with self._batches.session() as connection, connection.transaction():
+        with self._batches.use() as connection, connection.transaction():
             if remembered.shards is not None:
                 connection.execute(
                     "insert into tidemark.pipeline (shards) values (%s)"
@@ -190,13 +191,13 @@ class Postgres:
             )
 
     def streams(self) -> list[str]:
-        with self._reads.session() as connection:
+        with self._reads.use() as connection:
             return [stream for (stream,) in connection.execute("select stream from tidemark.streams order by 1")]
 
     def positions(self, streams: Collection[str]) -> dict[str, StreamPositions]:
         """The positions of `streams`, without those that are not known. Each is at most as old as the call."""
         names = (list(streams),)
-        with self._reads.session() as connection:
+        with self._reads.use() as connection:
             # The lines first: a line that is older than the positions claims too little, the other way too much.
             found = {
                 stream: StreamPositions(linear, head, late, {}, frozenset(forgotten))
@@ -220,7 +221,7 @@ class Postgres:
 
     def writers(self, stream: str) -> dict[str, int]:
         """Every writer that the stream ever had, the forgotten ones too, with its position."""
-        with self._reads.session() as connection:
+        with self._reads.use() as connection:
             query = "select writer, position from tidemark.stream_positions where stream = %s"
             return dict(connection.execute(query, (stream,)))
 
@@ -229,7 +230,7 @@ class Postgres:
     ) -> dict[tuple[str, str], list[PastAdvance]]:
         """Of each (stream, writer, position) the advances beyond that position, oldest first, at most the `newest`."""
         found: dict[tuple[str, str], list[PastAdvance]] = {}
-        with self._reads.session() as connection:
+        with self._reads.use() as connection:
             rows = execute(
                 connection,
                 """
@@ -254,7 +255,7 @@ class Postgres:
     def late_since(self, known: Iterable[tuple[str, int]], newest: int) -> dict[str, list[PastLate]]:
         """Of each (stream, number) the late completions after that number, oldest first, at most the `newest`."""
         found: dict[str, list[PastLate]] = {}
-        with self._reads.session() as connection:
+        with self._reads.use() as connection:
             rows = execute(
                 connection,
                 """
@@ -279,7 +280,7 @@ class Postgres:
         """Make the history's partitions of today and tomorrow, and drop what is past its time. For every hour or so."""
         today = now.astimezone(UTC).date()
         oldest = today - timedelta(days=self._config.history_days)
-        with self._reads.session() as connection, connection.transaction():
+        with self._reads.use() as connection, connection.transaction():
             for day in (today, today + timedelta(days=1)):
                 connection.execute("select tidemark.make_history_day(%s)", (day,))
             dropped = connection.execute("select tidemark.drop_history_before(%s)", (oldest,)).fetchall()

@@ -12,12 +12,13 @@ from psycopg import Cursor
 from psycopg.rows import TupleRow
 from psycopg.types.json import Jsonb
 
-from tidemark.sinks.batch import Batch, Committed
+from tidemark.sinks.port import Batch, Committed
 from tidemark.sinks.postgres.advances import settled, standing, write_advances, write_writers
+from tidemark.sinks.postgres.database import execute
 from tidemark.sinks.postgres.lease import session_name
-from tidemark.sinks.postgres.session import Connection, execute
 from tidemark.streaming.errors import LeaseLost
 from tidemark.streaming.model import Rejected
+from tidemark.streaming.postgres_session import Connection
 
 _decoder = msgspec.msgpack.Decoder(list[Rejected])
 
@@ -45,7 +46,7 @@ def unsent(connection: Connection) -> list[UnsentDeadLetters]:
 
 
 def forget_unsent(connection: Connection, query: str, batch: int) -> None:
-    """They are sent."""
+    """The dead letters of that batch are in Kafka."""
     connection.execute("delete from tidemark.unsent_letters where (query, batch) = (%s, %s)", (query, batch))
 
 

@@ -1,6 +1,6 @@
 """The reader's library: how far a stream may be read, what moved it there, and the loop that reads it.
 
-`Positions` and `AsyncPositions` look at what is published; `Reader` and `AsyncReader` read a table along with it.
+`Positions` and `AsyncPositions` show what is published; `Reader` and `AsyncReader` read a table along with it.
 """
 
 from tidemark.sinks.reader.aio import AsyncFollow, AsyncPositions, AsyncReader

@@ -1,7 +1,4 @@
-"""`AsyncPositions`: the same as `positions`, for asyncio. One event loop per object.
-
-`AsyncReader`: the same as `reader`, for asyncio.
-"""
+"""The reader's library for asyncio: `AsyncPositions` and `AsyncReader`, of one event loop each; otherwise as `sync`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -33,7 +30,7 @@ from tidemark.sinks.reader.io import (
     RunSql,
 )
 from tidemark.sinks.reader.read import Portion, ReadConfig, Reading
-from tidemark.sinks.reader.redis import TIMEOUT, reply, ring, seen, translated
+from tidemark.sinks.reader.redis import TIMEOUT, await_entry, reply, seen, translated
 from tidemark.sinks.reader.sync import ReadBatch
 from tidemark.sinks.reader.table import Table
 from tidemark.sinks.reader.token import ZERO, Token
@@ -67,7 +64,7 @@ class AsyncPositions:
             await asyncio.to_thread(self._history.close)
 
     async def get(self, stream: str) -> Standing | Recovering:
-        """What is published of `stream` now."""
+        """The published positions of `stream` now."""
         return await self._result(Driver[Standing | Recovering](getting(stream)))
 
     async def wait(
@@ -89,16 +86,16 @@ class AsyncPositions:
         since = Token.parse(since) if isinstance(since, str) else since
         return AsyncFollow(self, Following(stream, mode, since))
 
-    async def carry_out(self, ask: Request) -> Answer:
-        match ask:
+    async def carry_out(self, request: Request) -> Answer:
+        match request:
             case ReadList() | ReadNewest() | ReadKeys():
                 with translated(self._client):
-                    return seen(ask, await reply(self._client, ask))
+                    return seen(request, await reply(self._client, request))
             case AwaitEntry():
                 with translated(self._client):
-                    await ring(self._client, ask)
+                    await await_entry(self._client, request)
             case ReadHistory():
-                return None if self._history is None else await asyncio.to_thread(self._history.past, ask)
+                return None if self._history is None else await asyncio.to_thread(self._history.past, request)
             case Pause(seconds):
                 await asyncio.sleep(seconds)
         return None
@@ -132,7 +129,7 @@ class AsyncFollow(AsyncIterator[Event]):
 
 
 async def until_handed(driver: Driver[R], carry_out: Callable[[Request], Awaitable[Answer]]) -> R | None:
-    """Carry out what the program asks until it hands something over; None: it is over."""
+    """Carry out requests of the program until it hands a value over; None: the program is over."""
     while True:
         step = driver.step()
         if not isinstance(step, Request):
@@ -173,8 +170,8 @@ class AsyncReader(AsyncIterator[ReadBatch[AsyncConnection]]):
         self._positions = positions
         self._databases = Databases(source, effects, primary)
         self._name = name
-        terms = ReadConfig(stream, table, name, mode, since, rows, replica=primary is not None)
-        self._driver: Driver[Portion] = Driver(Reading(terms).steps())
+        config = ReadConfig(stream, table, name, mode, since, rows, replica=primary is not None)
+        self._driver: Driver[Portion] = Driver(Reading(config).steps())
         self._sessions: dict[Role, AsyncConnection] = {}
         self._trusted: set[Role] = set()
         self._transaction: AsyncExitStack | None = None
@@ -198,8 +195,8 @@ class AsyncReader(AsyncIterator[ReadBatch[AsyncConnection]]):
             raise StopAsyncIteration
         return ReadBatch(portion.rows, self._sessions["place"], portion.late)
 
-    async def _carry_out(self, ask: Request) -> Answer:
-        match ask:
+    async def _carry_out(self, request: Request) -> Answer:
+        match request:
             case RunSql(role, statement):
                 with self._databases.translated(role):
                     async with (await self._session(role)).cursor(row_factory=dict_row) as cursor:
@@ -218,7 +215,7 @@ class AsyncReader(AsyncIterator[ReadBatch[AsyncConnection]]):
             case CloseSessions():
                 await self.aclose()
             case _:
-                return await self._positions.carry_out(ask)
+                return await self._positions.carry_out(request)
         return None
 
     async def _session(self, role: Role) -> AsyncConnection:

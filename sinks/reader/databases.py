@@ -1,9 +1,7 @@
-"""The databases of a reader, for both shells: where they are, and what their errors mean. No connections.
-
-Waits until a replica shows what its primary had committed. No sockets: see `asks`.
+"""The databases of a reader: addresses, meaning of errors, and the wait for a replica. No connections.
 
 A position is published after the commits that it stands for, so all of them lie below the place in the write-ahead log
-where the primary is once the position is known.
+where the primary is once the position is known: what a replica has to replay before it is read.
 """
 
 from collections.abc import Generator, Iterator, Mapping
@@ -13,11 +11,10 @@ from dataclasses import dataclass, field
 import psycopg
 import structlog
 from psycopg import sql
-from psycopg.pq import PGconn, Ping
 
-from tidemark.sinks.postgres.session import address, conninfo, explained
 from tidemark.sinks.reader.io import Answer, Pause, Request, Role, RunSql, rows
 from tidemark.streaming.errors import Refused
+from tidemark.streaming.postgres_session import address, answers, conninfo, explained, first_line
 
 _REFUSALS: Mapping[str, str] = {
     "28": "check user and password",
@@ -51,10 +48,11 @@ class Databases:
 
     def refuse(self, role: Role, error: psycopg.OperationalError) -> None:
         """Raise `Refused` where the server answers, but not us. For the first connection only: later, the server may
-        be out of connections, which libpq does not tell from a wrong password."""
-        if PGconn.ping(self._dsn(role).encode()) == Ping.OK:
-            problem = (str(error).splitlines() or [type(error).__name__])[0]
-            raise Refused("Postgres", address(self._dsn(role)), problem, "check user, password and database") from error
+        be out of connections, which libpq reports like a wrong password."""
+        if answers(self._dsn(role)):
+            raise Refused(
+                "Postgres", address(self._dsn(role)), first_line(error), "check user, password and database"
+            ) from error
 
     def _dsn(self, role: Role) -> str:
         match role:
@@ -101,7 +99,7 @@ def caught_up() -> Generator[Request, Answer, None]:
 
 
 def end_of_records(insert: int, segment: int) -> int:
-    """Where the last record ends, of a primary that would insert the next one at `insert`.
+    """The end of the last record of a primary that would insert the next one at `insert`.
 
     Where that is the first byte behind a page's header, no record reaches into the page: a replica that has replayed
     everything stands before the header, and would not move until the next record is written.

@@ -1,6 +1,6 @@
-"""What a follower hands over. Values only; IDs are signed, times are the pipeline's batch times (ms since 1970).
+"""Events, which a follower hands over, and a follower's place among them. Values only.
 
-Where a follower stands: what it has been handed, so that it can go on from there. Pure.
+IDs are signed; times are the pipeline's batch times (ms since 1970).
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from tidemark.sinks.reader.token import Token
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """How the IDs of a range were settled (docs/design.md 1): IDs with a fact, proven empty, unseen, skipped."""
+    """The evidence of a range (docs/design.md 1): counts of its IDs with a fact, proven empty, unseen, skipped."""
 
     facts: int = 0
     empty: int = 0
@@ -125,5 +125,5 @@ class Place:
 
     @classmethod
     def after(cls, token: Token, late: int = 0) -> "Place":
-        """Who has read all that `token` stands for, and late completions up to the one numbered `late`."""
+        """The place of a reader of all that `token` stands for, and of late completions up to number `late`."""
         return cls(token.linear, dict(token.positions), late)

@@ -1,11 +1,9 @@
-"""Takes one list of advances, from its start and for as long as it lasts, into what is handed over. Pure.
+"""The program behind `follow`: takes a stream's list of advances, for as long as it lasts, into events. No sockets.
 
-The program behind `follow`: what to read next, and what to hand over of it. No sockets: see `asks`.
-
-The list of advances in Redis is a convenience that may be cut, emptied and begun anew at any time. So each look at it
+The list in Redis is a convenience that may be cut, emptied and begun anew at any time. So each reading of the list
 begins with the entry that the last one ended with: where that entry is gone, the list is read from its start, and
-Postgres is asked for what it does not hold (or the reader is told to read the table). And whatever the list says, a
-look is over only when each writer stands where the positions say, which Redis gives in the same transaction.
+Postgres is asked for what the list does not hold (or the reader is told to read the table). And whatever the list says,
+a reading is over only when each writer stands where the positions say, which Redis gives in the same transaction.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -41,9 +39,9 @@ class Listing:
         self._seam = False  # the list has shown an entry that was handed over before: nothing was cut off behind it
 
     def misses(self, seen: KeysFound) -> bool:
-        """Whether the list may not tell all that `seen` shows, so that Postgres should be asked before it is taken.
+        """Whether the list may lack evidence of what `seen` shows, so that Postgres should be asked before it is taken.
 
-        True of every list at first: it tells neither what was cut off nor of writers that came and went.
+        True of every list at first: it holds neither what was cut off nor writers that came and went.
         """
         if not self._completed:
             return not self._recalled
@@ -58,7 +56,7 @@ class Listing:
         return not seen.more and trial.behind(seen.positions, seen.late)
 
     def remember(self, past: HistoryFound) -> Iterator[Event]:
-        """What Postgres knows: everything that was published before it was asked."""
+        """Take in what Postgres knows: everything that was published before it was asked."""
         self._recalled = True
         for writer, (position, advances) in past.chains.items():
             for advance in advances:
@@ -97,16 +95,16 @@ Mode = Literal["vector", "linear"]
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """All that was published when we looked has been handed over. For programs that build on this one."""
+    """Everything published at the last reading has been handed over. For programs that build on this one."""
 
 
 Steps = Generator[Request | Event | CaughtUp, Answer, None]
 
 
 class Following:
-    """`since` is what the reader has; None: what is published at the first look.
+    """`since` is what the reader has; None: what is published at the first reading.
 
-    A token says nothing of late completions: those that are known at the first look are not handed over then.
+    A token says nothing of late completions: those that are known at the first reading are not handed over then.
     """
 
     def __init__(self, stream: str, mode: Mode, since: Place | Token | None) -> None:
@@ -118,7 +116,7 @@ class Following:
 
     @property
     def place(self) -> Place | None:
-        """What was handed over; None while Redis is recovering and we began nowhere."""
+        """The place after the last event handed over; None while Redis is recovering and we began nowhere."""
         if self._joining is None:
             return self._since if isinstance(self._since, Place) else None
         place = self._joining.place
@@ -126,7 +124,7 @@ class Following:
 
     @property
     def writers(self) -> int:
-        """How many writers of the stream are known."""
+        """The number of known writers of the stream."""
         return len(self._joining.reached) if self._joining else 0
 
     def steps(self) -> Steps:
@@ -137,13 +135,13 @@ class Following:
         """Until the list is not the one any more that we read so far."""
         # Who begins with what is published now needs nothing of the list but its end; the line needs what is above it.
         ends = self._joining is None and self._since is None and self._mode == "vector"
-        seen = yield from self._asked(ReadNewest(self._stream) if ends else ReadList(self._stream, None))
+        seen = yield from self._seen_of(ReadNewest(self._stream) if ends else ReadList(self._stream, None))
         if self._joining is None and seen.linear is not None:
             while self._since is None and seen.more:
-                seen = yield from self._asked(ReadList(self._stream, seen.entries[-1]))
+                seen = yield from self._seen_of(ReadList(self._stream, seen.entries[-1]))
             self._begin(seen)
         if self._joining is None or seen.linear is None:  # Redis knows nothing: it is recovering
-            yield from self._ring(seen)
+            yield from self._await_entry(seen)
             return
         if self._lines:
             self._lines.doubt()
@@ -160,10 +158,10 @@ class Following:
                 if self._lines:
                     yield from self._lines.move(seen.linear, seen.positions)
                 yield CaughtUp()
-                yield from self._ring(seen)
+                yield from self._await_entry(seen)
             if after is None:  # an empty list gives no hold: it may have been longer, and cut, before we look again
                 return
-            seen = yield from self._asked(ReadList(self._stream, after))
+            seen = yield from self._seen_of(ReadList(self._stream, after))
             if seen.linear is None or not seen.joined:
                 return
 
@@ -189,8 +187,8 @@ class Following:
             else:
                 yield event
 
-    def _asked(self, ask: ReadList | ReadNewest) -> Generator[Request, Answer, KeysFound]:
-        seen = yield from patiently(ask)
+    def _seen_of(self, request: ReadList | ReadNewest) -> Generator[Request, Answer, KeysFound]:
+        seen = yield from patiently(request)
         assert isinstance(seen, KeysFound)
         return seen
 
@@ -199,5 +197,5 @@ class Following:
         assert past is None or isinstance(past, HistoryFound)
         return past
 
-    def _ring(self, seen: KeysFound) -> Generator[Request, Answer, None]:
+    def _await_entry(self, seen: KeysFound) -> Generator[Request, Answer, None]:
         yield from patiently(AwaitEntry(self._stream, seen.last, LONGEST_WAIT))

@@ -1,9 +1,9 @@
-"""What Tidemark's Postgres remembers of a stream: asked when Redis's list does not reach back far enough."""
+"""The memory of Tidemark's Postgres of one stream: for what Redis's list does not reach back to."""
 
-from tidemark.sinks.postgres.session import Dsn
 from tidemark.sinks.postgres.store import PastAdvance, PastLate, Postgres, PostgresConfig
 from tidemark.sinks.reader.events import Advance, Evidence, Late
 from tidemark.sinks.reader.io import HistoryFound, ReadHistory
+from tidemark.streaming.postgres_session import Dsn
 
 NEWEST = 10_000  # advances of each writer that are told; what lies before them is to be read from the table
 
@@ -18,8 +18,8 @@ class History:
     def close(self) -> None:
         self._postgres.close()
 
-    def past(self, ask: ReadHistory) -> HistoryFound:
-        place, stream = ask.place, ask.stream
+    def past(self, request: ReadHistory) -> HistoryFound:
+        place, stream = request.place, request.stream
         # Positions before advances: a writer may not seem to stand where its advances do not lead yet.
         writers = self._postgres.writers(stream)
         known = [(stream, writer, place.positions.get(writer, place.linear)) for writer in writers]

@@ -1,9 +1,7 @@
-"""What a program of this package asks its shell to do, and the answers. Values only.
+"""Requests of a program to its shell, the answers, and the driver between the two. Values only, no sockets.
 
-A program (a generator) decides and never touches a socket or a clock's wait; a shell (`positions` for threads,
-`aio` for asyncio) carries out what it asks. So both forms of the library are one piece of logic.
-
-Holds a program between its steps, for the shells that carry them out. No sockets.
+A program (a generator) decides, and touches neither a socket nor a clock's wait; a shell (`sync` for threads, `aio` for
+asyncio) carries out its requests. So both forms of the library share one piece of logic.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -16,7 +14,7 @@ from tidemark.sinks.reader.events import Advance, Late, Place
 from tidemark.sinks.retry import Patience
 from tidemark.streaming.errors import Unavailable
 
-LONGEST_WAIT = 1.0  # seconds between two looks: the line may move without an entry on the list (a writer retires)
+LONGEST_WAIT = 1.0  # seconds between two readings: the line may move without an entry on the list (a writer retires)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +27,7 @@ class ListEntry:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a shell can carry out, as often as it likes."""
+    """One step of I/O that a shell can carry out, as often as it likes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ class ReadList(Request):
 
 @dataclass(frozen=True, slots=True)
 class ReadNewest(Request):
-    """Read all keys of `stream` in one transaction, and the newest entry of its list, to look on from there."""
+    """Read all keys of `stream` in one transaction, and the newest entry of its list, to read on from there."""
 
     stream: str
 
@@ -56,7 +54,7 @@ class ReadKeys(Request):
 
 @dataclass(frozen=True, slots=True)
 class KeysFound:
-    """What a `ReadList`, `ReadNewest` or `ReadKeys` found. `linear` is None where Redis knows nothing of the stream;
+    """The answer to `ReadList`, `ReadNewest` and `ReadKeys`. `linear` is None where Redis knows nothing of the stream;
     `head` is the highest ID that any record of it named, None where that is not known.
 
     `entries` of a `ReadList` begin behind `after`; `joined` tells whether `after` still stands there (always, without
@@ -84,8 +82,7 @@ class AwaitEntry(Request):
 
 @dataclass(frozen=True, slots=True)
 class ReadHistory(Request):
-    """What Postgres knows of `stream` beyond `place`. Answered by `HistoryFound`, or None where there is no Postgres
-    to ask."""
+    """Read what Postgres knows of `stream` beyond `place`. Answered by `HistoryFound`, or None without a Postgres."""
 
     stream: str
     place: Place
@@ -139,12 +136,12 @@ Row = dict[str, Any]
 Answer = KeysFound | HistoryFound | list[Row] | None
 
 
-def patiently(ask: Request) -> Generator[Request, Answer, Answer]:
-    """Ask until it does not fail with `Unavailable`, which the shell throws into the program."""
+def patiently(request: Request) -> Generator[Request, Answer, Answer]:
+    """Repeat the request until it does not fail with `Unavailable`, which the shell throws into the program."""
     patience = Patience()
     while True:
         try:
-            answer = yield ask
+            answer = yield request
         except Unavailable as problem:
             yield Pause(patience.pause_after(problem))
         else:
@@ -152,9 +149,9 @@ def patiently(ask: Request) -> Generator[Request, Answer, Answer]:
             return answer
 
 
-def rows(ask: RunSql) -> Generator[Request, Answer, list[Row]]:
+def rows(request: RunSql) -> Generator[Request, Answer, list[Row]]:
     """The rows that a statement gave."""
-    answer = yield ask
+    answer = yield request
     assert isinstance(answer, list)
     return answer
 
@@ -163,9 +160,9 @@ R = TypeVar("R")
 
 
 class Driver(Generic[R]):
-    """`step` is what the program asks for or hands over now; it stays until the shell says what came of it.
+    """`step` is the program's current request or value; it stays until the shell reports what came of it.
 
-    So a shell that was interrupted in the middle of an ask carries it out again.
+    So a shell that was interrupted in the middle of a request carries it out again.
     """
 
     def __init__(self, program: Generator[Request | R, Answer, None]) -> None:

@@ -1,4 +1,4 @@
-"""A reader's place as it is kept in the reader's own database (`schema.sql`). No sockets: see `asks`."""
+"""The place of a reader, kept in the reader's own database (`schema.sql`). No sockets."""
 
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ _SCHEMA = files("tidemark.sinks.reader").joinpath("schema.sql").read_text("utf-8
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """A fact that was handed over although a completion of it may still be told as late; see `plan`."""
+    """A fact that was handed over although a completion of it may still be announced as late; see `plan`."""
 
     id: int
     writer: str
@@ -28,8 +28,8 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What is kept of a reader. `version` 0: nothing yet. `late_part`: the number of the late completion that is being
-    handed over, and the ID up to which it was. `owed` and `delivered`: see `plan`."""
+    """The kept state of a reader. `version` 0: nothing yet. `late_part`: the number of the late completion in hand, and
+    the ID up to which it was handed over. `owed` and `delivered`: see `plan`."""
 
     version: int = 0
     place: Place = field(default_factory=Place)
@@ -39,7 +39,7 @@ class Kept:
 
 
 class Ledger:
-    """The asks for one reader of one stream."""
+    """The requests for one reader of one stream."""
 
     def __init__(self, reader: str, stream: str, mode: Mode) -> None:
         self._reader = reader
@@ -47,7 +47,7 @@ class Ledger:
         self._mode = mode
 
     def load(self) -> Generator[Request, Answer, Kept]:
-        """What is kept; makes the schema where there is none. Raises `ReaderModeChanged`."""
+        """The kept state; makes the schema where there is none. Raises `ReaderModeChanged`."""
         found = yield from self._rows("select to_regclass('tidemark_reader.delivered') is not null as there")
         if not found[0]["there"]:
             yield BeginTransaction()

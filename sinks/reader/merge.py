@@ -1,9 +1,8 @@
-"""What is known of the IDs that the linear position passes: the evidence of the writers' advances. Pure.
+"""Joins what lists, history and positions say of a stream into one chain of events per writer. Pure.
 
-Joins what lists, history and positions say of a stream into one chain of events per writer. Pure.
-
-Whatever is fed, twice, out of a list that began anew, or with holes, each writer's events join exactly: the `prev` of
-one is the `id` of the one before (docs/design.md, rule 3), and nothing is handed over twice.
+Whatever is fed, twice, out of a list that began anew, or with holes: each writer's events join exactly, the `prev` of
+one the `id` of the one before (docs/design.md, rule 3), and nothing is handed over twice. `LinearEvidence` makes moves
+of the linear position out of the writers' events.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -67,7 +66,7 @@ class Joining:
 
     @property
     def linear(self) -> int:
-        """What was handed over of writers that are not known."""
+        """The position up to which writers that are not known were handed over."""
         return self._linear
 
     @property
@@ -76,7 +75,7 @@ class Joining:
 
     @property
     def reached(self) -> Mapping[str, int]:
-        """What was handed over of the writers that are known."""
+        """The position up to which each known writer was handed over."""
         return self._reached
 
     def at(self, writer: str) -> int:

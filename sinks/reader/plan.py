@@ -1,4 +1,4 @@
-"""What a reader does about a burst of events: which ranges to read, and how far its place has come in between. Pure.
+"""The plan of a reader for a burst of events: the ranges to read, and its place while some of them are left. Pure.
 
 Late completions are seen to before the burst's ranges. Of a late range
 - what lies at or below the place was passed without it: its rows are handed over as late;
@@ -32,7 +32,7 @@ class Plan:
     epochs: Mapping[str, int]
 
     def place(self, left: Sequence[Range]) -> Place:
-        """Where the reader stands while `left` of the ranges has still to be read."""
+        """The reader's place while `left` of the ranges has still to be read."""
         line = next((span.prev for span in left if span.writer is None), self.goal.linear)
         writers = {span.writer: span.prev for span in left if span.writer is not None}
         return Place(line, {**self.goal.positions, **writers}, self.goal.late)
@@ -100,7 +100,7 @@ def still_owed(owed: Iterable[Range], place: Place) -> tuple[Range, ...]:
 
 
 def _parts(kept: Kept, late: Late, goal: Place) -> tuple[list[Range], list[Range], list[Range]]:
-    """What was passed, what the burst passes, and what lies beyond; all empty where nothing but voids came late."""
+    """The parts that were passed, that the burst passes, and beyond; all empty where nothing but voids came late."""
     if not late.facts:
         return [], [], []
     span = Range(late.writer, late.prev, late.id)

@@ -1,4 +1,4 @@
-"""The program behind `read`: follow a stream, read the rows of what it moved over, keep the place. No sockets: `asks`.
+"""The program behind `Reader`: follows a stream, reads the rows that its moves stand for, keeps the place. No sockets.
 
 Every portion of rows goes with the place after it in one transaction of the reader's own database, which begins with a
 lock on the place's row: so what comes of a portion is done once, whatever is killed, and however many copies run.
@@ -70,9 +70,9 @@ class _Moved(Exception):
 class Reading:
     """One reader of one stream. `steps` never ends; it raises errors of the kind `Stop`."""
 
-    def __init__(self, terms: ReadConfig) -> None:
-        self._terms = terms
-        self._ledger = Ledger(terms.reader, terms.stream, terms.mode)
+    def __init__(self, config: ReadConfig) -> None:
+        self._config = config
+        self._ledger = Ledger(config.reader, config.stream, config.mode)
         self._kept = Kept()
         self._patience = Patience()
 
@@ -90,10 +90,10 @@ class Reading:
         """From the place that is kept, until it moves without us or a database fails."""
         self._kept = yield from self._ledger.load()
         since: Place | Token = self._kept.place
-        if not self._kept.version and self._terms.since != ZERO:
-            since = self._terms.since
+        if not self._kept.version and self._config.since != ZERO:
+            since = self._config.since
             self._kept = Kept(place=Place.after(since))
-        following = Following(self._terms.stream, self._terms.mode, since)
+        following = Following(self._config.stream, self._config.mode, since)
         driver: Driver[Event | CaughtUp] = Driver(following.steps())
         while True:
             events = yield from _burst(driver)
@@ -106,8 +106,8 @@ class Reading:
         assert goal is not None
         work = plan(self._kept, events, goal)
         if work.lost and self._kept.version:
-            raise LateUnknown(self._terms.stream, work.lost.after, work.lost.number)
-        if self._terms.replica and (work.read or work.late):
+            raise LateUnknown(self._config.stream, work.lost.after, work.lost.number)
+        if self._config.replica and (work.read or work.late):
             yield from caught_up()
         for late in work.late:
             yield from self._read_late(late, goal, following.writers)
@@ -117,10 +117,10 @@ class Reading:
             rest = left[RANGES:]
             found = (yield from self._page(left[:RANGES])) if left else TablePage([], [])
             left = [*found.left, *rest]
-            new = [row for row in found.rows if row[self._terms.table.id] not in self._kept.delivered]
+            new = [row for row in found.rows if row[self._config.table.id] not in self._kept.delivered]
             if new:
                 yield Portion(new, None)
-            doubtful = work.doubtful((row[self._terms.table.id], self._writer(row)) for row in new)
+            doubtful = work.doubtful((row[self._config.table.id], self._writer(row)) for row in new)
             place = work.place(left)
             past = () if left else self._past(work.epochs, place)
             yield from self._save(replace(self._kept, place=place), doubtful, past)
@@ -130,8 +130,8 @@ class Reading:
     def _read_late(self, late: Late, goal: Place, writers: int) -> Steps:
         before = self._kept
         left = [*hands_over(before, late, goal)]
-        if self._terms.table.writer is None and writers > 1 and abs(late.id) - abs(late.prev) > 1 and late.facts:
-            raise LateNeedsWriter(self._terms.stream, late.writer, late.prev, late.id)
+        if self._config.table.writer is None and writers > 1 and abs(late.id) - abs(late.prev) > 1 and late.facts:
+            raise LateNeedsWriter(self._config.stream, late.writer, late.prev, late.id)
         while left:
             yield from self._lock()
             found = yield from self._page(left[:1])
@@ -139,11 +139,11 @@ class Reading:
             left = [*found.left, *left[1:]]
             rows = found.rows
             if late.why == "skipped":
-                rows = [row for row in rows if row[self._terms.table.id] not in self._kept.delivered]
+                rows = [row for row in rows if row[self._config.table.id] not in self._kept.delivered]
             if rows:
                 yield Portion(rows, late)
             stands = before.place.positions.get(late.writer, before.place.linear)
-            ids = [row[self._terms.table.id] for row in rows]
+            ids = [row[self._config.table.id] for row in rows]
             remembered = [id for id in ids if late.why == "skipped" or beyond(id, stands)]
             delivered = (Delivered(id, late.writer, late.epoch) for id in remembered)
             yield from self._save(replace(self._kept, late_part=(late.number, done)), delivered)
@@ -153,13 +153,13 @@ class Reading:
         yield from self._save(replace(self._kept, place=place, owed=owed, late_part=None))
 
     def _page(self, ranges: Sequence[Range]) -> Generator[Request, Answer, TablePage]:
-        return table_page(self._terms.table, ranges, self._terms.rows)
+        return table_page(self._config.table, ranges, self._config.rows)
 
     def _writer(self, row: Row) -> str | None:
-        return None if self._terms.table.writer is None else str(row[self._terms.table.writer])
+        return None if self._config.table.writer is None else str(row[self._config.table.writer])
 
     def _past(self, epochs: Mapping[str, int], place: Place) -> Iterator[int]:
-        """What was handed over and can be told late no more: its writer is in a later epoch."""
+        """IDs handed over of which no late completion can come any more: their writer is in a later epoch."""
         for it in self._kept.delivered.values():
             stands = place.positions.get(it.writer, place.linear)
             if epochs.get(it.writer, it.epoch) > it.epoch and not beyond(it.id, stands):

@@ -1,10 +1,7 @@
-"""How the library connects to Redis, in both forms: what a client is made with, and what its errors mean.
+"""Redis as the reader's library uses it, in both forms: commands of a request, meaning of the replies, errors.
 
-Reads what `publish.lua` writes on a stream's list of advances. Pure.
-
-The commands that an ask means to Redis, and what their replies mean. No sockets: a client carries them out.
-
-A client may decode its replies or not; both are understood.
+No sockets: a client, for threads or for asyncio, carries the commands out. The lists that are parsed here are written
+by `publish.lua`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +30,7 @@ REMEDIES = Remedies(
 
 @contextmanager
 def translated(client: Any) -> Iterator[None]:
-    """Turn what `client`, of either form, raises into `Unavailable` (ask again) and `Refused`."""
+    """Turn what `client`, of either form, raises into `Unavailable` (call again) and `Refused`."""
     try:
         yield
     except FOREIGN as error:
@@ -84,16 +81,16 @@ for place, command in ipairs(cmsgpack.unpack(ARGV[1])) do
 end
 return replies
 """
-PAGE = 1000  # entries of a list that one look reads: an event loop decodes them in about 15 ms
+PAGE = 1000  # entries of a list in one reading: an event loop decodes them in about 15 ms
 
 
-def queue(pipe: Any, ask: ReadList | ReadNewest | ReadKeys) -> None:
+def queue(pipe: Any, request: ReadList | ReadNewest | ReadKeys) -> None:
     """Put the commands on a transaction of either form of redis-py's client."""
-    pipe.get(key(ask.stream, "linear"))
-    pipe.hgetall(key(ask.stream, "positions"))
-    pipe.hget(key(ask.stream, "fence"), "late")
-    pipe.get(key(ask.stream, "head"))
-    match ask:
+    pipe.get(key(request.stream, "linear"))
+    pipe.hgetall(key(request.stream, "positions"))
+    pipe.hget(key(request.stream, "fence"), "late")
+    pipe.get(key(request.stream, "head"))
+    match request:
         case ReadList(stream, None):
             pipe.xrange(key(stream, "advances"), count=PAGE)
         case ReadList(stream, ListEntry(name)):
@@ -102,15 +99,15 @@ def queue(pipe: Any, ask: ReadList | ReadNewest | ReadKeys) -> None:
             pipe.xrevrange(key(stream, "advances"), count=1)
 
 
-def reply(client: Any, ask: ReadList | ReadNewest | ReadKeys) -> Any:
-    """What the commands of `ask` give, all at one moment; of an asyncio client's, the coroutine."""
+def reply(client: Any, request: ReadList | ReadNewest | ReadKeys) -> Any:
+    """The replies to the commands of `request`, all of one moment; for an asyncio client, the coroutine."""
     if not isinstance(client, redis.RedisCluster | redis.asyncio.RedisCluster):
         pipe = client.pipeline(transaction=True)
-        queue(pipe, ask)
+        queue(pipe, request)
         return pipe.execute()
     # Its transactions for asyncio run on a loop of their own. A script is as much one moment, on the stream's node.
     noted = _Noted()
-    queue(noted, ask)
+    queue(noted, request)
     names = dict.fromkeys(command[1] for command in noted.commands)
     return client.eval(_AT_ONCE, len(names), *names, msgspec.msgpack.encode(noted.commands))
 
@@ -127,24 +124,24 @@ class _Noted(CoreCommands):
         self.commands.append([_text(word) if isinstance(word, bytes) else str(word) for word in words])
 
 
-def ring(client: Any, ask: AwaitEntry) -> Any:
+def await_entry(client: Any, request: AwaitEntry) -> Any:
     """Block until the list goes on or the time is over; of an asyncio client's, the coroutine."""
-    milliseconds = max(1, round(1000 * ask.seconds))  # 0 would be for ever
-    return client.xread({key(ask.stream, "advances"): ask.after}, count=1, block=milliseconds)
+    milliseconds = max(1, round(1000 * request.seconds))  # 0 would be for ever
+    return client.xread({key(request.stream, "advances"): request.after}, count=1, block=milliseconds)
 
 
-def seen(ask: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) -> KeysFound:
+def seen(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) -> KeysFound:
     linear, positions, late, head, listed = reply
     entries = [ListEntry(_text(name), _texts(fields)) for name, fields in listed]
     last = entries[-1].name if entries else "0-0"
     joined, more = True, False
-    match ask:
+    match request:
         case ReadKeys():
             entries = []
         case ReadList(after=None):
             more = len(entries) == PAGE
         case ReadList():
-            joined = entries[:1] == [ask.after]
+            joined = entries[:1] == [request.after]
             more = joined and len(entries) == PAGE + 1
             entries = entries[1:] if joined else []
     return KeysFound(

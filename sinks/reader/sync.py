@@ -1,6 +1,6 @@
-"""`Positions`: the published positions of streams, for services with threads. The asyncio form is in `aio`.
+"""The reader's library for threads: `Positions`, what is published of streams, and `Reader`, the loop of a service.
 
-`Reader`: the loop of a service that reads a stream, for threads. The asyncio form is in `aio_reader`.
+The asyncio forms are in `aio`; the logic of both is in `wait`, `follow` and `read`.
 """
 
 import threading
@@ -35,7 +35,7 @@ from tidemark.sinks.reader.io import (
     RunSql,
 )
 from tidemark.sinks.reader.read import Portion, ReadConfig, Reading
-from tidemark.sinks.reader.redis import REMEDIES, TIMEOUT, reply, ring, seen, translated
+from tidemark.sinks.reader.redis import REMEDIES, TIMEOUT, await_entry, reply, seen, translated
 from tidemark.sinks.reader.table import Table
 from tidemark.sinks.reader.token import ZERO, Token
 from tidemark.sinks.reader.wait import GRACE, Recovering, Standing, WaitConfig, getting, target, waiting
@@ -72,7 +72,7 @@ class Positions:
             self._history.close()
 
     def get(self, stream: str) -> Standing | Recovering:
-        """What is published of `stream` now. Raises `Unavailable` (call again) and `Refused`."""
+        """The published positions of `stream` now. Raises `Unavailable` (call again) and `Refused`."""
         return self._result(Driver[Standing | Recovering](getting(stream)))
 
     def wait(
@@ -106,24 +106,24 @@ class Positions:
         since = Token.parse(since) if isinstance(since, str) else since
         return Follow(self, Following(stream, mode, since), stopping or threading.Event())
 
-    def carry_out(self, ask: Request, stopping: threading.Event) -> Answer:
-        """Raises `Unavailable` (the same ask may be carried out again) and `Refused`."""
-        match ask:
+    def carry_out(self, request: Request, stopping: threading.Event) -> Answer:
+        """Raises `Unavailable` (the same request may be carried out again) and `Refused`."""
+        match request:
             case ReadList() | ReadNewest() | ReadKeys():
                 with self._session.use() as client:
-                    return seen(ask, reply(client, ask))
+                    return seen(request, reply(client, request))
             case AwaitEntry():
                 with self._session.use() as client:
-                    ring(client, ask)
+                    await_entry(client, request)
             case ReadHistory():
-                return None if self._history is None else self._history.past(ask)
+                return None if self._history is None else self._history.past(request)
             case Pause(seconds):
                 stopping.wait(seconds)
         return None
 
     def _result(self, driver: Driver[R]) -> R:
         never = threading.Event()
-        result = until_handed(driver, lambda ask: self.carry_out(ask, never), never.is_set)
+        result = until_handed(driver, lambda request: self.carry_out(request, never), never.is_set)
         assert result is not None
         return result
 
@@ -145,7 +145,7 @@ class Follow(Iterator[Event]):
     def __next__(self) -> Event:
         while True:
             event = until_handed(
-                self._driver, lambda ask: self._positions.carry_out(ask, self._stopping), self._stopping.is_set
+                self._driver, lambda request: self._positions.carry_out(request, self._stopping), self._stopping.is_set
             )
             if event is None:
                 raise StopIteration
@@ -154,7 +154,7 @@ class Follow(Iterator[Event]):
 
 
 def until_handed(driver: Driver[R], carry_out: Callable[[Request], Answer], stopped: Callable[[], bool]) -> R | None:
-    """Carry out what the program asks until it hands something over; None: it is over, or we are to stop."""
+    """Carry out requests of the program until it hands a value over; None: it is over, or we are to stop."""
     while not stopped():
         step = driver.step()
         if not isinstance(step, Request):
@@ -236,8 +236,8 @@ class Reader(Iterator[ReadBatch[Connection]]):
         self._databases = Databases(source, effects, primary)
         self._name = name
         self._stopping = stopping or threading.Event()
-        terms = ReadConfig(stream, table, name, mode, since, rows, replica=primary is not None)
-        self._driver: Driver[Portion] = Driver(Reading(terms).steps())
+        config = ReadConfig(stream, table, name, mode, since, rows, replica=primary is not None)
+        self._driver: Driver[Portion] = Driver(Reading(config).steps())
         self._sessions: dict[Role, Connection] = {}
         self._trusted: set[Role] = set()
         self._transaction: ExitStack | None = None
@@ -264,8 +264,8 @@ class Reader(Iterator[ReadBatch[Connection]]):
     def _stopped(self) -> bool:
         return self._stopping.is_set() and self._transaction is None
 
-    def _carry_out(self, ask: Request) -> Answer:
-        match ask:
+    def _carry_out(self, request: Request) -> Answer:
+        match request:
             case RunSql(role, statement):
                 with self._databases.translated(role), self._session(role).cursor(row_factory=dict_row) as cursor:
                     cursor.execute(statement)
@@ -283,7 +283,7 @@ class Reader(Iterator[ReadBatch[Connection]]):
             case CloseSessions():
                 self.close()
             case _:
-                return self._positions.carry_out(ask, self._stopping)
+                return self._positions.carry_out(request, self._stopping)
         return None
 
     def _session(self, role: Role) -> Connection:

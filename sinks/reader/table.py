@@ -1,6 +1,6 @@
-"""The backing table of a stream, and the queries on it. Values and composed SQL only; names are always quoted.
+"""The backing table of a stream: its queries, and its rows in pages that never divide a fact. No sockets.
 
-Reads ranges of a table in portions, never dividing a fact. No sockets: see `asks`.
+Composed SQL only; names are always quoted.
 """
 
 from collections.abc import Generator, Sequence
@@ -14,7 +14,7 @@ from tidemark.streaming.direction import beyond, farther, nearer
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Where the facts are: `name` may say its schema (`app.events`).
+    """The table with the facts; `name` may say its schema (`app.events`).
 
     `id` is the column with the stream ID, `writer` the one with the writer's name (vector mode cannot do without).
     Rows come with `columns` (none named: with all), ordered by ID and then by the columns of `then`.
@@ -75,11 +75,11 @@ class Range:
         return beyond(id, self.prev) and not beyond(id, self.id)
 
     def after(self, id: int) -> "Range | None":
-        """What lies beyond `id`, if anything does."""
+        """The part beyond `id`, if there is one."""
         return replace(self, prev=farther(self.prev, id)) if beyond(self.id, id) else None
 
     def upto(self, id: int) -> "Range | None":
-        """What does not lie beyond `id`, if anything does."""
+        """The part up to `id`, if there is one."""
         return replace(self, id=nearer(self.id, id)) if beyond(id, self.prev) else None
 
 

@@ -1,13 +1,12 @@
-"""Tokens: how far a stream was read, as text that a service may hand around: `m7~first.9`. Pure.
+"""Positions as text: tokens for services (`m7~first.9`), and IDs per writer for people. Pure.
 
 `m7~first.9` says: every ID up to 7 whoever wrote it, and those of `first` up to 9. The text is the one that Redis
 holds (`publish.lua`): entries at or below the linear position are left out, the others are sorted by the bytes of the
 writer's name, and `%` and `~` in a name are written `%25` and `%7E`. A name may hold dots: the last one divides.
 
-IDs per writer as text for people: `first:1-7:9,second:8` is 1 to 7 and 9 of `first`, and 8 of `second`. Pure.
-
-On a backward stream the same reads `first:-1--7:-9`. A name may hold colons, commas and dashes of its own only as
-`%3A`, `%2C` and `%25` (for the percent sign): dashes need no escape, because ranges stand after the last name.
+`first:1-7:9,second:8` is 1 to 7 and 9 of `first`, and 8 of `second`; on a backward stream, `first:-1--7:-9`. Colons,
+commas and percent signs of a name are written `%3A`, `%2C` and `%25`; dashes need no escape, because ranges stand after
+the last name.
 """
 
 import re
@@ -26,7 +25,7 @@ _STRAY = re.compile(r"%(?!25|7E)")
 
 
 class Order(Enum):
-    """How one token stands to another. Of two `INCOMPARABLE` ones each knows more somewhere."""
+    """The order of two tokens. Of two `INCOMPARABLE` ones each stands for more somewhere."""
 
     BEFORE = "before"
     EQUAL = "equal"
@@ -74,7 +73,7 @@ class Token:
         return "~".join((f"m{self.linear}", *entries))
 
     def at(self, writer: str) -> int:
-        """How far the IDs of `writer` were read, named or not."""
+        """The position up to which `writer` was read, named or not."""
         return dict(self.positions).get(writer, self.linear)
 
     def covers(self, other: "Token") -> bool:

@@ -1,4 +1,4 @@
-"""Where a stream stands, as Redis says it, and the programs that read it or wait for it. No sockets: see `asks`."""
+"""Published positions of a stream, and the programs that read them or wait for them. No sockets."""
 
 import math
 import time
@@ -62,12 +62,12 @@ class WaitConfig:
 
 
 def waiting(
-    stream: str, token: Token, terms: WaitConfig, clock: Callable[[], float] = time.monotonic
+    stream: str, token: Token, config: WaitConfig, clock: Callable[[], float] = time.monotonic
 ) -> Generator[Request | Standing, Answer, None]:
     """Gives a `Standing` that has reached `token`. Raises `NotReached`, `TokenFromTheFuture` and, where Redis is away
     when the time is over, `Unavailable`."""
     began = clock()
-    deadline = math.inf if terms.timeout is None else began + terms.timeout
+    deadline = math.inf if config.timeout is None else began + config.timeout
     ahead_since: float | None = None
     while True:
         try:
@@ -88,7 +88,7 @@ def waiting(
             ahead_since = None
         elif ahead_since is None:
             ahead_since = now
-        elif now - ahead_since >= terms.grace:
+        elif now - ahead_since >= config.grace:
             raise TokenFromTheFuture(stream, str(token), seen.head)
         if now >= deadline:
             text = str(stands.token) if isinstance(stands, Standing) else None

@@ -1,8 +1,7 @@
-"""Where Redis is and how to be let in: one server, a primary that Sentinels name, or a Cluster. Makes the clients.
+"""Clients of Redis: one server, a primary that Sentinels name, or a Cluster, each from one address.
 
-redis-py knows the URLs of a server; the two other forms are ours, and are parsed here.
-
-A client of Redis for threads that is made when it is first used, with its errors told apart by who must act.
+redis-py reads the URLs of a server; the two other forms are ours and are parsed here. `RedisSession` is a client for
+threads that is made at its first use and raises our errors.
 """
 
 import re
@@ -24,7 +23,7 @@ from tidemark.sinks.redis.errors import FOREIGN, Remedies, redis_error
 from tidemark.streaming.errors import BadSetting
 
 Secret: TypeAlias = Callable[[], str | None]
-"""Asked at every new connection, because secrets rotate."""
+"""Called at every new connection, because secrets rotate."""
 
 _HOST = re.compile(r"(?P<host>\[[^\]]+\]|[^:\[\]]+)(:(?P<port>\d{1,5}))?")
 _LOGIN = re.compile(r"(?<=://)[^/?]*@")
@@ -141,7 +140,7 @@ class RedisAddress:
 
 
 class _Credentials(CredentialProvider):
-    """What redis-py asks for at every connection."""
+    """The provider that redis-py calls at every connection."""
 
     def __init__(self, user: str, password: str, current: Secret) -> None:
         self._user = user
@@ -193,7 +192,7 @@ def _sentinels(client: Any) -> list[Any]:
 
 
 def whereabouts(client: Any) -> str:
-    """Where any of redis-py's clients connects to, fit for a message: no user, no password."""
+    """The address of any of redis-py's clients, fit for a message: no user, no password."""
     pool = getattr(client, "connection_pool", None)
     if pool is None:
         return ",".join(f"{node.host}:{node.port}" for node in client.nodes_manager.startup_nodes.values())
@@ -212,7 +211,7 @@ class RedisSession:
         self._remedies = remedies
         self._timeout = timeout
         self._lock = threading.Lock()
-        # That of a Cluster asks for its nodes as it is made.
+        # The client of a Cluster connects as it is made.
         self._client: Any = None if address.clustered else address.client(timeout)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""What Redis's client raises, told apart by who must act."""
+"""The errors of redis-py, told apart by who must act."""
 
 import ssl
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ _WAITED_FOR = (
 
 @dataclass(frozen=True, slots=True)
 class Remedies:
-    """What to do when Redis does not let us in (`access`), when the two sides do not understand or trust each other
-    (`transport`), and when it does not let us do something (`rights`)."""
+    """Advice for people where Redis does not let us in (`access`), where the two sides do not understand or trust each
+    other (`transport`), and where it refuses a command (`rights`)."""
 
     access: str
     transport: str

@@ -1,10 +1,9 @@
-"""What Redis is told of one stream: made from a batch, or from what Postgres holds; both go through the same script.
+"""Positions in Redis: what is written for a stream, and the calls of the one script that writes it (`publish.lua`).
+
+A `Change` is made from a batch or from what Postgres holds, and both go through the script, which refuses to go back:
+so everything in Redis can be made again. The keys of a stream share a hash tag; one call changes one stream.
 
 All numbers are text: an ID may have 63 bits, and a number in Redis's Lua has 53.
-
-Redis: what readers look at. Everything in it can be made again from Postgres, and its script refuses to go back.
-
-The keys of a stream share a hash tag and are written by one script (`publish.lua`), one call per stream.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -16,7 +15,7 @@ from typing import Any, Literal, Self
 import msgspec
 from redis import exceptions as problems
 
-from tidemark.sinks.batch import Batch, Committed
+from tidemark.sinks.port import Batch, Committed
 from tidemark.sinks.postgres.store import PastAdvance, PastLate, StreamPositions
 from tidemark.sinks.redis.client import RedisAddress, RedisSession, redis_address
 from tidemark.sinks.redis.errors import Remedies
@@ -66,25 +65,25 @@ class Change(msgspec.Struct, array_like=True, frozen=True):
     head: str = "0"
 
 
-def of_batch(batch: Batch, applied: Committed) -> list[Change]:
-    """What `batch` changed, as Postgres settled it; streams that only held or counted something are left out."""
-    changes = (_of_stream(batch.number, shard.now, stream, applied) for shard, stream in batch.streams())
+def of_batch(batch: Batch, committed: Committed) -> list[Change]:
+    """The changes of `batch`, as Postgres settled them; streams that only held or counted something are left out."""
+    changes = (_of_stream(batch.number, shard.now, stream, committed) for shard, stream in batch.streams())
     return [change for change in changes if change is not None]
 
 
-def _of_stream(batch: int, now: int, effects: StreamEffects, applied: Committed) -> Change | None:
+def _of_stream(batch: int, now: int, effects: StreamEffects, committed: Committed) -> Change | None:
     moved = (effects.linear, effects.head) != (effects.linear_prev, effects.head_prev)
     if not (moved or effects.writers or effects.late or effects.dropped):
         return None
     name = effects.stream
-    advances = (applied.settled.get((name, advance.writer), advance) for advance in effects.advances)
-    numbers = applied.late.get(name, [])
+    advances = (committed.settled.get((name, advance.writer), advance) for advance in effects.advances)
+    numbers = committed.late.get(name, [])
     return Change(
         name,
         str(effects.linear),
         entries=[_entry(advance, effects.linear, batch, now) for advance in advances if advance],
         positions=[
-            (row.writer, str(applied.positions.get((name, row.writer), row.position))) for row in effects.writers
+            (row.writer, str(committed.positions.get((name, row.writer), row.position))) for row in effects.writers
         ],
         late=[_late(number, late, batch, now) for number, late in zip(numbers, effects.late, strict=True)],
         dropped=effects.dropped,
@@ -164,7 +163,7 @@ class RedisConfig:
 
 @dataclass(frozen=True, slots=True)
 class RedisPositions:
-    """What Redis holds of a stream: None, 0 and {} where it holds nothing. `late` is the number of the newest entry
+    """A stream as Redis holds it: None, 0 and {} where it holds nothing. `late` is the number of the newest entry
     about a late completion."""
 
     linear: int | None

@@ -1,6 +1,6 @@
-"""Who takes part, and what may go wrong. Values only.
+"""The script of a play: the cast, and what befalls whom and when. Pure, values only.
 
-The script of a play: what befalls whom and when. Pure, and the same for the same seed; the interleaving is not.
+The same for the same seed; how the players' steps interleave is not.
 """
 
 import re
@@ -18,7 +18,7 @@ BACKWARD = "backfill"
 
 
 class Fault(StrEnum):
-    """What may befall a play. The value is the name by which a person asks for it."""
+    """The faults of a play. The value is the name on the command line."""
 
     ROLLBACK = "rollback"
     """Some transactions, and some savepoints, roll back."""
@@ -46,7 +46,7 @@ OF_PROCESSES = ALL - {Fault.PIPELINE, Fault.REDIS}
 
 
 def faults(named: str | None) -> Set[Fault]:
-    """What a person asked for: names with commas between, `all` or `none`. Raises `BadSetting`."""
+    """The faults named in `text`: names with commas between, `all` or `none`. Raises `BadSetting`."""
     match named:
         case None:
             return OF_PROCESSES

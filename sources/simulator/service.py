@@ -1,4 +1,4 @@
-"""A service that writes facts with `sources.writer`, as a service would: the life of one process, until it is told.
+"""A service that writes facts with `sources.writer`, as a service would: the life of one process, until it is stopped.
 
 What it writes is in its tables and in Tidemark's streams, row for row. Its transactions complete out of order, because
 several connections are at work; some roll back and some hang, where the play has these faults.
@@ -30,7 +30,7 @@ HANGS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class WriterRole:
-    """What one process of a writer is. `rate` is its transactions per second; `seed` makes its transactions."""
+    """The part of one writer's process. `rate` is its transactions per second; `seed` makes its transactions."""
 
     instance: str
     streams: Sequence[Stream]
@@ -40,7 +40,7 @@ class WriterRole:
 
 
 class Ending:
-    """How a process is told to end; for signal handlers, too."""
+    """The order to a process to end; for signal handlers, too."""
 
     def __init__(self) -> None:
         self.told = threading.Event()
@@ -113,7 +113,7 @@ class _Hand:
                 facts.add(stream.name, id, *({"part": part} for part in parts))
 
     def _dwell(self) -> None:
-        """The transaction takes its time; a hanging one is cut short when the process is told to end."""
+        """The transaction takes its time; a hanging one is cut short when the process is to end."""
         if Fault.HANG in self._role.faults and self._random.random() < HANGS:
             self._told.wait(self._random.uniform(*HANG_SECONDS))
         else:

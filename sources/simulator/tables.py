@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from tidemark.sources.writer import Stream, fence, schema, sequences
-from tidemark.sources.writer.session import Connection, Session
+from tidemark.sources.writer import Stream, fence, sequences
+from tidemark.sources.writer.database import SCHEMA, session_of
+from tidemark.streaming.postgres_session import Connection
 
 APPLICATION = "tidemark simulate"
 
@@ -56,8 +57,8 @@ def make_database(dsn: str) -> str:
     with _using(dsn) as connection:
         if not connection.execute("select 1 from pg_database where datname = %s", [name]).fetchone():
             connection.execute(sql.SQL("create database {}").format(sql.Identifier(name)))
-    session = Session(own, APPLICATION)
-    schema.migrate(session)
+    session = session_of(own, APPLICATION)
+    SCHEMA.migrate(session)
     session.close()
     return own
 
@@ -90,7 +91,7 @@ def instances(dsn: str) -> list[str]:
 
 @contextmanager
 def _using(dsn: str) -> Iterator[Connection]:
-    session = Session(dsn, APPLICATION)
+    session = session_of(dsn, APPLICATION)
     try:
         with session.use() as connection:
             yield connection

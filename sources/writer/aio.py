@@ -1,6 +1,6 @@
-"""The writer for asyncio: the same behaviour with psycopg's `AsyncConnection`. Never blocks the loop.
+"""The writer for asyncio: facts in transactions of psycopg's `AsyncConnection`. Never blocks the loop.
 
-What announces runs on a thread, as in `Writer`; start and stop are waited for on a thread too.
+The relay runs on a thread, as with `Writer`; start and stop are waited for on a thread too.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from tidemark.streaming.errors import WriterFenced
 class AsyncFacts:
     """`transaction.Facts` for one task."""
 
-    def __init__(self, connection: psycopg.AsyncConnection[Any], draft: PendingTransaction) -> None:
-        self._draft = draft
+    def __init__(self, connection: psycopg.AsyncConnection[Any], pending: PendingTransaction) -> None:
+        self._pending = pending
         self._cursor = psycopg.AsyncCursor(connection, row_factory=tuple_row)
 
     async def append(self, stream: str, row: object) -> int:
@@ -34,9 +34,9 @@ class AsyncFacts:
 
         `statement` is an INSERT, UPDATE or DELETE with named parameters; `%(id)s` in it stands for the new ID.
         """
-        outlet, body = self._draft.outlet(stream), encoded(stream, row)
-        statement_and_call = write_statement(outlet.call, statement)
-        with self._draft.reserving(outlet, 1, body) as reservation:
+        handle, body = self._pending.handle(stream), encoded(stream, row)
+        statement_and_call = write_statement(handle.call, statement)
+        with self._pending.reserving(handle, 1, body) as reservation:
             await self._cursor.execute(statement_and_call, {**(params or {}), **reservation.params})
             reservation.answer = await self._cursor.fetchone()
         return reservation.ids[0]
@@ -51,17 +51,17 @@ class AsyncFacts:
 
     async def add(self, stream: str, id: int, *rows: object) -> None:
         """Rows (any JSON) of the fact `id`; may be called again, they keep their order."""
-        with self._draft.adding(stream, id, rows) as params:
+        with self._pending.adding(stream, id, rows) as params:
             await self._cursor.execute(ADD, params)
 
     def void(self, stream: str, id: int) -> None:
         """Nothing was written with `id` and nothing will be: it gets no rows. Costs nothing."""
-        self._draft.void(stream, id)
+        self._pending.void(stream, id)
 
     async def _reserve(self, stream: str, count: int, body: str | None = None) -> list[int]:
-        outlet = self._draft.outlet(stream)
-        with self._draft.reserving(outlet, count, body) as reservation:
-            await self._cursor.execute(outlet.reserve, reservation.params)
+        handle = self._pending.handle(stream)
+        with self._pending.reserving(handle, count, body) as reservation:
+            await self._cursor.execute(handle.reserve, reservation.params)
             reservation.answer = await self._cursor.fetchone()
         return reservation.ids
 
@@ -80,14 +80,14 @@ class AsyncWriter(Core):
     @asynccontextmanager
     async def transaction(self, connection: psycopg.AsyncConnection[Any]) -> AsyncIterator[AsyncFacts]:
         """As `Writer.transaction`."""
-        draft = self._draft()
+        pending = self._pending()
         try:
             async with connection.transaction():
-                yield AsyncFacts(connection, draft)
-                draft.require_whole()
+                yield AsyncFacts(connection, pending)
+                pending.require_whole()
         except psycopg.OperationalError as error:
             if connection.broken and await asyncio.to_thread(self._replaced):
                 raise WriterFenced(self.instance, self.epoch) from error
             raise
         finally:
-            self._ended(draft, connection.pgconn.transaction_status)
+            self._ended(pending, connection.pgconn.transaction_status)

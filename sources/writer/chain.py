@@ -1,4 +1,4 @@
-"""The chain of one stream: what this process reserved or announced, what is in flight, what waits to be told to Kafka.
+"""The chain of one stream in this process: IDs reserved or announced, IDs in flight, and spans that await Kafka.
 
 Pure: no socket, no clock of its own; magnitudes only. Edges tile the line from the JOIN on: every one begins at the ID
 that was reserved or announced before it. What has ended is kept as spans of joined edges, never as single IDs, so that
@@ -71,7 +71,7 @@ class ReservationChain:
         self._ends: dict[int, SettledSpan] = {}
         self._voids: set[int] = set()
         self._life = 0
-        self._untold = 0
+        self._unacknowledged = 0
 
     # -- reserving
 
@@ -83,7 +83,7 @@ class ReservationChain:
             return NextvalCall(self._begun, self._highest, self._life)
 
     def took(self, call: NextvalCall, ids: Sequence[int], now: float) -> None:
-        """It gave `ids`, ascending; they are in flight."""
+        """The call gave `ids`, ascending; they are in flight."""
         with self._lock:
             if ids[0] <= call.floor:
                 raise ValueError(f"{ids[0]} was reserved after {call.floor}")
@@ -96,7 +96,7 @@ class ReservationChain:
             self._place()
 
     def missed(self, call: NextvalCall) -> None:
-        """It failed, or its answer was lost. Should it have given an ID, or give one yet, no row will ever carry it.
+        """The call failed, or its answer was lost. If it has given an ID, or gives one yet, no row will ever carry it.
 
         Its transaction cannot commit: it was aborted, or its connection is gone, or the library refuses to end it
         otherwise than by a rollback. So the edge that covers that ID says rightly that nothing of ours is there.
@@ -111,7 +111,7 @@ class ReservationChain:
             void = set(rowless)
             for id in ids:
                 reserved = self._in_flight.pop(id)
-                self._untold += 1
+                self._unacknowledged += 1
                 if id in void and reserved.life == self._life and len(self._voids) < VOIDS_KEPT:
                     self._voids.add(id)
                 if reserved.prev is None:
@@ -122,7 +122,7 @@ class ReservationChain:
     # -- heartbeat
 
     def calm(self) -> int | None:
-        """What to hand to `announce` with a `last_value` that is read after this call; None during a nextval."""
+        """The argument `calm` of `announce`, for a `last_value` that is read after this call; None during a nextval."""
         with self._lock:
             return None if self._out else self._begun
 
@@ -142,7 +142,7 @@ class ReservationChain:
     # -- telling
 
     def take(self) -> list[SettledSpan]:
-        """All that has ended and was not taken yet, in order. Each span comes back by `put_back` or goes by `told`."""
+        """What has ended and was not taken, in order. A span comes back by `put_back` or goes by `acknowledged`."""
         with self._lock:
             spans = sorted(self._starts.values(), key=lambda span: span.prev)
             self._starts.clear()
@@ -153,10 +153,10 @@ class ReservationChain:
         with self._lock:
             self._join(span)
 
-    def told(self, span: SettledSpan) -> None:
+    def acknowledged(self, span: SettledSpan) -> None:
         """Kafka has acknowledged everything about `span`."""
         with self._lock:
-            self._untold -= span.ids
+            self._unacknowledged -= span.ids
             self._voids -= self._within(span)
 
     def voids(self, span: SettledSpan) -> list[int]:
@@ -186,9 +186,9 @@ class ReservationChain:
         return len(self._in_flight)
 
     @property
-    def untold(self) -> int:
+    def unacknowledged(self) -> int:
         """Reserved IDs whose transactions have ended and of which Kafka has not acknowledged what became of them."""
-        return self._untold
+        return self._unacknowledged
 
     def oldest_in_flight(self) -> float | None:
         """When the oldest ID in flight was reserved."""

@@ -1,4 +1,4 @@
-"""What both writers are: configuration, start, the relay, stop. How a transaction is run is theirs."""
+"""The common part of both writers: configuration, start, the relay, stop. Each runs transactions in its own way."""
 
 import threading
 import time
@@ -12,16 +12,17 @@ from psycopg.pq import TransactionStatus
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import FOR_EVER, RecordProducer
 from tidemark.sources.topics import Topics
-from tidemark.sources.writer import fence, schema, sequences
+from tidemark.sources.writer import fence, sequences
 from tidemark.sources.writer.chain import ReservationChain
+from tidemark.sources.writer.database import SCHEMA, session_of
 from tidemark.sources.writer.fence import Holder
 from tidemark.sources.writer.metrics import Meters
 from tidemark.sources.writer.pending import PendingTransaction, StreamHandle, reserve_call, reserve_statement
 from tidemark.sources.writer.relay import Relay
 from tidemark.sources.writer.sequences import Stream, named
-from tidemark.sources.writer.session import Connection, Session
 from tidemark.streaming.direction import Direction, DirectionName
 from tidemark.streaming.errors import Retry, Stopping, WriterFenced
+from tidemark.streaming.postgres_session import Connection
 
 log = structlog.get_logger(__name__)
 
@@ -34,7 +35,7 @@ class Core:
     Start (entering the block) waits until every transaction of the instance's earlier epoch has ended, and says whose
     it waits for; it raises `Unavailable` where Kafka or Postgres does not answer within `patience` seconds, and the
     `Stop` that names what a person must mend. Stop (leaving it) waits up to `patience` for this process's transactions
-    and for Kafka; what is left then is told by the next start. Not to be forked.
+    and for Kafka; what is left then is announced by the next start. Not to be forked.
     """
 
     def __init__(
@@ -55,9 +56,9 @@ class Core:
         self._kafka = KafkaConnection(kafka) if isinstance(kafka, str) else kafka
         self._topic = topic
         self._patience = patience
-        self._session = Session(dsn, f"tidemark writer {instance}")
+        self._session = session_of(dsn, f"tidemark writer {instance}")
         self._meters = Meters(registry, instance)
-        self._outlets: dict[str, StreamHandle] = {}
+        self._handles: dict[str, StreamHandle] = {}
         self._relay: Relay | None = None
         self._open = 0
         self._idle = threading.Condition()
@@ -83,7 +84,7 @@ class Core:
     def _join(self) -> None:
         Topics(self._kafka, self._patience).describe([self._topic])
         with self._session.use() as connection:
-            schema.check(connection)
+            SCHEMA.check(connection)
             oids = sequences.require(connection, self.streams.values())
             before = fence.registered(connection, self.instance)
         wanted = {name: (oids[name], stream.towards) for name, stream in self.streams.items()}
@@ -93,18 +94,18 @@ class Core:
         joined = fence.settle(self._session, producer, self.instance, self.epoch, wanted | left, self._patience)
         if left:
             self._leave(producer, left, joined.starts)
-        self._outlets = {
-            name: self._outlet(name, oid, towards, joined.starts[name]) for name, (oid, towards) in wanted.items()
+        self._handles = {
+            name: self._handle(name, oid, towards, joined.starts[name]) for name, (oid, towards) in wanted.items()
         }
-        self._relay = Relay(self._session, self._producer, self.instance, self.epoch, self._outlets, self._meters)
-        for name, outlet in self._outlets.items():
-            self._meters.watch(name, outlet.chain, partial(self._relay.oldest_untold, name))
+        self._relay = Relay(self._session, self._producer, self.instance, self.epoch, self._handles, self._meters)
+        for name, handle in self._handles.items():
+            self._meters.watch(name, handle.chain, partial(self._relay.oldest_unacknowledged, name))
         self._relay.start()
         log.info(
-            "Joined", instance=self.instance, epoch=self.epoch, told_before=joined.leftovers, streams=joined.starts
+            "Joined", instance=self.instance, epoch=self.epoch, announced_before=joined.leftovers, streams=joined.starts
         )
 
-    def _outlet(self, name: str, oid: int, towards: Direction, start: int) -> StreamHandle:
+    def _handle(self, name: str, oid: int, towards: Direction, start: int) -> StreamHandle:
         call = reserve_call(self.instance, self.epoch, name, oid, towards)
         latency = self._meters.reservation(name)
         return StreamHandle(name, oid, towards, ReservationChain(start), call, reserve_statement(call), latency)
@@ -121,7 +122,7 @@ class Core:
 
     # -- transactions
 
-    def _draft(self) -> PendingTransaction:
+    def _pending(self) -> PendingTransaction:
         if self._relay is None:
             raise RuntimeError("use the writer as a context manager: `with Writer(...) as writer`")
         if self._relay.fenced:
@@ -130,21 +131,21 @@ class Core:
             if self._stopping:
                 raise Stopping(f"writer {self.instance} was told to stop")
             self._open += 1
-        return PendingTransaction(self.instance, self.epoch, self._outlets)
+        return PendingTransaction(self.instance, self.epoch, self._handles)
 
-    def _ended(self, draft: PendingTransaction, status: int) -> None:
+    def _ended(self, pending: PendingTransaction, status: int) -> None:
         """The caller's block is over, and its connection is in `status` (of libpq)."""
         with self._idle:
             self._open -= 1
             if self._stopping:
                 self._idle.notify_all()
-        if self._relay is None or not len(draft):
+        if self._relay is None or not len(pending):
             return
         if status == TransactionStatus.IDLE:
-            draft.end()
+            pending.end()
             self._relay.wake()
         else:  # a savepoint in the caller's transaction, or the connection is gone and perhaps the commit was not
-            self._relay.unclear(draft)
+            self._relay.unclear(pending)
 
     def _replaced(self) -> bool:
         """Whether a successor has ended the transaction that just broke, as far as can be known now."""
@@ -174,18 +175,18 @@ class Core:
             if relay.fenced:
                 return
             if relay.busy():
-                left = {name: outlet.chain.in_flight for name, outlet in self._outlets.items()}
-                log.warning("Stopped before all was told: the next start will tell it", in_flight=left)
+                left = {name: handle.chain.in_flight for name, handle in self._handles.items()}
+                log.warning("Stopped before all was announced: the next start will announce it", in_flight=left)
             elif self._retiring:
-                ids = {name: outlet.chain.last for name, outlet in self._outlets.items()}
-                streams = {name: (outlet.oid, outlet.towards) for name, outlet in self._outlets.items()}
+                ids = {name: handle.chain.last for name, handle in self._handles.items()}
+                streams = {name: (handle.oid, handle.towards) for name, handle in self._handles.items()}
                 fence.retire(self._producer(), self.instance, self.epoch, streams, ids, self._patience)
         finally:
             self._session.close()
 
 
 class _Waiting:
-    """Says who is waited for: at once, whenever that changes, and every 10 s."""
+    """Logs whose transactions are waited for: at once, whenever they change, and every 10 s."""
 
     def __init__(self, instance: str) -> None:
         self._instance = instance

@@ -1,7 +1,7 @@
 """Taking over from earlier epochs (docs/design.md 4): at each start of a writer, and by an operator for a dead one.
 
 The exclusive lock proves that every transaction of the old epoch has ended and that no other can begin; what is left
-of them is in the outbox and is told before the JOIN. So whatever is open below the JOIN is provably without a fact.
+of them is in the outbox and is announced before the JOIN. So whatever is open below it is provably without a fact.
 Every step may be repeated: whoever takes over next, after a crash in the middle, raises the epoch again.
 """
 
@@ -16,9 +16,9 @@ import psycopg
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.writer import sequences
 from tidemark.sources.writer.records import OutboxFact, RecordBuilder
-from tidemark.sources.writer.session import Connection, Session
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.errors import UnknownWriter, WriterFenced
+from tidemark.streaming.postgres_session import Connection, PostgresSession
 
 PATIENCE = "1s"
 """How long one attempt at the lock stands in its queue, before those who hold it are named."""
@@ -48,7 +48,7 @@ Streams = Mapping[str, tuple[int, Direction]]
 
 @dataclass(frozen=True, slots=True)
 class FencePlan:
-    """What a fence would settle: `leftovers` are rows of the outbox, `heads` the IDs of the JOINs, by stream."""
+    """What a fence would do: `leftovers` are rows of the outbox, `heads` the IDs of the JOINs, by stream."""
 
     epoch: int
     holders: list[Holder]
@@ -58,15 +58,15 @@ class FencePlan:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """`starts`: the ID of each stream's JOIN, a magnitude. `leftovers`: facts that were told first."""
+    """`starts`: the ID of each stream's JOIN, a magnitude. `leftovers`: facts that were announced first."""
 
     epoch: int
     starts: dict[str, int]
     leftovers: dict[str, int]
 
 
-def look(session: Session, instance: str) -> FencePlan:
-    """Change nothing. Raises `UnknownWriter`."""
+def plan(session: PostgresSession, instance: str) -> FencePlan:
+    """The plan; changes nothing. Raises `UnknownWriter`."""
     with session.use() as connection:
         row = connection.execute("select epoch from tidemark.writers where instance = %s", [instance]).fetchone()
         if row is None:
@@ -99,7 +99,7 @@ def registered(connection: Connection, instance: str) -> dict[str, tuple[int, Di
 
 
 def holders(connection: Connection, instance: str) -> list[Holder]:
-    """Who holds the writer's lock, oldest first."""
+    """The holders of the writer's lock, oldest first."""
     rows = connection.execute(
         """
         select l.pid, a.xact_start, coalesce(a.application_name, ''), coalesce(a.state, ''), left(a.query, 200)
@@ -119,11 +119,11 @@ def holders(connection: Connection, instance: str) -> list[Holder]:
 
 
 def raise_epoch(
-    session: Session, instance: str, streams: Streams, stuck: Callable[[Connection, list[Holder]], None]
+    session: PostgresSession, instance: str, streams: Streams, stuck: Callable[[Connection, list[Holder]], None]
 ) -> int:
     """End every transaction of the old epoch by waiting for it, and begin a new one, with these streams; its number.
 
-    `stuck` is told about once a second who is waited for, and may end them.
+    `stuck` is called about once a second with the holders that are waited for, and may end them.
     """
     while True:
         with session.use() as connection:
@@ -158,13 +158,13 @@ def _raise(connection: Connection, instance: str, streams: Streams) -> int:
 
 
 def settle(
-    session: Session, producer: RecordProducer, instance: str, epoch: int, streams: Streams, patience: float
+    session: PostgresSession, producer: RecordProducer, instance: str, epoch: int, streams: Streams, patience: float
 ) -> Joined:
-    """Tell what earlier epochs left, then join. `patience` is for Kafka, for each step (s).
+    """Announce what earlier epochs left, then join. `patience` is for Kafka, for each step (s).
 
     Raises `Unavailable` where Kafka or Postgres does not answer: the whole take-over is to be done again.
     """
-    leftovers = _tell_leftovers(session, producer, instance, epoch, patience)
+    leftovers = _send_leftovers(session, producer, instance, epoch, patience)
     with session.use() as connection, connection.transaction():
         heads = sequences.heads(connection, streams)
         # What was given out so far must be so for good before it is announced: a crash may take back the numbers of
@@ -179,7 +179,7 @@ def settle(
 def retire(
     producer: RecordProducer, instance: str, epoch: int, streams: Streams, ids: Mapping[str, int], patience: float
 ) -> None:
-    """Say that nothing follows the ID of each stream; raises `Unavailable`."""
+    """Announce that nothing follows the ID of each stream; raises `Unavailable`."""
     for stream, id in ids.items():
         producer.send(stream, RecordBuilder(instance, epoch, stream, streams[stream][1]).retire(id))
     producer.deliver(patience)
@@ -206,16 +206,16 @@ def make_durable(connection: Connection) -> None:
     connection.execute("select pg_logical_emit_message(true, 'tidemark.writer', '')")
 
 
-def _tell_leftovers(
-    session: Session, producer: RecordProducer, instance: str, epoch: int, patience: float
+def _send_leftovers(
+    session: PostgresSession, producer: RecordProducer, instance: str, epoch: int, patience: float
 ) -> dict[str, int]:
-    told: dict[str, int] = {}
+    sent: dict[str, int] = {}
     while rows := _next_leftovers(session, instance, epoch):
         for (old, stream, id), of in groupby(rows, key=itemgetter(0, 1, 2)):
-            voice = RecordBuilder(instance, old, stream, Direction.of(id))
-            for record in voice.leftover(OutboxFact(abs(id), tuple(body for *_, body in of))):
+            builder = RecordBuilder(instance, old, stream, Direction.of(id))
+            for record in builder.leftover(OutboxFact(abs(id), tuple(body for *_, body in of))):
                 producer.send(stream, record)
-            told[stream] = told.get(stream, 0) + 1
+            sent[stream] = sent.get(stream, 0) + 1
         producer.deliver(patience)
         with session.use() as connection:
             # Gone before the JOIN, so that none of it can be sent again behind it. Nothing can be added to what was
@@ -224,10 +224,10 @@ def _tell_leftovers(
                 "delete from tidemark.outbox where instance = %s and (epoch, stream, id) <= (%s, %s, %s)",
                 [instance, *rows[-1][:3]],
             )
-    return told
+    return sent
 
 
-def _next_leftovers(session: Session, instance: str, epoch: int) -> Sequence[tuple[int, str, int, int, str]]:
+def _next_leftovers(session: PostgresSession, instance: str, epoch: int) -> Sequence[tuple[int, str, int, int, str]]:
     with session.use() as connection:
         return connection.execute(
             f"""

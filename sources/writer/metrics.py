@@ -72,7 +72,7 @@ def metrics_in(registry: CollectorRegistry) -> WriterMetrics:
 
 
 class Meters:
-    """What one writer moves, its labels filled in. Any thread."""
+    """The metrics of one writer, its labels filled in. Any thread."""
 
     def __init__(self, registry: CollectorRegistry, instance: str) -> None:
         self._metrics = metrics_in(registry)
@@ -88,13 +88,13 @@ class Meters:
     def fenced(self) -> None:
         self._metrics.fenced.labels(self._instance).set(1)
 
-    def watch(self, stream: str, chain: ReservationChain, oldest_untold: Callable[[], float | None]) -> None:
+    def watch(self, stream: str, chain: ReservationChain, oldest_unacknowledged: Callable[[], float | None]) -> None:
         """Ask these whenever the metrics are scraped; times are of `time.monotonic`."""
         found, labels = self._metrics, (self._instance, stream)
         found.in_flight.labels(*labels).set_function(lambda: chain.in_flight)
-        found.outbox.labels(*labels).set_function(lambda: chain.untold)
+        found.outbox.labels(*labels).set_function(lambda: chain.unacknowledged)
         found.oldest_in_flight.labels(*labels).set_function(lambda: _age(chain.oldest_in_flight()))
-        found.outbox_age.labels(*labels).set_function(lambda: _age(oldest_untold()))
+        found.outbox_age.labels(*labels).set_function(lambda: _age(oldest_unacknowledged()))
 
 
 def _age(since: float | None) -> float:

@@ -1,7 +1,7 @@
-"""What one transaction of the caller has reserved and given, while it runs. Pure; one thread or task.
+"""The reservations and rows of one transaction of the caller, while it runs. Pure; one thread or task.
 
-It decides nothing: rows of a savepoint that was rolled back are noted here and are not in the outbox, and it is the
-outbox that counts. It only knows what to ask the database, and when a transaction must not be committed.
+Decides nothing: rows of a savepoint that was rolled back are noted here and are not in the outbox, and the outbox is
+what counts. Only says what to ask the database, and when a transaction must not be committed.
 """
 
 import time
@@ -84,46 +84,46 @@ class Reservation:
 class PendingTransaction:
     """`xid` is the transaction's number, once something was reserved."""
 
-    def __init__(self, instance: str, epoch: int, outlets: Mapping[str, StreamHandle]) -> None:
+    def __init__(self, instance: str, epoch: int, handles: Mapping[str, StreamHandle]) -> None:
         self.xid: str | None = None
         self._instance = instance
         self._epoch = epoch
-        self._outlets = outlets
+        self._handles = handles
         self._rows: dict[str, dict[int, int]] = {}
         self._voids: set[tuple[str, int]] = set()
         self._broken: BaseException | None = None
         self._whole = False
 
-    def outlet(self, stream: str) -> StreamHandle:
+    def handle(self, stream: str) -> StreamHandle:
         """Raises KeyError, with the names there are, for a stream that the writer was not made with."""
         try:
-            return self._outlets[stream]
+            return self._handles[stream]
         except KeyError:
-            raise KeyError(f"this writer has no stream {stream!r}, but {', '.join(sorted(self._outlets))}") from None
+            raise KeyError(f"this writer has no stream {stream!r}, but {', '.join(sorted(self._handles))}") from None
 
     @contextmanager
-    def reserving(self, outlet: StreamHandle, count: int, body: str | None = None) -> Iterator[Reservation]:
-        """Between the two halves the caller runs `outlet.reserve`, or what contains it, and sets `answer`.
+    def reserving(self, handle: StreamHandle, count: int, body: str | None = None) -> Iterator[Reservation]:
+        """Between the two halves the caller runs `handle.reserve`, or what contains it, and sets `answer`.
 
         `body` is the row of a fact that is complete with it (`encoded`); then `count` is 1.
         """
         if not 0 < count <= MAX_IDS:
             raise ValueError(f"{count} IDs at once: 1 to {MAX_IDS} are possible")
         began = time.monotonic()
-        call = outlet.chain.begin()
-        reservation = Reservation(outlet.towards.signed(call.floor), count, body)
+        call = handle.chain.begin()
+        reservation = Reservation(handle.towards.signed(call.floor), count, body)
         try:
             yield reservation
             assert reservation.answer is not None
             ids, self.xid = reservation.answer
         except BaseException as error:
-            outlet.chain.missed(call)
-            raise self._explained(outlet.name, error) from error
+            handle.chain.missed(call)
+            raise self._explained(handle.name, error) from error
         now = time.monotonic()
-        outlet.chain.took(call, [*map(abs, ids)], now)
-        self._rows.setdefault(outlet.name, {}).update(dict.fromkeys(ids, 0 if body is None else 1))
+        handle.chain.took(call, [*map(abs, ids)], now)
+        self._rows.setdefault(handle.name, {}).update(dict.fromkeys(ids, 0 if body is None else 1))
         reservation.ids = ids
-        outlet.latency.observe(now - began)
+        handle.latency.observe(now - began)
 
     @contextmanager
     def adding(self, stream: str, id: int, rows: Sequence[object]) -> Iterator[Sequence[Any]]:
@@ -157,11 +157,11 @@ class PendingTransaction:
         now = time.monotonic()
         for stream, ids in self._rows.items():
             rowless = [abs(id) for id, rows in ids.items() if not (rows and self._whole)]
-            self._outlets[stream].chain.end(map(abs, ids), rowless, now)
+            self._handles[stream].chain.end(map(abs, ids), rowless, now)
         self._rows = {}
 
     def __len__(self) -> int:
-        """How many IDs it has reserved."""
+        """The number of its reserved IDs."""
         return sum(map(len, self._rows.values()))
 
     def _given(self, stream: str, id: int) -> dict[int, int]:
@@ -171,7 +171,7 @@ class PendingTransaction:
         return given
 
     def _explained(self, stream: str, error: BaseException) -> BaseException:
-        """What to raise for it.
+        """The error to raise for `error`.
 
         Where the server says no, it has undone all of the call. Where its answer is lost (a cancelled task, Ctrl-C, a
         broken connection), a row may stand there with an ID that nobody knows: then there must be no commit.

@@ -1,4 +1,4 @@
-"""What a writer says of one stream: the records of docs/design.md 3. Pure; magnitudes in, signed IDs out."""
+"""The records that a writer sends for one stream (docs/design.md 3). Pure; magnitudes in, signed IDs out."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -76,7 +76,7 @@ class RecordBuilder:
     def leftover(self, fact: OutboxFact) -> Iterator[bytes]:
         """A fact whose neighbours in the chain are not known any more: an edge of one ID.
 
-        Where its writer had told it before it died, that edge lies inside the one that was told: a duplicate.
+        Where its writer had announced it before it died, that edge lies inside the announced one: a duplicate.
         """
         return self.fact(fact, fact.id - 1)
 

@@ -1,4 +1,4 @@
-"""The one thread of a writer that decides what became of its IDs, and tells it to Kafka.
+"""The one thread of a writer that decides what became of each of its IDs, and sends that to Kafka.
 
 An ID is decided after its transaction has ended, by the outbox: a row is there, or it is not. Nothing that the service
 remembers counts, because a savepoint may have been rolled back and a commit's answer may have been lost. Whatever does
@@ -22,17 +22,17 @@ from tidemark.sources.writer.fence import hold, make_durable, require_epoch
 from tidemark.sources.writer.metrics import Meters
 from tidemark.sources.writer.pending import PendingTransaction, StreamHandle
 from tidemark.sources.writer.records import RecordBuilder
-from tidemark.sources.writer.session import Session
 from tidemark.streaming.errors import Stop, Unavailable, WriterFenced
+from tidemark.streaming.postgres_session import PostgresSession
 
 log = structlog.get_logger(__name__)
 
 PACE = 0.05
-"""Seconds from one look at the outbox to the next, at least: what ends in between shares one query and one commit."""
+"""Seconds between two readings of the outbox, at least: what ends in between shares one query and one commit."""
 HEARTBEAT = 1.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 _UNSETTLED = 0.1
-"""Seconds between two looks at what Kafka acknowledged, or at transactions whose end is not known."""
+"""Seconds between two polls of Kafka for acknowledgements, or of Postgres for unclear transactions."""
 MOST_UNACKNOWLEDGED = 5_000
 """Records that wait for Kafka's acknowledgement; past it the rest waits in the outbox and costs no memory."""
 
@@ -41,7 +41,7 @@ MOST_UNACKNOWLEDGED = 5_000
 class _Parcel:
     """Spans of one stream that were sent and are not all acknowledged (`left` records), or not yet deleted."""
 
-    outlet: StreamHandle
+    handle: StreamHandle
     spans: list[SettledSpan]
     records: list[bytes]
     left: int
@@ -55,11 +55,11 @@ class Relay:
 
     def __init__(
         self,
-        session: Session,
+        session: PostgresSession,
         producer: Callable[[], RecordProducer],
         instance: str,
         epoch: int,
-        outlets: Mapping[str, StreamHandle],
+        handles: Mapping[str, StreamHandle],
         meters: Meters,
     ) -> None:
         self.fenced = False
@@ -68,8 +68,10 @@ class Relay:
         self._producer = producer()
         self._instance = instance
         self._epoch = epoch
-        self._outlets = outlets
-        self._voices = {name: RecordBuilder(instance, epoch, name, outlet.towards) for name, outlet in outlets.items()}
+        self._handles = handles
+        self._builders = {
+            name: RecordBuilder(instance, epoch, name, handle.towards) for name, handle in handles.items()
+        }
         self._meters = meters
         self._unclear: list[PendingTransaction] = []
         self._parcels: list[_Parcel] = []
@@ -85,7 +87,7 @@ class Relay:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; what it has not told is found in the outbox by the next start."""
+        """End the thread; what is not announced is found in the outbox by the next start."""
         self._halt.set()
         self._wake.set()
         self._thread.join()
@@ -95,20 +97,20 @@ class Relay:
         if not self._wake.is_set():
             self._wake.set()
 
-    def unclear(self, draft: PendingTransaction) -> None:
-        """It is not known whether the transaction has ended: found out by asking the server."""
-        self._unclear.append(draft)
+    def unclear(self, pending: PendingTransaction) -> None:
+        """Take a transaction of which it is not known whether it has ended: the server is asked."""
+        self._unclear.append(pending)
         self._wake.set()
 
     def busy(self) -> bool:
-        """Whether anything is in flight, or ended and not told."""
-        chains = [outlet.chain for outlet in self._outlets.values()]
-        return bool(self._unclear) or any(chain.in_flight or chain.untold for chain in chains)
+        """Whether anything is in flight, or ended and not acknowledged."""
+        chains = [handle.chain for handle in self._handles.values()]
+        return bool(self._unclear) or any(chain.in_flight or chain.unacknowledged for chain in chains)
 
-    def oldest_untold(self, stream: str) -> float | None:
+    def oldest_unacknowledged(self, stream: str) -> float | None:
         """When the oldest of what Kafka has not acknowledged ended (time.monotonic)."""
-        sent = [span.since for parcel in [*self._parcels] if parcel.outlet.name == stream for span in parcel.spans]
-        waiting = self._outlets[stream].chain.oldest_ended()
+        sent = [span.since for parcel in [*self._parcels] if parcel.handle.name == stream for span in parcel.spans]
+        waiting = self._handles[stream].chain.oldest_ended()
         return min([*sent, *([] if waiting is None else [waiting])], default=None)
 
     # -- its own thread
@@ -145,41 +147,41 @@ class Relay:
         if time.monotonic() >= self._beat:
             self._announce_heads()
             self._beat = time.monotonic() + HEARTBEAT
-        self._hear()
-        self._tell()
+        self._poll_producer()
+        self._send_ended()
 
     def _clear_up(self) -> None:
         """Find out which unclear transactions have ended; how does not matter, the outbox shows it."""
-        for draft in [*self._unclear]:
+        for pending in [*self._unclear]:
             with self._session.use() as connection:
                 try:
-                    row = connection.execute("select pg_xact_status(%s::xid8)", [draft.xid]).fetchone()
+                    row = connection.execute("select pg_xact_status(%s::xid8)", [pending.xid]).fetchone()
                 except psycopg.errors.InvalidParameterValue:
                     row = None  # "in the future": the server crashed before that number was durable
             if row is None or row[0] != "in progress":
-                self._unclear.remove(draft)
-                draft.end()
+                self._unclear.remove(pending)
+                pending.end()
 
     def _announce_heads(self) -> None:
-        calm = {name: outlet.chain.calm() for name, outlet in self._outlets.items()}
+        calm = {name: handle.chain.calm() for name, handle in self._handles.items()}
         with self._session.use() as connection:
-            heads = sequences.heads(connection, {name: (it.oid, it.towards) for name, it in self._outlets.items()})
+            heads = sequences.heads(connection, {name: (it.oid, it.towards) for name, it in self._handles.items()})
             require_epoch(connection, self._instance, self._epoch)
         now = time.monotonic()
         for name, head in heads.items():
-            if self._outlets[name].chain.announce(head, calm[name], now):
+            if self._handles[name].chain.announce(head, calm[name], now):
                 self._meters.heartbeat(name)
 
-    def _hear(self) -> None:
+    def _poll_producer(self) -> None:
         """Learn what Kafka has acknowledged."""
         with self._sending():
             self._producer.backlog()
 
-    def _tell(self) -> None:
+    def _send_ended(self) -> None:
         done = [parcel for parcel in self._parcels if not parcel.left]
         taken: dict[str, list[SettledSpan]] = {}
         if sum(parcel.left for parcel in self._parcels) < MOST_UNACKNOWLEDGED:
-            taken = {name: spans for name, outlet in self._outlets.items() if (spans := outlet.chain.take())}
+            taken = {name: spans for name, handle in self._handles.items() if (spans := handle.chain.take())}
         if not done and not taken:
             return
         try:
@@ -187,13 +189,13 @@ class Relay:
         except BaseException:
             for name, spans in taken.items():
                 for span in spans:
-                    self._outlets[name].chain.put_back(span)
+                    self._handles[name].chain.put_back(span)
             raise
         self._parcels = [parcel for parcel in self._parcels if parcel not in done]
         for parcel in done:
             for span in parcel.spans:
-                parcel.outlet.chain.told(span)
-        packed = [self._pack(self._outlets[name], spans, found[name]) for name, spans in taken.items()]
+                parcel.handle.chain.acknowledged(span)
+        packed = [self._pack(self._handles[name], spans, found[name]) for name, spans in taken.items()]
         self._parcels += packed
         with self._sending():
             self._send(packed)
@@ -201,46 +203,48 @@ class Relay:
     def _decide(
         self, done: Sequence[_Parcel], taken: Mapping[str, list[SettledSpan]]
     ) -> dict[str, list[outbox.OutboxFacts]]:
-        """Delete what was told, read what there is of `taken`; both stand for good when this returns."""
+        """Delete what Kafka has, read what there is of `taken`; both stand for good when this returns."""
         with self._session.use() as connection:
             if self._session.life != self._life:
                 self._life = self._session.life
-                for outlet in self._outlets.values():
-                    outlet.chain.doubt_voids()
+                for handle in self._handles.values():
+                    handle.chain.doubt_voids()
             with connection.transaction():
                 # A process that is stopped in here holds rows of the outbox, and its successor wants to delete them.
                 hold(connection, self._instance)
                 deleted: dict[str, list[_Parcel]] = defaultdict(list)
                 for parcel in done:
-                    deleted[parcel.outlet.name].append(parcel)
+                    deleted[parcel.handle.name].append(parcel)
                 for name, parcels in deleted.items():
-                    outbox.delete(connection, self._voices[name], [span for parcel in parcels for span in parcel.spans])
-                found = {name: outbox.read(connection, self._voices[name], spans) for name, spans in taken.items()}
-                # After the reading: had a successor taken over, told these facts and deleted them, its epoch would show
-                # here. Without this, what it deleted would look as if it had been rolled back.
+                    outbox.delete(
+                        connection, self._builders[name], [span for parcel in parcels for span in parcel.spans]
+                    )
+                found = {name: outbox.read(connection, self._builders[name], spans) for name, spans in taken.items()}
+                # After the reading: had a successor taken over, announced these facts and deleted them, its epoch would
+                # show here. Without this, what it deleted would look as if it had been rolled back.
                 require_epoch(connection, self._instance, self._epoch)
                 make_durable(connection)
         return found
 
-    def _pack(self, outlet: StreamHandle, spans: Sequence[SettledSpan], found: Sequence[outbox.OutboxFacts]) -> _Parcel:
-        told, records = list[SettledSpan](), list[bytes]()
+    def _pack(self, handle: StreamHandle, spans: Sequence[SettledSpan], found: Sequence[outbox.OutboxFacts]) -> _Parcel:
+        sent, records = list[SettledSpan](), list[bytes]()
         for span, of in zip(spans, found, strict=True):
-            voids = outlet.chain.voids(span)
+            voids = handle.chain.voids(span)
             whole = span
             if not of.whole:
                 last = of.facts[-1].id
                 voids = [void for void in voids if void < last]
                 whole, rest = span.cut(last, len(of.facts) + len(voids))
-                outlet.chain.put_back(rest)
+                handle.chain.put_back(rest)
                 self._began = 0.0  # there is more: go on at once
                 self._wake.set()
-            told.append(whole)
-            records += self._voices[outlet.name].span(whole, of.facts, voids)
-        return _Parcel(outlet, told, records, len(records))
+            sent.append(whole)
+            records += self._builders[handle.name].span(whole, of.facts, voids)
+        return _Parcel(handle, sent, records, len(records))
 
     def _send(self, parcels: Iterable[_Parcel]) -> None:
         for parcel in parcels:
-            self._producer.send_all(parcel.outlet.name, parcel.records, parcel.acknowledged)
+            self._producer.send_all(parcel.handle.name, parcel.records, parcel.acknowledged)
 
     @contextmanager
     def _sending(self) -> Iterator[None]:

@@ -1,16 +1,13 @@
-"""What a writer writes to: a stream, its sequence, and whether its IDs go up or down.
-
-The sequence behind a stream: made, checked, and read. What it must be is decided by `problem`, which is pure.
-"""
+"""Streams of a writer, and the sequence behind each: checked (`problem`, which is pure), made, and read."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from psycopg import sql
 
-from tidemark.sources.writer.session import Connection
 from tidemark.streaming.direction import Direction, DirectionName
 from tidemark.streaming.errors import BadSetting, SequenceUnfit
+from tidemark.streaming.postgres_session import Connection
 from tidemark.streaming.records import is_name
 
 

@@ -1,7 +1,4 @@
-"""Facts of one transaction on a psycopg `Connection` of the caller's. `aio` is the same for an `AsyncConnection`.
-
-The writer for threads.
-"""
+"""The writer for threads: facts in transactions of the caller's psycopg `Connection`. `aio` is the same for asyncio."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,8 +19,8 @@ class Facts:
     psycopg's own errors pass.
     """
 
-    def __init__(self, connection: psycopg.Connection[Any], draft: PendingTransaction) -> None:
-        self._draft = draft
+    def __init__(self, connection: psycopg.Connection[Any], pending: PendingTransaction) -> None:
+        self._pending = pending
         # Not the connection's own kind of cursor: its rows may be anything.
         self._cursor = psycopg.Cursor(connection, row_factory=tuple_row)
 
@@ -38,9 +35,9 @@ class Facts:
 
         `statement` is an INSERT, UPDATE or DELETE with named parameters; `%(id)s` in it stands for the new ID.
         """
-        outlet, body = self._draft.outlet(stream), encoded(stream, row)
-        statement_and_call = write_statement(outlet.call, statement)
-        with self._draft.reserving(outlet, 1, body) as reservation:
+        handle, body = self._pending.handle(stream), encoded(stream, row)
+        statement_and_call = write_statement(handle.call, statement)
+        with self._pending.reserving(handle, 1, body) as reservation:
             reservation.answer = self._cursor.execute(
                 statement_and_call, {**(params or {}), **reservation.params}
             ).fetchone()
@@ -56,17 +53,17 @@ class Facts:
 
     def add(self, stream: str, id: int, *rows: object) -> None:
         """Rows (any JSON) of the fact `id`; may be called again, they keep their order."""
-        with self._draft.adding(stream, id, rows) as params:
+        with self._pending.adding(stream, id, rows) as params:
             self._cursor.execute(ADD, params)
 
     def void(self, stream: str, id: int) -> None:
         """Nothing was written with `id` and nothing will be: it gets no rows. Costs nothing."""
-        self._draft.void(stream, id)
+        self._pending.void(stream, id)
 
     def _reserve(self, stream: str, count: int, body: str | None = None) -> list[int]:
-        outlet = self._draft.outlet(stream)
-        with self._draft.reserving(outlet, count, body) as reservation:
-            reservation.answer = self._cursor.execute(outlet.reserve, reservation.params).fetchone()
+        handle = self._pending.handle(stream)
+        with self._pending.reserving(handle, count, body) as reservation:
+            reservation.answer = self._cursor.execute(handle.reserve, reservation.params).fetchone()
         return reservation.ids
 
 
@@ -91,14 +88,14 @@ class Writer(Core):
         can be any more: end this process), `Stopping` after the writer was told to stop, `FactWithoutRow` for an ID
         that got neither rows nor a `void`, `SequenceSetBack`.
         """
-        draft = self._draft()
+        pending = self._pending()
         try:
             with connection.transaction():
-                yield Facts(connection, draft)
-                draft.require_whole()
+                yield Facts(connection, pending)
+                pending.require_whole()
         except psycopg.OperationalError as error:
             if connection.broken and self._replaced():
                 raise WriterFenced(self.instance, self.epoch) from error
             raise
         finally:
-            self._ended(draft, connection.pgconn.transaction_status)
+            self._ended(pending, connection.pgconn.transaction_status)

@@ -2,7 +2,7 @@
 
     python -m tests.app.killers SIGKILL commit 3 pipeline ...
 
-The step is `commit`, `show` or `bury` of `sinks.publisher.Publisher`; the batch counts from 1 in this process.
+The step is `commit`, `show` or `dead_letter` of `sinks.publisher.Publisher`; the batch counts from 1 in this process.
 """
 
 import itertools

@@ -11,7 +11,7 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 from tests.app.running import PATIENCE
 from tests.fix_pipeline import PARTITIONS, Site
 from tests.waiting import eventually
-from tidemark.sinks.postgres.migrations import WANTED
+from tidemark.sinks.postgres.database import SCHEMA
 from tidemark.sources.topics import Topics
 from tidemark.streaming.records import Join, Rdata, Record, encode, row
 
@@ -43,13 +43,13 @@ def compacted(site: Site) -> dict[str, object]:
 
 def schema(difference: int) -> Callable[[Site], dict[str, object]]:
     def change(site: Site) -> dict[str, object]:
-        site.sql("delete from tidemark.schema_version where version > %s", WANTED + difference)
-        wanted = WANTED + difference
+        site.sql("delete from tidemark.schema_version where version > %s", SCHEMA.wanted + difference)
+        wanted = SCHEMA.wanted + difference
         site.sql(
             "update tidemark.schema_version set version = %s, works_with = %s where version = %s",
             wanted,
             wanted,
-            WANTED,
+            SCHEMA.wanted,
         )
         return {}
 
@@ -64,8 +64,8 @@ def schema(difference: int) -> Callable[[Site], dict[str, object]]:
         (lambda site: {"postgres_dsn": wrong(site.dsn)}, ["Postgres at", "password", "TIDEMARK_POSTGRES_DSN"]),
         (lambda site: {"postgres_dsn": site.dsn + "_no"}, ["Postgres at", "does not exist", "TIDEMARK_POSTGRES_DSN"]),
         (lambda site: {"redis_url": wrong(site.redis_url)}, ["Redis at", "password", "TIDEMARK_REDIS_URL"]),
-        (schema(-1), [f"schema version {WANTED - 1}", f"needs {WANTED}", "tidemark migrate"]),
-        (schema(+1), [f"schema version {WANTED + 1}", f"needs {WANTED}", "upgrade"]),
+        (schema(-1), [f"schema version {SCHEMA.wanted - 1}", f"needs {SCHEMA.wanted}", "tidemark migrate"]),
+        (schema(+1), [f"schema version {SCHEMA.wanted + 1}", f"needs {SCHEMA.wanted}", "upgrade"]),
         (lambda site: {"spark_jars": "/nowhere"}, ["TIDEMARK_SPARK_JARS", "/nowhere"]),
         (lambda site: {"shards": "many"}, ["TIDEMARK_SHARDS", "many"]),
         (

@@ -48,7 +48,7 @@ def test_migrate_says_what_it_did_and_does_nothing_twice(database: str) -> None:
 
 def test_it_shares_a_database_with_the_pipeline_in_any_order(database: str) -> None:
     """Both have the schema `tidemark`, each with a version of its own."""
-    from tidemark.sinks.postgres.migrations import migrate as migrate_pipeline
+    from tidemark.sinks.postgres.database import migrate as migrate_pipeline
 
     migrate(database, [], "forward", say_nothing)
     assert migrate_pipeline(database)

@@ -16,7 +16,7 @@ from tidemark.app.stack.jars import BROKER, CONNECTOR, fetch_jars
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer, RedisServer
-from tidemark.sinks.postgres.migrations import migrate
+from tidemark.sinks.postgres.database import migrate
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.streaming.spark import find_java
 

@@ -14,8 +14,8 @@ import psycopg
 from tests.bench.site import Site
 from tests.bench.table import table
 from tidemark.sources.topics import TopicPlan, Topics
-from tidemark.sources.writer import Stream, Writer, schema, sequences
-from tidemark.sources.writer.session import Session
+from tidemark.sources.writer import Stream, Writer, sequences
+from tidemark.sources.writer.database import SCHEMA, session_of
 from tidemark.streaming.direction import Direction
 
 WANTED = 0.6
@@ -84,8 +84,8 @@ def _bare(connection: Connection) -> None:
 
 
 def _prepared(dsn: str) -> str:
-    session = Session(dsn, "bench")
-    schema.migrate(session)
+    session = session_of(dsn, "bench")
+    SCHEMA.migrate(session)
     with session.use() as connection:
         sequences.create(connection, _SEQUENCE, Direction.FORWARD)
         connection.execute("create table orders (id bigint primary key, total integer not null)")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tidemark.sinks.batch import Batch
+from tidemark.sinks.port import Batch
 from tidemark.sinks.redis.publish import key
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import Progress, ShardEffects, StreamEffects, Summary, WriterAdvance, WriterRow

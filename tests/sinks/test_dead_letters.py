@@ -11,10 +11,10 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from tests.sinks.given import batch, rejected
 from tidemark.app.stack.servers import KafkaServer
 from tidemark.sinks.dead_letters import DeadLettered, DeadLetters, DeadLettersConfig
-from tidemark.sinks.mirror import Mirror
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.publisher import Publisher
+from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.publish import Redis
 from tidemark.sinks.retry import wait_out
 from tidemark.sources.kafka import KafkaConnection
@@ -49,9 +49,9 @@ def dead(prefix: str) -> str:
 
 
 @pytest.fixture
-def letters(connection: KafkaConnection, dead: str) -> Iterator[DeadLetters]:
-    with DeadLetters(DeadLettersConfig(dead, connection.client(), connection.producer())) as letters:
-        yield letters
+def dead_letters(connection: KafkaConnection, dead: str) -> Iterator[DeadLetters]:
+    with DeadLetters(DeadLettersConfig(dead, connection.client(), connection.producer())) as dead_letters:
+        yield dead_letters
 
 
 def produce(connection: KafkaConnection, topic: str, values: list[bytes | None], partition: int = 0) -> None:
@@ -72,10 +72,12 @@ def read(connection: KafkaConnection, topic: str, count: int) -> list[Message]:
     return found
 
 
-def test_record_is_sent_on_unchanged(connection: KafkaConnection, facts: str, dead: str, letters: DeadLetters) -> None:
+def test_record_is_sent_on_unchanged(
+    connection: KafkaConnection, facts: str, dead: str, dead_letters: DeadLetters
+) -> None:
     """Rule 5: key, value (none at all too) and headers are the original ones; reason and origin stand in headers."""
     produce(connection, facts, [b"good", b"\xff\x00 bad", None], partition=1)
-    assert letters.send([rejected(facts, "not_json", [1, 2], partition=1)]) == DeadLettered(sent=2)
+    assert dead_letters.send([rejected(facts, "not_json", [1, 2], partition=1)]) == DeadLettered(sent=2)
     bad, none = read(connection, dead, 2)
     assert (bad.key(), bad.value(), none.value()) == (b"key-1", b"\xff\x00 bad", None)
     origin = [("reason", b"not_json"), ("topic", facts.encode()), ("partition", b"1"), ("offset", b"1")]
@@ -83,14 +85,14 @@ def test_record_is_sent_on_unchanged(connection: KafkaConnection, facts: str, de
 
 
 def test_far_apart_records_are_all_found(
-    connection: KafkaConnection, facts: str, dead: str, letters: DeadLetters
+    connection: KafkaConnection, facts: str, dead: str, dead_letters: DeadLetters
 ) -> None:
     """Rule 5: dense runs and single records of several partitions and reasons arrive, each with its own reason."""
     for partition in (0, 1):
         produce(connection, facts, [str(n).encode() for n in range(6000)], partition)
     wanted = [rejected(facts, "zombie", range(100, 200)), rejected(facts, "conflict", [5, 150, 5990])]
     wanted[0] = rejected(facts, "zombie", [n for n in range(100, 200) if n != 150])
-    assert letters.send([*wanted, rejected(facts, "bad_name", [0, 5999], partition=1)]).sent == 104
+    assert dead_letters.send([*wanted, rejected(facts, "bad_name", [0, 5999], partition=1)]).sent == 104
     found = {
         (headers["partition"], headers["offset"]): (headers["reason"], message.value())
         for message in read(connection, dead, 104)
@@ -103,13 +105,13 @@ def test_far_apart_records_are_all_found(
 
 
 def test_record_that_retention_removed_leaves_its_origin(
-    connection: KafkaConnection, facts: str, dead: str, letters: DeadLetters, admin: AdminClient
+    connection: KafkaConnection, facts: str, dead: str, dead_letters: DeadLetters, admin: AdminClient
 ) -> None:
     """Rule 5: a record that is gone, or too large for the dead letters, leaves a letter without its value."""
     produce(connection, facts, [b"0", b"1", b"2", os.urandom(5000)])
     for deleted in admin.delete_records([TopicPartition(facts, 0, 2)]).values():
         deleted.result(10)
-    assert letters.send([rejected(facts, "not_json", [0, 2, 3, 77])]) == DeadLettered(sent=4, gone=3)
+    assert dead_letters.send([rejected(facts, "not_json", [0, 2, 3, 77])]) == DeadLettered(sent=4, gone=3)
     found = {dict(it.headers() or ())["offset"]: it for it in read(connection, dead, 4)}
     assert found[b"2"].value() == b"2"
     for offset in (b"0", b"3", b"77"):
@@ -121,8 +123,8 @@ def test_missing_topic_is_named(connection: KafkaConnection, facts: str) -> None
     """Dead letters without their topic stop the pipeline with what to do."""
     produce(connection, facts, [b"0"])
     config = DeadLettersConfig(f"{facts}.none", connection.client(), connection.producer())
-    with DeadLetters(config) as letters, pytest.raises(TopicMissing, match="none"):
-        letters.send([rejected(facts, "not_json", [0])])
+    with DeadLetters(config) as dead_letters, pytest.raises(TopicMissing, match="none"):
+        dead_letters.send([rejected(facts, "not_json", [0])])
 
 
 @pytest.mark.slow
@@ -131,16 +133,16 @@ def test_kafka_that_was_away_is_asked_again(
 ) -> None:
     """A broker that is away, or back and not yet itself, is unavailable, and a later call sends everything."""
     produce(connection, facts, [b"0", b"1"])
-    with DeadLetters(DeadLettersConfig(dead, connection.client(), connection.producer(), patience=1.0)) as letters:
+    with DeadLetters(DeadLettersConfig(dead, connection.client(), connection.producer(), patience=1.0)) as dead_letters:
         kafka.kill()
         try:
             with pytest.raises(Unavailable):
-                letters.send([rejected(facts, "not_json", [0, 1])])
+                dead_letters.send([rejected(facts, "not_json", [0, 1])])
         finally:
             kafka.start()
-    with DeadLetters(DeadLettersConfig(dead, connection.client(), connection.producer())) as letters:
-        buried = wait_out(lambda: letters.send([rejected(facts, "not_json", [0, 1])]), threading.Event())
-        assert buried.sent == 2
+    with DeadLetters(DeadLettersConfig(dead, connection.client(), connection.producer())) as dead_letters:
+        dead_lettered = wait_out(lambda: dead_letters.send([rejected(facts, "not_json", [0, 1])]), threading.Event())
+        assert dead_lettered.sent == 2
     assert [it.value() for it in read(connection, dead, 2)] == [b"0", b"1"]
 
 
@@ -148,7 +150,7 @@ def test_letters_that_a_lost_checkpoint_left_are_sent_by_the_next_query(
     connection: KafkaConnection,
     facts: str,
     dead: str,
-    letters: DeadLetters,
+    dead_letters: DeadLetters,
     store: Postgres,
     shown: Redis,
     lease: Lease,
@@ -156,11 +158,11 @@ def test_letters_that_a_lost_checkpoint_left_are_sent_by_the_next_query(
     """Rule 5: killed between the commit and the dead letters, and its checkpoint gone: no batch will be replayed, and
     the record still arrives; a query that goes on sends its own again by itself."""
     produce(connection, facts, [b"first", b"second"])
-    publisher = Publisher(store, Mirror(store, shown, lease), letters, lease, threading.Event())
+    publisher = Publisher(store, [Mirror(store, shown, lease)], dead_letters, lease, threading.Event())
     for query, offset in (("lost", 0), ("goes on", 1)):
         lines = [rejected(facts, "not_json", [offset])]
         publisher.commit(batch(1, token=lease.token, query=query, rejected=lines))
-    publisher.bury_left("goes on")
-    (letter,) = read(connection, dead, 1)
-    assert letter.value() == b"first"
-    assert [left.query for left in store.unsent_letters()] == ["goes on"]
+    publisher.send_unsent("goes on")
+    (dead_letter,) = read(connection, dead, 1)
+    assert dead_letter.value() == b"first"
+    assert [left.query for left in store.unsent_dead_letters()] == ["goes on"]

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from tests.fix_sinks import TERMS
+from tests.fix_sinks import LEASE
 from tests.sinks.given import advance, entries, shard, stream
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.servers import RedisServer
-from tidemark.sinks.batch import Batch, Committed
 from tidemark.sinks.dead_letters import DeadLettered, DeadLetters, DeadLettersConfig
-from tidemark.sinks.mirror import Mirror
+from tidemark.sinks.port import Batch, Committed, Sink
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.publisher import Publisher
+from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.publish import Redis, RedisConfig, key
 from tidemark.streaming.effects import ShardEffects
 from tidemark.streaming.errors import LeaseLost, Stopping
@@ -53,19 +53,19 @@ class Doomed(Publisher):
 
     def commit(self, batch: Batch) -> Committed:
         self._pass(batch, "before the commit")
-        applied = super().commit(batch)
+        committed = super().commit(batch)
         self._pass(batch, "between the commit and Redis")
-        return applied
+        return committed
 
-    def show(self, batch: Batch, applied: Committed) -> int:
-        streams = super().show(batch, applied)
+    def show(self, sink: Sink, batch: Batch, committed: Committed) -> int:
+        streams = super().show(sink, batch, committed)
         self._pass(batch, "between Redis and the dead letters")
         return streams
 
-    def bury(self, batch: Batch) -> DeadLettered:
-        buried = super().bury(batch)
+    def dead_letter(self, batch: Batch) -> DeadLettered:
+        dead_lettered = super().dead_letter(batch)
         self._pass(batch, "after the dead letters")
-        return buried
+        return dead_lettered
 
     def _pass(self, batch: Batch, moment: str) -> None:
         if self.at == (batch.number, moment):
@@ -77,9 +77,9 @@ def publish_doomed(dsn: str, redis_url: str, batch: int, moment: str) -> None:
     with (
         Postgres(PostgresConfig(dsn)) as postgres,
         Redis(RedisConfig(redis_url)) as redis,
-        Lease.acquire(dsn, TERMS, NEVER) as lease,
+        Lease.acquire(dsn, LEASE, NEVER) as lease,
     ):
-        publisher = Doomed(postgres, Mirror(postgres, redis, lease), DeadLetters(DEAD_LETTERS), lease, NEVER)
+        publisher = Doomed(postgres, [Mirror(postgres, redis, lease)], DeadLetters(DEAD_LETTERS), lease, NEVER)
         publisher.at = (batch, moment)
         for number in range(1, batch + 1):
             publisher.publish("query", number, effects(number))
@@ -87,7 +87,7 @@ def publish_doomed(dsn: str, redis_url: str, batch: int, moment: str) -> None:
 
 @pytest.fixture
 def publisher(store: Postgres, shown: Redis, lease: Lease) -> Publisher:
-    return Publisher(store, Mirror(store, shown, lease), DeadLetters(DEAD_LETTERS), lease, NEVER)
+    return Publisher(store, [Mirror(store, shown, lease)], DeadLetters(DEAD_LETTERS), lease, NEVER)
 
 
 def assert_undisturbed(store: Postgres, keys: Any, batches: int) -> None:
@@ -130,8 +130,8 @@ def test_killed_process_leaves_no_trace(
     last = store.last_batch()
     assert last is not None
     following = 2 if replayed else last[1] + 1
-    with Redis(RedisConfig(redis_url)) as redis, Lease.acquire(dsn, TERMS, NEVER) as lease:
-        publisher = Publisher(store, Mirror(store, redis, lease), DeadLetters(DEAD_LETTERS), lease, NEVER)
+    with Redis(RedisConfig(redis_url)) as redis, Lease.acquire(dsn, LEASE, NEVER) as lease:
+        publisher = Publisher(store, [Mirror(store, redis, lease)], DeadLetters(DEAD_LETTERS), lease, NEVER)
         for number in range(following, 5):
             published = publisher.publish("query" if replayed else "another query", number, effects(number))
             assert published.repeated == (replayed and number <= last[1])
@@ -196,7 +196,7 @@ def test_waiting_ends_when_told_to_stop(store: Postgres, lease: Lease) -> None:
     """A process that is to end does not wait for a sink that is away."""
     stopping = threading.Event()
     with Redis(RedisConfig("redis://127.0.0.1:1")) as away:
-        publisher = Publisher(store, Mirror(store, away, lease), DeadLetters(DEAD_LETTERS), lease, stopping)
+        publisher = Publisher(store, [Mirror(store, away, lease)], DeadLetters(DEAD_LETTERS), lease, stopping)
         threading.Timer(0.5, stopping.set).start()
         began = time.monotonic()
         with pytest.raises(Stopping):
@@ -208,11 +208,11 @@ def test_waiting_ends_when_told_to_stop(store: Postgres, lease: Lease) -> None:
 def test_loser_of_a_split_brain_publishes_nothing(dsn: str, store: Postgres, shown: Redis, sql: Any, keys: Any) -> None:
     """Rule 6: two owners that both believe in their lease; only the newer one gets a batch into any sink."""
     with Lease.acquire(dsn, LeaseConfig("old", ttl=60), NEVER) as old:
-        older = Publisher(store, Mirror(store, shown, old), DeadLetters(DEAD_LETTERS), old, NEVER)
+        older = Publisher(store, [Mirror(store, shown, old)], DeadLetters(DEAD_LETTERS), old, NEVER)
         older.publish("query", 1, effects(1))
         sql.execute("update tidemark.query_lease set expires_at = now() - interval '1 second'")
-        with Lease.acquire(dsn, replace(TERMS, owner="new"), NEVER) as new:
-            newer = Publisher(store, Mirror(store, shown, new), DeadLetters(DEAD_LETTERS), new, NEVER)
+        with Lease.acquire(dsn, replace(LEASE, owner="new"), NEVER) as new:
+            newer = Publisher(store, [Mirror(store, shown, new)], DeadLetters(DEAD_LETTERS), new, NEVER)
             newer.publish("query", 2, effects(2))
             with pytest.raises(LeaseLost):
                 older.publish("query", 3, effects(3))

@@ -14,10 +14,10 @@ import msgspec
 from tests.bench.crowd.talk import say
 from tidemark.app import logs
 from tidemark.app.settings import Settings
-from tidemark.sinks.batch import Batch
-from tidemark.sinks.mirror import Mirror
+from tidemark.sinks.port import Batch
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
+from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.streaming import state
 from tidemark.streaming.chain import Chain

@@ -8,11 +8,11 @@ from itertools import islice
 from typing import Any
 
 from tests.sinks.given import NOW, advance, batch, stream
-from tidemark.sinks.batch import Batch
-from tidemark.sinks.mirror import Mirror
+from tidemark.sinks.port import Batch
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.reader import Event, Follow
+from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.publish import Redis
 from tidemark.streaming.effects import StreamEffects
 

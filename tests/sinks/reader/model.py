@@ -278,8 +278,8 @@ class Model:
 
     # -- what a shell answers
 
-    def answer(self, ask: Request, *, postgres: bool) -> Answer:
-        match ask:
+    def answer(self, request: Request, *, postgres: bool) -> Answer:
+        match request:
             case ReadList(after=after):
                 page = 4
                 names = [entry.name for entry in self.list]

@@ -29,10 +29,10 @@ class Both:
     def wait(self, *arguments: Any, **named: Any) -> Any:
         return self._run(lambda positions: positions.wait(*arguments, **named))
 
-    def _run(self, ask: Callable[[AsyncPositions], Any]) -> Any:
+    def _run(self, request: Callable[[AsyncPositions], Any]) -> Any:
         async def run() -> Any:
             async with AsyncPositions(self._redis) as positions:
-                return await ask(positions)
+                return await request(positions)
 
         return asyncio.run(run())
 
@@ -98,7 +98,7 @@ def test_line_that_moves_alone_is_noticed(either: Any, pipeline: Pipeline) -> No
 
 def test_time_may_be_over(either: Any, pipeline: Pipeline) -> None:
     """What is not reached in time is said with where the stream stands, or that nothing is known of it."""
-    with pytest.raises(NotReached, match="knows nothing"):
+    with pytest.raises(NotReached, match="says nothing"):
         either.wait("s", 5, timeout=0.1)
     pipeline.move("w", 0, 3)
     with pytest.raises(NotReached, match="stands at m3") as caught:

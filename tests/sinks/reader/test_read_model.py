@@ -25,13 +25,13 @@ class Told(Positions):
         self.world = world
         self.waits = 0
 
-    def carry_out(self, ask: Request, stopping: Any) -> Answer:
-        if isinstance(ask, AwaitEntry | Pause):
+    def carry_out(self, request: Request, stopping: Any) -> Answer:
+        if isinstance(request, AwaitEntry | Pause):
             self.waits += 1
             if self.waits % 2:
                 raise Idle
             return None
-        return self.world.model.answer(ask, postgres=True)
+        return self.world.model.answer(request, postgres=True)
 
 
 class Crash(Exception):
@@ -43,11 +43,11 @@ class Doomed(Reader):
 
     steps_left: int
 
-    def _carry_out(self, ask: Request) -> Answer:
+    def _carry_out(self, request: Request) -> Answer:
         self.steps_left -= 1
         if self.steps_left < 0:
             raise Crash
-        return super()._carry_out(ask)
+        return super()._carry_out(request)
 
 
 class ReadWorld(World):

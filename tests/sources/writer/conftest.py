@@ -10,8 +10,8 @@ from tests.sources.writer.judge import Judge
 from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import TopicPlan, Topics
-from tidemark.sources.writer import Writer, schema, sequences
-from tidemark.sources.writer.session import Session
+from tidemark.sources.writer import Writer, sequences
+from tidemark.sources.writer.database import SCHEMA, session_of
 from tidemark.streaming.direction import Direction
 
 Make = Callable[..., Writer]
@@ -20,8 +20,8 @@ Make = Callable[..., Writer]
 @pytest.fixture
 def dsn(database: str) -> str:
     """A database with the writer's schema, a table `orders` and the sequences of two streams."""
-    session = Session(database, "test")
-    schema.migrate(session)
+    session = session_of(database, "test")
+    SCHEMA.migrate(session)
     with session.use() as connection:
         sequences.create(connection, "orders_id_seq", Direction.FORWARD)
         sequences.create(connection, "history_id_seq", Direction.BACKWARD)

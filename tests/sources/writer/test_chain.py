@@ -24,7 +24,7 @@ class Writing(RuleBasedStateMachine):
     @initialize(sign=st.sampled_from([1, -1]), seed=st.integers(0, 2**32))
     def begin(self, sign: int, seed: int) -> None:
         self.random = random.Random(seed)
-        self.voice = RecordBuilder("shop", 1, "orders", Direction(sign))
+        self.builder = RecordBuilder("shop", 1, "orders", Direction(sign))
         self.chain = ReservationChain(START)
         self.head = START
         self.sent: list[NextvalCall] = []
@@ -32,7 +32,7 @@ class Writing(RuleBasedStateMachine):
         self.open: set[int] = set()
         self.truth: dict[int, bool] = {}
         self.taken: list[SettledSpan] = []
-        self.told: list[bytes] = []
+        self.records: list[bytes] = []
 
     @rule()
     def another_writer_takes_an_id(self) -> None:
@@ -125,8 +125,8 @@ class Writing(RuleBasedStateMachine):
             span, rest = span.cut(ids[-1], len(ids))
             self.chain.put_back(rest)
         found = [OutboxFact(id, ("{}",)) for id in ids]
-        self.told += self.voice.span(span, found, self.chain.voids(span))
-        self.chain.told(span)
+        self.records += self.builder.span(span, found, self.chain.voids(span))
+        self.chain.acknowledged(span)
 
     @invariant()
     def in_flight_is_what_is_open(self) -> None:
@@ -148,10 +148,10 @@ class Writing(RuleBasedStateMachine):
         while self.taken:
             self.tell(10**6)
             self.taken += self.chain.take()
-        assert self.chain.untold == 0
-        self.random.shuffle(self.told)
-        verdict = judge(self.voice, self.told)
-        facts = {self.voice.towards.signed(id) for id, row in self.truth.items() if row}
+        assert self.chain.unacknowledged == 0
+        self.random.shuffle(self.records)
+        verdict = judge(self.builder, self.records)
+        facts = {self.builder.towards.signed(id) for id, row in self.truth.items() if row}
         assert verdict.rejected == {}
         assert verdict.announced.get("orders", set()) == facts
         assert verdict.position("orders", "shop") == self.chain.last == max(self.head, START)
@@ -160,8 +160,8 @@ class Writing(RuleBasedStateMachine):
         assert effects.counts.get("duplicate", 0) == 0
 
 
-def judge(voice: RecordBuilder, told: list[bytes]) -> Verdict:
-    return judged([(b"orders", value) for value in [voice.join(START), *told]])
+def judge(builder: RecordBuilder, told: list[bytes]) -> Verdict:
+    return judged([(b"orders", value) for value in [builder.join(START), *told]])
 
 
 TestWriting = Writing.TestCase

@@ -6,7 +6,7 @@ import pytest
 from tests.sources.writer.conftest import Make
 from tests.sources.writer.judge import Judge
 from tidemark.sources.writer import Stream, sequences
-from tidemark.sources.writer.session import Session
+from tidemark.sources.writer.database import session_of
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.errors import SequenceSetBack, SequenceUnfit
 
@@ -32,7 +32,7 @@ UNFIT = {
 def test_a_sequence_that_breaks_a_rule_is_refused_with_the_rule(database: str, made: str) -> None:
     """What is wrong, and the statement that mends it, stand in the error."""
     statement, reason = UNFIT[made]
-    session = Session(database, "test")
+    session = session_of(database, "test")
     with session.use() as connection:
         connection.execute(statement.encode())
         with pytest.raises(SequenceUnfit, match=reason):
@@ -42,7 +42,7 @@ def test_a_sequence_that_breaks_a_rule_is_refused_with_the_rule(database: str, m
 
 def test_sequences_as_we_make_them_are_fit(database: str) -> None:
     """Forward, backward, in a schema of their own, and owned by a column that takes no default from it."""
-    session = Session(database, "test")
+    session = session_of(database, "test")
     with session.use() as connection:
         connection.execute("create schema shop")
         connection.execute("create table shop.orders (id bigint primary key)")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.fix_redis import Node, Watched
 from tests.fix_tls import Authority, tls_front
-from tests.sinks.test_redis import entry
+from tests.sinks.redis.test_publish import entry
 from tests.waiting import eventually
 from tidemark.app.read_side.live import Live
 from tidemark.app.read_side.notifications import Notifications, wait_for_hint

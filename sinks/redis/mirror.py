@@ -1,17 +1,15 @@
-"""Keeps Redis a mirror of what Postgres holds: publishes each batch, and refills what Redis lost.
+"""The sink that keeps Redis a mirror of Postgres: publishes each batch, and refills what Redis lost.
 
-The mirror only ever copies what is committed, so it may run at any time, and twice (docs/design.md, rule 4). One lock
-keeps a refill and a batch from interleaving within a stream, so that the list of advances stays chained (rule 3).
+It only ever copies what is committed, so it may run at any time, and twice (docs/design.md, rule 4). One lock keeps a
+refill and a batch from interleaving within a stream, so that the list of advances stays chained (rule 3).
 """
 
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import structlog
 
-from tidemark.sinks.batch import Batch, Committed
-from tidemark.sinks.postgres.lease import Lease
+from tidemark.sinks.port import Batch, Committed, Fence, Refilled
 from tidemark.sinks.postgres.store import PastAdvance, Postgres, StreamPositions
 from tidemark.sinks.redis.publish import Change, Mode, Redis, RedisPositions, of_batch, of_history
 
@@ -21,40 +19,43 @@ STREAMS_AT_ONCE = 500
 ENTRIES = 100_000  # of the history, copied by one refill: what takes about two seconds; older ones stay in Postgres
 
 
-@dataclass(frozen=True, slots=True)
-class Refilled:
-    """Streams that were found behind Postgres, and the entries of history that were copied for them."""
-
-    streams: int
-    entries: int
-
-
 class Mirror:
-    """Any thread may call. Methods raise `Unavailable` and may then be called again, `LeaseLost`, and `Refused`."""
+    """A `Sink`."""
 
-    def __init__(self, postgres: Postgres, redis: Redis, lease: Lease) -> None:
+    name = "redis"
+
+    def __init__(self, postgres: Postgres, redis: Redis, fence: Fence) -> None:
         self._postgres = postgres
         self._redis = redis
-        self._lease = lease
+        self._fence = fence
         self._known: set[str] = set()
         self._compared = False
+        self._stamps = 0
         self._lock = threading.Lock()
 
-    def publish(self, batch: Batch, applied: Committed) -> int:
-        """Show a committed batch to the readers; returns the count of streams that changed for them."""
+    def check(self) -> None:
+        self._redis.check()
+
+    def publish(self, batch: Batch, committed: Committed) -> int:
         if not self._compared:
             # Redis may lack all or some of what earlier processes committed; a batch must not join half a stream.
             self.refill()
-        if applied.repeated:
+        if committed.repeated:
             # Postgres knows how it was settled then; the batch alone does not.
             return self.refill(sorted({stream.stream for _, stream in batch.streams()})).streams
-        changes = of_batch(batch, applied)
+        changes = of_batch(batch, committed)
         with self._lock:
             lost = self._write([("known" if it.stream in self._known else "new", it) for it in changes])
         if lost:
             log.warning("Redis has lost data; filling it again from Postgres", streams=len(lost), first=lost[0])
             self.refill(lost)
         return len(changes)
+
+    def lost(self) -> bool:
+        """Leave a new stamp; True where Redis does not remember the last one: it was flushed, restored or replaced."""
+        last = f"{self._fence.token}:{self._stamps}"
+        self._stamps += 1
+        return self._redis.stamp(f"{self._fence.token}:{self._stamps}") != last
 
     def refill(self, streams: Sequence[str] | None = None) -> Refilled:
         """Compare `streams` (None: all) with Postgres, and write what Redis lacks. Readers keep reading meanwhile."""
@@ -125,8 +126,8 @@ class Mirror:
         ]
 
     def _write(self, calls: Sequence[tuple[Mode, Change]]) -> list[str]:
-        self._lease.check()
-        lost = self._redis.publish(self._lease.token, calls)
+        self._fence.check()
+        lost = self._redis.publish(self._fence.token, calls)
         named = {change.stream for mode, change in calls if mode != "known"}
         self._redis.name(named)
         self._known |= named

@@ -125,7 +125,7 @@ def test_list_with_too_much_missing_begins_anew(
     pipeline.publish(steps[0])
     for step in steps[1:]:
         pipeline.commit(step)
-    monkeypatch.setattr("tidemark.sinks.mirror.ENTRIES", 12)
+    monkeypatch.setattr("tidemark.sinks.redis.mirror.ENTRIES", 12)
     pipeline.restarted(shown).refill()
     assert [it["id"] for it in entries(keys)] == [str(n) for n in range(29, 41)]
     assert keys.hgetall(key("s", "positions")) == {"w": "40"}
@@ -159,7 +159,7 @@ def test_owner_that_lost_shows_nothing(pipeline: Pipeline, shown: Redis, keys: A
 
 @pytest.fixture
 def watch(pipeline: Pipeline, store: Postgres, shown: Redis, lease: Lease) -> Iterator[Maintenance]:
-    with Maintenance(pipeline.mirror, store, shown, lease, MaintenanceConfig(look=0.1, compare=60, tidy=60)) as watch:
+    with Maintenance([pipeline.mirror], store, lease, MaintenanceConfig(poll=0.1, compare=60, tidy=60)) as watch:
         eventually(lambda: shown.stamp("") is not None)
         yield watch
 
@@ -176,7 +176,7 @@ def test_thousand_streams_are_refilled_without_traffic(
                 for n in range(1000)
             )
         )
-    with Maintenance(pipeline.mirror, pipeline.store, shown, lease, MaintenanceConfig()):
+    with Maintenance([pipeline.mirror], pipeline.store, lease, MaintenanceConfig()):
         eventually(lambda: keys.get(SENTINEL) is not None)
         keys.flushall()
         began = time.monotonic()
@@ -219,7 +219,7 @@ def test_redis_that_was_away_is_refilled(pipeline: Pipeline, keys: Any, redis_se
 
 def test_watch_makes_tomorrows_history(pipeline: Pipeline, shown: Redis, lease: Lease, sql: Any) -> None:
     """The partition of the next day is there before the day begins."""
-    with Maintenance(pipeline.mirror, pipeline.store, shown, lease, MaintenanceConfig(look=0.05)):
+    with Maintenance([pipeline.mirror], pipeline.store, lease, MaintenanceConfig(poll=0.05)):
         query = "select 1 from pg_class where relname = 'position_advances_' || to_char({}, 'YYYYMMDD')"
         tomorrow = query.format("(now() at time zone 'UTC')::date + 1")
         eventually(lambda: sql.execute(tomorrow).fetchone() is not None)
@@ -227,6 +227,6 @@ def test_watch_makes_tomorrows_history(pipeline: Pipeline, shown: Redis, lease: 
 
 def test_watch_ends_with_the_lease(pipeline: Pipeline, shown: Redis, lease: Lease) -> None:
     """Rule 6: a watch whose lease was lost touches Redis no more."""
-    with Maintenance(pipeline.mirror, pipeline.store, shown, lease, MaintenanceConfig(look=0.05)):
+    with Maintenance([pipeline.mirror], pipeline.store, lease, MaintenanceConfig(poll=0.05)):
         lease.lose(lease.token + 1)
-        eventually(lambda: all(thread.name != "watch" for thread in threading.enumerate()))
+        eventually(lambda: all(thread.name != "maintenance" for thread in threading.enumerate()))

@@ -10,7 +10,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tests.fix_sinks import TERMS
+from tests.fix_sinks import LEASE
 from tests.sinks.given import batch, lines
 from tests.waiting import eventually
 from tidemark.app.stack.postgres import PostgresServer
@@ -58,7 +58,7 @@ def test_waiter_stops_when_told(dsn: str, lease: Lease) -> None:
     threading.Timer(0.3, stopping.set).start()
     began = time.monotonic()
     with pytest.raises(Stopping):
-        Lease.acquire(dsn, TERMS, stopping)
+        Lease.acquire(dsn, LEASE, stopping)
     assert time.monotonic() - began < 5
 
 
@@ -100,7 +100,7 @@ def test_frozen_owner_is_replaced_and_refused(
     assert processes[0].pid is not None
     os.kill(processes[0].pid, signal.SIGSTOP)
     token = lines(report)[0][1]
-    with Lease.acquire(dsn, TERMS, NEVER) as lease:
+    with Lease.acquire(dsn, LEASE, NEVER) as lease:
         assert lease.token == token + 1
         with pytest.raises(LeaseLost) as caught:
             store.apply(batch(1, token=token))
@@ -125,12 +125,12 @@ def test_transaction_that_hangs_does_not_keep_the_lease(dsn: str) -> None:
 
 def test_batch_in_flight_delays_a_takeover(dsn: str, sql: psycopg.Connection) -> None:
     """Rule 6: nobody takes the lease over between a batch's check of its token and its commit."""
-    with Lease.acquire(dsn, TERMS, NEVER):
+    with Lease.acquire(dsn, LEASE, NEVER):
         pass
     taken: list[float] = []
 
     def take() -> None:
-        with Lease.acquire(dsn, TERMS, NEVER):
+        with Lease.acquire(dsn, LEASE, NEVER):
             taken.append(time.monotonic())
 
     with sql.transaction():

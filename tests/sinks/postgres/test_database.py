@@ -1,12 +1,20 @@
+"""The schema of Tidemark's database: migrated by whom it may, checked by whom it concerns."""
+
 import threading
 from collections.abc import Callable
 
 import psycopg
 import pytest
 
-from tidemark.sinks.postgres.migrations import READABLE, WANTED, check, check_readable, migrate
-from tidemark.sinks.postgres.session import Connection, Database
-from tidemark.streaming.errors import BadSetting, Refused, SchemaMismatch, Unavailable
+from tidemark.sinks.postgres.database import READABLE, SCHEMA, migrate, session_of
+from tidemark.streaming.errors import Refused, SchemaMismatch
+from tidemark.streaming.postgres_session import Connection
+
+WANTED = SCHEMA.wanted
+
+
+def check_readable(connection: Connection) -> None:
+    SCHEMA.check_from(connection, READABLE)
 
 
 def test_every_version_is_applied_once(database: str) -> None:
@@ -37,11 +45,11 @@ def test_another_schema_is_named_with_what_to_do(database: str, make: str, found
         if make == "newer":
             connection.execute("insert into tidemark.schema_version values (%s, 'x')", (WANTED + 1,))
         with pytest.raises(SchemaMismatch) as caught:
-            check(connection)
+            SCHEMA.check(connection)
     assert (caught.value.found, caught.value.wanted) == (found, WANTED)
 
 
-@pytest.mark.parametrize("named", [check, check_readable])
+@pytest.mark.parametrize("named", [SCHEMA.check, check_readable])
 def test_newer_schema_that_works_with_ours_is_left_as_it_is(database: str, named: Callable[[Connection], None]) -> None:
     """After a rollback the old Tidemark goes on in the schema of the new one, which says that it may."""
     migrate(database)
@@ -62,7 +70,7 @@ def test_older_schema_can_be_read(database: str) -> None:
         connection.execute("delete from tidemark.schema_version where version > %s", (READABLE,))
         check_readable(connection)
         with pytest.raises(SchemaMismatch):
-            check(connection)
+            SCHEMA.check(connection)
 
 
 def test_newer_schema_is_never_migrated(database: str) -> None:
@@ -113,28 +121,7 @@ def test_owner_makes_and_drops_days_of_history(database: str) -> None:
 def test_right_that_is_missing_is_named(plain_user: str, database: str) -> None:
     """A user without any right on the schema is told which role to ask for."""
     migrate(database)
-    user = Database(plain_user, "test")
-    with pytest.raises(Refused, match="tidemark_owner"), user.session() as connection:
+    user = session_of(plain_user, "test")
+    with pytest.raises(Refused, match="tidemark_owner"), user.use() as connection:
         connection.execute("select * from tidemark.streams")
     user.close()
-
-
-@pytest.mark.parametrize("wrong", [{"dbname": "no_such_database"}, {"user": "nobody_we_know"}])
-def test_server_that_says_no_stops_us(database: str, wrong: dict[str, str]) -> None:
-    """An unknown database or user is a refusal with what to do, although libpq gives no code for it."""
-    user = Database(psycopg.conninfo.make_conninfo(database, **wrong), "test")
-    with pytest.raises(Refused, match="TIDEMARK_POSTGRES_DSN"), user.session():
-        pass
-
-
-def test_server_that_is_away_is_waited_for() -> None:
-    """A port without a server is no refusal."""
-    with pytest.raises(Unavailable), Database("postgresql://u:secret@127.0.0.1:1/db", "test").session():
-        pass
-
-
-def test_address_that_cannot_be_read_is_not_quoted() -> None:
-    """A malformed DSN is named without its password."""
-    with pytest.raises(BadSetting) as caught:
-        Database("host=h secret word", "test")
-    assert "secret" not in str(caught.value)

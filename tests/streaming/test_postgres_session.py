@@ -1,4 +1,4 @@
-"""How Postgres lets us in: TLS modes, and passwords that rotate."""
+"""How Postgres lets us in: what is refused and what is waited for, TLS modes, and passwords that rotate."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from psycopg.conninfo import make_conninfo
 
 from tests.fix_tls import SSL_REQUEST, Authority, tls_front
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.sinks.postgres.session import Database
-from tidemark.streaming.errors import Refused, Unavailable
+from tidemark.sinks.postgres.database import session_of
+from tidemark.streaming.errors import BadSetting, Refused, Unavailable
 
 
 def test_a_server_is_known_by_its_certificate(
@@ -19,8 +19,8 @@ def test_a_server_is_known_by_its_certificate(
     is a refusal that names what to check."""
     with tls_front(postgres.port, authority, SSL_REQUEST) as port:
         secured = make_conninfo(database, host="127.0.0.1", port=port, sslmode="verify-full")
-        trusting = Database(make_conninfo(secured, sslrootcert=str(authority.ca_file)), "test")
-        with trusting.session() as connection:
+        trusting = session_of(make_conninfo(secured, sslrootcert=str(authority.ca_file)), "test")
+        with trusting.use() as connection:
             assert connection.pgconn.ssl_in_use
         trusting.close()
         wrong = [
@@ -29,7 +29,7 @@ def test_a_server_is_known_by_its_certificate(
             make_conninfo(database, host="127.0.0.1", port=postgres.port, sslmode="require"),
         ]
         for dsn in wrong:
-            with pytest.raises(Refused, match="check sslmode, sslrootcert") as caught, Database(dsn, "test").session():
+            with pytest.raises(Refused, match="check sslmode, sslrootcert") as caught, session_of(dsn, "test").use():
                 pass
             assert "\n" not in str(caught.value)
 
@@ -44,17 +44,38 @@ def test_a_password_that_rotates_is_taken_up_at_the_next_connection(
     with psycopg.connect(database, autocommit=True) as admin:
         admin.execute("drop role if exists turning")
         admin.execute("create role turning login password 'one'")
-        rotating = Database(lambda: make_conninfo(database, user="turning", password=secret.read_text()), "test")
-        with rotating.session() as connection:
+        rotating = session_of(lambda: make_conninfo(database, user="turning", password=secret.read_text()), "test")
+        with rotating.use() as connection:
             pid = connection.info.backend_pid
         admin.execute("alter role turning password 'two'")
         admin.execute("select pg_terminate_backend(%s, 5000)", (pid,))
-        with pytest.raises(Unavailable), rotating.session() as connection:
+        with pytest.raises(Unavailable), rotating.use() as connection:
             connection.execute("select 1")
-        with pytest.raises(Unavailable, match="password"), rotating.session():
+        with pytest.raises(Unavailable, match="password"), rotating.use():
             pass
         secret.write_text("two")
-        with rotating.session() as connection:
+        with rotating.use() as connection:
             connection.execute("select 1")
         rotating.close()
         admin.execute("drop role turning")
+
+
+@pytest.mark.parametrize("wrong", [{"dbname": "no_such_database"}, {"user": "nobody_we_know"}])
+def test_server_that_says_no_stops_us(database: str, wrong: dict[str, str]) -> None:
+    """An unknown database or user is a refusal with what to do, although libpq gives no code for it."""
+    user = session_of(psycopg.conninfo.make_conninfo(database, **wrong), "test")
+    with pytest.raises(Refused, match="TIDEMARK_POSTGRES_DSN"), user.use():
+        pass
+
+
+def test_server_that_is_away_is_waited_for() -> None:
+    """A port without a server is no refusal."""
+    with pytest.raises(Unavailable), session_of("postgresql://u:secret@127.0.0.1:1/db", "test").use():
+        pass
+
+
+def test_address_that_cannot_be_read_is_not_quoted() -> None:
+    """A malformed DSN is named without its password."""
+    with pytest.raises(BadSetting) as caught:
+        session_of("host=h secret word", "test")
+    assert "secret" not in str(caught.value)

@@ -11,7 +11,7 @@ from tests.sources.writer.conftest import Make
 from tests.sources.writer.judge import Judge
 from tests.waiting import eventually
 from tidemark.sources.writer import fence
-from tidemark.sources.writer.session import Session
+from tidemark.sources.writer.database import session_of
 from tidemark.streaming.errors import UnknownWriter, WriterFenced
 
 LOCK = "select pg_advisory_xact_lock(tidemark.writer_lock('shop-1'))"
@@ -126,7 +126,7 @@ def test_a_successor_waits_for_open_transactions_and_names_them(
 ) -> None:
     """The open transaction of the old epoch commits in peace, its fact is told, and only then the new epoch joins."""
     with make() as old, psycopg.connect(dsn, application_name="till") as connection:
-        session = Session(dsn, "test")
+        session = session_of(dsn, "test")
         started = threading.Event()
 
         def succeed() -> None:
@@ -139,7 +139,7 @@ def test_a_successor_waits_for_open_transactions_and_names_them(
                 connection.execute("insert into orders (id) values (%s)", [id])
                 successor = pool.submit(succeed)
                 eventually(lambda: waits_for_lock(sql))
-                (holder,) = fence.look(session, "shop-1").holders
+                (holder,) = fence.plan(session, "shop-1").holders
                 assert (holder.pid, holder.application) == (connection.info.backend_pid, "till")
                 assert holder.since is not None
                 assert "insert into orders" in holder.query
@@ -185,9 +185,9 @@ def test_a_writer_that_never_was_is_not_fenced(dsn: str, make: Make) -> None:
     """A typing error must not make a writer; the names there are help to find it."""
     with make():
         pass
-    session = Session(dsn, "test")
+    session = session_of(dsn, "test")
     with pytest.raises(UnknownWriter, match="shop-1"):
-        fence.look(session, "shop-l")
+        fence.plan(session, "shop-l")
     session.close()
 
 

@@ -1,0 +1,138 @@
+"""The runner of migrations: numbered SQL files of one folder, applied in order, each in a transaction of its own.
+
+A file that was released is never edited; a change is a new file. Services never migrate, they only check.
+
+Versions meet while they are exchanged: the schema is migrated first, under the old code, and stays when that comes
+back. So a change first adds, and takes away one minor version later: a file says `Works with code for schema N` where
+code of that age is not disturbed by it.
+
+Several owners share one schema, `tidemark`, in one database or in two: each has its own folder and its own versions.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.resources import files
+
+import structlog
+from psycopg import sql
+
+from tidemark.streaming.errors import SchemaMismatch
+from tidemark.streaming.postgres_session import Connection, PostgresSession
+
+log = structlog.get_logger(__name__)
+
+_WORKS_WITH = re.compile(r"^-- Works with code for schema (\d+)\.$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Migrations:
+    """One owner's files: those of `migrations/` in `package`, recorded in the table `tidemark.<table>`.
+
+    `command` is what a person runs to apply them.
+    """
+
+    package: str
+    table: str
+    command: str
+
+    @cached_property
+    def scripts(self) -> Mapping[int, tuple[str, str]]:
+        """Version -> (file name, SQL), in ascending order."""
+        found: dict[int, tuple[str, str]] = {}
+        entries = (entry for entry in (files(self.package) / "migrations").iterdir() if entry.name.endswith(".sql"))
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            number = int(entry.name.split("_")[0])
+            assert number not in found, f"two migrations have number {number}"
+            found[number] = entry.name, entry.read_text("utf-8")
+        return found
+
+    @property
+    def wanted(self) -> int:
+        """The schema's version that this code was written for."""
+        return max(self.scripts)
+
+    def migrate(self, session: PostgresSession) -> list[int]:
+        """Bring the schema up to this version; returns the versions applied now, [] when it was up to date.
+
+        Several at once are safe: the others wait for the first and then find nothing to do. After a failure the
+        versions before it stay applied, and a second call goes on there. A newer schema is left as it is. Raises
+        `SchemaMismatch` where that does not work with this code.
+        """
+        with session.use() as connection:
+            lock = self.command.replace(" ", ".")
+            connection.execute("select pg_advisory_lock(hashtextextended(%s, 0))", [lock])
+            try:
+                return self._upgrade(connection)
+            finally:
+                if not connection.closed:
+                    connection.execute("select pg_advisory_unlock(hashtextextended(%s, 0))", [lock])
+
+    def pending(self, connection: Connection) -> list[int]:
+        """The versions that `migrate` would apply. Raises `SchemaMismatch` as it does."""
+        found = self.version(connection) or 0
+        if found > self.wanted:
+            self.check(connection)
+        return [number for number in self.scripts if number > found]
+
+    def version(self, connection: Connection) -> int | None:
+        """The schema's version; 0 when nothing was applied yet, None where there is no table of versions."""
+        name = f"tidemark.{self.table}"
+        if not connection.execute("select 1 where to_regclass(%s) is not null", [name]).fetchone():
+            return None
+        query = sql.SQL("select coalesce(max(version), 0) from {}").format(self._table)
+        row = connection.execute(query).fetchone()
+        return 0 if row is None else int(row[0])
+
+    def check(self, connection: Connection) -> None:
+        """Raise `SchemaMismatch` unless this code can write in the schema: it was written for it, or for an older one
+        that its successor has left in working order."""
+        self.check_from(connection, self.wanted)
+
+    def check_from(self, connection: Connection, oldest: int) -> None:
+        """The same, for code that can do with any schema from `oldest` on."""
+        found = self.version(connection) or 0
+        if not oldest <= found <= self.wanted and not self._works_for_us(connection, found):
+            raise SchemaMismatch(found, self.wanted, self.command)
+
+    def _upgrade(self, connection: Connection) -> list[int]:
+        with connection.transaction():
+            if self.version(connection) is None:
+                connection.execute("create schema if not exists tidemark")
+                connection.execute(
+                    sql.SQL(
+                        "create table {} (version integer primary key, name text not null,"
+                        " applied_at timestamptz not null default now())"
+                    ).format(self._table)
+                )
+            connection.execute(
+                sql.SQL("alter table {} add column if not exists works_with integer").format(self._table)
+            )
+        applied = self.pending(connection)
+        for number in applied:
+            name, script = self.scripts[number]
+            with connection.transaction():
+                connection.execute(script.encode())
+                connection.execute(
+                    sql.SQL("insert into {} (version, name, works_with) values (%s, %s, %s)").format(self._table),
+                    (number, name, _works_with(number, script)),
+                )
+            log.info("Migrated the database", version=number, file=name)
+        return applied
+
+    def _works_for_us(self, connection: Connection, found: int) -> bool:
+        if found < self.wanted:
+            return False
+        query = sql.SQL("select works_with <= %s from {} where version = %s").format(self._table)
+        row = connection.execute(query, (self.wanted, found)).fetchone()
+        return row is not None and bool(row[0])
+
+    @property
+    def _table(self) -> sql.Identifier:
+        return sql.Identifier("tidemark", self.table)
+
+
+def _works_with(number: int, script: str) -> int:
+    said = _WORKS_WITH.search(script)
+    return int(said[1]) if said else number

@@ -1,0 +1,185 @@
+"""One session to Postgres: opened when needed, opened again after it broke, its errors told apart by who must act.
+
+Not a pool: each of our threads owns a session, or takes its turn on one.
+"""
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Self, TypeAlias
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.pq import PGconn, Ping
+from psycopg.rows import TupleRow
+
+from tidemark.streaming.errors import BadSetting, Refused, TidemarkError, Unavailable
+
+Connection = psycopg.Connection[TupleRow]
+
+Dsn: TypeAlias = str | Callable[[], str]
+"""An address, or who knows it: called at every new connection, because passwords rotate."""
+
+# A peer that vanished without a word (its host died) must not hold a batch for the two hours that TCP would.
+_DEFAULTS = {
+    "connect_timeout": "5",
+    "keepalives_idle": "5",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "15000",
+}
+
+# SQLSTATE classes and codes that the world mends: lost connections, resources, rolled back by the server, restarts.
+_RETRIED_CLASSES = ("08", "40", "53", "58")
+_RETRIED_CODES = {
+    "25006",  # read only: a replica that is about to be promoted, or a server in maintenance
+    "25P03",  # idle in transaction for too long
+    "25P04",  # transaction for too long
+    "55P03",  # lock not available
+    "57014",  # statement time-out
+    "57P01",  # administrator's shutdown
+    "57P02",  # crash of another backend
+    "57P03",  # starting up or shutting down
+    "57P05",  # idle session
+}
+
+# What libpq says where the two sides do not trust each other; it has no code for it.
+_DISTRUST = re.compile(
+    r"certificate verify failed|does not match host name|not support SSL|(root )?certificate file|private key file"
+    r"|alert (unknown ca|certificate required|bad certificate)|requires a valid client certificate"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseUse:
+    """What one part of Tidemark needs of a database, and what a person has to mend where it does not get it.
+
+    `setting` names the place of the address, and `password` what else may hold a password. `refusals`: SQLSTATE, or its
+    class -> what to do. `options` are set in every session.
+    """
+
+    setting: str
+    refusals: Mapping[str, str]
+    password: str = ""
+    options: tuple[tuple[str, str], ...] = ()
+
+
+def address(dsn: str, setting: str = "dsn") -> str:
+    """Host, port and database of `dsn`, fit for a message: no user, no password."""
+    parts = _parsed(dsn, setting)
+    return f"{parts.get('host') or 'localhost'}:{parts.get('port') or 5432}/{parts.get('dbname') or ''}"
+
+
+def conninfo(dsn: str, application: str, setting: str = "dsn") -> str:
+    """`dsn` with what a session of ours needs where it says nothing else."""
+    return make_conninfo(**{**_DEFAULTS, "application_name": application, **_parsed(dsn, setting)})
+
+
+def explained(error: psycopg.Error, where: str, refusals: Mapping[str, str]) -> TidemarkError | psycopg.Error:
+    """The error to raise instead; `error` itself where it is neither waited out nor refused.
+
+    `refusals`: SQLSTATE, or its class -> what a person has to do about it.
+    """
+    code = error.sqlstate
+    if code is None:
+        lost = isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
+        return Unavailable("Postgres", where, first_line(error)) if lost else error
+    if code[:2] in _RETRIED_CLASSES or code in _RETRIED_CODES:
+        return Unavailable("Postgres", where, first_line(error))
+    do = refusals.get(code) or refusals.get(code[:2])
+    return Refused("Postgres", where, first_line(error), do) if do else error
+
+
+def first_line(error: psycopg.Error) -> str:
+    return error.diag.message_primary or (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def answers(dsn: str) -> bool:
+    """Whether a server answers there, whatever it says of our user."""
+    return PGconn.ping(dsn.encode()) == Ping.OK
+
+
+def _parsed(dsn: str, setting: str) -> dict[str, str]:
+    try:
+        return {name: str(value) for name, value in conninfo_to_dict(dsn).items() if value is not None}
+    except psycopg.ProgrammingError:
+        # Its text would quote the address, password and all.
+        what = "is not a Postgres address; write postgresql://user:password@host:5432/database"
+        raise BadSetting(setting, what) from None
+
+
+class PostgresSession:
+    """A connection in autocommit that heals; a context manager. Transactions are begun by who needs them.
+
+    `use()` hands the connection to one thread at a time, and turns what psycopg raises into `Unavailable` (retry the
+    whole transaction: nothing of it was kept, or the commit's answer was lost) or `Refused`. A refusal counts only
+    until the first success: credentials that worked a minute ago are waited for, because libpq does not tell a wrong
+    password from a server that is out of connections.
+
+    `life` goes up with every connection: while it stays, the server cannot have crashed.
+    """
+
+    def __init__(self, dsn: Dsn, application: str, database: DatabaseUse) -> None:
+        self._dsn = dsn
+        self._application = application
+        self._database = database
+        self.where = address(self._current(), database.setting)
+        self.life = 0
+        self._connection: Connection | None = None
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @contextmanager
+    def use(self) -> Iterator[Connection]:
+        """The connection, outside a transaction."""
+        with self._lock:
+            try:
+                yield self._live()
+            except psycopg.Error as error:
+                raise explained(error, self.where, self._database.refusals) from error
+
+    def close(self) -> None:
+        """Close the connection; the next `use()` would open another."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+
+    def _live(self) -> Connection:
+        if self._connection is None or self._connection.closed or self._connection.broken:
+            made = self._connect()
+            for option, value in self._database.options:
+                made.execute(f"set {option} = {value}".encode())
+            self._connection = made
+            self.life += 1
+        return self._connection
+
+    def _connect(self) -> Connection:
+        setting, password = self._database.setting, self._database.password
+        wanted = conninfo(self._current(), self._application, setting)
+        try:
+            return psycopg.connect(wanted, autocommit=True)
+        except psycopg.OperationalError as error:
+            if self.life:
+                raise
+            if _DISTRUST.search(str(error)):
+                do = f"check sslmode, sslrootcert, sslcert and sslkey in {setting}"
+                raise Refused("Postgres", self.where, first_line(error), do) from error
+            if not answers(wanted):
+                raise
+        # The server answers, but not us; or it came up between the two calls, hence once more.
+        try:
+            return psycopg.connect(wanted, autocommit=True)
+        except psycopg.OperationalError as error:
+            do = f"check user, password and database in {setting}" + (f", or {password}" if password else "")
+            raise Refused("Postgres", self.where, first_line(error), do) from error
+
+    def _current(self) -> str:
+        return self._dsn if isinstance(self._dsn, str) else self._dsn()
