@@ -278,7 +278,7 @@ def writer_fence(instance: str, dsn: str | None, *, terminate: bool, retire: boo
     if dry_run:
         writer.report(dsn, instance, click.echo)
     else:
-        order = writer.Fence(instance, terminate, retire)
+        order = writer.FenceOrder(instance, terminate, retire)
         writer.fence_writer(dsn, settings.kafka, settings.kafka_facts_topic, order, click.echo)
 
 

@@ -66,7 +66,7 @@ def report(dsn: str, instance: str, say: Say) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Fence:
+class FenceOrder:
     """What an operator asked for."""
 
     instance: str
@@ -74,7 +74,7 @@ class Fence:
     retire: bool
 
 
-def fence_writer(dsn: str, kafka: KafkaConnection, topic: str, order: Fence, say: Say) -> None:
+def fence_writer(dsn: str, kafka: KafkaConnection, topic: str, order: FenceOrder, say: Say) -> None:
     """End the writer's epoch: wait for its transactions (or end them), tell what it left, join in its name.
 
     Raises `UnknownWriter`, and `Unavailable` where Kafka or Postgres does not answer: then run it again.
@@ -87,7 +87,7 @@ def fence_writer(dsn: str, kafka: KafkaConnection, topic: str, order: Fence, say
         before = fence.plan(session, instance)
         with session.use() as connection:
             streams = fence.registered(connection, instance)
-        epoch = fence.raise_epoch(session, instance, {}, _Ending(say) if order.terminate else _Waiting(say))
+        epoch = fence.raise_epoch(session, instance, {}, _EndsHolders(say) if order.terminate else _NamesHolders(say))
         say(f"{instance} was in epoch {before.epoch}, which is over; now {epoch}")
         producer = RecordProducer(kafka, topic, give_up_after=FOR_EVER)
         joined = fence.settle(session, producer, instance, epoch, streams, KAFKA_SECONDS)
@@ -101,7 +101,7 @@ def fence_writer(dsn: str, kafka: KafkaConnection, topic: str, order: Fence, say
         say(f"{instance} is retired: it holds no line back any more")
 
 
-class _Waiting:
+class _NamesHolders:
     """Names each transaction that is waited for, once."""
 
     def __init__(self, say: Say) -> None:
@@ -115,7 +115,7 @@ class _Waiting:
                 self._say(f"waiting for open transaction: {holder} (--terminate ends it)")
 
 
-class _Ending:
+class _EndsHolders:
     """Ends what is waited for, naming it."""
 
     def __init__(self, say: Say) -> None:

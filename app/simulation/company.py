@@ -19,7 +19,7 @@ import structlog
 from tidemark.app.simulation import reading
 from tidemark.app.simulation.verification import READERS
 from tidemark.app.stack.home import Home
-from tidemark.app.writer import Fence, fence_writer
+from tidemark.app.writer import FenceOrder, fence_writer
 from tidemark.sinks.reader.follow import Mode
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.simulator import service
@@ -137,7 +137,7 @@ class Company:
     def _fence(self, names: Set[str], *, retire: bool) -> None:
         """Of a writer that died before it began its first epoch there is nothing to fence."""
         for name in sorted(names & self.known()):
-            order = Fence(name, terminate=True, retire=retire)
+            order = FenceOrder(name, terminate=True, retire=retire)
             fence_writer(self.stage.dsn, self.stage.kafka, self.stage.topic, order, _noted)
 
     def _writer(self, member: Member) -> Actor:

@@ -20,7 +20,7 @@ from tidemark.streaming.direction import beyond, farther
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ReadPlan:
     """`goal` is the place after the burst. `read` are the ranges that may hold facts, one per writer; the rest of the
     way is proven empty. `skipped` pairs an advance's epoch with the range of it that an operator may have skipped."""
 
@@ -47,7 +47,7 @@ class Plan:
                     break
 
 
-def plan(kept: Kept, events: Sequence[Event], goal: Place) -> Plan:
+def plan(kept: Kept, events: Sequence[Event], goal: Place) -> ReadPlan:
     """`goal` is the follower's place after the `events`, which all come after the place that is `kept`."""
     moves = [event for event in events if isinstance(event, Advance | Reread | LinearMove)]
     lost = next((event for event in events if isinstance(event, LateLost)), None)
@@ -70,7 +70,7 @@ def plan(kept: Kept, events: Sequence[Event], goal: Place) -> Plan:
         for advance in (move.advances if isinstance(move, LinearMove) else (move,))
         if isinstance(advance, Advance)
     ]
-    return Plan(
+    return ReadPlan(
         goal,
         tuple(span for whose, span in spans.items() if whose in needed),
         tuple((it.epoch, Range(it.writer, it.prev, it.id)) for it in advances if it.evidence.skipped),

@@ -11,7 +11,7 @@ from typing import Any, Self
 import psycopg
 from psycopg.rows import tuple_row
 
-from tidemark.sources.writer.core import Core
+from tidemark.sources.writer.core import WriterCore
 from tidemark.sources.writer.pending import ADD, PendingTransaction, encoded, write_statement
 from tidemark.streaming.errors import WriterFenced
 
@@ -66,7 +66,7 @@ class AsyncFacts:
         return reservation.ids
 
 
-class AsyncWriter(Core):
+class AsyncWriter(WriterCore):
     """As `Writer`, of one event loop: `async with AsyncWriter(...) as writer`, `async with writer.transaction(...)`."""
 
     async def __aenter__(self) -> Self:

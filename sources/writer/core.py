@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 _SAY_EVERY = 10.0
 
 
-class Core:
+class WriterCore:
     """One per process and instance: whoever starts the same instance again fences this one.
 
     Start (entering the block) waits until every transaction of the instance's earlier epoch has ended, and says whose
@@ -89,7 +89,7 @@ class Core:
             before = fence.registered(connection, self.instance)
         wanted = {name: (oids[name], stream.towards) for name, stream in self.streams.items()}
         left = {name: known for name, known in before.items() if name not in wanted}
-        self.epoch = fence.raise_epoch(self._session, self.instance, wanted, _Waiting(self.instance))
+        self.epoch = fence.raise_epoch(self._session, self.instance, wanted, _LogsHolders(self.instance))
         producer = self._producer()
         joined = fence.settle(self._session, producer, self.instance, self.epoch, wanted | left, self._patience)
         if left:
@@ -185,7 +185,7 @@ class Core:
             self._session.close()
 
 
-class _Waiting:
+class _LogsHolders:
     """Logs whose transactions are waited for: at once, whenever they change, and every 10 s."""
 
     def __init__(self, instance: str) -> None:

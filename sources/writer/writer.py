@@ -7,7 +7,7 @@ from typing import Any, Self
 import psycopg
 from psycopg.rows import tuple_row
 
-from tidemark.sources.writer.core import Core
+from tidemark.sources.writer.core import WriterCore
 from tidemark.sources.writer.pending import ADD, PendingTransaction, encoded, write_statement
 from tidemark.streaming.errors import WriterFenced
 
@@ -67,7 +67,7 @@ class Facts:
         return reservation.ids
 
 
-class Writer(Core):
+class Writer(WriterCore):
     """Writes facts to streams of a service's own Postgres. Any number of threads and connections may share it."""
 
     def __enter__(self) -> Self:

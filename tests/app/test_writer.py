@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from tidemark.app.settings import child_environment
 from tidemark.app.stack.servers import KafkaServer
-from tidemark.app.writer import Fence, fence_writer, migrate, plan, report
+from tidemark.app.writer import FenceOrder, fence_writer, migrate, plan, report
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.sources.writer import Writer
@@ -102,7 +102,7 @@ def test_fence_shows_what_it_finds_and_settles_it(database: str, connection: Kaf
         found: list[str] = []
         report(database, "shop-1", found.append)
         said: list[str] = []
-        order = Fence("shop-1", terminate=True, retire=True)
+        order = FenceOrder("shop-1", terminate=True, retire=True)
         fence_writer(database, connection, prefix, order, said.append)
         with pytest.raises(psycopg.OperationalError):
             hanging.execute("select 1")
@@ -136,7 +136,7 @@ def test_fence_waits_for_an_open_transaction_and_names_it_once(
             if line.startswith("waiting"):
                 threading.Timer(1.5, hanging.commit).start()
 
-        fence_writer(database, connection, prefix, Fence("shop-1", terminate=False, retire=False), hear)
+        fence_writer(database, connection, prefix, FenceOrder("shop-1", terminate=False, retire=False), hear)
     assert [line.split(":")[0] for line in said] == ["waiting for open transaction", said[1], "orders"]
 
 

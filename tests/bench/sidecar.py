@@ -61,7 +61,7 @@ def run(site: Site, plan: Plan) -> dict[str, Any]:
             click.echo(f"{plan.each + plan.all + plan.lines} clients are there", err=True)
             before = _processor_seconds(sidecar)
             _tell(publisher, {})
-            published = _answer(publisher, publishing.Published)
+            published = _answer(publisher, publishing.PublishedLoad)
             spent = _processor_seconds(sidecar) - before
             _tell(followers, published.positions)
             _tell(liners, published.positions)

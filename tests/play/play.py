@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tests.play.agenda import Action, Agenda
 from tests.play.cast import Habits
-from tests.play.stream import Reservation, SimulatedStream, SimulatedWriter
+from tests.play.stream import PlayReservation, SimulatedStream, SimulatedWriter
 from tidemark.streaming.records import Record
 
 HEARTBEAT_SECONDS = 1.0
@@ -95,14 +95,14 @@ class StreamPlay:
             return 0
         return self._random.randint(2, 4) if self._random.random() < self._habits.several_rows else 1
 
-    def _end(self, writer: SimulatedWriter, epoch: int, reservation: Reservation, now: float) -> list[Record]:
+    def _end(self, writer: SimulatedWriter, epoch: int, reservation: PlayReservation, now: float) -> list[Record]:
         if not writer.running or writer.epoch != epoch:
             return []  # the process that held it died
         if self._random.random() < self._habits.sent_twice:
             self._agenda.plan(now + self._random.uniform(0, 2), partial(self._repeat, writer, epoch, reservation))
         return writer.complete(reservation)
 
-    def _repeat(self, writer: SimulatedWriter, epoch: int, reservation: Reservation, _: float) -> list[Record]:
+    def _repeat(self, writer: SimulatedWriter, epoch: int, reservation: PlayReservation, _: float) -> list[Record]:
         if not writer.running or writer.epoch != epoch:
             return []
         self.refused["duplicate"] += 1
@@ -136,8 +136,8 @@ class StreamPlay:
         return []
 
     def _restart(self, writer: SimulatedWriter, now: float) -> list[Record]:
-        committed: list[Reservation] = []
-        void: list[Reservation] = []
+        committed: list[PlayReservation] = []
+        void: list[PlayReservation] = []
         for reservation in writer.open.values():
             (committed if self._random.random() < self._habits.committed_untold else void).append(reservation)
         if void and self._random.random() < self._habits.zombie:

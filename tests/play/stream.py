@@ -19,7 +19,7 @@ class _Signature(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
-class Reservation:
+class PlayReservation:
     """A transaction in flight with the ID `id`; the writer's reservation or announcement before it was `prev`.
 
     `rows` is what its fact will have; 0 means that it will roll back. Magnitudes.
@@ -66,7 +66,7 @@ class SimulatedWriter:
         self.epoch = epoch
         self.running = False
         self.retired = False
-        self.open: dict[int, Reservation] = {}
+        self.open: dict[int, PlayReservation] = {}
         self._told = 0  # the last ID reserved or announced: the `prev` of what comes next
 
     def join(self) -> list[Record]:
@@ -78,20 +78,20 @@ class SimulatedWriter:
         self.stream.truth.joined(self.name, self._told)
         return [Join(**self._signature(), id=self._signed(self._told))]
 
-    def reserve(self, rows: int) -> Reservation:
-        reservation = Reservation(self._told, self.stream.next_id(), rows)
+    def reserve(self, rows: int) -> PlayReservation:
+        reservation = PlayReservation(self._told, self.stream.next_id(), rows)
         self._told = reservation.id
         self.open[reservation.id] = reservation
         self.stream.truth.reserved(self.name, reservation.id)
         return reservation
 
-    def complete(self, reservation: Reservation) -> list[Record]:
+    def complete(self, reservation: PlayReservation) -> list[Record]:
         """Commit or roll back, and tell. All rows but the last of a fact go without its number."""
         del self.open[reservation.id]
         self.stream.truth.completed(self.name, reservation.id)
         return self.records(reservation)
 
-    def records(self, reservation: Reservation) -> list[Record]:
+    def records(self, reservation: PlayReservation) -> list[Record]:
         """What tells that `reservation` completed: the same each time, so that it may be sent again."""
         prev, id_ = self._signed(reservation.prev), self._signed(reservation.id)
         if reservation.rows == 0:
@@ -111,7 +111,7 @@ class SimulatedWriter:
         """Say nothing more. What is open stays so until the next epoch tells."""
         self.running = False
 
-    def restart(self, committed: Iterable[Reservation]) -> list[Record]:
+    def restart(self, committed: Iterable[PlayReservation]) -> list[Record]:
         """Come back: send what the old epoch had committed and not told, then join (docs/design.md 4)."""
         leftovers = [record for reservation in committed for record in self.complete(reservation)]
         return leftovers + self.join()

@@ -1,4 +1,4 @@
-"""What every sink must keep (`sinks.port`): monotone, idempotent, fenced, refilled. A new sink is a `Shown` more here.
+"""What every sink must keep (`sinks.port`): monotone, idempotent, fenced, refilled. A new sink is one more subject.
 
 Postgres keeps the first three itself, against a query that brings again what another one has committed.
 """
@@ -43,7 +43,7 @@ class Publishes(Protocol):
     def publish(self, batch: Batch, committed: Committed) -> object: ...
 
 
-class Positions(Protocol):
+class Subject(Protocol):
     """Where positions are shown: `positions` has each stream's line and writers, `everything` what readers see."""
 
     def sink(self, fence: Fence) -> Publishes: ...
@@ -51,7 +51,7 @@ class Positions(Protocol):
     def everything(self) -> object: ...
 
 
-class Shown(Positions, Protocol):
+class SinkSubject(Subject, Protocol):
     """A sink, and how it can lose what it holds."""
 
     def sink(self, fence: Fence) -> Sink: ...
@@ -135,7 +135,7 @@ SINKS = ["redis", "sqlite"]
 
 @pytest.fixture(params=["postgres", *SINKS])
 def place(request: pytest.FixtureRequest, store: Postgres, shown: Redis, sql: Any, keys: Any, tmp_path: Path) -> Any:
-    made: dict[str, Callable[[], Positions]] = {
+    made: dict[str, Callable[[], Subject]] = {
         "postgres": lambda: InPostgres(store, sql),
         "redis": lambda: InRedis(store, shown, keys),
         "sqlite": lambda: InSqlite(store, tmp_path / "positions.db"),
@@ -189,7 +189,7 @@ END = {
 }
 
 
-def test_it_shows_what_was_committed(place: Positions, commit: Commits, lease: Lease) -> None:
+def test_it_shows_what_was_committed(place: Subject, commit: Commits, lease: Lease) -> None:
     """Batch after batch, forward and backward, to the last ID there is."""
     sink = place.sink(lease)
     for step in steps():
@@ -198,7 +198,7 @@ def test_it_shows_what_was_committed(place: Positions, commit: Commits, lease: L
 
 
 @pytest.mark.parametrize("order", [(2, 0), (1, 2, 0, 1), (2, 1, 0)], ids=str)
-def test_monotone(place: Positions, commit: Commits, lease: Lease, order: tuple[int, ...]) -> None:
+def test_monotone(place: Subject, commit: Commits, lease: Lease, order: tuple[int, ...]) -> None:
     """Rule 2: what comes late, again or out of order moves nothing back."""
     sink = place.sink(lease)
     made = [commit(*step) for step in steps()]
@@ -209,7 +209,7 @@ def test_monotone(place: Positions, commit: Commits, lease: Lease, order: tuple[
         assert place.positions() == END
 
 
-def test_idempotent(place: Positions, commit: Commits, lease: Lease) -> None:
+def test_idempotent(place: Subject, commit: Commits, lease: Lease) -> None:
     """Rule 3: a batch that is repeated, by its process or by the next one, adds nothing to what readers see."""
     sink = place.sink(lease)
     for step in steps():
@@ -222,7 +222,7 @@ def test_idempotent(place: Positions, commit: Commits, lease: Lease) -> None:
         assert place.everything() == before
 
 
-def test_fenced(place: Positions, commit: Commits, lease: Lease, sql: Any) -> None:
+def test_fenced(place: Subject, commit: Commits, lease: Lease, sql: Any) -> None:
     """Rule 6: once a newer owner has published, the older one changes nothing any more."""
     first, second, third = steps()
     older = place.sink(lease)
@@ -241,14 +241,14 @@ def test_fenced(place: Positions, commit: Commits, lease: Lease, sql: Any) -> No
 
 @pytest.fixture(params=SINKS)
 def copy(request: pytest.FixtureRequest, store: Postgres, shown: Redis, keys: Any, tmp_path: Path) -> Any:
-    made: dict[str, Callable[[], Shown]] = {
+    made: dict[str, Callable[[], SinkSubject]] = {
         "redis": lambda: InRedis(store, shown, keys),
         "sqlite": lambda: InSqlite(store, tmp_path / "positions.db"),
     }
     return made[request.param]()
 
 
-def test_refilled(copy: Shown, commit: Commits, lease: Lease) -> None:
+def test_refilled(copy: SinkSubject, commit: Commits, lease: Lease) -> None:
     """Rule 4: whatever is lost comes back out of Postgres, and what is whole is left alone."""
     sink = copy.sink(lease)
     sink.check()
@@ -261,7 +261,7 @@ def test_refilled(copy: Shown, commit: Commits, lease: Lease) -> None:
     assert sink.refill().streams == 0
 
 
-def test_a_loss_is_noticed(copy: Shown, commit: Commits, lease: Lease) -> None:
+def test_a_loss_is_noticed(copy: SinkSubject, commit: Commits, lease: Lease) -> None:
     """Rule 4: a sink that cannot know whether it is whole says so, once; and again after every loss."""
     sink = copy.sink(lease)
     assert sink.lost()
@@ -274,7 +274,7 @@ def test_a_loss_is_noticed(copy: Shown, commit: Commits, lease: Lease) -> None:
     assert copy.sink(lease).lost()
 
 
-def test_half_of_a_stream_is_never_shown(copy: Shown, commit: Commits, lease: Lease) -> None:
+def test_half_of_a_stream_is_never_shown(copy: SinkSubject, commit: Commits, lease: Lease) -> None:
     """Rule 4: a batch that comes after a loss, or after batches that were committed by a process that died before it
     showed them, brings with it what is missing."""
     first, second, third = steps()
@@ -288,7 +288,7 @@ def test_half_of_a_stream_is_never_shown(copy: Shown, commit: Commits, lease: Le
     assert copy.positions() == END | {"s": (9, {"w": 11, "v": 10})}
 
 
-def test_a_refill_is_fenced(copy: Shown, commit: Commits, lease: Lease) -> None:
+def test_a_refill_is_fenced(copy: SinkSubject, commit: Commits, lease: Lease) -> None:
     """Rule 6: who was replaced does not write what it read before."""
     older, newer = copy.sink(lease), copy.sink(GivenFence(lease.token + 1))
     first, second, _ = steps()
@@ -300,7 +300,7 @@ def test_a_refill_is_fenced(copy: Shown, commit: Commits, lease: Lease) -> None:
     assert copy.positions()["s"] == (4, {"w": 9, "v": 4})
 
 
-def test_a_forgotten_writer_is_forgotten(copy: Shown, commit: Commits, lease: Lease) -> None:
+def test_a_forgotten_writer_is_forgotten(copy: SinkSubject, commit: Commits, lease: Lease) -> None:
     """A writer that left the state leaves the sink, and where it joins again it stands where Postgres has it."""
     sink = copy.sink(lease)
     sink.publish(*commit(stream("s", advance("w", 0, 100), linear=100)))

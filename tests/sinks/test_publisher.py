@@ -46,7 +46,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Doomed(Publisher):
+class DoomedPublisher(Publisher):
     """Is killed at the batch and moment that it is told."""
 
     at: tuple[int, str]
@@ -79,7 +79,7 @@ def publish_doomed(dsn: str, redis_url: str, batch: int, moment: str) -> None:
         Redis(RedisConfig(redis_url)) as redis,
         Lease.acquire(dsn, LEASE, NEVER) as lease,
     ):
-        publisher = Doomed(postgres, [Mirror(postgres, redis, lease)], DeadLetters(DEAD_LETTERS), lease, NEVER)
+        publisher = DoomedPublisher(postgres, [Mirror(postgres, redis, lease)], DeadLetters(DEAD_LETTERS), lease, NEVER)
         publisher.at = (batch, moment)
         for number in range(1, batch + 1):
             publisher.publish("query", number, effects(number))

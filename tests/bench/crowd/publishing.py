@@ -50,7 +50,7 @@ class Load(msgspec.Struct, frozen=True):
         return {f"writer-{place}": (batch - 1) * self.writers + place for place in range(1, self.writers + 1)}
 
 
-class Published(msgspec.Struct, frozen=True):
+class PublishedLoad(msgspec.Struct, frozen=True):
     """`sent`: batch -> when it was handed to Redis (s since 1970). `late` is by how much the last one was (s)."""
 
     sent: dict[int, float]
@@ -84,7 +84,7 @@ def main() -> None:
             sent[number] = time.time()
             mirror.publish(batch, applied)
         late = time.monotonic() - began - (number - 2) / BATCHES_PER_SECOND
-    say(Published(sent, load.positions(number), late))
+    say(PublishedLoad(sent, load.positions(number), late))
 
 
 def _batches(load: Load, token: int) -> Iterator[tuple[int, Batch]]:

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import psycopg
 import pytest
 
-from tests.sinks.reader.service import Service
+from tests.sinks.reader.service import ReadingService
 from tidemark.sinks.reader import Positions
 
 
@@ -22,10 +22,10 @@ def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def service(redis_url: str, dsn: str, sql: psycopg.Connection) -> Service:
+def service(redis_url: str, dsn: str, sql: psycopg.Connection) -> ReadingService:
     sql.execute("create table facts (stream_id bigint, instance text, ordinal int)")
     sql.execute(
         "create table effects (n bigint generated always as identity, reader text, stream_id bigint, instance text,"
         " ordinal int, late boolean)"
     )
-    return Service(redis_url, dsn, sql)
+    return ReadingService(redis_url, dsn, sql)

@@ -1,6 +1,6 @@
 """A stream, its keys in Redis and its tables in Postgres in a few lines: what a follower is held to.
 
-Every write to `Model` is the world's; `answer` is what a shell would answer. Magnitudes inside, `sign` at the edges.
+Every write to `StreamModel` is the world's; `answer` is a shell's answer. Magnitudes inside, `sign` at the edges.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ Fields = dict[str, str]
 
 
 @dataclass
-class Edge:
+class ModelEdge:
     """`what` is `fact`, `void`, `announced` or (an operator's act) `skipped`."""
 
     prev: int
@@ -34,11 +34,11 @@ class Edge:
 
 
 @dataclass
-class Writer:
+class ModelWriter:
     last: int
     epoch: int = 0
     position: int = 0
-    edges: list[Edge] = field(default_factory=list)
+    edges: list[ModelEdge] = field(default_factory=list)
     retired: bool = False
     forgotten: bool = False
 
@@ -50,12 +50,12 @@ class Writer:
                 self.position = edge.id
 
 
-class Model:
+class StreamModel:
     def __init__(self, sign: int) -> None:
         self.sign = sign
         self.head = 0
         self.line = 0
-        self.writers: dict[str, Writer] = {}
+        self.writers: dict[str, ModelWriter] = {}
         self.facts: dict[int, str] = {}  # the table: ID -> writer, of all that is committed
         self.completed: set[int] = set()
         self.batch = 0
@@ -70,7 +70,7 @@ class Model:
         self.ticks = 1000
         self.shown_late = 0
         self.shown_line = 0
-        self.skipped: list[tuple[str, Edge]] = []  # facts whose completion is still to come
+        self.skipped: list[tuple[str, ModelEdge]] = []  # facts whose completion is still to come
         self.zombies: set[int] = set()  # facts that nobody will be told of
         self.thrown: set[int] = set()  # facts that were told late, and that their writer's next epoch calls empty
         self._waiting_late: list[Fields] = []
@@ -79,9 +79,9 @@ class Model:
 
     def join(self, name: str) -> None:
         """A new epoch of a writer that has nothing open: all of it up to the head is empty."""
-        writer = self.writers.setdefault(name, Writer(0))
+        writer = self.writers.setdefault(name, ModelWriter(0))
         if writer.last < self.head:
-            writer.edges.append(Edge(writer.last, self.head, "announced", delivered=True))
+            writer.edges.append(ModelEdge(writer.last, self.head, "announced", delivered=True))
             writer.last = self.head
         writer.retired = writer.forgotten = False
         writer.epoch += 1
@@ -93,26 +93,26 @@ class Model:
     def reserve(self, name: str, what: str) -> None:
         writer = self.writers[name]
         self.head += 1
-        writer.edges.append(Edge(writer.last, self.head, what))
+        writer.edges.append(ModelEdge(writer.last, self.head, what))
         writer.last = self.head
 
     def announce(self, name: str) -> None:
         writer = self.writers[name]
         if writer.last < self.head:
-            writer.edges.append(Edge(writer.last, self.head, "announced"))
+            writer.edges.append(ModelEdge(writer.last, self.head, "announced"))
             writer.last = self.head
 
-    def open(self) -> list[tuple[str, Edge]]:
+    def open(self) -> list[tuple[str, ModelEdge]]:
         return [(name, edge) for name, it in sorted(self.writers.items()) for edge in it.edges if not edge.delivered]
 
-    def deliver(self, name: str, edge: Edge) -> None:
+    def deliver(self, name: str, edge: ModelEdge) -> None:
         edge.delivered = True
         if edge.what == "fact":
             self.facts[self.sign * edge.id] = name
         if edge.what != "announced":
             self.completed.add(edge.id)
 
-    def skip(self, name: str, edge: Edge, *, early: bool) -> None:
+    def skip(self, name: str, edge: ModelEdge, *, early: bool) -> None:
         """An operator settles it. Its fact may be in the table already (`early`); its completion comes late."""
         if edge.what == "fact":
             self.skipped.append((name, edge))
@@ -120,7 +120,7 @@ class Model:
                 self.facts[self.sign * edge.id] = name
         edge.what, edge.delivered = "skipped", True
 
-    def come_late(self, name: str, edge: Edge) -> None:
+    def come_late(self, name: str, edge: ModelEdge) -> None:
         """The completion of a fact that was skipped."""
         self.skipped.remove((name, edge))
         self.facts[self.sign * edge.id] = name
@@ -252,7 +252,7 @@ class Model:
                 self.shown[name] = position
         self.shown_line = self.sign * self.line
 
-    def _entry(self, name: str, prev: int, id: int, edges: list[Edge]) -> Fields:
+    def _entry(self, name: str, prev: int, id: int, edges: list[ModelEdge]) -> Fields:
         counts = {"facts": 0, "empty": 0, "unseen": 0, "skipped": 0}
         for edge in edges:
             kind, width = {

@@ -17,7 +17,7 @@ Effect = tuple[int, str, int, bool]
 
 
 @dataclass
-class Service:
+class ReadingService:
     """A service whose effect is a copy of every row, with the order in which it came."""
 
     redis: str

@@ -8,7 +8,7 @@ import pytest
 
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
-from tests.sinks.reader.service import Service, effect
+from tests.sinks.reader.service import ReadingService, effect
 from tests.waiting import eventually
 from tidemark.sinks.reader import Place, Positions, Reader, Table, Token
 from tidemark.sinks.redis.publish import key
@@ -17,13 +17,13 @@ from tidemark.streaming.errors import BadSetting, LateNeedsWriter, LateUnknown, 
 
 
 @pytest.fixture(params=["threads", "asyncio"])
-def either(request: pytest.FixtureRequest, service: Service) -> Service:
+def either(request: pytest.FixtureRequest, service: ReadingService) -> ReadingService:
     service.form = request.param
     return service
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_line_is_read_in_order(either: Service, pipeline: Pipeline, sign: int) -> None:
+def test_line_is_read_in_order(either: ReadingService, pipeline: Pipeline, sign: int) -> None:
     """Linear mode: the rows of all writers in the order of their IDs, none beyond the line, each once."""
     either.write(*(sign * id for id in (1, 3, 4)), instance="a")
     either.write(*(sign * id for id in (2, 6)), instance="b")
@@ -37,7 +37,7 @@ def test_line_is_read_in_order(either: Service, pipeline: Pipeline, sign: int) -
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_vector_is_read_per_writer(either: Service, pipeline: Pipeline, sign: int) -> None:
+def test_vector_is_read_per_writer(either: ReadingService, pipeline: Pipeline, sign: int) -> None:
     """Vector mode: one writer is not held back by another, and no row of a writer is read before its time."""
     either.write(*(sign * id for id in (1, 4)), instance="a")
     either.write(*(sign * id for id in (2, 3, 5)), instance="b")
@@ -51,7 +51,7 @@ def test_vector_is_read_per_writer(either: Service, pipeline: Pipeline, sign: in
 
 
 @pytest.mark.parametrize("mode", ["linear", "vector"])
-def test_batches_are_bounded_and_divide_no_fact(service: Service, pipeline: Pipeline, mode: str) -> None:
+def test_batches_are_bounded_and_divide_no_fact(service: ReadingService, pipeline: Pipeline, mode: str) -> None:
     """At most so many rows, unless one fact has more; the rows of a fact come together and in their order."""
     service.write(1, 2, 3)
     service.write(4, rows=7)
@@ -63,7 +63,7 @@ def test_batches_are_bounded_and_divide_no_fact(service: Service, pipeline: Pipe
 
 
 def test_many_writers_are_read_in_several_queries(
-    service: Service, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+    service: ReadingService, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Vector mode with more writers than one query takes, and less rows in a batch than writers."""
     monkeypatch.setattr("tidemark.sinks.reader.read.RANGES", 3)
@@ -77,7 +77,7 @@ def test_many_writers_are_read_in_several_queries(
 
 
 @pytest.mark.parametrize("mode", ["linear", "vector"])
-def test_empty_advances_do_not_touch_the_table(either: Service, pipeline: Pipeline, mode: str) -> None:
+def test_empty_advances_do_not_touch_the_table(either: ReadingService, pipeline: Pipeline, mode: str) -> None:
     """What is proven empty moves the place: the table may even be gone."""
     pipeline.move("w", 0, 1, empty=1)
     with either.running(mode=mode) as alive:
@@ -89,7 +89,7 @@ def test_empty_advances_do_not_touch_the_table(either: Service, pipeline: Pipeli
 
 
 @pytest.mark.parametrize("evidence", ["unseen", "skipped"])
-def test_unseen_and_skipped_ranges_are_read(service: Service, pipeline: Pipeline, evidence: str) -> None:
+def test_unseen_and_skipped_ranges_are_read(service: ReadingService, pipeline: Pipeline, evidence: str) -> None:
     """Facts that nobody announced are found where they may be."""
     service.write(2)
     pipeline.move("w", 0, 3, **{evidence: 3})
@@ -98,7 +98,7 @@ def test_unseen_and_skipped_ranges_are_read(service: Service, pipeline: Pipeline
 
 
 @pytest.mark.parametrize("mode", ["linear", "vector"])
-def test_lost_lists_are_read_again(service: Service, pipeline: Pipeline, keys: Any, mode: str) -> None:
+def test_lost_lists_are_read_again(service: ReadingService, pipeline: Pipeline, keys: Any, mode: str) -> None:
     """Without Postgres's history the table is read for what the list no longer holds, a gone writer's too."""
     service.informed = False
     service.write(1, 4)
@@ -111,7 +111,7 @@ def test_lost_lists_are_read_again(service: Service, pipeline: Pipeline, keys: A
     assert sorted(service.ids()) == [1, 2, 4]
 
 
-def test_reader_may_begin_in_the_middle(service: Service, pipeline: Pipeline) -> None:
+def test_reader_may_begin_in_the_middle(service: ReadingService, pipeline: Pipeline) -> None:
     """A new reader begins with what its token does not cover, once; later starts go on from its place."""
     service.write(1, 2, 3)
     pipeline.move("w", 0, 3)
@@ -123,7 +123,7 @@ def test_reader_may_begin_in_the_middle(service: Service, pipeline: Pipeline) ->
     assert service.ids() == [2, 3, 4]
 
 
-def test_effects_and_place_are_one(service: Service, pipeline: Pipeline) -> None:
+def test_effects_and_place_are_one(service: ReadingService, pipeline: Pipeline) -> None:
     """A loop that is left in the middle gives its batch back, effects and all; the next one begins with it."""
     service.write(*range(1, 7))
     pipeline.move("w", 0, 6)
@@ -140,7 +140,7 @@ def test_effects_and_place_are_one(service: Service, pipeline: Pipeline) -> None
     assert service.ids() == [1, 2, 3, 4]
 
 
-def test_wrong_effects_are_the_callers(service: Service, pipeline: Pipeline) -> None:
+def test_wrong_effects_are_the_callers(service: ReadingService, pipeline: Pipeline) -> None:
     """A statement that fails raises where it stands; nothing of the batch stays."""
     service.write(1)
     pipeline.move("w", 0, 1)
@@ -155,7 +155,7 @@ def test_wrong_effects_are_the_callers(service: Service, pipeline: Pipeline) -> 
     assert service.place() == Place()
 
 
-def test_names_are_quoted(service: Service, pipeline: Pipeline) -> None:
+def test_names_are_quoted(service: ReadingService, pipeline: Pipeline) -> None:
     """Tables, columns and writers with every sign that SQL knows are read as what they are."""
     service.sql.execute('create schema "My ""Shop"""')
     service.sql.execute("""create table "My ""Shop""\"."the facts; --" ("the ID" bigint, "who's" text, ordinal int)""")
@@ -167,13 +167,13 @@ def test_names_are_quoted(service: Service, pipeline: Pipeline) -> None:
         assert next(reader).rows == [{"the ID": 1, "who's": "O'Brien%s{}", "ordinal": 5}]
 
 
-def test_vector_mode_needs_the_writers_column(service: Service) -> None:
+def test_vector_mode_needs_the_writers_column(service: ReadingService) -> None:
     """Without it nobody can tell whose a row is: the reader refuses to begin."""
     with pytest.raises(BadSetting, match="writer"):
         service.until(lambda: False, table=Table("facts"), mode="vector")
 
 
-def test_mode_is_for_life(service: Service, pipeline: Pipeline) -> None:
+def test_mode_is_for_life(service: ReadingService, pipeline: Pipeline) -> None:
     """A place of one mode says nothing to the other."""
     service.write(1)
     pipeline.move("w", 0, 1)
@@ -182,7 +182,7 @@ def test_mode_is_for_life(service: Service, pipeline: Pipeline) -> None:
         service.until(lambda: False, mode="vector")
 
 
-def test_mistakes_are_said(either: Service, pipeline: Pipeline) -> None:
+def test_mistakes_are_said(either: ReadingService, pipeline: Pipeline) -> None:
     """A table that is not there and a password that is wrong stop the reader, with what to do."""
     pipeline.move("w", 0, 1)
     with pytest.raises(Refused, match="name of the table"):
@@ -198,7 +198,9 @@ def late(number_of_ids: int = 1, prev: int = 1, id: int = 2, why: str = "skipped
 
 
 @pytest.mark.parametrize("mode", ["linear", "vector"])
-def test_late_fact_is_handed_over_as_late_once(either: Service, pipeline: Pipeline, keys: Any, mode: str) -> None:
+def test_late_fact_is_handed_over_as_late_once(
+    either: ReadingService, pipeline: Pipeline, keys: Any, mode: str
+) -> None:
     """What comes after the place has passed it is read then, and marked."""
     either.write(1, 3)
     pipeline.move("w", 0, 3, facts=2, skipped=1)
@@ -215,7 +217,9 @@ def test_late_fact_is_handed_over_as_late_once(either: Service, pipeline: Pipeli
 
 
 @pytest.mark.parametrize("mode", ["linear", "vector"])
-def test_fact_that_was_only_announced_late_is_not_doubled(service: Service, pipeline: Pipeline, mode: str) -> None:
+def test_fact_that_was_only_announced_late_is_not_doubled(
+    service: ReadingService, pipeline: Pipeline, mode: str
+) -> None:
     """An operator skips a fact that is committed: it is read with its neighbours, and its late news changes nothing."""
     service.write(1, 2, 3)
     pipeline.move("w", 0, 3, facts=2, skipped=1)
@@ -230,7 +234,9 @@ def test_fact_that_was_only_announced_late_is_not_doubled(service: Service, pipe
 
 
 @pytest.mark.parametrize("mode", ["linear", "vector"])
-def test_late_news_before_the_place_is_there_is_read_in_order(service: Service, pipeline: Pipeline, mode: str) -> None:
+def test_late_news_before_the_place_is_there_is_read_in_order(
+    service: ReadingService, pipeline: Pipeline, mode: str
+) -> None:
     """A reader that comes back after both reads the fact where it stands."""
     service.write(1, 2, 3)
     pipeline.move("w", 0, 3, facts=2, skipped=1)
@@ -241,7 +247,7 @@ def test_late_news_before_the_place_is_there_is_read_in_order(service: Service, 
 
 @pytest.mark.parametrize("mode", ["linear", "vector"])
 def test_fact_of_an_incarnation_that_was_thrown_out_is_handed_over(
-    service: Service, pipeline: Pipeline, mode: str
+    service: ReadingService, pipeline: Pipeline, mode: str
 ) -> None:
     """It lies beyond every position; a place that comes there later finds it handed over."""
     service.write(1)
@@ -259,7 +265,7 @@ def test_fact_of_an_incarnation_that_was_thrown_out_is_handed_over(
 
 @pytest.mark.parametrize("mode", ["linear", "vector"])
 def test_late_range_that_is_passed_is_read_though_it_seems_empty(
-    service: Service, pipeline: Pipeline, mode: str
+    service: ReadingService, pipeline: Pipeline, mode: str
 ) -> None:
     """The next incarnation calls the thrown-out fact's ID empty; the reader owes it, also after it was killed."""
     service.write(1, 5)
@@ -279,7 +285,7 @@ def test_late_range_that_is_passed_is_read_though_it_seems_empty(
 
 
 @pytest.mark.parametrize("mode", ["linear", "vector"])
-def test_source_that_was_set_back_repeats_its_ids(service: Service, pipeline: Pipeline, mode: str) -> None:
+def test_source_that_was_set_back_repeats_its_ids(service: ReadingService, pipeline: Pipeline, mode: str) -> None:
     """A restored database gives IDs out again: their new facts come as late ones, in batches."""
     service.write(1, 2, 3)
     pipeline.move("w", 0, 3)
@@ -291,7 +297,7 @@ def test_source_that_was_set_back_repeats_its_ids(service: Service, pipeline: Pi
     assert service.ids(late=True) == [2, 3]
 
 
-def test_late_range_needs_the_writers_column(service: Service, pipeline: Pipeline) -> None:
+def test_late_range_needs_the_writers_column(service: ReadingService, pipeline: Pipeline) -> None:
     """Linear mode without a writer's column: whose rows of the range came late cannot be told, so the reader stops."""
     service.write(1, 3)
     service.write(2, instance="v")
@@ -304,7 +310,7 @@ def test_late_range_needs_the_writers_column(service: Service, pipeline: Pipelin
 
 
 def test_late_completions_that_nobody_knows_any_more_stop_the_reader(
-    service: Service, pipeline: Pipeline, keys: Any
+    service: ReadingService, pipeline: Pipeline, keys: Any
 ) -> None:
     """Without Postgres, and after their entries are gone, only a person can say what to do."""
     service.informed = False
@@ -320,7 +326,7 @@ def test_late_completions_that_nobody_knows_any_more_stop_the_reader(
     service.until(lambda: service.ids(late=True) == [2])
 
 
-def test_new_reader_finds_late_facts_in_their_place(service: Service, pipeline: Pipeline, keys: Any) -> None:
+def test_new_reader_finds_late_facts_in_their_place(service: ReadingService, pipeline: Pipeline, keys: Any) -> None:
     """Who has read nothing yet needs no news of what was late, though the list has lost them."""
     service.informed = False
     service.write(1, 2, 3)

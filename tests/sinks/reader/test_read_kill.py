@@ -12,7 +12,7 @@ import pytest
 
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
-from tests.sinks.reader.service import Service, effect
+from tests.sinks.reader.service import ReadingService, effect
 from tests.waiting import eventually
 from tidemark.sinks.reader import Positions, Reader
 
@@ -25,7 +25,7 @@ def serve(redis: str, dsn: str, mode: str, seed: int) -> None:
     with (
         psycopg.connect(dsn, autocommit=True) as sql,
         Positions(redis, dsn) as positions,
-        Reader(positions, "s", **Service(redis, dsn, sql).arguments(mode=mode, rows=7)) as reader,
+        Reader(positions, "s", **ReadingService(redis, dsn, sql).arguments(mode=mode, rows=7)) as reader,
     ):
         for batch in reader:
             for row in batch.rows:
@@ -37,7 +37,7 @@ def serve(redis: str, dsn: str, mode: str, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["linear", "vector"])
-def test_killed_copies_lose_and_double_nothing(service: Service, pipeline: Pipeline, mode: str) -> None:
+def test_killed_copies_lose_and_double_nothing(service: ReadingService, pipeline: Pipeline, mode: str) -> None:
     """Two copies of one reader, killed in the middle of batches again and again: effects and truth are equal."""
     chance = random.Random(5)
     copies: list[BaseProcess] = []
@@ -90,7 +90,7 @@ def test_killed_copies_lose_and_double_nothing(service: Service, pipeline: Pipel
         assert service.ids() == sorted(facts)
 
 
-def test_lost_sessions_are_made_again(service: Service, pipeline: Pipeline) -> None:
+def test_lost_sessions_are_made_again(service: ReadingService, pipeline: Pipeline) -> None:
     """The reader's sessions are cut between batches: it goes on from the place that is kept."""
     with service.running() as alive:
         for id in range(1, 5):

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.sinks.reader.service import Service, effect
-from tests.sinks.reader.test_following import World
+from tests.sinks.reader.service import ReadingService, effect
+from tests.sinks.reader.test_follow_model import FollowWorld
 from tidemark.sinks.reader import Positions, Reader
 from tidemark.sinks.reader.io import Answer, AwaitEntry, Pause, Request
 from tidemark.streaming.direction import beyond
@@ -18,7 +18,7 @@ class Idle(Exception):
     """The reader has nothing to do but wait."""
 
 
-class Told(Positions):
+class ModelPositions(Positions):
     """Answers out of the model instead of out of Redis."""
 
     def __init__(self, world: "ReadWorld") -> None:
@@ -38,7 +38,7 @@ class Crash(Exception):
     """The process is killed."""
 
 
-class Doomed(Reader):
+class DoomedReader(Reader):
     """Is killed before so many steps on the databases."""
 
     steps_left: int
@@ -50,10 +50,10 @@ class Doomed(Reader):
         return super()._carry_out(request)
 
 
-class ReadWorld(World):
+class ReadWorld(FollowWorld):
     """Two readers, one of each mode, that crash and come back; every fact that is in the table was committed there."""
 
-    service: Service
+    service: ReadingService
 
     def begin(self, sign: int) -> None:
         super().begin(sign, True)
@@ -62,8 +62,8 @@ class ReadWorld(World):
         self.service.sql.execute("drop schema if exists tidemark_reader cascade")
         self.readers = {mode: self._reader(mode) for mode in ("linear", "vector")}
 
-    def _reader(self, mode: str) -> Doomed:
-        reader = Doomed(Told(self), "s", **self.service.arguments(name=mode, mode=mode, rows=2))
+    def _reader(self, mode: str) -> DoomedReader:
+        reader = DoomedReader(ModelPositions(self), "s", **self.service.arguments(name=mode, mode=mode, rows=2))
         reader.steps_left = 1_000_000
         return reader
 
@@ -126,7 +126,7 @@ class ReadWorld(World):
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), sign=st.sampled_from((1, -1)))
-def test_every_fact_is_handed_over_once(service: Service, seed: int, sign: int) -> None:
+def test_every_fact_is_handed_over_once(service: ReadingService, seed: int, sign: int) -> None:
     """Exactly once in effect and in order, in both modes, whatever the writers, operators, Redis and kill -9 do."""
     chance = Random(seed)
     world = ReadWorld()

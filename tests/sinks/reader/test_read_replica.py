@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from tests.sinks.reader.given import Pipeline
-from tests.sinks.reader.service import Service
+from tests.sinks.reader.service import ReadingService
 from tests.waiting import eventually
 from tidemark.app.stack import postgres as stack
 from tidemark.app.stack.home import Home
@@ -52,7 +52,7 @@ def replica(postgres: PostgresServer, tmp_path: Path) -> Iterator[Replica]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["threads", "asyncio"])
-def test_replica_is_waited_for(service: Service, pipeline: Pipeline, replica: Replica, form: str) -> None:
+def test_replica_is_waited_for(service: ReadingService, pipeline: Pipeline, replica: Replica, form: str) -> None:
     """A replica that stands still holds the reader back; what it misses is read when it has replayed it."""
     service.form = form
     name = service.sql.info.dbname
@@ -77,7 +77,7 @@ def test_replica_is_waited_for(service: Service, pipeline: Pipeline, replica: Re
 
 
 @pytest.mark.slow
-def test_primary_may_be_named_as_its_own_replica(service: Service, pipeline: Pipeline) -> None:
+def test_primary_may_be_named_as_its_own_replica(service: ReadingService, pipeline: Pipeline) -> None:
     """After a failover both addresses may lead to the same server: nothing is waited for."""
     service.write(1)
     pipeline.move("w", 0, 1)

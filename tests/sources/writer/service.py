@@ -15,7 +15,7 @@ import psycopg
 
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.writer import Facts, Writer, fence, outbox
-from tidemark.sources.writer.core import Core
+from tidemark.sources.writer.core import WriterCore
 from tidemark.sources.writer.pending import PendingTransaction
 from tidemark.sources.writer.relay import Relay
 from tidemark.streaming.errors import WriterFenced
@@ -25,7 +25,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "deliver": (RecordProducer, "deliver"),  # leftovers or the JOIN were sent, nothing is acknowledged
     "add": (Facts, "add"),  # an ID is reserved
     "commit": (PendingTransaction, "require_whole"),  # all is written
-    "ended": (Core, "_ended"),  # the commit is done and nobody knows
+    "ended": (WriterCore, "_ended"),  # the commit is done and nobody knows
     "decide": (Relay, "_decide"),
     "pack": (Relay, "_pack"),  # decided, not sent
     "hear": (Relay, "_hear"),  # perhaps sent, perhaps acknowledged

@@ -14,7 +14,7 @@ from tests.sources.writer.conftest import Make
 from tests.sources.writer.judge import Judge
 from tests.waiting import eventually
 from tidemark.app.stack.servers import KafkaServer
-from tidemark.app.writer import Fence, fence_writer
+from tidemark.app.writer import FenceOrder, fence_writer
 from tidemark.sources.kafka import KafkaConnection
 
 MOMENTS = [
@@ -86,7 +86,7 @@ def test_frozen_while_its_successor_takes_over_it_can_write_no_more(
     with service(dsn, kafka, topic, signal.SIGSTOP, step, 1) as process:
         eventually(lambda: process.status() == psutil.STATUS_STOPPED, 30)
         said: list[str] = []
-        order = Fence("shop-1", terminate=True, retire=False)
+        order = FenceOrder("shop-1", terminate=True, retire=False)
         fence_writer(dsn, KafkaConnection(kafka.bootstrap_servers), topic, order, said.append)
         assert sum(line.startswith("ended open transaction: pid") for line in said) >= 1
         with make() as writer, psycopg.connect(dsn) as connection:

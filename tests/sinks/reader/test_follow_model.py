@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.sinks.reader.model import Model
+from tests.sinks.reader.model import StreamModel
 from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, Reread
 from tidemark.sinks.reader.follow import CaughtUp, Following
 from tidemark.sinks.reader.io import AwaitEntry, Driver, Request
@@ -24,16 +24,16 @@ NAMES = ("a", "b", "c")
 WHATS = ("fact", "fact", "void", "announced")
 
 
-class World(RuleBasedStateMachine):
+class FollowWorld(RuleBasedStateMachine):
     """Writers, the pipeline and faults; two followers (one of each mode) look whenever they are told."""
 
     @initialize(sign=st.sampled_from((1, -1)), postgres=st.booleans())
     def begin(self, sign: int, postgres: bool) -> None:
-        self.model = Model(sign)
+        self.model = StreamModel(sign)
         self.postgres = postgres
         self.model.join("a")
-        self.vector = Reader(self.model, "vector", postgres)
-        self.linear = Reader(self.model, "linear", postgres)
+        self.vector = ModelReader(self.model, "vector", postgres)
+        self.linear = ModelReader(self.model, "linear", postgres)
 
     @rule(seed=st.integers(0, 2**32))
     def storm(self, seed: int) -> None:
@@ -183,10 +183,10 @@ class World(RuleBasedStateMachine):
             self.linear.check()
 
 
-class Reader:
+class ModelReader:
     """Drives one follower and holds what it hands over against the model."""
 
-    def __init__(self, model: Model, mode: str, postgres: bool) -> None:
+    def __init__(self, model: StreamModel, mode: str, postgres: bool) -> None:
         self.model = model
         self.mode = mode
         self.postgres = postgres
@@ -294,4 +294,4 @@ class Reader:
 
 def test_events_join_and_hand_over_everything_once() -> None:
     """Events join exactly per writer, hand every fact over once, step over none, and never call a fact empty."""
-    run_state_machine_as_test(World, settings=settings(max_examples=150, stateful_step_count=50, deadline=None))
+    run_state_machine_as_test(FollowWorld, settings=settings(max_examples=150, stateful_step_count=50, deadline=None))
