@@ -8,7 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ENTRIES = {
-    "": ["app.config", "app.lines.listen", "app.logs", "sinks.postgres.migrations"],
+    "": ["app.config", "app.lines.listen", "app.logs", "sinks.postgres.database"],
     "writer": ["app.produce", "app.writer", "sources.writer"],
     "reader": ["sinks.reader"],
     "pipeline": ["app.pipeline", "app.start"],
