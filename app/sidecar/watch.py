@@ -97,13 +97,16 @@ class Watch:
         return pipeline(condition, problems, datetime.now(UTC))
 
     async def _run(self) -> None:
+        pause = PACE
         while True:
             await self._wanted.wait()
             began = time.monotonic()
-            await self._look()
-            await asyncio.sleep(max(PACE, SHARE * (time.monotonic() - began)))
+            if await self._look():
+                pause = max(PACE, SHARE * (time.monotonic() - began))
+            await asyncio.sleep(pause)
 
-    async def _look(self) -> None:
+    async def _look(self) -> bool:
+        """Whether every server answered: else the time went into waiting, and says nothing of how much there is."""
         names = await self._snapshots.names()
         found = [watched(snapshot) for snapshot in await self._snapshots.get(sorted(names))]
         shown = await self.pipeline()
@@ -116,3 +119,4 @@ class Watch:
                     self._texts[stream.stream] = self._number, text
             self._pipeline = block(shown)
             self._looked.notify_all()
+        return not shown.problems

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from tests.app.sidecar.given import At, Client, moved, sidecar
-from tests.fix_servers import away
+from tests.fix_servers import away, deaf
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.sidecar.service import Limits, SidecarServers
@@ -113,6 +113,19 @@ def test_servers_that_are_away_are_named(
                 assert told["dead_letters"] is None
         while watch.look()[1]["problems"]:
             pass
+
+
+def test_a_deaf_server_does_not_slow_the_looks(pipeline: Pipeline, client: Client, redis_server: RedisServer) -> None:
+    """How long a look waited for an answer is not how much there is to look at: the next comes as soon as ever."""
+    pipeline.publish(moved("s", 7, w=At(0, 7)))
+    with watching(client) as watch:
+        watch.look()
+        with deaf(redis_server):
+            while not watch.look()[1]["problems"]:
+                pass
+            waited_for = time.monotonic()
+            watch.look()
+            assert time.monotonic() - waited_for < 10
 
 
 def test_pipeline_alone(pipeline: Pipeline, client: Client) -> None:
