@@ -5,7 +5,7 @@ A test that stops or kills a server starts it again before it ends. The jars are
 
 import itertools
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -61,9 +61,19 @@ def connector_jars(jars: Path) -> Path:
     return jars / CONNECTOR
 
 
+class Unsynced(PostgresServer):
+    """Outlives its own death, but not that of the machine: nothing of it is forced to the disk."""
+
+    def command(self) -> Sequence[str]:
+        return [*super().command(), "-c", "fsync=off"]
+
+    def run_first(self, command: Sequence[str]) -> None:
+        super().run_first([*command, "--no-sync"])
+
+
 @pytest.fixture(scope="session")
 def postgres(home: Home) -> Iterator[PostgresServer]:
-    with _started(PostgresServer(home, free_port())) as server:
+    with _started(Unsynced(home, free_port())) as server:
         yield server
 
 

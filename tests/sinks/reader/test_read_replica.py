@@ -4,11 +4,11 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import psycopg
 import pytest
 
+from tests.fix_servers import Unsynced
 from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import ReadingService
 from tests.waiting import eventually
@@ -21,7 +21,7 @@ from tidemark.sinks.reader.databases import end_of_records
 SEGMENT = 16 * 1024 * 1024
 
 
-class Replica(PostgresServer):
+class Replica(Unsynced):
     """A hot standby of `primary`, made with pg_basebackup; its roles and passwords are the primary's."""
 
     def __init__(self, home: Home, port: int, primary: PostgresServer) -> None:
@@ -39,10 +39,11 @@ class Replica(PostgresServer):
         self.run_first([*stack._as_ordinary_user(), stack._binary("pg_basebackup"), *source, "-R", "-c", "fast"])
 
 
-@pytest.fixture
-def replica(postgres: PostgresServer, tmp_path: Path) -> Iterator[Replica]:
-    tmp_path.chmod(0o755)
-    server = Replica(Home(tmp_path), free_port(), postgres)
+@pytest.fixture(scope="module")
+def replica(postgres: PostgresServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
+    directory = tmp_path_factory.mktemp("replica")
+    directory.chmod(0o755)
+    server = Replica(Home(directory), free_port(), postgres)
     server.start()
     try:
         yield server
