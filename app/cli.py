@@ -229,11 +229,11 @@ def simulate(
     Faults: rollback, hang, crash, pause, late, retire, reader; of the local stack: pipeline, redis.
     """
     from tidemark.app.simulation.simulate import Play, run
-    from tidemark.sources.simulator.script import Cast, faults
+    from tidemark.sources.simulator.script import Players, faults
 
     seed = secrets.randbits(32) if seed is None else seed
     click.echo(f"playing with --seed {seed}")
-    run(_settings(), Play(Cast(streams, writers, rate, prefix), faults(named), seed, seconds), verify=verify)
+    run(_settings(), Play(Players(streams, writers, rate, prefix), faults(named), seed, seconds), verify=verify)
 
 
 @main.group("writer")

@@ -19,7 +19,7 @@ import pytest
 import redis
 from psycopg import sql
 
-from tests.app.feeding import Play
+from tests.app.feeding import PlayFeed
 from tests.app.running import PATIENCE, Running
 from tests.play.cast import Cast
 from tests.play.published import RedisReader, differences
@@ -172,11 +172,11 @@ class Site:
             found, seconds, lambda: f"{stream} at {wanted}, it is at {self.positions(stream)}\n{self._last_log()}"
         )
 
-    def play(self, seed: int, cast: Cast) -> Play:
+    def play(self, seed: int, cast: Cast) -> PlayFeed:
         """A simulation whose records go to this site's topic."""
-        return Play(self.kafka, self.facts, seed, cast)
+        return PlayFeed(self.kafka, self.facts, seed, cast)
 
-    def lacks(self, play: Play) -> list[str]:
+    def lacks(self, play: PlayFeed) -> list[str]:
         """Where Redis differs from the truth of the play."""
         with play.truth() as streams:
             try:
@@ -184,7 +184,7 @@ class Site:
             except Unavailable as problem:
                 return [str(problem)]
 
-    def shows(self, play: Play) -> None:
+    def shows(self, play: PlayFeed) -> None:
         """Wait until Redis has exactly the truth of the play."""
         eventually(
             lambda: not self.lacks(play),

@@ -52,7 +52,7 @@ class Watchman(RedisServer):
 
 
 @dataclass(frozen=True)
-class Watched:
+class SentinelSetup:
     sentinel: Watchman
     primary: Node
     replica: Node
@@ -73,7 +73,7 @@ def _all_started(servers: Sequence[ServerProcess]) -> Iterator[None]:
 
 
 @pytest.fixture
-def watched(tmp_path: Path) -> Iterator[Watched]:
+def watched(tmp_path: Path) -> Iterator[SentinelSetup]:
     """Of one test's own: a failover cannot be taken back."""
     home = Home(tmp_path / "watched")
     primary = Node(home, "redis-primary", free_port())
@@ -81,7 +81,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
     sentinel = Watchman(home, primary)
     with _all_started([primary, replica, sentinel]):
         eventually(lambda: "slaves=1" in _about(sentinel), what=lambda: _about(sentinel))
-        yield Watched(sentinel, primary, replica)
+        yield SentinelSetup(sentinel, primary, replica)
 
 
 def _about(sentinel: Watchman) -> str:

@@ -23,7 +23,7 @@ from tidemark.app.writer import FenceOrder, fence_writer
 from tidemark.sinks.reader.follow import Mode
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.simulator import service
-from tidemark.sources.simulator.script import Cast, Fault
+from tidemark.sources.simulator.script import Fault, Players
 from tidemark.sources.simulator.tables import instances
 
 Kind = Literal["writer", "reader"]
@@ -111,7 +111,7 @@ class Company:
     """Makes members, and does what an operator would do for writers that are gone."""
 
     stage: Stage
-    cast: Cast
+    cast: Players
     faults: Set[Fault]
     seed: int
 

@@ -19,7 +19,7 @@ from tidemark.app.simulation.verification import Count, EffectsDiffer, Verificat
 from tidemark.app.stack.home import Home
 from tidemark.sinks.reader import Positions, Standing
 from tidemark.sources.simulator import tables
-from tidemark.sources.simulator.script import Cast, Fault, script
+from tidemark.sources.simulator.script import Fault, Players, script
 from tidemark.sources.topics import Topics
 from tidemark.streaming.errors import Stop
 
@@ -43,7 +43,7 @@ class StreamTaken(Stop):
 class Play:
     """What is played, and for how long; `math.inf` seconds: until somebody stops it."""
 
-    cast: Cast
+    cast: Players
     faults: Set[Fault]
     seed: int
     seconds: float
@@ -70,7 +70,7 @@ def run(settings: Settings, play: Play, *, verify: bool) -> None:
             _conclude(director, verification)
 
 
-def _stage(settings: Settings, cast: Cast) -> Stage:
+def _stage(settings: Settings, cast: Players) -> Stage:
     """Everything that the play needs, made where it is missing."""
     Topics(settings.kafka).describe([settings.kafka_facts_topic])
     dsn = tables.make_database(settings.postgres())

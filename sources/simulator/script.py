@@ -61,7 +61,7 @@ def faults(named: str | None) -> Set[Fault]:
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class Players:
     """`writers` at the beginning, each of which writes every stream; `rate` is transactions per second of all of them.
 
     `prefix` begins each stream's and writer's name, so it must be fit for names in SQL. Raises `BadSetting`.

@@ -13,7 +13,7 @@ from tidemark.sources.producer import RecordProducer
 from tidemark.streaming.records import Record, encode
 
 
-class Play:
+class PlayFeed:
     """A simulation whose records go to a topic as fast as Kafka takes them; time is the play's own.
 
     One thread plays; `truth` may be asked by any.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import redis
 from confluent_kafka import Consumer, Message, TopicPartition
 
-from tests.app.feeding import Play
+from tests.app.feeding import PlayFeed
 from tests.fix_pipeline import PARTITIONS, Site
 from tests.play.published import RedisReader, ahead
 from tests.streaming.builders import packed
@@ -25,7 +25,7 @@ from tidemark.streaming.model import Bounds
 from tidemark.streaming.records import Topic
 
 
-class Advance(NamedTuple):
+class HistoryRow(NamedTuple):
     """A row of the history: `prev`, `id`, and its evidence."""
 
     prev: int
@@ -36,7 +36,7 @@ class Advance(NamedTuple):
     skipped: int
 
 
-Chains = dict[tuple[str, str], list[Advance]]
+Chains = dict[tuple[str, str], list[HistoryRow]]
 
 
 def as_undisturbed(site: Site) -> None:
@@ -79,7 +79,7 @@ def settled(site: Site) -> None:
 def chained(chains: Chains) -> None:
     """Rule 3: no hole and no overlap, from 0 on."""
     for (stream, writer), chain in chains.items():
-        for before, after in itertools.pairwise([Advance(0, 0, 0, 0, 0, 0), *chain]):
+        for before, after in itertools.pairwise([HistoryRow(0, 0, 0, 0, 0, 0), *chain]):
             assert after.prev == before.id, f"{stream}/{writer}: {before} then {after}"
 
 
@@ -92,7 +92,7 @@ def redis_history(site: Site) -> Chains:
             for _, entry in entries:
                 if entry["kind"] == "POSITION":
                     chain = chains.setdefault((stream, entry["writer"]), [])
-                    chain.append(Advance(*(int(entry[name]) for name in Advance._fields)))
+                    chain.append(HistoryRow(*(int(entry[name]) for name in HistoryRow._fields)))
     return chains
 
 
@@ -104,7 +104,7 @@ def history(site: Site) -> Chains:
         " order by stream, writer, abs(id)"
     )
     for stream, writer, *advanced in rows:
-        chains.setdefault((stream, writer), []).append(Advance(*advanced))
+        chains.setdefault((stream, writer), []).append(HistoryRow(*advanced))
     return chains
 
 
@@ -165,13 +165,13 @@ def dead_letters(site: Site) -> Iterator[tuple[Origin, Message]]:
         )
 
 
-class Watcher:
+class RedisWatcher:
     """A reader who looks at Redis all the time and remembers every step back and every claim before it was true.
 
     A Redis that is away or was emptied claims nothing. A thread of its own, while it is used as a context manager.
     """
 
-    def __init__(self, site: Site, play: Play) -> None:
+    def __init__(self, site: Site, play: PlayFeed) -> None:
         self.looks = 0
         self.wrong: list[str] = []
         self._reader = RedisReader(site.redis_url)
@@ -180,7 +180,7 @@ class Watcher:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watcher", daemon=True)
 
-    def __enter__(self) -> "Watcher":
+    def __enter__(self) -> "RedisWatcher":
         self._thread.start()
         return self
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tests.app.proofs import Watcher, as_undisturbed
+from tests.app.proofs import RedisWatcher, as_undisturbed
 from tests.app.running import PATIENCE
 from tests.fix_pipeline import Site
 from tests.play.cast import Cast
@@ -18,7 +18,7 @@ def test_one_publishes_and_the_other_takes_over(site: Site) -> None:
     Redis for longer than the lease; the first wakes up in the middle of that batch, publishes nothing and waits;
     killed, the second is followed by the first within 30 s; all that was read in between is counted once."""
     play = site.play(seed=31, cast=Cast(streams=2, writers=3, rate=200.0))
-    with Watcher(site, play) as watcher:
+    with RedisWatcher(site, play) as watcher:
         first = site.start(module=("tests.app.killers", "SIGSTOP", "show", "3"), lease_seconds=5, owner="first").ready()
         second = site.start(lease_seconds=5, owner="second", checkpoint=site.home / "second")
         second.says("Waiting for the lease: first holds it")

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tests.app.proofs import Watcher, as_undisturbed
+from tests.app.proofs import RedisWatcher, as_undisturbed
 from tests.fix_pipeline import Site
 from tests.fix_servers import away, deaf
 from tests.play.cast import Cast
@@ -65,7 +65,7 @@ def test_servers_that_go_away_in_the_middle_are_waited_for(
             play.until(now)
             time.sleep(0.2)
 
-    with Watcher(site, play) as watcher:
+    with RedisWatcher(site, play) as watcher:
         meanwhile(2.0)
         for server, name in ((redis_server, "Redis"), (postgres, "Postgres")):
             with away(server):

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 import redis
 
-from tests.app.proofs import Watcher, settled
+from tests.app.proofs import RedisWatcher, settled
 from tests.app.running import PATIENCE
 from tests.fix_pipeline import Site
 from tests.fix_servers import away
@@ -62,7 +62,7 @@ def test_positions_survive_everything_at_once(site: Site, postgres: PostgresServ
     random.shuffle(faults)
     moments = iter(sorted(random.uniform(10.0, SECONDS - 10.0) for _ in faults))
     due = next(moments)
-    with Watcher(site, play) as watcher:
+    with RedisWatcher(site, play) as watcher:
         site.start()
         began = time.monotonic()
         while (now := time.monotonic() - began) < SECONDS:

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.app.proofs import Watcher, as_undisturbed, settled
+from tests.app.proofs import RedisWatcher, as_undisturbed, settled
 from tests.app.running import PATIENCE
 from tests.fix_pipeline import Site
 from tests.play.cast import Cast
@@ -49,7 +49,7 @@ def test_a_restored_database_and_a_checkpoint_beyond_it_come_together_again(site
         site.shows(play)
     second.terminate()
     site.restore(backup)
-    with Watcher(site, play) as watcher:
+    with RedisWatcher(site, play) as watcher:
         third = site.start()
         third.says("The checkpoint is set aside, Postgres is the truth")
         play.until(22.0)

@@ -12,7 +12,7 @@ from tidemark.app.stack.members import Supervisor
 from tidemark.app.stack.server import ServerProcess, StartFailed, free_port, listens
 
 
-class Listener(ServerProcess):
+class ListeningServer(ServerProcess):
     """A small real server: listens at its port until it is ended. `script` may be another Python program."""
 
     name: ClassVar[str] = "listener"
@@ -44,7 +44,7 @@ def test_home_has_one_owner(own_home: Home) -> None:
 
 def test_process_that_ends_at_once_is_told_with_its_last_words(own_home: Home) -> None:
     """A start that fails says how the process ended and what it logged last."""
-    server = Listener(own_home, free_port())
+    server = ListeningServer(own_home, free_port())
     server.script = "raise SystemExit('no such disk')"
     with pytest.raises(StartFailed, match=r"listener did not start: it ended with code 1; .*no such disk"):
         server.start()
@@ -52,7 +52,7 @@ def test_process_that_ends_at_once_is_told_with_its_last_words(own_home: Home) -
 
 def test_pid_file_stands_while_the_process_does(own_home: Home) -> None:
     """`run/<name>.pid` names the process, and is gone when that was stopped."""
-    server = Listener(own_home, free_port())
+    server = ListeningServer(own_home, free_port())
     server.start()
     assert int(own_home.pid("listener").read_text()) == server.pid
     server.stop()
@@ -63,9 +63,9 @@ def test_pid_file_stands_while_the_process_does(own_home: Home) -> None:
 def test_leftover_of_a_dead_owner_is_ended(own_home: Home) -> None:
     """A process that an earlier owner left behind is found by its pid file and ended."""
     port = free_port()
-    left = Listener(own_home, port)
+    left = ListeningServer(own_home, port)
     left.start()
-    assert Listener(own_home, port).end_leftover() == left.pid or not left.running
+    assert ListeningServer(own_home, port).end_leftover() == left.pid or not left.running
     assert not left.running
     assert not listens(port)
 
@@ -76,14 +76,14 @@ def test_stranger_with_a_leftovers_number_is_let_live(own_home: Home) -> None:
         path = own_home.pid("listener")
         path.write_text(f"{stranger.pid}\n")
         os.utime(path, (0, 0))
-        assert Listener(own_home, free_port()).end_leftover() is None
+        assert ListeningServer(own_home, free_port()).end_leftover() is None
         assert stranger.poll() is None
         stranger.communicate(b"\n")
 
 
 def test_dead_process_is_started_again_with_growing_pauses(own_home: Home) -> None:
     """One that dies is started again after 1 s, then 2 s; what happened, and that it is back, is said."""
-    server = Listener(own_home, free_port())
+    server = ListeningServer(own_home, free_port())
     server.start()
     said: list[str] = []
     now = 0.0

@@ -9,9 +9,9 @@ from psycopg.types.json import Jsonb
 
 from tidemark.app.simulation.verification import Count, Verification
 from tidemark.sources.simulator import tables
-from tidemark.sources.simulator.script import Cast
+from tidemark.sources.simulator.script import Players
 
-STREAM = Cast(streams=1).stream_list()[0]
+STREAM = Players(streams=1).stream_list()[0]
 
 
 class World:

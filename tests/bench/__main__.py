@@ -8,12 +8,12 @@ from typing import Any
 import click
 
 from tests.bench import cores, flat, gap, latency, race, report, results, sidecar, soak, stages, writer
-from tests.bench.site import Site, servers
+from tests.bench.site import BenchSite, servers
 from tidemark.app import logs
 from tidemark.app.settings import Settings
 from tidemark.streaming.spark import find_java
 
-Run = Callable[[Site], dict[str, Any]]
+Run = Callable[[BenchSite], dict[str, Any]]
 
 
 @click.group(invoke_without_command=True, context_settings={"show_default": True})
@@ -30,14 +30,14 @@ def everything() -> None:
     """Everything but `soak`, at full size."""
     with servers() as site:
         _record("throughput", race.run(site, race.THROUGHPUT))
-        _record("stages", stages.run(site, stages.Plan()))
-        _record("cores", cores.run(site, cores.Plan()))
+        _record("stages", stages.run(site, stages.StagesPlan()))
+        _record("cores", cores.run(site, cores.CoresPlan()))
         _record("streams", race.run(site, race.STREAMS))
-        _record("latency", latency.run(site, latency.Plan()))
-        _record("gap", gap.run(site, gap.Plan()))
-        _record("writer", writer.run(site, writer.Plan()))
-        _record("sidecar", sidecar.run(site, sidecar.Plan()))
-    _record("flat", flat.run(flat.Plan()))
+        _record("latency", latency.run(site, latency.LatencyPlan()))
+        _record("gap", gap.run(site, gap.GapPlan()))
+        _record("writer", writer.run(site, writer.WriterPlan()))
+        _record("sidecar", sidecar.run(site, sidecar.CrowdPlan()))
+    _record("flat", flat.run(flat.FlatPlan()))
 
 
 def _sizes(plan: Any, *names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -66,59 +66,59 @@ def streams(**sizes: Any) -> None:
 
 
 @main.command("stages")
-@_sizes(stages.Plan(), "records", "rounds")
+@_sizes(stages.StagesPlan(), "records", "rounds")
 def stages_(**sizes: Any) -> None:
     """A profile: what each stage of the query costs."""
-    _on_servers("stages", lambda site: stages.run(site, stages.Plan(**sizes)))
+    _on_servers("stages", lambda site: stages.run(site, stages.StagesPlan(**sizes)))
 
 
 @main.command("cores")
-@_sizes(cores.Plan(), "cores", "records", "rounds")
+@_sizes(cores.CoresPlan(), "cores", "records", "rounds")
 def cores_(**sizes: Any) -> None:
     """What one core does."""
-    _on_servers("cores", lambda site: cores.run(site, cores.Plan(**sizes)))
+    _on_servers("cores", lambda site: cores.run(site, cores.CoresPlan(**sizes)))
 
 
 @main.command("latency")
-@_sizes(latency.Plan(), "rate", "warm_seconds", "seconds")
+@_sizes(latency.LatencyPlan(), "rate", "warm_seconds", "seconds")
 def latency_(**sizes: Any) -> None:
     """Completion to subscriber, under light traffic."""
-    _on_servers("latency", lambda site: latency.run(site, latency.Plan(**sizes)))
+    _on_servers("latency", lambda site: latency.run(site, latency.LatencyPlan(**sizes)))
 
 
 @main.command("gap")
-@_sizes(gap.Plan(), "pending", "batch", "batches", "rounds")
+@_sizes(gap.GapPlan(), "pending", "batch", "batches", "rounds")
 def gap_(**sizes: Any) -> None:
     """One gap with very many pending IDs."""
-    _on_servers("gap", lambda site: gap.run(site, gap.Plan(**sizes)))
+    _on_servers("gap", lambda site: gap.run(site, gap.GapPlan(**sizes)))
 
 
 @main.command("flat")
-@_sizes(flat.Plan(), "records", "batch")
+@_sizes(flat.FlatPlan(), "records", "batch")
 def flat_(**sizes: Any) -> None:
     """Very many IDs through one stream, without Spark and Kafka."""
-    _record("flat", flat.run(flat.Plan(**sizes)))
+    _record("flat", flat.run(flat.FlatPlan(**sizes)))
 
 
 @main.command("writer")
-@_sizes(writer.Plan(), "seconds", "rounds")
+@_sizes(writer.WriterPlan(), "seconds", "rounds")
 def writer_(**sizes: Any) -> None:
     """A service's transactions with the writer's library and without."""
-    _on_servers("writer", lambda site: writer.run(site, writer.Plan(**sizes)))
+    _on_servers("writer", lambda site: writer.run(site, writer.WriterPlan(**sizes)))
 
 
 @main.command("sidecar")
-@_sizes(sidecar.Plan(), "streams", "writers", "each", "all", "lines", "seconds", "requests", "asking")
+@_sizes(sidecar.CrowdPlan(), "streams", "writers", "each", "all", "lines", "seconds", "requests", "asking")
 def sidecar_(**sizes: Any) -> None:
     """One sidecar with very many clients."""
-    _on_servers("sidecar", lambda site: sidecar.run(site, sidecar.Plan(**sizes)))
+    _on_servers("sidecar", lambda site: sidecar.run(site, sidecar.CrowdPlan(**sizes)))
 
 
 @main.command("soak")
-@_sizes(soak.Plan(), "minutes", "rate")
+@_sizes(soak.SoakPlan(), "minutes", "rate")
 def soak_(**sizes: Any) -> None:
     """Memory of the whole stack over time."""
-    _on_servers("soak", lambda site: soak.run(site, soak.Plan(**sizes)))
+    _on_servers("soak", lambda site: soak.run(site, soak.SoakPlan(**sizes)))
 
 
 def _on_servers(name: str, run: Run) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import click
 
 from tests.bench.race import THROUGHPUT, whole
-from tests.bench.site import Site
+from tests.bench.site import BenchSite
 from tests.bench.table import rate, table
 from tests.bench.topic import fill
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CoresPlan:
     """`cores` of the pipeline; all of the machine's are measured besides, by turns."""
 
     cores: int = 1
@@ -35,7 +35,7 @@ def _on(cores: int) -> Iterator[None]:
         os.sched_setaffinity(0, ours)
 
 
-def run(site: Site, plan: Plan) -> dict[str, Any]:
+def run(site: BenchSite, plan: CoresPlan) -> dict[str, Any]:
     race = replace(THROUGHPUT, records=plan.records)
     loaded = fill(site.connection, site.fresh("facts"), race.shape, records=race.records, partitions=race.partitions)
     rates: dict[int, list[float]] = {plan.cores: [], len(os.sched_getaffinity(0)): []}

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from tests.bench.table import mib, rate, table
 from tests.bench.whole import WrongResult
-from tests.bench.workload import Edges, Play, Rendering, Shape
+from tests.bench.workload import Completions, Rendering, Shape, WritersAtWork
 from tidemark.streaming import state
 from tidemark.streaming.batch import advance
 from tidemark.streaming.compact import compactor
@@ -28,12 +28,12 @@ _SHAPE = Shape(streams=1, writers=8)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FlatPlan:
     records: int = 100_000_000
     batch: int = 250_000
 
 
-class Shard:
+class LoneShard:
     """The one shard of the query, without Spark."""
 
     def __init__(self, stream: str) -> None:
@@ -70,10 +70,10 @@ class Shard:
         return pa.record_batch({"frame": pa.array(frames, pa.binary())})
 
 
-def run(plan: Plan) -> dict[str, Any]:
+def run(plan: FlatPlan) -> dict[str, Any]:
     """Making the records is not counted into the time; what it holds is counted into the memory."""
     stream = _SHAPE.stream(0)
-    shard, play, rendering = Shard(stream), Play(_SHAPE), Rendering(_SHAPE)
+    shard, play, rendering = LoneShard(stream), WritersAtWork(_SHAPE), Rendering(_SHAPE)
     process = psutil.Process()
     seconds, applied = 0.0, 0
     rows: list[dict[str, float]] = []
@@ -120,7 +120,7 @@ def render(figures: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _steps(play: Play, plan: Plan) -> Iterator[tuple[Edges, int]]:
+def _steps(play: WritersAtWork, plan: FlatPlan) -> Iterator[tuple[Completions, int]]:
     """Completions, and how many transactions had begun."""
     begun = 0
     while begun < plan.records:
@@ -130,7 +130,7 @@ def _steps(play: Play, plan: Plan) -> Iterator[tuple[Edges, int]]:
     yield play.finish(), begun
 
 
-def _check(stored: bytes, play: Play) -> None:
+def _check(stored: bytes, play: WritersAtWork) -> None:
     stream = state.decode(stored)
     found = {name: writer.chain.position for name, writer in stream.writers.items()}, stream.line.position
     wanted = play.positions(0), play.linear(0)

@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 
-from tests.bench.rate import Mark
-from tests.bench.site import Site
+from tests.bench.rate import RateMark
+from tests.bench.site import BenchSite
 from tests.bench.table import table, verdict
 from tests.bench.topic import Loaded, Sender, fill
 from tests.bench.whole import Whole, pipeline
-from tests.bench.workload import Edges, Shape
+from tests.bench.workload import Completions, Shape
 
 WANTED_STATE = 1024
 WANTED_RATIO = 1.3
@@ -22,7 +22,7 @@ _OPEN, _CLOSED = "with the gap", "without"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class GapPlan:
     """`batches` of `batch` records count, once `pending` records stand behind the gap."""
 
     pending: int = 1_000_000
@@ -39,16 +39,16 @@ class Plan:
 class Withheld:
     """Leaves out the first edge of the one writer, as if its transaction had hung."""
 
-    edges: Edges | None = field(default=None)
+    edges: Completions | None = field(default=None)
 
-    def __call__(self, edges: Edges) -> Edges:
+    def __call__(self, edges: Completions) -> Completions:
         first = edges.prev == 0
         if first.any():
             self.edges = edges.pick(first)
         return edges.pick(~first)
 
 
-def run(site: Site, plan: Plan) -> dict[str, Any]:
+def run(site: BenchSite, plan: GapPlan) -> dict[str, Any]:
     withheld = Withheld()
     seconds: dict[str, list[float]] = {_OPEN: [], _CLOSED: []}
     closed = _load(site, plan, lambda edges: edges)
@@ -92,15 +92,15 @@ def render(figures: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _load(site: Site, plan: Plan, keep: Callable[[Edges], Edges]) -> Loaded:
+def _load(site: BenchSite, plan: GapPlan, keep: Callable[[Completions], Completions]) -> Loaded:
     return fill(site.connection, site.fresh("gap"), _SHAPE, records=plan.records, partitions=1, keep=keep)
 
 
-def _running(site: Site, plan: Plan, loaded: Loaded) -> Any:
+def _running(site: BenchSite, plan: GapPlan, loaded: Loaded) -> Any:
     return pipeline(site, loaded.name, loaded.partitions, {"TIDEMARK_MAX_RECORDS_PER_BATCH": str(plan.batch)})
 
 
-def _batch_seconds(marks: list[Mark], plan: Plan) -> list[float]:
+def _batch_seconds(marks: list[RateMark], plan: GapPlan) -> list[float]:
     """Of the batches that began with enough pending; not of the crumbs at the end of the topic."""
     return [
         after.at - before.at
@@ -109,7 +109,7 @@ def _batch_seconds(marks: list[Mark], plan: Plan) -> list[float]:
     ]
 
 
-def _close(site: Site, running: Whole, opened: Loaded, withheld: Withheld) -> None:
+def _close(site: BenchSite, running: Whole, opened: Loaded, withheld: Withheld) -> None:
     if withheld.edges is None:
         raise AssertionError("the workload has no first edge")
     sender = Sender(site.connection, opened.name, opened.partitions, _SHAPE)

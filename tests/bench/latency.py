@@ -13,18 +13,18 @@ import click
 import numpy as np
 import redis
 
-from tests.bench.site import Site
+from tests.bench.site import BenchSite
 from tests.bench.table import table, verdict
 from tests.bench.topic import Sender, create
 from tests.bench.whole import WrongResult, pipeline
-from tests.bench.workload import Edges, Play, Shape
+from tests.bench.workload import Completions, Shape, WritersAtWork
 
 WANTED = {50: 300.0, 99: 800.0}
 _SHAPE = Shape(streams=4, writers=8)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LatencyPlan:
     """Transactions begin at random moments, `rate` a second on average."""
 
     rate: float = 200.0
@@ -33,7 +33,7 @@ class Plan:
     partitions: int = 4
 
 
-class Moves:
+class MoveTimes:
     """Moves of positions: when a completion allowed one, and when a subscriber was told. Two threads, no lock: each
     deque is appended by one and popped by the other.
     """
@@ -49,7 +49,7 @@ class Moves:
     def unseen(self) -> int:
         return sum(map(len, self._awaited.values()))
 
-    def completed(self, edges: Edges, at: float) -> None:
+    def completed(self, edges: Completions, at: float) -> None:
         """To be called right before the edges are sent."""
         for owner, prev, id_ in zip(edges.owner.tolist(), edges.prev.tolist(), edges.id.tolist(), strict=True):
             early = self._early[owner]
@@ -69,10 +69,10 @@ class Moves:
             self.latencies.append((allowed, at - allowed))
 
 
-def run(site: Site, plan: Plan) -> dict[str, Any]:
+def run(site: BenchSite, plan: LatencyPlan) -> dict[str, Any]:
     topic = site.fresh("latency")
     create(site.connection, topic, plan.partitions)
-    play, moves = Play(_SHAPE), Moves(_SHAPE)
+    play, moves = WritersAtWork(_SHAPE), MoveTimes(_SHAPE)
     sender = Sender(site.connection, topic, plan.partitions, _SHAPE)
     sender.join()
     sender.flush()
@@ -113,7 +113,7 @@ def render(figures: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _send(plan: Plan, play: Play, sender: Sender, moves: Moves) -> float:
+def _send(plan: LatencyPlan, play: WritersAtWork, sender: Sender, moves: MoveTimes) -> float:
     """Returns when the last was sent."""
     random = Random(_SHAPE.seed)
     due = time.monotonic()
@@ -128,7 +128,7 @@ def _send(plan: Plan, play: Play, sender: Sender, moves: Moves) -> float:
     return time.monotonic()
 
 
-def _await_all_seen(moves: Moves) -> None:
+def _await_all_seen(moves: MoveTimes) -> None:
     deadline = time.monotonic() + 5
     while moves.unseen:
         if time.monotonic() > deadline:
@@ -137,7 +137,7 @@ def _await_all_seen(moves: Moves) -> None:
 
 
 @contextmanager
-def _subscribed(url: str, shape: Shape, moves: Moves) -> Iterator[None]:
+def _subscribed(url: str, shape: Shape, moves: MoveTimes) -> Iterator[None]:
     """A thread that listens on the streams' channels; subscribed when the block begins."""
     with redis.Redis.from_url(url) as client, client.pubsub() as subscription:
         channels = [f"tidemark:{{{shape.stream(number)}}}" for number in range(shape.streams)]

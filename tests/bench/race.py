@@ -9,8 +9,8 @@ import click
 
 from tests.bench.competitors.task import Task, measure
 from tests.bench.memory import KINDS, Samples, sampled
-from tests.bench.rate import Limits, Rate, steady
-from tests.bench.site import Site
+from tests.bench.rate import Rate, RateLimits, steady
+from tests.bench.site import BenchSite
 from tests.bench.table import mib, rate, table
 from tests.bench.topic import Loaded, fill
 from tests.bench.whole import pipeline
@@ -33,7 +33,7 @@ _DEFAULT_BATCH: int = Settings.model_fields["max_records_per_batch"].default
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RacePlan:
     """`wanted`: competitor -> how many times its rate Tidemark should reach. The first `warm_batches` batches of a JVM
     do not count; of a consumer loop, which has nothing to warm up but its buffers, the first 100 000 records.
     """
@@ -47,18 +47,20 @@ class Plan:
     partitions: int = 4
     rounds: int = 3
 
-    def limits(self, name: str, total: int) -> Limits:
+    def limits(self, name: str, total: int) -> RateLimits:
         warm = self.warm_batches * self.batch if name in _ON_SPARK else min(100_000, total // 4)
         # Spark rounds down when it shares a batch out to partitions: a handful of records is left for one more.
-        return Limits(warm, total - total // 1000, self.window)
+        return RateLimits(warm, total - total // 1000, self.window)
 
 
-THROUGHPUT = Plan(
+THROUGHPUT = RacePlan(
     Shape(streams=4, writers=8),
     {CEILING: 0.5, "row-by-row": 2.5, "loop-json": 2.0, "loop-orjson": 1.2, "quixstreams": 6.0},
     records=7 * _DEFAULT_BATCH,
 )
-STREAMS = Plan(Shape(streams=10_000, writers=2, in_flight=0.1), {CEILING: 0.2}, records=7 * _DEFAULT_BATCH, window=60.0)
+STREAMS = RacePlan(
+    Shape(streams=10_000, writers=2, in_flight=0.1), {CEILING: 0.2}, records=7 * _DEFAULT_BATCH, window=60.0
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class Passage:
     memory: Samples
 
 
-def run(site: Site, plan: Plan) -> dict[str, Any]:
+def run(site: BenchSite, plan: RacePlan) -> dict[str, Any]:
     """Every round measures everybody once; Tidemark comes right after the ceiling."""
     loaded = fill(site.connection, site.fresh("facts"), plan.shape, records=plan.records, partitions=plan.partitions)
     click.echo(f"{loaded.records} records of {loaded.bytes / loaded.records:.0f} bytes are in Kafka", err=True)
@@ -139,7 +141,7 @@ def _row(name: str, found: Sequence[float], whole: Sequence[float], wanted: floa
     return [*row, f"{ratio:.2f} x", f"{wanted:g} x {'reached' if ratio >= wanted else '**missed**'}"]
 
 
-def _task(site: Site, plan: Plan, loaded: Loaded, name: str) -> Task:
+def _task(site: BenchSite, plan: RacePlan, loaded: Loaded, name: str) -> Task:
     return Task(
         site.kafka.bootstrap_servers,
         loaded.name,
@@ -151,7 +153,7 @@ def _task(site: Site, plan: Plan, loaded: Loaded, name: str) -> Task:
     )
 
 
-def whole(site: Site, plan: Plan, loaded: Loaded) -> Passage:
+def whole(site: BenchSite, plan: RacePlan, loaded: Loaded) -> Passage:
     """The whole topic through a new pipeline; what it published in the end must be right for the rate to count."""
     variables = {"TIDEMARK_MAX_RECORDS_PER_BATCH": str(plan.batch)}
     with pipeline(site, loaded.name, loaded.partitions, variables) as running:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class RateMark:
     """So many `records` were through by the time `at` (s, any zero)."""
 
     records: int
@@ -13,14 +13,14 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RateLimits:
     """What counts: from the first mark at `warm` records to the first at `total` records or after `window` s."""
 
     warm: int
     total: int
     window: float
 
-    def over(self, began: Mark, mark: Mark) -> bool:
+    def over(self, began: RateMark, mark: RateMark) -> bool:
         return mark.records >= self.total or mark.at >= began.at + self.window
 
 
@@ -34,7 +34,7 @@ class Rate:
         return self.records / self.seconds
 
 
-def steady(marks: Sequence[Mark], limits: Limits) -> Rate:
+def steady(marks: Sequence[RateMark], limits: RateLimits) -> Rate:
     """Raises ValueError where fewer than two marks count."""
     counting = [mark for mark in marks if mark.records >= limits.warm]
     if len(counting) < 2:
@@ -47,14 +47,14 @@ def steady(marks: Sequence[Mark], limits: Limits) -> Rate:
 class Meter:
     """Notes marks, and says when enough is known."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: RateLimits) -> None:
         self.limits = limits
-        self.marks: list[Mark] = []
+        self.marks: list[RateMark] = []
         self.done = False
-        self._began: Mark | None = None
+        self._began: RateMark | None = None
 
     def note(self, records: int, at: float) -> None:
-        mark = Mark(records, at)
+        mark = RateMark(records, at)
         self.marks.append(mark)
         if self._began is not None:
             self.done = self.done or self.limits.over(self._began, mark)

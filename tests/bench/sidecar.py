@@ -15,7 +15,7 @@ import psutil
 
 from tests.bench.crowd import asking, following, lining, publishing
 from tests.bench.crowd.publishing import Load, stream_name
-from tests.bench.site import Site
+from tests.bench.site import BenchSite
 from tests.bench.table import mib, table
 from tests.bench.topic import create
 from tests.bench.whole import WrongResult
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CrowdPlan:
     """`each` clients follow one stream, `all` follow all of them, and `lines` do so by the line protocol, while
     `streams` x `writers` move five times a second; then `requests` a second for `asking` seconds."""
 
@@ -43,7 +43,7 @@ class Plan:
     asking: float = 30.0
 
 
-def run(site: Site, plan: Plan) -> dict[str, Any]:
+def run(site: BenchSite, plan: CrowdPlan) -> dict[str, Any]:
     dsn, url = site.database(), site.emptied_redis()
     names = [stream_name(number) for number in range(plan.streams)]
     stamps = site.directory("stamps")
@@ -65,7 +65,7 @@ def run(site: Site, plan: Plan) -> dict[str, Any]:
             spent = _processor_seconds(sidecar) - before
             _tell(followers, published.positions)
             _tell(liners, published.positions)
-            saw, heard = _answer(followers, following.Saw), _answer(liners, lining.Heard)
+            saw, heard = _answer(followers, following.Saw), _answer(liners, lining.LinesHeard)
         peak = _peak(sidecar)
         click.echo(f"{saw}, {heard}, {mib(peak)}, {spent:.1f} s of a core, {published.late:.2f} s late", err=True)
         if saw.torn or saw.lost or saw.short or heard.torn or heard.lost or heard.short:
@@ -136,7 +136,7 @@ def _percentiles(values: list[float]) -> dict[str, float]:
 
 
 @contextmanager
-def _sidecar(site: Site, dsn: str, url: str) -> Iterator[tuple[SidecarProcess, int]]:
+def _sidecar(site: BenchSite, dsn: str, url: str) -> Iterator[tuple[SidecarProcess, int]]:
     """A sidecar, and the port of its lines."""
     port, tcp, topic = free_port(), free_port(), site.fresh("sidecar")
     create(site.connection, topic, 1)

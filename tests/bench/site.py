@@ -22,7 +22,7 @@ from tidemark.streaming.spark import find_java
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class BenchSite:
     home: Home
     jars: Path
     kafka: KafkaServer
@@ -62,7 +62,7 @@ class Site:
 
 
 @contextmanager
-def servers() -> Iterator[Site]:
+def servers() -> Iterator[BenchSite]:
     """Jars come from TIDEMARK_HOME and are fetched there if need be."""
     settings = Settings()
     java = find_java(settings.java_home)
@@ -73,7 +73,7 @@ def servers() -> Iterator[Site]:
         ExitStack() as stack,
     ):
         home = Home(Path(root))
-        site = Site(
+        site = BenchSite(
             home,
             jars,
             KafkaServer(home, free_port(), java=java, jars=jars / BROKER),

@@ -13,11 +13,11 @@ import numpy as np
 import psutil
 
 from tests.bench.memory import KINDS, MIB, sampled
-from tests.bench.site import Site
+from tests.bench.site import BenchSite
 from tests.bench.table import table
 from tests.bench.topic import Sender, create
 from tests.bench.whole import Whole, pipeline
-from tests.bench.workload import Play, Shape
+from tests.bench.workload import Shape, WritersAtWork
 
 # At 1000 a second one transaction in 500 takes about half a minute: each writer has about two such gaps at a time.
 _SHAPE = Shape(streams=4, writers=8, slow_every=500, slow_factor=500)
@@ -27,16 +27,16 @@ _THIRDS = ("first third", "second third", "last third")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SoakPlan:
     minutes: float = 30.0
     rate: int = 1000
     partitions: int = 4
 
 
-def run(site: Site, plan: Plan) -> dict[str, Any]:
+def run(site: BenchSite, plan: SoakPlan) -> dict[str, Any]:
     topic = site.fresh("soak")
     create(site.connection, topic, plan.partitions)
-    play = Play(_SHAPE)
+    play = WritersAtWork(_SHAPE)
     sender = Sender(site.connection, topic, plan.partitions, _SHAPE)
     sender.join()
     heaps: list[int | None] = []
@@ -79,7 +79,7 @@ def render(figures: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _send(plan: Plan, play: Play, sender: Sender) -> None:
+def _send(plan: SoakPlan, play: WritersAtWork, sender: Sender) -> None:
     """One third of the time."""
     due = time.monotonic()
     ends = due + plan.minutes * 60 / len(_THIRDS)

@@ -15,7 +15,7 @@ import pyarrow as pa
 from pyspark.sql import DataFrame
 
 from tests.bench.race import THROUGHPUT
-from tests.bench.site import Site
+from tests.bench.site import BenchSite
 from tests.bench.table import table
 from tests.bench.topic import fill
 from tidemark.sources.kafka import EARLIEST, source_options
@@ -25,7 +25,7 @@ from tidemark.streaming.spark import Jvm, SparkSettings, configuration, connect
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StagesPlan:
     records: int = 4_000_000
     rounds: int = 4
 
@@ -34,7 +34,7 @@ def _count(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     yield pa.record_batch([pa.array([sum(batch.num_rows for batch in batches)], pa.int64())], names=["records"])
 
 
-def run(site: Site, plan: Plan) -> dict[str, Any]:
+def run(site: BenchSite, plan: StagesPlan) -> dict[str, Any]:
     """The first round warms up and does not count."""
     shape, partitions = THROUGHPUT.shape, THROUGHPUT.partitions
     loaded = fill(site.connection, site.fresh("facts"), shape, records=plan.records, partitions=partitions)

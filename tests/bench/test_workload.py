@@ -1,22 +1,22 @@
 import msgspec
 import pytest
 
-from tests.bench.competitors.gaps import Gaps
-from tests.bench.latency import Moves
-from tests.bench.workload import Edges, Play, Rendering, Shape
+from tests.bench.competitors.gaps import GapBuffer
+from tests.bench.latency import MoveTimes
+from tests.bench.workload import Completions, Rendering, Shape, WritersAtWork
 from tidemark.streaming.records import Topic, read
 
 SHAPES = [Shape(streams=3, writers=4), Shape(streams=50, writers=2, in_flight=0.5), Shape(streams=1, writers=1)]
 
 
-def played(play: Play, steps: int = 20) -> list[Edges]:
+def played(play: WritersAtWork, steps: int = 20) -> list[Completions]:
     return [*(play.step(100) for _ in range(steps)), play.finish()]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_id_of_a_stream_completes_once(shape: Shape) -> None:
     """The IDs of each stream, over all its writers, are 1 to the position at which its line must end."""
-    play = Play(shape)
+    play = WritersAtWork(shape)
     ids: dict[int, list[int]] = {stream: [] for stream in range(shape.streams)}
     for edges in played(play):
         for owner, id_ in zip(edges.owner.tolist(), edges.id.tolist(), strict=True):
@@ -28,7 +28,7 @@ def test_every_id_of_a_stream_completes_once(shape: Shape) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_records_are_good_and_lead_a_tracker_to_the_end(shape: Shape) -> None:
     """Tidemark's decoder takes every record, and a tracker fed with them ends where the workload says."""
-    play, rendering, gaps = Play(shape), Rendering(shape), Gaps()
+    play, rendering, gaps = WritersAtWork(shape), Rendering(shape), GapBuffer()
     records = list(rendering.joins())
     for edges in played(play):
         records += zip(rendering.streams(edges), rendering.values(edges), strict=True)
@@ -44,7 +44,7 @@ def test_facts_complete_out_of_order() -> None:
     """With two transactions open per writer a good part of the records comes before an earlier one of its writer."""
     last: dict[int, int] = {}
     early = total = 0
-    for edges in played(Play(Shape())):
+    for edges in played(WritersAtWork(Shape())):
         for owner, prev, id_ in zip(edges.owner.tolist(), edges.prev.tolist(), edges.id.tolist(), strict=True):
             early += prev > last.get(owner, 0)
             last[owner] = max(id_, last.get(owner, 0))
@@ -55,7 +55,7 @@ def test_facts_complete_out_of_order() -> None:
 def test_a_move_is_timed_from_the_completion_that_allowed_it() -> None:
     """An ID that came early moves nothing; the one that closes the gap starts the clock for both."""
     shape = Shape(streams=1, writers=1)
-    moves, play = Moves(shape), Play(shape)
+    moves, play = MoveTimes(shape), WritersAtWork(shape)
     whole = played(play, steps=1)[0]
     order = whole.id.argsort()
     first, second = whole.pick(order[:1]), whole.pick(order[1:2])

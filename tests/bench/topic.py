@@ -8,7 +8,7 @@ from typing import Any
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from tests.bench.workload import Edges, Play, Rendering, Shape
+from tests.bench.workload import Completions, Rendering, Shape, WritersAtWork
 from tidemark.sources.kafka import KafkaConnection
 
 _STEP = 50_000
@@ -22,7 +22,7 @@ class Loaded:
     partitions: int
     records: int
     bytes: int
-    play: Play
+    play: WritersAtWork
 
 
 def create(connection: KafkaConnection, topic: str, partitions: int) -> None:
@@ -48,7 +48,7 @@ class Sender:
         streams, joins = zip(*self._rendering.joins(), strict=True)
         self._send(streams, joins)
 
-    def send(self, edges: Edges) -> None:
+    def send(self, edges: Completions) -> None:
         """Returns when everything was handed to the client; `flush` waits for the broker."""
         self._send(self._rendering.streams(edges), self._rendering.values(edges))
 
@@ -79,11 +79,11 @@ def fill(
     *,
     records: int,
     partitions: int,
-    keep: Callable[[Edges], Edges] = lambda edges: edges,
+    keep: Callable[[Completions], Completions] = lambda edges: edges,
 ) -> Loaded:
     """Make `topic` and fill it with `records`, the JOINs included; `keep` may leave some out."""
     create(connection, topic, partitions)
-    play, sender = Play(shape), Sender(connection, topic, partitions, shape)
+    play, sender = WritersAtWork(shape), Sender(connection, topic, partitions, shape)
     sender.join()
     for begun in range(sender.records, records, _STEP):
         sender.send(keep(play.step(min(_STEP, records - begun))))

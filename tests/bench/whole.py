@@ -10,9 +10,9 @@ import psycopg
 import redis
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.bench.rate import Mark
-from tests.bench.site import Site
-from tests.bench.workload import Play
+from tests.bench.rate import RateMark
+from tests.bench.site import BenchSite
+from tests.bench.workload import WritersAtWork
 from tidemark.app.stack.server import LOOPBACK, free_port
 from tidemark.app.stack.servers import PipelineProcess
 
@@ -39,7 +39,7 @@ class Whole:
             raise WrongResult(f"the pipeline ended with {self.server.returncode}: {self.server.log_tail(5)}")
         return pid
 
-    def marks(self) -> list[Mark]:
+    def marks(self) -> list[RateMark]:
         """One mark per batch: records of the topic counted so far, when Postgres began the batch's transaction.
 
         From one transaction to the next is one whole turn of the pipeline: reading, computing and both sinks.
@@ -50,7 +50,7 @@ class Whole:
                 " extract(epoch from applied_at)::float8 from tidemark.applied_batches order by number",
                 [self.topic],
             ).fetchall()
-        return [Mark(records, at) for records, at in rows if records is not None]
+        return [RateMark(records, at) for records, at in rows if records is not None]
 
     def await_records(self, records: int, seconds: float) -> None:
         """Return once so many records of the topic are counted and published."""
@@ -61,7 +61,7 @@ class Whole:
                 raise WrongResult(f"{reached} of {records} records after {seconds:.0f} s: {self.server.log_tail(3)}")
             time.sleep(_POLL_SECONDS)
 
-    def await_positions(self, play: Play, seconds: float = 30) -> None:
+    def await_positions(self, play: WritersAtWork, seconds: float = 30) -> None:
         """Return once Redis shows every position and line as `play` left them; Redis is the last sink of a batch."""
         deadline = time.monotonic() + seconds
         while (difference := self._difference(play)) is not None:
@@ -87,7 +87,7 @@ class Whole:
             raise WrongResult(f"the database knows no stream {stream}")
         return int(row[0])
 
-    def _difference(self, play: Play) -> str | None:
+    def _difference(self, play: WritersAtWork) -> str | None:
         shape = play.shape
         with redis.Redis.from_url(self.redis_url) as client, client.pipeline(transaction=False) as asked:
             for number in range(shape.streams):
@@ -104,7 +104,7 @@ class Whole:
 
 
 @contextmanager
-def pipeline(site: Site, topic: str, partitions: int, variables: Mapping[str, str]) -> Iterator[Whole]:
+def pipeline(site: BenchSite, topic: str, partitions: int, variables: Mapping[str, str]) -> Iterator[Whole]:
     """A pipeline on `topic`, with an empty database, an empty Redis and no checkpoint; ready when the block begins.
 
     `variables` are settings beyond those of the site (`TIDEMARK_...`); all others have their defaults.

@@ -38,7 +38,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Edges:
+class Completions:
     """Completions in the order in which they go to Kafka. `owner` is `stream * writers + writer`."""
 
     owner: Array
@@ -49,15 +49,15 @@ class Edges:
     def __len__(self) -> int:
         return len(self.id)
 
-    def then(self, later: "Edges") -> "Edges":
+    def then(self, later: "Completions") -> "Completions":
         pairs = zip(astuple(self), astuple(later), strict=True)
-        return Edges(*(np.concatenate(pair) for pair in pairs))
+        return Completions(*(np.concatenate(pair) for pair in pairs))
 
-    def pick(self, chosen: npt.NDArray[np.bool_] | Array) -> "Edges":
-        return Edges(self.owner[chosen], self.prev[chosen], self.id[chosen], self.kind[chosen])
+    def pick(self, chosen: npt.NDArray[np.bool_] | Array) -> "Completions":
+        return Completions(self.owner[chosen], self.prev[chosen], self.id[chosen], self.kind[chosen])
 
 
-class Play:
+class WritersAtWork:
     """Writers at work: `step` lets them begin so many transactions and gives what completed meanwhile.
 
     The same shape gives the same records, however they are cut into steps of equal size. After `finish` nothing is
@@ -71,10 +71,10 @@ class Play:
         self._told = np.zeros(shape.streams * shape.writers, np.int64)
         self._begun = 0
         none = np.zeros(0, np.int64)
-        self._open = Edges(none, none, none, none)
+        self._open = Completions(none, none, none, none)
         self._due = np.zeros(0)
 
-    def step(self, transactions: int) -> Edges:
+    def step(self, transactions: int) -> Completions:
         """Begin `transactions`; what completes before the next one would begin, in its order."""
         began = self._begin(transactions)
         arrivals = self._begun + np.arange(transactions)
@@ -83,7 +83,7 @@ class Play:
         self._due = np.concatenate([self._due, arrivals + self._delays(transactions)])
         return self._complete(self._due < self._begun)
 
-    def finish(self) -> Edges:
+    def finish(self) -> Completions:
         """Everything that is still open, in its order."""
         return self._complete(np.ones(len(self._due), np.bool_))
 
@@ -96,7 +96,7 @@ class Play:
         """Where the line stands once everything has completed."""
         return int(self._last[stream])
 
-    def _begin(self, count: int) -> Edges:
+    def _begin(self, count: int) -> Completions:
         owner = self._random.integers(0, len(self._told), count)
         stream = owner // self.shape.writers
         id_ = np.empty(count, np.int64)
@@ -114,7 +114,7 @@ class Play:
         last = np.roll(first, -1)
         self._told[by_owner[last]] = ids[last]
         kind = (self._random.integers(0, self.shape.void_every, count) == 0).astype(np.int64)
-        return Edges(owner, prev, id_, kind)
+        return Completions(owner, prev, id_, kind)
 
     def _delays(self, count: int) -> npt.NDArray[np.float64]:
         """How many transactions begin, over all writers, before each of these has completed."""
@@ -122,7 +122,7 @@ class Play:
         slow = self._random.integers(0, self.shape.slow_every, count) == 0
         return self._random.exponential(mean, count) * np.where(slow, self.shape.slow_factor, 1)
 
-    def _complete(self, done: npt.NDArray[np.bool_]) -> Edges:
+    def _complete(self, done: npt.NDArray[np.bool_]) -> Completions:
         order = np.flatnonzero(done)[np.argsort(self._due[done], kind="stable")]
         completed = self._open.pick(order)
         self._open = self._open.pick(~done)
@@ -131,7 +131,7 @@ class Play:
 
 
 class Rendering:
-    """Edges as the JSON of docs/design.md 3; about 141 bytes each while IDs have six digits."""
+    """Completions as the JSON of docs/design.md 3; about 141 bytes each while IDs have six digits."""
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
@@ -150,7 +150,7 @@ class Rendering:
                 head = f'{{"kind":"JOIN","stream":"{shape.stream(stream)}","writer":"{shape.writer(writer)}"'
                 yield stream, f'{head},"epoch":1,"id":0}}'.encode()
 
-    def values(self, edges: Edges) -> list[bytes]:
+    def values(self, edges: Completions) -> list[bytes]:
         templates, rows = self._templates, self._rows
         numbers = (2 * edges.owner + edges.kind).tolist()
         ids = edges.id.tolist()
@@ -159,7 +159,7 @@ class Rendering:
             for number, prev, id_ in zip(numbers, edges.prev.tolist(), ids, strict=True)
         ]
 
-    def streams(self, edges: Edges) -> list[int]:
+    def streams(self, edges: Completions) -> list[int]:
         streams: list[int] = (edges.owner // self._shape.writers).tolist()
         return streams
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 import psycopg
 
-from tests.bench.site import Site
+from tests.bench.site import BenchSite
 from tests.bench.table import table
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.sources.writer import Stream, Writer, sequences
@@ -30,14 +30,14 @@ Transact = Callable[[Connection], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class WriterPlan:
     """Each measure runs `seconds`; `rounds` of both in turns, so that a noisy moment hits both."""
 
     seconds: float = 6.0
     rounds: int = 3
 
 
-def run(site: Site, plan: Plan) -> dict[str, Any]:
+def run(site: BenchSite, plan: WriterPlan) -> dict[str, Any]:
     dsn, topic = _prepared(site.database()), site.fresh("writer")
     Topics(site.connection).create_missing([TopicPlan(topic, 1, 3_600_000)])
     found: dict[str, dict[str, list[float]]] = {}

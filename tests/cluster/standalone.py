@@ -48,7 +48,7 @@ class Master(_SparkServer):
         return self.spark_class("master.Master", "--host", LOOPBACK, *ports)
 
 
-class Worker(_SparkServer):
+class ClusterWorker(_SparkServer):
     """One core. `unseen` is a folder that looks empty to it, and whose files of its own nobody else sees: a disk."""
 
     def __init__(self, home: Home, master: Master, number: int, unseen: Path) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.app.feeding import Play
+from tests.app.feeding import PlayFeed
 from tests.app.running import PATIENCE, Running
-from tests.cluster.standalone import Master, Worker
+from tests.cluster.standalone import ClusterWorker, Master
 from tests.fix_pipeline import Site
 from tests.play.cast import Cast
 from tests.waiting import eventually
@@ -37,8 +37,8 @@ def master(tmp_path: Path) -> Iterator[Master]:
 
 
 @pytest.fixture
-def workers(master: Master, disks: Path) -> Iterator[list[Worker]]:
-    workers = [Worker(master.home, master, number, disks) for number in (1, 2)]
+def workers(master: Master, disks: Path) -> Iterator[list[ClusterWorker]]:
+    workers = [ClusterWorker(master.home, master, number, disks) for number in (1, 2)]
     for worker in workers:
         worker.start()
     yield workers
@@ -50,7 +50,7 @@ def start(site: Site, master: Master, **changed: Any) -> Running:
     return site.start(spark_master=master.url, spark_executor_memory="512m", shards=8, **changed).ready()
 
 
-def plays(play: Play, since: float, until: float) -> None:
+def plays(play: PlayFeed, since: float, until: float) -> None:
     """Facts flow from `since` to `until`, seconds of the play, while time passes."""
     moment = since
     while moment < until:
@@ -59,7 +59,7 @@ def plays(play: Play, since: float, until: float) -> None:
         time.sleep(1.0 / SPEED)
 
 
-def test_positions_survive_the_death_of_a_worker(site: Site, master: Master, workers: list[Worker]) -> None:
+def test_positions_survive_the_death_of_a_worker(site: Site, master: Master, workers: list[ClusterWorker]) -> None:
     """Rules 1 to 5: two workers that see neither each other's disk nor the driver's give the positions of the truth;
     when one of them dies with its states while facts flow, the query begins anew from Postgres on the other."""
     play = site.play(7, Cast(streams=6, writers=3, rate=50.0))
@@ -76,7 +76,7 @@ def test_positions_survive_the_death_of_a_worker(site: Site, master: Master, wor
 
 
 def test_with_a_store_the_query_outlives_a_worker(
-    site: Site, master: Master, workers: list[Worker], tmp_path: Path
+    site: Site, master: Master, workers: list[ClusterWorker], tmp_path: Path
 ) -> None:
     """States that lie where both workers reach them: one dies while facts flow, and the same query goes on."""
     play = site.play(8, Cast(streams=6, writers=3, rate=50.0))
@@ -94,7 +94,7 @@ def test_with_a_store_the_query_outlives_a_worker(
 
 
 def test_with_a_store_executors_come_with_the_work(
-    site: Site, master: Master, workers: list[Worker], tmp_path: Path
+    site: Site, master: Master, workers: list[ClusterWorker], tmp_path: Path
 ) -> None:
     """One to begin with; tasks of the cold first batch wait for more than a second, so Spark asks for the other."""
     play = site.play(9, Cast(streams=6, writers=3, rate=50.0))

@@ -13,7 +13,7 @@ from functools import partial
 
 import click
 
-from tests.helm.feed import Feed, Watch
+from tests.helm.feed import FactsFeed, RedisWatch
 from tests.helm.kube import Kube
 from tests.helm.tools import CHART, ROOT, run
 
@@ -28,8 +28,8 @@ class Scenario:
     """One release in one namespace. The methods are called in the order of `main`."""
 
     kube: Kube
-    feed: Feed
-    watch: Watch
+    feed: FactsFeed
+    watch: RedisWatch
     values: list[str]
     """Options of helm, the same for every install and upgrade."""
     last: int = 0
@@ -107,7 +107,7 @@ def main(
             if load:
                 timed(f"load {name}", partial(run, *shlex.split(load), name))
     kube = Kube(shlex.split(prefix), namespace, CHART)
-    scenario = Scenario(kube, Feed(kube, STREAM), Watch(kube, STREAM), _values(chosen))
+    scenario = Scenario(kube, FactsFeed(kube, STREAM), RedisWatch(kube, STREAM), _values(chosen))
     kube.namespace_made()
     scenario.install()
     scenario.helm_test()

@@ -45,7 +45,7 @@ while True:
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class FactsFeed:
     kube: Kube
     stream: str
 
@@ -76,7 +76,7 @@ class Feed:
 
 
 @dataclass
-class Watch:
+class RedisWatch:
     """Every position that Redis showed, and when it came here. A thread of its own reads."""
 
     kube: Kube

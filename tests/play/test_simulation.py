@@ -80,14 +80,14 @@ def test_edges_of_an_epoch_tile_the_line() -> None:
 def test_the_truth_is_what_a_reader_of_the_records_can_prove(seed: int) -> None:
     """A reader that follows chains of edges, and knows no reservations, finds the very positions of the truth."""
     simulation = Simulation(seed, CAST)
-    chains = Chains()
+    chains = NaivePositions()
     for second in range(40):
         chains.feed(simulation.step(second / 2))
         for stream in simulation.streams():
             assert chains.positions[stream.name] == stream.positions()
 
 
-class Chains:
+class NaivePositions:
     """Positions from the records alone: an independent and naive reading of docs/design.md 3."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Facts:
+class FactsTopic:
     """Where rows are read."""
 
     connection: KafkaConnection
@@ -34,16 +34,16 @@ class Facts:
         return Tail(self.connection, self.topic)
 
 
-def no_facts() -> Facts:
+def no_facts() -> FactsTopic:
     """A Kafka that is not there."""
-    return Facts(KafkaConnection(f"127.0.0.1:{free_port()}"), "none")
+    return FactsTopic(KafkaConnection(f"127.0.0.1:{free_port()}"), "none")
 
 
 @contextmanager
 def served(
     servers: SidecarServers,
     terms: LineServerConfig | None = None,
-    facts: Facts | None = None,
+    facts: FactsTopic | None = None,
     limit: int = MIB,
     port: int = 0,
     beside: Callable[[Service, Hub, LineServer], AbstractAsyncContextManager[None]] | None = None,
@@ -82,7 +82,7 @@ def served(
         assert not thread.is_alive()
 
 
-class Client:
+class LineClient:
     """A raw connection; what it reads are lines without their newlines."""
 
     def __init__(self, address: Address, patience: float = 10.0, receive_buffer: int | None = None) -> None:
@@ -143,9 +143,9 @@ class Client:
 @contextmanager
 def client(
     address: Address, *first: str, patience: float = 10.0, receive_buffer: int | None = None
-) -> Iterator[Client]:
+) -> Iterator[LineClient]:
     """Connected, with its `first` lines sent."""
-    made = Client(address, patience, receive_buffer)
+    made = LineClient(address, patience, receive_buffer)
     try:
         made.send(*first)
         yield made

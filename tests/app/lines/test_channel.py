@@ -32,7 +32,7 @@ def connected(url: str) -> Any:
     return redis.Redis.from_url(url, decode_responses=True)
 
 
-class Worker:
+class ChannelWorker:
     """A client that knows only this dialect."""
 
     def __init__(self, url: str) -> None:
@@ -59,8 +59,8 @@ class Worker:
 
 
 @pytest.fixture
-def worker(redis_url: str) -> Iterator[Worker]:
-    made = Worker(redis_url)
+def worker(redis_url: str) -> Iterator[ChannelWorker]:
+    made = ChannelWorker(redis_url)
     yield made
     made.redis.close()
 
@@ -70,14 +70,16 @@ def spoken(service: Service, hub: Hub, server: LineServer) -> AbstractAsyncConte
 
 
 @contextmanager
-def speaking(servers: SidecarServers, worker: Worker) -> Iterator[tuple[str, int]]:
+def speaking(servers: SidecarServers, worker: ChannelWorker) -> Iterator[tuple[str, int]]:
     """A sidecar that has begun to speak."""
     with served(servers, beside=spoken) as address:
         eventually(lambda: worker.redis.exists(f"tidemark:lines:{{{TERMS.channel}}}:speaker"))
         yield address
 
 
-def test_replicate_is_answered_by_one_sidecar(pipeline: Pipeline, servers: SidecarServers, worker: Worker) -> None:
+def test_replicate_is_answered_by_one_sidecar(
+    pipeline: Pipeline, servers: SidecarServers, worker: ChannelWorker
+) -> None:
     """However many run, each position comes once."""
     pipeline.publish(stream("s", advance("a", 0, 7), advance("b", 0, 4)))
     with speaking(servers, worker), served(servers, beside=spoken):
@@ -87,7 +89,9 @@ def test_replicate_is_answered_by_one_sidecar(pipeline: Pipeline, servers: Sidec
         assert worker.hears(0.5) is None
 
 
-def test_many_who_ask_at_once_get_few_answers(pipeline: Pipeline, servers: SidecarServers, worker: Worker) -> None:
+def test_many_who_ask_at_once_get_few_answers(
+    pipeline: Pipeline, servers: SidecarServers, worker: ChannelWorker
+) -> None:
     """No storm: one answer is for all who asked before it."""
     pipeline.move("w", 0, 7)
     with speaking(servers, worker):
@@ -101,7 +105,7 @@ def test_many_who_ask_at_once_get_few_answers(pipeline: Pipeline, servers: Sidec
         assert 1 <= answers <= 2 + (time.monotonic() - began) / ANSWER_EVERY
 
 
-def test_moves_are_said_once(pipeline: Pipeline, servers: SidecarServers, worker: Worker) -> None:
+def test_moves_are_said_once(pipeline: Pipeline, servers: SidecarServers, worker: ChannelWorker) -> None:
     """By whichever sidecar speaks, joined, while two run."""
     pipeline.move("w", 0, 1)
     with speaking(servers, worker), served(servers, beside=spoken):
@@ -112,7 +116,7 @@ def test_moves_are_said_once(pipeline: Pipeline, servers: SidecarServers, worker
         assert worker.hears(0.3) is None
 
 
-def test_relayed_commands_pass_in_both_directions(servers: SidecarServers, worker: Worker) -> None:
+def test_relayed_commands_pass_in_both_directions(servers: SidecarServers, worker: ChannelWorker) -> None:
     """From a connection to the channel and to the connections of other sidecars, and back; nobody hears an echo."""
     with (
         speaking(servers, worker) as one,
@@ -136,7 +140,9 @@ def test_relayed_commands_pass_in_both_directions(servers: SidecarServers, worke
         assert other.quiet(0.1)
 
 
-def test_speaker_that_ends_gives_its_place_away(pipeline: Pipeline, servers: SidecarServers, worker: Worker) -> None:
+def test_speaker_that_ends_gives_its_place_away(
+    pipeline: Pipeline, servers: SidecarServers, worker: ChannelWorker
+) -> None:
     """At once, and the successor begins with where writers stand."""
     pipeline.move("w", 0, 1)
     with speaking(servers, worker):
@@ -147,7 +153,9 @@ def test_speaker_that_ends_gives_its_place_away(pipeline: Pipeline, servers: Sid
         assert worker.hears() == "POSITION s w 5 5"
 
 
-def test_redis_that_lost_its_data_silences_nobody(pipeline: Pipeline, servers: SidecarServers, worker: Worker) -> None:
+def test_redis_that_lost_its_data_silences_nobody(
+    pipeline: Pipeline, servers: SidecarServers, worker: ChannelWorker
+) -> None:
     """The lease is gone with it: it is taken anew, and positions are said again."""
     pipeline.move("w", 0, 1)
     with speaking(servers, worker):
@@ -176,7 +184,7 @@ def process(variables: Mapping[str, str], log: Path) -> Iterator[subprocess.Pope
 
 @pytest.mark.slow
 def test_killed_speaker_leaves_no_hole(
-    pipeline: Pipeline, redis_url: str, dsn: str, worker: Worker, tmp_path: Path
+    pipeline: Pipeline, redis_url: str, dsn: str, worker: ChannelWorker, tmp_path: Path
 ) -> None:
     """Two real sidecars, one killed by SIGKILL while it speaks and positions move: a client that follows the rules of
     the protocol has heard or fetched every ID, none twice, and REPLICATE is answered by the other."""

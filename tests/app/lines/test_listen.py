@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import click
 import pytest
 
-from tests.app.lines.given import NOWHERE, Address, Client, served
+from tests.app.lines.given import NOWHERE, Address, LineClient, served
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.lines import listen
 from tidemark.app.lines.commands import (
@@ -81,7 +81,7 @@ def test_only_what_was_asked_for_as_json(pipeline: Pipeline, servers: SidecarSer
             }
         with listening(address, "--stream", "other") as process:
             assert line(process) == "SERVER tidemark"
-            sender = Client(address)
+            sender = LineClient(address)
             sender.send("USER_IP x")
             assert line(process) == "USER_IP x"
             sender.close()

@@ -22,7 +22,7 @@ from tidemark.streaming.records import Join, Rdata, Record, Retire, Topic, Void,
 BIG = 1 << 30
 
 
-class Play:
+class RowsPlay:
     """Stream `s` and writer `w`, told in few words."""
 
     def __init__(self, *, whole: bool = True, limit: int = BIG) -> None:
@@ -70,9 +70,9 @@ def join(id: int, epoch: int, *, unseen: bool = False) -> Record:
     return Join(stream="s", writer="w", epoch=epoch, id=id, unseen=unseen)
 
 
-def standing(at: int = 0, **more: int) -> Play:
+def standing(at: int = 0, **more: int) -> RowsPlay:
     """Clients stand at `at`."""
-    play = Play(**more)  # type: ignore[arg-type]
+    play = RowsPlay(**more)  # type: ignore[arg-type]
     assert texts(play.announcer.stand("s", {"w": at})) == [f"POSITION s w {at} {at}"]
     return play
 
@@ -125,7 +125,7 @@ def test_what_waits_is_passed_by_where_the_writer_stands() -> None:
 
 def test_new_writer_is_introduced_before_its_rows() -> None:
     """Clients drop rows of what they were never told a position of."""
-    play = Play()
+    play = RowsPlay()
     play.read(fact(1))
     assert play.move(0, 1) == ["POSITION s w 0 0", "RDATA s w 1 1"]
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import psutil
 import pytest
 
-from tests.app.lines.given import NOWHERE, Client, client, served
+from tests.app.lines.given import NOWHERE, LineClient, client, served
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
@@ -129,7 +129,7 @@ def test_bad_line_is_answered_with_error_and_the_end(sent: bytes, problem: str) 
 def test_half_line_is_not_acted_on() -> None:
     """What has no newline yet is no command, also when the connection ends there."""
     with served(NOWHERE) as address, client(address) as one:
-        other = Client(address)
+        other = LineClient(address)
         other.socket.sendall(b"REMOTE_SERVER_UP exam")
         other.close()
         assert one.quiet(0.2)
@@ -147,7 +147,7 @@ def test_pings_come_and_silence_ends_a_connection_that_sent_one() -> None:
         assert max(b - a for a, b in pairwise(times)) < 1000  # 200, but for what a busy machine adds
 
 
-def is_gone(client: Client) -> bool:
+def is_gone(client: LineClient) -> bool:
     """Whether the server has cut the connection."""
     try:
         client.send("NAME still here")
@@ -164,7 +164,7 @@ def test_client_that_never_reads_is_dropped() -> None:
         client(address, "REPLICATE", receive_buffer=4096) as deaf,
         client(address, "REPLICATE") as one,
     ):
-        sender = Client(address)
+        sender = LineClient(address)
         before, text = process.memory_info().rss, "x" * 50_000
         for number in range(200):
             sender.send(f"USER_IP {number} {text}")
@@ -205,7 +205,7 @@ def test_ten_thousand_fuzzed_lines(pipeline: Pipeline, servers: SidecarServers) 
     def torn(data: bytes) -> None:
         """Sent in two pieces; the server may have left meanwhile."""
         cut = draw.randint(0, len(data))
-        with Client(address).socket as sock:
+        with LineClient(address).socket as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             try:
                 for piece in (data[:cut], data[cut:]):

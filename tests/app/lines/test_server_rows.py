@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from tests.app.lines.given import Client, Facts, client, served
+from tests.app.lines.given import FactsTopic, LineClient, client, served
 from tests.fix_servers import away
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
@@ -19,12 +19,12 @@ from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming.records import Join, Rdata, Record, encode, row
 
 
-class Topic:
+class FactsOfTest:
     """The facts of one test."""
 
     def __init__(self, connection: KafkaConnection, name: str) -> None:
         Topics(connection).create_missing([TopicPlan(name, 2, 3_600_000)])
-        self.facts = Facts(connection, name)
+        self.facts = FactsTopic(connection, name)
         self._producer = RecordProducer(connection, name, give_up_after=20)
 
     def send(self, *records: Record) -> None:
@@ -34,8 +34,8 @@ class Topic:
 
 
 @pytest.fixture
-def topic(kafka: KafkaServer, prefix: str) -> Topic:
-    return Topic(KafkaConnection(kafka.bootstrap_servers), prefix)
+def topic(kafka: KafkaServer, prefix: str) -> FactsOfTest:
+    return FactsOfTest(KafkaConnection(kafka.bootstrap_servers), prefix)
 
 
 def fact(id: int, writer: str = "w", epoch: int = 1, name: str = "s") -> Record:
@@ -52,7 +52,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "PATIENCE", 5.0)
 
 
-def flowing(one: Client, topic: Topic, pipeline: Pipeline, first: int = 1) -> int:
+def flowing(one: LineClient, topic: FactsOfTest, pipeline: Pipeline, first: int = 1) -> int:
     """Until rows are read, each fact is to be fetched; gives the ID of the first whose row came."""
     for id in itertools.count(first):
         topic.send(fact(id))
@@ -64,7 +64,7 @@ def flowing(one: Client, topic: Topic, pipeline: Pipeline, first: int = 1) -> in
 
 
 @pytest.mark.usefixtures("patient")
-def test_rows_follow_their_positions(pipeline: Pipeline, servers: SidecarServers, topic: Topic) -> None:
+def test_rows_follow_their_positions(pipeline: Pipeline, servers: SidecarServers, topic: FactsOfTest) -> None:
     """Rows are held until their IDs are passed, then sent in stream order, several of a fact as a batch; what is empty
     behind them is a POSITION, and what a zombie said is not sent."""
     with served(servers, facts=topic.facts) as address, client(address, "PING 1", "REPLICATE") as one:
@@ -86,7 +86,7 @@ def test_rows_follow_their_positions(pipeline: Pipeline, servers: SidecarServers
 
 
 @pytest.mark.usefixtures("patient")
-def test_backward_stream_keeps_its_sign(pipeline: Pipeline, servers: SidecarServers, topic: Topic) -> None:
+def test_backward_stream_keeps_its_sign(pipeline: Pipeline, servers: SidecarServers, topic: FactsOfTest) -> None:
     """IDs go down from -1, in the order in which they were given out."""
     pipeline.publish(stream("back", advance("w", 0, -1), linear=-1))
     with served(servers, facts=topic.facts) as address, client(address, "REPLICATE") as one:
@@ -97,7 +97,9 @@ def test_backward_stream_keeps_its_sign(pipeline: Pipeline, servers: SidecarServ
         assert one.lines(2) == ['RDATA back w -2 {"of":-2}', 'RDATA back w -3 {"of":-3}']
 
 
-def test_rows_are_read_only_while_somebody_listens(pipeline: Pipeline, servers: SidecarServers, topic: Topic) -> None:
+def test_rows_are_read_only_while_somebody_listens(
+    pipeline: Pipeline, servers: SidecarServers, topic: FactsOfTest
+) -> None:
     """With the last client that asked the reading ends; for the next one it begins anew where the pipeline is."""
     with served(servers, facts=topic.facts) as address:
         eventually(lambda: not reading())  # also of servers that were here before
@@ -116,7 +118,7 @@ def reading() -> bool:
 
 @pytest.mark.slow
 def test_broker_that_goes_and_comes_back(
-    pipeline: Pipeline, servers: SidecarServers, topic: Topic, kafka: KafkaServer
+    pipeline: Pipeline, servers: SidecarServers, topic: FactsOfTest, kafka: KafkaServer
 ) -> None:
     """Without Kafka clients are told to fetch; when it is back, rows come again."""
     with served(servers, facts=topic.facts) as address, client(address, "REPLICATE") as one:

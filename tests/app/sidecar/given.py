@@ -23,7 +23,7 @@ from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import WriterState
 
 
-class Client(httpx.Client):
+class SidecarClient(httpx.Client):
     """Talks to one sidecar."""
 
     def json(self, path: str, status: int = 200, **more: Any) -> Any:
@@ -40,7 +40,7 @@ class Client(httpx.Client):
 
 
 @contextmanager
-def sidecar(servers: SidecarServers, terms: SiteConfig | None = None, port: int = 0) -> Iterator[Client]:
+def sidecar(servers: SidecarServers, terms: SiteConfig | None = None, port: int = 0) -> Iterator[SidecarClient]:
     """In a thread of this process; on a port of its own, or where another one was."""
     config = uvicorn.Config(
         site(servers, terms or SiteConfig()), port=port, log_config=None, access_log=False, timeout_graceful_shutdown=1
@@ -51,7 +51,7 @@ def sidecar(servers: SidecarServers, terms: SiteConfig | None = None, port: int 
     try:
         eventually(lambda: server.started)
         port = server.servers[0].sockets[0].getsockname()[1]
-        with Client(base_url=f"http://127.0.0.1:{port}", timeout=15) as client:
+        with SidecarClient(base_url=f"http://127.0.0.1:{port}", timeout=15) as client:
             yield client
     finally:
         server.should_exit = True

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.app.sidecar.given import At, Client, moved, sidecar
+from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
@@ -21,7 +21,7 @@ from tidemark.app.stack.servers import RedisServer
 
 
 @dataclass
-class Heard:
+class EventsHeard:
     """A client's side of one connection; `last_id` as a browser keeps it."""
 
     lines: Iterator[str]
@@ -59,12 +59,12 @@ class Heard:
 
 
 @contextmanager
-def heard(client: Client, last_id: str = "", **params: Any) -> Iterator[Heard]:
+def heard(client: SidecarClient, last_id: str = "", **params: Any) -> Iterator[EventsHeard]:
     headers = {"Last-Event-ID": last_id} if last_id else {}
     with client.stream("GET", "/v1/events", params=params, headers=headers) as answer:
         assert answer.status_code == 200, answer.read()
         assert answer.headers["content-type"].startswith("text/event-stream")
-        yield Heard(answer.iter_lines())
+        yield EventsHeard(answer.iter_lines())
 
 
 def grow(pipeline: Pipeline, prev: int, upto: int, stream: str = "s") -> None:
@@ -72,7 +72,7 @@ def grow(pipeline: Pipeline, prev: int, upto: int, stream: str = "s") -> None:
         pipeline.publish(moved(stream, id, w=At(id - 1, id)))
 
 
-def test_snapshot_comes_first_then_every_move(pipeline: Pipeline, client: Client) -> None:
+def test_snapshot_comes_first_then_every_move(pipeline: Pipeline, client: SidecarClient) -> None:
     """What stands there, then each advance with its evidence, then where the line is."""
     grow(pipeline, 0, 2)
     with heard(client) as events:
@@ -85,7 +85,7 @@ def test_snapshot_comes_first_then_every_move(pipeline: Pipeline, client: Client
         assert events.next() == ("line", {"kind": "line", "stream": "s", "linear": 3})
 
 
-def test_only_streams_that_were_named(pipeline: Pipeline, client: Client) -> None:
+def test_only_streams_that_were_named(pipeline: Pipeline, client: SidecarClient) -> None:
     """Others are not told, and one that does not exist is a problem before the first event."""
     grow(pipeline, 0, 1)
     grow(pipeline, 0, 1, "t")
@@ -97,7 +97,7 @@ def test_only_streams_that_were_named(pipeline: Pipeline, client: Client) -> Non
     assert client.json("/v1/events?stream=nobody", 404)["type"] == "unknown-stream"
 
 
-def test_new_stream_is_told_to_who_follows_all(pipeline: Pipeline, client: Client) -> None:
+def test_new_stream_is_told_to_who_follows_all(pipeline: Pipeline, client: SidecarClient) -> None:
     """A stream that appears later comes with its snapshot and then its moves."""
     with heard(client) as events:
         grow(pipeline, 0, 1, "new")
@@ -128,7 +128,7 @@ def test_another_sidecar_goes_on_without_a_hole(
         assert again.ranges(1) == [("s", 7, 8)]
 
 
-def test_stopped_redis_stops_no_events(pipeline: Pipeline, client: Client, redis_server: RedisServer) -> None:
+def test_stopped_redis_stops_no_events(pipeline: Pipeline, client: SidecarClient, redis_server: RedisServer) -> None:
     """While Redis is away the moves come from Postgres, each once, and afterwards from Redis again."""
     grow(pipeline, 0, 2)
     with heard(client, stream="s") as events:
@@ -143,7 +143,7 @@ def test_stopped_redis_stops_no_events(pipeline: Pipeline, client: Client, redis
         assert events.ranges(1) == [("s", 4, 5)]
 
 
-def test_lost_hints_delay_no_events_for_long(pipeline: Pipeline, client: Client, keys: Any) -> None:
+def test_lost_hints_delay_no_events_for_long(pipeline: Pipeline, client: SidecarClient, keys: Any) -> None:
     """A move whose hint nobody heard is told all the same."""
     grow(pipeline, 0, 1)
     with heard(client, stream="s") as events:
@@ -153,7 +153,7 @@ def test_lost_hints_delay_no_events_for_long(pipeline: Pipeline, client: Client,
         assert events.ranges(1) == [("s", 1, 2)]
 
 
-def test_idle_streams_are_looked_at_together(pipeline: Pipeline, client: Client, keys: Any) -> None:
+def test_idle_streams_are_looked_at_together(pipeline: Pipeline, client: SidecarClient, keys: Any) -> None:
     """Fifty streams that nothing happens in cost Redis one transaction a second, not fifty."""
     pipeline.publish(*(moved(f"s{number}", 1, w=At(0, 1)) for number in range(50)))
 
@@ -172,7 +172,7 @@ def test_idle_streams_are_looked_at_together(pipeline: Pipeline, client: Client,
         assert calls("hgetall") >= 100
 
 
-def test_two_clients_hear_the_same(pipeline: Pipeline, client: Client) -> None:
+def test_two_clients_hear_the_same(pipeline: Pipeline, client: SidecarClient) -> None:
     """Each begins with its own snapshot; what one heard before the other came is not told twice."""
     grow(pipeline, 0, 1)
     with heard(client) as one:
@@ -185,7 +185,7 @@ def test_two_clients_hear_the_same(pipeline: Pipeline, client: Client) -> None:
             assert one.ranges(1) == two.ranges(1) == [("s", 2, 3)]
 
 
-def test_wrong_last_event_id_is_refused(client: Client) -> None:
+def test_wrong_last_event_id_is_refused(client: SidecarClient) -> None:
     """An ID of somebody else's is a problem, not a silent beginning."""
     assert client.json("/v1/events", 400, headers={"Last-Event-ID": "17"})["type"] == "bad-request"
 

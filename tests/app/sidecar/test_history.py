@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from tests.app.sidecar.given import At, Client, moved
+from tests.app.sidecar.given import At, SidecarClient, moved
 from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.stack.servers import RedisServer
 
 
-def pages(client: Client, since: str, limit: int) -> list[Any]:
+def pages(client: SidecarClient, since: str, limit: int) -> list[Any]:
     """Every move after `since`, page by page."""
     found: list[Any] = []
     while True:
@@ -27,7 +27,7 @@ def grow(pipeline: Pipeline, upto: int) -> None:
         pipeline.publish(moved("s", id, w=At(id - 1, id)))
 
 
-def test_gaps_are_named_with_their_range_and_age(pipeline: Pipeline, client: Client) -> None:
+def test_gaps_are_named_with_their_range_and_age(pipeline: Pipeline, client: SidecarClient) -> None:
     """All that is open, and how much there is where fewer are asked for."""
     pipeline.publish(moved("s", 7, first=At(0, 9, pending=12), second=At(0, 7, pending=20)))
     found = client.json("/v1/streams/s/gaps")
@@ -37,7 +37,7 @@ def test_gaps_are_named_with_their_range_and_age(pipeline: Pipeline, client: Cli
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_pages_join_without_a_hole(pipeline: Pipeline, client: Client, keys: Any, lost: bool) -> None:
+def test_pages_join_without_a_hole(pipeline: Pipeline, client: SidecarClient, keys: Any, lost: bool) -> None:
     """Page after page each advance comes once with its evidence, also where Redis lost its list."""
     grow(pipeline, 7)
     if lost:
@@ -48,14 +48,16 @@ def test_pages_join_without_a_hole(pipeline: Pipeline, client: Client, keys: Any
     ]
 
 
-def test_page_begins_behind_a_token(pipeline: Pipeline, client: Client) -> None:
+def test_page_begins_behind_a_token(pipeline: Pipeline, client: SidecarClient) -> None:
     """What the reader has read already does not come again."""
     grow(pipeline, 5)
     assert [it["id"] for it in pages(client, "m3", 100)] == [4, 5]
     assert pages(client, "m5", 100) == []
 
 
-def test_stopped_redis_does_not_lose_the_history(pipeline: Pipeline, client: Client, redis_server: RedisServer) -> None:
+def test_stopped_redis_does_not_lose_the_history(
+    pipeline: Pipeline, client: SidecarClient, redis_server: RedisServer
+) -> None:
     """Postgres alone gives the same pages."""
     grow(pipeline, 5)
     before = pages(client, "m0", 2)
@@ -66,13 +68,13 @@ def test_stopped_redis_does_not_lose_the_history(pipeline: Pipeline, client: Cli
 @pytest.mark.parametrize(
     "query", ["since=7", "since=m-7", "since=p", "since=pAAAA", "limit=0", "limit=many", "limit=10001"]
 )
-def test_parameter_that_cannot_be_read(pipeline: Pipeline, client: Client, query: str) -> None:
+def test_parameter_that_cannot_be_read(pipeline: Pipeline, client: SidecarClient, query: str) -> None:
     """400 that names what was wrong, never a page from somewhere else."""
     grow(pipeline, 1)
     assert client.json(f"/v1/streams/s/advances?{query}", 400)["type"] == "bad-request"
 
 
-def test_history_of_nothing(client: Client) -> None:
+def test_history_of_nothing(client: SidecarClient) -> None:
     """A stream that does not exist has no history and no gaps."""
     for path in ("advances", "gaps"):
         assert client.json(f"/v1/streams/s/{path}", 404)["type"] == "unknown-stream"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.app.sidecar.given import At, Client, moved, sidecar
+from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
@@ -16,7 +16,7 @@ from tidemark.app.stack.servers import RedisServer
 from tidemark.sinks.redis.publish import STREAMS, key
 
 
-def test_all_that_is_known_of_a_stream(pipeline: Pipeline, client: Client) -> None:
+def test_all_that_is_known_of_a_stream(pipeline: Pipeline, client: SidecarClient) -> None:
     """Line, vector, token, epochs, who retired, what is pending, who holds it back and since when, from where."""
     pipeline.publish(moved("s", 7, first=At(0, 9, pending=12), second=At(0, 7)))
     found = client.json("/v1/streams/s")
@@ -36,14 +36,14 @@ def test_all_that_is_known_of_a_stream(pipeline: Pipeline, client: Client) -> No
     }
 
 
-def test_all_streams_are_listed(pipeline: Pipeline, client: Client) -> None:
+def test_all_streams_are_listed(pipeline: Pipeline, client: SidecarClient) -> None:
     """Every stream by name, each as it would be told alone; none is no error."""
     assert client.json("/v1/streams") == {"streams": []}
     pipeline.publish(moved("b", 2, w=At(0, 2)), moved("a", 1, w=At(0, 1)))
     assert [(it["stream"], it["token"]) for it in client.json("/v1/streams")["streams"]] == [("a", "m1"), ("b", "m2")]
 
 
-def test_answer_that_the_client_has_is_not_sent_again(pipeline: Pipeline, client: Client) -> None:
+def test_answer_that_the_client_has_is_not_sent_again(pipeline: Pipeline, client: SidecarClient) -> None:
     """The same positions are 304 for who names their tag, whatever their age; a move is 200 with another tag."""
     pipeline.publish(moved("s", 7, w=At(0, 7)))
     for path in ("/v1/streams", "/v1/streams/s"):
@@ -58,7 +58,7 @@ def test_answer_that_the_client_has_is_not_sent_again(pipeline: Pipeline, client
 
 
 @pytest.mark.parametrize("name", ["nobody", "a%20b", "%00", "%FF%FE", "x" * 256])
-def test_stream_that_does_not_exist(client: Client, name: str) -> None:
+def test_stream_that_does_not_exist(client: SidecarClient, name: str) -> None:
     """404 with a reason for people, whatever the name looks like."""
     answer = client.get(f"/v1/streams/{name}")
     assert answer.status_code == 404
@@ -66,20 +66,20 @@ def test_stream_that_does_not_exist(client: Client, name: str) -> None:
     assert answer.json()["type"] == "unknown-stream"
 
 
-def test_any_name_can_be_asked_for(pipeline: Pipeline, client: Client) -> None:
+def test_any_name_can_be_asked_for(pipeline: Pipeline, client: SidecarClient) -> None:
     """A name with slashes and other letters is asked for in percent signs."""
     pipeline.publish(moved("a/b?ö", 3, w=At(0, 3)))
     assert client.json("/v1/streams/a%2Fb%3F%C3%B6")["stream"] == "a/b?ö"
 
 
-def test_what_is_no_operation_is_a_problem_too(client: Client) -> None:
+def test_what_is_no_operation_is_a_problem_too(client: SidecarClient) -> None:
     """Every error of the server itself has the same form."""
     for answer, status in ((client.get("/nothing"), 404), (client.post("/v1/streams"), 405)):
         assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json")
         assert answer.json()["status"] == status
 
 
-def test_flushed_redis_is_covered_by_postgres(pipeline: Pipeline, client: Client, keys: Any) -> None:
+def test_flushed_redis_is_covered_by_postgres(pipeline: Pipeline, client: SidecarClient, keys: Any) -> None:
     """While Redis is being filled again the positions come from Postgres: never 0, never less."""
     pipeline.publish(moved("s", 7, first=At(0, 9), second=At(0, 7)))
     assert client.json("/v1/streams/s")["source"] == "redis"
@@ -97,7 +97,7 @@ def test_half_filled_redis_hides_no_stream(pipeline: Pipeline, servers: SidecarS
         assert [it["stream"] for it in client.json("/v1/streams")["streams"]] == ["a", "b"]
 
 
-def test_redis_that_went_back_is_not_believed(pipeline: Pipeline, client: Client, keys: Any) -> None:
+def test_redis_that_went_back_is_not_believed(pipeline: Pipeline, client: SidecarClient, keys: Any) -> None:
     """Rule 2: a Redis that was restored from an older copy does not take an answer back."""
     pipeline.publish(moved("s", 7, first=At(0, 9), second=At(0, 7)))
     client.json("/v1/streams/s")
@@ -107,7 +107,7 @@ def test_redis_that_went_back_is_not_believed(pipeline: Pipeline, client: Client
 
 
 def test_servers_go_and_come_back(
-    pipeline: Pipeline, client: Client, redis_server: RedisServer, postgres: PostgresServer
+    pipeline: Pipeline, client: SidecarClient, redis_server: RedisServer, postgres: PostgresServer
 ) -> None:
     """Redis stopped: Postgres answers and it is ready. Both stopped: the last answer with its age, and not ready."""
     pipeline.publish(moved("s", 7, first=At(0, 9), second=At(0, 7)))

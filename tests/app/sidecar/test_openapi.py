@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import APIOperation
 from schemathesis.checks import CHECKS
 
-from tests.app.sidecar.given import At, Client, moved, sidecar
+from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.sidecar.service import Limits, SidecarServers
 from tidemark.app.sidecar.site import OPERATIONS, SiteConfig
@@ -22,7 +22,7 @@ CASES = [(path, None) for path in GENERATED] + [(path, "s") for path in GENERATE
 
 
 @pytest.fixture
-def guarded(pipeline: Pipeline, servers: SidecarServers, tmp_path: Path) -> Iterator[Client]:
+def guarded(pipeline: Pipeline, servers: SidecarServers, tmp_path: Path) -> Iterator[SidecarClient]:
     """With tokens, short waits, and a stream whose name requests are steered to."""
     pipeline.publish(moved("s", 7, first=At(0, 9, pending=12), second=At(0, 7)))
     (tmp_path / "tokens").write_text("sesame\n")
@@ -31,7 +31,7 @@ def guarded(pipeline: Pipeline, servers: SidecarServers, tmp_path: Path) -> Iter
         yield client
 
 
-def test_every_operation_is_described(guarded: Client) -> None:
+def test_every_operation_is_described(guarded: SidecarClient) -> None:
     """All paths, each with its problems and whether it needs a token."""
     document = guarded.json("/openapi.json")
     assert sorted(document["paths"]) == sorted(it.path for it in OPERATIONS)
@@ -43,7 +43,7 @@ def test_every_operation_is_described(guarded: Client) -> None:
 
 
 @pytest.mark.slow
-def test_running_sidecar_keeps_what_the_document_says(guarded: Client, subtests: pytest.Subtests) -> None:
+def test_running_sidecar_keeps_what_the_document_says(guarded: SidecarClient, subtests: pytest.Subtests) -> None:
     """Generated requests, right and wrong: status, headers, media type and body are as described, never a 500."""
     schema = schemathesis.openapi.from_dict(guarded.json("/openapi.json"))
     schema.config.update(base_url=str(guarded.base_url))

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from tests.app.sidecar.given import At, Client, moved, sidecar
+from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.needs import CHROMIUM, chromium
 from tests.sinks.given import batch, rejected
 from tests.sinks.reader.given import Pipeline
@@ -48,7 +48,7 @@ def opened(browser: Browser, url: object) -> Iterator[Page]:
 
 
 @pytest.fixture
-def page(browser: Browser, client: Client) -> Iterator[Page]:
+def page(browser: Browser, client: SidecarClient) -> Iterator[Page]:
     with opened(browser, client.base_url) as page:
         yield page
 
@@ -183,7 +183,7 @@ def test_rejected_and_late_records_are_told(pipeline: Pipeline, page: Page) -> N
     expect(page.locator("#notices li")).to_have_text(re.compile(said), timeout=PATIENCE)
 
 
-def test_files_are_guarded_and_kept(client: Client) -> None:
+def test_files_are_guarded_and_kept(client: SidecarClient) -> None:
     """Nothing may run or load from elsewhere, and a browser that has a file is told that it is the same."""
     for path in ("/", "/page/page.js", "/page/page.css"):
         answer = client.get(path)

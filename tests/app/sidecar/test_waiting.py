@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.app.sidecar.given import At, Client, moved, sidecar
+from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline, later
 from tests.waiting import eventually
@@ -16,7 +16,7 @@ from tidemark.app.stack.servers import RedisServer
 WAIT = "/v1/streams/s/wait"
 
 
-def test_wait_ends_when_the_stream_is_there(pipeline: Pipeline, client: Client) -> None:
+def test_wait_ends_when_the_stream_is_there(pipeline: Pipeline, client: SidecarClient) -> None:
     """At once where it is reached already; else soon after the position is published."""
     pipeline.publish(moved("s", 3, w=At(0, 3, pending=9)))
     assert client.json(WAIT, params={"token": "m3"})["token"] == "m3"
@@ -26,21 +26,21 @@ def test_wait_ends_when_the_stream_is_there(pipeline: Pipeline, client: Client) 
     assert time.monotonic() - began < 3
 
 
-def test_wait_that_is_over_tells_where_it_stands(pipeline: Pipeline, client: Client) -> None:
+def test_wait_that_is_over_tells_where_it_stands(pipeline: Pipeline, client: SidecarClient) -> None:
     """408 with the current state; 0 seconds only looks."""
     pipeline.publish(moved("s", 3, w=At(0, 3, pending=9)))
     found = client.json(WAIT, 408, params={"token": "m8", "timeout": 0})
     assert (found["type"], found["stream"]["token"]) == ("not-yet", "m3")
 
 
-def test_token_beyond_anything_allocated(pipeline: Pipeline, client: Client) -> None:
+def test_token_beyond_anything_allocated(pipeline: Pipeline, client: SidecarClient) -> None:
     """409 with the current state: waiting longer would be of no use."""
     pipeline.publish(moved("s", 3, w=At(0, 3)))
     found = client.json(WAIT, 409, params={"token": "m10", "timeout": 0.2})
     assert (found["type"], found["stream"]["token"]) == ("token-ahead", "m3")
 
 
-def test_unknown_stream_may_still_come(pipeline: Pipeline, client: Client) -> None:
+def test_unknown_stream_may_still_come(pipeline: Pipeline, client: SidecarClient) -> None:
     """Who waits for the first fact of a stream gets it; 404 only where it does not come."""
     with later(0.3, lambda: pipeline.publish(moved("s", 3, w=At(0, 3)))):
         assert client.json(WAIT, params={"token": "m3", "timeout": 20})["linear"] == 3
@@ -48,13 +48,13 @@ def test_unknown_stream_may_still_come(pipeline: Pipeline, client: Client) -> No
 
 
 @pytest.mark.parametrize("query", ["", "token=7", "token=m-1", "token=m1&timeout=-1", "token=m1&timeout=nan"])
-def test_wait_for_what_cannot_be_read(pipeline: Pipeline, client: Client, query: str) -> None:
+def test_wait_for_what_cannot_be_read(pipeline: Pipeline, client: SidecarClient, query: str) -> None:
     """400: no token, no ID, no time."""
     pipeline.publish(moved("s", 3, w=At(0, 3)))
     assert client.json(f"{WAIT}?{query}", 400)["type"] == "bad-request"
 
 
-def test_wait_goes_on_without_redis(pipeline: Pipeline, client: Client, redis_server: RedisServer) -> None:
+def test_wait_goes_on_without_redis(pipeline: Pipeline, client: SidecarClient, redis_server: RedisServer) -> None:
     """A stopped Redis does not end a wait: what Postgres commits counts."""
     pipeline.publish(moved("s", 3, w=At(0, 3, pending=9)))
     with away(redis_server):

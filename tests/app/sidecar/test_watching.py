@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tests.app.sidecar.given import At, Client, moved, sidecar
+from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.fix_servers import away, deaf
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
@@ -45,13 +45,13 @@ class Watching:
 
 
 @contextmanager
-def watching(client: Client) -> Iterator[Watching]:
+def watching(client: SidecarClient) -> Iterator[Watching]:
     with client.stream("GET", "/v1/watch") as answer:
         assert answer.status_code == 200, answer.read()
         yield Watching(answer.iter_lines())
 
 
-def test_all_streams_at_first_and_then_what_changed(pipeline: Pipeline, client: Client) -> None:
+def test_all_streams_at_first_and_then_what_changed(pipeline: Pipeline, client: SidecarClient) -> None:
     """Every stream once, with where each writer stands and what is missing; then only those that moved."""
     quiet = moved("quiet", 3, w=At(0, 3))
     pipeline.publish(quiet, moved("s", 7, first=At(0, 9, pending=12), second=At(0, 7)))
@@ -79,7 +79,7 @@ def test_all_streams_at_first_and_then_what_changed(pipeline: Pipeline, client: 
         assert (found["linear"], found["head"]) == (12, 12)
 
 
-def test_who_comes_later_is_told_everything(pipeline: Pipeline, client: Client) -> None:
+def test_who_comes_later_is_told_everything(pipeline: Pipeline, client: SidecarClient) -> None:
     """Each begins with all that there is, whenever it comes; the looks are shared."""
     pipeline.publish(moved("s", 7, w=At(0, 7)))
     with watching(client) as one:
@@ -88,7 +88,7 @@ def test_who_comes_later_is_told_everything(pipeline: Pipeline, client: Client) 
             assert [it["linear"] for it in two.look()[0]] == [7]
 
 
-def test_late_completions_of_a_stream(pipeline: Pipeline, client: Client) -> None:
+def test_late_completions_of_a_stream(pipeline: Pipeline, client: SidecarClient) -> None:
     """How many, and when the newest came."""
     pipeline.publish(replace(moved("s", 9, w=At(0, 9)), late=[LateCompletion("w", 1, 3, 4, 1, "skipped")]))
     with watching(client) as watch:
@@ -97,7 +97,7 @@ def test_late_completions_of_a_stream(pipeline: Pipeline, client: Client) -> Non
 
 
 def test_servers_that_are_away_are_named(
-    pipeline: Pipeline, client: Client, redis_server: RedisServer, postgres: PostgresServer
+    pipeline: Pipeline, client: SidecarClient, redis_server: RedisServer, postgres: PostgresServer
 ) -> None:
     """While neither answers, the last positions stay and say so; a watcher is not cut off."""
     pipeline.publish(moved("s", 7, w=At(0, 7)))
@@ -115,7 +115,9 @@ def test_servers_that_are_away_are_named(
             pass
 
 
-def test_a_deaf_server_does_not_slow_the_looks(pipeline: Pipeline, client: Client, redis_server: RedisServer) -> None:
+def test_a_deaf_server_does_not_slow_the_looks(
+    pipeline: Pipeline, client: SidecarClient, redis_server: RedisServer
+) -> None:
     """How long a look waited for an answer is not how much there is to look at: the next comes as soon as ever."""
     pipeline.publish(moved("s", 7, w=At(0, 7)))
     with watching(client) as watch:
@@ -128,7 +130,7 @@ def test_a_deaf_server_does_not_slow_the_looks(pipeline: Pipeline, client: Clien
             assert time.monotonic() - waited_for < 10
 
 
-def test_pipeline_alone(pipeline: Pipeline, client: Client) -> None:
+def test_pipeline_alone(pipeline: Pipeline, client: SidecarClient) -> None:
     """How the pipeline is can be asked without watching."""
     pipeline.publish(moved("s", 7, w=At(0, 7)))
     told = client.json("/v1/pipeline")

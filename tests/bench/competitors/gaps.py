@@ -5,7 +5,7 @@ from typing import Any
 Writer = tuple[str, str]
 
 
-class Gaps:
+class GapBuffer:
     """Positions of all writers; edges that came early wait in a dict by their `prev`."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from confluent_kafka import Consumer, TopicPartition
 
-from tests.bench.competitors.gaps import Gaps
+from tests.bench.competitors.gaps import GapBuffer
 from tests.bench.competitors.task import Task
 from tests.bench.rate import Meter
 
@@ -24,7 +24,7 @@ def run(task: Task, meter: Meter, decode: Callable[[bytes], Any]) -> None:
         }
     )
     consumer.assign([TopicPartition(task.topic, number, 0) for number in range(task.partitions)])
-    gaps, seen = Gaps(), 0
+    gaps, seen = GapBuffer(), 0
     add = gaps.add
     while not meter.done:
         messages = consumer.consume(10_000, timeout=1.0)

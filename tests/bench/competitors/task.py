@@ -5,7 +5,7 @@ import sys
 
 import msgspec
 
-from tests.bench.rate import Limits, Mark, Rate, steady
+from tests.bench.rate import Rate, RateLimits, RateMark, steady
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -15,7 +15,7 @@ class Task(msgspec.Struct, frozen=True):
     topic: str
     partitions: int
     batch: int
-    limits: Limits
+    limits: RateLimits
     directory: str
     jars: str
 
@@ -24,7 +24,7 @@ class CompetitorFailed(Exception):
     """The process ended without figures."""
 
 
-_marks = msgspec.json.Decoder(list[Mark])
+_marks = msgspec.json.Decoder(list[RateMark])
 _tasks = msgspec.json.Decoder(Task)
 
 

@@ -58,7 +58,7 @@ _move = msgspec.json.Decoder(_Move).decode
 _snapshot = msgspec.json.Decoder(_Snapshot).decode
 
 
-class Client(asyncio.Protocol):
+class FollowingClient(asyncio.Protocol):
     """`positions` by stream and writer."""
 
     def __init__(self, path: str, streams: int, stamps: "array[float]") -> None:
@@ -124,11 +124,11 @@ async def run(crowd: Crowd) -> None:
     )
 
 
-def _clients(crowd: Crowd, stamps: "array[float]") -> Iterator[Client]:
+def _clients(crowd: Crowd, stamps: "array[float]") -> Iterator[FollowingClient]:
     for number in range(crowd.each + crowd.all):
         named = [] if number >= crowd.each else [crowd.streams[number % len(crowd.streams)]]
         path = "/v1/events?" + urlencode({"stream": named}, doseq=True)
-        yield Client(path, len(named) or len(crowd.streams), stamps)
+        yield FollowingClient(path, len(named) or len(crowd.streams), stamps)
 
 
 if __name__ == "__main__":

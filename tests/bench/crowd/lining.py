@@ -31,7 +31,7 @@ class Lines(msgspec.Struct, frozen=True):
     stamps: str
 
 
-class Heard(msgspec.Struct, frozen=True):
+class LinesHeard(msgspec.Struct, frozen=True):
     """Over all clients: bytes taken, lines that were checked, those that went back (`torn`), connections lost, and
     clients that were told other positions in the end (`short`)."""
 
@@ -42,7 +42,7 @@ class Heard(msgspec.Struct, frozen=True):
     short: int
 
 
-class Client(asyncio.Protocol):
+class LineReader(asyncio.Protocol):
     def __init__(self, lines: Lines, stamps: "array[float] | None") -> None:
         self.bytes = self.lines = self.torn = 0
         self.lost = False
@@ -99,7 +99,7 @@ class Client(asyncio.Protocol):
 
 async def run(lines: Lines) -> None:
     stamps = array("d")
-    clients = [Client(lines, stamps if number < lines.checking else None) for number in range(lines.clients)]
+    clients = [LineReader(lines, stamps if number < lines.checking else None) for number in range(lines.clients)]
     alive = asyncio.create_task(_stay_alive(clients))
     await connected(lines.port, clients)
     final = {writer.encode(): id for writer, id in (await final_positions()).items()}
@@ -110,7 +110,7 @@ async def run(lines: Lines) -> None:
     alive.cancel()
     Path(lines.stamps).write_bytes(stamps.tobytes())
     say(
-        Heard(
+        LinesHeard(
             bytes=sum(client.bytes for client in clients),
             lines=checked,
             torn=torn,
@@ -120,14 +120,14 @@ async def run(lines: Lines) -> None:
     )
 
 
-async def _stay_alive(clients: list[Client]) -> None:
+async def _stay_alive(clients: list[LineReader]) -> None:
     while True:
         await asyncio.sleep(KEEP_ALIVE)
         for client in clients:
             client.say(b"PING 0\n")
 
 
-def _stands(client: Client, wanted: dict[bytes, int], lines: Lines) -> bool:
+def _stands(client: LineReader, wanted: dict[bytes, int], lines: Lines) -> bool:
     told = client.positions
     return len(told) == lines.streams * lines.writers and all(id == wanted[writer] for (_, writer), id in told.items())
 

@@ -64,12 +64,12 @@ def test_waiter_stops_when_told(dsn: str, lease: Lease) -> None:
 
 def test_renewed_lease_outlives_its_time(dsn: str) -> None:
     """An owner that renews is not replaced, however often its time to live passes."""
-    terms = LeaseConfig("owner", ttl=1.0, grace=0.5, poll=0.05)
+    config = LeaseConfig("owner", ttl=1.0, grace=0.5, poll=0.05)
     stopping = threading.Event()
     threading.Timer(2.5, stopping.set).start()
-    with Lease.acquire(dsn, terms, NEVER) as lease:
+    with Lease.acquire(dsn, config, NEVER) as lease:
         with pytest.raises(Stopping):
-            Lease.acquire(dsn, terms, stopping)
+            Lease.acquire(dsn, config, stopping)
         lease.check()
 
 
@@ -109,13 +109,13 @@ def test_frozen_owner_is_replaced_and_refused(
 
 def test_transaction_that_hangs_does_not_keep_the_lease(dsn: str) -> None:
     """Rule 6: a frozen owner in the middle of a batch is ended by its successor, and its batch is rolled back."""
-    terms = LeaseConfig("owner", ttl=0.5, grace=0.2, poll=0.05)
-    frozen = Lease.acquire(dsn, terms, NEVER)  # not entered: nothing renews it
+    config = LeaseConfig("owner", ttl=0.5, grace=0.2, poll=0.05)
+    frozen = Lease.acquire(dsn, config, NEVER)  # not entered: nothing renews it
     with psycopg.connect(dsn) as hung:
         hung.execute("select token from tidemark.query_lease for key share")
         hung.execute("select set_config('application_name', %s, true)", (f"tidemark token {frozen.token}",))
         began = time.monotonic()
-        with Lease.acquire(dsn, terms, NEVER) as lease:
+        with Lease.acquire(dsn, config, NEVER) as lease:
             assert lease.token == frozen.token + 1
         assert time.monotonic() - began < 10
         with pytest.raises(psycopg.OperationalError):

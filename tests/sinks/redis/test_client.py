@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fix_redis import Node, Watched
+from tests.fix_redis import Node, SentinelSetup
 from tests.fix_tls import Authority, tls_front
 from tests.sinks.redis.test_publish import entry
 from tests.waiting import eventually
@@ -44,7 +44,7 @@ def clustered(redis_cluster: list[Node]) -> RedisAddress:
 
 
 @pytest.fixture
-def behind_sentinel(watched: Watched) -> RedisAddress:
+def behind_sentinel(watched: SentinelSetup) -> RedisAddress:
     return RedisAddress(f"redis+sentinel://127.0.0.1:{watched.sentinel.port}/main/0")
 
 
@@ -110,7 +110,7 @@ def test_a_hint_reaches_whoever_listens_at_any_node(address: RedisAddress) -> No
     assert asyncio.run(listen()) == set(STREAMS)
 
 
-def test_a_new_primary_is_found(watched: Watched, behind_sentinel: RedisAddress) -> None:
+def test_a_new_primary_is_found(watched: SentinelSetup, behind_sentinel: RedisAddress) -> None:
     """Rule 2: after a failover the same client publishes to the promoted replica, and goes on from what that has."""
     with Redis(RedisConfig(behind_sentinel, timeout=1.0)) as sink, Positions(behind_sentinel) as positions:
         sink.publish(1, [("new", moved("s"))])

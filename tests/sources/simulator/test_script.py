@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from tidemark.sources.simulator.script import ALL, OF_PROCESSES, Act, Cast, Fault, faults, script
+from tidemark.sources.simulator.script import ALL, OF_PROCESSES, Act, Fault, Players, faults, script
 from tidemark.streaming.errors import BadSetting
 
 INSIDE = {Fault.ROLLBACK, Fault.HANG}
@@ -44,6 +44,6 @@ def test_faults_are_asked_for_by_name() -> None:
 
 def test_a_prefix_must_be_fit_for_names_in_sql() -> None:
     """It begins the names of tables and sequences."""
-    assert Cast(streams=1, prefix="mine_").stream_names() == ["mine_events"]
+    assert Players(streams=1, prefix="mine_").stream_names() == ["mine_events"]
     with pytest.raises(BadSetting, match="--prefix"):
-        Cast(prefix="Mine-")
+        Players(prefix="Mine-")
