@@ -1,14 +1,12 @@
-"""The query's checkpoint beside what Postgres remembers: do they join, and if not, start anew. Files only, no Spark.
+"""The query's checkpoint, on the driver's disk or in a store that the executors share (docs/decisions/0009-store.md).
 
-Spark keeps `offsets/N` (batch N is planned) and `commits/N` (batch N is done) in the checkpoint. Tidemark adds
-`seed`: written once, before the first batch, it names the line of batches (`lineage`), the batch that Postgres had
-applied last when the line began, and the states that the query begins with. A replay of any batch must find the same
-seeds, so they are never read from Postgres again while the checkpoint lives.
+Whatever is in it can be made again from Postgres (docs/design.md 5). Spark keeps `offsets/N` (batch N is planned) and
+`commits/N` (batch N is done). Tidemark adds `seed` before the first batch: the line of batches (`lineage`), the batch
+that Postgres had applied last when the line began, and the states that the query begins with. A replay of any batch
+must find the same seeds, so Postgres is not asked for them again while the checkpoint lives.
 
-A checkpoint that driver and executors share: in an object store, or wherever else Spark's JVM finds a URI.
-
-A folder there serves one query alone (docs/decisions/0009-store.md), so only Spark reads it, and what a driver that was
-killed left behind is deleted by the next.
+`Checkpoint` works on files of the driver, without Spark. `folder` makes a folder for one query wherever Spark's JVM
+finds a URI; what a driver that was killed left there is deleted by the next.
 """
 
 import fcntl
@@ -174,7 +172,7 @@ def _named(applied: AppliedBatch | None) -> str:
 SETTINGS = {
     # What a dead executor leaves undone another does: it finds the states.
     "spark.task.maxFailures": "4",
-    # `session` has the raw one for the checkpoint's sake; S3A wants Hadoop's own for its buffers.
+    # `streaming.spark` has the raw one for the checkpoint's sake; S3A wants Hadoop's own for its buffers.
     "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.LocalFileSystem",
 }
 

@@ -1,4 +1,4 @@
-"""Spark's executors in processes of their own, on a standalone cluster or in pods: what that takes beside `session`.
+"""Spark's executors in processes of their own, on a standalone cluster or in pods: settings, and the code sent to them.
 
 Nothing here counts for a local master. Executors need a Python with our dependencies; our own code is sent to them, so
 that it is always that of the driver.

@@ -1,10 +1,7 @@
-"""The Spark session: each setting with the reason for it. Figures without a source are in docs/benchmarks.md.
+"""The Spark session, its JVM as a child process, and the Java that runs both Spark and Kafka.
 
-Spark's JVM as a child process. What it and its Python workers write to stderr becomes lines of our log.
-
-They are logged at `debug`: what fails a query reaches us as an exception anyway, and tells it better.
-
-Which Java runs Spark and Kafka, and whether it is new enough.
+Each setting stands with its reason; figures without a source are in docs/benchmarks.md. What the JVM and its Python
+workers write to stderr becomes lines of our log at `debug`: what fails a query reaches us as an exception too.
 """
 
 import os
