@@ -1,8 +1,8 @@
 """One batch of one shard: packets in, effects and new states out. Pure; no Spark.
 
-Restores each stream's total order from offsets, cuts it into the segments that `positions` wants, and feeds it.
-Operators' records come after the facts of the same batch: the control topic has no order against them
-(docs/design.md 3), and what the facts settle needs no force.
+Restores each stream's total order from offsets, cuts it into segments (docs/decisions/0001-segments.md), and feeds them
+to `streaming.stream`. Operators' records come after the facts of the same batch: the control topic has no order against
+them (docs/design.md 3), and what the facts settle needs no force.
 """
 
 from bisect import bisect_left
@@ -30,7 +30,8 @@ from tidemark.streaming.effects import (
 )
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.model import Bounds, Reason, Rejected
-from tidemark.streaming.runs import BatchRows, Marker, MarkerKind, PackedRun, Packet, Run
+from tidemark.streaming.records import Kind, Topic
+from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet, Run
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import HeldRows, Mark
 
@@ -84,7 +85,7 @@ def _inboxes(packets: list[Packet], known: Set[str]) -> dict[str, Inbox]:
     inboxes: dict[str, Inbox] = defaultdict(Inbox)
     for seen in packets:
         origin = seen.topic, seen.partition
-        if seen.control:
+        if seen.role is Topic.CONTROL:
             for marker in seen.markers:
                 inboxes[marker.stream].control.append((origin, marker))
             continue
@@ -177,13 +178,11 @@ class StreamBatch:
         mark = Mark(
             marker.writer, marker.epoch, marker.id, marker.time, unseen=marker.unseen, forced=marker.by is not None
         )
-        match marker.kind:
-            case MarkerKind.JOIN:
-                return self.stream.join(mark, self.changes)
-            case MarkerKind.RETIRE:
-                return self.stream.retire(mark, self._bounds, self.changes)
-            case MarkerKind.SKIP:
-                return self.stream.skip(mark, marker.prev, self.changes)
+        if marker.kind is Kind.JOIN:
+            return self.stream.join(mark, self.changes)
+        if marker.kind is Kind.RETIRE:
+            return self.stream.retire(mark, self._bounds, self.changes)
+        return self.stream.skip(mark, marker.prev, self.changes)
 
     def effects(self) -> StreamEffects:
         """What came of it; ends the batch."""
@@ -198,17 +197,13 @@ class StreamBatch:
                 continue
             moves = writer.chain.take()
             if moves.prev != moves.id:
-                how = moves.evidence
                 advances.append(
                     WriterAdvance(
                         name,
                         writer.epoch,
                         signed(moves.prev),
                         signed(moves.id),
-                        how.facts,
-                        how.empty,
-                        how.unseen,
-                        how.skipped,
+                        *moves.evidence.counts,
                         oldest,
                     )
                 )

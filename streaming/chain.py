@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Literal
 
 from tidemark.streaming.intervals import EMPTY, Intervals
+from tidemark.streaming.model import NOTHING, Evidence
 
 # A chain of a writer that never joined: not even an edge from 0 joins it.
 NOWHERE = -1
@@ -22,27 +23,6 @@ NOWHERE = -1
 ANNOUNCED_KEPT = 32  # of each writer: a few bytes in its state; an older contradiction counts as a duplicate
 
 How = Literal["completed", "joined", "retired", "skipped"]
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """How the IDs of a range were settled (docs/design.md 1): facts, IDs void or announced, unseen, skipped."""
-
-    facts: int = 0
-    empty: int = 0
-    unseen: int = 0
-    skipped: int = 0
-
-    def __add__(self, other: "Evidence") -> "Evidence":
-        return Evidence(
-            self.facts + other.facts,
-            self.empty + other.empty,
-            self.unseen + other.unseen,
-            self.skipped + other.skipped,
-        )
-
-
-NOTHING = Evidence()
 
 
 @dataclass(slots=True)
@@ -239,8 +219,4 @@ def _part(span: Span, prev: int, id: int) -> Span:
     if (prev, id) == (span.prev, span.id):
         return span
     width = id - prev
-    counts = (
-        min(count, width)
-        for count in (span.evidence.facts, span.evidence.empty, span.evidence.unseen, span.evidence.skipped)
-    )
-    return Span(prev, id, Evidence(*counts), min(span.edges, width), span.since)
+    return Span(prev, id, span.evidence.at_most(width), min(span.edges, width), span.since)

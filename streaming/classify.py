@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tidemark.streaming.chain import NOTHING, Chain
+from tidemark.streaming.chain import Chain
 from tidemark.streaming.changes import Changes, Outcome, Why
 from tidemark.streaming.intervals import EMPTY, Intervals
-from tidemark.streaming.model import Reason
-from tidemark.streaming.runs import Kind, Mask, Run
+from tidemark.streaming.model import NOTHING, Reason
+from tidemark.streaming.records import Kind
+from tidemark.streaming.runs import Mask, Run
 
 Completed = tuple[Run, Outcome]
 """Edges that were settled now, or that come late, and how each of them is counted."""

@@ -1,14 +1,12 @@
-"""From Kafka's records to packets: edges as runs, rows and markers per shard, bad records aside. Runs in `mapInArrow`.
+"""Compaction: from Kafka's records to packets of runs, rows and markers by shard. Runs in Spark's `mapInArrow`.
 
-A Spark task sees an offset range of one Kafka partition (or of several, one after another). It is decoded batch by
-batch (`columns`), and linked and packed once its input is at an end: about 13 bytes leave for each record that came
-in, and nothing loops over records but the decoder. Repeating a task repeats its packets, byte for byte.
+A Spark task sees an offset range of one Kafka partition, or of several one after another. The records are decoded batch
+by batch (`streaming.decode`), then linked and packed when the task's input is at its end: about 13 bytes leave for a
+record of 140 (docs/design.md 5). Loops here are over runs, markers and incarnations; over records go only the decoder
+and numpy. The same records give the same packets, byte for byte, so a task may be run again.
 
-Packs the decoded records of one Kafka partition: edges linked to runs, rows and markers, per shard.
-
-An incarnation's records are cut into *segments* by the JOIN and RETIRE records of its stream, so that a run lies
-between two of them; and where offsets of a run would be too far apart for the 32 bits that it has for them.
-Loops here are over runs, markers and incarnations; over records only numpy does.
+JOIN and RETIRE records cut the records of their stream into *segments*, and no run crosses a cut
+(docs/decisions/0001-segments.md). A run also ends where the 32 bits for its offsets do not reach.
 """
 
 from bisect import bisect
@@ -31,7 +29,7 @@ from tidemark.streaming.intervals import Ids
 from tidemark.streaming.link import link
 from tidemark.streaming.model import Rejected, shard_of
 from tidemark.streaming.records import Topic
-from tidemark.streaming.runs import BatchRows, Marker, MarkerKind, PackedRun, Packet, Unread
+from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet, Unread
 
 PACKETS = pa.schema([("shard", pa.int32()), ("packet", pa.binary())])
 
@@ -45,21 +43,17 @@ def compactor(shards: int, facts_topic: str, control_topic: str) -> Compactor:
     return partial(compact, shards=shards, names={Topic.FACTS: facts_topic, Topic.CONTROL: control_topic})
 
 
-def origin_of(topic: Topic, partition: int) -> int:
-    """Topic and partition in one: the partition for the facts; -1, -2, ... for 0, 1, ... of the control topic."""
-    return partition if topic is Topic.FACTS else -1 - partition
-
-
 def compact(batches: Iterator[pa.RecordBatch], *, shards: int, names: dict[Topic, str]) -> Iterator[pa.RecordBatch]:
     """One row for each Kafka partition and shard that has anything to say; each partition speaks at least once."""
     origins: dict[int, Decoder] = {}
     for batch in batches:
         for origin, part in _by_origin(batch):
             if origin not in origins:
-                origins[origin] = Decoder(Topic.FACTS if origin >= 0 else Topic.CONTROL)
+                origins[origin] = Decoder(Topic.at(origin)[0])
             origins[origin].add(part)
     for origin, columns in origins.items():
-        packets = pack(names[columns.topic], origin if origin >= 0 else -1 - origin, columns, shards)
+        topic, partition = Topic.at(origin)
+        packets = pack(names[topic], partition, columns, shards)
         encoded = [_encoder.encode(packet) for packet in packets.values()]
         yield pa.record_batch([pa.array(packets, pa.int32()), pa.array(encoded, pa.binary())], schema=PACKETS)
 
@@ -83,8 +77,7 @@ def pack(topic: str, partition: int, columns: Decoder, shards: int) -> dict[int,
 
     def packet_of(shard: int) -> Packet:
         if shard not in packets:
-            control = columns.topic is Topic.CONTROL
-            packets[shard] = Packet(topic, partition, control, columns.next_offset, [], [], [], [], [])
+            packets[shard] = Packet(topic, partition, columns.topic, columns.next_offset, [], [], [], [], [])
         return packets[shard]
 
     markers = [_marker(*found) for found in sorted(columns.markers, key=itemgetter(1))]
@@ -131,7 +124,7 @@ def _marker(record: records.Marker, offset: int, time: int) -> Marker:
         record.stream,
         record.writer,
         record.epoch,
-        MarkerKind[str(record.__struct_config__.tag)],
+        records.kind_of(record),
         abs(record.prev) if isinstance(record, records.Skip) else 0,
         abs(record.id),
         Direction.of(record.id),
@@ -203,7 +196,7 @@ def _runs(edges: Edges, segments: Ids, incarnations: list[Incarnation]) -> Itera
             stream,
             writer,
             epoch,
-            Direction(sign),
+            sign,
             start,
             ids_packed[8 * first : 8 * stop],
             kinds_packed[first:stop],

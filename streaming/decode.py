@@ -6,7 +6,7 @@ in a string; between `}` and `{` no JSON value goes on, so it never lies in a va
 record or more, and as many records as messages came out: one each.
 
 Where that does not come out, the batch is decoded value by value, at twice the cost. What is not a plain edge or row
-then goes to `wire.read`, which alone gives reasons: so a bad record costs itself, and its neighbours at most some time.
+then goes to `records.read`, which alone gives reasons: a bad record costs itself, and its neighbours some time at most.
 """
 
 from collections import defaultdict
@@ -27,13 +27,11 @@ from tidemark.streaming.errors import BadRecord
 from tidemark.streaming.frames import Frames, Incarnations
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.model import Reason
-from tidemark.streaming.records import Topic
-from tidemark.streaming.runs import Kind
+from tidemark.streaming.records import Kind, Topic
 
 # Codes in the column `kinds` beside those of `Kind`.
 ROW: Final = 3
-MARKER: Final = 4
-REJECTED: Final = 5
+REJECTED: Final = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class Edges:
         return Edges(*(getattr(self, name)[chosen] for name in self.__slots__))
 
 
-# -- the records as the shortcut sees them: the types of `wire`, a bit stricter, and the same attributes in all
+# -- the records as the shortcut sees them: the types of `records`, a bit stricter, and the same attributes in all
 
 _NO_PREV: Final = -(2**63)  # no ID: those end one before it
 _BATCH: Final = -(2**63)
@@ -81,41 +79,35 @@ class _Line(msgspec.Struct, gc=False, tag_field="kind"):
     prev: records.Id = _NO_PREV
 
 
-class _Fact(_Line, kw_only=True, gc=False, tag="RDATA"):
+class _Fact(_Line, kw_only=True, gc=False, tag=Kind.RDATA.name):
     id: records.Id | _BatchId  # type: ignore[assignment]  # an int for numpy, either way
     row: _Object | str | int | float | bool | None
 
 
-class _AnyFact(_Line, kw_only=True, gc=False, tag="RDATA"):
+class _AnyFact(_Line, kw_only=True, gc=False, tag=Kind.RDATA.name):
     id: records.Id | _BatchId  # type: ignore[assignment]
     row: msgspec.Raw
 
 
-class _Void(_Line, gc=False, tag="VOID"): ...
+class _Void(_Line, gc=False, tag=Kind.VOID.name): ...
 
 
-class _Position(_Line, gc=False, tag="POSITION"): ...
+class _Position(_Line, gc=False, tag=Kind.POSITION.name): ...
 
 
-class _Join(_Line, gc=False, tag="JOIN"): ...
+class _Join(_Line, gc=False, tag=Kind.JOIN.name): ...
 
 
-class _Retire(_Line, gc=False, tag="RETIRE"): ...
+class _Retire(_Line, gc=False, tag=Kind.RETIRE.name): ...
 
 
-_CODES: Final[dict[type[_Line], int]] = {
-    _Fact: Kind.RDATA.value,
-    _AnyFact: Kind.RDATA.value,
-    _Void: Kind.VOID.value,
-    _Position: Kind.POSITION.value,
-    _Join: MARKER,
-    _Retire: MARKER,
-}
+_LINES: Final = (_Fact, _AnyFact, _Void, _Position, _Join, _Retire)
+_CODES: Final[dict[type[_Line], int]] = {line: Kind[str(line.__struct_config__.tag)].value for line in _LINES}
 _decoder: Final[msgspec.json.Decoder[_Line]] = msgspec.json.Decoder(_Fact | _Void | _Position | _Join | _Retire)
 _decoder_of_any_row: Final[msgspec.json.Decoder[_Line]] = msgspec.json.Decoder(
     _AnyFact | _Void | _Position | _Join | _Retire
 )
-_UNDECIDED: Final = _Retire(stream="", writer="", id=0)  # in the place of a record that only `wire.read` can judge
+_UNDECIDED: Final = _Retire(stream="", writer="", id=0)  # in the place of a record that only `records.read` can judge
 
 
 def _lines(frames: Frames) -> Sequence[_Line]:
@@ -181,7 +173,7 @@ class Decoder:
         return edges
 
     def _from_lines(self, lines: Sequence[_Line], frames: Frames) -> tuple[Edges, npt.NDArray[np.bool_]]:
-        """A row for each line, and which of them are certain to be what `wire.read` would make of it."""
+        """A row for each line, and which of them are certain to be what `records.read` would make of it."""
         count = len(lines)
         numbers = np.fromiter(self._numbers(lines), np.int64, count)
         kinds = np.frombuffer(bytearray([_CODES[type(line)] for line in lines]), np.uint8)
@@ -193,7 +185,7 @@ class Decoder:
         kinds[rows] = ROW
         beyond = ((prevs >= 0) & (prevs < ids)) | ((prevs <= 0) & (prevs > ids))  # never so without a prev
         right_key = frames.have_keys(self.incarnations.keys(), numbers)
-        certain = right_key & (rows | (beyond & (kinds != MARKER)))
+        certain = right_key & (rows | (beyond & (kinds < ROW)))
         return Edges(numbers, kinds, prevs, ids, frames.offsets, frames.times), certain
 
     def _numbers(self, lines: Sequence[_Line]) -> list[int]:
@@ -204,7 +196,7 @@ class Decoder:
             return list(starmap(self.incarnations.number, ((line.stream, line.writer, line.epoch) for line in lines)))
 
     def _read(self, edges: Edges, frames: Frames, at: int) -> None:
-        """Replace row `at` by what `wire.read` says."""
+        """Replace row `at` by what `records.read` says."""
         offset = int(frames.offsets[at])
         try:
             record = records.read(frames.value(at), frames.key(at), self.topic)
@@ -214,7 +206,7 @@ class Decoder:
             self._note_unread(frames.key(at), offset)
             return
         if isinstance(record, records.Marker):
-            edges.kinds[at] = MARKER
+            edges.kinds[at] = records.kind_of(record)
             self.markers.append((record, offset, int(frames.times[at])))
             return
         edges.incarnations[at] = self.incarnations.number(record.stream, record.writer, record.epoch)
@@ -224,8 +216,7 @@ class Decoder:
             case records.Rdata():
                 edges.kinds[at], edges.prevs[at], edges.ids[at] = Kind.RDATA, records.start(record), record.id
             case records.Void() | records.Position():
-                kind = Kind.VOID if isinstance(record, records.Void) else Kind.POSITION
-                edges.kinds[at], edges.prevs[at], edges.ids[at] = kind, record.prev, record.id
+                edges.kinds[at], edges.prevs[at], edges.ids[at] = records.kind_of(record), record.prev, record.id
 
     def _note_unread(self, key: bytes, offset: int) -> None:
         if self.topic is not Topic.FACTS or not key:

@@ -1,9 +1,9 @@
-"""What a batch did to a shard: the only thing that leaves the state function, and all that the sinks are told.
+"""Effects: what a batch did to the streams of a shard. All that leaves the state function, and all that sinks are told.
 
-IDs are signed here (negative on a backward stream); "beyond" means away from 0, so that sinks compare magnitudes.
-Equal input gives equal bytes: lists are sorted, and the only clock is the batch's (`now`, ms since 1970).
-
-A stream for people: what is pending, which gap is the oldest, whom the line waits for. Pure.
+IDs are signed; "beyond" means away from 0, so sinks compare magnitudes. Equal input gives equal bytes: lists are
+sorted, and the only clock is the batch's (`now`, ms since 1970). Effects live from the state function to the driver of
+the same batch, and are stored nowhere. `Summary` and `blockers` describe a stream's state for people. Needs no numpy:
+services that only read import this module too.
 """
 
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tidemark.streaming.direction import Direction
-from tidemark.streaming.model import Rejected
+from tidemark.streaming.model import Evidence, Rejected
 
 if TYPE_CHECKING:
     from tidemark.streaming.stream import StreamState  # numpy's, which a service that only reads does not have
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 class WriterAdvance(msgspec.Struct, array_like=True, frozen=True):
     """A writer's position moved over `(prev, id]`. At most one per writer, stream and batch.
 
-    `facts` RDATA seen; `empty` IDs declared void (1 each) or announced (the width of the range); `unseen` and
-    `skipped` the widths of the ranges that a join or an operator settled. `oldest` is the Kafka time (ms) of the
-    oldest record of this writer in this batch.
+    The counts are those of its `evidence`. `oldest` is the Kafka time (ms) of the writer's oldest record in the batch.
     """
 
     writer: str
@@ -34,6 +32,10 @@ class WriterAdvance(msgspec.Struct, array_like=True, frozen=True):
     unseen: int
     skipped: int
     oldest: int
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(self.facts, self.empty, self.unseen, self.skipped)
 
 
 class WriterRow(msgspec.Struct, array_like=True, frozen=True):

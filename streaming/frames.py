@@ -1,10 +1,10 @@
-"""Kafka's records on their way to Python: one binary value each, taken apart here by numpy on whole Arrow batches.
+"""Frames: Kafka's records on their way into Python, one binary value each, taken apart by numpy on whole Arrow batches.
 
-Spark asks for the size of an Arrow batch before it adds a row, at a price per column: with five columns that question
-took a quarter of the JVM's time. So the query puts everything into one (`streaming.query.frames`): `HEADER`, then the
-key, then the value; null as nothing.
+A frame is `HEADER`, then the key, then the value; what is null is empty. One column instead of five, because Spark asks
+for the size of an Arrow batch before it adds a row, at a price per column: a quarter of the JVM's time with five. The
+query makes the frames (`streaming.query.frames`).
 
-Numbers for the incarnations (stream, writer, epoch) that a task meets, so that arrays can hold them.
+`Incarnations` numbers the writers (stream, writer, epoch) that a task meets, so that arrays can hold them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from tidemark.streaming.intervals import Ids
 from tidemark.streaming.records import is_name
 
 HEADER: Final = np.dtype([("offset", ">i8"), ("time", ">i8"), ("origin", ">i4"), ("key_length", ">i4")])
-"""In Java's byte order. `time` is in ms since 1970, `origin` as of `streaming.compact.origin_of`."""
+"""In Java's byte order. `time` is in ms since 1970, `origin` as of `streaming.records.Topic`."""
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -155,7 +155,7 @@ class Incarnations:
         return numbers[stream]
 
     def keys(self) -> Keys:
-        """By number: the Kafka key of the incarnation's records; None where a name is none (`wire.is_name`)."""
+        """By number: the Kafka key of the incarnation's records; None where a name is none (`records.is_name`)."""
         if new := self._all[len(self._keys) :]:
             self._keys.extend(
                 [stream.encode() if is_name(stream) and is_name(writer) else None for stream, writer, _ in new]

@@ -64,6 +64,39 @@ class Rejected(msgspec.Struct, array_like=True, frozen=True):
         return len(self.offsets) // 8
 
 
+class Evidence(msgspec.Struct, array_like=True, frozen=True):
+    """How the IDs of a range were settled (docs/design.md 1).
+
+    `facts` were seen as RDATA; `empty` were declared void (1 each) or announced (the width of the range) by their
+    writer; `unseen` and `skipped` are the widths of the ranges that a join or an operator settled.
+    """
+
+    facts: int = 0
+    empty: int = 0
+    unseen: int = 0
+    skipped: int = 0
+
+    def __add__(self, other: "Evidence") -> "Evidence":
+        return Evidence(*(ours + theirs for ours, theirs in zip(self.counts, other.counts, strict=True)))
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """In the order of the fields, which is that of every stored form."""
+        return self.facts, self.empty, self.unseen, self.skipped
+
+    @property
+    def proves_empty(self) -> bool:
+        """Whether nothing was written there: a table has no row of it."""
+        return not (self.facts or self.unseen or self.skipped)
+
+    def at_most(self, width: int) -> "Evidence":
+        """Of a part of the range, `width` IDs wide: it cannot be told which IDs counted as what."""
+        return Evidence(*(min(count, width) for count in self.counts))
+
+
+NOTHING = Evidence()
+
+
 def shard_of(stream: str, shards: int) -> int:
     """The answer is stored in checkpoints and in Postgres: it must never change."""
     return crc32(stream.encode()) % shards

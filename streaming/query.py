@@ -19,6 +19,7 @@ from tidemark.streaming import effects
 from tidemark.streaming.batch import advance
 from tidemark.streaming.compact import Compactor, compactor
 from tidemark.streaming.model import Bounds, shard_of
+from tidemark.streaming.records import Topic
 from tidemark.streaming.runs import Packet
 
 PACKETS = "shard int, packet binary"
@@ -92,7 +93,8 @@ def positions(
 
 def frames(records: DataFrame, control: str) -> DataFrame:
     """The Kafka source's records as compaction takes them: one column, laid out as of `streaming.frames`."""
-    origin = when(col("topic") == control, -1 - col("partition")).otherwise(col("partition"))
+    partition = col("partition")
+    origin = when(col("topic") == control, Topic.CONTROL.origin(partition)).otherwise(Topic.FACTS.origin(partition))
     nothing = lit(b"")
     header = [col("offset"), unix_millis("timestamp"), origin, coalesce(octet_length("key"), lit(0))]
     parts = [*(number.cast("binary") for number in header), coalesce("key", nothing), coalesce("value", nothing)]

@@ -8,8 +8,8 @@ whatever they hold. IDs keep their sign here.
 """
 
 import re
-from enum import Enum
-from typing import Annotated, Any, Final, Literal
+from enum import Enum, IntEnum
+from typing import Annotated, Any, Final, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
@@ -22,12 +22,43 @@ MAX_ID: Final = 2**63 - 1
 Id = Annotated[int, Meta(ge=-MAX_ID, le=MAX_ID)]
 Epoch = Annotated[int, Meta(ge=0, le=MAX_ID)]
 
+_Number = TypeVar("_Number", bound="_FromInteger")
+
+
+class _FromInteger(Protocol):
+    """An integer, or a whole column of them."""
+
+    def __rsub__(self: _Number, other: int, /) -> _Number: ...
+
 
 class Topic(Enum):
     """Which of the two topics a record came from: writers write to the one, operators to the other."""
 
     FACTS = "facts"
     CONTROL = "control"
+
+    def origin(self, partition: _Number) -> _Number:
+        """Topic and partition in one number: the partition for facts; -1, -2, ... for 0, 1, ... of the other topic."""
+        return partition if self is Topic.FACTS else -1 - partition
+
+    @classmethod
+    def at(cls, origin: int) -> "tuple[Topic, int]":
+        """Topic and partition of an origin."""
+        return (cls.FACTS, origin) if origin >= 0 else (cls.CONTROL, -1 - origin)
+
+
+class Kind(IntEnum):
+    """The kinds of records (docs/design.md 3): `kind` on Kafka is the name; columns, runs and markers hold the number.
+
+    Up to POSITION they are edges, and from JOIN on markers. 3 and 7 are for `streaming.decode`.
+    """
+
+    RDATA = 0
+    VOID = 1
+    POSITION = 2
+    JOIN = 4
+    RETIRE = 5
+    SKIP = 6
 
 
 class _Record(msgspec.Struct, kw_only=True, frozen=True, gc=False, omit_defaults=True, tag_field="kind"):
@@ -36,7 +67,7 @@ class _Record(msgspec.Struct, kw_only=True, frozen=True, gc=False, omit_defaults
     epoch: Epoch = 0
 
 
-class Rdata(_Record, kw_only=True, frozen=True, tag="RDATA"):
+class Rdata(_Record, kw_only=True, frozen=True, tag=Kind.RDATA.name):
     """The fact `id` completed; `"batch"`: one of several rows of a fact, the last of which carries the number."""
 
     prev: Id | UnsetType = UNSET
@@ -44,21 +75,21 @@ class Rdata(_Record, kw_only=True, frozen=True, tag="RDATA"):
     row: Raw
 
 
-class Void(_Record, kw_only=True, frozen=True, tag="VOID"):
+class Void(_Record, kw_only=True, frozen=True, tag=Kind.VOID.name):
     """`id` was rolled back."""
 
     prev: Id
     id: Id
 
 
-class Position(_Record, kw_only=True, frozen=True, tag="POSITION"):
+class Position(_Record, kw_only=True, frozen=True, tag=Kind.POSITION.name):
     """Nothing of the writer's lies in `(prev, id]`."""
 
     prev: Id
     id: Id
 
 
-class Join(_Record, kw_only=True, frozen=True, tag="JOIN"):
+class Join(_Record, kw_only=True, frozen=True, tag=Kind.JOIN.name):
     """A new epoch begins; all of the writer's up to `id` is complete. `unseen`: it may hold facts never announced."""
 
     id: Id
@@ -67,7 +98,7 @@ class Join(_Record, kw_only=True, frozen=True, tag="JOIN"):
     why: str | None = None
 
 
-class Retire(_Record, kw_only=True, frozen=True, tag="RETIRE"):
+class Retire(_Record, kw_only=True, frozen=True, tag=Kind.RETIRE.name):
     """All of the writer's up to `id` is complete and nothing will follow."""
 
     id: Id
@@ -75,7 +106,7 @@ class Retire(_Record, kw_only=True, frozen=True, tag="RETIRE"):
     why: str | None = None
 
 
-class Skip(_Record, kw_only=True, frozen=True, tag="SKIP"):
+class Skip(_Record, kw_only=True, frozen=True, tag=Kind.SKIP.name):
     """An operator settles `(prev, id]` without evidence."""
 
     prev: Id
@@ -90,6 +121,10 @@ Record = Rdata | Void | Position | Marker
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 _NAME = re.compile(r"[^\s\x00-\x1f\x7f-\x9f]{1,255}")
+
+
+def kind_of(record: Record) -> Kind:
+    return Kind[str(record.__struct_config__.tag)]
 
 
 def row(value: object) -> Raw:
@@ -156,7 +191,7 @@ def decode(value: bytes | None) -> Record:
 
 
 def _check_topic(record: Record, topic: Topic) -> None:
-    kind = record.__struct_config__.tag
+    kind = kind_of(record).name
     if not isinstance(record, Marker):
         if topic is Topic.CONTROL:
             raise BadRecord(Reason.WRONG_TOPIC, f"{kind} belongs on the facts topic")

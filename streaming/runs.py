@@ -1,38 +1,21 @@
-"""What compaction hands to the state function: per task and shard, runs of edges and single markers.
+"""Packets: what compaction hands to the state function for one task and one shard; and runs, unpacked to arrays. Pure.
 
 A run is a chain of edges of one writer and one epoch (docs/design.md 5): edge `i` is `(ids[i-1], ids[i]]`, the first
-one `(start, ids[0]]`. IDs are magnitudes here and in everything behind. All edges of a run
-lie in one *segment*: between two neighbouring JOIN or RETIRE records of the stream.
-
-A run in memory: a chain of edges of one writer and one epoch, as arrays. Pure; magnitudes only.
+one `(start, ids[0]]`. All edges of a run lie in one *segment*: between two neighbouring JOIN or RETIRE records of the
+stream. IDs are magnitudes here and in everything behind; `direction` keeps the sign.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from enum import IntEnum
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tidemark.streaming.chain import Evidence
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.intervals import EMPTY, Ids, Intervals
-from tidemark.streaming.model import Rejected
-
-
-class Kind(IntEnum):
-    """How an edge was completed; also the code in a run's `kinds`."""
-
-    RDATA = 0
-    VOID = 1
-    POSITION = 2
-
-
-class MarkerKind(IntEnum):
-    JOIN = 0
-    RETIRE = 1
-    SKIP = 2
+from tidemark.streaming.model import Evidence, Rejected
+from tidemark.streaming.records import Kind, Topic
 
 
 class PackedRun(msgspec.Struct, array_like=True, frozen=True):
@@ -45,7 +28,7 @@ class PackedRun(msgspec.Struct, array_like=True, frozen=True):
     stream: str
     writer: str
     epoch: int
-    direction: Direction
+    direction: int  # as a number, so that the garbage collector need not look at runs, which are many
     start: int
     ids: bytes
     kinds: bytes
@@ -76,7 +59,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True):
     stream: str
     writer: str
     epoch: int
-    kind: MarkerKind
+    kind: Kind
     prev: int
     id: int
     direction: Direction
@@ -104,7 +87,7 @@ class Packet(msgspec.Struct, array_like=True, frozen=True):
 
     topic: str
     partition: int
-    control: bool
+    role: Topic
     next_offset: int
     runs: list[PackedRun]
     rows: list[BatchRows]
@@ -140,7 +123,7 @@ class Run:
         return cls(
             packed.writer,
             packed.epoch,
-            packed.direction,
+            Direction(packed.direction),
             packed.start,
             ids,
             kinds,
@@ -190,7 +173,7 @@ class Run:
 
     def evidence(self) -> Evidence:
         """Facts count one each, a void ID counts one, an announcement counts its width."""
-        kinds = np.bincount(self.kinds, minlength=len(Kind))
+        kinds = np.bincount(self.kinds, minlength=Kind.POSITION + 1)
         empty = int(kinds[Kind.VOID])
         if kinds[Kind.POSITION]:
             announced = self.kinds == Kind.POSITION

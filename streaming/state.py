@@ -1,4 +1,4 @@
-"""The stored form of a stream's state, versioned: what Spark keeps and Postgres can seed a query from.
+"""The stored form of a stream's state: what Spark keeps, and what Postgres holds to seed a query.
 
 Nested msgpack arrays, led by the format's number; intervals only, so that a million pending IDs behind one gap are a
 few bytes. A format that this Tidemark does not know stops it; older ones are read.
@@ -6,11 +6,12 @@ few bytes. A format that this Tidemark does not know stops it; older ones are re
 
 import msgspec
 
-from tidemark.streaming.chain import Chain, Evidence, Span
+from tidemark.streaming.chain import Chain, Span
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.errors import StateTooNew
 from tidemark.streaming.intervals import Intervals
 from tidemark.streaming.linear import LinearPosition
+from tidemark.streaming.model import Evidence
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import HeldWriter, WriterState
 
@@ -136,10 +137,7 @@ def _stored(chain: Chain) -> _Chain:
         _Span(
             span.prev,
             span.id,
-            span.evidence.facts,
-            span.evidence.empty,
-            span.evidence.unseen,
-            span.evidence.skipped,
+            *span.evidence.counts,
             span.edges,
             span.since,
         )

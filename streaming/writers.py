@@ -1,14 +1,16 @@
-"""Who writes to a stream, and what they say besides edges. Pure; what it means is decided in `positions`.
+"""The writers of a stream, joined or held, and how an epoch begins. Pure; `streaming.stream` decides when.
 
-How an epoch begins, and how what is open is settled without a record of its own. Pure; changes what it is given.
+The functions change the writers, the line and the `Changes` that they are given. What a JOIN or RETIRE settles has no
+record of its own: its evidence is the marker's (docs/design.md 3).
 """
 
 from dataclasses import dataclass
 
-from tidemark.streaming.chain import NOTHING, Chain, Evidence, How
+from tidemark.streaming.chain import Chain, How
 from tidemark.streaming.changes import Changes, LateRange, Regress
 from tidemark.streaming.intervals import EMPTY, Ids, Intervals
 from tidemark.streaming.linear import LinearPosition
+from tidemark.streaming.model import NOTHING, Evidence
 
 Incarnation = tuple[str, int]
 """A writer's name and epoch."""

@@ -51,7 +51,7 @@ def write_advances(connection: Connection, batch: Batch) -> Cursor[TupleRow] | N
         from cut where position <> claimed
         """,
         (
-            (s.stream, a.writer, a.epoch, a.prev, a.id, a.facts, a.empty, a.unseen, a.skipped, s.linear, shard.now)
+            (s.stream, a.writer, a.epoch, a.prev, a.id, *a.evidence.counts, s.linear, shard.now)
             for shard, s in batch.streams()
             for a in s.advances
         ),

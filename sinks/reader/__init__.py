@@ -4,11 +4,12 @@
 """
 
 from tidemark.sinks.reader.aio import AsyncFollow, AsyncPositions, AsyncReader
-from tidemark.sinks.reader.events import Advance, Event, Evidence, Late, LateLost, LinearMove, Place, Reread
+from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, Reread
 from tidemark.sinks.reader.sync import Follow, Positions, ReadBatch, Reader
 from tidemark.sinks.reader.table import Table
 from tidemark.sinks.reader.token import ZERO, Order, Token, interval_text, parse_intervals
 from tidemark.sinks.reader.wait import Recovering, Standing
+from tidemark.streaming.model import Evidence
 
 __all__ = [
     "ZERO",

@@ -7,16 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tidemark.sinks.reader.token import Token
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """The evidence of a range (docs/design.md 1): counts of its IDs with a fact, proven empty, unseen, skipped."""
-
-    facts: int = 0
-    empty: int = 0
-    unseen: int = 0
-    skipped: int = 0
+from tidemark.streaming.model import Evidence
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +31,7 @@ class Advance:
     @property
     def proven_empty(self) -> bool:
         """Nothing was written there: who reads the table for it finds nothing."""
-        return not (self.evidence.facts or self.evidence.unseen or self.evidence.skipped)
+        return self.evidence.proves_empty
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The memory of Tidemark's Postgres of one stream: for what Redis's list does not reach back to."""
 
 from tidemark.sinks.postgres.store import PastAdvance, PastLate, Postgres, PostgresConfig
-from tidemark.sinks.reader.events import Advance, Evidence, Late
+from tidemark.sinks.reader.events import Advance, Late
 from tidemark.sinks.reader.io import HistoryFound, ReadHistory
 from tidemark.streaming.postgres_session import Dsn
 
@@ -36,8 +36,9 @@ class History:
 
 def _advance(past: PastAdvance) -> Advance:
     told = past.advance
-    evidence = Evidence(told.facts, told.empty, told.unseen, told.skipped)
-    return Advance(told.writer, told.epoch, told.prev, told.id, evidence, told.prev, past.linear, past.batch, past.time)
+    return Advance(
+        told.writer, told.epoch, told.prev, told.id, told.evidence, told.prev, past.linear, past.batch, past.time
+    )
 
 
 def _late(past: PastLate) -> Late:

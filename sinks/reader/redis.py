@@ -13,11 +13,12 @@ import redis
 import redis.asyncio
 from redis.commands import CoreCommands
 
-from tidemark.sinks.reader.events import Advance, Evidence, Late
+from tidemark.sinks.reader.events import Advance, Late
 from tidemark.sinks.reader.io import AwaitEntry, KeysFound, ListEntry, ReadKeys, ReadList, ReadNewest
 from tidemark.sinks.redis.client import whereabouts
 from tidemark.sinks.redis.errors import FOREIGN, Remedies, redis_error
 from tidemark.sinks.redis.publish import key
+from tidemark.streaming.model import Evidence
 
 TIMEOUT = 5.0  # seconds for a connection or an answer
 
@@ -46,7 +47,7 @@ def parse(entry: ListEntry) -> Advance | Late | None:
 
     match fields["kind"]:
         case "POSITION":
-            evidence = Evidence(number("facts"), number("empty"), number("unseen"), number("skipped"))
+            evidence = Evidence(*map(number, Evidence.__struct_fields__))
             return Advance(
                 fields["writer"],
                 number("epoch"),

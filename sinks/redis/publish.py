@@ -116,7 +116,7 @@ def of_history(
 
 def _entry(advance: WriterAdvance, linear: int, batch: int, time: int) -> AdvanceEntry:
     a = advance
-    numbers = (a.epoch, a.prev, a.id, a.facts, a.empty, a.unseen, a.skipped, linear, batch, time)
+    numbers = (a.epoch, a.prev, a.id, *a.evidence.counts, linear, batch, time)
     return AdvanceEntry(a.writer, *map(str, numbers))
 
 

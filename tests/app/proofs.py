@@ -18,7 +18,6 @@ from tests.streaming.builders import packed
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics
 from tidemark.streaming.batch import advance
-from tidemark.streaming.compact import origin_of
 from tidemark.streaming.effects import ShardEffects
 from tidemark.streaming.errors import Unavailable
 from tidemark.streaming.model import Bounds
@@ -109,7 +108,8 @@ def history(site: Site) -> Chains:
 
 
 def _origin(site: Site, record: Message) -> int:
-    return origin_of(Topic.FACTS if record.topic() == site.facts else Topic.CONTROL, record.partition())
+    partition: int = record.partition()
+    return (Topic.FACTS if record.topic() == site.facts else Topic.CONTROL).origin(partition)
 
 
 def undisturbed(site: Site) -> ShardEffects:

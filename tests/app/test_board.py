@@ -3,10 +3,11 @@ from prometheus_client import CollectorRegistry
 
 from tidemark.app.board import Board
 from tidemark.streaming import state
-from tidemark.streaming.chain import Chain, Evidence, Span
+from tidemark.streaming.chain import Chain, Span
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import Progress, ShardEffects, StreamEffects, Summary, WriterRow
 from tidemark.streaming.linear import LinearPosition
+from tidemark.streaming.model import Evidence
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import WriterState
 

@@ -1,6 +1,6 @@
 """Records as people write them, and the packets that hold them: each edge its own run, which is legal and slow.
 
-IDs are signed here, as on Kafka. What decoding refuses is the business of the tests of `wire`.
+IDs are signed here, as on Kafka. What decoding refuses is the business of the tests of `records`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,13 +12,13 @@ import pyarrow as pa
 
 from tidemark.streaming import state
 from tidemark.streaming.batch import advance
-from tidemark.streaming.compact import compactor, origin_of
+from tidemark.streaming.compact import compactor
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import ShardEffects, StreamEffects
 from tidemark.streaming.frames import HEADER
 from tidemark.streaming.model import Bounds
-from tidemark.streaming.records import Topic
-from tidemark.streaming.runs import BatchRows, Kind, Marker, MarkerKind, PackedRun, Packet
+from tidemark.streaming.records import Kind, Topic
+from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet
 from tidemark.streaming.stream import StreamState
 
 STREAM = "events"
@@ -45,6 +45,10 @@ class Record:
     @property
     def control(self) -> bool:
         return self.by is not None
+
+    @property
+    def role(self) -> Topic:
+        return Topic.CONTROL if self.control else Topic.FACTS
 
 
 def rdata(writer: str, id: int, prev: int | None = None, epoch: int = 0) -> Record:
@@ -128,7 +132,7 @@ def _packet(item: Sent) -> Packet:
                 record.stream,
                 record.writer,
                 record.epoch,
-                MarkerKind[record.kind],
+                Kind[record.kind],
                 abs(record.prev),
                 abs(record.id),
                 Direction.of(record.id),
@@ -139,7 +143,7 @@ def _packet(item: Sent) -> Packet:
                 offset,
             )
         )
-    return Packet(_topic(record), record.partition, record.control, offset + 1, runs, rows, markers, [])
+    return Packet(_topic(record), record.partition, record.role, offset + 1, runs, rows, markers, [])
 
 
 def compacted(batch: Sequence[Sent]) -> list[Packet]:
@@ -167,7 +171,7 @@ def framed(records: Iterable[Framed]) -> pa.RecordBatch:
 
 
 def _origin(record: Record) -> int:
-    return origin_of(Topic.CONTROL if record.control else Topic.FACTS, record.partition)
+    return record.role.origin(record.partition)
 
 
 def _topic(record: Record) -> str:

@@ -10,11 +10,10 @@ import pyarrow as pa
 
 from tests.streaming.builders import framed
 from tidemark.streaming import records
-from tidemark.streaming.compact import origin_of
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.errors import BadRecord
-from tidemark.streaming.records import Topic
-from tidemark.streaming.runs import Kind, Packet
+from tidemark.streaming.records import Kind, Topic
+from tidemark.streaming.runs import Packet
 
 FACTS, CONTROL = "tidemark.facts", "tidemark.control"
 
@@ -36,7 +35,7 @@ def message(record: records.Record, offset: int, topic: str = FACTS) -> Message:
 def arrow(messages: Sequence[Message]) -> pa.RecordBatch:
     """As the query gives them to compaction."""
     return framed(
-        (message.offset, message.time, origin_of(_topic(message), message.partition), message.key, message.value)
+        (message.offset, message.time, _topic(message).origin(message.partition), message.key, message.value)
         for message in messages
     )
 
@@ -162,7 +161,7 @@ def unpack(packets: Iterable[Packet]) -> Compacted:
         ids = np.frombuffer(run.ids, "<i8").tolist()
         offsets = _offsets(run.offsets, run.first_offset, run.last_offset)
         (found,) = {segment(run.stream, offset) for offset in offsets}
-        group = Group(run.stream, run.writer, run.epoch, run.direction, found)
+        group = Group(run.stream, run.writer, run.epoch, Direction(run.direction), found)
         kinds = [Kind(kind) for kind in run.kinds]
         chain = tuple(Edge(*edge) for edge in zip([run.start, *ids[:-1]], ids, kinds, offsets, strict=True))
         result.runs.add((group, chain, run.oldest, run.newest))

@@ -19,6 +19,7 @@ from tidemark.streaming import records
 from tidemark.streaming.compact import compactor
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.model import Reason, shard_of
+from tidemark.streaming.records import Topic
 from tidemark.streaming.runs import Packet
 
 SHARDS = 5
@@ -290,10 +291,10 @@ def test_partitions_and_topics_of_one_task_are_kept_apart() -> None:
         message(skip, 8, topic=CONTROL),
     ]
     found = packets(log)
-    assert {(packet.topic, packet.partition, packet.control, packet.next_offset) for _, packet in found} == {
-        (FACTS, 0, False, 12),
-        (FACTS, 1, False, 4),
-        (CONTROL, 0, True, 9),
+    assert {(packet.topic, packet.partition, packet.role, packet.next_offset) for _, packet in found} == {
+        (FACTS, 0, Topic.FACTS, 12),
+        (FACTS, 1, Topic.FACTS, 4),
+        (CONTROL, 0, Topic.CONTROL, 9),
     }
     (marker,) = (marker for _, packet in found for marker in packet.markers)
     assert (marker.kind.name, marker.prev, marker.id, marker.by, marker.why) == ("SKIP", 1, 4, "ann", "lost")

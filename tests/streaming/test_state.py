@@ -8,6 +8,7 @@ from tests.streaming.builders import FACTS, STREAM, Shard, forced, join, positio
 from tidemark.streaming import state
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.errors import StateTooNew
+from tidemark.streaming.records import Topic
 from tidemark.streaming.runs import PackedRun, Packet
 from tidemark.streaming.state import FORMAT
 
@@ -23,7 +24,7 @@ def long_run(start: int, count: int, offset: int) -> Packet:
     run = PackedRun(
         STREAM, "a", 1, UP, start, ids.tobytes(), kinds.tobytes(), offsets.tobytes(), offset, last, offset, last
     )
-    return Packet(FACTS, 0, False, last + 1, [run], [], [], [])
+    return Packet(FACTS, 0, Topic.FACTS, last + 1, [run], [], [], [])
 
 
 def test_a_state_comes_back_as_it_went() -> None:

@@ -17,6 +17,7 @@ from tidemark.app.lines.rows import RowBuffer, Writer
 from tidemark.sinks.reader import events
 from tidemark.streaming.batch import advance
 from tidemark.streaming.direction import beyond
+from tidemark.streaming.model import Evidence
 from tidemark.streaming.records import Join, Rdata, Record, Retire, Topic, Void, encode, read, row
 
 BIG = 1 << 30
@@ -40,7 +41,7 @@ class RowsPlay:
         return texts(told)
 
     def move(self, prev: int, id: int, epoch: int = 0, **evidence: int) -> list[str]:
-        counted = events.Evidence(**(evidence or {"facts": abs(id - prev)}))
+        counted = Evidence(**(evidence or {"facts": abs(id - prev)}))
         moved = events.Advance("w", epoch, prev, id, counted, prev, id, 1, 1)
         return texts(self.announcer.advance("s", moved, self.now))
 
@@ -294,7 +295,7 @@ class Wild:
         for stream in effects.streams if effects else []:
             self._heads[stream.stream] = stream.head
             for moved in stream.advances:
-                how = events.Evidence(moved.facts, moved.empty, moved.unseen, moved.skipped)
+                how = moved.evidence
                 told = events.Advance(moved.writer, moved.epoch, moved.prev, moved.id, how, moved.prev, 0, 1, 1)
                 self._check(self._announcer.advance(stream.stream, told, now))
 

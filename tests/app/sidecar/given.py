@@ -14,11 +14,12 @@ from tests.waiting import eventually
 from tidemark.app.sidecar.service import SidecarServers
 from tidemark.app.sidecar.site import SiteConfig, site
 from tidemark.streaming import state
-from tidemark.streaming.chain import Chain, Evidence, Span
+from tidemark.streaming.chain import Chain, Span
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import StreamEffects
 from tidemark.streaming.intervals import EMPTY
 from tidemark.streaming.linear import LinearPosition
+from tidemark.streaming.model import Evidence
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import WriterState
 

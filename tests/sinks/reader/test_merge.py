@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from tidemark.sinks.reader.events import Advance, Evidence, LinearMove, Reread
+from tidemark.sinks.reader.events import Advance, LinearMove, Reread
 from tidemark.sinks.reader.merge import LinearEvidence
+from tidemark.streaming.model import Evidence
 
 
 def moved(writer: str, prev: int, id: int, facts: int = 0) -> Advance:
