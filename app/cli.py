@@ -133,7 +133,7 @@ def pipeline(accept: tuple[Literal["partitions", "loss", "shards"], ...]) -> Non
 def sidecar() -> None:
     """Serve positions over HTTP and the line protocol, until SIGTERM or Ctrl-C. Any number may run."""
     settings = _settings()
-    from tidemark.app.sidecar import serve
+    from tidemark.app import serve
 
     serve.run(settings)
 

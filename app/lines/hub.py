@@ -16,9 +16,9 @@ from tidemark.app.lines.announcer import Announcement, Announcer
 from tidemark.app.lines.commands import PositionCommand
 from tidemark.app.lines.rows import RowBuffer, Writer
 from tidemark.app.read_side import metrics
+from tidemark.app.read_side.opened import ReadSide
 from tidemark.app.read_side.slices import Begun, Item, Listener, Slice
 from tidemark.app.read_side.tasks import ended
-from tidemark.app.sidecar.service import Service
 from tidemark.sinks.reader.events import Advance, Event, Reread
 from tidemark.sources.tail import Tail
 from tidemark.streaming.errors import Stop, TidemarkError, Unavailable
@@ -38,8 +38,8 @@ Hear = Callable[[Sequence[Announcement]], None]
 class Hub:
     """`tail` makes a reader of the facts topic; `limit` is how many bytes of rows may be held."""
 
-    def __init__(self, service: Service, tail: Callable[[], Tail], limit: int) -> None:
-        self._service = service
+    def __init__(self, read_side: ReadSide, tail: Callable[[], Tail], limit: int) -> None:
+        self._read_side = read_side
         self._tail = tail
         self._announced: dict[Writer, int] = {}
         self._rows = RowBuffer(limit, self._announced)
@@ -124,11 +124,11 @@ class Hub:
     async def _follow(self) -> None:
         while True:
             listener = Listener()
-            names = await self._service.snapshots.names()
+            names = await self._read_side.snapshots.names()
             self._beginning = set(names)
-            self._service.feeds.to_all(listener)
-            with self._service.feeds.listening(listener, names):
-                for stream, known in (await self._service.snapshots.known(names)).items():
+            self._read_side.feeds.to_all(listener)
+            with self._read_side.feeds.listening(listener, names):
+                for stream, known in (await self._read_side.snapshots.known(names)).items():
                     self._tell(self._announcer.stand(stream, known.vector))
                 # A move between that and a follower's first look could only be told as a position to start from.
                 with suppress(TimeoutError):
@@ -177,7 +177,7 @@ class Hub:
         try:
             while True:
                 try:
-                    so_far = await self._service.durable.read_so_far(tail.topic)
+                    so_far = await self._read_side.durable.read_so_far(tail.topic)
                     whole = await loop.run_in_executor(thread, tail.begin, so_far.offsets)
                     self._rows.begin(whole, so_far.heads)
                     if problem is not None:

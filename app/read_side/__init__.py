@@ -1,1 +1,1 @@
-"""What is published of every stream, read once for all who ask; the sidecar and the line protocol stand above it."""
+"""The read side: what is published of every stream, read once for all; below the sidecar and the line protocol."""

@@ -1,4 +1,4 @@
-"""Spares requests the wait for a server that was just found away: for a moment nobody asks it again."""
+"""A circuit breaker: a server that just failed is not asked for a moment, so that requests need not wait for it."""
 
 import time
 from collections.abc import Callable, Iterator

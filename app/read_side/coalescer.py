@@ -1,4 +1,4 @@
-"""Reading together: what is asked while a read is under way goes into the next one, once, whoever asked.
+"""A coalescer of reads: what is asked for while a read is under way goes into the next one, once, whoever asked.
 
 So a thousand requests a second cost a few reads, and each still gets an answer that was read after it asked.
 """

@@ -1,4 +1,4 @@
-"""Postgres, as the sidecar reads it, on threads: positions where Redis does not have them, and details always."""
+"""Postgres, as this process reads it, on threads: positions where Redis does not have them, and details always."""
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
@@ -23,12 +23,12 @@ PATIENCE = 2.0  # seconds that a request waits for Postgres; its thread goes on
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """What is known of a stream besides positions: who retired, how many completed edges wait above their writer's
-    position, and every gap and writer that never joined, longest first.
+    """What the state of a stream says besides positions.
 
-    Of each writer its epoch, the highest ID that is settled with gaps below it or without (`reaches`), and how many of
-    its edges wait (`waiting`). `again` names writers whose source was set back: their gaps below their position hold
-    the line.
+    Of the stream: `pending` completed edges above their writer's position, and `gaps`, which are also the writers that
+    never joined, longest first. Of each writer: its epoch; `reaches`, the highest settled ID, above gaps too;
+    `waiting`, its share of `pending`. `regressed` names writers whose source was set back: their gaps below their
+    position hold the linear position back.
     """
 
     epochs: Mapping[str, int]
@@ -37,7 +37,7 @@ class Details:
     gaps: list[Blocker]
     reaches: Mapping[str, int]
     waiting: Mapping[str, int]
-    again: frozenset[str]
+    regressed: frozenset[str]
     late: LateCount | None
 
 
@@ -54,65 +54,65 @@ class Durable:
     """For one event loop. Methods raise `Unavailable` and `Refused`; all may be called again."""
 
     def __init__(self, postgres: Postgres, history: History) -> None:
-        self.fuse = CircuitBreaker("Postgres")
+        self.circuit_breaker = CircuitBreaker("Postgres")
         self._postgres = postgres
         self._history = history
-        self._asking: set[asyncio.Future[Any]] = set()
+        self._reading: set[asyncio.Future[Any]] = set()
         self._closed = False
 
     async def aclose(self) -> None:
-        """Return when no thread asks any more: it would open a connection that was closed."""
+        """Return when no thread reads any more: it would open a connection that was closed."""
         self._closed = True
-        if self._asking:
-            await asyncio.wait(self._asking)
+        if self._reading:
+            await asyncio.wait(self._reading)
 
     async def check(self) -> None:
         """Raise `SchemaMismatch` or `VersionSkew` where the pipeline's versions are none that we can read."""
-        await self._asked(self._check)
+        await self._read(self._check)
 
     def _check(self) -> None:
         self._postgres.check_readable()
         require_neighbour(self._postgres.pipeline_version())
 
     async def names(self) -> set[str]:
-        return set(await self._asked(self._postgres.streams))
+        return set(await self._read(self._postgres.streams))
 
     async def positions(self, streams: Collection[str]) -> dict[str, StreamPositions]:
         """Without those that do not exist."""
-        return await self._asked(lambda: self._postgres.positions(streams))
+        return await self._read(lambda: self._postgres.positions(streams))
 
     async def details(self, streams: Collection[str]) -> dict[str, Details]:
         """Without streams that do not exist, or whose state a later Tidemark wrote."""
-        return await self._asked(
+        return await self._read(
             lambda: _decoded(self._postgres.states(streams), self._postgres.conditions.late(streams))
         )
 
     async def condition(self) -> Condition:
         """Of the pipeline."""
-        return await self._asked(self._postgres.conditions.now)
+        return await self._read(self._postgres.conditions.now)
 
     async def read_so_far(self, topic: str) -> ReadSoFar:
-        return await self._asked(lambda: _read_so_far(self._postgres, topic))
+        return await self._read(lambda: _read_so_far(self._postgres, topic))
 
-    async def past(self, ask: ReadHistory) -> HistoryFound:
-        return await self._asked(lambda: self._history.past(ask))
+    async def history(self, request: ReadHistory) -> HistoryFound:
+        return await self._read(lambda: self._history.past(request))
 
-    async def _asked(self, ask: Callable[[], T]) -> T:
+    async def _read(self, read: Callable[[], T]) -> T:
         if self._closed:
             raise Unavailable("Postgres", self._postgres.where, "this process ends")
-        with self.fuse.guarding():
-            asking = asyncio.get_running_loop().run_in_executor(None, ask)
-            self._asking.add(asking)
-            asking.add_done_callback(self._asked_for)
+        with self.circuit_breaker.guarding():
+            reading = asyncio.get_running_loop().run_in_executor(None, read)
+            self._reading.add(reading)
+            reading.add_done_callback(self._ended)
             try:
-                return await asyncio.wait_for(asyncio.shield(asking), PATIENCE)
+                return await asyncio.wait_for(asyncio.shield(reading), PATIENCE)
             except TimeoutError:
                 problem = f"no answer within {PATIENCE:g} s"
                 raise Unavailable("Postgres", self._postgres.where, problem) from None
 
-    def _asked_for(self, asking: asyncio.Future[Any]) -> None:
-        self._asking.discard(asking)
-        asking.exception()  # whoever asked may have gone, and it is told to nobody then
+    def _ended(self, reading: asyncio.Future[Any]) -> None:
+        self._reading.discard(reading)
+        reading.exception()  # looked at, because whoever waited for it may have gone
 
 
 def _read_so_far(postgres: Postgres, topic: str) -> ReadSoFar:
@@ -140,6 +140,6 @@ def _details(stream: StreamState, late: LateCount | None) -> Details:
         gaps=blockers(stream),
         reaches={writer: signed(known.chain.reach) for writer, known in stream.writers.items()},
         waiting={writer: sum(span.edges for span in known.chain.pending) for writer, known in stream.writers.items()},
-        again=frozenset(writer for writer, known in stream.writers.items() if known.again is not None),
+        regressed=frozenset(writer for writer, known in stream.writers.items() if known.again is not None),
         late=late,
     )

@@ -1,7 +1,7 @@
-"""One follower per stream for everybody who listens: what moves a stream is read once and handed to all.
+"""One follower per stream for all listeners: what moves a stream is read once and given to all of them.
 
-A follower runs while somebody listens to its stream. It never waits for a listener: one that does not take what it is
-given is cut off, and goes on later from where it stood.
+A follower runs while its stream has a listener. It never waits for one: a listener that does not take its items is cut
+off, and goes on later from where it stood.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 import structlog
 
 from tidemark.app.read_side.notifications import Notifications
-from tidemark.app.read_side.program import Hands
+from tidemark.app.read_side.requests import RequestHandler
 from tidemark.app.read_side.slices import Appeared, Begun, Item, Listener, Slice
 from tidemark.app.read_side.snapshots import Known, Snapshots
 from tidemark.app.read_side.tasks import ended
@@ -32,19 +32,19 @@ from tidemark.streaming.errors import Refused, SchemaMismatch, Unavailable
 
 log = structlog.get_logger(__name__)
 
-DISCOVER_EVERY = 1.0  # seconds between looks for new streams
+DISCOVER_EVERY = 1.0  # seconds until new streams are looked for again
 LARGEST = 500  # events of one slice
 
 
 class Feed:
     """Follows one stream for its `listeners`."""
 
-    def __init__(self, stream: str, hands: Hands, bells: Notifications) -> None:
+    def __init__(self, stream: str, requests: RequestHandler, notifications: Notifications) -> None:
         self.listeners: set[Listener] = set()
         self._stream = stream
-        self._hands = hands
-        self._bells = bells
-        self._bell = bells.bell(stream)
+        self._requests = requests
+        self._notifications = notifications
+        self._notified = notifications.next(stream)
         self._following = Following(stream, "vector", None)
         self._place: Place | None = None
         self._events: list[Event] = []
@@ -57,10 +57,10 @@ class Feed:
         self.listeners.add(listener)
 
     def compare(self, known: Known) -> None:
-        """Look again where more is known of the stream than was handed out."""
+        """Read again where more is known of the stream than was given to listeners."""
         place = self._place
         if place is None or beyond(known.linear, place.linear) or known.late > place.late or _beyond(known, place):
-            self._bells.ring(self._stream)
+            self._notifications.notify(self._stream)
 
     def stop(self) -> None:
         self._task.cancel()
@@ -91,24 +91,25 @@ class Feed:
             if isinstance(step, CaughtUp) or len(self._events) == LARGEST:
                 self._hand_out()
 
-    async def _carry_out(self, ask: Request) -> Answer:
-        match ask:
+    async def _carry_out(self, request: Request) -> Answer:
+        match request:
             case ReadList() | ReadNewest():
-                self._bell = self._bells.bell(self._stream)  # before: what comes meanwhile must ring it
+                # Before it reads: what is published meanwhile must set it.
+                self._notified = self._notifications.next(self._stream)
             case AwaitEntry():
-                await self._bell.wait()
+                await self._notified.wait()
                 return None
             case ReadHistory():
                 if self._place is None:
                     self._hand_out()  # it has begun: what is recalled came since then
-                # Redis alone will do: what it does not tell comes as ranges to read again.
+                # Redis alone will do: what it does not hold comes as ranges to read again.
                 with suppress(Unavailable):
-                    return await self._hands.carry_out(ask)
+                    return await self._requests.carry_out(request)
                 return None
-        return await self._hands.carry_out(ask)
+        return await self._requests.carry_out(request)
 
     def _hand_out(self) -> None:
-        """Tell the listeners what moved since the last time. Their place stays the same object where nothing did."""
+        """Give the listeners what moved since the last time. Their place stays the same object where nothing did."""
         before, after, events = self._place, self._following.place, self._events
         assert after is not None
         if before is None:
@@ -131,9 +132,9 @@ def _beyond(known: Known, place: Place) -> bool:
 class Feeds:
     """For one event loop."""
 
-    def __init__(self, hands: Hands, bells: Notifications, snapshots: Snapshots) -> None:
-        self._hands = hands
-        self._bells = bells
+    def __init__(self, requests: RequestHandler, notifications: Notifications, snapshots: Snapshots) -> None:
+        self._requests = requests
+        self._notifications = notifications
         self._snapshots = snapshots
         self._feeds: dict[str, Feed] = {}
         self._to_all: set[Listener] = set()
@@ -160,12 +161,12 @@ class Feeds:
             self._remove(listener)
 
     def to_all(self, listener: Listener) -> None:
-        """It shall hear of new streams as well, until it stops listening."""
+        """Give it new streams as well, until it stops listening."""
         self._to_all.add(listener)
 
     def _add(self, listener: Listener, stream: str) -> None:
         if stream not in self._feeds:
-            self._feeds[stream] = Feed(stream, self._hands, self._bells)
+            self._feeds[stream] = Feed(stream, self._requests, self._notifications)
         self._feeds[stream].add(listener)
 
     def _remove(self, listener: Listener) -> None:
@@ -177,7 +178,8 @@ class Feeds:
                 del self._feeds[stream]
 
     async def _compare(self) -> None:
-        """Hints may be lost, and a line moves without one: so all streams are looked at together, once a second."""
+        """Notifications may be lost, and a linear position moves without one: so all followed streams are read
+        together, once a second."""
         while True:
             await asyncio.sleep(LONGEST_WAIT)
             if followed := list(self._feeds):

@@ -1,4 +1,4 @@
-"""Redis, as the sidecar reads it: the positions of many streams in one round trip, and their names."""
+"""Redis, as this process reads it: the positions of many streams in one round trip, and their names."""
 
 import asyncio
 from collections.abc import Collection, Sequence
@@ -13,8 +13,9 @@ from tidemark.sinks.redis.publish import STREAMS
 
 TIMEOUT = 2.0  # seconds for a connection or an answer: then Postgres is asked
 TOGETHER = 200  # streams in one transaction: bounds how long other clients of Redis wait
-Asked = ReadKeys | ReadList | ReadNewest
 REPLIES = 5  # that `sinks.reader.redis.queue` asks for, for each stream
+
+RedisRequest = ReadKeys | ReadList | ReadNewest
 
 
 class Live:
@@ -22,8 +23,8 @@ class Live:
 
     def __init__(self, address: RedisAddress) -> None:
         """Raises `BadSetting`."""
-        self.fuse = CircuitBreaker("Redis")
-        self._looks: Coalescer[Asked, KeysFound] = Coalescer(self._look)
+        self.circuit_breaker = CircuitBreaker("Redis")
+        self._reads: Coalescer[RedisRequest, KeysFound] = Coalescer(self._read)
         self.client: Any = address.async_client(TIMEOUT)
         self._clustered = address.clustered
 
@@ -31,39 +32,39 @@ class Live:
         await aclose(self.client)
 
     async def ping(self) -> None:
-        with self.fuse.guarding(), translated(self.client):
+        with self.circuit_breaker.guarding(), translated(self.client):
             await self.client.ping()
 
     async def names(self) -> set[str]:
         """The streams that Redis knows."""
-        with self.fuse.guarding(), translated(self.client):
+        with self.circuit_breaker.guarding(), translated(self.client):
             return set(await self.client.smembers(STREAMS))
 
-    async def glances(self, streams: Collection[str]) -> dict[str, KeysFound]:
+    async def keys(self, streams: Collection[str]) -> dict[str, KeysFound]:
         """Each stream's keys as they were at one moment."""
-        found = await self._look([ReadKeys(name) for name in streams])
-        return {ask.stream: told for ask, told in found.items()}
+        found = await self._read([ReadKeys(name) for name in streams])
+        return {request.stream: keys for request, keys in found.items()}
 
-    async def look(self, ask: ReadList | ReadNewest) -> KeysFound:
-        """Together with what others ask for meanwhile."""
-        return (await self._looks.get([ask]))[ask]
+    async def read(self, request: ReadList | ReadNewest) -> KeysFound:
+        """In one round trip with what others request meanwhile."""
+        return (await self._reads.get([request]))[request]
 
-    async def _look(self, asked: Collection[Asked]) -> dict[Asked, KeysFound]:
-        asks = list(asked)
+    async def _read(self, wanted: Collection[RedisRequest]) -> dict[RedisRequest, KeysFound]:
+        requests = list(wanted)
         replies: list[Any] = []
-        with self.fuse.guarding(), translated(self.client):
-            for start in range(0, len(asks), TOGETHER):
-                chunk = asks[start : start + TOGETHER]
+        with self.circuit_breaker.guarding(), translated(self.client):
+            for start in range(0, len(requests), TOGETHER):
+                chunk = requests[start : start + TOGETHER]
                 # A transaction in a Cluster is of one server.
                 replies += await (self._each(chunk) if self._clustered else self._at_once(chunk))
-            return {ask: seen(ask, found) for ask, found in zip(asks, replies, strict=True)}
+            return {request: seen(request, found) for request, found in zip(requests, replies, strict=True)}
 
-    async def _at_once(self, asks: Sequence[Asked]) -> list[Any]:
+    async def _at_once(self, requests: Sequence[RedisRequest]) -> list[Any]:
         pipe = self.client.pipeline(transaction=True)
-        for ask in asks:
-            queue(pipe, ask)
+        for request in requests:
+            queue(pipe, request)
         found = await pipe.execute()
-        return [found[place * REPLIES : (place + 1) * REPLIES] for place in range(len(asks))]
+        return [found[place * REPLIES : (place + 1) * REPLIES] for place in range(len(requests))]
 
-    async def _each(self, asks: Sequence[Asked]) -> list[Any]:
-        return await asyncio.gather(*(reply(self.client, ask) for ask in asks))
+    async def _each(self, requests: Sequence[RedisRequest]) -> list[Any]:
+        return await asyncio.gather(*(reply(self.client, request) for request in requests))

@@ -1,8 +1,7 @@
-"""Listening to channels of Redis for as long as the process lives, through every loss of the connection.
+"""Notifications on the channels of Redis: they wake whoever waits for a stream, and are hints alone.
 
-Who waits for a stream is woken when its channel in Redis speaks. A hint: sleepers look by themselves as well.
-
-One connection listens for the whole process. While Redis is away nobody is woken, and everybody looks once a second.
+One connection listens for the whole process, and is made again whenever it is lost. While Redis is away nobody is
+woken: whoever waits also reads once a second by itself.
 """
 
 import asyncio
@@ -16,6 +15,7 @@ from tidemark.app.read_side.tasks import ended
 from tidemark.sinks.reader.redis import translated
 from tidemark.streaming.errors import Stop, Unavailable
 
+CHANNELS = "tidemark:{*}"
 PAUSE = 1.0  # seconds until a lost subscription is made again; less than the client's time-out
 
 
@@ -24,7 +24,8 @@ async def listen(
 ) -> NoReturn:
     """Call `subscribe` with redis-py's pub/sub of each connection, and `hear` with every message that comes.
 
-    What is said while Redis is away is lost. For one event loop; end it with `app.read_side.tasks.ended`.
+    Messages that are published while Redis is away are lost. For one event loop; end it with
+    `app.read_side.tasks.ended`.
     """
     while True:
         with suppress(Unavailable, Stop), translated(client):
@@ -38,40 +39,40 @@ async def listen(
         await asyncio.sleep(PAUSE)
 
 
-CHANNELS = "tidemark:{*}"
-
-
 class Notifications:
     """For one event loop."""
 
     def __init__(self, live: Live) -> None:
         self._live = live
         # Weak: whoever asks for streams that do not exist must not fill the memory.
-        self._bells: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
+        self._waiting: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(listen(self._live.client, lambda hints: hints.psubscribe(CHANNELS), self._heard))
+        task = asyncio.create_task(
+            listen(self._live.client, lambda channels: channels.psubscribe(CHANNELS), self._heard)
+        )
         try:
             yield
         finally:
             await ended(task)
 
-    def bell(self, stream: str) -> asyncio.Event:
-        """Set at the next hint. Take it before you look, so that what comes meanwhile is not missed, and keep it."""
-        return self._bells.setdefault(stream, asyncio.Event())
+    def next(self, stream: str) -> asyncio.Event:
+        """Set at the next notification of the stream. Take it before you read, so that what comes meanwhile is not
+        missed, and hold a reference to it."""
+        return self._waiting.setdefault(stream, asyncio.Event())
 
-    def _heard(self, hint: Mapping[str, Any]) -> None:
-        self.ring(hint["channel"].removeprefix("tidemark:{").removesuffix("}"))
+    def _heard(self, message: Mapping[str, Any]) -> None:
+        self.notify(message["channel"].removeprefix("tidemark:{").removesuffix("}"))
 
-    def ring(self, stream: str) -> None:
-        """Wake who waits for the stream."""
-        bell = self._bells.pop(stream, None)
-        if bell is not None:
-            bell.set()
+    def notify(self, stream: str) -> None:
+        """Wake whoever waits for the stream."""
+        waiting = self._waiting.pop(stream, None)
+        if waiting is not None:
+            waiting.set()
 
 
-async def wait_for_hint(bell: asyncio.Event, seconds: float) -> None:
-    """Return when it rings, or after `seconds`."""
+async def wait_for_notification(notified: asyncio.Event, seconds: float) -> None:
+    """Return when `notified` is set, or after `seconds`."""
     with suppress(TimeoutError):
-        await asyncio.wait_for(bell.wait(), seconds)
+        await asyncio.wait_for(notified.wait(), seconds)

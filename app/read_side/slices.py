@@ -1,4 +1,4 @@
-"""What a follower hands to who listens: slices of a stream's moves, encoded once for all who stand where it stood."""
+"""What a follower gives to its listeners: slices of a stream's moves, the same object to all of them."""
 
 import asyncio
 import time
@@ -6,15 +6,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from typing import Any, TypeVar
 
-from tidemark.app.sidecar import cursor, moves
-from tidemark.app.sidecar.sse import block
 from tidemark.sinks.reader.events import Event, Place
 from tidemark.streaming.direction import beyond
 
+T = TypeVar("T")
+
 BUFFER = 20_000  # slices that a listener may be behind
-PATIENCE = 20.0  # seconds that a slice may wait for it: bounds the memory, because slices are shared
+PATIENCE = 20.0  # seconds that a slice may wait for a listener: bounds the memory, because slices are shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,31 +32,26 @@ class Appeared:
 @dataclass(frozen=True, eq=False)
 class Slice:
     """What moved `stream` from `before` to `after`, joined: whoever holds `before` itself stands at `after` itself when
-    it has taken `text`."""
+    it has taken `events`."""
 
     stream: str
     before: Place
     after: Place
     events: Sequence[Event]
     at: float = field(default_factory=time.monotonic)
+    _encoded: dict[Callable[["Slice"], Any], Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
-    def line(self) -> int | None:
-        """The linear position, which is told after the events; None where it did not move."""
+    def linear(self) -> int | None:
+        """The linear position after the events; None where it did not move."""
         return self.after.linear if beyond(self.after.linear, self.before.linear) else None
 
-    @cached_property
-    def blocks(self) -> tuple[bytes, bytes]:
-        """As server-sent events, the last one apart from the others: it is the one that may carry an ID."""
-        told = [block(moves.told(self.stream, event)) for event in self.events]
-        if self.line is not None:
-            told.append(block(moves.LinearMoveAnswer(stream=self.stream, linear=self.line)))
-        return b"".join(told[:-1]), told[-1]
-
-    @cached_property
-    def id(self) -> bytes:
-        """Where a client stands behind this slice that follows nothing but this stream."""
-        return cursor.of_places({self.stream: self.after}).encode()
+    def once(self, encode: Callable[["Slice"], T]) -> T:
+        """`encode(self)`, computed for the first listener that asks and remembered for all others."""
+        if encode not in self._encoded:
+            self._encoded[encode] = encode(self)
+        encoded: T = self._encoded[encode]
+        return encoded
 
 
 Item = Begun | Appeared | Slice

@@ -1,9 +1,7 @@
-"""The highest positions that this process has answered or seen, so that it never answers a lower one. Pure.
+"""Snapshots: where streams stand now, from Redis, else from Postgres, else from memory; never less than before.
 
-A Redis that was restored from an older copy, or a Postgres that lags behind, may say less than was said before.
-What was true stays true (docs/design.md, rule 2), so the union of both is answered.
-
-Where streams stand now: from Redis, else from Postgres, else from memory; never less than was said before.
+A Redis that was restored from an older copy, or a Postgres that lags behind, may say less than this process has
+answered already. What was true stays true (docs/design.md, rule 2), so the farther of both is answered.
 """
 
 import asyncio
@@ -19,13 +17,17 @@ from tidemark.app.read_side.live import Live
 from tidemark.streaming.direction import beyond, farther
 from tidemark.streaming.errors import Stop, Unavailable
 
+DETAILS_AGE = 1.0  # seconds for which details are not read again: they take decoding
+NAMES_AGE = 10.0  # seconds for which Postgres is not asked for names again: Redis may lack some while it is filled
+DETAILS_PATIENCE = 0.25  # seconds that an answer waits for details
+
 Source = Literal["redis", "postgres", "memory"]
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
     """The positions of a stream. `late` is the number of its newest late completion, `head` the highest ID that any
-    record of it named (None: unknown); `read_at` (s, of the process's monotonic clock) is when `source` said so."""
+    record of it named (None: unknown); `read_at` is when `source` was read (s, of the process's monotonic clock)."""
 
     linear: int
     vector: Mapping[str, int]
@@ -36,7 +38,7 @@ class Known:
 
 
 class Highest:
-    """One per process; for one thread."""
+    """The farthest positions that this process has read or answered. One per process, for one thread; pure."""
 
     def __init__(self) -> None:
         self._streams: dict[str, Known] = {}
@@ -48,25 +50,25 @@ class Highest:
     def streams(self) -> frozenset[str]:
         return frozenset(self._streams)
 
-    def raised(self, stream: str, said: Known) -> Known:
-        """What to answer where `said` was read: never less than before. A writer that is said no more is left out once
-        the line has passed it, which changes no token: it retired long ago."""
+    def raised(self, stream: str, found: Known) -> Known:
+        """What to answer where `found` was read: never less than before. A writer that `found` lacks is left out once
+        the linear position has passed it, which changes no token: it retired long ago."""
         before = self._streams.get(stream)
         if before is not None:
-            linear = farther(said.linear, before.linear)
+            linear = farther(found.linear, before.linear)
             vector = {
                 writer: farther(position, before.vector.get(writer, position))
-                for writer, position in said.vector.items()
+                for writer, position in found.vector.items()
             }
             vector |= {
                 writer: position
                 for writer, position in before.vector.items()
-                if writer not in said.vector and beyond(position, linear)
+                if writer not in found.vector and beyond(position, linear)
             }
-            head = before.head if said.head is None or beyond(before.head or 0, said.head) else said.head
-            said = replace(said, linear=linear, vector=vector, late=max(said.late, before.late), head=head)
-        self._streams[stream] = said
-        return said
+            head = before.head if found.head is None or beyond(before.head or 0, found.head) else found.head
+            found = replace(found, linear=linear, vector=vector, late=max(found.late, before.late), head=head)
+        self._streams[stream] = found
+        return found
 
     def recalled(self, stream: str) -> Known | None:
         """The last answer, for when nobody can be asked; None: there was none."""
@@ -74,14 +76,9 @@ class Highest:
         return before and replace(before, source="memory")
 
 
-DETAILS_AGE = 1.0  # seconds for which details are not read again: they take decoding
-NAMES_AGE = 10.0  # seconds for which Postgres is not asked for names again: Redis may lack some while it is filled
-DETAILS_PATIENCE = 0.25  # seconds that an answer waits for them
-
-
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What can be said of `stream`. `exists` is False where Postgres knows of no such stream, None where nobody can
+    """What can be found of `stream`. `exists` is False where Postgres knows of no such stream, None where nobody can
     tell; `known` is None where it is recovering."""
 
     stream: str
@@ -108,7 +105,7 @@ class Snapshots:
         self._named_at = -NAMES_AGE
 
     async def names(self) -> frozenset[str]:
-        """Every stream that somebody knows, or knew."""
+        """Every stream that Redis, Postgres or this process knows, or knew."""
         found: set[str] = set()
         with suppress(Unavailable, Stop):
             found = await self._live.names()
@@ -129,11 +126,11 @@ class Snapshots:
         return [self._detailed_now(found[name]) for name in streams]
 
     async def positions(self, stream: str) -> Known | None:
-        """Only where it stands; None: nobody can say."""
+        """The stream's positions alone; None: nobody can say."""
         return (await self._positions.get([stream]))[stream].known
 
     async def known(self, streams: Collection[str]) -> dict[str, Known]:
-        """Only where they stand; without those of which nobody can say."""
+        """Their positions alone, without streams of which nobody can say."""
         found = await self._positions.get(streams)
         return {name: known for name in sorted(streams) if (known := found[name].known) is not None}
 
@@ -164,7 +161,7 @@ class Snapshots:
     async def _from_redis(self, streams: Collection[str]) -> dict[str, Known]:
         now = self._now()
         with suppress(Unavailable, Stop):
-            seen = await self._live.glances(streams)
+            seen = await self._live.keys(streams)
             return {
                 name: Known(it.linear, it.positions, it.late, it.head, "redis", now)
                 for name, it in seen.items()

@@ -1,4 +1,4 @@
-"""What moved a stream, as it is answered: the JSON of what a follower hands over (`sinks.reader.events`)."""
+"""What moved a stream, as JSON: the answers that stand for the events of a follower (`sinks.reader.events`)."""
 
 from datetime import UTC, datetime
 from typing import Annotated
@@ -71,7 +71,7 @@ class LateLostAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
     number: Count
 
 
-class LinearMoveAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="line"):
+class LinearMoveAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="linear"):
     """The linear position moved, with all moves of writers before this one or without any."""
 
     stream: Name
@@ -99,7 +99,7 @@ class Gaps(msgspec.Struct, frozen=True, kw_only=True):
     age_seconds: Annotated[float, Meta(ge=0)]
 
 
-def told(stream: str, event: events.Event) -> Move:
+def described(stream: str, event: events.Event) -> Move:
     match event:
         case events.Advance():
             return AdvanceAnswer(

@@ -1,8 +1,6 @@
-"""The operations that tell where streams stand, and how this process is.
+"""The operations that answer once: where streams stand, what moved them, what holds them back, how processes are.
 
-The operations that tell what moved a stream, and what holds it back.
-
-The long poll: answer when a stream has come as far as a token.
+`wait` is among them, as a long poll: it answers when a stream has come as far as a token.
 """
 
 import asyncio
@@ -15,8 +13,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from tidemark.app.read_side import metrics
-from tidemark.app.read_side.notifications import wait_for_hint
-from tidemark.app.read_side.program import HistoryPage, page
+from tidemark.app.read_side.notifications import wait_for_notification
+from tidemark.app.read_side.requests import HistoryPage, history_page
 from tidemark.app.read_side.snapshots import Snapshot
 from tidemark.app.sidecar import answers, cursor, moves
 from tidemark.app.sidecar.answers import blocker, described, tag
@@ -30,6 +28,7 @@ from tidemark.app.sidecar.problems import (
     Unauthorized,
     UnknownStream,
 )
+from tidemark.app.sidecar.watched import PipelineAnswer
 from tidemark.sinks.reader.io import LONGEST_WAIT
 from tidemark.sinks.reader.token import Token
 from tidemark.sinks.reader.wait import GRACE
@@ -37,12 +36,13 @@ from tidemark.streaming.direction import beyond
 from tidemark.streaming.errors import BadToken, Stop, Unavailable
 
 PLAIN = "text/plain"
+SERVERS = 2  # Redis and Postgres, one of which is enough to answer
 
 
 async def all_streams(call: OperationCall) -> Response:
-    snapshots = call.service.snapshots
+    snapshots = call.service.read_side.snapshots
     names = sorted(await snapshots.names())
-    if not names and (problems := (await call.service.health()).problems):
+    if not names and (problems := await call.service.read_side.problems()):
         raise RecoveringProblem("; ".join(problems))
     now = time.monotonic()
     body = answers.Streams([described(it, now) for it in await snapshots.get(names)])
@@ -50,7 +50,7 @@ async def all_streams(call: OperationCall) -> Response:
 
 
 async def one_stream(call: OperationCall) -> Response:
-    (snapshot,) = await call.service.snapshots.get([call.stream])
+    (snapshot,) = await call.service.read_side.snapshots.get([call.stream])
     body = described(existing(snapshot), time.monotonic())
     return tagged(call.request, body, tag(body))
 
@@ -64,51 +64,25 @@ def existing(snapshot: Snapshot) -> Snapshot:
     return snapshot
 
 
+async def pipeline(call: OperationCall) -> Response:
+    return json(await call.service.watch.pipeline())
+
+
 async def livez(_: OperationCall) -> Response:
     return Response("alive\n", media_type=PLAIN)
 
 
 async def readyz(call: OperationCall) -> Response:
-    health = await call.service.health()
-    return json(health, 200 if health.ready else 503)
+    problems = await call.service.read_side.problems()
+    ready = len(problems) < SERVERS
+    return json(answers.Health(ready=ready, problems=problems), 200 if ready else 503)
 
 
 async def scrape(call: OperationCall) -> Response:
-    for server, fuse in (("redis", call.service.live.fuse), ("postgres", call.service.durable.fuse)):
-        metrics.UP.labels(server).set(fuse.problem is None)
+    read_side = call.service.read_side
+    for server, reached in (("redis", read_side.live), ("postgres", read_side.durable)):
+        metrics.UP.labels(server).set(reached.circuit_breaker.problem is None)
     return Response(generate_latest(metrics.REGISTRY), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-
-LOOKS = [
-    Operation(
-        "/v1/streams",
-        "streams",
-        "Where every stream stands.",
-        all_streams,
-        answers.Streams,
-        problems=(Unauthorized, RecoveringProblem),
-        headers=("If-None-Match",),
-    ),
-    Operation(
-        "/v1/streams/{stream}",
-        "stream",
-        "Where one stream stands.",
-        one_stream,
-        answers.StreamAnswer,
-        problems=(Unauthorized, UnknownStream, RecoveringProblem),
-        headers=("If-None-Match",),
-    ),
-    Operation("/livez", "livez", "Whether this process runs.", livez, str, media=PLAIN),
-    Operation(
-        "/readyz",
-        "readyz",
-        "Whether it can answer: 503 where neither server does.",
-        readyz,
-        answers.Health,
-        others={503: answers.Health},
-    ),
-    Operation("/metrics", "metrics", "For Prometheus.", scrape, str, media=PLAIN),
-]
 
 
 Limit = Annotated[int, Meta(ge=1, le=10_000)]
@@ -124,7 +98,7 @@ class AdvancesQuery(msgspec.Struct, frozen=True):
 
 
 async def gaps(call: OperationCall) -> Response:
-    (snapshot,) = await call.service.snapshots.get([call.stream])
+    (snapshot,) = await call.service.read_side.snapshots.get([call.stream])
     details, read_at = existing(snapshot).details, snapshot.details_read_at
     if details is None or read_at is None:
         raise RecoveringProblem("gaps come from Postgres, which does not answer")
@@ -143,9 +117,9 @@ async def advances(call: OperationCall) -> Response:
     query: AdvancesQuery = call.query
     since = cursor.since(call.stream, query.since)
     try:
-        if isinstance(since, Token) and (known := await call.service.snapshots.positions(call.stream)):
+        if isinstance(since, Token) and (known := await call.service.read_side.snapshots.positions(call.stream)):
             since.compare(Token.of(known.linear, known.vector))  # a stream does not turn round
-        found = await page(call.service.hands, call.stream, since, query.limit)
+        found = await history_page(call.service.read_side.requests, call.stream, since, query.limit)
     except (Unavailable, Stop) as problem:
         raise RecoveringProblem(str(problem)) from None
     except BadToken as problem:
@@ -159,14 +133,83 @@ def _answered(stream: str, found: HistoryPage) -> Response:
     return json(
         moves.Advances(
             stream=stream,
-            moves=[moves.told(stream, event) for event in found.events],
+            moves=[moves.described(stream, event) for event in found.events],
             next=cursor.of_places({stream: found.place}),
             complete=found.complete,
         )
     )
 
 
-HISTORY = [
+class WaitQuery(msgspec.Struct, frozen=True):
+    token: Annotated[str, Meta(description="How far the stream shall be complete: m7, or m7~web.9.")]
+    timeout: Annotated[
+        float, Meta(ge=0, description="Seconds to wait at most; cut to what the server allows, 60 by default.")
+    ] = 30.0
+
+
+async def wait(call: OperationCall) -> Response:
+    query: WaitQuery = call.query
+    token = cursor.token(query.token)
+    with call.service.limiter.one("wait"):
+        began = time.monotonic()
+        deadline = began + min(query.timeout, call.service.longest_wait)
+        ahead_since = None
+        while True:
+            notified = call.service.read_side.notifications.next(call.stream)
+            known = await call.service.read_side.snapshots.positions(call.stream)
+            now = time.monotonic()
+            if known is not None and _reached(Token.of(known.linear, known.vector), token):
+                return json(await _position(call))
+            if known is None or known.head is None or not beyond(token.farthest(), known.head):
+                ahead_since = None
+            elif ahead_since is None:
+                ahead_since = now
+            # A token that was just issued may be ahead of the head for a moment: writers announce once a second.
+            if ahead_since is not None and now >= min(ahead_since + GRACE, deadline):
+                assert known is not None
+                detail = (
+                    f"writers of {call.stream} have come to {known.head}: this is a token of another stream or database"
+                )
+                raise Ahead(detail, await _position(call))
+            if now >= deadline:
+                raise NotYet(f"{call.stream} did not reach {token} in {now - began:.1f} s", await _position(call))
+            await wait_for_notification(notified, min(LONGEST_WAIT, deadline - now))
+            if await call.request.is_disconnected():
+                raise NotYet("the client went away")
+
+
+def _reached(published: Token, token: Token) -> bool:
+    try:
+        return published.covers(token)
+    except BadToken as problem:
+        raise BadRequest(str(problem)) from None
+
+
+async def _position(call: OperationCall) -> answers.StreamAnswer:
+    """Raises `UnknownStream`, `RecoveringProblem`."""
+    (snapshot,) = await call.service.read_side.snapshots.get([call.stream])
+    return described(existing(snapshot), time.monotonic())
+
+
+OPERATIONS = [
+    Operation(
+        "/v1/streams",
+        "streams",
+        "Where every stream stands.",
+        all_streams,
+        answers.Streams,
+        problems=(Unauthorized, RecoveringProblem),
+        headers=("If-None-Match",),
+    ),
+    Operation(
+        "/v1/streams/{stream}",
+        "stream",
+        "Where one stream stands.",
+        one_stream,
+        answers.StreamAnswer,
+        problems=(Unauthorized, UnknownStream, RecoveringProblem),
+        headers=("If-None-Match",),
+    ),
     Operation(
         "/v1/streams/{stream}/gaps",
         "gaps",
@@ -185,61 +228,6 @@ HISTORY = [
         query=AdvancesQuery,
         problems=(BadRequest, Unauthorized, UnknownStream, RecoveringProblem),
     ),
-]
-
-
-class WaitQuery(msgspec.Struct, frozen=True):
-    token: Annotated[str, Meta(description="How far the stream shall be complete: m7, or m7~web.9.")]
-    timeout: Annotated[
-        float, Meta(ge=0, description="Seconds to wait at most; cut to what the server allows, 60 by default.")
-    ] = 30.0
-
-
-async def wait(call: OperationCall) -> Response:
-    query: WaitQuery = call.query
-    token = cursor.token(query.token)
-    with call.service.held.one("wait"):
-        began = time.monotonic()
-        deadline = began + min(query.timeout, call.service.longest_wait)
-        ahead_since = None
-        while True:
-            bell = call.service.bells.bell(call.stream)
-            known = await call.service.snapshots.positions(call.stream)
-            now = time.monotonic()
-            if known is not None and _reached(Token.of(known.linear, known.vector), token):
-                return json(await _stands(call))
-            if known is None or known.head is None or not beyond(token.farthest(), known.head):
-                ahead_since = None
-            elif ahead_since is None:
-                ahead_since = now
-            # A token that was just issued may be ahead of the head for a moment: writers announce once a second.
-            if ahead_since is not None and now >= min(ahead_since + GRACE, deadline):
-                assert known is not None
-                detail = (
-                    f"writers of {call.stream} have come to {known.head}: this is a token of another stream or database"
-                )
-                raise Ahead(detail, await _stands(call))
-            if now >= deadline:
-                raise NotYet(f"{call.stream} did not reach {token} in {now - began:.1f} s", await _stands(call))
-            await wait_for_hint(bell, min(LONGEST_WAIT, deadline - now))
-            if await call.request.is_disconnected():
-                raise NotYet("the client went away")
-
-
-def _reached(stands: Token, token: Token) -> bool:
-    try:
-        return stands.covers(token)
-    except BadToken as problem:
-        raise BadRequest(str(problem)) from None
-
-
-async def _stands(call: OperationCall) -> answers.StreamAnswer:
-    """Raises `UnknownStream`, `RecoveringProblem`."""
-    (snapshot,) = await call.service.snapshots.get([call.stream])
-    return described(existing(snapshot), time.monotonic())
-
-
-WAITS = [
     Operation(
         "/v1/streams/{stream}/wait",
         "wait",
@@ -249,4 +237,22 @@ WAITS = [
         query=WaitQuery,
         problems=(BadRequest, Unauthorized, UnknownStream, NotYet, Ahead, Busy, RecoveringProblem),
     ),
+    Operation(
+        "/v1/pipeline",
+        "pipeline",
+        "Who computes positions, how long ago it last did, and what it rejected.",
+        pipeline,
+        PipelineAnswer,
+        problems=(Unauthorized,),
+    ),
+    Operation("/livez", "livez", "Whether this process runs.", livez, str, media=PLAIN),
+    Operation(
+        "/readyz",
+        "readyz",
+        "Whether it can answer: 503 where neither server does.",
+        readyz,
+        answers.Health,
+        others={503: answers.Health},
+    ),
+    Operation("/metrics", "metrics", "For Prometheus.", scrape, str, media=PLAIN),
 ]

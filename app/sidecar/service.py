@@ -1,32 +1,13 @@
-"""What a request may use, put together once per process."""
+"""What a request may use: the read side, what watchers see, and how many requests may be held open."""
 
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
-from tidemark.app.read_side.durable import Durable
-from tidemark.app.read_side.feeds import Feeds
-from tidemark.app.read_side.live import Live
-from tidemark.app.read_side.notifications import Notifications
-from tidemark.app.read_side.program import Hands
-from tidemark.app.read_side.snapshots import Highest, Snapshots
-from tidemark.app.sidecar import answers
-from tidemark.app.sidecar.limiter import Limiter
+from tidemark.app.read_side import metrics
+from tidemark.app.read_side.opened import ReadSide
+from tidemark.app.sidecar.problems import Busy
 from tidemark.app.sidecar.watch import Watch
-from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-from tidemark.sinks.reader.history import History
-from tidemark.sinks.redis.client import RedisAddress, redis_address
-from tidemark.streaming.errors import Stop, Unavailable
-from tidemark.streaming.postgres_session import Dsn
-
-
-@dataclass(frozen=True, slots=True)
-class SidecarServers:
-    """Addresses, which may hold passwords."""
-
-    redis: str | RedisAddress = field(repr=False)
-    postgres: Dsn = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,50 +18,39 @@ class Limits:
     wait: float = 60.0
 
 
+class Limiter:
+    """Counts the requests that are held open: waits, event streams and watchers together."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open = 0
+
+    @contextmanager
+    def one(self, operation: str) -> Iterator[None]:
+        """Raises `Busy` where as many are open as may be."""
+        if self._open >= self._most:
+            raise Busy(f"{self._open} requests are held open already; ask another sidecar, or try again")
+        self._open += 1
+        try:
+            with metrics.HELD.labels(operation).track_inprogress():
+                yield
+        finally:
+            self._open -= 1
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
-    live: Live
-    durable: Durable
-    highest: Highest
-    snapshots: Snapshots
-    bells: Notifications
-    hands: Hands
-    feeds: Feeds
-    watch: Watch
-    held: Limiter
-    longest_wait: float
+    """One per process, for one event loop."""
 
-    async def health(self) -> answers.Health:
-        """Ask both servers. Ready while one of them answers."""
-        problems = []
-        for ask in (self.live.ping, self.durable.check):
-            try:
-                await ask()
-            except (Unavailable, Stop) as problem:
-                problems.append(str(problem))
-        return answers.Health(ready=len(problems) < 2, problems=problems)
+    read_side: ReadSide
+    watch: Watch
+    limiter: Limiter
+    longest_wait: float
 
 
 @asynccontextmanager
-async def opened(servers: SidecarServers, limits: Limits) -> AsyncIterator[Service]:
-    """Raises `BadSetting`. No server is asked before the first request."""
-    live = Live(redis_address(servers.redis))
-    postgres = Postgres(PostgresConfig(servers.postgres))
-    history = History(servers.postgres)
-    durable = Durable(postgres, history)
-    try:
-        highest = Highest()
-        snapshots = Snapshots(live, durable, highest, time.monotonic)
-        bells = Notifications(live)
-        hands = Hands(live, durable)
-        feeds = Feeds(hands, bells, snapshots)
-        watch = Watch(live, durable, snapshots)
-        async with bells.listening(), feeds.running(), watch.running():
-            yield Service(
-                live, durable, highest, snapshots, bells, hands, feeds, watch, Limiter(limits.held), limits.wait
-            )
-    finally:
-        await live.aclose()
-        await durable.aclose()
-        postgres.close()
-        history.close()
+async def serving(read_side: ReadSide, limits: Limits) -> AsyncIterator[Service]:
+    """The service on a read side that stays open for longer."""
+    watch = Watch(read_side)
+    async with watch.running():
+        yield Service(read_side, watch, Limiter(limits.held), limits.wait)

@@ -1,8 +1,7 @@
-"""Who may ask: bearer tokens from a file, one a line, read again when it changes.
+"""The web application: the operations behind bearer tokens and limits, with problems as answers.
 
-Several, so that they can be rotated: add the new one, move the clients, remove the old one.
-
-The web application: operations behind tokens, limits and problems. The routes are thin; see `operation`.
+Bearer tokens stand in a file, one a line, which is read again when it changes. There may be several, so that they can
+be rotated: add the new one, move the clients, remove the old one.
 """
 
 import hmac
@@ -24,10 +23,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tidemark.app.read_side import metrics
-from tidemark.app.sidecar import events, openapi, operations, page, watching
+from tidemark.app.read_side.opened import ReadSide, ReadSideConfig, opened
+from tidemark.app.sidecar import events, openapi, operations, page
 from tidemark.app.sidecar.operation import Operation, OperationCall, parsed
 from tidemark.app.sidecar.problems import Problem, Unauthorized, UnknownStream, answered, framework, unexpected
-from tidemark.app.sidecar.service import Limits, Service, SidecarServers, opened
+from tidemark.app.sidecar.service import Limits, Service, serving
 from tidemark.streaming.errors import BadSetting
 from tidemark.streaming.records import is_name
 
@@ -86,8 +86,8 @@ class Tokens:
         return [line.encode() for line in lines if line and not line.startswith("#")]
 
 
-_OURS = [*operations.LOOKS, *operations.HISTORY, *operations.WAITS, *events.OPERATIONS, *watching.OPERATIONS]
-OPERATIONS: Sequence[Operation] = [*_OURS, openapi.operation(_OURS)]
+_DESCRIBED = [*operations.OPERATIONS, *events.OPERATIONS]
+OPERATIONS: Sequence[Operation] = [*_DESCRIBED, openapi.operation(_DESCRIBED)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,27 +99,31 @@ class SiteConfig:
     limits: Limits = field(default_factory=Limits)
 
 
-Beside = Callable[[Service], AbstractAsyncContextManager[None]]
-"""What runs in the same process while the site does."""
+Beside = Callable[[ReadSide], AbstractAsyncContextManager[None]]
+"""What runs on the same read side while the site does."""
 
 
-def site(servers: SidecarServers, terms: SiteConfig, beside: Beside = lambda _: nullcontext()) -> Starlette:
+def site(servers: ReadSideConfig, config: SiteConfig, beside: Beside = lambda _: nullcontext()) -> Starlette:
     """Raises `BadSetting`. Servers are first asked when the application starts."""
-    tokens = None if terms.tokens_file is None else Tokens(terms.tokens_file)
+    tokens = None if config.tokens_file is None else Tokens(config.tokens_file)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with opened(servers, terms.limits) as service, beside(service):
+        async with (
+            opened(servers) as read_side,
+            serving(read_side, config.limits) as service,
+            beside(read_side),
+        ):
             app.state.service = service
             yield
 
     middleware = [Middleware(RawPath)]
-    if terms.origins:
+    if config.origins:
         allowed = ["Authorization", "If-None-Match", "Last-Event-ID"]
         middleware.append(
             Middleware(
                 CORSMiddleware,
-                allow_origins=terms.origins,
+                allow_origins=config.origins,
                 allow_methods=["GET"],
                 allow_headers=allowed,
                 expose_headers=["ETag"],

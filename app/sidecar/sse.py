@@ -11,23 +11,23 @@ from starlette.types import Receive, Scope, Send
 MEDIA_TYPE = "text/event-stream"
 
 
-def block(told: msgspec.Struct, name: str | None = None) -> bytes:
+def block(body: msgspec.Struct, name: str | None = None) -> bytes:
     """One event, named after the struct's tag where it has no `name`."""
-    return b"event: %s\ndata: %s\n\n" % ((name or str(told.__struct_config__.tag)).encode(), msgspec.json.encode(told))
+    return b"event: %s\ndata: %s\n\n" % ((name or str(body.__struct_config__.tag)).encode(), msgspec.json.encode(body))
 
 
 class EventStream(StreamingResponse):
-    """Gives back what it holds when the client is gone, and leaves a client for which `cut_off` is set: sending to one
-    that does not read waits for ever."""
+    """Closes `resources` when the client is gone, and leaves a client for which `cut_off` is set: sending to one that
+    does not read waits for ever."""
 
-    def __init__(self, texts: AsyncIterator[str | bytes], cut_off: asyncio.Event, held: ExitStack) -> None:
+    def __init__(self, texts: AsyncIterator[str | bytes], cut_off: asyncio.Event, resources: ExitStack) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(texts, media_type=MEDIA_TYPE, headers=headers)
         self._cut_off = cut_off
-        self._kept = held
+        self._resources = resources
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._kept:
+        with self._resources:
             serving = asyncio.create_task(super().__call__(scope, receive, send))
             cut = asyncio.create_task(self._cut_off.wait())
             try:

@@ -1,7 +1,7 @@
-"""Looks at every stream once a second for all who watch, and keeps what it saw as text, encoded once.
+"""Every stream once a second for all watchers, kept as text that is encoded once.
 
-A watcher takes what changed since it took the last time, however long ago that is: one that reads slowly gets fewer
-and newer texts, and nobody is queued for.
+A watcher takes what changed since it last took something, however long ago that is: one that reads slowly gets fewer
+and newer texts, and no queue is kept for it.
 """
 
 import asyncio
@@ -12,9 +12,7 @@ from datetime import UTC, datetime
 
 import structlog
 
-from tidemark.app.read_side.durable import Durable
-from tidemark.app.read_side.live import Live
-from tidemark.app.read_side.snapshots import Snapshots
+from tidemark.app.read_side.opened import ReadSide
 from tidemark.app.read_side.tasks import ended
 from tidemark.app.sidecar.sse import block
 from tidemark.app.sidecar.watched import PipelineAnswer, pipeline, watched
@@ -23,30 +21,28 @@ from tidemark.streaming.errors import Stop, Unavailable
 
 log = structlog.get_logger(__name__)
 
-PACE = 1.0  # seconds between two looks
-SHARE = 10  # a look that takes long is followed by a pause of so many times that: very many streams are looked at less
+PACE = 1.0  # seconds between two rounds
+SHARE = 10  # a round that takes long is followed by a pause of so many times that: very many streams are read less
 
 
 class Watcher:
-    """`seen` is the number of the look whose texts it took last."""
+    """`seen` is the number of the round whose texts it took last."""
 
     def __init__(self) -> None:
         self.seen = 0
 
 
 class Watch:
-    """One per process, for one event loop. It looks while somebody watches."""
+    """One per process, for one event loop. It reads while somebody watches."""
 
-    def __init__(self, live: Live, durable: Durable, snapshots: Snapshots) -> None:
-        self._live = live
-        self._durable = durable
-        self._snapshots = snapshots
+    def __init__(self, read_side: ReadSide) -> None:
+        self._read_side = read_side
         self._running: asyncio.Task[None] | None = None
         self._watchers = 0
         self._wanted = asyncio.Event()
-        self._looked = asyncio.Condition()
+        self._ended_round = asyncio.Condition()
         self._number = 0
-        self._texts: dict[str, tuple[int, bytes]] = {}  # by stream: the look that changed it
+        self._texts: dict[str, tuple[int, bytes]] = {}  # by stream: the round that changed it
         self._pipeline = b""
 
     @asynccontextmanager
@@ -63,9 +59,9 @@ class Watch:
         self._running.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Who watches must not take a look that broke for streams that are quiet for ever."""
+        """Watchers must not take a task that broke for streams that are quiet for ever."""
         if not task.cancelled() and (problem := task.exception()) is not None:
-            log.error("Looking at the streams for those who watch broke off", problem=repr(problem))
+            log.error("Reading the streams for those who watch broke off", problem=repr(problem))
             self._running = None
             asyncio.get_running_loop().call_later(PACE, self._start)
 
@@ -82,18 +78,19 @@ class Watch:
 
     async def news(self, watcher: Watcher) -> bytes:
         """The events of all that changed since the watcher took the last ones; all that there is at first."""
-        async with self._looked:
-            await self._looked.wait_for(lambda: self._number > watcher.seen)
+        async with self._ended_round:
+            await self._ended_round.wait_for(lambda: self._number > watcher.seen)
         changed = [text for number, text in self._texts.values() if number > watcher.seen]
         watcher.seen = self._number
         return b"".join([*changed, self._pipeline])
 
     async def pipeline(self) -> PipelineAnswer:
-        """Asked now."""
+        """Read now."""
         condition: Condition | None = None
         with suppress(Unavailable, Stop):
-            condition = await self._durable.condition()
-        problems = [str(it.problem) for it in (self._live.fuse, self._durable.fuse) if it.problem is not None]
+            condition = await self._read_side.durable.condition()
+        breakers = self._read_side.live.circuit_breaker, self._read_side.durable.circuit_breaker
+        problems = [str(it.problem) for it in breakers if it.problem is not None]
         return pipeline(condition, problems, datetime.now(UTC))
 
     async def _run(self) -> None:
@@ -101,16 +98,16 @@ class Watch:
         while True:
             await self._wanted.wait()
             began = time.monotonic()
-            if await self._look():
+            if await self._round():
                 pause = max(PACE, SHARE * (time.monotonic() - began))
             await asyncio.sleep(pause)
 
-    async def _look(self) -> bool:
+    async def _round(self) -> bool:
         """Whether every server answered: else the time went into waiting, and says nothing of how much there is."""
-        names = await self._snapshots.names()
-        found = [watched(snapshot) for snapshot in await self._snapshots.get(sorted(names))]
+        names = await self._read_side.snapshots.names()
+        found = [watched(snapshot) for snapshot in await self._read_side.snapshots.get(sorted(names))]
         shown = await self.pipeline()
-        async with self._looked:
+        async with self._ended_round:
             self._number += 1
             for stream in found:
                 text = block(stream)
@@ -118,5 +115,5 @@ class Watch:
                 if before is None or before[1] != text:
                     self._texts[stream.stream] = self._number, text
             self._pipeline = block(shown)
-            self._looked.notify_all()
+            self._ended_round.notify_all()
         return not shown.problems

@@ -144,7 +144,7 @@ def _writer(name: str, position: int, details: Details | None, holes: list[Hole]
 
 def _floor(name: str, known: Known, details: Details | None) -> int:
     """Above it a gap of the writer is still one: details may be a second older than the positions."""
-    return known.linear if details and name in details.again else known.vector[name]
+    return known.linear if details and name in details.regressed else known.vector[name]
 
 
 def _holes(gaps: Iterable[Blocker], floor: int) -> list[Hole]:

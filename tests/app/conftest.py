@@ -1,9 +1,9 @@
 import pytest
 
-from tidemark.app.sidecar.service import SidecarServers
+from tidemark.app.read_side.opened import ReadSideConfig
 
 
 @pytest.fixture
-def servers(redis_url: str, dsn: str) -> SidecarServers:
+def servers(redis_url: str, dsn: str) -> ReadSideConfig:
     """What a sidecar of this test reads."""
-    return SidecarServers(redis_url, dsn)
+    return ReadSideConfig(redis_url, dsn)

@@ -12,13 +12,13 @@ import uvloop
 
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer, LineServerConfig
-from tidemark.app.sidecar.service import Limits, Service, SidecarServers, opened
+from tidemark.app.read_side.opened import ReadSide, ReadSideConfig, opened
 from tidemark.app.stack.server import free_port
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.tail import Tail
 
 Address = tuple[str, int]
-NOWHERE = SidecarServers("redis://127.0.0.1:1/0", "postgresql://127.0.0.1:1/none")
+NOWHERE = ReadSideConfig("redis://127.0.0.1:1/0", "postgresql://127.0.0.1:1/none")
 """For a server that is to know of no stream."""
 MIB = 1 << 20
 
@@ -41,12 +41,12 @@ def no_facts() -> FactsTopic:
 
 @contextmanager
 def served(
-    servers: SidecarServers,
+    servers: ReadSideConfig,
     terms: LineServerConfig | None = None,
     facts: FactsTopic | None = None,
     limit: int = MIB,
     port: int = 0,
-    beside: Callable[[Service, Hub, LineServer], AbstractAsyncContextManager[None]] | None = None,
+    beside: Callable[[ReadSide, Hub, LineServer], AbstractAsyncContextManager[None]] | None = None,
 ) -> Iterator[Address]:
     """In a thread of this process, on a port of its own unless told which, as the sidecar serves it."""
     listening = socket.create_server(("127.0.0.1", port))
@@ -60,10 +60,10 @@ def served(
         yield
 
     async def serve() -> None:
-        async with opened(servers, Limits()) as service:
-            hub = Hub(service, (facts or no_facts()).tail, limit)
+        async with opened(servers) as read_side:
+            hub = Hub(read_side, (facts or no_facts()).tail, limit)
             server = LineServer(hub, terms or LineServerConfig())
-            async with hub.open(), server.serving(listening), (beside or nothing)(service, hub, server):
+            async with hub.open(), server.serving(listening), (beside or nothing)(read_side, hub, server):
                 started.set()
                 await over.wait()
 

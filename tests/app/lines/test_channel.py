@@ -21,8 +21,8 @@ from tidemark.app.lines.channel import Channel
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer
 from tidemark.app.lines.speaker import ANSWER_EVERY, ChannelConfig
+from tidemark.app.read_side.opened import ReadSide, ReadSideConfig
 from tidemark.app.settings import child_environment
-from tidemark.app.sidecar.service import Service, SidecarServers
 
 TERMS = ChannelConfig("example.org", lease=0.6)
 
@@ -65,12 +65,12 @@ def worker(redis_url: str) -> Iterator[ChannelWorker]:
     made.redis.close()
 
 
-def spoken(service: Service, hub: Hub, server: LineServer) -> AbstractAsyncContextManager[None]:
-    return Channel(hub, server, service.live.client, TERMS).open()
+def spoken(read_side: ReadSide, hub: Hub, server: LineServer) -> AbstractAsyncContextManager[None]:
+    return Channel(hub, server, read_side.live.client, TERMS).open()
 
 
 @contextmanager
-def speaking(servers: SidecarServers, worker: ChannelWorker) -> Iterator[tuple[str, int]]:
+def speaking(servers: ReadSideConfig, worker: ChannelWorker) -> Iterator[tuple[str, int]]:
     """A sidecar that has begun to speak."""
     with served(servers, beside=spoken) as address:
         eventually(lambda: worker.redis.exists(f"tidemark:lines:{{{TERMS.channel}}}:speaker"))
@@ -78,7 +78,7 @@ def speaking(servers: SidecarServers, worker: ChannelWorker) -> Iterator[tuple[s
 
 
 def test_replicate_is_answered_by_one_sidecar(
-    pipeline: Pipeline, servers: SidecarServers, worker: ChannelWorker
+    pipeline: Pipeline, servers: ReadSideConfig, worker: ChannelWorker
 ) -> None:
     """However many run, each position comes once."""
     pipeline.publish(stream("s", advance("a", 0, 7), advance("b", 0, 4)))
@@ -90,7 +90,7 @@ def test_replicate_is_answered_by_one_sidecar(
 
 
 def test_many_who_ask_at_once_get_few_answers(
-    pipeline: Pipeline, servers: SidecarServers, worker: ChannelWorker
+    pipeline: Pipeline, servers: ReadSideConfig, worker: ChannelWorker
 ) -> None:
     """No storm: one answer is for all who asked before it."""
     pipeline.move("w", 0, 7)
@@ -105,7 +105,7 @@ def test_many_who_ask_at_once_get_few_answers(
         assert 1 <= answers <= 2 + (time.monotonic() - began) / ANSWER_EVERY
 
 
-def test_moves_are_said_once(pipeline: Pipeline, servers: SidecarServers, worker: ChannelWorker) -> None:
+def test_moves_are_said_once(pipeline: Pipeline, servers: ReadSideConfig, worker: ChannelWorker) -> None:
     """By whichever sidecar speaks, joined, while two run."""
     pipeline.move("w", 0, 1)
     with speaking(servers, worker), served(servers, beside=spoken):
@@ -116,7 +116,7 @@ def test_moves_are_said_once(pipeline: Pipeline, servers: SidecarServers, worker
         assert worker.hears(0.3) is None
 
 
-def test_relayed_commands_pass_in_both_directions(servers: SidecarServers, worker: ChannelWorker) -> None:
+def test_relayed_commands_pass_in_both_directions(servers: ReadSideConfig, worker: ChannelWorker) -> None:
     """From a connection to the channel and to the connections of other sidecars, and back; nobody hears an echo."""
     with (
         speaking(servers, worker) as one,
@@ -141,7 +141,7 @@ def test_relayed_commands_pass_in_both_directions(servers: SidecarServers, worke
 
 
 def test_speaker_that_ends_gives_its_place_away(
-    pipeline: Pipeline, servers: SidecarServers, worker: ChannelWorker
+    pipeline: Pipeline, servers: ReadSideConfig, worker: ChannelWorker
 ) -> None:
     """At once, and the successor begins with where writers stand."""
     pipeline.move("w", 0, 1)
@@ -154,7 +154,7 @@ def test_speaker_that_ends_gives_its_place_away(
 
 
 def test_redis_that_lost_its_data_silences_nobody(
-    pipeline: Pipeline, servers: SidecarServers, worker: ChannelWorker
+    pipeline: Pipeline, servers: ReadSideConfig, worker: ChannelWorker
 ) -> None:
     """The lease is gone with it: it is taken anew, and positions are said again."""
     pipeline.move("w", 0, 1)

@@ -25,8 +25,8 @@ from tidemark.app.lines.commands import (
     ServerCommand,
 )
 from tidemark.app.lines.server import LineServerConfig
+from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.settings import child_environment
-from tidemark.app.sidecar.service import SidecarServers
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().rstrip("\n")
 
 
-def test_it_shows_what_comes_and_comes_back(pipeline: Pipeline, servers: SidecarServers) -> None:
+def test_it_shows_what_comes_and_comes_back(pipeline: Pipeline, servers: ReadSideConfig) -> None:
     """Positions as they move, as plain lines in a pipe; after the sidecar was restarted it goes on; Ctrl-C ends it."""
     pipeline.move("w", 0, 2)
     with served(servers) as address, listening(address) as process:
@@ -66,7 +66,7 @@ def test_it_shows_what_comes_and_comes_back(pipeline: Pipeline, servers: Sidecar
         assert waiting.wait(10) == 130
 
 
-def test_only_what_was_asked_for_as_json(pipeline: Pipeline, servers: SidecarServers) -> None:
+def test_only_what_was_asked_for_as_json(pipeline: Pipeline, servers: ReadSideConfig) -> None:
     """With --stream only that one's lines, with --json one object each."""
     pipeline.move("w", 0, 2)
     with served(servers) as address:

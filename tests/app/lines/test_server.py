@@ -15,7 +15,7 @@ from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.lines.conversation import KeepAlive
 from tidemark.app.lines.server import LineServerConfig
-from tidemark.app.sidecar.service import SidecarServers
+from tidemark.app.read_side.opened import ReadSideConfig
 
 BRISK = LineServerConfig(keep_alive=KeepAlive(say=0.2, hear=0.6), tick=0.05)
 
@@ -29,7 +29,7 @@ def test_server_says_its_name_then_ping() -> None:
         assert abs(int(time_ms) / 1000 - time.time()) < 5
 
 
-def test_replicate_is_answered_with_every_position(pipeline: Pipeline, servers: SidecarServers) -> None:
+def test_replicate_is_answered_with_every_position(pipeline: Pipeline, servers: ReadSideConfig) -> None:
     """One POSITION per stream and writer, each `new new`, backward streams with their sign."""
     pipeline.publish(stream("s", advance("a", 0, 7), advance("b", 0, 4)), stream("back", advance("w", 0, -3)))
     with served(servers) as address, client(address, "NAME me", "PING 1", "REPLICATE") as one:
@@ -38,7 +38,7 @@ def test_replicate_is_answered_with_every_position(pipeline: Pipeline, servers: 
 
 
 def test_moves_without_rows_make_clients_fetch_and_empty_ones_do_not(
-    pipeline: Pipeline, servers: SidecarServers
+    pipeline: Pipeline, servers: ReadSideConfig
 ) -> None:
     """Where rows are not at hand `new new` is said, where nothing is `prev new`; one POSITION for each move."""
     pipeline.move("w", 0, 2)
@@ -52,7 +52,7 @@ def test_moves_without_rows_make_clients_fetch_and_empty_ones_do_not(
         assert one.quiet(0.3)
 
 
-def test_new_streams_and_writers_are_told(pipeline: Pipeline, servers: SidecarServers) -> None:
+def test_new_streams_and_writers_are_told(pipeline: Pipeline, servers: ReadSideConfig) -> None:
     """Who asked once hears of streams that did not exist then."""
     with served(servers) as address, client(address, "REPLICATE") as one:
         pipeline.move("w", 0, 2)
@@ -61,7 +61,7 @@ def test_new_streams_and_writers_are_told(pipeline: Pipeline, servers: SidecarSe
         assert one.said() == "POSITION s v 2 3"
 
 
-def test_nothing_of_streams_before_replicate(pipeline: Pipeline, servers: SidecarServers) -> None:
+def test_nothing_of_streams_before_replicate(pipeline: Pipeline, servers: ReadSideConfig) -> None:
     """Who did not ask hears no positions; once it asks, where all stand now, and again when it asks again."""
     with served(servers) as address, client(address, "REPLICATE") as other, client(address, "NAME x") as one:
         pipeline.move("w", 0, 2)
@@ -72,7 +72,7 @@ def test_nothing_of_streams_before_replicate(pipeline: Pipeline, servers: Sideca
             assert one.said() == "POSITION s w 2 2"
 
 
-def test_client_that_comes_back_learns_what_it_missed(pipeline: Pipeline, servers: SidecarServers) -> None:
+def test_client_that_comes_back_learns_what_it_missed(pipeline: Pipeline, servers: ReadSideConfig) -> None:
     """Nothing is resent: the POSITION after a reconnect is beyond where the client stands, so it fetches."""
     with served(servers) as address:
         pipeline.move("w", 0, 2)
@@ -189,7 +189,7 @@ def test_no_more_connections_than_allowed() -> None:
         eventually(served_again)
 
 
-def test_ten_thousand_fuzzed_lines(pipeline: Pipeline, servers: SidecarServers) -> None:
+def test_ten_thousand_fuzzed_lines(pipeline: Pipeline, servers: ReadSideConfig) -> None:
     """Whatever is sent, the server answers with ERROR or does as it is told, and others notice nothing of it."""
     pipeline.move("w", 0, 1)
     draw = random.Random(5)

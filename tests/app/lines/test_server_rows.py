@@ -11,7 +11,7 @@ from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.lines import hub
-from tidemark.app.sidecar.service import SidecarServers
+from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import RecordProducer
@@ -64,7 +64,7 @@ def flowing(one: LineClient, topic: FactsOfTest, pipeline: Pipeline, first: int 
 
 
 @pytest.mark.usefixtures("patient")
-def test_rows_follow_their_positions(pipeline: Pipeline, servers: SidecarServers, topic: FactsOfTest) -> None:
+def test_rows_follow_their_positions(pipeline: Pipeline, servers: ReadSideConfig, topic: FactsOfTest) -> None:
     """Rows are held until their IDs are passed, then sent in stream order, several of a fact as a batch; what is empty
     behind them is a POSITION, and what a zombie said is not sent."""
     with served(servers, facts=topic.facts) as address, client(address, "PING 1", "REPLICATE") as one:
@@ -86,7 +86,7 @@ def test_rows_follow_their_positions(pipeline: Pipeline, servers: SidecarServers
 
 
 @pytest.mark.usefixtures("patient")
-def test_backward_stream_keeps_its_sign(pipeline: Pipeline, servers: SidecarServers, topic: FactsOfTest) -> None:
+def test_backward_stream_keeps_its_sign(pipeline: Pipeline, servers: ReadSideConfig, topic: FactsOfTest) -> None:
     """IDs go down from -1, in the order in which they were given out."""
     pipeline.publish(stream("back", advance("w", 0, -1), linear=-1))
     with served(servers, facts=topic.facts) as address, client(address, "REPLICATE") as one:
@@ -98,7 +98,7 @@ def test_backward_stream_keeps_its_sign(pipeline: Pipeline, servers: SidecarServ
 
 
 def test_rows_are_read_only_while_somebody_listens(
-    pipeline: Pipeline, servers: SidecarServers, topic: FactsOfTest
+    pipeline: Pipeline, servers: ReadSideConfig, topic: FactsOfTest
 ) -> None:
     """With the last client that asked the reading ends; for the next one it begins anew where the pipeline is."""
     with served(servers, facts=topic.facts) as address:
@@ -118,7 +118,7 @@ def reading() -> bool:
 
 @pytest.mark.slow
 def test_broker_that_goes_and_comes_back(
-    pipeline: Pipeline, servers: SidecarServers, topic: FactsOfTest, kafka: KafkaServer
+    pipeline: Pipeline, servers: ReadSideConfig, topic: FactsOfTest, kafka: KafkaServer
 ) -> None:
     """Without Kafka clients are told to fetch; when it is back, rows come again."""
     with served(servers, facts=topic.facts) as address, client(address, "REPLICATE") as one:

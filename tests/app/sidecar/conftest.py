@@ -3,11 +3,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.app.sidecar.given import SidecarClient, sidecar
-from tidemark.app.sidecar.service import SidecarServers
+from tidemark.app.read_side.opened import ReadSideConfig
 
 
 @pytest.fixture
-def client(servers: SidecarServers) -> Iterator[SidecarClient]:
+def client(servers: ReadSideConfig) -> Iterator[SidecarClient]:
     """Of a sidecar on both servers, without tokens."""
     with sidecar(servers) as client:
         yield client

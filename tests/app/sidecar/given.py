@@ -11,7 +11,7 @@ import uvicorn
 
 from tests.sinks.given import NOW, advance, stream
 from tests.waiting import eventually
-from tidemark.app.sidecar.service import SidecarServers
+from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.sidecar.site import SiteConfig, site
 from tidemark.streaming import state
 from tidemark.streaming.chain import Chain, Span
@@ -41,7 +41,7 @@ class SidecarClient(httpx.Client):
 
 
 @contextmanager
-def sidecar(servers: SidecarServers, terms: SiteConfig | None = None, port: int = 0) -> Iterator[SidecarClient]:
+def sidecar(servers: ReadSideConfig, terms: SiteConfig | None = None, port: int = 0) -> Iterator[SidecarClient]:
     """In a thread of this process; on a port of its own, or where another one was."""
     config = uvicorn.Config(
         site(servers, terms or SiteConfig()), port=port, log_config=None, access_log=False, timeout_graceful_shutdown=1

@@ -13,8 +13,9 @@ from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
+from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.read_side.slices import PATIENCE, Appeared, Listener
-from tidemark.app.sidecar.service import Limits, SidecarServers
+from tidemark.app.sidecar.service import Limits
 from tidemark.app.sidecar.site import SiteConfig
 from tidemark.app.sidecar.sse import EventStream
 from tidemark.app.stack.servers import RedisServer
@@ -109,7 +110,7 @@ def test_new_stream_is_told_to_who_follows_all(pipeline: Pipeline, client: Sidec
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_another_sidecar_goes_on_without_a_hole(
-    pipeline: Pipeline, servers: SidecarServers, keys: Any, lost: bool
+    pipeline: Pipeline, servers: ReadSideConfig, keys: Any, lost: bool
 ) -> None:
     """Rule 3 up to the client: after a restart all that was missed comes, joined, also where Redis lost its list."""
     grow(pipeline, 0, 2)
@@ -190,7 +191,7 @@ def test_wrong_last_event_id_is_refused(client: SidecarClient) -> None:
     assert client.json("/v1/events", 400, headers={"Last-Event-ID": "17"})["type"] == "bad-request"
 
 
-def test_place_is_free_when_a_client_left(pipeline: Pipeline, servers: SidecarServers) -> None:
+def test_place_is_free_when_a_client_left(pipeline: Pipeline, servers: ReadSideConfig) -> None:
     """The limit counts clients that are there, not those that were."""
     grow(pipeline, 0, 1)
     with sidecar(servers, SiteConfig(limits=Limits(held=1))) as client:

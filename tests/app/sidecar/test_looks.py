@@ -9,7 +9,7 @@ from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
-from tidemark.app.sidecar.service import SidecarServers
+from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.sidecar.site import SiteConfig
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.servers import RedisServer
@@ -89,7 +89,7 @@ def test_flushed_redis_is_covered_by_postgres(pipeline: Pipeline, client: Sideca
     assert [it["stream"] for it in client.json("/v1/streams")["streams"]] == ["s"]
 
 
-def test_half_filled_redis_hides_no_stream(pipeline: Pipeline, servers: SidecarServers, keys: Any) -> None:
+def test_half_filled_redis_hides_no_stream(pipeline: Pipeline, servers: ReadSideConfig, keys: Any) -> None:
     """A sidecar that starts while Redis is being filled again lists what Postgres knows, too."""
     pipeline.publish(moved("a", 1, w=At(0, 1)), moved("b", 2, w=At(0, 2)))
     keys.srem(STREAMS, "a")
@@ -134,7 +134,7 @@ def test_servers_go_and_come_back(
 
 def test_sidecar_without_any_server_says_so(redis_url: str, dsn: str, redis_server: RedisServer) -> None:
     """A sidecar that starts while nothing answers runs, claims nothing, and answers as soon as a server is there."""
-    nowhere = SidecarServers("redis://127.0.0.1:1/0", "postgresql://127.0.0.1:1/none")
+    nowhere = ReadSideConfig("redis://127.0.0.1:1/0", "postgresql://127.0.0.1:1/none")
     with sidecar(nowhere) as client:
         assert client.json("/v1/streams/s", 503)["type"] == "recovering"
         assert client.json("/v1/streams", 503)["type"] == "recovering"
@@ -142,7 +142,7 @@ def test_sidecar_without_any_server_says_so(redis_url: str, dsn: str, redis_serv
         assert client.get("/livez").status_code == 200
 
 
-def test_only_who_has_a_token_may_read(servers: SidecarServers, tmp_path: Path) -> None:
+def test_only_who_has_a_token_may_read(servers: ReadSideConfig, tmp_path: Path) -> None:
     """With a file of tokens, everything about streams needs one; probes and the scrape do not."""
     (tmp_path / "tokens").write_text("sesame\n")
     with sidecar(servers, SiteConfig(tokens_file=tmp_path / "tokens")) as client:
@@ -154,7 +154,7 @@ def test_only_who_has_a_token_may_read(servers: SidecarServers, tmp_path: Path) 
             assert client.get(path).status_code == 200
 
 
-def test_scripts_of_other_sites_read_only_where_listed(servers: SidecarServers) -> None:
+def test_scripts_of_other_sites_read_only_where_listed(servers: ReadSideConfig) -> None:
     """Without a list no site gets leave; with one, only those on it."""
     with sidecar(servers, SiteConfig(origins=["https://ops.example"])) as client:
         for origin, leave in (("https://ops.example", "https://ops.example"), ("https://evil.example", None)):

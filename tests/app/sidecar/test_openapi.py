@@ -12,7 +12,8 @@ from schemathesis.checks import CHECKS
 
 from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.sinks.reader.given import Pipeline
-from tidemark.app.sidecar.service import Limits, SidecarServers
+from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.sidecar.service import Limits
 from tidemark.app.sidecar.site import OPERATIONS, SiteConfig
 from tidemark.app.sidecar.sse import MEDIA_TYPE
 
@@ -22,7 +23,7 @@ CASES = [(path, None) for path in GENERATED] + [(path, "s") for path in GENERATE
 
 
 @pytest.fixture
-def guarded(pipeline: Pipeline, servers: SidecarServers, tmp_path: Path) -> Iterator[SidecarClient]:
+def guarded(pipeline: Pipeline, servers: ReadSideConfig, tmp_path: Path) -> Iterator[SidecarClient]:
     """With tokens, short waits, and a stream whose name requests are steered to."""
     pipeline.publish(moved("s", 7, first=At(0, 9, pending=12), second=At(0, 7)))
     (tmp_path / "tokens").write_text("sesame\n")

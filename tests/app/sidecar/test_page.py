@@ -14,7 +14,7 @@ from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.needs import CHROMIUM, chromium
 from tests.sinks.given import batch, rejected
 from tests.sinks.reader.given import Pipeline
-from tidemark.app.sidecar.service import SidecarServers
+from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.sidecar.site import SiteConfig
 from tidemark.app.stack.server import free_port
 from tidemark.streaming.effects import LateCompletion
@@ -90,7 +90,7 @@ def test_gap_appears_is_named_and_closes(pipeline: Pipeline, page: Page) -> None
 
 
 def test_page_catches_up_when_the_sidecar_was_away(
-    pipeline: Pipeline, servers: SidecarServers, browser: Browser
+    pipeline: Pipeline, servers: ReadSideConfig, browser: Browser
 ) -> None:
     """It says since when it knows nothing new, and shows what happened meanwhile when another sidecar answers."""
     pipeline.publish(moved("orders", 7, shop=At(0, 7)))
@@ -149,7 +149,7 @@ def test_everything_by_keyboard(pipeline: Pipeline, page: Page) -> None:
     assert names(page) == ["a", "b", "c"]
 
 
-def test_page_asks_for_a_token(pipeline: Pipeline, servers: SidecarServers, browser: Browser, tmp_path: Path) -> None:
+def test_page_asks_for_a_token(pipeline: Pipeline, servers: ReadSideConfig, browser: Browser, tmp_path: Path) -> None:
     """A sidecar with tokens shows nothing before one is given; it lasts for the tab and stands in no address."""
     pipeline.publish(moved("orders", 7, shop=At(0, 7)))
     (tmp_path / "tokens").write_text("sesame\n")

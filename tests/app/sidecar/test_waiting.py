@@ -9,7 +9,8 @@ from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline, later
 from tests.waiting import eventually
-from tidemark.app.sidecar.service import Limits, SidecarServers
+from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.sidecar.service import Limits
 from tidemark.app.sidecar.site import SiteConfig
 from tidemark.app.stack.servers import RedisServer
 
@@ -63,7 +64,7 @@ def test_wait_goes_on_without_redis(pipeline: Pipeline, client: SidecarClient, r
         assert (found["token"], found["source"]) == ("m9", "postgres")
 
 
-def test_only_so_many_are_held_open(pipeline: Pipeline, servers: SidecarServers) -> None:
+def test_only_so_many_are_held_open(pipeline: Pipeline, servers: ReadSideConfig) -> None:
     """Past the limit a wait is refused at once; a place is free again when one ended."""
     pipeline.publish(moved("s", 3, w=At(0, 3, pending=9)))
     with sidecar(servers, SiteConfig(limits=Limits(held=1, wait=0.8))) as client:

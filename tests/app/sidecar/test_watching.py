@@ -12,7 +12,8 @@ from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.fix_servers import away, deaf
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
-from tidemark.app.sidecar.service import Limits, SidecarServers
+from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.sidecar.service import Limits
 from tidemark.app.sidecar.site import SiteConfig
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.servers import RedisServer
@@ -139,7 +140,7 @@ def test_pipeline_alone(pipeline: Pipeline, client: SidecarClient) -> None:
     assert told["quiet_seconds"] < 60
 
 
-def test_place_is_free_when_a_watcher_left(pipeline: Pipeline, servers: SidecarServers) -> None:
+def test_place_is_free_when_a_watcher_left(pipeline: Pipeline, servers: ReadSideConfig) -> None:
     """Watchers count towards the limit while they are there."""
     with sidecar(servers, SiteConfig(limits=Limits(held=1))) as client:
         with watching(client) as watch:

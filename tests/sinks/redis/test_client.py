@@ -11,7 +11,7 @@ from tests.fix_tls import Authority, tls_front
 from tests.sinks.redis.test_publish import entry
 from tests.waiting import eventually
 from tidemark.app.read_side.live import Live
-from tidemark.app.read_side.notifications import Notifications, wait_for_hint
+from tidemark.app.read_side.notifications import Notifications, wait_for_notification
 from tidemark.app.stack.servers import RedisServer
 from tidemark.sinks.reader import AsyncPositions, Positions, Standing
 from tidemark.sinks.redis.client import RedisAddress
@@ -83,7 +83,7 @@ def test_what_is_published_is_read_by_all(address: RedisAddress) -> None:
             assert await positions.get("stream5") == Standing("stream5", 7, {"w": 9}, 9)
         live = Live(address)
         assert await live.names() == set(STREAMS)
-        assert {name: seen.linear for name, seen in (await live.glances(STREAMS)).items()} == dict.fromkeys(STREAMS, 7)
+        assert {name: seen.linear for name, seen in (await live.keys(STREAMS)).items()} == dict.fromkeys(STREAMS, 7)
         await live.aclose()
 
     asyncio.run(ask())
@@ -94,14 +94,14 @@ def test_a_hint_reaches_whoever_listens_at_any_node(address: RedisAddress) -> No
 
     async def listen() -> set[str]:
         live = Live(address)
-        bells = Notifications(live)
-        waiting = {stream: bells.bell(stream) for stream in STREAMS}
-        async with bells.listening():
+        notifications = Notifications(live)
+        waiting = {stream: notifications.next(stream) for stream in STREAMS}
+        async with notifications.listening():
             with Redis(RedisConfig(address)) as sink:
                 for number in range(1, 100):
                     await asyncio.to_thread(publish, sink, number)
-                    await asyncio.gather(*(wait_for_hint(bell, 0.05) for bell in waiting.values()))
-                    heard = {stream for stream, bell in waiting.items() if bell.is_set()}
+                    await asyncio.gather(*(wait_for_notification(notified, 0.05) for notified in waiting.values()))
+                    heard = {stream for stream, notified in waiting.items() if notified.is_set()}
                     if heard == set(STREAMS):
                         break
         await live.aclose()

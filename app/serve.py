@@ -1,6 +1,6 @@
-"""The part of the sidecar's process that speaks the line protocol, put together from the settings.
+"""`tidemark sidecar`: the composition root of the read side, HTTP and the line protocol.
 
-`tidemark sidecar`: the composition root of HTTP and the line protocol.
+The only module that knows both `app.sidecar` and `app.lines`; they share one read side.
 """
 
 import asyncio
@@ -17,18 +17,21 @@ from tidemark.app.lines.channel import Channel
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer, LineServerConfig
 from tidemark.app.lines.speaker import ChannelConfig
+from tidemark.app.read_side.opened import ReadSide, ReadSideConfig, opened
 from tidemark.app.settings import Settings, host_port, is_loopback
-from tidemark.app.sidecar.service import Limits, Service, SidecarServers, opened
+from tidemark.app.sidecar.service import Limits
 from tidemark.app.sidecar.site import SiteConfig, site
 from tidemark.sources.tail import Tail
 from tidemark.streaming.errors import BadSetting, Unavailable
 
 log = structlog.get_logger(__name__)
 
+LAST_SECONDS = 3  # that open requests have at SIGTERM
+
 
 @asynccontextmanager
-async def lines(settings: Settings, service: Service, listening: socket.socket) -> AsyncIterator[None]:
-    """Serve on a socket that listens, and on the channel of Redis where there is one."""
+async def lines(settings: Settings, read_side: ReadSide, listening: socket.socket) -> AsyncIterator[None]:
+    """The line protocol, on a socket that listens and on the channel of Redis where there is one."""
 
     def tail() -> Tail:
         return Tail(settings.kafka, settings.kafka_facts_topic)
@@ -36,54 +39,51 @@ async def lines(settings: Settings, service: Service, listening: socket.socket) 
     host, port = listening.getsockname()[:2]
     if not is_loopback(host):
         log.warning("Whoever reaches the line protocol may read, and send what is relayed", host=host, port=port)
-    hub = Hub(service, tail, settings.sidecar_rows_mib << 20)
+    hub = Hub(read_side, tail, settings.sidecar_rows_mib << 20)
     server = LineServer(hub, LineServerConfig(settings.sidecar_name, settings.sidecar_tcp_connections))
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(hub.open())
         await stack.enter_async_context(server.serving(listening))
         if settings.sidecar_channel is not None:
-            channel = Channel(hub, server, service.live.client, ChannelConfig(settings.sidecar_channel))
+            channel = Channel(hub, server, read_side.live.client, ChannelConfig(settings.sidecar_channel))
             await stack.enter_async_context(channel.open())
         log.info("The line protocol listens", host=host, port=port, channel=settings.sidecar_channel)
         yield
 
 
-LAST_SECONDS = 3  # that open requests have at SIGTERM
-
-
 def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises Stop where a person must decide."""
-    servers = SidecarServers(settings.redis, settings.postgres)
+    servers = ReadSideConfig(settings.redis, settings.postgres)
     limits = Limits(settings.sidecar_held, settings.sidecar_wait_seconds)
-    terms = SiteConfig(settings.sidecar_tokens, settings.sidecar_origins, limits)
+    config = SiteConfig(settings.sidecar_tokens, settings.sidecar_origins, limits)
     asyncio.run(_require_welcome(servers))
-    # What it complains of reaches the client, or our log, in another way.
+    # What uvicorn complains of reaches the client, or our log, in another way.
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     with (
         _listening("TIDEMARK_SIDECAR_PORT", settings.sidecar_host, settings.sidecar_port) as listening,
         _listening("TIDEMARK_SIDECAR_TCP", *host_port(settings.sidecar_tcp)) as lines_listening,
     ):
         host, port = listening.getsockname()[:2]
-        if terms.tokens_file is None and not is_loopback(host):
+        if config.tokens_file is None and not is_loopback(host):
             log.warning("Whoever reaches this address may read; TIDEMARK_SIDECAR_TOKENS keeps them out")
-        config = uvicorn.Config(
-            site(servers, terms, lambda service: lines(settings, service, lines_listening)),
+        uvicorn_config = uvicorn.Config(
+            site(servers, config, lambda read_side: lines(settings, read_side, lines_listening)),
             log_config=None,
             access_log=False,
             server_header=False,
             limit_concurrency=settings.sidecar_connections,
             timeout_graceful_shutdown=LAST_SECONDS,
         )
-        server = _stopped_by_signals(uvicorn.Server(config))
+        server = _stopped_by_signals(uvicorn.Server(uvicorn_config))
         log.info("The sidecar listens", host=host, port=port)
         server.run(sockets=[listening])
     log.info("Ended")
 
 
-async def _require_welcome(servers: SidecarServers) -> None:
+async def _require_welcome(servers: ReadSideConfig) -> None:
     """Raise `Stop` where a server answers and refuses us; one that is away is waited for while we serve."""
-    async with opened(servers, Limits()) as service:
-        for ask in (service.live.ping, service.durable.check):
+    async with opened(servers) as read_side:
+        for ask in (read_side.live.ping, read_side.durable.check):
             with suppress(Unavailable):
                 await ask()
 

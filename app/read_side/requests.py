@@ -1,7 +1,7 @@
-"""Carries out what a follower's program asks (`sinks.reader.io`), with Postgres in the place of a Redis that is away.
+"""The requests of a follower (`sinks.reader.io`), answered from Redis, or from Postgres while Redis is away.
 
-Where Redis does not know a stream, what Postgres holds is a list of advances without entries: the program then takes
-the advances from the history, so nothing is missing either way.
+For a stream that Redis does not know, the answer from Postgres is a list of advances without entries: the follower then
+takes the advances from the history, so nothing is missing either way.
 """
 
 import asyncio
@@ -28,31 +28,31 @@ from tidemark.streaming.errors import Stop, Unavailable
 NOTHING = KeysFound(None, {})
 
 
-class Hands:
+class RequestHandler:
     """For one event loop. Raises `Unavailable` where neither server answers."""
 
     def __init__(self, live: Live, durable: Durable) -> None:
         self._live = live
         self._durable = durable
 
-    async def carry_out(self, ask: Request) -> Answer:
-        match ask:
+    async def carry_out(self, request: Request) -> Answer:
+        match request:
             case ReadList() | ReadNewest():
-                return await self._look(ask)
+                return await self._keys(request)
             case ReadHistory():
-                return await self._durable.past(ask)
+                return await self._durable.history(request)
             case AwaitEntry(seconds=seconds) | Pause(seconds):
                 await asyncio.sleep(seconds)
         return None
 
-    async def _look(self, ask: ReadList | ReadNewest) -> KeysFound:
+    async def _keys(self, request: ReadList | ReadNewest) -> KeysFound:
         try:
-            seen = await self._live.look(ask)
+            found = await self._live.read(request)
         except (Unavailable, Stop):
-            return await self._stored(ask.stream)
-        if seen.linear is not None:
-            return seen
-        return await self._stored(ask.stream)
+            return await self._stored(request.stream)
+        if found.linear is not None:
+            return found
+        return await self._stored(request.stream)
 
     async def _stored(self, stream: str) -> KeysFound:
         found = (await self._durable.positions([stream])).get(stream)
@@ -61,14 +61,14 @@ class Hands:
 
 @dataclass(frozen=True, slots=True)
 class HistoryPage:
-    """`place` is behind the last event; `complete`: nothing more was published when we looked."""
+    """`place` is behind the last event; `complete`: nothing more was published when this was read."""
 
     events: list[Event]
     place: Place
     complete: bool
 
 
-async def page(hands: Hands, stream: str, since: Place | Token, limit: int) -> HistoryPage | None:
+async def history_page(requests: RequestHandler, stream: str, since: Place | Token, limit: int) -> HistoryPage | None:
     """At most `limit` events after `since`; None where nobody knows the stream. Raises `Unavailable`."""
     following = Following(stream, "vector", since)
     driver: Driver[Event | CaughtUp] = Driver(following.steps())
@@ -81,7 +81,7 @@ async def page(hands: Hands, stream: str, since: Place | Token, limit: int) -> H
             case AwaitEntry():  # before it has caught up: it waits for a stream that does not exist
                 return None
             case Request():
-                driver.answered(await hands.carry_out(step))
+                driver.answered(await requests.carry_out(step))
             case None:
                 raise AssertionError("a follower does not end")
             case _:

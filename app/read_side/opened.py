@@ -1,0 +1,69 @@
+"""The read side of one process, put together: both servers, what was learned from them, and who follows streams."""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from tidemark.app.read_side.durable import Durable
+from tidemark.app.read_side.feeds import Feeds
+from tidemark.app.read_side.live import Live
+from tidemark.app.read_side.notifications import Notifications
+from tidemark.app.read_side.requests import RequestHandler
+from tidemark.app.read_side.snapshots import Highest, Snapshots
+from tidemark.sinks.postgres.store import Postgres, PostgresConfig
+from tidemark.sinks.reader.history import History
+from tidemark.sinks.redis.client import RedisAddress, redis_address
+from tidemark.streaming.errors import Stop, Unavailable
+from tidemark.streaming.postgres_session import Dsn
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSideConfig:
+    """Addresses, which may hold passwords."""
+
+    redis: str | RedisAddress = field(repr=False)
+    postgres: Dsn = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSide:
+    """For one event loop; shared by everything in the process that reads positions."""
+
+    live: Live
+    durable: Durable
+    snapshots: Snapshots
+    notifications: Notifications
+    requests: RequestHandler
+    feeds: Feeds
+
+    async def problems(self) -> list[str]:
+        """Ask Redis and Postgres; a text for each that does not answer, or refuses us."""
+        problems = []
+        for ask in (self.live.ping, self.durable.check):
+            try:
+                await ask()
+            except (Unavailable, Stop) as problem:
+                problems.append(str(problem))
+        return problems
+
+
+@asynccontextmanager
+async def opened(config: ReadSideConfig) -> AsyncIterator[ReadSide]:
+    """Raises `BadSetting`. No server is asked before somebody reads."""
+    live = Live(redis_address(config.redis))
+    postgres = Postgres(PostgresConfig(config.postgres))
+    history = History(config.postgres)
+    durable = Durable(postgres, history)
+    try:
+        snapshots = Snapshots(live, durable, Highest(), time.monotonic)
+        notifications = Notifications(live)
+        requests = RequestHandler(live, durable)
+        feeds = Feeds(requests, notifications, snapshots)
+        async with notifications.listening(), feeds.running():
+            yield ReadSide(live, durable, snapshots, notifications, requests, feeds)
+    finally:
+        await live.aclose()
+        await durable.aclose()
+        postgres.close()
+        history.close()
