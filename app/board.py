@@ -1,10 +1,8 @@
-"""What is known of every stream right now, for the scrape: from the states at the start, from effects afterwards.
+"""What scrapes show of streams and topics: the positions of every stream, and the end offsets of Kafka's partitions.
 
-One writer (the batch's thread), any number of readers: a stream's entry is replaced, never changed.
-
-A thread that asks Kafka, and not the query, how far its topics reach: a lag can read 0 while the query is dead.
-
-It also notices at run time what is checked at every start: a topic that was repartitioned, replaced or compacted.
+Positions come from the states at the start, from effects afterwards. One thread writes (the batch's), any number read:
+a stream's entry is replaced, never changed. End offsets are asked of Kafka on a thread of their own, and not of the
+query: its own lag can read 0 while it is dead.
 """
 
 import threading
@@ -25,6 +23,11 @@ from tidemark.sources.topics import Topics
 from tidemark.streaming import state
 from tidemark.streaming.effects import ShardEffects, Summary, summarize
 from tidemark.streaming.errors import PartitionsChanged, Retry, Stop
+
+log = structlog.get_logger(__name__)
+
+SECONDS = 2.0  # between two rounds of end offsets
+ROUNDS_PER_CHECK = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +89,12 @@ class Board(Collector):
         return families.values()
 
 
-log = structlog.get_logger(__name__)
-
-SECONDS = 2.0
-ROUNDS_PER_CHECK = 15
-
-
 class EndOffsets:
-    """`partitions` are the topics' counts. `failure` is the Stop that was found, for the thread that supervises."""
+    """Keeps the metrics of end offsets and lag up to date. `partitions` are the topics' counts.
+
+    It also notices at run time what is checked at every start: a topic that was repartitioned, replaced or compacted;
+    `failure` is the Stop that was found, for the thread that supervises.
+    """
 
     def __init__(self, topics: Topics, partitions: Mapping[str, int], board: Board) -> None:
         self._topics = topics
@@ -104,7 +105,7 @@ class EndOffsets:
 
     @contextmanager
     def running(self) -> Iterator[Self]:
-        thread = threading.Thread(target=self._run, name="heads", daemon=True)
+        thread = threading.Thread(target=self._run, name="end-offsets", daemon=True)
         thread.start()
         try:
             yield self
@@ -117,8 +118,8 @@ class EndOffsets:
         rounds = 0
         while not self._closing.is_set():
             try:
-                for (topic, partition), head in self._topics.heads(self._partitions).items():
-                    metrics.set_offsets(topic, partition, head=head, read=self._board.read[topic, partition])
+                for (topic, partition), end in self._topics.heads(self._partitions).items():
+                    metrics.set_offsets(topic, partition, end=end, read=self._board.read[topic, partition])
                 rounds += 1
                 if rounds % ROUNDS_PER_CHECK == 0:
                     self._check()

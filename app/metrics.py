@@ -52,8 +52,8 @@ LATENCY = Histogram(
     registry=REGISTRY,
     buckets=(0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2, 2, 5, 10, 60),
 )
-KAFKA_HEAD = Gauge(
-    "tidemark_kafka_head_offset",
+KAFKA_END = Gauge(
+    "tidemark_kafka_end_offset",
     "The offset of the next record that will be written, asked of the brokers and not of the query: it moves even"
     " when the query is dead.",
     ["topic", "partition"],
@@ -67,7 +67,7 @@ KAFKA_READ = Gauge(
 )
 KAFKA_LAG = Gauge(
     "tidemark_kafka_lag_records",
-    "Head minus read. Rising: the pipeline is too slow or stands still; compare with the heartbeat.",
+    "End minus read. Rising: the pipeline is too slow or stands still; compare with the heartbeat.",
     ["topic", "partition"],
     registry=REGISTRY,
 )
@@ -126,11 +126,11 @@ STREAM_GAUGES = {
 }
 
 
-def set_offsets(topic: str, partition: int, *, head: int, read: int) -> None:
+def set_offsets(topic: str, partition: int, *, end: int, read: int) -> None:
     """The offsets of the next record to be written and of the next one to read."""
-    KAFKA_HEAD.labels(topic, partition).set(head)
+    KAFKA_END.labels(topic, partition).set(end)
     KAFKA_READ.labels(topic, partition).set(read)
-    KAFKA_LAG.labels(topic, partition).set(max(0, head - read))
+    KAFKA_LAG.labels(topic, partition).set(max(0, end - read))
 
 
 def count_batch(effects: Iterable[ShardEffects], published: Published, seconds: float) -> None:

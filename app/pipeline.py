@@ -1,8 +1,8 @@
 """`tidemark pipeline`: the composition root of the query, its source and its sinks.
 
 Its threads: this one supervises; Spark's callback publishes batches (`app.batches`); the lease renews itself; a guard
-refills Redis; a watch asks Kafka for its heads (`app.board`); scrapes and probes
-are answered from threads of `app.probes`.
+refills Redis; another asks Kafka for its end offsets (`app.board`); scrapes and probes are
+answered from threads of `app.probes`.
 """
 
 import os
@@ -49,7 +49,7 @@ LAST_SECONDS = 9.0
 LONGEST_PAUSE = 5.0
 # A query that fails so often without publishing one batch will not mend itself.
 FAILURES = 6
-SECRETS_SECONDS = 5.0  # between two looks at Kafka's secrets
+SECRETS_SECONDS = 5.0  # between two readings of Kafka's secrets
 
 
 def run(settings: Settings, accept: Set[Acceptance]) -> None:
@@ -154,12 +154,12 @@ class Attempt:
             )
             publisher = Publisher(postgres, sinks, dead_letters, lease, stopping)
             publisher.send_unsent(start.seed.lineage)
-            heads = stack.enter_context(EndOffsets(topics, start.partitions, self._board).running())
+            end_offsets = stack.enter_context(EndOffsets(topics, start.partitions, self._board).running())
             self._batches = Batches(publisher, self._board, start.seed.lineage, start.partitions)
             spark, store = self._spark.session(stopping), settings.checkpoint_store
             location = str(checkpoint.path) if store is None else stack.enter_context(folder(spark, store))
             running = stack.enter_context(self._query(spark, start, location, self._batches))
-            self._supervise(running, lease, (self._batches, heads, maintenance))
+            self._supervise(running, lease, (self._batches, end_offsets, maintenance))
 
     def _sinks(self, stack: ExitStack, postgres: Postgres, lease: Lease) -> list[Sink]:
         """Where positions are shown, each in turn. One sink, one line."""

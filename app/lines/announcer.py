@@ -1,10 +1,10 @@
-"""Decides what is said of each move of a writer: its rows, or that nothing is there, or that clients must fetch. Pure.
+"""Announcements of writers' moves: with rows, as empty, or so that clients fetch. Pure.
 
-All clients are told the same, in the same order: of each writer the announcements join, the `prev` of one is the `id`
-of the one before. An advance whose rows have not been read yet waits for them, for a moment, and the writer's later
+All clients get the same announcements, in the same order: of each writer they join, the `prev` of one is the `id` of
+the one before. An advance whose rows have not been read yet waits for them, for a moment, and the writer's later
 advances wait behind it.
 
-What was said on a channel of each writer's position, by whichever sidecar spoke, and what to say next. Pure.
+On a channel of Redis several sidecars announce one after the other: `AnnouncedPositions` joins what they announce.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ from tidemark.streaming.direction import beyond, farther
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """Moves who stands at `prev` to `id`; `commands` say so. Who stands elsewhere must be told `fetch` instead."""
+    """The commands that move a subscriber from `prev` to `id`; one that stands elsewhere needs `fetch` instead."""
 
     stream: str
     writer: str
@@ -31,72 +31,72 @@ class Announcement:
 
     @property
     def fetch(self) -> PositionCommand:
-        """Makes who stands below `id` fetch what it lacks."""
+        """Makes a subscriber below `id` fetch what it lacks."""
         return PositionCommand(self.stream, self.writer, self.id, self.id)
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _AwaitsRows:
     advance: Advance
     until: float
 
 
 class Announcer:
-    """`announced` is changed here: how far each writer was announced. Times are seconds of a clock that is passed in;
-    `patience` is how long an advance waits for its rows."""
+    """Makes the announcements of all writers. `announced` is changed here: the last announced position of each.
+    `patience` is how long an advance waits for its rows; times are seconds of a clock that is passed in."""
 
     def __init__(self, rows: RowBuffer, announced: dict[Writer, int], patience: float) -> None:
         self._rows = rows
         self._announced = announced
         self._patience = patience
-        self._waiting: dict[Writer, deque[_Waiting]] = {}
+        self._waiting: dict[Writer, deque[_AwaitsRows]] = {}
 
-    def stand(self, stream: str, positions: Mapping[str, int]) -> Iterator[Announcement]:
-        """The writers stand there or further; nothing tells how they came there; what waits for rows waits no more."""
+    def catch_up(self, stream: str, positions: Mapping[str, int]) -> Iterator[Announcement]:
+        """Of writers that reached `positions` without known advances: clients fetch, also what waited for rows."""
         for writer, position in sorted(positions.items()):
             here = self._announced.get((stream, writer))
             if here is None or beyond(position, here):
                 waiting = self._waiting.pop((stream, writer), None)
                 id = farther(waiting[-1].advance.id, position) if waiting else position
-                yield self._said(stream, writer, id, id if here is None else here, None)
+                yield self._announce(stream, writer, id, id if here is None else here, None)
 
     def advance(self, stream: str, advance: Advance, now: float) -> Iterator[Announcement]:
-        """A writer's position moved."""
-        self._waiting.setdefault((stream, advance.writer), deque()).append(_Waiting(advance, now + self._patience))
+        """Of the next advance of a writer, and of those that waited for it."""
+        self._waiting.setdefault((stream, advance.writer), deque()).append(_AwaitsRows(advance, now + self._patience))
         yield from self.retry([(stream, advance.writer)], now)
 
     def retry(self, writers: Iterable[Writer], now: float) -> Iterator[Announcement]:
-        """What can be said now of those whose rows have come, or did not come in time."""
+        """Of advances of `writers` whose rows have come, or did not come in time."""
         for writer in writers:
             waiting = self._waiting.get(writer)
             while waiting:
-                told = self._told(writer, waiting[0], now)
-                if told is Lacking.NOT_YET:
+                announcement = self._next(writer, waiting[0], now)
+                if announcement is Lacking.NOT_YET:
                     break
                 waiting.popleft()
-                if told is not None:
-                    yield told
+                if announcement is not None:
+                    yield announcement
             else:
                 self._waiting.pop(writer, None)
 
     def overdue(self, now: float) -> Iterator[Announcement]:
-        """Of those that have waited for long enough."""
+        """Of advances that have waited for their rows for long enough."""
         late = [writer for writer, waiting in self._waiting.items() if waiting[0].until <= now]
         yield from self.retry(late, now)
 
-    def _told(self, writer: Writer, waiting: _Waiting, now: float) -> Announcement | Literal[Lacking.NOT_YET] | None:
+    def _next(self, writer: Writer, waiting: _AwaitsRows, now: float) -> Announcement | Literal[Lacking.NOT_YET] | None:
         advance, (stream, name) = waiting.advance, writer
         here = self._announced.get(writer, advance.prev)
         if not beyond(advance.id, here):
             return None
-        if here != advance.prev:  # we have not seen what lies between, or have told a part
-            return self._said(stream, name, advance.id, here, None)
+        if here != advance.prev:  # what lies between was not seen, or a part of it was announced
+            return self._announce(stream, name, advance.id, here, None)
         found = self._rows.take(stream, advance)
         if found is Lacking.NOT_YET and now < waiting.until:
             return Lacking.NOT_YET
-        return self._said(stream, name, advance.id, here, None if isinstance(found, Lacking) else found)
+        return self._announce(stream, name, advance.id, here, None if isinstance(found, Lacking) else found)
 
-    def _said(
+    def _announce(
         self, stream: str, writer: str, id: int, prev: int, facts: Sequence[UnannouncedFact] | None
     ) -> Announcement:
         """`facts` None: clients must fetch."""
@@ -118,25 +118,26 @@ class Announcer:
         return Announcement(stream, writer, prev, id, "rows" if facts else "empty", commands)
 
 
-class Told:
-    """`positions`: how far each writer was told already. Whoever hears all of it misses nothing and hears nothing
-    twice, although the sidecar that speaks now may stand before or behind the one that spoke first."""
+class AnnouncedPositions:
+    """`positions`: how far each writer was announced on the channel, by whichever sidecar. A subscriber that gets all
+    of it misses nothing and gets nothing twice, although this sidecar may stand before or behind its predecessor."""
 
     def __init__(self, positions: Mapping[Writer, int]) -> None:
         self._positions = dict(positions)
 
-    def stand(self, standing: Iterable[PositionCommand]) -> list[PositionCommand]:
-        """Where every writer is, for all who are below; from then on they were told so."""
-        said = []
-        for position in standing:
+    def restate(self, positions: Iterable[PositionCommand]) -> list[PositionCommand]:
+        """A POSITION of every writer, at its own position or at the announced one where that is farther: it makes
+        subscribers below it fetch."""
+        restated = []
+        for position in positions:
             writer = position.stream, position.writer
             id = farther(position.id, self._positions.get(writer, position.id))
             self._positions[writer] = id
-            said.append(PositionCommand(*writer, id, id))
-        return said
+            restated.append(PositionCommand(*writer, id, id))
+        return restated
 
     def next(self, announcement: Announcement) -> Sequence[PositionCommand | RdataCommand]:
-        """How to say it to those who were told what we know they were told; nothing where they are further."""
+        """Commands from the subscribers' last position to this announcement; empty if past it."""
         writer = announcement.stream, announcement.writer
         here = self._positions.get(writer, announcement.prev)
         if not beyond(announcement.id, here):

@@ -1,7 +1,7 @@
-"""The line protocol on one channel of Redis, a command a message: what sidecars hear there, and pass on.
+"""The line protocol on one channel of Redis, a command a message.
 
-Every sidecar passes relayed commands on, in both directions; positions are the business of one (`speaker`). Nothing is
-resent: a command that came while Redis was away is lost, as the protocol allows.
+Every sidecar relays commands, in both directions; positions are announced by one alone (`speaker`). Nothing is resent:
+a command that came while Redis was away is lost, as the protocol allows.
 """
 
 import asyncio
@@ -29,18 +29,18 @@ WAITING = 10_000  # commands that may wait for Redis
 class Channel:
     """For one event loop; `client` is of redis.asyncio and decodes what it reads."""
 
-    def __init__(self, hub: Hub, server: LineServer, client: Any, terms: ChannelConfig) -> None:
+    def __init__(self, hub: Hub, server: LineServer, client: Any, config: ChannelConfig) -> None:
         self._server = server
         self._client = client
-        self._name = terms.channel
-        self._speaker = Speaker(hub, client, terms)
+        self._name = config.channel
+        self._speaker = Speaker(hub, client, config)
         self._outgoing: asyncio.Queue[RelayedCommand] = asyncio.Queue(WAITING)
         self._echoes: Counter[str] = Counter()
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        self._server.passed_on = self._send
-        listening = listen(self._client, self._subscribe, self._hear)
+        self._server.on_relayed = self._send
+        listening = listen(self._client, self._subscribe, self._receive)
         tasks = [asyncio.create_task(it) for it in (listening, self._publish(), self._speaker.run())]
         try:
             yield
@@ -63,11 +63,11 @@ class Channel:
                 self._is_echo(line)
                 log.warning("A relayed command did not reach the channel of Redis", problem=str(problem))
 
-    async def _subscribe(self, heard: Any) -> None:
-        await heard.subscribe(self._name)
+    async def _subscribe(self, pubsub: Any) -> None:
+        await pubsub.subscribe(self._name)
         self._echoes.clear()
 
-    def _hear(self, message: Mapping[str, Any]) -> None:
+    def _receive(self, message: Mapping[str, Any]) -> None:
         line: str = message["data"]
         if line.startswith(("RDATA ", "POSITION ")) or self._is_echo(line):  # the speaker's, or our own
             return
@@ -78,12 +78,12 @@ class Channel:
             return
         match command:
             case ReplicateCommand():
-                self._speaker.asked()
+                self._speaker.replicate()
             case RelayedCommand():
                 self._server.relay(command)
 
     def _is_echo(self, line: str) -> bool:
-        """Whether it is one that we published and have not heard; it is heard by this."""
+        """Whether it is one that we published and have not received yet; this call receives it."""
         count = self._echoes.pop(line, 0)
         if count > 1:
             self._echoes[line] = count - 1

@@ -1,6 +1,4 @@
-"""Cuts what a connection brings into lines, and holds the beginning of one that is not there in full. Pure.
-
-The commands of the line protocol as values, parsed from a line and printed as one. Pure.
+"""The commands of the line protocol: values that are parsed from a line and printed as one. Pure.
 
 A line is UTF-8 without control characters but the tab; its first word is the command. What another process will
 interpret (the relayed commands) is checked for its form and passed on letter by letter.
@@ -16,7 +14,8 @@ from tidemark.streaming.records import MAX_ID, is_name
 
 
 class Splitter:
-    """`longest` is how many bytes a line may have without its newline; no more than that is ever held."""
+    """Cuts the bytes of a connection into lines. `longest` is how many bytes a line may have without its newline; no
+    more than that is ever kept of one that is incomplete."""
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
@@ -146,8 +145,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _ID = re.compile(r"-?[0-9]{1,19}")
 
 
-def said(commands: Iterable[Command]) -> bytes:
-    """As it goes over a connection."""
+def encoded(commands: Iterable[Command]) -> bytes:
+    """Lines as they go over a connection."""
     return "".join(f"{command}\n" for command in commands).encode()
 
 

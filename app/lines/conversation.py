@@ -1,4 +1,4 @@
-"""One connection as the server's side of the protocol sees it: what to say, and when to leave. Pure: no socket.
+"""The server's side of the line protocol on one connection: what to send, and when to disconnect. Pure: no socket.
 
 Times are seconds of a clock that only goes forward, and are passed in.
 """
@@ -22,65 +22,66 @@ from tidemark.streaming.errors import BadCommand
 
 @dataclass(frozen=True, slots=True)
 class KeepAlive:
-    """Seconds: how long we are silent at most, and how long a client that sent a PING may be."""
+    """Seconds: `interval` between two lines that we send, at most; `timeout` without a line from a client, once it has
+    sent a PING."""
 
-    say: float = 5.0
-    hear: float = 15.0
+    interval: float = 5.0
+    timeout: float = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class SendCommand:
     command: Command
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """It asked for all positions, and is to hear what moves them from now on."""
+class SendPositions:
+    """The client asked for all positions, and gets what moves them from now on."""
 
 
 @dataclass(frozen=True, slots=True)
 class RelayOn:
-    """To be passed on to all others."""
+    """A command for all other clients."""
 
     command: RelayedCommand
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
-    """Close the connection once what was said is sent. `problem` is for people."""
+class Disconnect:
+    """Close the connection once everything before is sent. `problem` is for people."""
 
     why: Literal["silent", "bad"]
     problem: str
 
 
-Act = Say | Answer | RelayOn | Leave
+Act = SendCommand | SendPositions | RelayOn | Disconnect
 
 
 class Conversation:
-    """`wall` gives seconds since 1970, for the PINGs alone."""
+    """The acts that follow from what a client sends and from time. `wall` gives seconds since 1970, for the PINGs."""
 
     def __init__(self, keep_alive: KeepAlive, wall: Callable[[], float], now: float) -> None:
         self.name: str | None = None
         """What the client calls itself."""
         self._keep_alive = keep_alive
         self._wall = wall
-        self._said = self._heard = now
+        self._sent_at = self._received_at = now
         self._pinged = False
         self._over = False
 
     def begin(self, server: str) -> Iterator[Act]:
-        yield Say(ServerCommand(server))
-        yield Say(self._ping())
+        yield SendCommand(ServerCommand(server))
+        yield SendCommand(self._ping())
 
-    def said(self, now: float) -> None:
-        """Something was sent."""
-        self._said = now
+    def sent(self, now: float) -> None:
+        """Something was sent to the client."""
+        self._sent_at = now
 
-    def hear(self, line: bytes, now: float) -> Iterator[Act]:
-        """What follows from a line; nothing does after we left."""
+    def receive(self, line: bytes, now: float) -> Iterator[Act]:
+        """What follows from a line of the client; nothing does after `Disconnect`."""
         if self._over:
             return
-        self._heard = now
+        self._received_at = now
         try:
             command = commands.parse(line)
         except BadCommand as problem:
@@ -94,33 +95,33 @@ class Conversation:
             case NameCommand(text):
                 self.name = text
             case ReplicateCommand():
-                yield Answer()
+                yield SendPositions()
             case RelayedCommand():
                 yield RelayOn(command)
             case ErrorCommand(text):
-                yield from self._leave("bad", f"it said ERROR {text}")
+                yield from self._disconnect("bad", f"it sent ERROR {text}")
             case _:
                 word = str(command).partition(" ")[0]
-                yield from self.refuse(BadCommand(f"{word} is for the server to say"))
+                yield from self.refuse(BadCommand(f"{word} is for the server to send"))
 
     def refuse(self, problem: BadCommand) -> Iterator[Act]:
-        """It said what cannot be understood: who knows what it meant, and what it means next."""
+        """The client sent what is no command; what it meant is unknown, so nothing after it can be trusted."""
         if not self._over:
-            yield Say(ErrorCommand(str(problem)))
-            yield from self._leave("bad", str(problem))
+            yield SendCommand(ErrorCommand(str(problem)))
+            yield from self._disconnect("bad", str(problem))
 
     def tick(self, now: float, ahead: float) -> Iterator[Act]:
-        """What time alone brings; to be called every `ahead` seconds or more often."""
+        """What follows from time alone; to be called every `ahead` seconds or more often."""
         if self._over:
             return
-        if self._pinged and now - self._heard >= self._keep_alive.hear:
-            yield from self._leave("silent", f"nothing came for {self._keep_alive.hear:g} s")
-        elif now + ahead - self._said >= self._keep_alive.say:
-            yield Say(self._ping())
+        if self._pinged and now - self._received_at >= self._keep_alive.timeout:
+            yield from self._disconnect("silent", f"nothing came for {self._keep_alive.timeout:g} s")
+        elif now + ahead - self._sent_at >= self._keep_alive.interval:
+            yield SendCommand(self._ping())
 
-    def _leave(self, why: Literal["silent", "bad"], problem: str) -> Iterator[Act]:
+    def _disconnect(self, why: Literal["silent", "bad"], problem: str) -> Iterator[Act]:
         self._over = True
-        yield Leave(why, problem)
+        yield Disconnect(why, problem)
 
     def _ping(self) -> PingCommand:
         return PingCommand(str(round(self._wall() * 1000)))

@@ -1,6 +1,6 @@
-"""Brings together what moves the streams and the rows of Kafka, and tells everybody who listens the same.
+"""The hub: moves of the streams and rows of Kafka, joined to announcements that are the same for all subscribers.
 
-It follows streams, and reads rows, only while somebody listens. For one event loop.
+It follows streams, and reads rows, only while it has a subscriber. For one event loop.
 """
 
 import asyncio
@@ -27,16 +27,16 @@ from tidemark.streaming.records import Record
 log = structlog.get_logger(__name__)
 
 PATIENCE = 0.5  # seconds that an advance waits for its rows
-HURRY = 0.1  # seconds between looks at those that waited for long enough
+OVERDUE_EVERY = 0.1  # seconds until advances that have waited for long enough are announced without their rows
 PAUSE = 1.0  # seconds until something is tried again
-TOGETHER = 50  # slices that are told at once: bounds how long nothing else happens
+TOGETHER = 50  # slices that are announced at once: bounds how long nothing else happens
 POLL = 0.2  # seconds that the thread that reads Kafka waits for a record
 
-Hear = Callable[[Sequence[Announcement]], None]
+Subscriber = Callable[[Sequence[Announcement]], None]
 
 
 class Hub:
-    """`tail` makes a reader of the facts topic; `limit` is how many bytes of rows may be held."""
+    """`tail` makes a reader of the facts topic; `limit` is how many bytes of rows may be kept."""
 
     def __init__(self, read_side: ReadSide, tail: Callable[[], Tail], limit: int) -> None:
         self._read_side = read_side
@@ -44,37 +44,37 @@ class Hub:
         self._announced: dict[Writer, int] = {}
         self._rows = RowBuffer(limit, self._announced)
         self._announcer = Announcer(self._rows, self._announced, PATIENCE)
-        self._listeners: list[Hear] = []
+        self._subscribers: list[Subscriber] = []
         self._running: set[asyncio.Task[None]] = set()
-        self._tasks: set[asyncio.Task[None]] = set()  # also those that were told to end and have not yet
+        self._tasks: set[asyncio.Task[None]] = set()  # also those that were cancelled and have not ended yet
         self._closed = False
         self._begun = asyncio.Event()
-        self._beginning: set[str] = set()  # streams whose followers do not tell yet where they stand
+        self._beginning: set[str] = set()  # streams whose followers have not begun yet
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator["Hub"]:
         try:
             yield self
         finally:
-            self._closed = True  # who comes while everything ends starts nothing
+            self._closed = True  # a subscriber that comes while everything ends starts nothing
             self._running = set()
             for task in [*self._tasks]:
                 await ended(task)
 
-    def listen(self, hear: Hear) -> None:
-        """`hear` is called with what is announced from now on, until it leaves."""
-        self._listeners.append(hear)
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """`subscriber` is called with what is announced from now on, until `unsubscribe`."""
+        self._subscribers.append(subscriber)
         if not self._running:
             self._start()
 
     async def begun(self) -> None:
-        """Return once it is known where streams stand, for somebody who listens. Nothing is announced between that and
-        the caller's next wait."""
+        """Return once positions are known, to a subscriber. Nothing is announced between that and the caller's next
+        wait."""
         await self._begun.wait()
 
-    def leave(self, hear: Hear) -> None:
-        self._listeners.remove(hear)
-        if not self._listeners:
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        self._subscribers.remove(subscriber)
+        if not self._subscribers:
             self._stop()
             self._begun.clear()
 
@@ -82,20 +82,20 @@ class Hub:
         """How far every writer was announced: the answer to REPLICATE."""
         return [PositionCommand(stream, writer, id, id) for (stream, writer), id in sorted(self._announced.items())]
 
-    def _tell(self, announcements: Iterable[Announcement]) -> None:
-        told = list(announcements)
-        for announcement in told:
+    def _announce(self, announcements: Iterable[Announcement]) -> None:
+        announced = list(announcements)
+        for announcement in announced:
             metrics.ANNOUNCED.labels(announcement.how).inc()
-        if told:
-            for hear in [*self._listeners]:
-                hear(told)
+        if announced:
+            for subscriber in [*self._subscribers]:
+                subscriber(announced)
 
     def _start(self) -> None:
         if self._closed:
             return
         self._rows.end()
         # No TaskGroup: it cancels each but once, and that is not always enough (`ended`).
-        self._running = {self._task(run()) for run in (self._follow, self._read_rows, self._hurry)}
+        self._running = {self._task(run()) for run in (self._follow, self._read_rows, self._announce_overdue)}
         for task in self._running:
             task.add_done_callback(self._ended)
 
@@ -129,8 +129,8 @@ class Hub:
             self._read_side.feeds.to_all(listener)
             with self._read_side.feeds.listening(listener, names):
                 for stream, known in (await self._read_side.snapshots.known(names)).items():
-                    self._tell(self._announcer.stand(stream, known.vector))
-                # A move between that and a follower's first look could only be told as a position to start from.
+                    self._announce(self._announcer.catch_up(stream, known.vector))
+                # A move between that and a follower's first read could only be announced as a position to start from.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(PAUSE):
                         while self._beginning:
@@ -145,14 +145,16 @@ class Hub:
         if not await listener.waited(PAUSE):
             return
         now = time.monotonic()
-        self._tell([told for stream, item in listener.take(TOGETHER) for told in self._heard(stream, item, now)])
+        self._announce(
+            [it for stream, item in listener.take(TOGETHER) for it in self._announcements(stream, item, now)]
+        )
         await asyncio.sleep(0)  # a queue that is never empty must not keep the loop
 
-    def _heard(self, stream: str, item: Item, now: float) -> Iterable[Announcement]:
+    def _announcements(self, stream: str, item: Item, now: float) -> Iterable[Announcement]:
         match item:
             case Begun(place):
                 self._beginning.discard(stream)
-                yield from self._announcer.stand(stream, place.positions)
+                yield from self._announcer.catch_up(stream, place.positions)
             case Slice(events=events):
                 for event in events:
                     yield from self._moved(stream, event, now)
@@ -162,13 +164,13 @@ class Hub:
             case Advance():
                 return self._announcer.advance(stream, event, now)
             case Reread(writer=str() as writer):
-                return self._announcer.stand(stream, {writer: event.id})
-        return ()  # of what came late the protocol cannot tell
+                return self._announcer.catch_up(stream, {writer: event.id})
+        return ()  # the protocol has no command for late completions
 
-    async def _hurry(self) -> None:
+    async def _announce_overdue(self) -> None:
         while True:
-            await asyncio.sleep(HURRY)
-            self._tell(self._announcer.overdue(time.monotonic()))
+            await asyncio.sleep(OVERDUE_EVERY)
+            self._announce(self._announcer.overdue(time.monotonic()))
 
     async def _read_rows(self) -> None:
         loop, tail = asyncio.get_running_loop(), self._tail()
@@ -197,7 +199,7 @@ class Hub:
 
     def _take_in(self, records: Iterable[tuple[int, Record]]) -> None:
         read = {writer for partition, record in records if (writer := self._rows.read(partition, record))}
-        self._tell(self._announcer.retry(read, time.monotonic()))
+        self._announce(self._announcer.retry(read, time.monotonic()))
         metrics.ROWS_BYTES.set(self._rows.size)
         metrics.ROWS_DROPPED.inc(self._rows.dropped)
         self._rows.dropped = 0

@@ -1,9 +1,7 @@
-"""How a line of the protocol is shown to a person, or to a program as JSON. Pure.
+"""`tidemark listen`: the client's side of the line protocol, for people and for pipes.
 
-`tidemark listen`: the client's side of the line protocol, for people and for pipes.
-
-It keeps the connection alive as the protocol asks of a client, and comes back when it is lost. It fetches nothing: what
-went by while it was away is told by the first POSITION.
+It keeps the connection alive as the protocol asks of a client, and comes back when it is lost. It fetches nothing: the
+first POSITION after a loss shows how far streams moved meanwhile. Lines are shown in colours, or as JSON.
 """
 
 import socket
@@ -25,17 +23,21 @@ from tidemark.app.lines.commands import (
     ReplicateCommand,
     ServerCommand,
     Splitter,
+    encoded,
     parse,
-    said,
 )
 from tidemark.sinks.retry import Patience
 from tidemark.streaming.errors import BadCommand, Stop, Unavailable
+
+PING_EVERY = 4.0  # seconds; the protocol asks for 5
+SILENCE = 15.0  # seconds after which the server is gone
+LONGEST = 16 << 20  # bytes of a line: rows may be large
 
 _DIM, _MOVE, _WARN, _BAD = "bright_black", "green", "yellow", "red"
 
 
 def wanted(command: Command, streams: Collection[str]) -> bool:
-    """Whether to show it to who asked for `streams` (none: all). PINGs are shown to nobody."""
+    """Whether to show it where `streams` were asked for (none: all). PINGs are never shown."""
     match command:
         case PingCommand():
             return False
@@ -45,7 +47,7 @@ def wanted(command: Command, streams: Collection[str]) -> bool:
 
 
 def coloured(command: Command) -> str:
-    """The line as it came, in colours that tell at a glance what it asks of a client."""
+    """The line as it came, in colours that show what it asks of a client."""
     match command:
         case RdataCommand(stream, writer, id, row):
             token = "batch" if id is None else str(id)
@@ -80,11 +82,6 @@ def _styled(stream: str, writer: str) -> str:
     return f"{click.style(stream, bold=True)} {click.style(writer, fg='cyan')}"
 
 
-PING_EVERY = 4.0  # seconds; the protocol asks for 5
-SILENCE = 15.0  # seconds after which the server is gone
-LONGEST = 16 << 20  # bytes of a line: rows may be large
-
-
 class AnotherServer(Stop):
     def __init__(self, where: str, expected: str, found: str) -> None:
         super().__init__(f"{where} is server {found} and not {expected}: check the address")
@@ -92,7 +89,7 @@ class AnotherServer(Stop):
 
 
 class Listening:
-    """`server` is the name that SERVER must say; None: any."""
+    """`server` is the name that SERVER must have; None: any."""
 
     def __init__(self, address: tuple[str, int], server: str | None = None) -> None:
         self._address = address
@@ -100,7 +97,7 @@ class Listening:
         self._server = server
 
     def commands(self) -> Generator[Command, None, None]:
-        """Everything that the server says, over one connection after the other, without end. Raises `AnotherServer`."""
+        """All that the server sends, on one connection after the other, without end. Raises `AnotherServer`."""
         patience = Patience()
         while True:
             try:
@@ -115,11 +112,11 @@ class Listening:
             time.sleep(patience.pause_after(Unavailable("the sidecar", self._where, problem)))
 
     def _connected(self) -> Iterator[Command]:
-        """What one connection says, until it ends."""
+        """The commands of one connection, until it ends."""
         splitter = Splitter(LONGEST)
         with socket.create_connection(self._address, timeout=SILENCE) as connection:
-            _say(connection, NameCommand("tidemark listen"), _ping(), ReplicateCommand())
-            heard = pinged = time.monotonic()
+            _send(connection, NameCommand("tidemark listen"), _ping(), ReplicateCommand())
+            received = pinged = time.monotonic()
             while True:
                 connection.settimeout(max(0.01, pinged + PING_EVERY - time.monotonic()))
                 data = None
@@ -128,16 +125,16 @@ class Listening:
                 if data == b"":
                     return
                 if data:
-                    heard = time.monotonic()
-                    yield from self._heard(splitter.lines(data))
+                    received = time.monotonic()
+                    yield from self._parsed(splitter.lines(data))
                 now = time.monotonic()
-                if now - heard >= SILENCE:
+                if now - received >= SILENCE:
                     raise TimeoutError(f"nothing came for {SILENCE:g} s")
                 if now - pinged >= PING_EVERY:
                     pinged = now
-                    _say(connection, _ping())
+                    _send(connection, _ping())
 
-    def _heard(self, lines: Iterable[bytes]) -> Iterator[Command]:
+    def _parsed(self, lines: Iterable[bytes]) -> Iterator[Command]:
         for line in lines:
             command = parse(line)
             if isinstance(command, ServerCommand) and self._server not in {None, command.name}:
@@ -146,8 +143,8 @@ class Listening:
                 yield command
 
 
-def _say(connection: socket.socket, *commands: Command) -> None:
-    connection.sendall(said(commands))
+def _send(connection: socket.socket, *commands: Command) -> None:
+    connection.sendall(encoded(commands))
 
 
 def _ping() -> PingCommand:

@@ -1,15 +1,12 @@
-"""What Kafka has of one writer beyond its announced position: edges, and the rows of facts. Pure.
+"""Rows that were read from Kafka before a position passed their IDs, of all writers, within a bound. Pure.
 
 Whether a row counts is the pipeline's to say (`streaming.stream`), and it says so by its advances. Here an advance
 is matched with edges that were read: rows are handed out only where edges of the right epoch tile the advance exactly,
-with as many facts as it counts. Whatever does not come out so is `LOST`, and the client fetches: a zombie's row, one of
-an ID that was settled without it, or half of a fact is never handed out.
+with as many facts as it counts. Everything else is `LOST`, and clients fetch: a zombie's row, one of an ID that was
+settled without it, or half of a fact is never handed out. Past the bound the writers with the most rows lose theirs,
+and clients fetch those too.
 
 IDs are signed; "beyond" means away from 0.
-
-The rows that were read from Kafka and whose IDs no position has passed yet, of all writers, within a bound. Pure.
-
-Past the bound the writers that hold most lose what is held of them, and clients fetch that instead.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +19,9 @@ from tidemark.streaming import records
 from tidemark.streaming.direction import beyond, farther
 
 OVERHEAD = 200  # bytes that an edge takes besides its rows, about
+
+Writer = tuple[str, str]
+"""A stream and the name of one of its writers."""
 
 
 class Lacking(Enum):
@@ -49,18 +49,19 @@ class _Edge:
 
 
 class Unannounced:
-    """Of one writer on one stream, whose records are given in the order of their partition.
+    """Edges and rows of one writer on one stream, beyond its announced position; records come in the order of their
+    partition.
 
     `whole`: every record of the writer was or will be read. Else the first fact may lack rows that came before, and of
-    facts up to `told` only the last row may come, because a producer sent it twice. `size` is what this holds, in
-    bytes, about; `reach` the highest ID that it was told of.
+    facts up to `named` only the last row may come, because a producer sent it twice. `size` is what this takes, in
+    bytes, about; `reach` the highest ID that any record named.
     """
 
-    def __init__(self, position: int, told: int, *, whole: bool) -> None:
+    def __init__(self, position: int, named: int, *, whole: bool) -> None:
         self.size = OVERHEAD
-        self.reach = told
+        self.reach = named
         self._position = position
-        self._told = told
+        self._named = named
         self._whole = whole
         self._epoch: int | None = None  # of the last JOIN that was read
         self._edges: dict[int, _Edge] = {}  # by the ID they begin behind
@@ -68,7 +69,7 @@ class Unannounced:
         self._batches: dict[int, list[str] | None] = {}  # by epoch: rows whose fact's number has not come
 
     def read(self, record: records.Record) -> None:
-        """What the writer said next."""
+        """The writer's next record."""
         if self._epoch is not None and record.epoch < self._epoch:
             return  # a zombie
         match record:
@@ -78,7 +79,7 @@ class Unannounced:
                     batch.append(records.in_one_line(record.row))
                     self.size += len(batch[-1])
             case records.Rdata(id=int() as id):
-                batch = self._batch(record.epoch) if beyond(id, self._told) else None
+                batch = self._batch(record.epoch) if beyond(id, self._named) else None
                 rows = None if batch is None else (*batch, records.in_one_line(record.row))
                 self._begin_fact(record.epoch)
                 self._keep(records.start(record), _Edge(id, record.epoch, rows))
@@ -108,7 +109,7 @@ class Unannounced:
         return facts if len(facts) == advance.evidence.facts else Lacking.LOST
 
     def passed(self, position: int) -> None:
-        """Everything up to `position` was announced, in one way or the other."""
+        """Forget everything up to `position`, which was announced with rows or without."""
         self._position = farther(position, self._position)
         while self._ends and self._ends[0][0] <= abs(self._position):
             _, prev = heappop(self._ends)
@@ -174,30 +175,27 @@ def _size(edge: _Edge) -> int:
     return OVERHEAD + sum(map(len, edge.rows or ()))
 
 
-Writer = tuple[str, str]
-"""A stream and the name of one of its writers."""
-
-
 class RowBuffer:
-    """`limit` in bytes, about. `announced` is how far each writer was announced; another changes it."""
+    """The rows of all writers. `limit` in bytes, about. `announced` is the last announced position of each writer; the
+    `Announcer` changes it."""
 
     def __init__(self, limit: int, announced: Mapping[Writer, int]) -> None:
         self.size = 0
         self.dropped = 0
-        """How often a writer lost what was held of it; set it back as you count."""
+        """How often a writer lost its rows; set it back as you count."""
         self._limit = limit
         self._announced = announced
         self._writers: dict[Writer, Unannounced] = {}
         self._homes: dict[str, int] = {}
         self._whole: Mapping[int, bool] = {}
-        self._told: dict[str, int] = {}
+        self._named: dict[str, int] = {}
 
-    def begin(self, whole: Mapping[int, bool], told: Mapping[str, int]) -> None:
-        """From here on the records of these partitions are read. `whole`: none of them came before; `told` is how far
-        the IDs go that streams' earlier records may have named."""
+    def begin(self, whole: Mapping[int, bool], named: Mapping[str, int]) -> None:
+        """From here on the records of these partitions are read. `whole`: none of them came before; `named` is the
+        highest ID that earlier records of a stream may have named."""
         self.end()
         self._whole = whole
-        self._told = dict(told)
+        self._named = dict(named)
 
     def end(self) -> None:
         """Nothing is read any more."""
@@ -211,13 +209,13 @@ class RowBuffer:
         if self._homes.setdefault(record.stream, partition) != partition:
             return None  # a stream lives in one partition (docs/design.md 3)
         writer = record.stream, record.writer
-        held = self._writers.get(writer)
-        if held is None:
+        kept = self._writers.get(writer)
+        if kept is None:
             whole = self._whole[partition]
-            held = self._hold(writer, 0 if whole else self._told.get(record.stream, 0), whole=whole)
-        before = held.size
-        held.read(record)
-        self.size += held.size - before
+            kept = self._keep(writer, 0 if whole else self._named.get(record.stream, 0), whole=whole)
+        before = kept.size
+        kept.read(record)
+        self.size += kept.size - before
         if self.size > self._limit:
             self._shed()
         return writer
@@ -229,21 +227,21 @@ class RowBuffer:
             return ()
         if evidence.unseen or evidence.skipped or advance.claimed != advance.prev or not self._whole:
             return Lacking.LOST
-        held = self._writers.get((stream, advance.writer))
-        return Lacking.NOT_YET if held is None else held.take(advance)
+        kept = self._writers.get((stream, advance.writer))
+        return Lacking.NOT_YET if kept is None else kept.take(advance)
 
     def passed(self, writers: Iterable[Writer]) -> None:
         """They were announced further."""
         for writer in writers:
-            if held := self._writers.get(writer):
-                before = held.size
-                held.passed(self._announced[writer])
-                self.size += held.size - before
+            if kept := self._writers.get(writer):
+                before = kept.size
+                kept.passed(self._announced[writer])
+                self.size += kept.size - before
 
-    def _hold(self, writer: Writer, told: int, *, whole: bool) -> Unannounced:
-        held = self._writers[writer] = Unannounced(self._announced.get(writer, 0), told, whole=whole)
-        self.size += held.size
-        return held
+    def _keep(self, writer: Writer, named: int, *, whole: bool) -> Unannounced:
+        kept = self._writers[writer] = Unannounced(self._announced.get(writer, 0), named, whole=whole)
+        self.size += kept.size
+        return kept
 
     def _shed(self) -> None:
         for writer in sorted(self._writers, key=lambda writer: self._writers[writer].size, reverse=True):
@@ -251,10 +249,10 @@ class RowBuffer:
                 return
             before = self._writers.pop(writer)
             self.size -= before.size
-            self._hold(writer, before.reach, whole=False)
+            self._keep(writer, before.reach, whole=False)
             self.dropped += 1
-        for (stream, _), held in self._writers.items():  # so many that their number alone is too much
-            self._told[stream] = farther(held.reach, self._told.get(stream, 0))
+        for (stream, _), kept in self._writers.items():  # so many that their number alone is too much
+            self._named[stream] = farther(kept.reach, self._named.get(stream, 0))
         self._whole = dict.fromkeys(self._whole, False)
         self._writers.clear()
         self.size = 0

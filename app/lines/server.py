@@ -1,6 +1,6 @@
-"""The line protocol over TCP: many connections, told the same, none of which may hold up the others or fill the memory.
+"""The line protocol over TCP: many connections, none of which may hold up the others or fill the memory.
 
-For one event loop. A client hears what moves streams once it has sent REPLICATE, and relayed commands always.
+For one event loop. A client gets announcements once it has sent REPLICATE, and relayed commands always.
 """
 
 import asyncio
@@ -14,8 +14,16 @@ from typing import Literal, cast
 import structlog
 
 from tidemark.app.lines.announcer import Announcement
-from tidemark.app.lines.commands import Command, ErrorCommand, RelayedCommand, Splitter, said
-from tidemark.app.lines.conversation import Act, Answer, Conversation, KeepAlive, Leave, RelayOn, Say
+from tidemark.app.lines.commands import Command, ErrorCommand, RelayedCommand, Splitter, encoded
+from tidemark.app.lines.conversation import (
+    Act,
+    Conversation,
+    Disconnect,
+    KeepAlive,
+    RelayOn,
+    SendCommand,
+    SendPositions,
+)
 from tidemark.app.lines.hub import Hub
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.tasks import ended
@@ -28,8 +36,8 @@ Why = Literal["slow", "silent", "bad", "crowded"]
 
 @dataclass(frozen=True, slots=True)
 class LineServerConfig:
-    """`name` is what SERVER says. `unread` is how many bytes may wait for a client that does not read, `longest` how
-    many a line of a client may have, `tick` how often (s) clocks are looked at."""
+    """`name` stands in SERVER. `unread` is how many bytes may wait for a client that does not read, `longest` how many
+    a line of a client may have, `tick` how often (s) keep-alives are checked."""
 
     name: str = "tidemark"
     connections: int = 1000
@@ -40,15 +48,15 @@ class LineServerConfig:
 
 
 class LineServer:
-    """`passed_on` is called with every command that a client sent for all others: they have it by then."""
+    """`on_relayed` is called with every command that a client sent for all others: they have it by then."""
 
-    def __init__(self, hub: Hub, terms: LineServerConfig) -> None:
-        self.terms = terms
-        self.passed_on: Callable[[RelayedCommand], None] = lambda _: None
+    def __init__(self, hub: Hub, config: LineServerConfig) -> None:
+        self.config = config
+        self.on_relayed: Callable[[RelayedCommand], None] = lambda _: None
         self._hub = hub
         self._connections: set[_Connection] = set()
-        self._following: set[_Connection] = set()
-        self._asking: set[_Connection] = set()
+        self._replicating: set[_Connection] = set()  # since they sent REPLICATE
+        self._unanswered: set[_Connection] = set()
         self._answering: asyncio.Task[None] | None = None
 
     @asynccontextmanager
@@ -56,7 +64,7 @@ class LineServer:
         """Serve on a socket that listens. Connections that are open at the end are cut."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: _Connection(self), sock=listening, backlog=1024)
-        clock = asyncio.create_task(self._look_at_clocks())
+        clock = asyncio.create_task(self._tick())
         try:
             yield
         finally:
@@ -66,118 +74,118 @@ class LineServer:
                 connection.cut()
 
     def relay(self, command: RelayedCommand, sender: "_Connection | None" = None) -> None:
-        """Give it to everybody but its sender."""
-        self._send(self._connections - {sender}, said([command]), 1)
+        """Send it to every client but its sender."""
+        self._send(self._connections - {sender}, encoded([command]), 1)
 
-    # -- what connections tell
+    # -- for connections
 
-    def came(self, connection: "_Connection") -> bool:
+    def admit(self, connection: "_Connection") -> bool:
         """Whether there is room for it."""
-        if len(self._connections) >= self.terms.connections:
+        if len(self._connections) >= self.config.connections:
             return False
         self._connections.add(connection)
         metrics.CLIENTS.set(len(self._connections))
         return True
 
-    def went(self, connection: "_Connection") -> None:
+    def remove(self, connection: "_Connection") -> None:
         self._connections.discard(connection)
         metrics.CLIENTS.set(len(self._connections))
-        self._asking.discard(connection)
-        if connection in self._following:
-            self._following.remove(connection)
-            if not self._following:
-                self._hub.leave(self._hear)
+        self._unanswered.discard(connection)
+        if connection in self._replicating:
+            self._replicating.remove(connection)
+            if not self._replicating:
+                self._hub.unsubscribe(self._announce)
 
-    def asked(self, connection: "_Connection") -> None:
-        """It sent REPLICATE."""
-        if not self._following:
-            self._hub.listen(self._hear)
-        self._following.add(connection)
-        self._asking.add(connection)
+    def replicate(self, connection: "_Connection") -> None:
+        """Answer it with all positions, and send it announcements from then on."""
+        if not self._replicating:
+            self._hub.subscribe(self._announce)
+        self._replicating.add(connection)
+        self._unanswered.add(connection)
         if self._answering is None:
             self._answering = asyncio.create_task(self._answer())
 
-    def relayed(self, command: RelayedCommand, sender: "_Connection") -> None:
+    def relay_on(self, command: RelayedCommand, sender: "_Connection") -> None:
         self.relay(command, sender)
-        self.passed_on(command)
+        self.on_relayed(command)
 
     # --
 
     async def _answer(self) -> None:
-        """All that ask now, and those that come while we wait, are told at once."""
+        """Answer all connections that wait for positions now, and those that come meanwhile, at once."""
         await self._hub.begun()
-        asking, self._asking, self._answering = self._asking, set(), None
+        waiting, self._unanswered, self._answering = self._unanswered, set(), None
         positions = self._hub.positions()
-        self._send(asking, said(positions), len(positions))
-        for connection in asking:
-            connection.follows = True
+        self._send(waiting, encoded(positions), len(positions))
+        for connection in waiting:
+            connection.answered = True
 
-    def _hear(self, announcements: Sequence[Announcement]) -> None:
-        told = [connection for connection in self._following if connection.follows]
-        if told:
+    def _announce(self, announcements: Sequence[Announcement]) -> None:
+        subscribers = [connection for connection in self._replicating if connection.answered]
+        if subscribers:
             commands = [command for announcement in announcements for command in announcement.commands]
-            self._send(told, said(commands), len(commands))
+            self._send(subscribers, encoded(commands), len(commands))
 
     def _send(self, connections: Iterable["_Connection"], text: bytes, lines: int) -> None:
         for connection in [*connections]:
             connection.send(text, lines)
 
-    async def _look_at_clocks(self) -> None:
+    async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(self.terms.tick)
+            await asyncio.sleep(self.config.tick)
             now = time.monotonic()
             for connection in [*self._connections]:
                 connection.tick(now)
 
 
 class _Connection(asyncio.Protocol):
-    """`follows`: it had an answer to REPLICATE."""
+    """`answered`: its REPLICATE was answered, so announcements join what it has."""
 
     def __init__(self, server: LineServer) -> None:
-        self.follows = False
+        self.answered = False
         self._server = server
-        self._terms = server.terms
-        self._splitter = Splitter(self._terms.longest)
-        self._conversation = Conversation(self._terms.keep_alive, time.time, time.monotonic())
+        self._config = server.config
+        self._splitter = Splitter(self._config.longest)
+        self._conversation = Conversation(self._config.keep_alive, time.time, time.monotonic())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        if self._server.came(self):
-            self._do(self._conversation.begin(self._terms.name))
+        if self._server.admit(self):
+            self._do(self._conversation.begin(self._config.name))
         else:
-            self._say(ErrorCommand("as many clients are connected as may be: ask another sidecar, or try again"))
-            self._leave("crowded")
+            self._send(ErrorCommand("as many clients are connected as may be: ask another sidecar, or try again"))
+            self._disconnect("crowded")
 
     def data_received(self, data: bytes) -> None:
         now = time.monotonic()
         try:
             for line in self._splitter.lines(data):
-                metrics.HEARD.inc()
-                self._do(self._conversation.hear(line, now))
+                metrics.LINES_IN.inc()
+                self._do(self._conversation.receive(line, now))
         except BadCommand as problem:
             self._do(self._conversation.refuse(problem))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._server.went(self)
+        self._server.remove(self)
 
     def tick(self, now: float) -> None:
-        self._do(self._conversation.tick(now, self._terms.tick))
+        self._do(self._conversation.tick(now, self._config.tick))
 
-    def _say(self, command: Command) -> None:
-        self.send(said([command]), 1)
+    def _send(self, command: Command) -> None:
+        self.send(encoded([command]), 1)
 
     def send(self, text: bytes, lines: int) -> None:
-        """Whole lines, or none. A client that has not read what it was sent before is left."""
+        """Whole lines, or none. A client that has not read what it was sent before is disconnected."""
         if not text or self._transport.is_closing():
             return
-        if self._transport.get_write_buffer_size() > self._terms.unread:
+        if self._transport.get_write_buffer_size() > self._config.unread:
             log.warning("A client of the line protocol did not read and was dropped", client=self._label)
-            metrics.LEFT.labels("slow").inc()
+            metrics.CLOSED.labels("slow").inc()
             self.cut()
             return
         self._transport.write(text)
-        self._conversation.said(time.monotonic())
-        metrics.SAID.inc(lines)
+        self._conversation.sent(time.monotonic())
+        metrics.LINES_OUT.inc(lines)
 
     def cut(self) -> None:
         """Without waiting for anything."""
@@ -186,20 +194,20 @@ class _Connection(asyncio.Protocol):
     def _do(self, acts: Iterable[Act]) -> None:
         for act in acts:
             match act:
-                case Say(command):
-                    self._say(command)
-                case Answer():
-                    self._server.asked(self)
+                case SendCommand(command):
+                    self._send(command)
+                case SendPositions():
+                    self._server.replicate(self)
                 case RelayOn(command):
-                    self._server.relayed(command, self)
-                case Leave(why, problem):
-                    log.info("Left a client of the line protocol", client=self._label, problem=problem)
-                    self._leave(why)
+                    self._server.relay_on(command, self)
+                case Disconnect(why, problem):
+                    log.info("Disconnected a client of the line protocol", client=self._label, problem=problem)
+                    self._disconnect(why)
 
-    def _leave(self, why: Why) -> None:
-        metrics.LEFT.labels(why).inc()
+    def _disconnect(self, why: Why) -> None:
+        metrics.CLOSED.labels(why).inc()
         self._transport.close()
-        asyncio.get_running_loop().call_later(self._terms.keep_alive.hear, self._transport.abort)
+        asyncio.get_running_loop().call_later(self._config.keep_alive.timeout, self._transport.abort)
 
     @property
     def _label(self) -> str:

@@ -1,12 +1,12 @@
--- Says lines on the channel, if we are the speaker, and remembers how far writers were told with them.
+-- Publishes lines on the channel, if we are the speaker, and remembers how far writers were announced with them.
 --
 -- KEYS  speaker, told (one hash tag)
 -- ARGV  our token, channel, msgpack of {lines, {field, position, ...}}
 --
--- Answers 1, or 0 where another speaks: nothing was said then.
+-- Answers 1, or 0 where another speaks: nothing was published then.
 
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-local lines, told = unpack(cmsgpack.unpack(ARGV[3]))
-for i = 1, #told, 2 do redis.call('HSET', KEYS[2], told[i], told[i + 1]) end
+local lines, positions = unpack(cmsgpack.unpack(ARGV[3]))
+for i = 1, #positions, 2 do redis.call('HSET', KEYS[2], positions[i], positions[i + 1]) end
 for _, line in ipairs(lines) do redis.call('PUBLISH', ARGV[2], line) end
 return 1

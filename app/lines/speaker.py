@@ -1,9 +1,9 @@
-"""One of the sidecars speaks on a channel of Redis: it answers REPLICATE there, and says what moves the streams.
+"""The speaker: the one sidecar that answers REPLICATE on a channel of Redis, and announces there what moves streams.
 
-Who speaks holds a lease in Redis, and every line goes out in a script that looks at it: so no two ever speak, also
-where one was frozen and wakes up. The same script remembers how far writers were told. So a successor knows what the
-dead one said, whatever of it was on its way: it begins by saying where every writer stands, and whoever is below that
-fetches.
+The speaker holds a lease in Redis, and every line goes out in a script that checks it: no two ever speak, also where
+one was frozen and wakes up. The same script remembers how far writers were announced. So a successor knows what the
+dead speaker announced, whatever of it was on its way: it begins with a POSITION of every writer, which makes
+subscribers below it fetch.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import structlog
 from redis.asyncio.lock import Lock
 from redis.exceptions import LockNotOwnedError, RedisError
 
-from tidemark.app.lines.announcer import Announcement, Told
+from tidemark.app.lines.announcer import AnnouncedPositions, Announcement
 from tidemark.app.lines.commands import PositionCommand, RdataCommand
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.rows import Writer
@@ -32,42 +32,42 @@ from tidemark.streaming.errors import Stop, Unavailable
 log = structlog.get_logger(__name__)
 
 AT_ONCE = 500  # lines of one script, about: others of Redis wait meanwhile
-ANSWER_EVERY = 0.5  # seconds between answers: one answers all who asked before it
+ANSWER_EVERY = 0.5  # seconds between answers: each answers every REPLICATE before it
 
 _SCRIPT = files("tidemark.app.lines").joinpath("speak.lua").read_text("utf-8")
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelConfig:
-    """`lease` in seconds: how long nobody speaks after the speaker was killed."""
+    """`lease` in seconds: how long the channel is silent after the speaker was killed."""
 
     channel: str
     lease: float = 3.0
 
 
-class _Silenced(Exception):
-    """Another speaks."""
+class _Superseded(Exception):
+    """Another sidecar has the lease."""
 
 
 class Speaker:
     """For one event loop; `client` is of redis.asyncio. Waits to become the speaker, and speaks, until cancelled."""
 
-    def __init__(self, hub: Hub, client: Any, terms: ChannelConfig) -> None:
+    def __init__(self, hub: Hub, client: Any, config: ChannelConfig) -> None:
         self._hub = hub
         self._client = client
-        self._terms = terms
+        self._config = config
         self._token = uuid.uuid4().hex
-        self._keys = [f"tidemark:lines:{{{terms.channel}}}:{name}" for name in ("speaker", "told")]
-        self._lock = Lock(client, self._keys[0], timeout=terms.lease, blocking=False, thread_local=False)
-        self._say_script = client.register_script(_SCRIPT)
-        self._news: deque[Announcement] = deque()
+        self._keys = [f"tidemark:lines:{{{config.channel}}}:{name}" for name in ("speaker", "told")]
+        self._lock = Lock(client, self._keys[0], timeout=config.lease, blocking=False, thread_local=False)
+        self._publish_script = client.register_script(_SCRIPT)
+        self._announcements: deque[Announcement] = deque()
         self._wake = asyncio.Event()
-        self._asked = False
-        self._answered = 0.0
+        self._unanswered = False  # whether a REPLICATE is
+        self._answered_at = 0.0
 
-    def asked(self) -> None:
-        """Somebody sent REPLICATE."""
-        self._asked = True
+    def replicate(self) -> None:
+        """Answer with all positions, soon."""
+        self._unanswered = True
         self._wake.set()
 
     async def run(self) -> None:
@@ -78,55 +78,55 @@ class Speaker:
                     if await self._lock.acquire(token=self._token):
                         await self._speak()
                 problem = None
-            except _Silenced:
-                log.info("Another sidecar speaks on the channel now", channel=self._terms.channel)
+            except _Superseded:
+                log.info("Another sidecar speaks on the channel now", channel=self._config.channel)
             except (Unavailable, Stop) as error:
                 if problem is None:
-                    log.warning("Nothing can be said on the channel of Redis", problem=str(error))
+                    log.warning("Nothing can be announced on the channel of Redis", problem=str(error))
                 problem = error
-            await asyncio.sleep(self._terms.lease / 3)
+            await asyncio.sleep(self._config.lease / 3)
 
     async def _speak(self) -> None:
-        log.info("Speaking on the channel", channel=self._terms.channel)
+        log.info("Speaking on the channel", channel=self._config.channel)
         renewing = asyncio.create_task(self._renew())
-        self._hub.listen(self._hear)
+        self._hub.subscribe(self._announce)
         metrics.SPEAKER.set(1)
         try:
-            told = Told(await self._told())
+            announced = AnnouncedPositions(await self._announced())
             await self._hub.begun()
-            self._news.clear()  # of what we now say where it stands
-            await self._stand(told)
+            self._announcements.clear()  # their positions go out now
+            await self._answer(announced)
             while not renewing.done():
                 self._wake.clear()
-                while self._news:
-                    await self._say(self._batch(told))
-                if self._asked and time.monotonic() - self._answered >= ANSWER_EVERY:
-                    await self._stand(told)
+                while self._announcements:
+                    await self._publish(self._batch(announced))
+                if self._unanswered and time.monotonic() - self._answered_at >= ANSWER_EVERY:
+                    await self._answer(announced)
                 await self._slept(renewing)
             renewing.result()
         finally:
             metrics.SPEAKER.set(0)
-            self._hub.leave(self._hear)
+            self._hub.unsubscribe(self._announce)
             await ended(renewing)
             await self._release()
 
-    def _hear(self, announcements: Sequence[Announcement]) -> None:
-        self._news.extend(announcements)
+    def _announce(self, announcements: Sequence[Announcement]) -> None:
+        self._announcements.extend(announcements)
         self._wake.set()
 
     async def _slept(self, renewing: asyncio.Task[None]) -> None:
         waking = asyncio.ensure_future(self._wake.wait())
-        pause = ANSWER_EVERY if self._asked else None
+        pause = ANSWER_EVERY if self._unanswered else None
         await asyncio.wait({waking, renewing}, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
         waking.cancel()
 
     async def _renew(self) -> None:
         while True:
-            await asyncio.sleep(self._terms.lease / 3)
+            await asyncio.sleep(self._config.lease / 3)
             try:
                 await self._lock.reacquire()
             except LockNotOwnedError:
-                raise _Silenced from None
+                raise _Superseded from None
 
     async def _release(self) -> None:
         """So that a successor need not wait for the lease to end."""
@@ -135,31 +135,33 @@ class Speaker:
         except RedisError as problem:
             log.info("The lease of the channel was not given back, it ends by itself", problem=str(problem))
 
-    async def _told(self) -> dict[Writer, int]:
+    async def _announced(self) -> dict[Writer, int]:
         stored = await self._client.hgetall(self._keys[1])
         return {(stream, writer): int(id) for name, id in stored.items() for stream, writer in [name.split(" ")]}
 
-    async def _stand(self, told: Told) -> None:
-        self._asked, self._answered = False, time.monotonic()
-        for chunk in _chunks(told.stand(self._hub.positions())):
-            await self._say([chunk])
+    async def _answer(self, announced: AnnouncedPositions) -> None:
+        self._unanswered, self._answered_at = False, time.monotonic()
+        for chunk in _chunks(announced.restate(self._hub.positions())):
+            await self._publish([chunk])
 
-    def _batch(self, told: Told) -> list[Sequence[PositionCommand | RdataCommand]]:
-        """What is said next, each announcement whole."""
+    def _batch(self, announced: AnnouncedPositions) -> list[Sequence[PositionCommand | RdataCommand]]:
+        """The commands of the next announcements, each announcement whole."""
         found: list[Sequence[PositionCommand | RdataCommand]] = []
-        while self._news and sum(map(len, found)) < AT_ONCE:
-            found.append(told.next(self._news.popleft()))
+        while self._announcements and sum(map(len, found)) < AT_ONCE:
+            found.append(announced.next(self._announcements.popleft()))
         return found
 
-    async def _say(self, commands: Iterable[Sequence[PositionCommand | RdataCommand]]) -> None:
+    async def _publish(self, commands: Iterable[Sequence[PositionCommand | RdataCommand]]) -> None:
         flat = [command for each in commands for command in each]
         if not flat:
             return
-        told = {f"{it.stream} {it.writer}": str(it.id) for it in flat if it.id is not None}
-        packed = msgspec.msgpack.encode(([str(it) for it in flat], [word for pair in told.items() for word in pair]))
-        if not await self._say_script(keys=self._keys, args=[self._token, self._terms.channel, packed]):
-            raise _Silenced
-        metrics.SAID.inc(len(flat))
+        positions = {f"{it.stream} {it.writer}": str(it.id) for it in flat if it.id is not None}
+        packed = msgspec.msgpack.encode(
+            ([str(it) for it in flat], [word for pair in positions.items() for word in pair])
+        )
+        if not await self._publish_script(keys=self._keys, args=[self._token, self._config.channel, packed]):
+            raise _Superseded
+        metrics.LINES_OUT.inc(len(flat))
 
 
 def _chunks(positions: Sequence[PositionCommand]) -> Iterator[Sequence[PositionCommand]]:

@@ -117,7 +117,7 @@ class Durable:
 
 def _read_so_far(postgres: Postgres, topic: str) -> ReadSoFar:
     offsets = postgres.offsets().get(topic, {})  # before the heads: those may only be higher
-    heads = {name: held.head for name, held in postgres.positions(postgres.streams()).items()}
+    heads = {name: stored.head for name, stored in postgres.positions(postgres.streams()).items()}
     return ReadSoFar(offsets, heads)
 
 

@@ -1,6 +1,6 @@
-"""Every metric of the sidecar: its name, its kind, what it means and what to do when it moves. No stream's name.
+"""Every metric of the sidecar, HTTP and line protocol: its name, its kind, what it means and what to do when it moves.
 
-Every metric of the line protocol: its name, its kind, what it means and what to do when it moves.
+None has the name of a stream as a label.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -26,7 +26,7 @@ UP = Gauge(
     ["server"],
     registry=REGISTRY,
 )
-HELD = Gauge(
+OPEN = Gauge(
     "tidemark_sidecar_open",
     "Requests that are held open now: `wait`, `events` and `watch`. At the limit new ones get 429: run more sidecars.",
     ["operation"],
@@ -35,9 +35,11 @@ HELD = Gauge(
 
 
 CLIENTS = Gauge("tidemark_lines_clients", "Connections of the line protocol that are open now.", registry=REGISTRY)
-HEARD = Counter("tidemark_lines_in", "Lines that clients sent.", registry=REGISTRY)
-SAID = Counter("tidemark_lines_out", "Lines that were sent to clients, to all of them together.", registry=REGISTRY)
-LEFT = Counter(
+LINES_IN = Counter("tidemark_lines_in", "Lines that clients sent.", registry=REGISTRY)
+LINES_OUT = Counter(
+    "tidemark_lines_out", "Lines that were sent to clients, to all of them together.", registry=REGISTRY
+)
+CLOSED = Counter(
     "tidemark_lines_closed",
     "Connections that we closed: `slow` clients did not read, `silent` ones sent nothing, `bad` ones sent what is no"
     " command, `crowded`: at the limit of connections. `slow` rising: look at the clients, or at their network.",
@@ -52,11 +54,11 @@ ANNOUNCED = Counter(
     registry=REGISTRY,
 )
 ROWS_BYTES = Gauge(
-    "tidemark_lines_rows_bytes", "What is held of rows whose IDs no position has passed, about.", registry=REGISTRY
+    "tidemark_lines_rows_bytes", "Bytes of rows that wait for a position to pass their IDs, about.", registry=REGISTRY
 )
 ROWS_DROPPED = Counter(
     "tidemark_lines_rows_dropped",
-    "Times that a writer lost what was held of its rows because the bound was reached.",
+    "Times that a writer lost its waiting rows because the bound was reached.",
     registry=REGISTRY,
 )
 SPEAKER = Gauge("tidemark_lines_speaker", "1 while this sidecar speaks on the channel of Redis.", registry=REGISTRY)

@@ -20,9 +20,9 @@ PAUSE = 1.0  # seconds until a lost subscription is made again; less than the cl
 
 
 async def listen(
-    client: Any, subscribe: Callable[[Any], Awaitable[None]], hear: Callable[[Mapping[str, Any]], None]
+    client: Any, subscribe: Callable[[Any], Awaitable[None]], receive: Callable[[Mapping[str, Any]], None]
 ) -> NoReturn:
-    """Call `subscribe` with redis-py's pub/sub of each connection, and `hear` with every message that comes.
+    """Call `subscribe` with redis-py's pub/sub of each connection, and `receive` with every message that comes.
 
     Messages that are published while Redis is away are lost. For one event loop; end it with
     `app.read_side.tasks.ended`.
@@ -30,12 +30,12 @@ async def listen(
     while True:
         with suppress(Unavailable, Stop), translated(client):
             await client.initialize()  # a Cluster's client picks one of its nodes
-            async with client.pubsub() as heard:
-                await subscribe(heard)
+            async with client.pubsub() as pubsub:
+                await subscribe(pubsub)
                 while True:
-                    message = await heard.get_message(ignore_subscribe_messages=True, timeout=PAUSE)
+                    message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=PAUSE)
                     if message is not None:
-                        hear(message)
+                        receive(message)
         await asyncio.sleep(PAUSE)
 
 
@@ -50,7 +50,7 @@ class Notifications:
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
         task = asyncio.create_task(
-            listen(self._live.client, lambda channels: channels.psubscribe(CHANNELS), self._heard)
+            listen(self._live.client, lambda channels: channels.psubscribe(CHANNELS), self._received)
         )
         try:
             yield
@@ -62,7 +62,7 @@ class Notifications:
         missed, and hold a reference to it."""
         return self._waiting.setdefault(stream, asyncio.Event())
 
-    def _heard(self, message: Mapping[str, Any]) -> None:
+    def _received(self, message: Mapping[str, Any]) -> None:
         self.notify(message["channel"].removeprefix("tidemark:{").removesuffix("}"))
 
     def notify(self, stream: str) -> None:

@@ -1,9 +1,7 @@
-"""What the sidecar answers: the types of its JSON, from which `/openapi.json` is made.
+"""Answers of the sidecar: the types of its JSON, from which `/openapi.json` is made, and snapshots as such. Pure.
 
 IDs are signed 64-bit integers: a client that reads JSON numbers as floating point loses those beyond 2^53. Field
-descriptions in `Meta` are the public documentation.
-
-A snapshot as it is answered, and the tag by which a client knows that it has it already. Pure.
+descriptions in `Meta` are the public documentation; a type is called there as here, without `Answer`.
 """
 
 from collections.abc import Iterable
@@ -16,7 +14,6 @@ from msgspec import Meta
 
 from tidemark.app.read_side.durable import Details
 from tidemark.app.read_side.snapshots import Snapshot
-from tidemark.app.sidecar import answers
 from tidemark.sinks.reader.token import Token
 from tidemark.streaming.effects import Blocker
 
@@ -25,16 +22,18 @@ Name = Annotated[str, Meta(min_length=1, max_length=255)]
 Age = Annotated[float, Meta(ge=0, description="Seconds since this was read from a server.")]
 State = Annotated[
     Literal["known", "recovering"],
-    Meta(description="`recovering`: the stream exists, and where it stands is not known yet. It is never told as 0."),
+    Meta(description="`recovering`: the stream exists, its positions are not known yet. They are never answered as 0."),
 ]
 Source = Annotated[
     Literal["redis", "postgres", "memory"],
-    Meta(description="Who said so; `memory`: this process, from an earlier answer, because neither server answers."),
+    Meta(
+        description="Where this was read; `memory`: an earlier answer of this process, because neither server answers."
+    ),
 ]
 
 
 class BlockerAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """`writer` owes the IDs in `(low, top]`; without a range, it never joined and so holds back the line."""
+    """`writer` owes the IDs in `(low, top]`; without a range, it never joined and so holds the linear position back."""
 
     writer: Name
     epoch: Annotated[int, Meta(ge=0)]
@@ -44,8 +43,8 @@ class BlockerAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a stream stands. What comes from Postgres alone is null while it was never reached: `epochs`, `retired`,
-    `pending`, `blockers`."""
+    """The positions of a stream. `epochs`, `retired`, `pending` and `blockers` come from Postgres alone: null while it
+    was never reached."""
 
     stream: Name
     state: State
@@ -63,11 +62,11 @@ class StreamAnswer(msgspec.Struct, frozen=True, kw_only=True):
     details_age_seconds: Age | None
 
 
-class Streams(msgspec.Struct, frozen=True):
+class StreamsAnswer(msgspec.Struct, frozen=True):
     streams: list[StreamAnswer]
 
 
-class Health(msgspec.Struct, frozen=True):
+class HealthAnswer(msgspec.Struct, frozen=True):
     """`problems` are for people. Ready with problems: one server is away and the other one answers."""
 
     ready: bool
@@ -84,10 +83,10 @@ class ProblemAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     stream: Annotated[StreamAnswer | None, Meta(description="Where the stream stands, where that helps.")] = None
 
 
-def described(snapshot: Snapshot, now: float) -> answers.StreamAnswer:
+def described(snapshot: Snapshot, now: float) -> StreamAnswer:
     """`now` is of the clock that the snapshot was read by."""
     known, details, read_at = snapshot.known, snapshot.details, snapshot.details_read_at
-    return answers.StreamAnswer(
+    return StreamAnswer(
         stream=snapshot.stream,
         state="recovering" if known is None else "known",
         linear=None if known is None else known.linear,
@@ -113,8 +112,8 @@ def holding(details: Details) -> Iterable[Blocker]:
     return sorted(nearest.values(), key=lambda gap: (gap.since, gap.writer))
 
 
-def blocker(gap: Blocker) -> answers.BlockerAnswer:
-    return answers.BlockerAnswer(
+def blocker(gap: Blocker) -> BlockerAnswer:
+    return BlockerAnswer(
         writer=gap.writer,
         epoch=gap.epoch,
         low=None if gap.unknown else gap.low,
@@ -123,14 +122,14 @@ def blocker(gap: Blocker) -> answers.BlockerAnswer:
     )
 
 
-def tag(body: answers.StreamAnswer | answers.Streams) -> str:
-    """Equal for answers that say the same at different times; weak, because their bytes differ."""
-    streams = body.streams if isinstance(body, answers.Streams) else [body]
+def tag(body: StreamAnswer | StreamsAnswer) -> str:
+    """An ETag, equal for answers that differ in their ages alone; weak, because their bytes differ."""
+    streams = body.streams if isinstance(body, StreamsAnswer) else [body]
     same = [_ageless(stream) for stream in streams]
     return f'W/"{blake2b(msgspec.json.encode(same), digest_size=12).hexdigest()}"'
 
 
-def _ageless(stream: answers.StreamAnswer) -> answers.StreamAnswer:
+def _ageless(stream: StreamAnswer) -> StreamAnswer:
     return msgspec.structs.replace(stream, age_seconds=None, details_age_seconds=None)
 
 

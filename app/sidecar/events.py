@@ -25,7 +25,7 @@ from tidemark.app.sidecar.operations import existing
 from tidemark.app.sidecar.problems import BadRequest, Busy, RecoveringProblem, Unauthorized, UnknownStream
 from tidemark.app.sidecar.sse import MEDIA_TYPE, EventStream, block
 from tidemark.app.sidecar.watch import Watch, Watcher
-from tidemark.app.sidecar.watched import PipelineAnswer, Watched
+from tidemark.app.sidecar.watched import PipelineAnswer, WatchedStreamAnswer
 from tidemark.sinks.reader import events
 from tidemark.sinks.reader.events import Place
 from tidemark.sinks.reader.merge import Joining
@@ -236,7 +236,7 @@ OPERATIONS = [
         "Server-sent events for people: `stream` for each stream and then for each that changed, at most once a second,"
         " and `pipeline`.",
         watch,
-        Watched | PipelineAnswer,
+        WatchedStreamAnswer | PipelineAnswer,
         media=MEDIA_TYPE,
         problems=(Unauthorized, Busy),
     ),

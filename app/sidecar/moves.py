@@ -81,7 +81,7 @@ class LinearMoveAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kin
 Move = AdvanceAnswer | RereadAnswer | LateAnswer | LateLostAnswer
 
 
-class Advances(msgspec.Struct, frozen=True, kw_only=True):
+class AdvancesAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """`next` is where the next page begins; `complete`: nothing more was published when this was read."""
 
     stream: Name
@@ -90,7 +90,7 @@ class Advances(msgspec.Struct, frozen=True, kw_only=True):
     complete: bool
 
 
-class Gaps(msgspec.Struct, frozen=True, kw_only=True):
+class GapsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Every open range and writer that never joined, longest first. `total` counts those that were cut off too."""
 
     stream: Name

@@ -12,7 +12,8 @@ from tidemark.app.sidecar import answers
 from tidemark.app.sidecar.operation import JSON, Operation, OperationCall
 from tidemark.app.sidecar.problems import MEDIA_TYPE, Problem
 
-REFERENCE = "#/components/schemas/{name}"
+SCHEMAS = "#/components/schemas/"
+SUFFIX = "Answer"  # of our types, which the document leaves out
 NAME = r"^[^\s\x00-\x1f\x7f-\x9f]{1,255}$"
 HEADERS = {
     "If-None-Match": "An ETag that the client has: 304 where nothing has changed.",
@@ -34,8 +35,10 @@ def operation(others: Sequence[Operation]) -> Operation:
 
 def document(operations: Sequence[Operation]) -> dict[str, Any]:
     types = [type_ for it in operations for type_ in (it.answers, it.query, *it.others.values())]
-    schemas, components = msgspec.json.schema_components([*types, answers.ProblemAnswer], ref_template=REFERENCE)
-    known = dict(zip(map(repr, [*types, answers.ProblemAnswer]), schemas, strict=True))
+    schemas, components = msgspec.json.schema_components(
+        [*types, answers.ProblemAnswer], ref_template=SCHEMAS + "{name}"
+    )
+    known = dict(zip(map(repr, [*types, answers.ProblemAnswer]), map(_published, schemas), strict=True))
     queries = {it.query.__name__ for it in operations}
     return {
         "openapi": "3.1.0",
@@ -47,10 +50,29 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
         },
         "paths": {it.path: {"get": _described(it, known, components)} for it in operations},
         "components": {
-            "schemas": {name: schema for name, schema in components.items() if name not in queries},
+            "schemas": {
+                name.removesuffix(SUFFIX): _published(schema)
+                for name, schema in components.items()
+                if name not in queries
+            },
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _published(schema: Any) -> Any:
+    """A schema with the names that users of the interface see: those of our types without `SUFFIX`."""
+    match schema:
+        case dict():
+            return {
+                key: value.removesuffix(SUFFIX) if key == "title" and isinstance(value, str) else _published(value)
+                for key, value in schema.items()
+            }
+        case list():
+            return [_published(it) for it in schema]
+        case str() if schema.startswith(SCHEMAS):
+            return schema.removesuffix(SUFFIX)
+    return schema
 
 
 def _described(it: Operation, known: Mapping[str, Any], components: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ async def all_streams(call: OperationCall) -> Response:
     if not names and (problems := await call.service.read_side.problems()):
         raise RecoveringProblem("; ".join(problems))
     now = time.monotonic()
-    body = answers.Streams([described(it, now) for it in await snapshots.get(names)])
+    body = answers.StreamsAnswer([described(it, now) for it in await snapshots.get(names)])
     return tagged(call.request, body, tag(body))
 
 
@@ -75,7 +75,7 @@ async def livez(_: OperationCall) -> Response:
 async def readyz(call: OperationCall) -> Response:
     problems = await call.service.read_side.problems()
     ready = len(problems) < SERVERS
-    return json(answers.Health(ready=ready, problems=problems), 200 if ready else 503)
+    return json(answers.HealthAnswer(ready=ready, problems=problems), 200 if ready else 503)
 
 
 async def scrape(call: OperationCall) -> Response:
@@ -104,7 +104,7 @@ async def gaps(call: OperationCall) -> Response:
         raise RecoveringProblem("gaps come from Postgres, which does not answer")
     query: GapsQuery = call.query
     return json(
-        moves.Gaps(
+        moves.GapsAnswer(
             stream=call.stream,
             gaps=[blocker(gap) for gap in details.gaps[: query.limit]],
             total=len(details.gaps),
@@ -131,7 +131,7 @@ async def advances(call: OperationCall) -> Response:
 
 def _answered(stream: str, found: HistoryPage) -> Response:
     return json(
-        moves.Advances(
+        moves.AdvancesAnswer(
             stream=stream,
             moves=[moves.described(stream, event) for event in found.events],
             next=cursor.of_places({stream: found.place}),
@@ -197,7 +197,7 @@ OPERATIONS = [
         "streams",
         "Where every stream stands.",
         all_streams,
-        answers.Streams,
+        answers.StreamsAnswer,
         problems=(Unauthorized, RecoveringProblem),
         headers=("If-None-Match",),
     ),
@@ -215,7 +215,7 @@ OPERATIONS = [
         "gaps",
         "What is open above the positions of a stream's writers.",
         gaps,
-        moves.Gaps,
+        moves.GapsAnswer,
         query=GapsQuery,
         problems=(BadRequest, Unauthorized, UnknownStream, RecoveringProblem),
     ),
@@ -224,7 +224,7 @@ OPERATIONS = [
         "advances",
         "What moved a stream, each writer's moves joined without a hole, in pages.",
         advances,
-        moves.Advances,
+        moves.AdvancesAnswer,
         query=AdvancesQuery,
         problems=(BadRequest, Unauthorized, UnknownStream, RecoveringProblem),
     ),
@@ -251,8 +251,8 @@ OPERATIONS = [
         "readyz",
         "Whether it can answer: 503 where neither server does.",
         readyz,
-        answers.Health,
-        others={503: answers.Health},
+        answers.HealthAnswer,
+        others={503: answers.HealthAnswer},
     ),
     Operation("/metrics", "metrics", "For Prometheus.", scrape, str, media=PLAIN),
 ]

@@ -32,7 +32,7 @@ class Limiter:
             raise Busy(f"{self._open} requests are held open already; ask another sidecar, or try again")
         self._open += 1
         try:
-            with metrics.HELD.labels(operation).track_inprogress():
+            with metrics.OPEN.labels(operation).track_inprogress():
                 yield
         finally:
             self._open -= 1

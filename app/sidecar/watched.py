@@ -1,4 +1,4 @@
-"""What people who watch are shown: the JSON of `/v1/watch` and `/v1/pipeline`, made from what was read. Pure.
+"""The answers for people who watch: the JSON of `/v1/watch` and `/v1/pipeline`, made from what was read. Pure.
 
 Nothing in it ages by itself, so equal text means that nothing happened; ages follow from `since` and `time`.
 """
@@ -18,13 +18,13 @@ from tidemark.sinks.postgres.status import Condition
 from tidemark.streaming.direction import beyond, farther
 from tidemark.streaming.effects import Blocker
 
-HOLES = 50  # of one writer that are shown, the nearest
+GAPS = 50  # of one writer that are shown, the nearest
 
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
 
 
-class Hole(msgspec.Struct, frozen=True):
+class GapAnswer(msgspec.Struct, frozen=True):
     """The IDs in `(low, top]` are open, first seen so at `since`."""
 
     low: StreamId
@@ -32,7 +32,7 @@ class Hole(msgspec.Struct, frozen=True):
     since: datetime
 
 
-class WatchedWriter(msgspec.Struct, frozen=True, kw_only=True):
+class WatchedWriterAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One writer of a stream. What comes from Postgres alone is null while it was never reached: `epoch`, `retired`."""
 
     writer: Name
@@ -41,24 +41,24 @@ class WatchedWriter(msgspec.Struct, frozen=True, kw_only=True):
     position: StreamId
     reach: Annotated[StreamId, Meta(description="The highest ID of it that is settled, above gaps too.")]
     waiting: Annotated[int, Meta(ge=0, description="Completed IDs that its gaps hold back.")]
-    holes: Annotated[list[Hole], Meta(description="Its gaps, nearest first; at most 50.")]
+    gaps: Annotated[list[GapAnswer], Meta(description="Its gaps, nearest first; at most 50.")]
     hidden: Annotated[int, Meta(ge=0, description="Gaps that are left out.")]
 
 
-class Stranger(msgspec.Struct, frozen=True):
-    """An incarnation that never joined: its records are held, and so is the line."""
+class UnknownWriterAnswer(msgspec.Struct, frozen=True):
+    """An incarnation that never joined: its records are held back, and so is the linear position."""
 
     writer: Name
     epoch: Count
     since: datetime
 
 
-class LateSeen(msgspec.Struct, frozen=True):
+class LateSummaryAnswer(msgspec.Struct, frozen=True):
     count: Annotated[int, Meta(ge=1, description="Late completions; 100 stands for that many or more.")]
     newest: datetime
 
 
-class Watched(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stream"):
+class WatchedStreamAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stream"):
     """One stream with its writers. `source` is null where it is recovering."""
 
     stream: Name
@@ -66,9 +66,9 @@ class Watched(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     source: Source | None
     linear: StreamId | None
     head: Annotated[StreamId | None, Meta(description="The highest ID that any record named, as far as is known.")]
-    writers: list[WatchedWriter]
-    strangers: list[Stranger]
-    late: LateSeen | None
+    writers: list[WatchedWriterAnswer]
+    unknown_writers: list[UnknownWriterAnswer]
+    late: LateSummaryAnswer | None
 
 
 class DeadLettersAnswer(msgspec.Struct, frozen=True):
@@ -90,13 +90,13 @@ class PipelineAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
     problems: Annotated[list[str], Meta(description="Servers that do not answer this sidecar, for people.")]
 
 
-def watched(snapshot: Snapshot) -> Watched:
+def watched(snapshot: Snapshot) -> WatchedStreamAnswer:
     known, details = snapshot.known, snapshot.details
     gaps: dict[str, list[Blocker]] = {}
     for gap in details.gaps if details else ():
         if not gap.unknown:
             gaps.setdefault(gap.writer, []).append(gap)
-    return Watched(
+    return WatchedStreamAnswer(
         stream=snapshot.stream,
         state="recovering" if known is None else "known",
         source=None if known is None else known.source,
@@ -105,23 +105,25 @@ def watched(snapshot: Snapshot) -> Watched:
         writers=[]
         if known is None
         else [
-            _writer(name, position, details, _holes(gaps.get(name, ()), _floor(name, known, details)))
+            _writer(name, position, details, _gaps(gaps.get(name, ()), _floor(name, known, details)))
             for name, position in sorted(known.vector.items())
         ],
-        strangers=[] if details is None else _strangers(details),
-        late=None if details is None or details.late is None else LateSeen(details.late.count, details.late.newest),
+        unknown_writers=[] if details is None else _unknown_writers(details),
+        late=None
+        if details is None or details.late is None
+        else LateSummaryAnswer(details.late.count, details.late.newest),
     )
 
 
 def pipeline(condition: Condition | None, problems: Sequence[str], now: datetime) -> PipelineAnswer:
     """`condition` None: Postgres does not answer."""
-    told = PipelineAnswer(
+    answer = PipelineAnswer(
         time=now, owner=None, lease_seconds=None, quiet_seconds=None, dead_letters=None, problems=list(problems)
     )
     if condition is None:
-        return told
+        return answer
     return replace(
-        told,
+        answer,
         owner=condition.owner,
         lease_seconds=round(condition.lease, 1),
         quiet_seconds=None if condition.quiet is None else round(condition.quiet, 1),
@@ -129,16 +131,16 @@ def pipeline(condition: Condition | None, problems: Sequence[str], now: datetime
     )
 
 
-def _writer(name: str, position: int, details: Details | None, holes: list[Hole]) -> WatchedWriter:
-    return WatchedWriter(
+def _writer(name: str, position: int, details: Details | None, gaps: list[GapAnswer]) -> WatchedWriterAnswer:
+    return WatchedWriterAnswer(
         writer=name,
         epoch=None if details is None else details.epochs.get(name),
         retired=None if details is None else name in details.retired,
         position=position,
-        reach=farther(details.reaches.get(name, position), position) if details and holes else position,
-        waiting=details.waiting.get(name, 0) if details and holes else 0,
-        holes=holes[:HOLES],
-        hidden=max(0, len(holes) - HOLES),
+        reach=farther(details.reaches.get(name, position), position) if details and gaps else position,
+        waiting=details.waiting.get(name, 0) if details and gaps else 0,
+        gaps=gaps[:GAPS],
+        hidden=max(0, len(gaps) - GAPS),
     )
 
 
@@ -147,13 +149,13 @@ def _floor(name: str, known: Known, details: Details | None) -> int:
     return known.linear if details and name in details.regressed else known.vector[name]
 
 
-def _holes(gaps: Iterable[Blocker], floor: int) -> list[Hole]:
-    found = [Hole(farther(gap.low, floor), gap.top, _moment(gap)) for gap in gaps if beyond(gap.top, floor)]
-    return sorted(found, key=lambda hole: abs(hole.low))
+def _gaps(blockers: Iterable[Blocker], floor: int) -> list[GapAnswer]:
+    found = [GapAnswer(farther(gap.low, floor), gap.top, _moment(gap)) for gap in blockers if beyond(gap.top, floor)]
+    return sorted(found, key=lambda gap: abs(gap.low))
 
 
-def _strangers(details: Details) -> list[Stranger]:
-    return [Stranger(gap.writer, gap.epoch, _moment(gap)) for gap in details.gaps if gap.unknown]
+def _unknown_writers(details: Details) -> list[UnknownWriterAnswer]:
+    return [UnknownWriterAnswer(gap.writer, gap.epoch, _moment(gap)) for gap in details.gaps if gap.unknown]
 
 
 def _moment(gap: Blocker) -> datetime:

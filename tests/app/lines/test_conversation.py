@@ -5,19 +5,27 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.app.lines.conversation import Act, Answer, Conversation, KeepAlive, Leave, RelayOn, Say
+from tidemark.app.lines.conversation import (
+    Act,
+    Conversation,
+    Disconnect,
+    KeepAlive,
+    RelayOn,
+    SendCommand,
+    SendPositions,
+)
 
-KEEP = KeepAlive(say=5.0, hear=15.0)
+KEEP = KeepAlive(interval=5.0, timeout=15.0)
 
 
 def begun() -> Conversation:
     made = Conversation(KEEP, lambda: 1500000000.25, 0.0)
-    made.said(0.0)
+    made.sent(0.0)
     return made
 
 
 def texts(acts: Iterable[Act]) -> list[str]:
-    return [str(act.command) if isinstance(act, Say | RelayOn) else type(act).__name__ for act in acts]
+    return [str(act.command) if isinstance(act, SendCommand | RelayOn) else type(act).__name__ for act in acts]
 
 
 def test_server_begins_with_its_name_and_a_ping() -> None:
@@ -30,9 +38,9 @@ def test_ping_only_where_nothing_else_was_said() -> None:
     talk = begun()
     assert texts(talk.tick(3.9, 1.0)) == []
     assert texts(talk.tick(4.0, 1.0)) == ["PING 1500000000250"]
-    talk.said(4.0)
+    talk.sent(4.0)
     assert texts(talk.tick(7.0, 1.0)) == []
-    talk.said(7.0)
+    talk.sent(7.0)
     assert texts(talk.tick(10.0, 1.0)) == []
     assert texts(talk.tick(11.0, 1.0)) == ["PING 1500000000250"]
 
@@ -40,43 +48,43 @@ def test_ping_only_where_nothing_else_was_said() -> None:
 def test_no_time_out_before_the_first_ping() -> None:
     """A person with nc may be silent for as long as they like."""
     talk = begun()
-    assert texts(talk.hear(b"REPLICATE", 1.0)) == ["Answer"]
-    talk.said(99990.0)
+    assert texts(talk.receive(b"REPLICATE", 1.0)) == ["SendPositions"]
+    talk.sent(99990.0)
     assert texts(talk.tick(99991.0, 1.0)) == []
 
 
 def test_silence_after_a_ping_ends_the_connection() -> None:
     """Who sent a PING and then nothing for 15 s is gone; any line, a blank one too, is a sign of life."""
     talk = begun()
-    assert texts(talk.hear(b"PING 1", 1.0)) == []
-    assert texts(talk.hear(b"", 10.0)) == []
-    talk.said(24.0)
+    assert texts(talk.receive(b"PING 1", 1.0)) == []
+    assert texts(talk.receive(b"", 10.0)) == []
+    talk.sent(24.0)
     assert texts(talk.tick(24.9, 1.0)) == []
     (leave,) = talk.tick(25.0, 1.0)
-    assert isinstance(leave, Leave)
+    assert isinstance(leave, Disconnect)
     assert leave.why == "silent"
-    assert texts(talk.tick(99.0, 1.0)) == texts(talk.hear(b"REPLICATE", 99.0)) == []
+    assert texts(talk.tick(99.0, 1.0)) == texts(talk.receive(b"REPLICATE", 99.0)) == []
 
 
 def test_what_clients_may_not_say_ends_the_connection() -> None:
     """The server's own commands, and what is none, are answered with ERROR, and then it is over."""
     for line in (b"RDATA s w 1 {}", b"POSITION s w 1 1", b"SERVER me", b"nonsense", b"\xff"):
         talk = begun()
-        said = texts(talk.hear(line, 1.0))
+        said = texts(talk.receive(line, 1.0))
         assert said[0].startswith("ERROR ")
-        assert said[1:] == ["Leave"]
-        assert texts(talk.hear(b"REPLICATE", 2.0)) == []
+        assert said[1:] == ["Disconnect"]
+        assert texts(talk.receive(b"REPLICATE", 2.0)) == []
 
 
 def test_error_of_the_client_is_the_last_word() -> None:
     """It says ERROR and goes: nothing is answered."""
-    assert texts(begun().hear(b"ERROR I am lost", 1.0)) == ["Leave"]
+    assert texts(begun().receive(b"ERROR I am lost", 1.0)) == ["Disconnect"]
 
 
 def test_name_is_for_people() -> None:
     """It is kept for the log, and changes nothing else."""
     talk = begun()
-    assert texts(talk.hear(b"NAME my worker", 1.0)) == []
+    assert texts(talk.receive(b"NAME my worker", 1.0)) == []
     assert talk.name == "my worker"
 
 
@@ -89,10 +97,10 @@ def test_never_silent_and_never_impatient(lines: list[tuple[float, bytes]]) -> N
         while now + 1.0 <= until:
             now += 1.0
             acts = list(talk.tick(now, 1.0))
-            assert not any(isinstance(act, Leave) for act in acts)
+            assert not any(isinstance(act, Disconnect) for act in acts)
             if acts:
                 said = now
-                talk.said(now)
-            assert now - said < KEEP.say
+                talk.sent(now)
+            assert now - said < KEEP.interval
         now = until
-        assert all(isinstance(act, Answer | RelayOn) for act in talk.hear(line, now))
+        assert all(isinstance(act, SendPositions | RelayOn) for act in talk.receive(line, now))

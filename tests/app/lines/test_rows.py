@@ -120,7 +120,7 @@ def test_what_waits_is_passed_by_where_the_writer_stands() -> None:
     """As when following began anew meanwhile: nothing that was published stays unsaid, nothing is said twice."""
     play = standing()
     assert play.move(0, 1) == play.move(1, 3) == []
-    assert texts(play.announcer.stand("s", {"w": 2})) == ["POSITION s w 3 3"]
+    assert texts(play.announcer.catch_up("s", {"w": 2})) == ["POSITION s w 3 3"]
     assert play.read(fact(1)) == play.move(1, 3) == play.wait(2.0) == []
 
 

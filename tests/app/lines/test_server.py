@@ -17,7 +17,7 @@ from tidemark.app.lines.conversation import KeepAlive
 from tidemark.app.lines.server import LineServerConfig
 from tidemark.app.read_side.opened import ReadSideConfig
 
-BRISK = LineServerConfig(keep_alive=KeepAlive(say=0.2, hear=0.6), tick=0.05)
+BRISK = LineServerConfig(keep_alive=KeepAlive(interval=0.2, timeout=0.6), tick=0.05)
 
 
 def test_server_says_its_name_then_ping() -> None:

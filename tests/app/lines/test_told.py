@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.app.lines.announcer import Announcement, Told
+from tidemark.app.lines.announcer import AnnouncedPositions, Announcement
 from tidemark.app.lines.commands import PositionCommand, RdataCommand
 
 W = ("s", "w")
@@ -15,23 +15,23 @@ def moved(prev: int, id: int) -> Announcement:
 
 def test_what_joins_is_said_as_it_is() -> None:
     """Who was told up to `prev` is told the rows."""
-    told = Told({W: 3})
-    assert told.next(moved(3, 5)) == [RdataCommand("s", "w", 5, "{}")]
-    assert told.next(moved(5, 6)) == [RdataCommand("s", "w", 6, "{}")]
+    announced = AnnouncedPositions({W: 3})
+    assert announced.next(moved(3, 5)) == [RdataCommand("s", "w", 5, "{}")]
+    assert announced.next(moved(5, 6)) == [RdataCommand("s", "w", 6, "{}")]
 
 
 def test_successor_that_stands_before_the_dead_one_says_nothing_twice() -> None:
     """It repeats where writers were told to stand, skips what was said, and makes clients fetch across the seam."""
-    told = Told({W: 5})
-    assert told.stand([PositionCommand("s", "w", 3, 3)]) == [PositionCommand("s", "w", 5, 5)]
-    assert told.next(moved(3, 4)) == ()
-    assert told.next(moved(4, 6)) == (PositionCommand("s", "w", 6, 6),)
+    announced = AnnouncedPositions({W: 5})
+    assert announced.restate([PositionCommand("s", "w", 3, 3)]) == [PositionCommand("s", "w", 5, 5)]
+    assert announced.next(moved(3, 4)) == ()
+    assert announced.next(moved(4, 6)) == (PositionCommand("s", "w", 6, 6),)
 
 
 def test_successor_that_stands_beyond_the_dead_one_makes_clients_fetch() -> None:
     """Whoever heard the dead one is below the first POSITION."""
-    told = Told({W: 5})
-    assert told.stand([PositionCommand("s", "w", 9, 9), PositionCommand("s", "v", 1, 1)]) == [
+    announced = AnnouncedPositions({W: 5})
+    assert announced.restate([PositionCommand("s", "w", 9, 9), PositionCommand("s", "v", 1, 1)]) == [
         PositionCommand("s", "w", 9, 9),
         PositionCommand("s", "v", 1, 1),
     ]
@@ -40,11 +40,11 @@ def test_successor_that_stands_beyond_the_dead_one_makes_clients_fetch() -> None
 @given(st.integers(0, 20), st.integers(0, 20), st.lists(st.integers(1, 5)))
 def test_nobody_misses_anything_and_positions_never_go_back(dead: int, stands: int, steps: list[int]) -> None:
     """Wherever both sidecars stood: a client that follows the rules has fetched or heard every ID, in order."""
-    told = Told({W: dead})
+    announced = AnnouncedPositions({W: dead})
     client, has = dead, set(range(1, dead + 1))
-    said: list[PositionCommand | RdataCommand] = [*told.stand([PositionCommand("s", "w", stands, stands)])]
+    said: list[PositionCommand | RdataCommand] = [*announced.restate([PositionCommand("s", "w", stands, stands)])]
     for step in steps:
-        said.extend(told.next(moved(stands, stands + step)))
+        said.extend(announced.next(moved(stands, stands + step)))
         stands += step
     for command in said:
         assert command.id is not None

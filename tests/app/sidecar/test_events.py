@@ -55,7 +55,7 @@ class EventsHeard:
 
     def line(self, linear: int) -> None:
         """Return once the line is told to be there: that is what comes last of a move."""
-        while self.next() != ("line", {"kind": "line", "stream": "s", "linear": linear}):
+        while self.next() != ("linear", {"kind": "linear", "stream": "s", "linear": linear}):
             pass
 
 
@@ -83,7 +83,7 @@ def test_snapshot_comes_first_then_every_move(pipeline: Pipeline, client: Sideca
         name, data = events.next()
         assert (name, data["kind"], data["writer"], data["prev"], data["id"]) == ("advance", "advance", "w", 2, 3)
         assert (data["facts"], data["linear"]) == (1, 3)
-        assert events.next() == ("line", {"kind": "line", "stream": "s", "linear": 3})
+        assert events.next() == ("linear", {"kind": "linear", "stream": "s", "linear": 3})
 
 
 def test_only_streams_that_were_named(pipeline: Pipeline, client: SidecarClient) -> None:

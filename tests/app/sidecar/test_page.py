@@ -81,12 +81,12 @@ def test_gap_appears_is_named_and_closes(pipeline: Pipeline, page: Page) -> None
     says(page, "#spoken", re.compile(r"orders is held: shop owes 8\.\.11"))
     says(page, ".trouble strong", re.compile(r"shop owes 8\.\.11, for 3 min"))
     says(page, ".trouble .more", "1 completed ID waits behind it")
-    expect(page.locator(".lane .hole")).to_be_visible()
+    expect(page.locator(".lane .gap")).to_be_visible()
     assert page.locator(".lane .strip").first.get_attribute("aria-label") == "shop at 7"
     pipeline.publish(moved("orders", 12, shop=At(7, 12), web=At(9, 12)))
     says(page, "#headline", "The only stream is moving")
     says(page, "#spoken", "orders is not held any more.")
-    expect(page.locator(".strip .hole")).to_have_count(0)
+    expect(page.locator(".strip .gap")).to_have_count(0)
 
 
 def test_page_catches_up_when_the_sidecar_was_away(

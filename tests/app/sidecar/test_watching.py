@@ -61,7 +61,7 @@ def test_all_streams_at_first_and_then_what_changed(pipeline: Pipeline, client: 
         assert [it["stream"] for it in streams] == ["quiet", "s"]
         found = streams[1]
         assert (found["linear"], found["head"], found["source"]) == (7, 12, "redis")
-        hole = {"low": 9, "top": 11, "since": "2026-09-21T14:13:20Z"}
+        gap = {"low": 9, "top": 11, "since": "2026-09-21T14:13:20Z"}
         assert found["writers"][0] == {
             "writer": "first",
             "epoch": 1,
@@ -69,13 +69,13 @@ def test_all_streams_at_first_and_then_what_changed(pipeline: Pipeline, client: 
             "position": 9,
             "reach": 12,
             "waiting": 1,
-            "holes": [hole],
+            "gaps": [gap],
             "hidden": 0,
         }
         assert (told["owner"], told["problems"], told["dead_letters"]) == ("test", [], [])
         pipeline.publish(moved("s", 12, first=At(9, 12), second=At(7, 12)))
         found = watch.next_of("s")
-        while found["writers"][0]["holes"]:  # the line may be told before what Postgres says of gaps
+        while found["writers"][0]["gaps"]:  # the line may be told before what Postgres says of gaps
             found = watch.next_of("s")
         assert (found["linear"], found["head"]) == (12, 12)
 

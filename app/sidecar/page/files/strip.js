@@ -25,13 +25,13 @@ export class Scale {
   }
 }
 
-// The parts of a stream's own strip: its line, what is above it, every hole, and a tick for each writer.
+// The parts of a stream's own strip: its line, what is above it, every gap, and a tick for each writer.
 export function whole(stream, scale) {
   const line = scale.at(stream.linear);
   return [
     { kind: "line", from: 0, to: line },
     { kind: "settled", from: line, to: scale.at(farthest([stream.linear, ...stream.writers.map((it) => it.reach)])) },
-    ...stream.writers.flatMap((it) => it.holes.map((hole) => part("hole", hole.low, hole.top, scale))),
+    ...stream.writers.flatMap((it) => it.gaps.map((gap) => part("gap", gap.low, gap.top, scale))),
     ...stream.writers.filter((it) => it.retired !== true).map((it) => tick(scale.at(it.position))),
   ];
 }
@@ -41,7 +41,7 @@ export function ofWriter(writer, scale) {
   return [
     { kind: "line", from: 0, to: scale.at(writer.position) },
     part("settled", writer.position, writer.reach, scale),
-    ...writer.holes.map((hole) => part("hole", hole.low, hole.top, scale)),
+    ...writer.gaps.map((gap) => part("gap", gap.low, gap.top, scale)),
   ];
 }
 

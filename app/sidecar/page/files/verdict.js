@@ -12,7 +12,7 @@ export function judge(stream, motion, now) {
   if (stream.state === "recovering") return { state: "recovering", since: null, troubles: [], head: null, behind: null };
   const head = farthest([stream.head ?? stream.linear, stream.linear, ...stream.writers.map((it) => it.reach)]);
   const behind = ahead(head, stream.linear);
-  const troubles = [...gaps(stream), ...strangers(stream)];
+  const troubles = [...gaps(stream), ...unknownWriters(stream)];
   if (!troubles.length && behind > 0 && now - motion.still >= HELD_AFTER) troubles.push(...silent(stream, motion.still));
   troubles.sort((a, b) => a.since - b.since);
   const since = troubles[0]?.since ?? null;
@@ -25,23 +25,23 @@ function state(since, motion, now) {
 }
 
 function gaps(stream) {
-  return stream.writers.filter((it) => it.holes.length).map((it) => ({
+  return stream.writers.filter((it) => it.gaps.length).map((it) => ({
     writer: it.writer,
-    since: Math.min(...it.holes.map((hole) => seconds(hole.since))),
-    what: `owes ${range(it.holes[0].low, it.holes[0].top)}`,
+    since: Math.min(...it.gaps.map((gap) => seconds(gap.since))),
+    what: `owes ${range(it.gaps[0].low, it.gaps[0].top)}`,
     more: further(it),
     how: `A transaction of ${it.writer} is still open, or the process is gone; then tidemark writer fence settles it.`,
   }));
 }
 
 function further(writer) {
-  const others = writer.holes.length - 1 + writer.hidden;
+  const others = writer.gaps.length - 1 + writer.hidden;
   const waits = `${counted(writer.waiting, "completed ID")} ${writer.waiting === 1 ? "waits" : "wait"} behind it`;
   return others ? `and ${counted(others, "gap")} more; ${waits}` : waits;
 }
 
-function strangers(stream) {
-  return stream.strangers.map((it) => ({
+function unknownWriters(stream) {
+  return stream.unknown_writers.map((it) => ({
     writer: it.writer,
     since: seconds(it.since),
     what: `has not joined with epoch ${it.epoch}`,
