@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 
 
 class Batches:
-    """The query's sink. `lineage` names the line of batches; `partitions` are the topics' counts, fixed for life.
+    """The query's sink. `lineage` names the chain of batches; `partitions` are the topics' counts, fixed for life.
 
     After `finish` the batch in hand is completed and none begins.
     """

@@ -144,10 +144,10 @@ def sidecar() -> None:
 @click.option("--json", "as_json", is_flag=True, help="For programs: a JSON object per line.")
 @click.option("--server", help="End with exit code 2 where the server has another name.")
 def listen(address: str | None, streams: tuple[str, ...], server: str | None, *, as_json: bool) -> None:
-    """Show what a sidecar says over the line protocol at ADDRESS (host:port; without it TIDEMARK_SIDECAR_TCP)."""
+    """Show what a sidecar sends over the line protocol at ADDRESS (host:port; without it TIDEMARK_SIDECAR_TCP)."""
+    from tidemark.app.connections import host_port
     from tidemark.app.lines import listen
     from tidemark.app.lines.listen import Listening
-    from tidemark.app.settings import host_port
 
     settings = _settings()
     try:
@@ -267,7 +267,9 @@ def writer_migrate(
 @click.argument("instance")
 @_dsn
 @click.option("--terminate", is_flag=True, help="End transactions that are still open, instead of waiting for them.")
-@click.option("--retire", is_flag=True, help="The writer will not come back: it shall hold back no line any more.")
+@click.option(
+    "--retire", is_flag=True, help="The writer will not come back: linear positions shall not wait for it any more."
+)
 @_dry_run
 def writer_fence(instance: str, dsn: str | None, *, terminate: bool, retire: bool, dry_run: bool) -> None:
     """Do for the dead writer INSTANCE what its own restart would do. One that lives can write no more after it."""

@@ -1,6 +1,6 @@
-"""The settings that say where Kafka, Postgres and Redis are and how they let us in, and what can be wrong with them.
+"""Addresses: the settings that say where Kafka, Postgres and Redis are and how they let us in, with their checks.
 
-A part of `app.settings`, which reads them and the files of their secrets.
+A part of `app.settings`, which reads them and the files of their secrets; the types of addresses serve both.
 """
 
 import re
@@ -22,6 +22,24 @@ if TYPE_CHECKING:
 PREFIX = "TIDEMARK_"
 
 
+def host_port(text: str) -> tuple[str, int]:
+    """The parts of an address. Raises `ValueError`."""
+    host, _, port = text.rpartition(":")
+    if not host or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+        raise ValueError("not an address such as 127.0.0.1:9481 or [::1]:9481")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address that a socket listens on."""
+    return host in {"127.0.0.1", "::1"}
+
+
+def _is_host_port(text: str) -> str:
+    host_port(text)
+    return text
+
+
 def _is_conninfo(secret: SecretStr) -> SecretStr:
     try:
         conninfo_to_dict(secret.get_secret_value())
@@ -39,6 +57,8 @@ def _is_redis_url(secret: SecretStr) -> SecretStr:
 PostgresDsn = Annotated[SecretStr, AfterValidator(_is_conninfo)]
 RedisUrl = Annotated[SecretStr, AfterValidator(_is_redis_url)]
 Positive = Annotated[int, Field(ge=1)]
+AnyPort = Annotated[int, Field(ge=0, le=65535)]
+HostPort = Annotated[str, AfterValidator(_is_host_port)]
 Topic = Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]{1,249}$")]
 
 _LOGIN = ("kafka_sasl_mechanism", "kafka_username", "kafka_password")

@@ -121,7 +121,7 @@ STREAM_GAUGES = {
     "unknown": (
         "tidemark_unknown_writers",
         ["stream"],
-        "Incarnations that never joined; while there is one the stream's line stays.",
+        "Incarnations that never joined; while there is one the stream's linear position stays.",
     ),
 }
 

@@ -13,12 +13,13 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 import structlog
 import uvicorn
 
+from tidemark.app.connections import host_port, is_loopback
 from tidemark.app.lines.channel import Channel
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer, LineServerConfig
 from tidemark.app.lines.speaker import ChannelConfig
 from tidemark.app.read_side.opened import ReadSide, ReadSideConfig, opened
-from tidemark.app.settings import Settings, host_port, is_loopback
+from tidemark.app.settings import Settings
 from tidemark.app.sidecar.service import Limits
 from tidemark.app.sidecar.site import SiteConfig, site
 from tidemark.sources.tail import Tail

@@ -5,7 +5,6 @@ the local stack in TIDEMARK_HOME, so that a second terminal needs no settings; t
 """
 
 import os
-import re
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,7 +21,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from tidemark.app.connections import PREFIX, Connections, Positive, variable
+from tidemark.app.connections import PREFIX, AnyPort, Connections, HostPort, Positive, variable
 from tidemark.streaming.errors import BadSetting
 from tidemark.streaming.model import Bounds
 
@@ -31,26 +30,6 @@ FOR_OTHERS = {f"{PREFIX}METRICS_URL", f"{PREFIX}SIDECAR_URL"}
 _HOME = Path("~/.cache/tidemark").expanduser()
 
 
-def host_port(text: str) -> tuple[str, int]:
-    """The parts of an address. Raises `ValueError`."""
-    host, _, port = text.rpartition(":")
-    if not host or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
-        raise ValueError("not an address such as 127.0.0.1:9481 or [::1]:9481")
-    return host.strip("[]"), int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address that a socket listens on."""
-    return host in {"127.0.0.1", "::1"}
-
-
-def _is_host_port(text: str) -> str:
-    host_port(text)
-    return text
-
-
-AnyPort = Annotated[int, Field(ge=0, le=65535)]
-HostPort = Annotated[str, AfterValidator(_is_host_port)]
 Memory = Annotated[str, Field(pattern=r"^[1-9]\d*[kmgt]$")]
 
 
@@ -151,7 +130,7 @@ class Settings(Connections):
     )
     sidecar_tcp_connections: Positive = Field(1000, description="Clients of the line protocol served at once.")
     sidecar_name: Annotated[str, Field(pattern=r"^\S{1,255}$")] = Field(
-        "tidemark", description="Name of the server, which the line protocol says first."
+        "tidemark", description="Name of the server, which the line protocol begins with."
     )
     sidecar_channel: Annotated[str | None, Field(pattern=r"^\S{1,255}$")] = Field(
         None, description="Channel of Redis on which sidecars speak the line protocol too; without it they do not."
@@ -166,7 +145,8 @@ class Settings(Connections):
         10_000, description="Intervals held back of one writer; a record that would add one is rejected."
     )
     completed_bound: Positive = Field(
-        10_000, description="Intervals of completed IDs kept above a linear position; past it the line is cautious."
+        10_000,
+        description="Intervals of completed IDs kept above a linear position; past it that one is cautious.",
     )
     retirement_days: Positive = Field(7, description="Days after which a retired writer leaves the state.")
     retired_bound: Positive = Field(10_000, description="Retired writers kept of one stream before that.")

@@ -1,6 +1,6 @@
-"""Tidemark's topics, as this process needs them: made where they are missing and that is wanted, and fit to be read.
+"""The checks before the query: topics are there and fit; topics, database, checkpoint and what is remembered agree.
 
-Before the query: do topics, database and checkpoint agree with each other and with what is remembered of them.
+Topics that are missing are made where that is wanted.
 """
 
 from collections.abc import Set

@@ -98,7 +98,7 @@ def fence_writer(dsn: str, kafka: KafkaConnection, topic: str, order: FenceOrder
         )
     if order.retire:
         fence.retire(producer, instance, epoch, streams, joined.starts, KAFKA_SECONDS)
-        say(f"{instance} is retired: it holds no line back any more")
+        say(f"{instance} is retired: it holds no linear position back any more")
 
 
 class _NamesHolders:

@@ -1,7 +1,4 @@
-"""A process of a play as its director has it: started, killed, stopped, told to end. Knows nothing of what it plays.
-
-The processes of a play, and how each is begun, fenced and laid to rest. What befalls them is the director's.
-"""
+"""The processes of a play: how each is started, killed, fenced and retired. When, is the director's to decide."""
 
 import re
 import signal

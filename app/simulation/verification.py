@@ -65,9 +65,9 @@ with written as (
     where reader = {reader} and stream = {stream} group by stream_id
 ), place as (
     select linear, positions from tidemark_reader.places where reader = {reader} and stream = {stream}
-), line as (
+), in_order as (
     select abs(stream_id) as id, max(abs(stream_id)) over (
-        {line} order by number rows between unbounded preceding and 1 preceding
+        {partition} order by number rows between unbounded preceding and 1 preceding
     ) as before
     from demo.effects where reader = {reader} and stream = {stream}
 )
@@ -79,7 +79,7 @@ select
             (select abs(coalesce((positions ->> written.writer)::bigint, linear)) from place)
     ),
     count(*) filter (where handed.rows > coalesce(written.rows, 0)),
-    (select count(*) from line where id < before)
+    (select count(*) from in_order where id < before)
 from written full join handed using (stream_id)
 """
 
@@ -160,7 +160,7 @@ class Verification:
                 facts=sql.Identifier("demo", stream),
                 reader=reader,
                 stream=stream,
-                line=sql.SQL("partition by writer" if reader == "vector" else ""),
+                partition=sql.SQL("partition by writer" if reader == "vector" else ""),
             )
         ).fetchone()
         assert row is not None

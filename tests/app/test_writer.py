@@ -114,7 +114,7 @@ def test_fence_shows_what_it_finds_and_settles_it(database: str, connection: Kaf
     assert said[1:] == [
         "shop-1 was in epoch 1, which is over; now 2",
         "orders: told 1 fact from the outbox, everything up to 2 is settled",
-        "shop-1 is retired: it holds no line back any more",
+        "shop-1 is retired: it holds no linear position back any more",
     ]
 
 

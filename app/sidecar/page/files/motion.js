@@ -1,27 +1,27 @@
-// How a line moves: its rate, and since when it stands still as far as this page knows.
+// How a linear position moves: its rate, and since when it stands still as far as this page knows.
 
 import { ahead } from "./ids.js";
 
 const WINDOW = 10; // seconds that a rate is taken over
 
 export class Motion {
-  #samples = []; // [seconds, line]
-  #line = null;
+  #samples = []; // [seconds, linear]
+  #linear = null;
 
   // `moved`: it was seen to move. `still`: it has not moved since then.
   moved = false;
   still = null;
 
-  see(line, now) {
+  see(linear, now) {
     const last = this.#samples.at(-1);
-    if (line === null || last?.[0] === now) return;
+    if (linear === null || last?.[0] === now) return;
     this.still ??= now;
-    if (this.#line !== null && this.#line !== line) {
+    if (this.#linear !== null && this.#linear !== linear) {
       this.moved = true;
       this.still = now;
     }
-    this.#line = line;
-    this.#samples.push([now, line]);
+    this.#linear = linear;
+    this.#samples.push([now, linear]);
     while (this.#samples.length > 2 && now - this.#samples[1][0] >= WINDOW) this.#samples.shift();
   }
 

@@ -27,7 +27,7 @@ export class Row {
     heading.append(button);
     const strip = element("div", "strip");
     strip.setAttribute("role", "img");
-    const figures = { line: figure("line"), behind: figure("behind"), rate: figure("IDs a second") };
+    const figures = { linear: figure("linear"), behind: figure("behind"), rate: figure("IDs a second") };
     const list = element("dl", "numbers");
     list.append(...Object.values(figures).map((it) => it.pair));
     const state = element("p", "state");
@@ -71,7 +71,7 @@ export class Row {
     this.#rate = motion.rate;
     this.element.dataset.state = verdict.state;
     this.#say("state", STATES[verdict.state] + (verdict.since === null ? "" : ` ${age(now - verdict.since)}`));
-    this.#say("line", stream.linear === null ? "not known" : String(stream.linear));
+    this.#say("linear", stream.linear === null ? "not known" : String(stream.linear));
     this.#say("behind", verdict.behind === null ? "–" : count(verdict.behind));
     this.#say("rate", stream.linear === null ? "–" : rate(motion.rate));
     this.#say("late", stream.late ? `${stream.late.count}${stream.late.count < 100 ? "" : "+"} late` : "");

@@ -25,12 +25,12 @@ export class Scale {
   }
 }
 
-// The parts of a stream's own strip: its line, what is above it, every gap, and a tick for each writer.
+// The parts of a stream's own strip: its linear position, what is above it, every gap, and a tick for each writer.
 export function whole(stream, scale) {
-  const line = scale.at(stream.linear);
+  const linear = scale.at(stream.linear);
   return [
-    { kind: "line", from: 0, to: line },
-    { kind: "settled", from: line, to: scale.at(farthest([stream.linear, ...stream.writers.map((it) => it.reach)])) },
+    { kind: "complete", from: 0, to: linear },
+    { kind: "settled", from: linear, to: scale.at(farthest([stream.linear, ...stream.writers.map((it) => it.reach)])) },
     ...stream.writers.flatMap((it) => it.gaps.map((gap) => part("gap", gap.low, gap.top, scale))),
     ...stream.writers.filter((it) => it.retired !== true).map((it) => tick(scale.at(it.position))),
   ];
@@ -39,7 +39,7 @@ export function whole(stream, scale) {
 // The parts of one writer's strip.
 export function ofWriter(writer, scale) {
   return [
-    { kind: "line", from: 0, to: scale.at(writer.position) },
+    { kind: "complete", from: 0, to: scale.at(writer.position) },
     part("settled", writer.position, writer.reach, scale),
     ...writer.gaps.map((gap) => part("gap", gap.low, gap.top, scale)),
   ];

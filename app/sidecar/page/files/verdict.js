@@ -45,12 +45,12 @@ function unknownWriters(stream) {
     writer: it.writer,
     since: seconds(it.since),
     what: `has not joined with epoch ${it.epoch}`,
-    more: "its records are held, and the line with them",
-    how: "The line moves again once it has joined.",
+    more: "its records are held, and the linear position with them",
+    how: "The linear position moves again once it has joined.",
   }));
 }
 
-// No gap, and yet the line stands below the head: it waits for a writer that says nothing, not even that it is idle.
+// No gap, and yet the linear position stands below the head: it waits for a writer that says nothing, not even that it is idle.
 function silent(stream, since) {
   const active = stream.writers.filter((it) => it.retired !== true);
   if (!active.length) return [];
@@ -60,7 +60,7 @@ function silent(stream, since) {
     writer: writer.writer,
     since,
     what: `has said nothing beyond ${last}`,
-    more: "the line waits for it, gap or no gap",
+    more: "the linear position waits for it, gap or no gap",
     how: `Is ${writer.writer} running? Its heartbeat is missing; if it is gone for good, tidemark writer fence --retire.`,
   }];
 }

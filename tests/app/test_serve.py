@@ -11,7 +11,8 @@ import pytest
 from tests.app.lines import given as lines
 from tests.app.sidecar.given import At, moved
 from tests.sinks.reader.given import Pipeline
-from tidemark.app.settings import child_environment, host_port
+from tidemark.app.connections import host_port
+from tidemark.app.settings import child_environment
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import SidecarProcess
