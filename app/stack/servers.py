@@ -125,7 +125,7 @@ def redis_program(name: str) -> str:
     return str(Path(spec.origin).parent / "bin" / name)
 
 
-class _Command(ServerProcess):
+class _TidemarkProcess(ServerProcess):
     """`tidemark <name>` with the settings of this stack in its environment."""
 
     def __init__(self, home: Home, port: int, variables: Mapping[str, str]) -> None:
@@ -139,7 +139,7 @@ class _Command(ServerProcess):
         return child_environment(self._variables)
 
 
-class PipelineProcess(_Command):
+class PipelineProcess(_TidemarkProcess):
     """`port` is that of its /metrics."""
 
     name: ClassVar[str] = "pipeline"
@@ -154,7 +154,7 @@ class PipelineProcess(_Command):
             return False
 
 
-class SidecarProcess(_Command):
+class SidecarProcess(_TidemarkProcess):
     """`port` is that of its HTTP side."""
 
     name: ClassVar[str] = "sidecar"
@@ -172,7 +172,7 @@ class SidecarProcess(_Command):
             return False
 
 
-class DemoProcess(_Command):
+class DemoProcess(_TidemarkProcess):
     """Serves nothing; its port is 0."""
 
     name: ClassVar[str] = "simulate"
