@@ -16,7 +16,7 @@ Row = tuple[str, str, Sequence[str], str]
 def page() -> str:
     """The metrics page of the documentation."""
     of_streams = [(name, "gauge", labels, meaning) for name, labels, meaning in metrics.STREAM_GAUGES.values()]
-    told = [
+    lines = [
         "# Metrics",
         "",
         "Made from the code by `make docs`. The pipeline serves these on `TIDEMARK_METRICS_PORT`:",
@@ -35,7 +35,7 @@ def page() -> str:
         "",
         *_table(_rows(vars(WriterMetrics(CollectorRegistry())).values())),
     ]
-    return "\n".join(told) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _rows(found: Iterable[object]) -> list[Row]:

@@ -102,7 +102,7 @@ class Conversation:
                 yield from self._disconnect("bad", f"it sent ERROR {text}")
             case _:
                 word = str(command).partition(" ")[0]
-                yield from self.refuse(BadCommand(f"{word} is for the server to send"))
+                yield from self.refuse(BadCommand(f"{word} is for the server to say"))
 
     def refuse(self, problem: BadCommand) -> Iterator[Act]:
         """The client sent what is no command; what it meant is unknown, so nothing after it can be trusted."""

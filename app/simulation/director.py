@@ -92,7 +92,7 @@ class Director:
             if actor.ended is not None:
                 del self._leaving[name]
                 self._retired.add(name)
-                if actor.ended != 0:  # told so early that it did not listen yet, perhaps
+                if actor.ended != 0:  # perhaps signalled before it could handle that
                     self.company.lay_to_rest({name})
 
     def silence(self) -> None:
