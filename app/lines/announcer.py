@@ -52,7 +52,7 @@ class Announcer:
         self._waiting: dict[Writer, deque[_AwaitsRows]] = {}
 
     def catch_up(self, stream: str, positions: Mapping[str, int]) -> Iterator[Announcement]:
-        """Of writers that reached `positions` without known advances: clients fetch, also what waited for rows."""
+        """Announcements for writers that reached `positions` by unknown advances: clients fetch, also what waited."""
         for writer, position in sorted(positions.items()):
             here = self._announced.get((stream, writer))
             if here is None or beyond(position, here):
@@ -61,12 +61,12 @@ class Announcer:
                 yield self._announce(stream, writer, id, id if here is None else here, None)
 
     def advance(self, stream: str, advance: Advance, now: float) -> Iterator[Announcement]:
-        """Of the next advance of a writer, and of those that waited for it."""
+        """Announcements that the next advance of a writer allows."""
         self._waiting.setdefault((stream, advance.writer), deque()).append(_AwaitsRows(advance, now + self._patience))
         yield from self.retry([(stream, advance.writer)], now)
 
     def retry(self, writers: Iterable[Writer], now: float) -> Iterator[Announcement]:
-        """Of advances of `writers` whose rows have come, or did not come in time."""
+        """Announcements of advances of `writers` whose rows have come, or did not come in time."""
         for writer in writers:
             waiting = self._waiting.get(writer)
             while waiting:
@@ -80,7 +80,7 @@ class Announcer:
                 self._waiting.pop(writer, None)
 
     def overdue(self, now: float) -> Iterator[Announcement]:
-        """Of advances that have waited for their rows for long enough."""
+        """Announcements of advances that have waited for their rows for long enough."""
         late = [writer for writer, waiting in self._waiting.items() if waiting[0].until <= now]
         yield from self.retry(late, now)
 
