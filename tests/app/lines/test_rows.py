@@ -74,7 +74,7 @@ def join(id: int, epoch: int, *, unseen: bool = False) -> Record:
 def standing(at: int = 0, **more: int) -> RowsPlay:
     """Clients stand at `at`."""
     play = RowsPlay(**more)  # type: ignore[arg-type]
-    assert texts(play.announcer.stand("s", {"w": at})) == [f"POSITION s w {at} {at}"]
+    assert texts(play.announcer.catch_up("s", {"w": at})) == [f"POSITION s w {at} {at}"]
     return play
 
 
