@@ -93,8 +93,6 @@ class Site:
         port = free_port()
         settings = {f"TIDEMARK_{name.upper()}": str(value) for name, value in changed.items()}
         clean = {name: text for name, text in os.environ.items() if not name.startswith("TIDEMARK_")}
-        # The JVM's second compiler takes more than it gives in a life of seconds.
-        clean["SPARK_SUBMIT_OPTS"] = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
         log_file = self.home / f"pipeline-{len(self._started) + 1}.log"
         with log_file.open("wb") as log:
             process = psutil.Popen(

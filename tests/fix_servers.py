@@ -16,6 +16,7 @@ import pytest
 import redis
 from psycopg import sql
 
+from tests import jvm_classes
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import BROKER, CONNECTOR, fetch_jars
@@ -57,8 +58,13 @@ def jars(java: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def connector_jars(jars: Path) -> Path:
-    return jars / CONNECTOR
+def connector_jars(jars: Path, java: str, pytestconfig: pytest.Config) -> Iterator[Path]:
+    """What every JVM of Spark's needs, which from now on begins with archived classes."""
+    directory = jars / CONNECTOR
+    with pytest.MonkeyPatch.context() as environment:
+        kept = pytestconfig.cache.mkdir("jvm")
+        environment.setenv("SPARK_SUBMIT_OPTS", jvm_classes.options(kept, java, directory))
+        yield directory
 
 
 class Unsynced(PostgresServer):
