@@ -118,7 +118,7 @@ class StreamBatch:
         self.forced: list[tuple[Marker, str, str]] = []
         self._bounds = bounds
         self._line_before = self.stream.line.position
-        self._head_before = self.stream.head
+        self._allocated_before = self.stream.allocated
         self._before = {
             name: (writer.epoch, writer.retired is not None) for name, writer in self.stream.writers.items()
         }
@@ -215,8 +215,8 @@ class StreamBatch:
             stream.direction,
             signed(self._line_before),
             signed(stream.line.position),
-            signed(self._head_before),
-            signed(stream.head),
+            signed(self._allocated_before),
+            signed(stream.allocated),
             advances,
             [
                 WriterRow(name, writer.epoch, signed(writer.chain.position), writer.retired is not None)

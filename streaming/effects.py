@@ -133,7 +133,7 @@ class Summary(msgspec.Struct, array_like=True, frozen=True):
 class StreamEffects(msgspec.Struct, array_like=True, frozen=True):
     """What happened to one stream.
 
-    `head` is the highest ID that a record of the stream has named: how far IDs are known to be allocated.
+    `allocated` is the highest ID that a record of the stream has named: how far IDs are known to be given out.
 
     `counts` holds records by outcome: `applied`, `held`, `duplicate`, `late`, `batch`, and `forgotten` (completed
     IDs dropped at the bound). Rejected ones are in `ShardEffects.rejected`. `dropped` names retired writers that
@@ -144,8 +144,8 @@ class StreamEffects(msgspec.Struct, array_like=True, frozen=True):
     direction: Direction
     linear_prev: int
     linear: int
-    head_prev: int
-    head: int
+    allocated_prev: int
+    allocated: int
     advances: list[WriterAdvance]
     writers: list[WriterRow]
     gaps: list[Gap]

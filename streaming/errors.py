@@ -102,11 +102,13 @@ class BadCommand(Reject):
     """A line of the replication protocol that is no command (docs/protocol.md)."""
 
 
-@says("{token} is ahead of stream {stream}, whose writers have come to {head}: it is of another stream or database")
+@says(
+    "{token} is ahead of stream {stream}, whose writers have come to {allocated}: it is of another stream or database"
+)
 class TokenFromTheFuture(Reject):
     stream: str
     token: str
-    head: int  # the highest ID that any record of the stream named
+    allocated: int  # the highest ID that any record of the stream named
 
 
 class Stopping(TidemarkError):

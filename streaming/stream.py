@@ -44,7 +44,7 @@ class StreamState:
         self.direction = self.direction or direction
 
     @property
-    def head(self) -> int:
+    def allocated(self) -> int:
         """The highest ID that the stream's records have named, about: every ID up to here was allocated."""
         chains = [writer.chain for writer in self.writers.values()] + [held.chain for held in self.held.values()]
         return max([self.line.position, *(chain.reach for chain in chains)])

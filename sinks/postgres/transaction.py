@@ -108,7 +108,10 @@ def _write_streams(connection: Connection, batch: Batch) -> None:
             direction = excluded.direction, shard = excluded.shard, state = excluded.state,
             updated_at = excluded.updated_at
         """,
-        ((s.stream, s.linear, s.head, s.direction, shard.shard, s.state, shard.now) for shard, s in batch.streams()),
+        (
+            (s.stream, s.linear, s.allocated, s.direction, shard.shard, s.state, shard.now)
+            for shard, s in batch.streams()
+        ),
     )
     execute(
         connection,

@@ -72,7 +72,7 @@ def of_batch(batch: Batch, committed: Committed) -> list[Change]:
 
 
 def _of_stream(batch: int, now: int, effects: StreamEffects, committed: Committed) -> Change | None:
-    moved = (effects.linear, effects.head) != (effects.linear_prev, effects.head_prev)
+    moved = (effects.linear, effects.allocated) != (effects.linear_prev, effects.allocated_prev)
     if not (moved or effects.writers or effects.late or effects.dropped):
         return None
     name = effects.stream
@@ -87,7 +87,7 @@ def _of_stream(batch: int, now: int, effects: StreamEffects, committed: Committe
         ],
         late=[_late(number, late, batch, now) for number, late in zip(numbers, effects.late, strict=True)],
         dropped=effects.dropped,
-        head=str(effects.head),
+        head=str(effects.allocated),
     )
 
 

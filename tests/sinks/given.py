@@ -27,8 +27,8 @@ def stream(name: str, *advances: WriterAdvance, linear: int = 0, **more: Any) ->
     fields: dict[str, Any] = {
         "direction": Direction.BACKWARD if any(it.id < 0 for it in advances) else Direction.FORWARD,
         "linear_prev": 0,
-        "head_prev": 0,
-        "head": max([linear, *(it.id for it in advances)], key=abs),
+        "allocated_prev": 0,
+        "allocated": max([linear, *(it.id for it in advances)], key=abs),
         "advances": list(advances),
         "writers": [WriterRow(it.writer, it.epoch, it.id, retired=False) for it in advances],
         "gaps": [],

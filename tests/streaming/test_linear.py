@@ -61,11 +61,11 @@ def test_line_never_goes_back_for_a_writer_that_joins_below() -> None:
     assert shard.linear == 11
 
 
-def test_head_is_the_highest_id_that_anybody_named() -> None:
-    """Joined, pending, announced or of a writer that never joined: every ID up to the head was allocated."""
+def test_allocated_is_the_highest_id_that_anybody_named() -> None:
+    """Joined, pending, announced or of a writer that never joined: every ID up to there was allocated."""
     shard = Shard()
-    assert shard.feed(join("a", 3)).head == 3
-    assert shard.feed(rdata("a", 9, 7, epoch=1)).head == 9
-    assert shard.feed(position("a", 9, 11, epoch=1)).head == 11
-    assert shard.feed(rdata("stranger", 20, 19, epoch=4)).head == 20
-    assert shard.feed(rdata("a", 5, 3, epoch=1)).head == 20
+    assert shard.feed(join("a", 3)).allocated == 3
+    assert shard.feed(rdata("a", 9, 7, epoch=1)).allocated == 9
+    assert shard.feed(position("a", 9, 11, epoch=1)).allocated == 11
+    assert shard.feed(rdata("stranger", 20, 19, epoch=4)).allocated == 20
+    assert shard.feed(rdata("a", 5, 3, epoch=1)).allocated == 20

@@ -293,7 +293,7 @@ class Wild:
         self._published = len(self.records)
         effects = advance(0, self._states, packets, round(now * 1000), NO_BOUNDS) if new else None
         for stream in effects.streams if effects else []:
-            self._heads[stream.stream] = stream.head
+            self._heads[stream.stream] = stream.allocated
             for moved in stream.advances:
                 how = moved.evidence
                 told = events.Advance(moved.writer, moved.epoch, moved.prev, moved.id, how, moved.prev, 0, 1, 1)

@@ -14,7 +14,7 @@ from tidemark.streaming.errors import Unavailable
 
 def test_how_far_the_pipeline_has_read(pipeline: Pipeline, store: Postgres, dsn: str) -> None:
     """The next offset of each partition, and of each stream the highest ID that an earlier record can have named."""
-    store.apply(batch(1, stream("s", advance("w", 0, 7), head=12), token=pipeline.lease.token, offset=40))
+    store.apply(batch(1, stream("s", advance("w", 0, 7), allocated=12), token=pipeline.lease.token, offset=40))
     found = asyncio.run(Durable(store, History(dsn)).read_so_far("facts"))
     assert found == ReadSoFar({0: 40}, {"s": 12})
 

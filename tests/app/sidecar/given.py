@@ -75,8 +75,8 @@ def moved(name: str, linear: int, **writers: At) -> StreamEffects:
     known = {writer: WriterState(1, _chain(at)) for writer, at in writers.items()}
     encoded = state.encode(StreamState(Direction.FORWARD, 0, LinearPosition(linear, EMPTY), known))
     moves = [advance(writer, at.prev, at.id) for writer, at in writers.items() if at.id != at.prev]
-    head = max(at.pending or at.id for at in writers.values())
-    return stream(name, *moves, linear=linear, head=head, state=encoded)
+    allocated = max(at.pending or at.id for at in writers.values())
+    return stream(name, *moves, linear=linear, allocated=allocated, state=encoded)
 
 
 def _chain(at: At) -> Chain:

@@ -47,7 +47,7 @@ def history(sql: psycopg.Connection, columns: str = "prev, id") -> list[Any]:
 def test_batch_is_kept_whole(store: Postgres, sql: psycopg.Connection, token: int) -> None:
     """Position, line, history, state, offsets and the batch's number are there after one call."""
     moved = advance("w", 0, 9, facts=5, empty=2, unseen=1, skipped=1)
-    store.apply(batch(7, stream("s", moved, linear=8, head=12, state=b"\x00s"), token=token, offset=40))
+    store.apply(batch(7, stream("s", moved, linear=8, allocated=12, state=b"\x00s"), token=token, offset=40))
     assert positions(sql) == {("s", "w"): 9}
     assert history(sql, "stream, writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch") == [
         ("s", "w", 1, 0, 9, 5, 2, 1, 1, 8, 7)
