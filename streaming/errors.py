@@ -10,12 +10,6 @@ class TidemarkError(Exception):
     """Base of all errors that Tidemark raises on purpose. Its text is one line, written for a person."""
 
 
-def _shown(value: object) -> object:
-    if isinstance(value, list):
-        return ", ".join([*map(str, value[:10]), *(["..."] if len(value) > 10 else [])]) or "none"
-    return "nothing" if value is None else value
-
-
 @dataclass_transform(eq_default=False)
 def says(text: str) -> Callable[[type[_Error]], type[_Error]]:
     """The arguments of the error are its fields, in their order; `{it.…}` in the text is a property."""
@@ -23,8 +17,11 @@ def says(text: str) -> Callable[[type[_Error]], type[_Error]]:
     def with_fields(error: type[_Error]) -> type[_Error]:
         def fill(self: _Error, *given: object, **named: object) -> None:
             vars(self).update(zip(error.__annotations__, given, strict=False), **named)  # what is left has a default
-            shown = {name: _shown(getattr(self, name)) for name in error.__annotations__}
-            Exception.__init__(self, " ".join(text.split()).format(it=self, **shown))
+            values = {name: getattr(self, name) for name in error.__annotations__}
+            lists = {
+                name: ", ".join(map(str, it[:20])) or "none" for name, it in values.items() if isinstance(it, list)
+            }
+            Exception.__init__(self, " ".join(text.split()).format(it=self, **(values | lists)))
 
         error.__init__ = fill  # type: ignore[method-assign, assignment]
         return error
@@ -49,12 +46,16 @@ class LeaseLost(Retry):  # nothing of ours may be published any more: docs/desig
     now: int
 
 
-@says("stream {stream} did not reach {token} within {seconds:g} s: Redis says {stands}")
+@says("stream {stream} did not reach {token} within {seconds:g} s: {it.found}")
 class NotReached(Retry):
     stream: str
     token: str
     stands: str | None  # None: Redis is recovering
     seconds: float
+
+    @property
+    def found(self) -> str:
+        return f"it stands at {self.stands}" if self.stands else "Redis knows nothing of it"
 
 
 @says("a secret for {what} has changed")
@@ -245,8 +246,7 @@ class SequenceUnfit(Stop):  # its IDs would not be safe to announce: docs/design
     do: str
 
 
-@says("""{problem}: the database was set back (a backup, a lost standby, setval); restart this process so that it joins
-    again, and readers learn that they must repair""")
+@says("{problem}: the database was set back; restart this process: it joins again, and readers learn to repair")
 class SequenceSetBack(Stop):
     stream: str
     problem: str

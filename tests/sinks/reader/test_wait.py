@@ -98,7 +98,7 @@ def test_line_that_moves_alone_is_noticed(either: Any, pipeline: Pipeline) -> No
 
 def test_time_may_be_over(either: Any, pipeline: Pipeline) -> None:
     """What is not reached in time is said with where the stream stands, or that nothing is known of it."""
-    with pytest.raises(NotReached, match="says nothing"):
+    with pytest.raises(NotReached, match="knows nothing"):
         either.wait("s", 5, timeout=0.1)
     pipeline.move("w", 0, 3)
     with pytest.raises(NotReached, match="stands at m3") as caught:
