@@ -59,6 +59,8 @@ SETTINGS = {
     # Numbers are put into binary frames (streaming.query), which ANSI mode does not let one cast.
     "spark.sql.ansi.enabled": "false",
     "spark.sql.session.timeZone": "UTC",
+    # Workers look for modules where they are installed, not in the folder that the pipeline was started in.
+    "spark.executorEnv.PYTHONSAFEPATH": "1",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
 }

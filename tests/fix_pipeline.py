@@ -23,6 +23,7 @@ from tests.app.feeding import PlayFeed
 from tests.app.running import PATIENCE, Running
 from tests.play.cast import Cast
 from tests.play.published import RedisReader, differences
+from tests.shadows import shadowed
 from tests.waiting import eventually
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import free_port
@@ -96,12 +97,18 @@ class Site:
         log_file = self.home / f"pipeline-{len(self._started) + 1}.log"
         with log_file.open("wb") as log:
             process = psutil.Popen(
-                [sys.executable, "-m", *module, "pipeline", *arguments],
+                [sys.executable, "-P", "-m", *module, "pipeline", *arguments],
                 stdin=-3,  # /dev/null
                 stdout=log,
                 stderr=log,
-                cwd=ROOT,
-                env={**clean, **self.variables, "TIDEMARK_METRICS_PORT": str(port), **settings},
+                cwd=shadowed(self.home / "folder"),
+                env={
+                    **clean,
+                    "PYTHONPATH": str(ROOT),
+                    **self.variables,
+                    "TIDEMARK_METRICS_PORT": str(port),
+                    **settings,
+                },
                 start_new_session=True,
             )
         running = Running(process, log_file, port)

@@ -11,10 +11,12 @@ import pytest
 import redis
 from dotenv import dotenv_values
 
+from tests.shadows import shadowed
 from tests.waiting import eventually
 from tidemark.app.settings import child_environment
 from tidemark.app.stack.home import Home
 
+_TIDEMARK = (sys.executable, "-P", "-m", "tidemark")  # as the installed command, which does not look around itself
 READY_SECONDS = 120.0  # with other tests on the same cores
 
 
@@ -26,6 +28,7 @@ class Terminal:
         if not (root / "jars").exists():
             (root / "jars").symlink_to(jars)
         self.output = root / "output"
+        self.folder = shadowed(root / "folder")
         servers = ("KAFKA", "POSTGRES", "REDIS", "METRICS", "SIDECAR", "SIDECAR_TCP")
         ports = {f"TIDEMARK_UP_{server}_PORT": "0" for server in servers}
         self.environment = child_environment({"TIDEMARK_HOME": str(root), **ports})
@@ -33,17 +36,22 @@ class Terminal:
     def run(
         self, *words: str, stdin: bytes = b"", patience: float = 60.0, **changes: str
     ) -> subprocess.CompletedProcess[bytes]:
-        command = [sys.executable, "-m", "tidemark.app.cli", *words]
         return subprocess.run(
-            command, input=stdin, env=self.environment | changes, capture_output=True, timeout=patience, check=False
+            [*_TIDEMARK, *words],
+            input=stdin,
+            env=self.environment | changes,
+            capture_output=True,
+            cwd=self.folder,
+            timeout=patience,
+            check=False,
         )
 
     @contextmanager
     def up(self, *words: str) -> Iterator[subprocess.Popen[bytes]]:
         """A stack that is ready; ended with Ctrl-C where the test did not do it itself."""
-        command = [sys.executable, "-m", "tidemark.app.cli", "up", *words]
+        command = [*_TIDEMARK, "up", *words]
         with self.output.open("wb") as output:
-            process = subprocess.Popen(command, env=self.environment, stdout=output, stderr=output)
+            process = subprocess.Popen(command, env=self.environment, stdout=output, stderr=output, cwd=self.folder)
         try:
             eventually(lambda: process.poll() is not None or self.said("ready after"), READY_SECONDS)
             assert process.poll() is None, self.output.read_text()

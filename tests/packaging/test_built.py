@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.packaging.conftest import COPIED, DOCKERFILE, ROOT, VERSION, build, copy_of_the_tree, succeeds
-
-ROOMS = ("app", "sinks", "sources", "streaming")
+from tests.shadows import ROOMS
 
 
 def test_wheel_puts_one_name_into_site_packages(wheel: Path) -> None:
