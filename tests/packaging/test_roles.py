@@ -12,7 +12,7 @@ ENTRIES = {
     "writer": ["app.produce", "app.writer", "sources.writer"],
     "reader": ["sinks.reader"],
     "pipeline": ["app.pipeline", "app.start"],
-    "sidecar": ["app.sidecar.serve", "app.status"],
+    "sidecar": ["app.serve", "app.status"],
     "local": ["app.simulation.__main__", "app.simulation.simulate", "app.up"],
 }
 # Used where they are found, and imported by nobody of ours: what makes redis-py and uvicorn quicker, and two servers.
