@@ -35,11 +35,11 @@ up: setup ## Run the whole local stack without the demo, for facts of your own
 ##@ Check
 .PHONY: test-unit
 test-unit: setup ## Run the tests that need no server
-	$(BIN)/pytest -m "not server" -n logical --maxprocesses 4 --durations 10
+	$(BIN)/pytest -m "not server and not registry" --hypothesis-profile quick -n logical --maxprocesses 4 --durations 10
 
 .PHONY: test
 test: setup ## Run every test, in three processes with servers of their own
-	$(BIN)/pytest -n 3 --dist worksteal --durations 30
+	$(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations 15
 
 .PHONY: cluster-test
 cluster-test: setup ## Run the pipeline on a Spark cluster of two workers, one of which dies (a minute and a half; needs unshare)

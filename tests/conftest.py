@@ -3,6 +3,7 @@
 import signal
 
 pytest_plugins = [
+    "tests.examples",
     "tests.needs",
     "tests.fix_servers",
     "tests.fix_sinks",

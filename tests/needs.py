@@ -1,4 +1,4 @@
-"""What tests need beside Python: servers, by which they are marked, and programs of the machine, which may be missing.
+"""What tests need beside Python: servers, by which they are marked and shared out, and programs, which may be missing.
 
 A test has the markers of the servers that its fixtures start, and `server` for any of them; one that starts a server in
 another way has a marker by hand, and fails without it. A test whose program is missing is skipped, which the first line
@@ -27,6 +27,17 @@ SERVERS = {
     "stack": {"terminal"},
 }
 """The fixtures that start a server, by marker; `connector_jars` are what every pipeline process is started with."""
+
+TOGETHER = {
+    "spark": {"spark", "guarded_kafka"},
+    "pipeline": {"shared"},
+    "page": {"browser"},
+    "replica": {"replica"},
+    "registry": {"base_install"},
+}
+"""Fixtures that cost too much to be made by more than one process of `pytest -n`."""
+
+LONGEST = ({"terminal", "site"}, {"spark", "guarded_kafka", "base_install", "shared"}, {"kafka"}, {"postgres"})
 
 ANY = "server"
 INSTALL = "apt-get install --no-install-recommends"
@@ -82,9 +93,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_missing] = [] if strict else [need for need in NEEDS if not need.met()]
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist looks for groups in this hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        used = set(getattr(item, "fixturenames", ()))
+        used = _used(item)
         for server, fixtures in SERVERS.items():
             if used & fixtures:
                 item.add_marker(server)
@@ -93,6 +105,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for need in config.stash[_missing]:
             if used & need.fixtures:
                 item.add_marker(pytest.mark.skip(reason=str(need)))
+        for name, fixtures in TOGETHER.items():
+            if used & fixtures:
+                item.add_marker(pytest.mark.xdist_group(name))
+    items.sort(key=_rank)
+
+
+def _used(item: pytest.Item) -> set[str]:
+    return set(getattr(item, "fixturenames", ()))
+
+
+def _rank(item: pytest.Item) -> int:
+    """What takes long begins first, so that no process is left with it in the end."""
+    used = _used(item)
+    return next((rank for rank, fixtures in enumerate(LONGEST) if used & fixtures), len(LONGEST))
 
 
 @pytest.hookimpl(wrapper=True)

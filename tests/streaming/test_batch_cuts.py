@@ -7,6 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.streaming.builders import Record, Sent, Shard, packets, rejections, sent
 from tests.streaming.protocol import Database
 from tidemark.streaming import effects
@@ -99,7 +100,7 @@ def standing(stream: StreamState) -> object:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(logs, cuts, cuts)
 def test_where_a_log_is_cut_into_batches_does_not_matter(log: list[Record], some: list[int], other: list[int]) -> None:
     """Two ways to cut the same log give the same state, the same evidence and the same outcome of each record."""
@@ -121,7 +122,6 @@ def test_where_a_log_is_cut_into_batches_does_not_matter(log: list[Record], some
     assert results[0] == results[1]
 
 
-@settings(max_examples=100, deadline=None)
 @given(traffic(), cuts, st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size=5))
 def test_records_that_come_again_change_nothing(
     log: list[Record], where: list[int], again: list[tuple[int, int]]
@@ -144,7 +144,6 @@ def test_records_that_come_again_change_nothing(
     assert standing(shard.stream()) == before
 
 
-@settings(max_examples=100, deadline=None)
 @given(logs, cuts, st.integers(0, 100))
 def test_a_replayed_batch_gives_the_same_bytes(log: list[Record], where: list[int], seed: int) -> None:
     """Same state, packets and time, in whatever order the packets come: the same effects, byte for byte."""

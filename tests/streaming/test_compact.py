@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.streaming import naive_compact as naive
 from tests.streaming.naive_compact import CONTROL, FACTS, Message, message
 from tests.streaming.test_records import BAD, GOOD
@@ -77,14 +78,13 @@ def logs(draw: st.DrawFn) -> list[Message]:
     return log
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(logs(), st.integers(1, 130))
 def test_fast_and_naive_compaction_agree(log: list[Message], batch_size: int) -> None:
     """Runs, rows, markers and rejected records are those of the record-by-record reference, however Arrow cuts it."""
     assert compacted(log, batch_size) == naive.compact(log)
 
 
-@settings(deadline=None)
 @given(logs())
 def test_feeding_runs_by_first_offset_is_feeding_records_by_offset(log: list[Message]) -> None:
     """Inside a group, first come first served accepts the same records, whether fed as runs or one by one."""
@@ -105,7 +105,6 @@ def accepted(arrivals: Iterable[tuple[naive.Group, naive.Edge]]) -> set[tuple[na
     return {(group, edge) for group, there in taken.items() for edge in there}
 
 
-@settings(deadline=None)
 @given(logs(), st.integers(1, 130), st.integers(1, 130))
 def test_compaction_is_deterministic(log: list[Message], one: int, other: int) -> None:
     """A replayed task gives the same bytes, even where Arrow cuts its batches elsewhere."""

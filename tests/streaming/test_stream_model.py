@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from tests.examples import examples
 from tests.streaming.builders import EDGES, Record, Sent, Shard, compacted, forced, packets, rejections
 from tests.streaming.model import EMPTY, FACTS, SKIPPED, UNSEEN, Model
 from tests.streaming.protocol import Database
@@ -222,5 +223,5 @@ class Compared(RuleBasedStateMachine):
             self.flush(0)
 
 
-Compared.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None, print_blob=True)
+Compared.TestCase.settings = settings(max_examples=examples(200), print_blob=True)
 TestCompared = Compared.TestCase

@@ -112,5 +112,5 @@ class Truthful(RuleBasedStateMachine):
         assert self.shard.positions == dict.fromkeys(WRITERS, last)
 
 
-Truthful.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None, print_blob=True)
+Truthful.TestCase.settings = settings(print_blob=True)
 TestTruthful = Truthful.TestCase

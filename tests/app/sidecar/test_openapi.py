@@ -58,7 +58,7 @@ def _ask(operation: APIOperation[Any, Any, Any, Any], stream: str | None) -> Non
     left_out = [check for check in CHECKS.get_all() if check.__name__ == "positive_data_acceptance"]
 
     @given(case=operation.as_strategy())
-    @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=20, suppress_health_check=list(HealthCheck), database=None)
     def ask(case: Any) -> None:
         if stream is not None:
             case.path_parameters = {"stream": stream}

@@ -81,7 +81,7 @@ def test_other_token_is_refused(store: Postgres, sql: psycopg.Connection, token:
     assert store.last_batch() is None
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sign=st.sampled_from((1, -1)),
     ends=st.lists(st.integers(0, LARGEST), min_size=1, max_size=6, unique=True),

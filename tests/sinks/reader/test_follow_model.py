@@ -14,6 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.examples import examples
 from tests.sinks.reader.model import StreamModel
 from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, Reread
 from tidemark.sinks.reader.follow import CaughtUp, Following
@@ -294,4 +295,4 @@ class ModelReader:
 
 def test_events_join_and_hand_over_everything_once() -> None:
     """Events join exactly per writer, hand every fact over once, step over none, and never call a fact empty."""
-    run_state_machine_as_test(FollowWorld, settings=settings(max_examples=150, stateful_step_count=50, deadline=None))
+    run_state_machine_as_test(FollowWorld, settings=settings(max_examples=examples(150)))

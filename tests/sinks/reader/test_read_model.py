@@ -124,7 +124,7 @@ class ReadWorld(FollowWorld):
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), sign=st.sampled_from((1, -1)))
 def test_every_fact_is_handed_over_once(service: ReadingService, seed: int, sign: int) -> None:
     """Exactly once in effect and in order, in both modes, whatever the writers, operators, Redis and kill -9 do."""

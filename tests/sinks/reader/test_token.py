@@ -31,7 +31,7 @@ def had(token: Token) -> set[tuple[str, int]]:
     return {(who, id) for who in (*WRITERS, "") for id in range(abs(token.at(who)))}
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sign=st.sampled_from((1, -1)),
     linear=st.integers(0, 20) | st.just(LARGEST - 3),

@@ -83,7 +83,7 @@ def test_repeated_call_changes_nothing(shown: Redis, keys: Any) -> None:
     assert state(keys) == before
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sign=st.sampled_from((1, -1)),
     ends=st.lists(
