@@ -1,12 +1,8 @@
 """kill -9 of the pipeline at the worst moments of a batch."""
 
-import pytest
-
 from tests.app.proofs import as_undisturbed
 from tests.fix_pipeline import Site
 from tests.play.cast import Cast
-
-pytestmark = pytest.mark.slow
 
 FEW = 150  # records a batch: enough batches for every death
 

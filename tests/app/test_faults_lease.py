@@ -2,15 +2,11 @@
 
 import time
 
-import pytest
-
 from tests.app.proofs import RedisWatcher, as_undisturbed
 from tests.app.running import PATIENCE
 from tests.fix_pipeline import Site
 from tests.play.cast import Cast
 from tests.waiting import eventually
-
-pytestmark = pytest.mark.slow
 
 
 def test_one_publishes_and_the_other_takes_over(site: Site) -> None:

@@ -12,8 +12,6 @@ from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import ServerProcess
 from tidemark.app.stack.servers import KafkaServer, RedisServer
 
-pytestmark = pytest.mark.slow
-
 CAST = Cast(streams=2, writers=3, rate=100.0)
 
 

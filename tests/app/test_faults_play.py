@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from random import Random
 
-import pytest
 import redis
 
 from tests.app.proofs import RedisWatcher, settled
@@ -15,8 +14,6 @@ from tests.fix_servers import away
 from tests.play.cast import Cast, Habits
 from tests.waiting import eventually
 from tidemark.app.stack.postgres import PostgresServer
-
-pytestmark = pytest.mark.slow
 
 SECONDS = 60.0
 

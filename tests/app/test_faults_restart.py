@@ -2,15 +2,11 @@
 
 import shutil
 
-import pytest
-
 from tests.app.proofs import RedisWatcher, as_undisturbed, settled
 from tests.app.running import PATIENCE
 from tests.fix_pipeline import Site
 from tests.play.cast import Cast
 from tests.waiting import eventually
-
-pytestmark = pytest.mark.slow
 
 CAST = Cast(streams=3, writers=3, rate=200.0)
 

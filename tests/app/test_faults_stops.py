@@ -15,8 +15,6 @@ from tidemark.sinks.postgres.database import SCHEMA
 from tidemark.sources.topics import Topics
 from tidemark.streaming.records import Join, Rdata, Record, encode, row
 
-pytestmark = pytest.mark.slow
-
 NOTHING = row({})
 
 

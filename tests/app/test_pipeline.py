@@ -15,8 +15,6 @@ from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.servers import KafkaServer, RedisServer
 from tidemark.streaming.records import Join, Position, Rdata, Record, Void, row
 
-pytestmark = pytest.mark.slow
-
 NOTHING = row({})
 
 

@@ -1,12 +1,9 @@
 """Writers that use Kafka's own transactions."""
 
-import pytest
 from confluent_kafka import Producer
 
 from tests.fix_pipeline import Site
 from tidemark.streaming.records import Rdata, encode, row
-
-pytestmark = pytest.mark.slow
 
 
 def fact(id: int) -> bytes:

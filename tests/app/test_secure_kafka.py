@@ -18,8 +18,6 @@ from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming.errors import BadSetting, Refused
 from tidemark.streaming.records import Rdata, encode, row
 
-pytestmark = pytest.mark.slow
-
 WAYS = ["scram", "mutual", "tokens"]
 
 

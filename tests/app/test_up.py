@@ -6,8 +6,6 @@ import socket
 import subprocess
 from urllib.request import urlopen
 
-import pytest
-
 from tests.app.lines import given as lines
 from tests.fix_stack import READY_SECONDS, Terminal
 from tests.waiting import eventually
@@ -26,7 +24,6 @@ def _is_gone(pid: int) -> bool:
     return False
 
 
-@pytest.mark.slow
 def test_stack_ends_cleanly_and_the_next_start_finds_its_data(terminal: Terminal) -> None:
     """One Ctrl-C ends every process with exit code 0; the next stack goes on where the first one ended."""
     with terminal.up() as process:
@@ -57,7 +54,6 @@ def test_stack_ends_cleanly_and_the_next_start_finds_its_data(terminal: Terminal
             eventually(lambda: client.get("tidemark:{orders}:linear") == "2", VISIBLE_SECONDS)
 
 
-@pytest.mark.slow
 def test_dead_server_comes_back_and_a_killed_stack_leaves_nothing_in_the_way(terminal: Terminal) -> None:
     """A killed server is started again; after `up` itself was killed, the next one ends what it left behind."""
     with terminal.up("--demo") as process:

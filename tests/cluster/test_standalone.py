@@ -16,8 +16,6 @@ from tests.waiting import eventually
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.server import free_port
 
-pytestmark = pytest.mark.slow
-
 SPEED = 5.0  # seconds of the play in one of ours
 
 

@@ -104,7 +104,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "base_install" in getattr(item, "fixturenames", ()):
             item.add_marker("registry")
-            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")

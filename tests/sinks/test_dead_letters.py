@@ -127,7 +127,6 @@ def test_missing_topic_is_named(connection: KafkaConnection, facts: str) -> None
         dead_letters.send([rejected(facts, "not_json", [0])])
 
 
-@pytest.mark.slow
 def test_kafka_that_was_away_is_asked_again(
     connection: KafkaConnection, facts: str, dead: str, kafka: KafkaServer
 ) -> None:

@@ -153,7 +153,6 @@ def during() -> Iterator[Callable[[Callable[[], object]], threading.Thread]]:
         thread.join()
 
 
-@pytest.mark.slow
 def test_postgres_that_dies_is_waited_for(
     publisher: Publisher,
     postgres: PostgresServer,
@@ -173,7 +172,6 @@ def test_postgres_that_dies_is_waited_for(
         assert_undisturbed(fresh, keys, 3)
 
 
-@pytest.mark.slow
 def test_redis_that_dies_is_waited_for(
     publisher: Publisher,
     redis_server: RedisServer,

@@ -8,8 +8,6 @@ from pyspark.sql import SparkSession
 from tidemark.streaming.checkpoint import folder
 from tidemark.streaming.errors import CheckpointNotWritable, Unavailable
 
-pytestmark = pytest.mark.slow
-
 
 def test_each_query_has_a_folder_that_goes_with_it(spark: SparkSession, tmp_path: Path) -> None:
     """Also what the driver before left when it was killed goes; what is not a query's stays."""

@@ -182,7 +182,6 @@ def process(variables: Mapping[str, str], log: Path) -> Iterator[subprocess.Pope
         started.wait()
 
 
-@pytest.mark.slow
 def test_killed_speaker_leaves_no_hole(
     pipeline: Pipeline, redis_url: str, dsn: str, worker: ChannelWorker, tmp_path: Path
 ) -> None:

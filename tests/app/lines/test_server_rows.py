@@ -116,7 +116,6 @@ def reading() -> bool:
     return any(thread.name.startswith("tail") for thread in threading.enumerate())
 
 
-@pytest.mark.slow
 def test_broker_that_goes_and_comes_back(
     pipeline: Pipeline, servers: ReadSideConfig, topic: FactsOfTest, kafka: KafkaServer
 ) -> None:

@@ -43,7 +43,6 @@ def test_every_operation_is_described(guarded: SidecarClient) -> None:
     assert "security" not in document["paths"]["/livez"]["get"]
 
 
-@pytest.mark.slow
 def test_running_sidecar_keeps_what_the_document_says(guarded: SidecarClient, subtests: pytest.Subtests) -> None:
     """Generated requests, right and wrong: status, headers, media type and body are as described, never a 500."""
     schema = schemathesis.openapi.from_dict(guarded.json("/openapi.json"))

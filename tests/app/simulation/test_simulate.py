@@ -2,7 +2,6 @@
 
 import re
 
-import pytest
 import redis
 
 from tests.fix_stack import Terminal
@@ -15,7 +14,6 @@ SECONDS = 45
 CATCH_UP_SECONDS = 240.0
 
 
-@pytest.mark.slow
 def test_nothing_is_missed_doubled_or_disordered_whatever_dies(terminal: Terminal) -> None:
     """Writers that roll back, hang, die, are replaced while they stand still, join late and retire; readers, pipeline
     and Redis killed: both readers read every committed fact exactly once, in order."""

@@ -154,7 +154,6 @@ def test_owner_learns_that_it_lost(dsn: str, sql: psycopg.Connection) -> None:
             lease.check()
 
 
-@pytest.mark.slow
 def test_lease_survives_a_restart_of_postgres(dsn: str, postgres: PostgresServer) -> None:
     """An owner whose session broke takes it up again under the same token, as nobody else was quicker."""
     with Lease.acquire(dsn, LeaseConfig("owner", ttl=0.6, grace=5.0), NEVER) as lease:

@@ -214,7 +214,6 @@ def test_pipeline_remembers_shards_and_topics(store: Postgres) -> None:
     assert store.remembered() == RememberedSetup(16, {"facts": ("id-3", 8), "control": ("id-2", 1)})
 
 
-@pytest.mark.slow
 def test_ten_thousand_streams_in_one_batch(store: Postgres, token: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Rule 8: 10 000 streams with 80 000 advances are written by a handful of statements; the times are printed."""
     taken = []

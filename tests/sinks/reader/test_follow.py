@@ -255,7 +255,6 @@ def test_cancelled_task_loses_nothing(pipeline: Pipeline, redis_url: str, dsn: s
     assert ranges(asyncio.run(run())) == [(0, 3), (3, 5)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("keeps", [True, False])
 def test_outages_lose_nothing(
     pipeline: Pipeline, redis_url: str, dsn: str, redis_server: RedisServer, keys: Any, keeps: bool

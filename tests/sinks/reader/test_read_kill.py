@@ -35,7 +35,6 @@ def serve(redis: str, dsn: str, mode: str, seed: int) -> None:
             time.sleep(chance.random() * 0.01)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["linear", "vector"])
 def test_killed_copies_lose_and_double_nothing(service: ReadingService, pipeline: Pipeline, mode: str) -> None:
     """Two copies of one reader, killed in the middle of batches again and again: effects and truth are equal."""

@@ -3,7 +3,6 @@
 from random import Random
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -123,7 +122,6 @@ class ReadWorld(FollowWorld):
             reader.close()
 
 
-@pytest.mark.slow
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), sign=st.sampled_from((1, -1)))
 def test_every_fact_is_handed_over_once(service: ReadingService, seed: int, sign: int) -> None:

@@ -51,7 +51,6 @@ def replica(postgres: PostgresServer, tmp_path_factory: pytest.TempPathFactory) 
         server.stop()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", ["threads", "asyncio"])
 def test_replica_is_waited_for(service: ReadingService, pipeline: Pipeline, replica: Replica, form: str) -> None:
     """A replica that stands still holds the reader back; what it misses is read when it has replayed it."""
@@ -77,7 +76,6 @@ def test_replica_is_waited_for(service: ReadingService, pipeline: Pipeline, repl
             eventually(lambda: service.ids() == [1, 2, 3] or not alive())
 
 
-@pytest.mark.slow
 def test_primary_may_be_named_as_its_own_replica(service: ReadingService, pipeline: Pipeline) -> None:
     """After a failover both addresses may lead to the same server: nothing is waited for."""
     service.write(1)

@@ -205,7 +205,6 @@ def test_redis_that_lost_its_last_second_is_made_good(pipeline: Pipeline, shown:
     assert [it["id"] for it in entries(keys)] == ["3", "5"]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("watch")
 def test_redis_that_was_away_is_refilled(pipeline: Pipeline, keys: Any, redis_server: RedisServer) -> None:
     """A Redis that died and came back without its data is filled as soon as it answers."""

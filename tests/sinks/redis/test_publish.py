@@ -283,7 +283,6 @@ def test_address_that_cannot_be_read_is_not_quoted() -> None:
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.slow
 def test_ten_thousand_streams_in_one_batch(shown: Redis, capsys: pytest.CaptureFixture[str]) -> None:
     """10 000 streams with 80 000 advances; the time is printed."""
     calls: list[tuple[Mode, Change]] = [

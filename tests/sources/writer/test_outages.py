@@ -19,7 +19,6 @@ from tidemark.sources.writer import Writer
 from tidemark.streaming.errors import Unavailable
 
 
-@pytest.mark.slow
 def test_facts_wait_out_an_outage_of_kafka_in_their_order(
     make: Make, connection: psycopg.Connection, sql: psycopg.Connection, kafka: KafkaServer, judge: Judge
 ) -> None:
