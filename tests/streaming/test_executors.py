@@ -5,18 +5,25 @@ import sys
 from pathlib import Path
 
 import pytest
+from pyspark.serializers import CloudPickleSerializer
 
+from tidemark.streaming.compact import compactor
 from tidemark.streaming.executors import Cluster, Pods, address_towards, package
 
 
-def test_the_package_runs_where_nothing_of_ours_is_installed(tmp_path: Path) -> None:
-    """An interpreter that finds `streaming` in the archive alone imports from it what tasks need."""
+def test_what_a_task_runs_is_found_in_the_package_by_its_name(tmp_path: Path) -> None:
+    """A function as Spark sends it, at an interpreter that has the archive and our libraries, but nothing of ours."""
     archive = package(tmp_path)
-    program = "import sys; sys.path.insert(0, sys.argv[1]); import tidemark.streaming.query as q; print(q.__file__)"
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", program, str(archive)], capture_output=True, text=True, check=True, timeout=60
+    function = CloudPickleSerializer().dumps(compactor(16, "facts", "control"))  # type: ignore[no-untyped-call]
+    program = (
+        "import pickle, sys; sys.path = [sys.argv[1], *(path for path in sys.path if not path.endswith('.src'))];"
+        "import tidemark.streaming.query;"
+        "print(pickle.loads(sys.stdin.buffer.read()).func.__module__, tidemark.streaming.query.__file__)"
     )
-    assert done.stdout.startswith(str(archive))
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", program, str(archive)], input=function, capture_output=True, check=True, timeout=60
+    )
+    assert done.stdout.decode().split() == ["tidemark.streaming.compact", f"{archive}/tidemark/streaming/query.py"]
 
 
 def test_executors_are_as_many_and_as_large_on_every_kind_of_cluster() -> None:
