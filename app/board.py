@@ -51,7 +51,7 @@ class Board(Collector):
         for name, stored in states.items():
             stream = state.decode(stored)
             signed = stream.direction.signed
-            positions = {writer: signed(known.chain.position) for writer, known in stream.writers.items()}
+            positions = {writer: signed(known.position) for writer, known in stream.writers.items()}
             self._entries[name] = BoardEntry(signed(stream.line.position), positions, summarize(stream))
 
     def update(self, effects: Iterable[ShardEffects]) -> None:

@@ -143,7 +143,7 @@ def count_batch(effects: Iterable[ShardEffects], published: Published, seconds: 
         for stream in shard.streams:
             for outcome, count in stream.counts.items():
                 RECORDS.labels(outcome).inc(count)
-            REGRESSIONS.inc(len(stream.regressed))
+            REGRESSIONS.inc(len(stream.timelines))
             for advance in stream.advances:
                 LATENCY.observe(max(0.0, published.published_at - advance.oldest / 1000))
         for rejected in shard.rejected:

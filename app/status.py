@@ -45,7 +45,7 @@ def _status(name: str, data: bytes) -> StreamStatus:
         WriterStatus(
             writer,
             known.epoch,
-            signed(known.chain.position),
+            signed(known.position),
             known.retired is not None,
             sum(span.edges for span in known.chain.pending),
             [(signed(low), signed(top)) for low, top, _ in known.chain.gaps()],

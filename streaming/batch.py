@@ -21,9 +21,9 @@ from tidemark.streaming.effects import (
     GapClosed,
     LateCompletion,
     Progress,
-    Regressed,
     ShardEffects,
     StreamEffects,
+    TimelineBegun,
     WriterAdvance,
     WriterRow,
     summarize,
@@ -176,7 +176,13 @@ class StreamBatch:
         if self.stream.direction.opposes(marker.direction):
             return Reason.MIXED_SIGN
         mark = Mark(
-            marker.writer, marker.epoch, marker.id, marker.time, unseen=marker.unseen, forced=marker.by is not None
+            marker.writer,
+            marker.epoch,
+            marker.id,
+            marker.time,
+            unseen=marker.unseen,
+            forced=marker.by is not None,
+            timeline=marker.timeline,
         )
         if marker.kind is Kind.JOIN:
             return self.stream.join(mark, self.changes)
@@ -195,7 +201,7 @@ class StreamBatch:
             writer = stream.writers.get(name)
             if writer is None:
                 continue
-            moves = writer.chain.take()
+            moves = writer.take()
             if moves.prev != moves.id:
                 advances.append(
                     WriterAdvance(
@@ -219,7 +225,7 @@ class StreamBatch:
             signed(stream.allocated),
             advances,
             [
-                WriterRow(name, writer.epoch, signed(writer.chain.position), writer.retired is not None)
+                WriterRow(name, writer.epoch, signed(writer.position), writer.retired is not None)
                 for name, writer in sorted(stream.writers.items())
                 if name in moved or self._before.get(name) != (writer.epoch, writer.retired is not None)
             ],
@@ -233,7 +239,10 @@ class StreamBatch:
                 Forced(it.writer, it.epoch, it.kind.name, signed(it.prev), signed(it.id), by, why)
                 for it, by, why in self.forced
             ],
-            [Regressed(it.writer, it.epoch, signed(it.id), signed(it.position)) for it in changes.regressed],
+            [
+                TimelineBegun(it.writer, it.epoch, signed(it.id), signed(it.position), it.number, it.why)
+                for it in changes.timelines
+            ],
             changes.dropped,
             {outcome: count for outcome, count in sorted(changes.counts.items()) if count},
             summarize(stream),

@@ -160,14 +160,24 @@ class Chain:
             self.pending[at - 1] = _part(across, across.prev, limit)
         return gone
 
-    def adopt(self, other: "Chain") -> None:
-        """Take over the spans of a chain that had no position, as far as they are open here."""
+    def begin_again(self, position: int) -> None:
+        """Stand at `position`, below where the chain was, with nothing beyond it settled."""
+        self.position = position
+
+    def adopt(self, other: "Chain", published: int) -> None:
+        """Take over the spans of a chain that had no position, as far as they are open here.
+
+        Of what was `published` already no evidence is told again.
+        """
         self.refused = max(self.refused, other.refused)
         self.declare_empty(other.empty)
         for span in other.pending:
             for prev, id in self.missing(span.prev, span.id):
-                part = _part(span, prev, id)
-                self.settle(prev, id, part.evidence, part.edges, "joined", span.since)
+                if prev < published:
+                    self.settle(prev, min(id, published), NOTHING, 0, "joined", span.since)
+                if id > published:
+                    part = _part(span, max(prev, published), id)
+                    self.settle(part.prev, id, part.evidence, part.edges, "joined", span.since)
 
     def within(self, prev: int, id: int) -> Iterator[Span]:
         """The parts of the spans that lie in `(prev, id]`, ascending."""

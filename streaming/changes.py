@@ -14,6 +14,11 @@ Why = Literal["skipped", "regressed", "final", "announced"]
 already, or its own writer had declared its ID to be empty."""
 
 
+Sign = Literal["position", "database", "start"]
+"""What showed that a database went back: a JOIN below what its own writer had completed, another history of the
+database, or a start that does not follow the writer's last one."""
+
+
 @dataclass(frozen=True, slots=True)
 class LateRange:
     """Completions in `(prev, id]`, `facts` of them RDATA, that came after the range was settled without them."""
@@ -27,13 +32,15 @@ class LateRange:
 
 
 @dataclass(frozen=True, slots=True)
-class Regress:
-    """The writer joined at `id`, below its `position`."""
+class TimelineBegun:
+    """By its JOIN at `id` the writer, whose position is `position`, began timeline `number`; `why` says by what."""
 
     writer: str
     epoch: int
     id: int
     position: int
+    number: int
+    why: "Sign"
 
 
 @dataclass(slots=True)
@@ -48,7 +55,7 @@ class Changes:
     touched: dict[str, int] = field(default_factory=dict)
     rejected: list[tuple[Reason, Ids]] = field(default_factory=list)
     late: list[LateRange] = field(default_factory=list)
-    regressed: list[Regress] = field(default_factory=list)
+    timelines: list[TimelineBegun] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
 
     def be_late(self, run: Run, why: Why) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from tidemark.streaming.chain import Chain
 from tidemark.streaming.changes import Changes, Outcome, Why
@@ -28,8 +29,8 @@ _CLEAR, _LATE, _ACROSS = 0, 1, 2
 class Classifier:
     """Where runs go: the chain, how an accepted edge is counted, and the ranges in which completions are late.
 
-    `spans` bounds the spans that may wait on the chain; an edge that would add one more is rejected. Up to `regressed`
-    a completion is late because the source went back, beyond because an operator skipped it.
+    `spans` bounds the spans that may wait on the chain; an edge that would add one more is rejected. Up to `published`
+    a completion is late because the database went back, beyond because an operator skipped it.
     """
 
     chain: Chain
@@ -37,7 +38,7 @@ class Classifier:
     changes: Changes
     outcome: Outcome
     late: Intervals = EMPTY
-    regressed: int = 0
+    published: int = 0
 
     def run(self, run: Run) -> Iterator[Completed]:
         """Settle what is new in `run`; gives the parts of it that were accepted or late."""
@@ -61,10 +62,21 @@ class Classifier:
             yield from self._across(run.part(at, at + 1))
 
     def _clear(self, run: Run) -> Iterator[Completed]:
-        covered = self.chain.covered(run.start, run.end)
-        if not covered:
+        standing = self._standing(run)
+        if standing is None:
             yield from self._settle(run)
             return
+        for part in run.parts(standing == _NEW):
+            yield from self._settle(part)
+        yield from self._repeated(run, standing == _DUPLICATE)
+        if (standing == _CONFLICT).any():
+            self._refuse(run, standing == _CONFLICT, Reason.CONFLICT)
+
+    def _standing(self, run: Run) -> npt.NDArray[np.int64] | None:
+        """For each edge whether it is new, a duplicate or a conflict; None where all are new."""
+        covered = self.chain.covered(run.start, run.end)
+        if not covered:
+            return None
         prevs = run.prevs
         standing = np.full(len(run), _NEW)
         for low, high in covered:
@@ -76,20 +88,19 @@ class Classifier:
                 standing[first] = _CONFLICT
             if run.ids[stop - 1] > high:
                 standing[stop - 1] = _CONFLICT
-        for part in run.parts(standing == _NEW):
-            yield from self._settle(part)
-        yield from self._repeated(run, standing == _DUPLICATE)
-        if (standing == _CONFLICT).any():
-            self._refuse(run, standing == _CONFLICT, Reason.CONFLICT)
+        return standing
 
     def _settle(self, run: Run) -> Iterator[Completed]:
-        if len(self.chain.pending) >= self.spans and not self.chain.adjoins(run.start, run.end):
+        if not self._has_room(run):
             self._refuse(run, np.ones(len(run), np.bool_), Reason.PENDING_OVERFLOW)
             return
         self.chain.settle(run.start, run.end, run.evidence(), len(run), "completed", self.changes.now)
         self.chain.declare_empty(run.empty())
         self.changes.counts[self.outcome] += len(run)
         yield run, self.outcome
+
+    def _has_room(self, run: Run) -> bool:
+        return len(self.chain.pending) < self.spans or self.chain.adjoins(run.start, run.end)
 
     def _repeated(self, run: Run, edges: Mask) -> Iterator[Completed]:
         """Edges that are settled already: duplicates, but for a fact that its writer had declared not to be there."""
@@ -105,13 +116,23 @@ class Classifier:
         self.chain.refused = max(self.chain.refused, int(run.ids[edges][-1]))
 
     def _late(self, run: Run) -> Iterator[Completed]:
-        completed, again = run.completes, run.ids <= self.regressed
+        completed, again = run.completes, run.ids <= self.published
         self.changes.counts["duplicate"] += int(np.count_nonzero(~completed))
         reasons: list[tuple[Why, Mask]] = [("regressed", completed & again), ("skipped", completed & ~again)]
         for why, chosen in reasons:
             for part in run.parts(chosen):
                 self.changes.be_late(part, why)
+        self._follow(run)
         yield run, "late"
+
+    def _follow(self, run: Run) -> None:
+        """Settle what comes late where its IDs were given out again. It was counted; no evidence is told of it."""
+        standing = self._standing(run)
+        for part in [run] if standing is None else run.parts(standing == _NEW):
+            if self._has_room(part):
+                self.chain.settle(part.start, part.end, NOTHING, 0, "completed", self.changes.now)
+            else:
+                self.chain.refused = max(self.chain.refused, part.end)
 
     def _across(self, edge: Run) -> Iterator[Completed]:
         """One edge that lies in a late range in part: what lies outside is settled, as the edge says, without facts.
@@ -125,6 +146,9 @@ class Classifier:
             yield from found
             if all(outcome == "late" for _, outcome in found):
                 return
+            for low, high in self.late.within(edge.start, tail.start):
+                if not self.chain.covered(low, high):
+                    self.chain.settle(low, high, NOTHING, 0, "completed", self.changes.now)
         else:
             yield from self._late(edge)
         for low, high in bare:

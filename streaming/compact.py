@@ -133,6 +133,7 @@ def _marker(record: records.Marker, offset: int, time: int) -> Marker:
         record.why,
         offset,
         time,
+        record.timeline if isinstance(record, records.Join) else None,
     )
 
 

@@ -93,13 +93,19 @@ class Forced(msgspec.Struct, array_like=True, frozen=True):
     why: str
 
 
-class Regressed(msgspec.Struct, array_like=True, frozen=True):
-    """`writer` joined at `id`, below its `position`: its database was set back (docs/design.md 3)."""
+class TimelineBegun(msgspec.Struct, array_like=True, frozen=True):
+    """Timeline `number` of the stream began with the JOIN of `writer` at `id`: a database went back (docs/design.md 3).
+
+    `position` is the writer's; `why` says what showed it: a JOIN below that `position` or below what had completed
+    beyond it, another history of the `database`, or a `start` that does not follow the writer's last one.
+    """
 
     writer: str
     epoch: int
     id: int
     position: int
+    number: int
+    why: str
 
 
 class Blocker(msgspec.Struct, array_like=True, frozen=True):
@@ -152,7 +158,7 @@ class StreamEffects(msgspec.Struct, array_like=True, frozen=True):
     closed: list[GapClosed]
     late: list[LateCompletion]
     forced: list[Forced]
-    regressed: list[Regressed]
+    timelines: list[TimelineBegun]
     dropped: list[str]
     counts: dict[str, int]
     summary: Summary
@@ -194,9 +200,7 @@ def blockers(stream: "StreamState") -> list[Blocker]:
     gaps = [
         Blocker(name, writer.epoch, signed(low), signed(top), since, unknown=False)
         for name, writer in stream.writers.items()
-        for chain in (writer.chain, writer.again)
-        if chain is not None
-        for low, top, since in chain.gaps()
+        for low, top, since in writer.chain.gaps()
     ]
     strangers = [Blocker(name, epoch, 0, 0, held.since, unknown=True) for (name, epoch), held in stream.held.items()]
     return sorted([*gaps, *strangers], key=lambda blocker: (blocker.since, blocker.writer))
@@ -216,7 +220,7 @@ def summarize(stream: "StreamState") -> Summary:
 
 
 def _awaited(stream: "StreamState") -> str | None:
-    active = {name: writer.floor for name, writer in sorted(stream.writers.items()) if writer.retired is None}
+    active = {name: writer.chain.position for name, writer in sorted(stream.writers.items()) if writer.retired is None}
     if stream.held or not active or max(active.values()) <= stream.line.position:
         return None
     return min(active, key=lambda name: active[name])

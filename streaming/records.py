@@ -89,11 +89,25 @@ class Position(_Record, kw_only=True, frozen=True, tag=Kind.POSITION.name):
     id: Id
 
 
+class Timeline(msgspec.Struct, frozen=True):
+    """Which history of its database a writer joined in.
+
+    `database`: system identifier and Postgres timeline, or whatever else changes when the database goes back. `start`:
+    a new token that this start left in the database; `after`: the one that it found there, of the writer's start
+    before. A start that does not follow the last one known comes from a database that went back.
+    """
+
+    database: str
+    start: str
+    after: str | None = None
+
+
 class Join(_Record, kw_only=True, frozen=True, tag=Kind.JOIN.name):
     """A new epoch begins; all of the writer's up to `id` is complete. `unseen`: it may hold facts never announced."""
 
     id: Id
     unseen: bool = False
+    timeline: Timeline | None = None
     by: str | None = None
     why: str | None = None
 
@@ -225,6 +239,7 @@ _TYPES: Final[dict[str, msgspec.json.Decoder[Any]]] = {
     "writer": _text,
     "row": _any,
     "unseen": msgspec.json.Decoder(bool),
+    "timeline": msgspec.json.Decoder(Timeline | None),
     "by": msgspec.json.Decoder(str | None),
     "why": msgspec.json.Decoder(str | None),
 }

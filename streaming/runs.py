@@ -15,7 +15,7 @@ import numpy.typing as npt
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.intervals import EMPTY, Ids, Intervals
 from tidemark.streaming.model import Evidence, Rejected
-from tidemark.streaming.records import Kind, Topic
+from tidemark.streaming.records import Kind, Timeline, Topic
 
 
 class PackedRun(msgspec.Struct, array_like=True, frozen=True):
@@ -68,6 +68,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True):
     why: str | None
     offset: int
     time: int
+    timeline: Timeline | None = None
 
 
 class Unread(msgspec.Struct, array_like=True, frozen=True):

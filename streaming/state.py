@@ -44,9 +44,11 @@ class _Writer(msgspec.Struct, array_like=True, frozen=True):
     chain: _Chain
     retired: int | None
     late: Pairs
-    regressed: int
-    again: _Chain | None
+    published: int  # in format 1: up to where the database had gone back
+    again: _Chain | None  # of format 1: the IDs that came again, in place of a chain that begins again
     doubt: bool
+    timeline: int = 1  # since format 2, like what follows
+    start: str | None = None
 
 
 class _Held(msgspec.Struct, array_like=True, frozen=True):
@@ -69,6 +71,8 @@ class _Stream(_Leader, array_like=True, frozen=True):
     completed: Pairs
     writers: list[_Writer]
     held: list[_Held]
+    timeline: int = 1
+    database: str | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -92,9 +96,11 @@ def encode(stream: StreamState) -> bytes:
                     _stored(writer.chain),
                     writer.retired,
                     list(writer.late),
-                    writer.regressed,
-                    None if writer.again is None else _stored(writer.again),
+                    writer.published,
+                    None,
                     writer.doubt,
+                    writer.timeline,
+                    writer.start,
                 )
                 for name, writer in sorted(stream.writers.items())
             ],
@@ -102,6 +108,8 @@ def encode(stream: StreamState) -> bytes:
                 _Held(name, epoch, _stored(held.chain), held.since, held.retire, held.doubt)
                 for (name, epoch), held in sorted(stream.held.items())
             ],
+            stream.timeline,
+            stream.database,
         )
     )
 
@@ -113,22 +121,31 @@ def decode(data: bytes) -> StreamState:
         Direction(stored.direction),
         stored.home,
         LinearPosition(stored.line, Intervals.of(stored.completed)),
-        {
-            writer.name: WriterState(
-                writer.epoch,
-                _chain(writer.chain),
-                writer.retired,
-                Intervals.of(writer.late),
-                writer.regressed,
-                None if writer.again is None else _chain(writer.again),
-                writer.doubt,
-            )
-            for writer in stored.writers
-        },
+        {writer.name: _writer(writer) for writer in stored.writers},
         {
             (held.name, held.epoch): HeldWriter(_chain(held.chain), held.since, held.retire, held.doubt)
             for held in stored.held
         },
+        stored.timeline,
+        stored.database,
+    )
+
+
+def _writer(stored: _Writer) -> WriterState:
+    chain, published = _chain(stored.chain), stored.published
+    if stored.again is not None:
+        chain, followed = _chain(stored.again), chain
+        published = followed.position
+        chain.adopt(followed, published)
+    return WriterState(
+        stored.epoch,
+        chain,
+        stored.retired,
+        Intervals.of(stored.late),
+        published,
+        stored.doubt,
+        stored.timeline,
+        stored.start,
     )
 
 

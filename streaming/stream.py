@@ -16,21 +16,22 @@ from operator import attrgetter
 import numpy as np
 
 from tidemark.streaming.chain import NOWHERE, Chain
-from tidemark.streaming.changes import Changes, LateRange
+from tidemark.streaming.changes import Changes, LateRange, Sign, TimelineBegun
 from tidemark.streaming.classify import Classifier, Completed
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.linear import LinearPosition
 from tidemark.streaming.model import Bounds, Reason
 from tidemark.streaming.runs import Mask, Run
-from tidemark.streaming.writers import HeldRows, HeldWriter, Incarnation, Mark, WriterState, begin, settle
+from tidemark.streaming.writers import HeldRows, HeldWriter, Incarnation, Mark, WriterState, begin, settle, taken_back
 
 
 @dataclass(slots=True)
 class StreamState:
     """`home` is the Kafka partition that the stream lives in.
 
-    While `held` holds anything, the line stays (docs/design.md 3).
+    While `held` holds anything, the line stays (docs/design.md 3). `timeline` goes up when IDs may be given out again;
+    `database` is the history of the database that the newest JOIN named.
     """
 
     direction: Direction = Direction.UNKNOWN
@@ -38,6 +39,8 @@ class StreamState:
     line: LinearPosition = field(default_factory=LinearPosition)
     writers: dict[str, WriterState] = field(default_factory=dict)
     held: dict[Incarnation, HeldWriter] = field(default_factory=dict)
+    timeline: int = 1
+    database: str | None = None
 
     def face(self, direction: Direction) -> None:
         """A record was accepted whose ID has that direction; the first one that has any decides for ever."""
@@ -69,12 +72,12 @@ class StreamState:
         if writer is not None and mark.epoch <= writer.epoch:
             if mark.epoch < writer.epoch:
                 return Reason.ZOMBIE
-            if mark.id > writer.chain.position:
+            if mark.id > writer.position:
                 return Reason.CONFLICT
             changes.counts["duplicate"] += 1
             return None
         changes.counts["applied"] += 1
-        writer, retire = begin(self.writers, self.held, self.line, mark, changes)
+        writer, retire = self._begin(mark, changes)
         if retire is not None and not writer.chain.pending_beyond(retire):
             self._end(writer, Mark(mark.writer, mark.epoch, retire, mark.time), changes)
         self._settle_line()
@@ -96,13 +99,13 @@ class StreamState:
         if not mark.forced and (writer is None or mark.epoch > writer.epoch):
             return self._hold_retire(mark, bounds, changes)
         if writer is None:
-            writer, _ = begin(self.writers, self.held, self.line, mark, changes)
+            writer, _ = self._begin(mark, changes)
         elif mark.epoch > writer.epoch:
             return self._throw_out(mark, changes)
         elif writer.retired is not None and mark.forced and held is not None:
-            writer.chain.adopt(self.held.pop((mark.writer, mark.epoch)).chain)
+            writer.chain.adopt(self.held.pop((mark.writer, mark.epoch)).chain, writer.published)
         elif writer.retired is not None:
-            if mark.id > writer.chain.position:
+            if mark.id > writer.position:
                 return Reason.CONFLICT
             changes.counts["duplicate"] += 1
             return None
@@ -122,9 +125,8 @@ class StreamState:
             return Reason.ZOMBIE
         if writer.retired is not None:
             return Reason.CONFLICT
-        again = [] if writer.again is None else writer.again.missing(prev, mark.id)
         skipped = settle(writer, prev, mark, "skipped", changes)
-        changes.counts["applied" if len(skipped) or again else "duplicate"] += 1
+        changes.counts["applied" if len(skipped) else "duplicate"] += 1
         self._settle_line()
         return None
 
@@ -156,7 +158,7 @@ class StreamState:
             (writer.retired, name)
             for name, writer in self.writers.items()
             if writer.retired is not None
-            and writer.chain.position <= self.line.position
+            and writer.position <= self.line.position
             and name not in changes.touched  # its moves have still to be told
         )
         surplus = len(retired) - bounds.retired
@@ -169,8 +171,8 @@ class StreamState:
         """Both halves of the line's definition; with no writer left it goes to the highest position of any."""
         if self.held or not self.writers:
             return
-        active = [writer.floor for writer in self.writers.values() if writer.retired is None]
-        self.line.settle(min(active) if active else max(writer.chain.position for writer in self.writers.values()))
+        active = [writer.chain.position for writer in self.writers.values() if writer.retired is None]
+        self.line.settle(min(active) if active else max(writer.position for writer in self.writers.values()))
 
     # -- edges
 
@@ -204,7 +206,7 @@ class StreamState:
             elif writer.retired is None:
                 known.append(item)
             else:
-                beyond = item.ids > writer.chain.position
+                beyond = item.ids > writer.position
                 known.extend(item.parts(~beyond))
                 strange.extend(item.parts(beyond))
         return known, strange
@@ -216,15 +218,8 @@ class StreamState:
     def _apply(self, runs: Sequence[Run], bounds: Bounds, changes: Changes) -> Iterator[Completed]:
         for run in runs:
             writer = self.writers[run.writer]
-            feed = Classifier(writer.chain, bounds.pending, changes, "applied", writer.late, writer.regressed)
+            feed = Classifier(writer.chain, bounds.pending, changes, "applied", writer.late, writer.published)
             yield from feed.run(run)
-            if writer.again is not None:
-                self._follow(writer, writer.again, run, bounds, changes)
-
-    def _follow(self, writer: WriterState, again: Chain, run: Run, bounds: Bounds, changes: Changes) -> None:
-        for _ in Classifier(again, bounds.pending, Changes(changes.now), "applied").run(run):
-            pass  # counted, rejected and remembered where the run was fed to the writer's own chain
-        writer.caught_up()
 
     def _complete(self, found: Sequence[Completed], changes: Changes) -> None:
         """Tell the line what was completed. What it has already is final (docs/design.md, rule 10): a completion of it
@@ -262,9 +257,49 @@ class StreamState:
 
     # -- markers
 
+    def _begin(self, mark: Mark, changes: Changes) -> tuple[WriterState, int | None]:
+        """Begin the epoch of a JOIN, and a new timeline first where it shows that the database went back."""
+        known = self.writers.get(mark.writer)
+        if (why := self._went_back(known, mark)) is not None:
+            self.timeline += 1
+            position = known.position if known is not None else 0
+            begun = TimelineBegun(mark.writer, mark.epoch, mark.id, position, self.timeline, why)
+            changes.timelines.append(begun)
+            for name, writer in self.writers.items():
+                taken_back(writer.epoch, writer.go_back(mark.id), name, changes)
+            changes.counts["forgotten"] += self.line.forget_above(mark.id)
+        writer, retire = begin(self.writers, self.held, mark, changes)
+        writer.timeline = self.timeline
+        if mark.timeline is not None:
+            self.database = mark.timeline.database
+        return writer, retire
+
+    def _went_back(self, writer: WriterState | None, mark: Mark) -> Sign | None:
+        """What shows that IDs beyond `mark.id` may be given out again, that were not said to be so before.
+
+        A JOIN below the line, or below another writer's position, shows nothing: it read the head before the others
+        went on. Nor does that of a writer which had not joined in this timeline: it went back with the others.
+        """
+        told, before = mark.timeline, [*self._held_before(mark)]
+        if told is not None and self.database not in (None, told.database):
+            return "database"
+        if any(held.chain.pending_beyond(mark.id) for held in before):
+            return "position"
+        if writer is None or writer.timeline < self.timeline:
+            return None
+        if mark.id < writer.chain.reach:
+            return "position"
+        if told is not None and writer.start is not None and told.after != writer.start:
+            return "start"
+        return None
+
+    def _held_before(self, mark: Mark) -> Iterator[HeldWriter]:
+        """Earlier incarnations of the writer that never joined."""
+        return (held for (name, epoch), held in self.held.items() if name == mark.writer and epoch < mark.epoch)
+
     def _end(self, writer: WriterState, mark: Mark, changes: Changes) -> None:
         settle(writer, 0, mark, "retired", changes)
-        writer.retired, writer.again = changes.now, None
+        writer.retired = changes.now
 
     def _throw_out(self, mark: Mark, changes: Changes) -> Reason | None:
         held = self.held.pop((mark.writer, mark.epoch), None)

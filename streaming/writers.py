@@ -4,13 +4,14 @@ The functions change the writers, the line and the `Changes` that they are given
 record of its own: its evidence is the marker's (docs/design.md 3).
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
-from tidemark.streaming.chain import Chain, How
-from tidemark.streaming.changes import Changes, LateRange, Regress
+from tidemark.streaming.chain import Chain, How, Moves, Span
+from tidemark.streaming.changes import Changes, LateRange
 from tidemark.streaming.intervals import EMPTY, Ids, Intervals
-from tidemark.streaming.linear import LinearPosition
 from tidemark.streaming.model import NOTHING, Evidence
+from tidemark.streaming.records import Timeline
 
 Incarnation = tuple[str, int]
 """A writer's name and epoch."""
@@ -20,29 +21,44 @@ Incarnation = tuple[str, int]
 class WriterState:
     """A writer that has joined; `retired` is the batch time (ms) at which it retired.
 
-    `late` was settled without the writer's evidence: a completion in there is late. Up to `regressed` that is so
-    because the source went back to an earlier state; beyond, an operator skipped it. `again` follows the IDs that such
-    a source hands out a second time, until it is at `regressed`: the writer's position passed them long ago, but the
-    line must not pass one that is in flight again. `doubt`: records of the stream could not be read, perhaps its own.
+    `chain` is that of the stream's timeline: where the database went back, it begins anew below what was `published`,
+    and the line goes by it, while the position stands until the chain has passed it. `late` was settled without the
+    writer's evidence: a completion in there is late, up to `published` because the database went back, beyond because
+    an operator skipped it. `doubt`: records of the stream could not be read, perhaps its own. `timeline` is the one
+    that it joined last, and `start` the token of that start.
     """
 
     epoch: int
     chain: Chain
     retired: int | None = None
     late: Intervals = EMPTY
-    regressed: int = 0
-    again: Chain | None = None
+    published: int = 0
     doubt: bool = False
+    timeline: int = 1
+    start: str | None = None
+    _told: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._told = self.position
 
     @property
-    def floor(self) -> int:
-        """All IDs of the writer up to here are complete, those included that came again."""
-        return self.chain.position if self.again is None else self.again.position
+    def position(self) -> int:
+        return max(self.chain.position, self.published)
 
-    def caught_up(self) -> None:
-        """Stop following IDs that come again once the last of them did."""
-        if self.again is not None and self.again.position >= self.regressed:
-            self.again = None
+    def take(self) -> Moves:
+        """What happened to the chain since the last `take`, with the move of the position."""
+        moves = replace(self.chain.take(), prev=self._told, id=self.position)
+        self._told = self.position
+        return moves
+
+    def go_back(self, limit: int) -> list[Span]:
+        """IDs beyond `limit` may be given out again. Gives what was completed beyond it and was not published."""
+        gone = self.chain.cut_above(limit)
+        if self.chain.position > limit:
+            self.published = max(self.published, self.chain.position)
+            self.late = self.late.union(Intervals.of([(limit, self.published)]))
+            self.chain.begin_again(limit)
+        return gone
 
 
 @dataclass(slots=True)
@@ -75,6 +91,7 @@ class Mark:
     time: int
     unseen: bool = False
     forced: bool = False
+    timeline: Timeline | None = None
 
     def evidence(self, low: int, high: int, refused: int) -> Evidence:
         """How the open range `(low, high]` counts that this marker settles.
@@ -91,60 +108,57 @@ class Mark:
 def begin(
     writers: dict[str, WriterState],
     held: dict[Incarnation, HeldWriter],
-    line: LinearPosition,
     mark: Mark,
     changes: Changes,
 ) -> tuple[WriterState, int | None]:
     """Start the epoch of a JOIN. Gives the writer, and the ID of a RETIRE that waited for this JOIN.
 
     What earlier epochs completed up to the JOIN stays as evidence; what they left open there is settled by it.
-    What they completed beyond it was taken back with the writer's database (docs/design.md 3): it is late, and IDs that
-    were complete beyond the JOIN may come again, so that the line forgets them and waits for them.
+    What they completed beyond it was taken back with the writer's database (docs/design.md 3): it is late.
     """
     writer = writers.setdefault(mark.writer, WriterState(mark.epoch, Chain()))
-    chain, position = writer.chain, writer.chain.position
-    taken_back = [(writer.epoch, span) for span in chain.cut_above(mark.id)]
-    retire, early = None, None
+    taken_back(writer.epoch, writer.go_back(mark.id), mark.writer, changes)
+    retire = None
     for incarnation in sorted(key for key in held if key[0] == mark.writer and key[1] <= mark.epoch):
         before = held.pop(incarnation)
         if incarnation[1] < mark.epoch:
-            taken_back.extend((incarnation[1], span) for span in before.chain.cut_above(mark.id))
+            taken_back(incarnation[1], before.chain.cut_above(mark.id), mark.writer, changes)
         else:
-            retire, early = before.retire, before.chain
-            taken_back.extend((mark.epoch, span) for span in before.chain.within(mark.id, position))
-        chain.adopt(before.chain)
+            retire = before.retire
+            taken_back(mark.epoch, before.chain.within(mark.id, writer.published), mark.writer, changes)
+        writer.chain.adopt(before.chain, writer.published)
         writer.doubt |= before.doubt
-    chain.declare_empty(writer.late.upto(mark.id))  # what was skipped there may come of the epoch that ends here only
-    writer.epoch, writer.retired, writer.late, writer.regressed, writer.again = mark.epoch, None, EMPTY, 0, None
-    if mark.id < position:
-        writer.late, writer.regressed = Intervals.of([(mark.id, position)]), position
-        writer.again = Chain(mark.id)
-        if early is not None:
-            writer.again.adopt(early)
-    if taken_back or mark.id < position:
-        changes.regressed.append(Regress(mark.writer, mark.epoch, mark.id, position))
-        changes.counts["forgotten"] += line.forget_above(mark.id)
-    for of_epoch, span in taken_back:
-        late = LateRange(mark.writer, of_epoch, span.prev, span.id, span.evidence.facts, "regressed")
-        changes.late.append(late)
+    # What was skipped there may come of the epoch that ends here only.
+    writer.chain.declare_empty(writer.late.upto(mark.id))
+    writer.epoch, writer.retired = mark.epoch, None
+    writer.late = Intervals.of([(mark.id, writer.published)]) if mark.id < writer.published else EMPTY
     settle(writer, 0, mark, "joined", changes)
     writer.doubt = False
+    if mark.timeline is not None:
+        writer.start = mark.timeline.start
     return writer, retire
 
 
+def taken_back(epoch: int, spans: Iterable[Span], writer: str, changes: Changes) -> None:
+    """What an earlier timeline completed, and nobody was told of, is late."""
+    for span in spans:
+        changes.late.append(LateRange(writer, epoch, span.prev, span.id, span.evidence.facts, "regressed"))
+
+
 def settle(writer: WriterState, prev: int, mark: Mark, how: How, changes: Changes) -> Intervals:
-    """Settle what is open in `(prev, mark.id]`; gives it. What an operator settles is late from then on."""
+    """Settle what is open in `(prev, mark.id]`; gives it. What an operator settles is late from then on.
+
+    What was published before needs no evidence: it was told then.
+    """
     open_ = Intervals.of(writer.chain.missing(prev, mark.id))
     refused = mark.id if writer.doubt else writer.chain.refused
-    for low, high in open_:
+    for low, high in open_.upto(writer.published):
+        writer.chain.settle(low, high, NOTHING, 0, how, changes.now)
+    for low, high in open_.above(writer.published):
         evidence = mark.evidence(low, high, refused)
         writer.chain.settle(low, high, evidence, 0, how, changes.now)
         if evidence.empty:
             writer.chain.declare_empty(Intervals.of([(high - evidence.empty, high)]))
-    if writer.again is not None:
-        for low, high in writer.again.missing(prev, mark.id):
-            writer.again.settle(low, high, NOTHING, 0, how, changes.now)
-        writer.caught_up()
     if mark.forced:
         writer.late = writer.late.union(open_)
     changes.touch(mark.writer, mark.time)

@@ -140,6 +140,8 @@ def _details(stream: StreamState, late: LateCount | None) -> Details:
         gaps=blockers(stream),
         reaches={writer: signed(known.chain.reach) for writer, known in stream.writers.items()},
         waiting={writer: sum(span.edges for span in known.chain.pending) for writer, known in stream.writers.items()},
-        regressed=frozenset(writer for writer, known in stream.writers.items() if known.again is not None),
+        regressed=frozenset(
+            writer for writer, known in stream.writers.items() if known.chain.position < known.published
+        ),
         late=late,
     )

@@ -35,7 +35,7 @@ def stream(name: str, *advances: WriterAdvance, linear: int = 0, **more: Any) ->
         "closed": [],
         "late": [],
         "forced": [],
-        "regressed": [],
+        "timelines": [],
         "dropped": [],
         "counts": {},
         "summary": Summary(0, 0, None, [], 0, None),

@@ -17,7 +17,7 @@ from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import ShardEffects, StreamEffects
 from tidemark.streaming.frames import HEADER
 from tidemark.streaming.model import Bounds
-from tidemark.streaming.records import Kind, Topic
+from tidemark.streaming.records import Kind, Timeline, Topic
 from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet
 from tidemark.streaming.stream import StreamState
 
@@ -41,6 +41,7 @@ class Record:
     by: str | None = None
     partition: int = 0
     stream: str = STREAM
+    timeline: Timeline | None = None
 
     @property
     def control(self) -> bool:
@@ -141,6 +142,7 @@ def _packet(item: Sent) -> Packet:
                 "because" if record.control else None,
                 offset,
                 offset,
+                record.timeline,
             )
         )
     return Packet(_topic(record), record.partition, record.role, offset + 1, runs, rows, markers, [])
@@ -188,6 +190,8 @@ def _json(record: Record) -> bytes:
         value |= {"prev": record.prev, "row": {}}
     if record.kind == "JOIN":
         value |= {"unseen": record.unseen}
+    if record.timeline is not None:
+        value |= {"timeline": record.timeline}
     if record.by is not None:
         value |= {"by": record.by, "why": "because"}
     return msgspec.json.encode(value)
@@ -215,9 +219,7 @@ class Shard:
         done = self.feed_packets(packets(batch))
         (stream,) = done.streams
         stored = self.stream(stream.stream)
-        self.positions = {
-            name: stored.direction.signed(it.chain.position) for name, it in sorted(stored.writers.items())
-        }
+        self.positions = {name: stored.direction.signed(it.position) for name, it in sorted(stored.writers.items())}
         self.linear = stream.linear
         self.rejected = rejections(done)
         return stream

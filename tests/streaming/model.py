@@ -31,44 +31,35 @@ class Incarnated:
     refused: int = 0
     blurred: bool = False
     denied: set[int] = field(default_factory=set)
-    floor: int | None = None
-    again: set[int] = field(default_factory=set)
+    published: int = 0
+    told: Settled = field(default_factory=dict)
+    timeline: int = 1
+    start: str | None = None
 
     @property
     def passed(self) -> int:
-        """All IDs up to here are complete; after the source went back, those included that came again since."""
-        if self.floor is None:
-            return self.position
-        at = self.floor
-        while at + 1 in self.again:
-            at += 1
-        if all(late <= at for late, why in self.late.items() if why == "regressed"):
-            self.floor = None
-            return self.position
-        return at
-
-    def come_again(self, prev: int, id: int) -> None:
-        """An edge of the epoch that goes through IDs again; one that contradicts an earlier one counts for nothing."""
-        ids = range(prev + 1, id + 1)
-        if self.floor is not None and prev >= self.floor and not any(at in self.again for at in ids):
-            self.again.update(ids)
-
-    def skip_again(self, prev: int, id: int) -> bool:
-        """Whether anything that is awaited again lies there; it is no longer."""
-        low = prev if self.floor is None else max(prev, self.passed)
-        awaited = set(range(low + 1, id + 1)) - self.again if self.floor is not None else set()
-        self.again |= awaited
-        return bool(awaited)
-
-    @property
-    def position(self) -> int:
+        """All IDs up to here are complete; after the database went back, those included that came again since."""
         at = 0
         while at + 1 in self.settled:
             at += 1
         return at
 
+    @property
+    def position(self) -> int:
+        """Never moves back."""
+        return max(self.passed, self.published)
+
+    @property
+    def reach(self) -> int:
+        return max(self.settled, default=0)
+
+    def bare(self, ids: list[int]) -> None:
+        """Settle them together or, where one of them is settled, not at all; no evidence is told of them."""
+        if not any(at in self.settled for at in ids):
+            self.settled.update(dict.fromkeys(ids, BARE))
+
     def evidence(self, prev: int, id: int) -> Counter[str]:
-        counts = Counter(self.settled[at] for at in range(prev + 1, id + 1))
+        counts = Counter(self.told.get(at) or self.settled[at] for at in range(prev + 1, id + 1))
         del counts[BARE]
         return counts
 
@@ -83,7 +74,8 @@ class Incarnated:
         for prev, id in held.ranges():
             there = sum(at in self.settled for at in range(prev + 1, id + 1))
             self.blurred |= 0 < there < id - prev
-        self.settled = held.settled | self.settled
+        new = {at: BARE if at <= self.published else how for at, how in held.settled.items()}
+        self.settled = new | self.settled
         self.denied |= held.denied
         self.blurred |= held.blurred
         self.refused = max(self.refused, held.refused)
@@ -103,7 +95,9 @@ class Model:
     held: dict[tuple[str, int], Incarnated] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
     late_facts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    regressed: list[tuple[str, int, int, int]] = field(default_factory=list)
+    timeline: int = 1
+    database: str | None = None
+    timelines: list[tuple[str, int, int, int, str]] = field(default_factory=list)
 
     def feed(self, record: Record) -> str:
         """The record's outcome; a rejected one gives `rejected: <reason>`. IDs are magnitudes from here on."""
@@ -212,7 +206,6 @@ class Model:
         return "applied"
 
     def _edge_of(self, writer: Incarnated, record: Record, prev: int, id: int) -> str:
-        writer.come_again(prev, id)
         late = [at for at in range(prev + 1, id + 1) if at in writer.late]
         if not late:
             outcome = self._edge(writer, record, prev, id)
@@ -224,12 +217,16 @@ class Model:
                 self.done.add(id)
                 if record.kind == "RDATA":
                     self.late_facts[record.writer, writer.late[id]] += 1
+            writer.bare(list(range(prev + 1, id + 1)))
         else:
             outcome = self._edge(writer, record, max(late), id)
             if outcome not in ("applied", "final"):
                 return "late" if outcome == "denied" else outcome
+            for first in [at for at in late if at - 1 not in late]:
+                writer.bare([at for at in late if at >= first and set(range(first, at)) <= set(late)])
         for at in range(prev + 1, id + 1):
-            writer.settled.setdefault(at, BARE)
+            if at not in writer.late:
+                writer.settled.setdefault(at, BARE)
         return "late" if outcome == "final" else outcome
 
     # -- markers
@@ -241,37 +238,65 @@ class Model:
         if writer is not None and record.epoch == writer.epoch:
             return "duplicate" if id <= writer.position else "rejected: conflict"
         writer, retire = self._begin(record)
-        if retire is not None and max(writer.settled, default=0) <= max(retire, writer.position):
+        if retire is not None and writer.reach <= max(retire, writer.passed):
             self._end(writer, retire, "empty")
         return "applied"
 
     def _begin(self, record: Record) -> tuple[Incarnated, int | None]:
         id, name = abs(record.id), record.writer
-        writer = self.writers.setdefault(name, Incarnated(record.epoch))
-        position, retire, early = writer.position, None, None
-        back = self._take_back(writer, name, max(id, position), max(writer.settled, default=0))
+        why = self._went_back(record)
+        if why is not None:
+            self.timeline += 1
+            position = self.writers[name].position if name in self.writers else 0
+            self.timelines.append((name, record.epoch, id, position, why))
+            for other, known in self.writers.items():
+                self._go_back(known, other, id)
+            self.done = {at for at in self.done if at <= id}
+        writer, retire = self.writers.setdefault(name, Incarnated(record.epoch)), None
+        self._go_back(writer, name, id)
         for key in sorted(self.held):
             if key[0] == name and key[1] <= record.epoch:
                 held = self.held.pop(key)
                 if key[1] < record.epoch:
-                    back |= self._take_back(held, name, id, max(held.settled, default=0))
+                    self._take_back(held, name, id, held.reach)
                 else:
-                    retire, early = held.retire, set(held.settled)
+                    retire = held.retire
                     gone = Incarnated(0, dict(held.settled))
-                    self._take_back(gone, name, id, position)
+                    self._take_back(gone, name, id, writer.published)
                     writer.blurred |= gone.blurred
                 writer.adopt(held)
         writer.denied |= {at for at in writer.late if at <= id}
-        writer.epoch, writer.retired = record.epoch, False
-        writer.late = dict.fromkeys(range(id + 1, position + 1), "regressed")
-        writer.floor, writer.again = (id if id < position else None), set()
-        if early is not None:
-            writer.again = {at for at in early if at > id}
-        if back or id < position:
-            self.regressed.append((name, record.epoch, id, position))
-            self.done = {at for at in self.done if at <= id}
+        writer.epoch, writer.retired, writer.timeline = record.epoch, False, self.timeline
+        writer.late = dict.fromkeys(range(id + 1, writer.published + 1), "regressed")
+        if record.timeline is not None:
+            self.database, writer.start = record.timeline.database, record.timeline.start
         self._settle(writer, 0, id, _how(record))
         return writer, retire
+
+    def _went_back(self, record: Record) -> str | None:
+        id, writer, told = abs(record.id), self.writers.get(record.writer), record.timeline
+        held = [it for key, it in self.held.items() if key[0] == record.writer and key[1] < record.epoch]
+        if told is not None and self.database not in (None, told.database):
+            return "database"
+        if any(it.reach > id for it in held):
+            return "position"
+        if writer is None or writer.timeline < self.timeline:
+            return None
+        if writer.reach > id:
+            return "position"
+        return "start" if told is not None and writer.start not in (None, told.after) else None
+
+    def _go_back(self, writer: Incarnated, name: str, id: int) -> None:
+        """What was passed stays published; what is beyond and was not is late."""
+        passed = writer.passed
+        self._take_back(writer, name, max(id, passed), writer.reach)
+        if passed > id:
+            for at in range(1, passed + 1):
+                writer.told.setdefault(at, writer.settled[at])
+            writer.published = max(writer.published, passed)
+            writer.late |= dict.fromkeys(range(id + 1, writer.published + 1), "regressed")
+            writer.settled = {at: how for at, how in writer.settled.items() if at <= id}
+            writer.denied = {at for at in writer.denied if at <= id}
 
     def _take_back(self, writer: Incarnated, name: str, low: int, high: int) -> bool:
         """Unsettle `(low, high]`, whose facts are late; whether anything was there."""
@@ -299,7 +324,7 @@ class Model:
             writer.adopt(self.held.pop(key))
         elif writer.retired:
             return "duplicate" if id <= writer.position else "rejected: conflict"
-        elif max(writer.settled, default=0) > max(id, writer.position):
+        elif writer.reach > max(id, writer.passed):
             return "rejected: conflict"
         self._end(writer, id, _how(record))
         return "applied"
@@ -326,22 +351,23 @@ class Model:
             return "rejected: zombie"
         if writer.retired:
             return "rejected: conflict"
-        again = writer.skip_again(abs(record.prev), abs(record.id))
-        return "applied" if self._settle(writer, abs(record.prev), abs(record.id), SKIPPED) or again else "duplicate"
+        return "applied" if self._settle(writer, abs(record.prev), abs(record.id), SKIPPED) else "duplicate"
 
     def _end(self, writer: Incarnated, id: int, how: str) -> None:
         self._settle(writer, 0, id, how)
-        writer.retired, writer.floor = True, None
+        writer.retired = True
 
     def _settle(self, writer: Incarnated, prev: int, id: int, how: str) -> bool:
         """Settle what is open in `(prev, id]`; whether anything was."""
         open_ = [at for at in range(prev + 1, id + 1) if at not in writer.settled]
         for at in open_:
             writer.settled[at] = UNSEEN if how == EMPTY and at <= writer.refused else how
+            if at <= writer.published:
+                writer.settled[at] = BARE
             if writer.settled[at] == EMPTY:
                 writer.denied.add(at)
             if how == SKIPPED:
-                writer.late[at] = "skipped"
+                writer.late.setdefault(at, "skipped")
         return bool(open_)
 
 

@@ -86,7 +86,7 @@ def standing(stream: StreamState) -> object:
                 name,
                 it.epoch,
                 it.retired is None,
-                it.chain.position,
+                it.position,
                 it.chain.refused,
                 list(it.late),
                 [(span.prev, span.id, span.evidence, span.edges) for span in it.chain.pending],

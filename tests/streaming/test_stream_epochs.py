@@ -187,7 +187,7 @@ def test_a_join_below_the_position_moves_nothing_back() -> None:
     shard = Shard()
     shard.feed(join("a", 0), rdata("a", 8, 0, epoch=1))
     done = shard.feed(join("a", 5, epoch=2))
-    assert [(it.id, it.position) for it in done.regressed] == [(5, 8)]
+    assert [(it.id, it.position) for it in done.timelines] == [(5, 8)]
     assert (done.advances, shard.positions, shard.linear) == ([], {"a": 8}, 8)
     done = shard.feed(rdata("a", 6, 5, epoch=2), void("a", 6, 7, epoch=2), rdata("a", 10, 7, epoch=2))
     assert [(it.prev, it.id, it.facts, it.why) for it in done.late] == [(5, 7, 1, "regressed")]

@@ -146,7 +146,7 @@ class Compared(RuleBasedStateMachine):
         batch = [Sent(at, record) for at, record in enumerate(self.queue, self.shard.next_offset)]
         self.queue = []
         self.shard.next_offset += len(batch)
-        before = self.model.late_facts.copy(), len(self.model.regressed), self.model.line
+        before = self.model.late_facts.copy(), len(self.model.timelines), self.model.line
         # Operators' records have no order against the facts: they come last.
         ordered = sorted(batch, key=lambda it: (it.record.control, it.record.partition, it.offset))
         outcomes = {it.offset: self.model.feed(it.record) for it in ordered}
@@ -163,13 +163,13 @@ class Compared(RuleBasedStateMachine):
         assert rejections(done) == rejected
         kept = Counter(it for at, it in outcomes.items() if at not in rejected)
         assert {k: v for k, v in effects.counts.items() if k != "forgotten"} == kept
-        late, regressed, line = before
+        late, timelines, line = before
         self.compare_standing(effects, stored)
         self.compare_moves(effects)
         self.compare_late(effects, self.model.late_facts - late)
         sign = self.sign
-        assert [(it.writer, it.epoch, sign * it.id, sign * it.position) for it in effects.regressed] == (
-            self.model.regressed[regressed:]
+        assert [(it.writer, it.epoch, sign * it.id, sign * it.position, it.why) for it in effects.timelines] == (
+            self.model.timelines[timelines:]
         )
         assert sign * effects.linear_prev == line <= sign * effects.linear
         assert state.encode(stored) == effects.state
@@ -181,7 +181,7 @@ class Compared(RuleBasedStateMachine):
     def compare_standing(self, effects: StreamEffects, stored: StreamState) -> None:
         """Positions, line, gaps, what is held: all that the state says."""
         model = self.model
-        assert {name: it.chain.position for name, it in sorted(stored.writers.items())} == model.positions()
+        assert {name: it.position for name, it in sorted(stored.writers.items())} == model.positions()
         assert self.sign * effects.linear == stored.line.position == model.line
         assert stored.direction == effects.direction == model.direction
         for name, writer in stored.writers.items():

@@ -118,7 +118,7 @@ def _effects(load: Load, number: int) -> list[StreamEffects]:
             closed=[],
             late=[],
             forced=[],
-            regressed=[],
+            timelines=[],
             dropped=[],
             counts={"applied": load.writers},
             summary=Summary(0, 0, None, [], 0, None),

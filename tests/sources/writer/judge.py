@@ -27,7 +27,7 @@ class Verdict:
     announced: dict[str, set[int]] = field(default_factory=dict)
 
     def position(self, stream: str, writer: str = "shop-1") -> int:
-        return state.decode(self.states[stream]).writers[writer].chain.position
+        return state.decode(self.states[stream]).writers[writer].position
 
     def kinds(self, stream: str = "orders") -> list[tuple[str, int, int | str]]:
         """Kind, epoch and ID of every record, in order."""
