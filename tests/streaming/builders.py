@@ -69,8 +69,8 @@ def row(writer: str, epoch: int = 0) -> Record:
     return Record("ROW", writer, epoch)
 
 
-def join(writer: str, id: int, epoch: int = 1, *, unseen: bool = False) -> Record:
-    return Record("JOIN", writer, epoch, id=id, unseen=unseen)
+def join(writer: str, id: int, epoch: int = 1, *, unseen: bool = False, timeline: Timeline | None = None) -> Record:
+    return Record("JOIN", writer, epoch, id=id, unseen=unseen, timeline=timeline)
 
 
 def retire(writer: str, id: int, epoch: int = 1) -> Record:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tests.streaming.builders import Record, join, position, rdata, retire, void
+from tidemark.streaming.records import Timeline
 
 
 @dataclass
@@ -24,6 +25,7 @@ class Process:
     alive: bool = False
     open: list[Transaction] = field(default_factory=list)
     outbox: list[Record] = field(default_factory=list)
+    token: str | None = None
 
 
 class Database:
@@ -34,16 +36,21 @@ class Database:
         self.last_value = 0
         self.processes = {name: Process(name) for name in writers}
         self.facts: set[tuple[str, int]] = set()
+        self.history = 1
+        self.starts = 0
 
     def start(self, name: str) -> Iterator[Record]:
         """The fence: what was open is rolled back, the outbox is sent, then the JOIN."""
         process = self.processes[name]
         process.open.clear()
         process.epoch += 1
+        self.starts += 1
+        after, process.token = process.token, f"start {self.starts}"
+        timeline = Timeline(f"database/{self.history}", process.token, after)
         yield from process.outbox
         process.outbox.clear()
         process.last, process.alive = self.last_value, True
-        yield join(name, self.sign * self.last_value, process.epoch)
+        yield join(name, self.sign * self.last_value, process.epoch, timeline=timeline)
 
     def reserve(self, name: str) -> None:
         process = self.processes[name]
@@ -77,9 +84,15 @@ class Database:
         process.alive = False
         yield retire(name, self.sign * process.last, process.epoch)
 
-    def restore(self, value: int) -> None:
-        """From a backup: the sequence goes back, and with it all processes end."""
+    def restore(self, value: int, *, told: bool) -> None:
+        """From a backup: the sequence goes back, and with it all processes end. Epochs rise all the same.
+
+        `told`: the server has a history of its own from here on, as after recovery to a point in time or a failover. A
+        disk image that is put back tells nothing.
+        """
         self.last_value = min(value, self.last_value)
+        self.history += told
+        self.facts = {(name, id) for name, id in self.facts if id <= self.last_value}
         for process in self.processes.values():
             process.alive = False
             process.open.clear()

@@ -106,9 +106,9 @@ class Compared(RuleBasedStateMachine):
         if process.alive and not process.open:
             self.send(*self.database.retire(name))
 
-    @rule(back=st.integers(1, 6))
-    def restore(self, back: int) -> None:
-        self.database.restore(max(0, self.database.last_value - back))
+    @rule(back=st.integers(0, 6), told=st.booleans())
+    def restore(self, back: int, *, told: bool) -> None:
+        self.database.restore(max(0, self.database.last_value - back), told=told)
 
     @rule(seen=st.lists(hints("RDATA RDATA RDATA RDATA VOID VOID POSITION JOIN RETIRE ROW"), min_size=1, max_size=10))
     def babble(self, seen: list[Hint]) -> None:

@@ -1,0 +1,163 @@
+"""Databases that go back: a new timeline, in which the line waits for IDs that are given out again."""
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from tests.streaming.builders import Record, Shard, join, position, rdata
+from tests.streaming.protocol import Database
+from tidemark.streaming.effects import StreamEffects
+from tidemark.streaming.records import Timeline
+
+WRITERS = ("a", "b", "c")
+writers = st.sampled_from(WRITERS)
+
+
+def begun(done: StreamEffects) -> list[tuple[str, int, int, str]]:
+    return [(it.writer, it.id, it.number, it.why) for it in done.timelines]
+
+
+def late(done: StreamEffects) -> list[tuple[str, int, int, str]]:
+    return [(it.writer, it.prev, it.id, it.why) for it in done.late]
+
+
+@pytest.fixture
+def shard() -> Shard:
+    """The line is at 3; b has completed 5 and not 4, a idles at 0."""
+    shard = Shard()
+    shard.feed(join("a", 0, timeline=Timeline("db/1", "a1")), join("b", 0, timeline=Timeline("db/1", "b1")))
+    shard.feed(*(rdata("b", id, epoch=1) for id in (1, 2, 3)), rdata("b", 5, 4, epoch=1))
+    assert (shard.positions, shard.linear) == ({"a": 0, "b": 3}, 3)
+    return shard
+
+
+@pytest.mark.parametrize(
+    ("timeline", "why"), [(Timeline("db/2", "a2", "a1"), "database"), (Timeline("db/1", "a9", "a0"), "start")]
+)
+def test_an_idle_writer_that_joins_first_tells_that_the_database_went_back(
+    shard: Shard, timeline: Timeline, why: str
+) -> None:
+    """What b completed beyond the JOIN is forgotten, and late: the line must not go by it over a's 4 and 5."""
+    done = shard.feed(join("a", 3, 2, timeline=timeline))
+    assert begun(done) == [("a", 3, 2, why)]
+    assert late(done) == [("b", 4, 5, "regressed")]
+    shard.feed(rdata("a", 4, 3, epoch=2))
+    assert (shard.positions, shard.linear) == ({"a": 4, "b": 3}, 4)
+    shard.feed(rdata("a", 5, 4, epoch=2))
+    assert shard.linear == 5
+
+
+def test_the_others_follow_into_the_timeline_without_beginning_another(shard: Shard) -> None:
+    """b joins below what it had completed: that is known since a's JOIN."""
+    shard.feed(join("a", 2, 2, timeline=Timeline("db/2", "a2", "a1")), rdata("a", 3, 2, epoch=2))
+    assert (shard.positions, shard.linear) == ({"a": 3, "b": 3}, 3)
+    done = shard.feed(join("b", 4, 2, timeline=Timeline("db/2", "b2", "b0")))
+    assert begun(done) == []
+    assert shard.positions == {"a": 3, "b": 4}
+    done = shard.feed(join("b", 6, 3, timeline=Timeline("db/2", "b3", "b0")))
+    assert begun(done) == [("b", 6, 3, "start")]
+
+
+def test_a_failover_that_lost_nothing_takes_nothing_back(shard: Shard) -> None:
+    """It is told, and that is all: nothing was completed beyond the JOIN."""
+    done = shard.feed(rdata("b", 4, 3, epoch=1), join("a", 5, 2, timeline=Timeline("db/2", "a2", "a1")))
+    assert (begun(done), late(done)) == ([("a", 5, 2, "database")], [])
+    assert (shard.positions, shard.linear) == ({"a": 5, "b": 5}, 5)
+
+
+def test_a_join_below_the_line_is_legal(shard: Shard) -> None:
+    """It read the head before the others went on."""
+    done = shard.feed(join("c", 1, timeline=Timeline("db/1", "c1")), position("c", 1, 3, epoch=1))
+    assert (begun(done), late(done)) == ([], [])
+
+
+def test_ids_that_were_published_are_late_when_they_come_again(shard: Shard) -> None:
+    """No position moves back; the line waits below it for what is in flight again."""
+    done = shard.feed(join("b", 1, 2), rdata("b", 2, 1, epoch=2))
+    assert begun(done) == [("b", 1, 2, "position")]
+    assert sorted(late(done)) == [("b", 1, 2, "regressed"), ("b", 4, 5, "regressed")]
+    assert (shard.positions, shard.linear) == ({"a": 0, "b": 3}, 3)
+    (move,) = shard.feed(rdata("b", 4, 2, epoch=2)).advances
+    assert (move.prev, move.id, move.facts) == (3, 4, 1)
+
+
+class Restored(RuleBasedStateMachine):
+    """Writers that keep the contract on a database that is restored: the line passes nothing that is in flight, but for
+    what it had passed before, and what was passed before and comes again is told as late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shard = Shard()
+        self.queue: list[Record] = []
+        self.passed = 0
+        self.published: dict[str, int] = {}
+        self.late: dict[str, set[int]] = defaultdict(set)
+        self.fresh: set[tuple[str, int]] = set()
+
+    @initialize(sign=st.sampled_from([1, -1]))
+    def begin(self, sign: int) -> None:
+        self.database = Database(sign, WRITERS)
+
+    @rule(name=writers, count=st.integers(0, 4), ends=st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=5))
+    def work(self, name: str, count: int, ends: list[tuple[int, bool]]) -> None:
+        process = self.database.processes[name]
+        if not process.alive:
+            self.queue.extend(self.database.start(name))
+        for _ in range(count):
+            self.database.reserve(name)
+        for which, commit in ends[: len(process.open)]:
+            if commit:
+                self.database.commit(name, which)
+                self.fresh.add((name, abs(process.outbox[-1].id)))
+                self.queue.extend(self.database.send(name, -1))
+            else:
+                self.queue.extend(self.database.roll_back(name, which))
+
+    @rule()
+    def heartbeats(self) -> None:
+        for name, process in self.database.processes.items():
+            if process.alive:
+                self.queue.extend(self.database.heartbeat(name))
+
+    @rule(back=st.integers(0, 6))
+    def restore(self, back: int) -> None:
+        """Told by the server's own history, as by Postgres: all that was sent has been read by then."""
+        self.advance()
+        self.database.restore(max(0, self.database.last_value - back), told=True)
+        self.passed = max(self.passed, self.linear)
+        self.published = {name: abs(at) for name, at in self.shard.positions.items()}
+        self.late.clear()
+        self.fresh.clear()
+
+    @property
+    def linear(self) -> int:
+        return abs(self.shard.linear)
+
+    @rule()
+    def advance(self) -> None:
+        if not self.queue:
+            return
+        done = self.shard.feed(*self.queue)
+        self.queue.clear()
+        assert not self.shard.rejected
+        for it in done.late:
+            self.late[it.writer] |= set(range(abs(it.prev) + 1, abs(it.id) + 1))
+        assert all(self.linear < id or id <= self.passed for _, id in self.database.in_flight())
+        for name, id in self.fresh:
+            assert id > self.published.get(name, 0) or id in self.late[name]
+
+    def teardown(self) -> None:
+        """All that is in flight ends; then the line has reached the end of the sequence, or is beyond it."""
+        for name in WRITERS:
+            self.queue.extend(self.database.start(name))
+        for name in WRITERS:
+            self.queue.extend(self.database.heartbeat(name))
+        self.advance()
+        assert self.linear == max(self.passed, self.database.last_value)
+
+
+Restored.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, print_blob=True)
+TestRestored = Restored.TestCase
