@@ -29,7 +29,8 @@ DEAD_LETTERS = Counter(
 )
 REGRESSIONS = Counter(
     "tidemark_source_regressions",
-    "Writers that joined below their position: their database was set back. Readers must repair what was reused.",
+    "New timelines of streams: a database went back (restored, or a failover lost commits), so IDs are given out again."
+    " Readers must repair what was reused.",
     registry=REGISTRY,
 )
 BATCH_SECONDS = Histogram(

@@ -121,6 +121,7 @@ def _marker(record: records.Marker, message: Message) -> tuple[object, ...]:
     return (
         *(record.stream, record.writer, record.epoch, name, abs(prev), abs(record.id), Direction.of(record.id), unseen),
         *(record.by, record.why, message.offset, message.time),
+        record.timeline if isinstance(record, records.Join) else None,
     )
 
 
@@ -173,7 +174,7 @@ def unpack(packets: Iterable[Packet]) -> Compacted:
     for rejected in (rejected for packet in packets for rejected in packet.rejected):
         assert rejected.reason not in result.rejected
         result.rejected[rejected.reason] = np.frombuffer(rejected.offsets, "<i8").tolist()
-    result.markers.sort(key=lambda marker: marker[-2])  # type: ignore[arg-type,return-value]  # the offset
+    result.markers.sort(key=lambda marker: marker[-3])  # type: ignore[arg-type,return-value]  # the offset
     return result
 
 

@@ -86,3 +86,18 @@ def test_a_stream_without_gaps_has_a_small_state_whatever_it_has_seen() -> None:
     shard.feed(position("b", 0, 100_000, epoch=1))
     assert shard.linear == 100_000
     assert len(shard.states[STREAM]) < 100
+
+
+def test_a_state_of_format_1_is_read() -> None:
+    """Written by the version before: writer a was set back from 3 to 1, and (2, 3] and (6, 7] came again."""
+    old = bytes.fromhex(
+        "9701010003919206079298a16102930300919806070100000001cd07d0c09192010303930100929802030100000001cd07d0980607010000"
+        "0001cd07d0c298a1620193030090c09000c0c290"
+    )
+    stream = state.decode(old)
+    a, b = stream.writers["a"], stream.writers["b"]
+    assert (a.position, a.chain.position, [*a.chain.gaps()]) == (3, 1, [(1, 2, 2000), (3, 6, 2000)])
+    assert (b.position, stream.line.position, stream.timeline) == (3, 3, 1)
+    shard = Shard({STREAM: old}, next_offset=20, now=3000)
+    shard.feed(rdata("a", 2, 1, epoch=2), rdata("a", 6, 3, epoch=2))
+    assert (shard.positions, shard.linear) == ({"a": 7, "b": 3}, 3)
