@@ -15,9 +15,17 @@ class LinearPosition:
     position: int = 0
     completed: Intervals = EMPTY
 
-    def final(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """Which of `ids` are settled for good: the position has passed them, or somebody completed them."""
-        return (ids <= self.position) | self.completed.contains(ids)
+    def final(self, ids: Ids, offsets: Ids, completes: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Which records complete an ID that is settled for good: the position has passed it, or another record, of
+        those that were remembered or of these at a lower offset, completed it. `completes`: whether a record completes.
+        """
+        final = (ids <= self.position) | self.completed.contains(ids)
+        ordered = np.sort(ids[completes])
+        if (ordered[1:] == ordered[:-1]).any():
+            order = np.lexsort((offsets, ids))
+            order = order[completes[order]]
+            final[order[1:]] |= ids[order[1:]] == ids[order[:-1]]
+        return final & completes
 
     def remember(self, ids: Ids) -> None:
         """These IDs are complete."""

@@ -16,14 +16,13 @@ from operator import attrgetter
 import numpy as np
 
 from tidemark.streaming.chain import NOWHERE, Chain
-from tidemark.streaming.changes import Changes, LateRange, Sign, TimelineBegun
+from tidemark.streaming.changes import Changes, LateRange, TimelineBegun
 from tidemark.streaming.classify import Classifier, Completed
 from tidemark.streaming.direction import Direction
-from tidemark.streaming.intervals import Ids
 from tidemark.streaming.linear import LinearPosition
 from tidemark.streaming.model import Bounds, Reason
-from tidemark.streaming.runs import Mask, Run
-from tidemark.streaming.writers import HeldRows, HeldWriter, Incarnation, Mark, WriterState, begin, settle, taken_back
+from tidemark.streaming.runs import Run
+from tidemark.streaming.writers import HeldRows, HeldWriter, Incarnation, Mark, WriterState, begin, settle, went_back
 
 
 @dataclass(slots=True)
@@ -229,8 +228,7 @@ class StreamState:
             return
         ids = np.concatenate([run.ids for run, _ in found])
         completes = np.concatenate([run.completes for run, _ in found])
-        late = self.line.final(ids) | _second(ids, np.concatenate([run.offsets for run, _ in found]), completes)
-        late &= completes
+        late = self.line.final(ids, np.concatenate([run.offsets for run, _ in found]), completes)
         if late.any():
             ends = np.cumsum([len(run) for run, _ in found])[:-1]
             for (run, outcome), mask in zip(found, np.split(late, ends), strict=True):
@@ -260,42 +258,19 @@ class StreamState:
     def _begin(self, mark: Mark, changes: Changes) -> tuple[WriterState, int | None]:
         """Begin the epoch of a JOIN, and a new timeline first where it shows that the database went back."""
         known = self.writers.get(mark.writer)
-        if (why := self._went_back(known, mark)) is not None:
+        if (why := went_back(known, self.held, mark, self.timeline, self.database)) is not None:
             self.timeline += 1
             position = known.position if known is not None else 0
             begun = TimelineBegun(mark.writer, mark.epoch, mark.id, position, self.timeline, why)
             changes.timelines.append(begun)
             for name, writer in self.writers.items():
-                taken_back(writer.epoch, writer.go_back(mark.id), name, changes)
+                writer.go_back(mark.id, name, changes)
             changes.counts["forgotten"] += self.line.forget_above(mark.id)
         writer, retire = begin(self.writers, self.held, mark, changes)
         writer.timeline = self.timeline
         if mark.timeline is not None:
             self.database = mark.timeline.database
         return writer, retire
-
-    def _went_back(self, writer: WriterState | None, mark: Mark) -> Sign | None:
-        """What shows that IDs beyond `mark.id` may be given out again, that were not said to be so before.
-
-        A JOIN below the line, or below another writer's position, shows nothing: it read the head before the others
-        went on. Nor does that of a writer which had not joined in this timeline: it went back with the others.
-        """
-        told, before = mark.timeline, [*self._held_before(mark)]
-        if told is not None and self.database not in (None, told.database):
-            return "database"
-        if any(held.chain.pending_beyond(mark.id) for held in before):
-            return "position"
-        if writer is None or writer.timeline < self.timeline:
-            return None
-        if mark.id < writer.chain.reach:
-            return "position"
-        if told is not None and writer.start is not None and told.after != writer.start:
-            return "start"
-        return None
-
-    def _held_before(self, mark: Mark) -> Iterator[HeldWriter]:
-        """Earlier incarnations of the writer that never joined."""
-        return (held for (name, epoch), held in self.held.items() if name == mark.writer and epoch < mark.epoch)
 
     def _end(self, writer: WriterState, mark: Mark, changes: Changes) -> None:
         settle(writer, 0, mark, "retired", changes)
@@ -321,14 +296,3 @@ class StreamState:
         changes.counts["held" if held.retire is None else "duplicate"] += 1
         held.retire = mark.id
         return None
-
-
-def _second(ids: Ids, offsets: Ids, completes: Mask) -> Mask:
-    """Which of the completions have an ID that a record at a lower offset completes."""
-    seconds = np.zeros(len(ids), np.bool_)
-    ordered = np.sort(ids[completes])
-    if (ordered[1:] == ordered[:-1]).any():
-        order = np.lexsort((offsets, ids))
-        order = order[completes[order]]
-        seconds[order[1:]] = ids[order[1:]] == ids[order[:-1]]
-    return seconds

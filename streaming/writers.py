@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from tidemark.streaming.chain import Chain, How, Moves, Span
-from tidemark.streaming.changes import Changes, LateRange
+from tidemark.streaming.changes import Changes, LateRange, Sign
 from tidemark.streaming.intervals import EMPTY, Ids, Intervals
 from tidemark.streaming.model import NOTHING, Evidence
 from tidemark.streaming.records import Timeline
@@ -47,18 +47,20 @@ class WriterState:
 
     def take(self) -> Moves:
         """What happened to the chain since the last `take`, with the move of the position."""
-        moves = replace(self.chain.take(), prev=self._told, id=self.position)
+        moves = self.chain.take()
+        # Counts of a span that was published in part are upper bounds, and none is above the width of what moved.
+        evidence = moves.evidence.at_most(self.position - self._told)
+        moves = replace(moves, prev=self._told, id=self.position, evidence=evidence)
         self._told = self.position
         return moves
 
-    def go_back(self, limit: int) -> list[Span]:
-        """IDs beyond `limit` may be given out again. Gives what was completed beyond it and was not published."""
-        gone = self.chain.cut_above(limit)
+    def go_back(self, limit: int, name: str, changes: Changes) -> None:
+        """IDs beyond `limit` may be given out again. What was completed beyond it and not published is late."""
+        taken_back(self.epoch, self.chain.cut_above(limit), name, changes)
         if self.chain.position > limit:
             self.published = max(self.published, self.chain.position)
             self.late = self.late.union(Intervals.of([(limit, self.published)]))
             self.chain.begin_again(limit)
-        return gone
 
 
 @dataclass(slots=True)
@@ -105,6 +107,28 @@ class Mark:
         return Evidence(unseen=unseen, empty=width - unseen)
 
 
+def went_back(
+    writer: WriterState | None, held: dict[Incarnation, HeldWriter], mark: Mark, timeline: int, database: str | None
+) -> Sign | None:
+    """What in a JOIN shows that IDs beyond it may be given out again, if it was not said before; `timeline` and
+    `database` are the stream's.
+
+    A JOIN below the line, or below another writer's position, shows nothing: it read the head before the others
+    went on. Nor does that of a writer which had not joined in this timeline: it went back with the others.
+    """
+    told = mark.timeline
+    if told is not None and database not in (None, told.database):
+        return "database"
+    earlier = (it.chain for (name, epoch), it in held.items() if name == mark.writer and epoch < mark.epoch)
+    if any(chain.pending_beyond(mark.id) for chain in earlier):
+        return "position"
+    if writer is None or writer.timeline < timeline:
+        return None
+    if mark.id < writer.chain.reach:
+        return "position"
+    return "start" if told is not None and writer.start not in (None, told.after) else None
+
+
 def begin(
     writers: dict[str, WriterState],
     held: dict[Incarnation, HeldWriter],
@@ -117,7 +141,7 @@ def begin(
     What they completed beyond it was taken back with the writer's database (docs/design.md 3): it is late.
     """
     writer = writers.setdefault(mark.writer, WriterState(mark.epoch, Chain()))
-    taken_back(writer.epoch, writer.go_back(mark.id), mark.writer, changes)
+    writer.go_back(mark.id, mark.writer, changes)
     retire = None
     for incarnation in sorted(key for key in held if key[0] == mark.writer and key[1] <= mark.epoch):
         before = held.pop(incarnation)

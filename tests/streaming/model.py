@@ -73,7 +73,7 @@ class Incarnated:
         """Take over what an incarnation completed before it joined."""
         for prev, id in held.ranges():
             there = sum(at in self.settled for at in range(prev + 1, id + 1))
-            self.blurred |= 0 < there < id - prev
+            self.blurred |= 0 < there < id - prev or prev < self.published < id
         new = {at: BARE if at <= self.published else how for at, how in held.settled.items()}
         self.settled = new | self.settled
         self.denied |= held.denied
