@@ -118,7 +118,7 @@ class EndOffsets:
         rounds = 0
         while not self._closing.is_set():
             try:
-                for (topic, partition), end in self._topics.heads(self._partitions).items():
+                for (topic, partition), end in self._topics.end_offsets(self._partitions).items():
                     metrics.set_offsets(topic, partition, end=end, read=self._board.read[topic, partition])
                 rounds += 1
                 if rounds % ROUNDS_PER_CHECK == 0:

@@ -61,8 +61,8 @@ def report(dsn: str, instance: str, say: Say) -> None:
         say(f"open transaction: {holder}")
     if not found.holders:
         say("no open transaction")
-    for stream, head in found.heads.items():
-        say(f"{stream}: {_counted(found.leftovers.get(stream, 0), 'row')} in the outbox, would join at {head}")
+    for stream, allocated in found.allocated.items():
+        say(f"{stream}: {_counted(found.leftovers.get(stream, 0), 'row')} in the outbox, would join at {allocated}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ class Topics:
             for name in names
         }
 
-    def heads(self, partition_counts: Mapping[str, int]) -> dict[tuple[str, int], int]:
+    def end_offsets(self, partition_counts: Mapping[str, int]) -> dict[tuple[str, int], int]:
         """The offset of the next record to be written, by topic and partition: what a lag is measured against."""
         partitions = [
             TopicPartition(name, number) for name, count in partition_counts.items() for number in range(count)

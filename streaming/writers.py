@@ -113,8 +113,8 @@ def went_back(
     """What in a JOIN shows that IDs beyond it may be given out again, if it was not said before; `timeline` and
     `database` are the stream's.
 
-    A JOIN below the line, or below another writer's position, shows nothing: it read the head before the others
-    went on. Nor does that of a writer which had not joined in this timeline: it went back with the others.
+    A JOIN below the line, or below another writer's position, shows nothing: it read what was allocated before
+    the others went on. Nor does that of a writer which had not joined in this timeline: it went back with the others.
     """
     told = mark.timeline
     if told is not None and database not in (None, told.database):

@@ -181,7 +181,7 @@ class Hub:
                 try:
                     so_far = await self._read_side.durable.read_so_far(tail.topic)
                     whole = await loop.run_in_executor(thread, tail.begin, so_far.offsets)
-                    self._rows.begin(whole, so_far.heads)
+                    self._rows.begin(whole, so_far.allocated)
                     if problem is not None:
                         log.info("Rows are read again")
                     problem = None

@@ -47,7 +47,7 @@ class ReadSoFar:
     before those offsets has named, or a later one."""
 
     offsets: Mapping[int, int]
-    heads: Mapping[str, int]
+    allocated: Mapping[str, int]
 
 
 class Durable:
@@ -116,9 +116,9 @@ class Durable:
 
 
 def _read_so_far(postgres: Postgres, topic: str) -> ReadSoFar:
-    offsets = postgres.offsets().get(topic, {})  # before the heads: those may only be higher
-    heads = {name: stored.head for name, stored in postgres.positions(postgres.streams()).items()}
-    return ReadSoFar(offsets, heads)
+    offsets = postgres.offsets().get(topic, {})  # before the allocated: those may only be higher
+    allocated = {name: stored.allocated for name, stored in postgres.positions(postgres.streams()).items()}
+    return ReadSoFar(offsets, allocated)
 
 
 def _decoded(states: Mapping[str, bytes], late: Mapping[str, LateCount]) -> dict[str, Details]:

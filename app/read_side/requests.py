@@ -56,7 +56,7 @@ class RequestHandler:
 
     async def _stored(self, stream: str) -> KeysFound:
         found = (await self._durable.positions([stream])).get(stream)
-        return NOTHING if found is None else KeysFound(found.linear, found.positions, found.late, found.head)
+        return NOTHING if found is None else KeysFound(found.linear, found.positions, found.late, found.allocated)
 
 
 @dataclass(frozen=True, slots=True)

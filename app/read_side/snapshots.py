@@ -26,13 +26,13 @@ Source = Literal["redis", "postgres", "memory"]
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The positions of a stream. `late` is the number of its newest late completion, `head` the highest ID that any
-    record of it named (None: unknown); `read_at` is when `source` was read (s, of the process's monotonic clock)."""
+    """The positions of a stream. `late` is the number of its newest late completion, `allocated` the highest ID that
+    any record of it named (None: unknown); `read_at` is when `source` was read (s, of our own monotonic clock)."""
 
     linear: int
     vector: Mapping[str, int]
     late: int
-    head: int | None
+    allocated: int | None
     source: Source
     read_at: float
 
@@ -65,8 +65,12 @@ class Highest:
                 for writer, position in before.vector.items()
                 if writer not in found.vector and beyond(position, linear)
             }
-            head = before.head if found.head is None or beyond(before.head or 0, found.head) else found.head
-            found = replace(found, linear=linear, vector=vector, late=max(found.late, before.late), head=head)
+            allocated = (
+                before.allocated
+                if found.allocated is None or beyond(before.allocated or 0, found.allocated)
+                else found.allocated
+            )
+            found = replace(found, linear=linear, vector=vector, late=max(found.late, before.late), allocated=allocated)
         self._streams[stream] = found
         return found
 
@@ -163,7 +167,7 @@ class Snapshots:
         with suppress(Unavailable, Stop):
             seen = await self._live.keys(streams)
             return {
-                name: Known(it.linear, it.positions, it.late, it.head, "redis", now)
+                name: Known(it.linear, it.positions, it.late, it.allocated, "redis", now)
                 for name, it in seen.items()
                 if it.linear is not None
             }
@@ -172,7 +176,9 @@ class Snapshots:
     async def _from_postgres(self, streams: Collection[str]) -> dict[str, Known]:
         now = self._now()
         stored = await self._durable.positions(streams)
-        return {name: Known(it.linear, it.positions, it.late, it.head, "postgres", now) for name, it in stored.items()}
+        return {
+            name: Known(it.linear, it.positions, it.late, it.allocated, "postgres", now) for name, it in stored.items()
+        }
 
     def _is_stale(self, stream: str) -> bool:
         detailed = self._detailed.get(stream)

@@ -160,15 +160,16 @@ async def wait(call: OperationCall) -> Response:
             now = time.monotonic()
             if known is not None and _reached(Token.of(known.linear, known.vector), token):
                 return json(await _position(call))
-            if known is None or known.head is None or not beyond(token.farthest(), known.head):
+            if known is None or known.allocated is None or not beyond(token.farthest(), known.allocated):
                 ahead_since = None
             elif ahead_since is None:
                 ahead_since = now
-            # A token that was just issued may be ahead of the head for a moment: writers announce once a second.
+            # A token that was just issued may be ahead for a moment: writers announce once a second.
             if ahead_since is not None and now >= min(ahead_since + GRACE, deadline):
                 assert known is not None
                 detail = (
-                    f"writers of {call.stream} have come to {known.head}: this is a token of another stream or database"
+                    f"writers of {call.stream} have come to {known.allocated}: this is a token of another stream or"
+                    " database"
                 )
                 raise Ahead(detail, await _position(call))
             if now >= deadline:

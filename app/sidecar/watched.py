@@ -65,7 +65,7 @@ class WatchedStreamAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="
     state: State
     source: Source | None
     linear: StreamId | None
-    head: Annotated[StreamId | None, Meta(description="The highest ID that any record named, as far as is known.")]
+    allocated: Annotated[StreamId | None, Meta(description="The highest ID that any record named, as far as is known.")]
     writers: list[WatchedWriterAnswer]
     unknown_writers: list[UnknownWriterAnswer]
     late: LateSummaryAnswer | None
@@ -101,7 +101,7 @@ def watched(snapshot: Snapshot) -> WatchedStreamAnswer:
         state="recovering" if known is None else "known",
         source=None if known is None else known.source,
         linear=None if known is None else known.linear,
-        head=None if known is None else known.head,
+        allocated=None if known is None else known.allocated,
         writers=[]
         if known is None
         else [

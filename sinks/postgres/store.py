@@ -47,7 +47,7 @@ class StreamPositions:
     `late` is the number of its newest late completion, 0 for none."""
 
     linear: int
-    head: int
+    allocated: int
     late: int
     positions: dict[str, int]
     forgotten: frozenset[str]
@@ -200,8 +200,8 @@ class Postgres:
         with self._reads.use() as connection:
             # The lines first: a line that is older than the positions claims too little, the other way too much.
             found = {
-                stream: StreamPositions(linear, head, late, {}, frozenset(forgotten))
-                for stream, linear, head, late, forgotten in connection.execute(
+                stream: StreamPositions(linear, allocated, late, {}, frozenset(forgotten))
+                for stream, linear, allocated, late, forgotten in connection.execute(
                     "select stream, linear, head,"
                     " coalesce((select max(number) from tidemark.late_completions l where l.stream = s.stream), 0),"
                     " array(select writer from tidemark.stream_positions p"

@@ -99,9 +99,9 @@ def _write_streams(connection: Connection, batch: Batch) -> None:
         connection,
         """
         insert into tidemark.streams as old (stream, linear, head, direction, shard, state, updated_at)
-        select stream, linear, head, direction, shard, state, to_timestamp(now / 1000.0)
+        select stream, linear, allocated, direction, shard, state, to_timestamp(now / 1000.0)
         from unnest(%s::text[], %s::bigint[], %s::bigint[], %s::smallint[], %s::int[], %s::bytea[], %s::bigint[])
-            as new (stream, linear, head, direction, shard, state, now)
+            as new (stream, linear, allocated, direction, shard, state, now)
         on conflict (stream) do update set
             linear = case when abs(excluded.linear) > abs(old.linear) then excluded.linear else old.linear end,
             head = case when abs(excluded.head) > abs(old.head) then excluded.head else old.head end,

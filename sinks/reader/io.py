@@ -55,7 +55,7 @@ class ReadKeys(Request):
 @dataclass(frozen=True, slots=True)
 class KeysFound:
     """The answer to `ReadList`, `ReadNewest` and `ReadKeys`. `linear` is None where Redis knows nothing of the stream;
-    `head` is the highest ID that any record of it named, None where that is not known.
+    `allocated` is the highest ID that any record of it named, None where that is not known.
 
     `entries` of a `ReadList` begin behind `after`; `joined` tells whether `after` still stands there (always, without
     an `after`). `more` says that the list goes on. `last` names the newest entry of the list that was read.
@@ -64,7 +64,7 @@ class KeysFound:
     linear: int | None
     positions: dict[str, int]
     late: int = 0
-    head: int | None = None
+    allocated: int | None = None
     entries: Sequence[ListEntry] = ()
     joined: bool = True
     more: bool = False

@@ -90,7 +90,7 @@ def queue(pipe: Any, request: ReadList | ReadNewest | ReadKeys) -> None:
     pipe.get(key(request.stream, "linear"))
     pipe.hgetall(key(request.stream, "positions"))
     pipe.hget(key(request.stream, "fence"), "late")
-    pipe.get(key(request.stream, "head"))
+    pipe.get(key(request.stream, "allocated"))
     match request:
         case ReadList(stream, None):
             pipe.xrange(key(stream, "advances"), count=PAGE)
@@ -132,7 +132,7 @@ def await_entry(client: Any, request: AwaitEntry) -> Any:
 
 
 def seen(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) -> KeysFound:
-    linear, positions, late, head, listed = reply
+    linear, positions, late, allocated, listed = reply
     entries = [ListEntry(_text(name), _texts(fields)) for name, fields in listed]
     last = entries[-1].name if entries else "0-0"
     joined, more = True, False
@@ -149,7 +149,7 @@ def seen(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) -> Key
         linear=None if linear is None else int(linear),
         positions={writer: int(position) for writer, position in _texts(positions).items()},
         late=int(late or 0),
-        head=None if head is None else int(head),
+        allocated=None if allocated is None else int(allocated),
         entries=entries,
         joined=joined,
         more=more,

@@ -23,12 +23,12 @@ class Recovering:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The published positions. `head` is the highest ID that any record of the stream named, None where unknown."""
+    """The published positions. `allocated` is the highest ID that any record of the stream named; None: unknown."""
 
     stream: str
     linear: int
     vector: Mapping[str, int]
-    head: int | None = None
+    allocated: int | None = None
 
     @property
     def token(self) -> Token:
@@ -42,7 +42,7 @@ class Standing:
 def standing(stream: str, seen: KeysFound) -> Standing | Recovering:
     if seen.linear is None:
         return Recovering(stream)
-    return Standing(stream, seen.linear, seen.positions, seen.head)
+    return Standing(stream, seen.linear, seen.positions, seen.allocated)
 
 
 def getting(stream: str) -> Generator[Request | Standing | Recovering, Answer, None]:
@@ -84,12 +84,12 @@ def waiting(
             yield stands
             return
         now = clock()
-        if seen.head is None or not beyond(token.farthest(), seen.head):
+        if seen.allocated is None or not beyond(token.farthest(), seen.allocated):
             ahead_since = None
         elif ahead_since is None:
             ahead_since = now
         elif now - ahead_since >= config.grace:
-            raise TokenFromTheFuture(stream, str(token), seen.head)
+            raise TokenFromTheFuture(stream, str(token), seen.allocated)
         if now >= deadline:
             text = str(stands.token) if isinstance(stands, Standing) else None
             raise NotReached(stream, str(token), text, deadline - began)

@@ -138,7 +138,7 @@ def _moved(held: RedisPositions, wanted: StreamPositions) -> bool:
     return (
         held.linear is None
         or abs(held.linear) < abs(wanted.linear)
-        or abs(held.head) < abs(wanted.head)
+        or abs(held.allocated) < abs(wanted.allocated)
         or held.late < wanted.late
     )
 

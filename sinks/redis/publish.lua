@@ -1,6 +1,6 @@
 -- Publishes one stream's change; the only writer of its keys. A repeat of the same call changes nothing.
 --
--- KEYS  positions, linear, token, advances, fence, head (one hash tag)
+-- KEYS  positions, linear, token, advances, fence, allocated (one hash tag)
 -- ARGV  mode, lease token, entries kept, change (msgpack of sinks.redis.publish.Change)
 --
 -- Modes: 'new'    the stream may be unknown here
@@ -11,9 +11,9 @@
 -- Answers {'done'}, {'fenced', newest token} or {'lost'} (Redis lost data: fill it from Postgres).
 -- IDs are compared as text, by magnitude: they have up to 63 bits and a number here has 53.
 
-local POSITIONS, LINEAR, TOKEN, ADVANCES, FENCE, HEAD = unpack(KEYS)
+local POSITIONS, LINEAR, TOKEN, ADVANCES, FENCE, ALLOCATED = unpack(KEYS)
 local mode, lease, kept = ARGV[1], ARGV[2], ARGV[3]
-local stream, linear, entries, positions, late, dropped, head = unpack(cmsgpack.unpack(ARGV[4]))
+local stream, linear, entries, positions, late, dropped, allocated = unpack(cmsgpack.unpack(ARGV[4]))
 local CHANNEL = 'tidemark:{' .. stream .. '}'
 
 local function call(...)
@@ -142,7 +142,7 @@ local function publish()
         call('SET', LINEAR, linear)
         line, changed = linear, true
     end
-    if beyond(head, call('GET', HEAD) or '0') then call('SET', HEAD, head) end
+    if beyond(allocated, call('GET', ALLOCATED) or '0') then call('SET', ALLOCATED, allocated) end
     if changed or #order > 0 or call('EXISTS', TOKEN) == 0 then write_token(line) end
     for _, writer in ipairs(order) do
         local told = moved[writer]

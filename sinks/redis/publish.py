@@ -62,7 +62,7 @@ class Change(msgspec.Struct, array_like=True, frozen=True):
     positions: list[tuple[str, str]] = []
     late: list[LateEntry] = []
     dropped: list[str] = []
-    head: str = "0"
+    allocated: str = "0"
 
 
 def of_batch(batch: Batch, committed: Committed) -> list[Change]:
@@ -87,7 +87,7 @@ def _of_stream(batch: int, now: int, effects: StreamEffects, committed: Committe
         ],
         late=[_late(number, late, batch, now) for number, late in zip(numbers, effects.late, strict=True)],
         dropped=effects.dropped,
-        head=str(effects.allocated),
+        allocated=str(effects.allocated),
     )
 
 
@@ -110,7 +110,7 @@ def of_history(
         positions=[(writer, str(position)) for writer, position in held.positions.items()],
         late=[_late(item.number, item.late, item.batch, item.time) for item in late],
         dropped=sorted(held.forgotten),
-        head=str(held.head),
+        allocated=str(held.allocated),
     )
 
 
@@ -140,7 +140,7 @@ CALLS_AT_ONCE = 500  # streams in one pipeline: bounds the memory of both sides,
 
 _SCRIPT = files("tidemark.sinks.redis").joinpath("publish.lua").read_text("utf-8")
 _SHA = sha1(_SCRIPT.encode(), usedforsecurity=False).hexdigest()
-_KEYS = ("positions", "linear", "token", "advances", "fence", "head")
+_KEYS = ("positions", "linear", "token", "advances", "fence", "allocated")
 
 Mode = Literal["new", "known", "mend", "anew"]
 """How a change is published; `publish.lua` says what each means."""
@@ -167,7 +167,7 @@ class RedisPositions:
     about a late completion."""
 
     linear: int | None
-    head: int
+    allocated: int
     positions: dict[str, int]
     late: int
 
@@ -225,18 +225,18 @@ class Redis:
             pipeline = client.pipeline(transaction=False)
             for stream in streams:
                 pipeline.get(key(stream, "linear"))
-                pipeline.get(key(stream, "head"))
+                pipeline.get(key(stream, "allocated"))
                 pipeline.hgetall(key(stream, "positions"))
                 pipeline.hget(key(stream, "fence"), "late")
             answers = pipeline.execute()
         return {
             stream: RedisPositions(
                 linear=None if linear is None else int(linear),
-                head=int(head or 0),
+                allocated=int(allocated or 0),
                 positions={writer: int(position) for writer, position in positions.items()},
                 late=int(late or 0),
             )
-            for stream, linear, head, positions, late in zip(
+            for stream, linear, allocated, positions, late in zip(
                 streams, answers[0::4], answers[1::4], answers[2::4], answers[3::4], strict=True
             )
         }

@@ -126,17 +126,17 @@ class ReservationChain:
         with self._lock:
             return None if self._out else self._begun
 
-    def announce(self, head: int, calm: int | None, now: float) -> bool:
-        """Nothing of ours lies between the last ID and `head`, the sequence's `last_value`: an edge of its own.
+    def announce(self, allocated: int, calm: int | None, now: float) -> bool:
+        """Nothing of ours lies between the last ID and `allocated`, the sequence's `last_value`: an edge of its own.
 
-        Whether there was anything to announce. Nothing is, where a nextval was in flight while `head` was read: it may
-        be ours, and whoever reserved will complete it.
+        Whether there was anything to announce. Nothing is, where a nextval was in flight while `allocated` was read: it
+        may be ours, and whoever reserved will complete it.
         """
         with self._lock:
-            if calm != self._begun or head <= self._last:
+            if calm != self._begun or allocated <= self._last:
                 return False
-            self._join(SettledSpan(self._last, head, 0, now))
-            self._last = self._highest = head
+            self._join(SettledSpan(self._last, allocated, 0, now))
+            self._last = self._highest = allocated
             return True
 
     # -- telling

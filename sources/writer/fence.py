@@ -48,12 +48,12 @@ Streams = Mapping[str, tuple[int, Direction]]
 
 @dataclass(frozen=True, slots=True)
 class FencePlan:
-    """What a fence would do: `leftovers` are rows of the outbox, `heads` the IDs of the JOINs, by stream."""
+    """What a fence would do: `leftovers` are rows of the outbox, `allocated` the IDs of the JOINs, by stream."""
 
     epoch: int
     holders: list[Holder]
     leftovers: dict[str, int]
-    heads: dict[str, int]
+    allocated: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,12 @@ def plan(session: PostgresSession, instance: str) -> FencePlan:
             "select stream, count(*) from tidemark.outbox where instance = %s group by stream order by stream",
             [instance],
         ).fetchall()
-        heads = sequences.heads(connection, streams)
+        allocated = sequences.allocated(connection, streams)
         return FencePlan(
             row[0],
             holders(connection, instance),
             dict(leftovers),
-            {stream: streams[stream][1].signed(head) for stream, head in heads.items()},
+            {stream: streams[stream][1].signed(last) for stream, last in allocated.items()},
         )
 
 
@@ -166,14 +166,14 @@ def settle(
     """
     leftovers = _send_leftovers(session, producer, instance, epoch, patience)
     with session.use() as connection, connection.transaction():
-        heads = sequences.heads(connection, streams)
+        allocated = sequences.allocated(connection, streams)
         # What was given out so far must be so for good before it is announced: a crash may take back the numbers of
         # transactions that have not committed, and this commit makes them durable.
         make_durable(connection)
-    for stream, head in heads.items():
-        producer.send(stream, RecordBuilder(instance, epoch, stream, streams[stream][1]).join(head))
+    for stream, last in allocated.items():
+        producer.send(stream, RecordBuilder(instance, epoch, stream, streams[stream][1]).join(last))
     producer.deliver(patience)
-    return Joined(epoch, heads, leftovers)
+    return Joined(epoch, allocated, leftovers)
 
 
 def retire(

@@ -49,7 +49,7 @@ class WriterMetrics:
         )
         self.heartbeats = Counter(
             "tidemark_writer_heartbeats",
-            "Times that an idle writer announced that nothing of it lies below the head of its sequence.",
+            "Times that an idle writer announced that nothing of it lies below what its sequence has given out.",
             labels,
             registry=registry,
         )

@@ -31,8 +31,8 @@ class RecordBuilder:
     def span(self, span: SettledSpan, facts: Sequence[OutboxFact], voids: Sequence[int]) -> Iterator[bytes]:
         """Edges that tile `span`: one for each of its facts, and of `voids`: reserved IDs without a fact.
 
-        Both are in order. What else is empty (announced heads, and IDs of which that is not known) is covered by the
-        edge behind it, or by an announcement at the end: no single ID of it is named, so none counts as completed.
+        Both are in order. What else is empty (announcements, and IDs of which that is not known) is covered by the edge
+        behind it, or by an announcement at the end: no single ID of it is named, so none counts as completed.
         """
         at = span.prev
         for fact in facts:

@@ -145,7 +145,7 @@ class Relay:
         self._began = time.monotonic()
         self._clear_up()
         if time.monotonic() >= self._beat:
-            self._announce_heads()
+            self._announce_allocated()
             self._beat = time.monotonic() + HEARTBEAT
         self._poll_producer()
         self._send_ended()
@@ -162,14 +162,16 @@ class Relay:
                 self._unclear.remove(pending)
                 pending.end()
 
-    def _announce_heads(self) -> None:
+    def _announce_allocated(self) -> None:
         calm = {name: handle.chain.calm() for name, handle in self._handles.items()}
         with self._session.use() as connection:
-            heads = sequences.heads(connection, {name: (it.oid, it.towards) for name, it in self._handles.items()})
+            allocated = sequences.allocated(
+                connection, {name: (it.oid, it.towards) for name, it in self._handles.items()}
+            )
             require_epoch(connection, self._instance, self._epoch)
         now = time.monotonic()
-        for name, head in heads.items():
-            if self._handles[name].chain.announce(head, calm[name], now):
+        for name, last in allocated.items():
+            if self._handles[name].chain.announce(last, calm[name], now):
                 self._meters.heartbeat(name)
 
     def _poll_producer(self) -> None:

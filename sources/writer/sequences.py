@@ -151,7 +151,7 @@ def create(connection: Connection, name: str, towards: Direction) -> None:
     )
 
 
-def heads(connection: Connection, sequences: Mapping[str, tuple[int, Direction]]) -> dict[str, int]:
+def allocated(connection: Connection, sequences: Mapping[str, tuple[int, Direction]]) -> dict[str, int]:
     """For each stream, given its sequence's OID and direction: up to where IDs were given out, as a magnitude.
 
     Where none was yet, what comes before the first: 0, or 1 for a sequence that starts with 2.
@@ -165,7 +165,7 @@ def heads(connection: Connection, sequences: Mapping[str, tuple[int, Direction]]
         [[oid for oid, _ in sequences.values()], [towards.value for _, towards in sequences.values()]],
     ).fetchall()
     found = dict(zip(sequences, (row[0] for row in rows), strict=True))
-    for stream, head in found.items():
-        if head is None:
+    for stream, allocated in found.items():
+        if allocated is None:
             raise SequenceUnfit(stream, "the sequence of this stream was dropped", "make it again, beyond the last ID")
     return found

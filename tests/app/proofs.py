@@ -130,7 +130,7 @@ def read(kafka: KafkaConnection, topic: str, partitions: int) -> Iterator[Messag
     """All records of a topic, partition by partition."""
     consumer = Consumer({**kafka.client(), "group.id": "proofs", "enable.auto.commit": "false"})
     try:
-        for (_, partition), head in Topics(kafka).heads({topic: partitions}).items():
+        for (_, partition), head in Topics(kafka).end_offsets({topic: partitions}).items():
             consumer.assign([TopicPartition(topic, partition, 0)])
             following = 0
             while following < head:

@@ -155,7 +155,7 @@ def test_each_disagreement_stops_until_it_is_accepted_and_is_then_mended(site: S
 
 def ends(site: Site) -> Iterator[tuple[int, int]]:
     """Partition and next offset to write of those that hold anything."""
-    heads = Topics(site.kafka).heads({site.facts: PARTITIONS})
+    heads = Topics(site.kafka).end_offsets({site.facts: PARTITIONS})
     return ((partition, head) for (_, partition), head in heads.items() if head)
 
 

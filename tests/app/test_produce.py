@@ -31,7 +31,7 @@ def test_good_lines_are_sent_and_bad_ones_named_by_number(connection: KafkaConne
     assert produced.last is not None
     partition, offset = produced.last
     assert offset == 1
-    assert Topics(connection).heads({f"{prefix}.facts": 4})[f"{prefix}.facts", partition] == 2
+    assert Topics(connection).end_offsets({f"{prefix}.facts": 4})[f"{prefix}.facts", partition] == 2
 
 
 def test_an_operators_act_goes_to_the_control_topic_and_a_fact_does_not(

@@ -42,7 +42,7 @@ def test_the_ends_of_a_partition_follow_what_is_written(connection: KafkaConnect
         producer.produce(prefix, partition=1, value=b"x")
     producer.flush(10)
     assert topics.describe([prefix])[prefix].partitions == (Partition(0, 0), Partition(0, 3))
-    assert topics.heads({prefix: 2}) == {(prefix, 0): 0, (prefix, 1): 3}
+    assert topics.end_offsets({prefix: 2}) == {(prefix, 0): 0, (prefix, 1): 3}
 
 
 def test_a_topic_made_anew_has_another_id(connection: KafkaConnection, prefix: str) -> None:
@@ -112,7 +112,7 @@ def test_a_broker_that_came_back_is_asked_as_if_it_had_never_gone(
     try:
         for _ in range(2):
             with pytest.raises(Unavailable):
-                topics.heads({prefix: 2})
+                topics.end_offsets({prefix: 2})
     finally:
         kafka.start()
     assert _eventual_heads(topics, prefix) == {(prefix, 0): 0, (prefix, 1): 0}
@@ -123,7 +123,7 @@ def _eventual_heads(topics: Topics, name: str) -> dict[tuple[str, int], int]:
     deadline = time.monotonic() + 10
     while True:
         try:
-            return topics.heads({name: 2})
+            return topics.end_offsets({name: 2})
         except Unavailable:
             if time.monotonic() > deadline:
                 raise

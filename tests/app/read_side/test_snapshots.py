@@ -3,12 +3,12 @@
 from tidemark.app.read_side.snapshots import Highest, Known
 
 
-def known(linear: int, head: int | None = None, late: int = 0, **vector: int) -> Known:
-    return Known(linear, vector, late, head, "redis", 0.0)
+def known(linear: int, allocated: int | None = None, late: int = 0, **vector: int) -> Known:
+    return Known(linear, vector, late, allocated, "redis", 0.0)
 
 
 def test_less_is_never_answered_after_more() -> None:
-    """Rule 2: line, each writer's position and the head are the farthest that were ever said, also going down."""
+    """Rule 2: line, each writer's position and the allocated are the farthest that were ever said, also going down."""
     highest = Highest()
     highest.raised("s", known(7, 12, 2, first=9, second=7))
     assert highest.raised("s", known(5, 10, 1, first=5, second=8)) == known(7, 12, 2, first=9, second=8)
@@ -25,10 +25,10 @@ def test_writer_that_is_said_no_more_is_left_out_behind_the_line() -> None:
 
 
 def test_unknown_head_does_not_hide_a_known_one() -> None:
-    """A server that cannot tell the head takes nothing back."""
+    """A server that cannot tell the allocated takes nothing back."""
     highest = Highest()
     highest.raised("s", known(7, 12))
-    assert highest.raised("s", known(8, None)).head == 12
+    assert highest.raised("s", known(8, None)).allocated == 12
 
 
 def test_nothing_is_recalled_of_what_was_never_answered() -> None:

@@ -60,7 +60,7 @@ def test_all_streams_at_first_and_then_what_changed(pipeline: Pipeline, client: 
         streams, told = watch.look()
         assert [it["stream"] for it in streams] == ["quiet", "s"]
         found = streams[1]
-        assert (found["linear"], found["head"], found["source"]) == (7, 12, "redis")
+        assert (found["linear"], found["allocated"], found["source"]) == (7, 12, "redis")
         gap = {"low": 9, "top": 11, "since": "2026-09-21T14:13:20Z"}
         assert found["writers"][0] == {
             "writer": "first",
@@ -77,7 +77,7 @@ def test_all_streams_at_first_and_then_what_changed(pipeline: Pipeline, client: 
         found = watch.next_of("s")
         while found["writers"][0]["gaps"]:  # the line may be told before what Postgres says of gaps
             found = watch.next_of("s")
-        assert (found["linear"], found["head"]) == (12, 12)
+        assert (found["linear"], found["allocated"]) == (12, 12)
 
 
 def test_who_comes_later_is_told_everything(pipeline: Pipeline, client: SidecarClient) -> None:

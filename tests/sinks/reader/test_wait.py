@@ -52,13 +52,13 @@ def test_unknown_is_a_state_of_its_own(either: Any) -> None:
 
 
 def test_all_of_it_is_read_at_once(either: Any, pipeline: Pipeline, keys: Any) -> None:
-    """Linear position, vector, and the token that Redis holds; the head where it is known."""
+    """Linear position, vector, and the token that Redis holds; the allocated where it is known."""
     pipeline.publish(stream("s", advance("first", 0, 9), advance("second", 0, 7), linear=7))
     found = either.get("s")
     assert found == Standing("s", 7, {"first": 9, "second": 7}, 9)
     assert str(found.token) == keys.get(key("s", "token")) == "m7~first.9"
-    keys.set(key("s", "head"), "12")
-    assert either.get("s").head == 12
+    keys.set(key("s", "allocated"), "12")
+    assert either.get("s").allocated == 12
 
 
 def test_clients_of_ones_own_are_used_and_left_open(pipeline: Pipeline, redis_url: str) -> None:
@@ -109,7 +109,7 @@ def test_time_may_be_over(either: Any, pipeline: Pipeline) -> None:
 def test_token_from_the_future_is_an_error(either: Any, pipeline: Pipeline, keys: Any) -> None:
     """A token beyond all that Tidemark has heard of is refused after the grace, and not waited for for ever."""
     pipeline.move("w", 0, 3)
-    keys.set(key("s", "head"), "4")
+    keys.set(key("s", "allocated"), "4")
     with pytest.raises(TokenFromTheFuture, match="have come to 4") as caught:
         either.wait("s", "m3~w.5", timeout=30, grace=0.3)
     assert caught.value.allocated == 4
@@ -118,15 +118,15 @@ def test_token_from_the_future_is_an_error(either: Any, pipeline: Pipeline, keys
 def test_token_may_run_ahead_for_a_moment(either: Any, pipeline: Pipeline, keys: Any) -> None:
     """A token that was issued before the writer's next heartbeat is waited for."""
     pipeline.move("w", 0, 3)
-    keys.set(key("s", "head"), "4")
-    with later(0.5, lambda: keys.set(key("s", "head"), "5")), pytest.raises(NotReached):
+    keys.set(key("s", "allocated"), "4")
+    with later(0.5, lambda: keys.set(key("s", "allocated"), "5")), pytest.raises(NotReached):
         either.wait("s", 5, timeout=1.5, grace=1)
 
 
 def test_backward_streams_are_waited_for(either: Any, pipeline: Pipeline, keys: Any) -> None:
     """Negative IDs go down: -5 is beyond -3."""
     pipeline.move("w", 0, -3)
-    keys.set(key("s", "head"), "-9")
+    keys.set(key("s", "allocated"), "-9")
     assert either.wait("s", -2, timeout=0).linear == -3
     with later(0.2, lambda: pipeline.move("w", -3, -5)):
         assert either.wait("s", "m-3~w.-5", timeout=20).linear == -5

@@ -57,7 +57,7 @@ def address(request: pytest.FixtureRequest) -> RedisAddress:
 
 
 def moved(stream: str, number: int = 9) -> Change:
-    return Change(stream, "7", [entry("w", 0, number)], [("w", str(number))], head=str(number))
+    return Change(stream, "7", [entry("w", 0, number)], [("w", str(number))], allocated=str(number))
 
 
 def publish(sink: Redis, number: int = 9) -> list[str]:

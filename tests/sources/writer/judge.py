@@ -47,7 +47,7 @@ class Judge:
 
     def messages(self) -> list[Message]:
         """All that is there now."""
-        end = Topics(self._connection).heads({self._topic: 1})[self._topic, 0]
+        end = Topics(self._connection).end_offsets({self._topic: 1})[self._topic, 0]
         consumer = Consumer({**self._connection.client(), "group.id": "judge", "enable.auto.commit": "false"})
         consumer.assign([TopicPartition(self._topic, 0, 0)])
         found: list[Message] = []

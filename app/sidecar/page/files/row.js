@@ -76,7 +76,7 @@ export class Row {
     this.#say("rate", stream.linear === null ? "–" : rate(motion.rate));
     this.#say("late", stream.late ? `${stream.late.count}${stream.late.count < 100 ? "" : "+"} late` : "");
     this.#parts.strip.ariaLabel = this.#told(verdict, now);
-    paint(this.#parts.strip, stream.linear === null ? [] : whole(stream, new Scale(stream, verdict.head, motion.rate)));
+    paint(this.#parts.strip, stream.linear === null ? [] : whole(stream, new Scale(stream, verdict.allocated, motion.rate)));
     this.#drawDetails();
   }
 
@@ -94,7 +94,7 @@ export class Row {
       return;
     }
     details.querySelector(":scope > .trouble")?.remove();
-    const scale = new Scale(this.stream, this.verdict.head, this.#rate);
+    const scale = new Scale(this.stream, this.verdict.allocated, this.#rate);
     const troubles = child(details, "ul", "troubles");
     resized(troubles, this.verdict.troubles.length, trouble);
     this.verdict.troubles.forEach((it, at) => tell(troubles.children[at], it, this.#now));
@@ -102,7 +102,7 @@ export class Row {
     lanes.ariaLabel = `Writers of ${this.name}`;
     resized(lanes, this.stream.writers.length, lane);
     this.stream.writers.forEach((it, at) => place(lanes.children[at], it, scale));
-    text(child(child(details, "p", "ends"), "span", "head"), `head ${this.verdict.head}`);
+    text(child(child(details, "p", "ends"), "span", "allocated"), `allocated to ${this.verdict.allocated}`);
   }
 
   #say(part, said) {

@@ -1,4 +1,4 @@
-// Strips: IDs drawn to scale, from a little below the oldest position of a stream to its head.
+// Strips: IDs drawn to scale, from a little below the oldest position of a stream to its highest allocated ID.
 
 import { ahead, farthest, nearest } from "./ids.js";
 
@@ -12,10 +12,10 @@ export class Scale {
   #below;
   #whole;
 
-  constructor(stream, head, rate) {
+  constructor(stream, allocated, rate) {
     const active = stream.writers.filter((it) => it.retired !== true);
     this.#low = nearest([stream.linear, ...active.map((it) => it.position)]);
-    const above = ahead(head, this.#low);
+    const above = ahead(allocated, this.#low);
     this.#below = Math.max(RECENT * rate, FEWEST, above * (PART / (1 - PART)));
     this.#whole = this.#below + above;
   }

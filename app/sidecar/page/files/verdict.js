@@ -6,17 +6,17 @@ import { age, counted } from "./words.js";
 export const HELD_AFTER = 10; // seconds that something may be missing: what a transaction takes is none of our business
 const MOVING = 10; // seconds after a move in which a stream counts as moving
 
-// {state, since, troubles, head, behind} of `stream` as /v1/watch has it. `motion` is its Motion; times are seconds since
+// {state, since, troubles, allocated, behind} of `stream` as /v1/watch has it. `motion` is its Motion; times are seconds since
 // 1970 by the sidecar's clock.
 export function judge(stream, motion, now) {
-  if (stream.state === "recovering") return { state: "recovering", since: null, troubles: [], head: null, behind: null };
-  const head = farthest([stream.head ?? stream.linear, stream.linear, ...stream.writers.map((it) => it.reach)]);
-  const behind = ahead(head, stream.linear);
+  if (stream.state === "recovering") return { state: "recovering", since: null, troubles: [], allocated: null, behind: null };
+  const allocated = farthest([stream.allocated ?? stream.linear, stream.linear, ...stream.writers.map((it) => it.reach)]);
+  const behind = ahead(allocated, stream.linear);
   const troubles = [...gaps(stream), ...unknownWriters(stream)];
   if (!troubles.length && behind > 0 && now - motion.still >= HELD_AFTER) troubles.push(...silent(stream, motion.still));
   troubles.sort((a, b) => a.since - b.since);
   const since = troubles[0]?.since ?? null;
-  return { state: state(since, motion, now), since, troubles, head, behind };
+  return { state: state(since, motion, now), since, troubles, allocated, behind };
 }
 
 function state(since, motion, now) {
@@ -50,7 +50,7 @@ function unknownWriters(stream) {
   }));
 }
 
-// No gap, and yet the linear position stands below the head: it waits for a writer that says nothing, not even that it is idle.
+// No gap, and yet the linear position stands below what is allocated: it waits for a writer that says nothing, not even that it is idle.
 function silent(stream, since) {
   const active = stream.writers.filter((it) => it.retired !== true);
   if (!active.length) return [];
