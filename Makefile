@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 PYTHON := $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
 EXTRAS := local,dev
+# Tests start hundreds of Pythons: each would compile our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 ##@ Start here
 .PHONY: help
@@ -39,7 +41,7 @@ test-unit: setup ## Run the tests that need no server
 
 .PHONY: test
 test: setup ## Run every test, in three processes with servers of their own
-	$(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations 15
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
 
 .PHONY: cluster-test
 cluster-test: setup ## Run the pipeline on a Spark cluster of two workers, one of which dies (a minute and a half; needs unshare)

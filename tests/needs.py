@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -28,16 +29,9 @@ SERVERS = {
 }
 """The fixtures that start a server, by marker; `connector_jars` are what every pipeline process is started with."""
 
-TOGETHER = {
-    "spark": {"spark", "guarded_kafka"},
-    "pipeline": {"shared"},
-    "page": {"browser"},
-    "replica": {"replica"},
-    "registry": {"base_install"},
-}
-"""Fixtures that cost too much to be made by more than one process of `pytest -n`."""
-
 LONGEST = ({"terminal", "site"}, {"spark", "guarded_kafka", "base_install", "shared"}, {"kafka"}, {"postgres"})
+"""Fixtures by how long the tests take that have them. Modules that have the first begin first, so that no process of
+`pytest -n --dist loadfile` is left with one in the end."""
 
 ANY = "server"
 INSTALL = "apt-get install --no-install-recommends"
@@ -93,7 +87,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_missing] = [] if strict else [need for need in NEEDS if not need.met()]
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist looks for groups in this hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         used = _used(item)
@@ -105,18 +98,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for need in config.stash[_missing]:
             if used & need.fixtures:
                 item.add_marker(pytest.mark.skip(reason=str(need)))
-        for name, fixtures in TOGETHER.items():
-            if used & fixtures:
-                item.add_marker(pytest.mark.xdist_group(name))
-    items.sort(key=_rank)
+    ranks = {module: min(map(_rank, its)) for module, its in groupby(items, _module)}
+    items.sort(key=lambda item: ranks[_module(item)])
 
 
 def _used(item: pytest.Item) -> set[str]:
     return set(getattr(item, "fixturenames", ()))
 
 
+def _module(item: pytest.Item) -> Path:
+    return item.path
+
+
 def _rank(item: pytest.Item) -> int:
-    """What takes long begins first, so that no process is left with it in the end."""
     used = _used(item)
     return next((rank for rank, fixtures in enumerate(LONGEST) if used & fixtures), len(LONGEST))
 
