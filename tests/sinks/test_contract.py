@@ -115,7 +115,10 @@ class InSqlite:
         return SqliteSink(self._store, self._path, fence)
 
     def positions(self) -> dict[str, tuple[int, dict[str, int]]]:
-        with closing(sqlite3.connect(self._path)) as database:
+        with closing(sqlite3.connect(self._path, isolation_level=None)) as database:
+            database.execute("begin")  # both tables as of one moment; a refill may be making them
+            if not database.execute("select 1 from sqlite_master where name = 'positions'").fetchone():
+                return {}
             found: dict[str, tuple[int, dict[str, int]]] = {
                 name: (linear, {}) for name, linear in database.execute("select stream, linear from lines")
             }
