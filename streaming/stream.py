@@ -265,6 +265,7 @@ class StreamState:
             changes.timelines.append(begun)
             for name, writer in self.writers.items():
                 writer.go_back(mark.id, name, changes)
+                changes.touch(name, mark.time)
             changes.counts["forgotten"] += self.line.forget_above(mark.id)
         writer, retire = begin(self.writers, self.held, mark, changes)
         writer.timeline = self.timeline

@@ -44,6 +44,7 @@ def test_an_idle_writer_that_joins_first_tells_that_the_database_went_back(
     done = shard.feed(join("a", 3, 2, timeline=timeline))
     assert begun(done) == [("a", 3, 2, why)]
     assert late(done) == [("b", 4, 5, "regressed")]
+    assert [(it.writer, it.top, it.how) for it in done.closed] == [("b", 4, "joined")]
     shard.feed(rdata("a", 4, 3, epoch=2))
     assert (shard.positions, shard.linear) == ({"a": 4, "b": 3}, 4)
     shard.feed(rdata("a", 5, 4, epoch=2))
