@@ -130,11 +130,15 @@ class AsyncFollow(AsyncIterator[Event]):
 
 async def until_handed(driver: Driver[R], carry_out: Callable[[Request], Awaitable[Answer]]) -> R | None:
     """Carry out requests of the program until it hands a value over; None: the program is over."""
+    task = asyncio.current_task()
+    cancelled = task.cancelling() if task is not None else 0
     while True:
         step = driver.step()
         if not isinstance(step, Request):
             driver.handed_over()
             return step
+        if task is not None and task.cancelling() > cancelled:
+            raise asyncio.CancelledError  # redis-py swallows one that comes while it gives up a connection
         try:
             answer = await carry_out(step)
         except Unavailable as problem:
