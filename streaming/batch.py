@@ -119,9 +119,6 @@ class StreamBatch:
         self._bounds = bounds
         self._line_before = self.stream.line.position
         self._allocated_before = self.stream.allocated
-        self._before = {
-            name: (writer.epoch, writer.retired is not None) for name, writer in self.stream.writers.items()
-        }
 
     def feed(self, inbox: Inbox) -> None:
         for (topic, partition), items in sorted(inbox.facts.items()):
@@ -226,8 +223,8 @@ class StreamBatch:
             advances,
             [
                 WriterRow(name, writer.epoch, signed(writer.position), writer.retired is not None)
-                for name, writer in sorted(stream.writers.items())
-                if name in moved or self._before.get(name) != (writer.epoch, writer.retired is not None)
+                for name, writer in sorted(stream.writers.open.items())
+                if name in moved or stream.writers.before.get(name) != (writer.epoch, writer.retired is not None)
             ],
             gaps,
             closed,

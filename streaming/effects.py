@@ -199,7 +199,7 @@ def blockers(stream: "StreamState") -> list[Blocker]:
     signed = stream.direction.signed
     gaps = [
         Blocker(name, writer.epoch, signed(low), signed(top), since, unknown=False)
-        for name, writer in stream.writers.items()
+        for name, writer in stream.writers.open.items()
         for low, top, since in writer.chain.gaps()
     ]
     strangers = [Blocker(name, epoch, 0, 0, held.since, unknown=True) for (name, epoch), held in stream.held.items()]
@@ -208,7 +208,7 @@ def blockers(stream: "StreamState") -> list[Blocker]:
 
 def summarize(stream: "StreamState") -> Summary:
     found = blockers(stream)
-    chains = [writer.chain for writer in stream.writers.values()] + [held.chain for held in stream.held.values()]
+    chains = [writer.chain for writer in stream.writers.open.values()] + [held.chain for held in stream.held.values()]
     return Summary(
         pending=sum(span.edges for chain in chains for span in chain.pending),
         gaps=sum(not blocker.unknown for blocker in found),
@@ -220,7 +220,7 @@ def summarize(stream: "StreamState") -> Summary:
 
 
 def _awaited(stream: "StreamState") -> str | None:
-    active = {name: writer.chain.position for name, writer in sorted(stream.writers.items()) if writer.retired is None}
-    if stream.held or not active or max(active.values()) <= stream.line.position:
+    if stream.held or (span := stream.writers.span()) is None:
         return None
-    return min(active, key=lambda name: active[name])
+    name, _, highest = span
+    return name if highest > stream.line.position else None

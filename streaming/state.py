@@ -6,58 +6,34 @@ few bytes. A format that this Tidemark does not know stops it; older ones are re
 
 import msgspec
 
-from tidemark.streaming.chain import Chain, Span
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.errors import StateTooNew
 from tidemark.streaming.intervals import Intervals
+from tidemark.streaming.joined import Writers
 from tidemark.streaming.linear import LinearPosition
-from tidemark.streaming.model import Evidence
+from tidemark.streaming.packed import EMPTY, Pairs, StoredChain, StoredWriter, Table
 from tidemark.streaming.stream import StreamState
-from tidemark.streaming.writers import HeldWriter, WriterState
+from tidemark.streaming.writers import HeldWriter
 
-FORMAT = 2
-
-Pairs = list[tuple[int, int]]
-
-
-class _Span(msgspec.Struct, array_like=True, frozen=True):
-    prev: int
-    id: int
-    facts: int
-    empty: int
-    unseen: int
-    skipped: int
-    edges: int
-    since: int
-
-
-class _Chain(msgspec.Struct, array_like=True, frozen=True):
-    position: int
-    refused: int
-    pending: list[_Span]
-    empty: Pairs = []  # since format 2
-
-
-class _Writer(msgspec.Struct, array_like=True, frozen=True):
-    name: str
-    epoch: int
-    chain: _Chain
-    retired: int | None
-    late: Pairs
-    published: int  # in format 1: up to where the database had gone back
-    again: _Chain | None  # of format 1: the IDs that came again, in place of a chain that begins again
-    doubt: bool
-    timeline: int = 1  # since format 2, like what follows
-    start: str | None = None
+FORMAT = 3
 
 
 class _Held(msgspec.Struct, array_like=True, frozen=True):
     name: str
     epoch: int
-    chain: _Chain
+    chain: StoredChain
     since: int
     retire: int | None
     doubt: bool
+
+
+class _Table(msgspec.Struct, array_like=True, frozen=True):
+    columns: bytes
+    rows: bytes
+
+    @classmethod
+    def of(cls, table: Table) -> "_Table | None":
+        return cls(table.columns.tobytes(), table.rows) if len(table) else None
 
 
 class _Leader(msgspec.Struct, array_like=True, frozen=True):
@@ -69,10 +45,13 @@ class _Stream(_Leader, array_like=True, frozen=True):
     home: int | None
     line: int
     completed: Pairs
-    writers: list[_Writer]
+    writers: list[StoredWriter]
     held: list[_Held]
     timeline: int = 1
     database: str | None = None
+    ended: int | None = None  # since format 3, like what follows
+    active: _Table | None = None
+    retired: _Table | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -82,6 +61,7 @@ _decoder = msgspec.msgpack.Decoder(_Stream)
 
 def encode(stream: StreamState) -> bytes:
     """Equal streams give equal bytes."""
+    writers, active, retired = stream.writers.packed()
     return _encoder.encode(
         _Stream(
             FORMAT,
@@ -89,27 +69,16 @@ def encode(stream: StreamState) -> bytes:
             stream.home,
             stream.line.position,
             list(stream.line.completed),
+            [StoredWriter.of(name, writer) for name, writer in writers.items()],
             [
-                _Writer(
-                    name,
-                    writer.epoch,
-                    _stored(writer.chain),
-                    writer.retired,
-                    list(writer.late),
-                    writer.published,
-                    None,
-                    writer.doubt,
-                    writer.timeline,
-                    writer.start,
-                )
-                for name, writer in sorted(stream.writers.items())
-            ],
-            [
-                _Held(name, epoch, _stored(held.chain), held.since, held.retire, held.doubt)
+                _Held(name, epoch, StoredChain.of(held.chain), held.since, held.retire, held.doubt)
                 for (name, epoch), held in sorted(stream.held.items())
             ],
             stream.timeline,
             stream.database,
+            stream.ended,
+            _Table.of(active),
+            _Table.of(retired),
         )
     )
 
@@ -117,68 +86,27 @@ def encode(stream: StreamState) -> bytes:
 def decode(data: bytes) -> StreamState:
     """Raises StateTooNew for a format that a later Tidemark wrote."""
     stored = _decode(data)
+    writers = {writer.name: writer.writer() for writer in stored.writers}
+    ended = stored.ended
+    if ended is None:
+        ended = max((writer.position for writer in writers.values() if writer.retired is not None), default=0)
     return StreamState(
         Direction(stored.direction),
         stored.home,
         LinearPosition(stored.line, Intervals.of(stored.completed)),
-        {writer.name: _writer(writer) for writer in stored.writers},
+        Writers(writers, _table(stored.active), _table(stored.retired)),
         {
-            (held.name, held.epoch): HeldWriter(_chain(held.chain), held.since, held.retire, held.doubt)
+            (held.name, held.epoch): HeldWriter(held.chain.chain(), held.since, held.retire, held.doubt)
             for held in stored.held
         },
         stored.timeline,
         stored.database,
+        ended,
     )
 
 
-def _writer(stored: _Writer) -> WriterState:
-    chain, published = _chain(stored.chain), stored.published
-    if stored.again is not None:
-        chain, followed = _chain(stored.again), chain
-        published = followed.position
-        chain.adopt(followed, published)
-    return WriterState(
-        stored.epoch,
-        chain,
-        stored.retired,
-        Intervals.of(stored.late),
-        published,
-        stored.doubt,
-        stored.timeline,
-        stored.start,
-    )
-
-
-def _stored(chain: Chain) -> _Chain:
-    spans = [
-        _Span(
-            span.prev,
-            span.id,
-            *span.evidence.counts,
-            span.edges,
-            span.since,
-        )
-        for span in chain.pending
-    ]
-    return _Chain(chain.position, chain.refused, spans, list(chain.empty))
-
-
-def _chain(stored: _Chain) -> Chain:
-    return Chain(
-        stored.position,
-        [
-            Span(
-                span.prev,
-                span.id,
-                Evidence(span.facts, span.empty, span.unseen, span.skipped),
-                span.edges,
-                span.since,
-            )
-            for span in stored.pending
-        ],
-        stored.refused,
-        Intervals.of(stored.empty),
-    )
+def _table(stored: _Table | None) -> Table:
+    return Table(stored.columns, stored.rows) if stored else EMPTY
 
 
 def _decode(data: bytes) -> _Stream:

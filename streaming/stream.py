@@ -19,6 +19,7 @@ from tidemark.streaming.chain import NOWHERE, Chain
 from tidemark.streaming.changes import Changes, LateRange, TimelineBegun
 from tidemark.streaming.classify import Classifier, Completed
 from tidemark.streaming.direction import Direction
+from tidemark.streaming.joined import Writers
 from tidemark.streaming.linear import LinearPosition
 from tidemark.streaming.model import Bounds, Reason
 from tidemark.streaming.runs import Run
@@ -30,16 +31,18 @@ class StreamState:
     """`home` is the Kafka partition that the stream lives in.
 
     While `held` holds anything, the line stays (docs/design.md 3). `timeline` goes up when IDs may be given out again;
-    `database` is the history of the database that the newest JOIN named.
+    `database` is the history of the database that the newest JOIN named. `ended` is the highest position that a writer
+    had when it retired.
     """
 
     direction: Direction = Direction.UNKNOWN
     home: int | None = None
     line: LinearPosition = field(default_factory=LinearPosition)
-    writers: dict[str, WriterState] = field(default_factory=dict)
+    writers: Writers = field(default_factory=Writers)
     held: dict[Incarnation, HeldWriter] = field(default_factory=dict)
     timeline: int = 1
     database: str | None = None
+    ended: int = 0
 
     def face(self, direction: Direction) -> None:
         """A record was accepted whose ID has that direction; the first one that has any decides for ever."""
@@ -48,8 +51,7 @@ class StreamState:
     @property
     def allocated(self) -> int:
         """The highest ID that the stream's records have named, about: every ID up to here was allocated."""
-        chains = [writer.chain for writer in self.writers.values()] + [held.chain for held in self.held.values()]
-        return max([self.line.position, *(chain.reach for chain in chains)])
+        return max([self.line.position, self.writers.reach(), *(held.chain.reach for held in self.held.values())])
 
     def complete(self, runs: Sequence[Run], rows: Sequence[HeldRows], bounds: Bounds, changes: Changes) -> None:
         """Feed the edges and rows of one segment."""
@@ -145,33 +147,25 @@ class StreamState:
 
     def doubt(self) -> None:
         """A record could not be read: it may be a fact of any writer, so what their next marker settles is `unseen`."""
-        for writer in self.writers.values():
-            writer.doubt = True
+        self.writers.doubt()
         for held in self.held.values():
             held.doubt = True
 
     def keep_within(self, bounds: Bounds, changes: Changes) -> None:
         """Called once after a batch: forget what passes the bounds, and retired writers that the line has passed."""
         changes.counts["forgotten"] += self.line.forget_beyond(bounds.completed)
-        retired = sorted(
-            (writer.retired, name)
-            for name, writer in self.writers.items()
-            if writer.retired is not None
-            and writer.position <= self.line.position
-            and name not in changes.touched  # its moves have still to be told
-        )
-        surplus = len(retired) - bounds.retired
-        for at, (since, name) in enumerate(retired):
-            if at < surplus or since + bounds.retirement <= changes.now:
-                del self.writers[name]
-                changes.dropped.append(name)
+        # What the batch touched has still its moves to tell.
+        before = changes.now - bounds.retirement
+        for name in self.writers.outlived(self.line.position, bounds.retired, before, changes.touched):
+            del self.writers[name]
+            changes.dropped.append(name)
 
     def _settle_line(self) -> None:
         """Both halves of the line's definition; with no writer left it goes to the highest position of any."""
         if self.held or not self.writers:
             return
-        active = [writer.chain.position for writer in self.writers.values() if writer.retired is None]
-        self.line.settle(min(active) if active else max(writer.position for writer in self.writers.values()))
+        floor = self.writers.floor()
+        self.line.settle(self.ended if floor is None else floor)
 
     # -- edges
 
@@ -263,11 +257,13 @@ class StreamState:
             position = known.position if known is not None else 0
             begun = TimelineBegun(mark.writer, mark.epoch, mark.id, position, self.timeline, why)
             changes.timelines.append(begun)
-            for name, writer in self.writers.items():
+            for name, writer in self.writers.beyond(mark.id):
                 writer.go_back(mark.id, name, changes)
+                self.writers.follow(name)
                 changes.touch(name, mark.time)
             changes.counts["forgotten"] += self.line.forget_above(mark.id)
         writer, retire = begin(self.writers, self.held, mark, changes)
+        self.writers.follow(mark.writer)
         writer.timeline = self.timeline
         if mark.timeline is not None:
             self.database = mark.timeline.database
@@ -276,6 +272,7 @@ class StreamState:
     def _end(self, writer: WriterState, mark: Mark, changes: Changes) -> None:
         settle(writer, 0, mark, "retired", changes)
         writer.retired = changes.now
+        self.ended = max(self.ended, writer.position)
 
     def _throw_out(self, mark: Mark, changes: Changes) -> Reason | None:
         held = self.held.pop((mark.writer, mark.epoch), None)

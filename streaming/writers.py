@@ -4,7 +4,7 @@ The functions change the writers, the line and the `Changes` that they are given
 record of its own: its evidence is the marker's (docs/design.md 3).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field, replace
 
 from tidemark.streaming.chain import Chain, How, Moves, Span
@@ -130,7 +130,7 @@ def went_back(
 
 
 def begin(
-    writers: dict[str, WriterState],
+    writers: MutableMapping[str, WriterState],
     held: dict[Incarnation, HeldWriter],
     mark: Mark,
     changes: Changes,

@@ -6,6 +6,7 @@ from tidemark.streaming import state
 from tidemark.streaming.chain import Chain, Span
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import Progress, ShardEffects, StreamEffects, Summary, WriterRow
+from tidemark.streaming.joined import Writers
 from tidemark.streaming.linear import LinearPosition
 from tidemark.streaming.model import Evidence
 from tidemark.streaming.stream import StreamState
@@ -16,7 +17,7 @@ def a_backward_stream() -> StreamState:
     """At -4, with -6 complete and -5 not, seen first at 10 s."""
     chain = Chain(4, [Span(5, 6, Evidence(facts=1), 1, since=10_000)])
     return StreamState(
-        direction=Direction.BACKWARD, line=LinearPosition(4), writers={"importer": WriterState(1, chain)}
+        direction=Direction.BACKWARD, line=LinearPosition(4), writers=Writers({"importer": WriterState(1, chain)})
     )
 
 

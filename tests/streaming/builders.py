@@ -3,14 +3,16 @@
 IDs are signed here, as on Kafka. What decoding refuses is the business of the tests of `records`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
 import pyarrow as pa
+import pytest
 
-from tidemark.streaming import state
+from tidemark.streaming import joined, state
 from tidemark.streaming.batch import advance
 from tidemark.streaming.compact import compactor
 from tidemark.streaming.direction import Direction
@@ -96,6 +98,14 @@ class Sent:
 
 def sent(records: Iterable[Record], first_offset: int = 0) -> list[Sent]:
     return [Sent(offset, record) for offset, record in enumerate(records, first_offset)]
+
+
+@contextmanager
+def packing(few: int) -> Iterator[None]:
+    """Streams with more than `few` active writers keep them packed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joined, "FEW", few)
+        yield
 
 
 def packets(batch: Iterable[Sent]) -> list[Packet]:

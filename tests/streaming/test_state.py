@@ -101,3 +101,15 @@ def test_a_state_of_format_1_is_read() -> None:
     shard = Shard({STREAM: old}, next_offset=20, now=3000)
     shard.feed(rdata("a", 2, 1, epoch=2), rdata("a", 6, 3, epoch=2))
     assert (shard.positions, shard.linear) == ({"a": 7, "b": 3}, 3)
+
+
+def test_a_state_of_format_2_is_read() -> None:
+    """Written by the version before: a waits, b has retired at 4, and c is unknown."""
+    old = bytes.fromhex(
+        "990201000092920103920809929aa16101940000919801020100000001cd03e890c09000c0c201c09aa162019404009092920002920304cd"
+        "03e89000c0c201c09196a1630194ff00919808090100000001cd03e890cd03e8c0c201c0"
+    )
+    shard = Shard({STREAM: old}, next_offset=20, now=2000)
+    assert state.decode(state.encode(shard.stream())).writers["b"].retired == 1000
+    shard.feed(forced(retire("c", 9)), retire("a", 2))
+    assert (shard.positions, shard.linear) == ({"a": 2, "b": 4, "c": 9}, 9)

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from hypothesis import settings
@@ -9,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.examples import examples
-from tests.streaming.builders import EDGES, Record, Sent, Shard, compacted, forced, packets, rejections
+from tests.streaming.builders import EDGES, Record, Sent, Shard, compacted, forced, packets, packing, rejections
 from tests.streaming.model import EMPTY, FACTS, SKIPPED, UNSEEN, Model
 from tests.streaming.protocol import Database
-from tidemark.streaming import state
+from tidemark.streaming import joined, state
 from tidemark.streaming.effects import ShardEffects, StreamEffects
 from tidemark.streaming.stream import StreamState
 
@@ -65,10 +66,12 @@ class Compared(RuleBasedStateMachine):
         self.queue: list[Record] = []
         self.history: list[Record] = []
         self.stands: dict[str, int] = {}
+        self.packing = ExitStack()
 
-    @initialize(sign=st.sampled_from([1, -1]))
-    def begin(self, sign: int) -> None:
+    @initialize(sign=st.sampled_from([1, -1]), few=st.sampled_from([0, 1, joined.FEW]))
+    def begin(self, sign: int, few: int) -> None:
         self.database = Database(sign, WRITERS)
+        self.packing.enter_context(packing(few))
 
     def send(self, *records: Record) -> None:
         self.queue.extend(records)
@@ -219,8 +222,11 @@ class Compared(RuleBasedStateMachine):
             assert found[key] >= expected[key] if key[0] in blurred else found[key] == expected[key]
 
     def teardown(self) -> None:
-        if self.queue:
-            self.flush(0)
+        try:
+            if self.queue:
+                self.flush(0)
+        finally:
+            self.packing.close()
 
 
 Compared.TestCase.settings = settings(max_examples=examples(200), print_blob=True)

@@ -18,6 +18,7 @@ from tidemark.streaming.chain import Chain, Span
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import StreamEffects
 from tidemark.streaming.intervals import EMPTY
+from tidemark.streaming.joined import Writers
 from tidemark.streaming.linear import LinearPosition
 from tidemark.streaming.model import Evidence
 from tidemark.streaming.stream import StreamState
@@ -73,7 +74,7 @@ class At:
 def moved(name: str, linear: int, **writers: At) -> StreamEffects:
     """What a batch did to the stream, with the state that it left."""
     known = {writer: WriterState(1, _chain(at)) for writer, at in writers.items()}
-    encoded = state.encode(StreamState(Direction.FORWARD, 0, LinearPosition(linear, EMPTY), known))
+    encoded = state.encode(StreamState(Direction.FORWARD, 0, LinearPosition(linear, EMPTY), Writers(known)))
     moves = [advance(writer, at.prev, at.id) for writer, at in writers.items() if at.id != at.prev]
     allocated = max(at.pending or at.id for at in writers.values())
     return stream(name, *moves, linear=linear, allocated=allocated, state=encoded)

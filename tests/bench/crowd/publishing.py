@@ -24,6 +24,7 @@ from tidemark.streaming.chain import Chain
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import ShardEffects, StreamEffects, Summary, WriterAdvance, WriterRow
 from tidemark.streaming.intervals import EMPTY
+from tidemark.streaming.joined import Writers
 from tidemark.streaming.linear import LinearPosition
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import WriterState
@@ -98,7 +99,7 @@ def _effects(load: Load, number: int) -> list[StreamEffects]:
     after, before = load.positions(number), load.positions(number - 1) if number > 1 else {}
     line = max(after.values())
     writers = {name: WriterState(1, Chain(id)) for name, id in after.items()}
-    encoded = state.encode(StreamState(Direction.FORWARD, 0, LinearPosition(line, EMPTY), writers))
+    encoded = state.encode(StreamState(Direction.FORWARD, 0, LinearPosition(line, EMPTY), Writers(writers)))
     advances = [
         WriterAdvance(name, 1, before.get(name, 0), id, 0, id - before.get(name, 0), 0, 0, now)
         for name, id in after.items()

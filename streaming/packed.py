@@ -1,0 +1,169 @@
+"""Writers as bytes: one as a row, many as a table from which single rows are read. Pure.
+
+A stream may have ten thousand writers, and a batch has to do with a few. Of the others it needs what the columns of a
+table hold as numbers; their rows are copied through unread (docs/design.md, rule 8).
+"""
+
+from bisect import bisect_left
+from collections.abc import Collection, Mapping
+from functools import cached_property
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tidemark.streaming.chain import Chain, Span
+from tidemark.streaming.intervals import Ids, Intervals
+from tidemark.streaming.model import Evidence
+from tidemark.streaming.writers import WriterState
+
+Pairs = list[tuple[int, int]]
+
+
+class _Span(msgspec.Struct, array_like=True, frozen=True):
+    prev: int
+    id: int
+    facts: int
+    empty: int
+    unseen: int
+    skipped: int
+    edges: int
+    since: int
+
+
+class StoredChain(msgspec.Struct, array_like=True, frozen=True):
+    position: int
+    refused: int
+    pending: list[_Span]
+    empty: Pairs = []  # since format 2
+
+    @classmethod
+    def of(cls, chain: Chain) -> "StoredChain":
+        spans = [_Span(it.prev, it.id, *it.evidence.counts, it.edges, it.since) for it in chain.pending]
+        return cls(chain.position, chain.refused, spans, list(chain.empty))
+
+    def chain(self) -> Chain:
+        spans = [
+            Span(it.prev, it.id, Evidence(it.facts, it.empty, it.unseen, it.skipped), it.edges, it.since)
+            for it in self.pending
+        ]
+        return Chain(self.position, spans, self.refused, Intervals.of(self.empty))
+
+
+class StoredWriter(msgspec.Struct, array_like=True, frozen=True):
+    name: str
+    epoch: int
+    chain: StoredChain
+    retired: int | None
+    late: Pairs
+    published: int  # in format 1: up to where the database had gone back
+    again: StoredChain | None  # of format 1: the IDs that came again, in place of a chain that begins again
+    doubt: bool
+    timeline: int = 1  # since format 2, like what follows
+    start: str | None = None
+
+    @classmethod
+    def of(cls, name: str, writer: WriterState) -> "StoredWriter":
+        return cls(
+            name,
+            writer.epoch,
+            StoredChain.of(writer.chain),
+            writer.retired,
+            list(writer.late),
+            writer.published,
+            None,
+            writer.doubt,
+            writer.timeline,
+            writer.start,
+        )
+
+    def writer(self) -> WriterState:
+        chain, published = self.chain.chain(), self.published
+        if self.again is not None:
+            chain, followed = self.again.chain(), chain
+            published = followed.position
+            chain.adopt(followed, published)
+        late = Intervals.of(self.late)
+        return WriterState(self.epoch, chain, self.retired, late, published, self.doubt, self.timeline, self.start)
+
+
+class _Name(msgspec.Struct, array_like=True, frozen=True):
+    name: str
+
+
+_encoder = msgspec.msgpack.Encoder()
+_names = msgspec.msgpack.Decoder(_Name)
+_rows = msgspec.msgpack.Decoder(StoredWriter)
+
+COLUMNS = np.dtype(
+    [("length", "<u4"), ("doubt", "?"), ("chain", "<i8"), ("position", "<i8"), ("retired", "<i8")], align=False
+)
+"""Of each row its bytes, whether its writer is in doubt, the positions of its chain and its writer, and when (ms) that
+one retired, 0 where it has not. What a column says of a writer goes before what its row says."""
+
+
+class Table:
+    """Writers by name, none of them with anything pending. Never changes: `changed` gives a new one."""
+
+    def __init__(self, columns: bytes = b"", rows: bytes = b"") -> None:
+        self.columns = np.frombuffer(columns, COLUMNS)
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    @cached_property
+    def _ends(self) -> Ids:
+        return np.cumsum(self.columns["length"], dtype=np.int64)
+
+    def find(self, name: str) -> int | None:
+        """Where the writer stands."""
+        at = self._place(name)
+        return at if at < len(self) and self.name(at) == name else None
+
+    def name(self, at: int) -> str:
+        return _names.decode(self._row(at)).name
+
+    def writer(self, at: int) -> WriterState:
+        writer = _rows.decode(self._row(at)).writer()
+        writer.doubt = bool(self.columns["doubt"][at])
+        return writer
+
+    def doubted(self) -> "Table":
+        """All of them in doubt."""
+        columns = self.columns.copy()
+        columns["doubt"] = True
+        return Table(columns.tobytes(), self.rows)
+
+    def changed(self, gone: Collection[int], come: Mapping[str, WriterState]) -> "Table":
+        """Without the rows of `gone`, and with these writers: a step for each of them, and none for the others."""
+        if not gone and not come:
+            return self
+        rows: list[bytes] = []
+        columns: list[npt.NDArray[np.void]] = []
+        added = [(self._place(name), 0, name) for name in sorted(come)]
+        at = 0
+        for place, width, name in sorted([*added, *((place, 1, "") for place in gone)]):
+            rows.append(self.rows[self._start(at) : self._start(place)])
+            columns.append(self.columns[at:place])
+            if not width:
+                writer = come[name]
+                rows.append(_encoder.encode(StoredWriter.of(name, writer)))
+                numbers = (len(rows[-1]), writer.doubt, writer.chain.position, writer.position, writer.retired or 0)
+                columns.append(np.array([numbers], COLUMNS))
+            at = place + width
+        rows.append(self.rows[self._start(at) :])
+        columns.append(self.columns[at:])
+        return Table(np.concatenate(columns).tobytes(), b"".join(rows))
+
+    def _place(self, name: str) -> int:
+        return bisect_left(range(len(self)), name, key=self.name)
+
+    def _start(self, at: int) -> int:
+        return int(self._ends[at - 1]) if at else 0
+
+    def _row(self, at: int) -> bytes:
+        return self.rows[self._start(at) : self._start(at + 1)]
+
+
+EMPTY = Table()

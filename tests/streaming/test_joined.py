@@ -1,0 +1,153 @@
+"""The writers that have joined: what is packed answers as if it were open, and a batch opens only what it touches."""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.examples import examples
+from tests.streaming.builders import STREAM, Record, Sent, Shard, join, packets, packing, position, rdata, retire
+from tidemark.streaming.batch import StreamBatch, _inboxes
+from tidemark.streaming.chain import Chain
+from tidemark.streaming.joined import Writers
+from tidemark.streaming.model import NOTHING, Bounds
+from tidemark.streaming.packed import StoredWriter, Table
+from tidemark.streaming.writers import WriterState
+
+Tracer = Callable[[FrameType, str, Any], Any]
+NAMES = [f"writer-{number}" for number in range(12)]
+acts = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "advance", "wait", "retire", "return", "fall back", "drop", "doubt", "pack"]),
+        st.sampled_from(NAMES),
+        st.integers(1, 5),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=examples(300))
+@given(acts, st.integers(0, 3))
+def test_packed_writers_answer_like_open_ones(steps: list[tuple[str, str, int]], few: int) -> None:
+    """Whatever happens to single writers: all answers are those of a plain dict, which knows no packing."""
+    with packing(few):
+        writers, plain = Writers(), dict[str, WriterState]()
+        for now, (act, name, number) in enumerate(steps):
+            if act == "pack":
+                writers = packed_again(writers)
+            elif act == "doubt":
+                writers.doubt()
+                for writer in plain.values():
+                    writer.doubt = True
+            elif act == "add" and name not in plain:
+                plain[name], writers[name] = WriterState(number, Chain(number)), WriterState(number, Chain(number))
+            elif name in plain:
+                if act == "drop":
+                    del plain[name], writers[name]
+                else:
+                    change(plain[name], act, number, now)
+                    change(writers[name], act, number, now)
+                    writers.follow(name)
+            assert_like(writers, plain, line=number, before=now - number)
+        again = packed_again(writers)
+        assert {name: StoredWriter.of(name, it) for name, it in again.items()} == {
+            name: StoredWriter.of(name, it) for name, it in plain.items()
+        }
+
+
+def packed_again(writers: Writers) -> Writers:
+    opened, active, retired = writers.packed()
+    return Writers(opened, *(Table(it.columns.tobytes(), it.rows) for it in (active, retired)))
+
+
+def change(writer: WriterState, act: str, number: int, now: int) -> None:
+    chain = writer.chain
+    if act == "advance":
+        chain.settle(chain.position, chain.position + number, NOTHING, 0, "completed", now)
+    elif act == "wait" and not chain.pending:
+        chain.settle(chain.position + number, chain.position + number + 1, NOTHING, 1, "completed", now)
+    elif act == "retire":
+        writer.retired = writer.retired or now + 1
+    elif act == "return":
+        writer.retired = None
+    elif act == "fall back" and not chain.pending:
+        writer.published = max(writer.published, chain.position)
+        chain.begin_again(max(0, chain.position - number))
+
+
+def assert_like(writers: Writers, plain: dict[str, WriterState], line: int, before: int) -> None:
+    active = {name: it.chain.position for name, it in plain.items() if it.retired is None}
+    assert len(writers) == len(plain)
+    assert writers.floor() == min(active.values(), default=None)
+    assert writers.reach() == max((it.chain.reach for it in plain.values()), default=0)
+    low = min(active, key=lambda name: (active[name], name), default=None)
+    assert writers.span() == (low and (low, active[low], max(active.values())))
+    passed = sorted((it.retired, name) for name, it in plain.items() if it.retired and it.position <= line)
+    expected = [name for at, (since, name) in enumerate(passed) if at < len(passed) - 2 or since <= before]
+    assert writers.outlived(line, 2, before, ()) == expected
+
+
+def crowd(joining: int, retiring: int) -> Shard:
+    shard = Shard()
+    names = [f"w{number:05}" for number in range(joining)]
+    shard.feed(*(join(name, 5) for name in names))
+    shard.feed(*(retire(name, 5) for name in names[:retiring]))
+    return shard
+
+
+def opened(shard: Shard, *records: Record) -> int:
+    batch = StreamBatch(STREAM, shard.states[STREAM], shard.now, Bounds())
+    batch.feed(_inboxes(packets([Sent(99_000 + at, it) for at, it in enumerate(records)]), {STREAM})[STREAM])
+    return batch.stream.writers.opened
+
+
+def test_one_record_opens_no_retired_writer() -> None:
+    """Rule 8: with 2 000 retired writers, of which the state has all, a record opens none, and a stranger's none."""
+    shard = crowd(2001, 2000)
+    assert len(shard.stream().writers) == 2001
+    assert opened(shard, rdata("w02000", 6, 5, epoch=1)) == 0
+    assert opened(shard, rdata("stranger", 6, 5, epoch=1)) == 0
+
+
+def test_a_batch_opens_the_writers_that_it_names() -> None:
+    """Rule 8: three of 500 active writers and one of 500 retired ones."""
+    shard = crowd(1000, 500)
+    records = [position(name, 5, 6, epoch=1) for name in ("w00600", "w00700", "w00800")]
+    assert opened(shard, *records, join("w00003", 6, epoch=2)) == 4
+
+
+@pytest.mark.parametrize("marker", [join, retire])
+def test_markers_cost_the_same_however_many_there_are(marker: Callable[[str, int], Record]) -> None:
+    """Rule 8: four times as many JOINs or RETIREs of one stream in a batch take about four times as many steps."""
+
+    def cost(count: int) -> int:
+        names = [f"w{number:05}" for number in range(count)]
+        shard = Shard()
+        if marker is retire:
+            shard.feed(*(join(name, 5) for name in names))
+        return steps(shard, [marker(name, 5) for name in names])
+
+    assert cost(400) < 5 * cost(100)
+
+
+def steps(shard: Shard, records: list[Record]) -> int:
+    """The bytecode instructions of a batch."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Tracer:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        shard.feed(*records)
+    finally:
+        sys.settrace(before)
+    return count
