@@ -171,7 +171,7 @@ def status(stream: str | None, *, as_json: bool) -> None:
     settings = _settings()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
-        found = status.read(postgres.states(), stream)
+        found = status.read(postgres.states(), stream, postgres.conditions.faults())
     if stream is not None and not found:
         raise _Failed(f"there is no stream {stream}; `tidemark status` shows all")
     if as_json:

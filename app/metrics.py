@@ -47,6 +47,13 @@ SINK_SECONDS = Histogram(
     registry=REGISTRY,
     buckets=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5, 60),
 )
+SINK_FAULTS = Gauge(
+    "tidemark_sink_faults",
+    "Streams that a sink cannot show by a fault of their own, while it shows the others: their readers wait."
+    " `tidemark status` names each of them and what the sink said.",
+    ["sink"],
+    registry=REGISTRY,
+)
 LATENCY = Histogram(
     "tidemark_completion_to_published_seconds",
     "From the Kafka time of a writer's oldest record in a batch to its advance in Redis: one observation per advance.",

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -159,7 +159,7 @@ class Attempt:
             spark, store = self._spark.session(stopping), settings.checkpoint_store
             location = str(checkpoint.path) if store is None else stack.enter_context(folder(spark, store))
             running = stack.enter_context(self._query(spark, start, location, self._batches))
-            self._supervise(running, lease, (self._batches, end_offsets, maintenance))
+            self._supervise(running, lease, sinks, (self._batches, end_offsets, maintenance))
 
     def _sinks(self, stack: ExitStack, postgres: Postgres, lease: Lease) -> list[Sink]:
         """Where positions are shown, each in turn. One sink, one line."""
@@ -197,11 +197,17 @@ class Attempt:
                 running.stop()
 
     def _supervise(
-        self, running: StreamingQuery, lease: Lease, threads: tuple[Batches, EndOffsets, Maintenance]
+        self,
+        running: StreamingQuery,
+        lease: Lease,
+        sinks: Sequence[Sink],
+        threads: tuple[Batches, EndOffsets, Maintenance],
     ) -> None:
         looked = time.monotonic()
         while not self._stopping.is_set():
             metrics.HEARTBEAT.set_to_current_time()
+            for sink in sinks:
+                metrics.SINK_FAULTS.labels(sink.name).set(len(sink.faults()))
             lease.check()
             for thread in threads:
                 if thread.failure is not None:

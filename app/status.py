@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from tidemark.sinks.postgres.status import SinkFault
 from tidemark.streaming import state
 from tidemark.streaming.effects import Blocker, Summary, summarize
 
@@ -25,20 +26,25 @@ class WriterStatus:
 
 @dataclass(frozen=True, slots=True)
 class StreamStatus:
-    """IDs are signed. `gaps` of a writer are open ranges `(low, top]`, nearest first."""
+    """IDs are signed. `gaps` of a writer are open ranges `(low, top]`, nearest first. `faults`: sinks without it."""
 
     stream: str
     linear: int
     writers: list[WriterStatus]
     summary: Summary
+    faults: list[SinkFault]
 
 
-def read(stored: Mapping[str, bytes], only: str | None = None) -> list[StreamStatus]:
+def read(stored: Mapping[str, bytes], only: str | None = None, faults: Sequence[SinkFault] = ()) -> list[StreamStatus]:
     """From the encoded states, by stream name."""
-    return [_status(name, data) for name, data in sorted(stored.items()) if only is None or name == only]
+    return [
+        _status(name, data, [fault for fault in faults if fault.stream == name])
+        for name, data in sorted(stored.items())
+        if only is None or name == only
+    ]
 
 
-def _status(name: str, data: bytes) -> StreamStatus:
+def _status(name: str, data: bytes, faults: list[SinkFault]) -> StreamStatus:
     stream = state.decode(data)
     signed = stream.direction.signed
     writers = [
@@ -52,7 +58,7 @@ def _status(name: str, data: bytes) -> StreamStatus:
         )
         for writer, known in sorted(stream.writers.items())
     ]
-    return StreamStatus(name, signed(stream.line.position), writers, summarize(stream))
+    return StreamStatus(name, signed(stream.line.position), writers, summarize(stream), faults)
 
 
 def as_json(streams: Sequence[StreamStatus], now: float) -> str:
@@ -80,14 +86,21 @@ def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
             "unknown": oldest.unknown,
             "age_seconds": round(max(0.0, now - oldest.since / 1000), 1),
         },
+        "not_shown": [{"sink": it.sink, "since": it.since, "problem": it.problem} for it in stream.faults],
     }
 
 
 def as_table(streams: Sequence[StreamStatus], now: float) -> str:
-    """One line per writer; the stream's own figures stand on its first line."""
+    """One line per writer; the stream's own figures stand on its first line. Sinks that lack a stream come last."""
     rows = [row for stream in streams for row in _rows(stream, now)]
     widths = [max(len(row[at]) for row in [HEADINGS, *rows]) for at in range(len(HEADINGS))]
-    return "\n".join(_line(row, widths) for row in [HEADINGS, *rows])
+    lines = [_line(row, widths) for row in [HEADINGS, *rows]]
+    lines += [
+        f"{stream.stream} is not shown in {it.sink}, for {_age(now - it.since.timestamp())}: {it.problem}"
+        for stream in streams
+        for it in stream.faults
+    ]
+    return "\n".join(lines)
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:

@@ -47,6 +47,7 @@ class Maintenance:
         self._compared: dict[str, float] = {}
         self._tidied = -float("inf")
         self._problems: dict[str, str] = {}
+        self._noted: dict[tuple[str, str], str] | None = None
         self.failure: Stop | None = None
 
     def __enter__(self) -> Self:
@@ -62,6 +63,7 @@ class Maintenance:
             while not self._closing.is_set():
                 for sink in self._sinks:
                     self._try(sink.name, partial(self._mend, sink))
+                self._try("the streams that are not shown", self._note_faults)
                 self._try("Postgres's history", self._tidy)
                 self._closing.wait(self._config.poll)
         except LeaseLost as error:
@@ -92,6 +94,24 @@ class Maintenance:
             self._compared.pop(sink.name, None)
             sink.refill()
             self._compared[sink.name] = time.monotonic()
+
+    def _note_faults(self) -> None:
+        faults = {(sink.name, stream): text for sink in self._sinks for stream, text in sink.faults().items()}
+        if faults == self._noted:
+            return
+        for sink in self._sinks:
+            new = [it for it in faults.keys() - (self._noted or {}).keys() if it[0] == sink.name]
+            if new:
+                log.error(
+                    f"{sink.name} cannot show some streams, by a fault of their own; it tries them again and again",
+                    streams=len(new),
+                    first=new[0][1],
+                    problem=faults[new[0]],
+                )
+        for sink_name, stream in (self._noted or {}).keys() - faults.keys():
+            log.info("A stream is shown again", sink=sink_name, stream=stream)
+        self._postgres.note_faults(faults)
+        self._noted = faults
 
     def _tidy(self) -> None:
         if time.monotonic() - self._tidied >= self._config.tidy:

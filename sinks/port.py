@@ -5,7 +5,7 @@ which decides what is true, and the dead letters, which hold records and no posi
 one is a module with a class that keeps this protocol, and a line in `app.pipeline`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -76,14 +76,17 @@ class Fence(Protocol):
 class Sink(Protocol):
     """Made with the `Postgres` that it copies from and the `Fence` under which it writes. Any thread may call.
 
-    `tests/sinks/test_contract.py` holds every sink to four laws:
+    `tests/sinks/test_contract.py` holds every sink to five laws:
 
     - monotone: no call moves a position that readers see towards 0, whatever is published again, late or out of order;
     - idempotent: a call that is repeated, after a failure or a crash at any moment, leaves what one call leaves;
-    - fenced: it remembers the highest token it has seen where it keeps its data, and refuses lower ones;
+    - fenced: it remembers the highest token it has seen where it keeps its data, and refuses lower ones; the first
+      `LeaseLost` names that highest token, so that the next owner need not climb there;
+    - isolated: what one stream's data there make impossible is a fault of that stream, and none of the others;
     - refilled: whatever it lost, `refill` brings back out of Postgres, and `lost` finds out that this is needed.
 
-    All methods raise `Unavailable` (call again) and `Refused`.
+    All methods raise `Unavailable` (call again) and `Refused`. `Unavailable` is for outages alone: it is waited out
+    without end.
     """
 
     @property
@@ -98,6 +101,12 @@ class Sink(Protocol):
 
         Earlier batches may be missing (their process died between Postgres and here): then it refills first, so that
         readers never see half of a stream. Raises `LeaseLost`, having shown nothing of the stream in question.
+        """
+
+    def faults(self) -> Mapping[str, str]:
+        """Streams that it could not show by a fault of their own, each with what was said; asks nobody.
+
+        They are left out until a `refill` has tried them again. Any number of streams may be among them.
         """
 
     def lost(self) -> bool:

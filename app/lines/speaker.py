@@ -27,6 +27,7 @@ from tidemark.app.lines.rows import Writer
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.tasks import ended
 from tidemark.sinks.reader.redis import translated
+from tidemark.sinks.redis.names import tag
 from tidemark.streaming.errors import Stop, Unavailable
 
 log = structlog.get_logger(__name__)
@@ -57,7 +58,7 @@ class Speaker:
         self._client = client
         self._config = config
         self._token = uuid.uuid4().hex
-        self._keys = [f"tidemark:lines:{{{config.channel}}}:{name}" for name in ("speaker", "told")]
+        self._keys = [f"tidemark:lines:{tag(config.channel)}:{name}" for name in ("speaker", "told")]
         self._lock = Lock(client, self._keys[0], timeout=config.lease, blocking=False, thread_local=False)
         self._publish_script = client.register_script(_SCRIPT)
         self._announcements: deque[Announcement] = deque()

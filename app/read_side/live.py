@@ -9,7 +9,7 @@ from tidemark.app.read_side.coalescer import Coalescer
 from tidemark.sinks.reader.io import KeysFound, ReadKeys, ReadList, ReadNewest
 from tidemark.sinks.reader.redis import queue, reply, seen, translated
 from tidemark.sinks.redis.client import RedisAddress, aclose
-from tidemark.sinks.redis.publish import STREAMS
+from tidemark.sinks.redis.names import STREAMS
 
 TIMEOUT = 2.0  # seconds for a connection or an answer: then Postgres is asked
 TOGETHER = 200  # streams in one transaction: bounds how long other clients of Redis wait

@@ -13,9 +13,9 @@ from weakref import WeakValueDictionary
 from tidemark.app.read_side.live import Live
 from tidemark.app.read_side.tasks import ended
 from tidemark.sinks.reader.redis import translated
+from tidemark.sinks.redis.names import CHANNELS, stream_of
 from tidemark.streaming.errors import Stop, Unavailable
 
-CHANNELS = "tidemark:{*}"
 PAUSE = 1.0  # seconds until a lost subscription is made again; less than the client's time-out
 
 
@@ -63,7 +63,7 @@ class Notifications:
         return self._waiting.setdefault(stream, asyncio.Event())
 
     def _received(self, message: Mapping[str, Any]) -> None:
-        self.notify(message["channel"].removeprefix("tidemark:{").removesuffix("}"))
+        self.notify(stream_of(message["channel"]))
 
     def notify(self, stream: str) -> None:
         """Wake whoever waits for the stream."""

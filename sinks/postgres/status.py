@@ -3,11 +3,11 @@
 For people on call; nothing is decided by it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from tidemark.streaming.postgres_session import PostgresSession
+from tidemark.streaming.postgres_session import Connection, PostgresSession
 
 LATE_COUNTED = 100  # late completions of one stream are counted up to here: nobody waits for more
 
@@ -38,6 +38,33 @@ class LateCount:
 
     count: int
     newest: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class SinkFault:
+    """A stream that `sink` cannot show by a fault of its own, while it shows the others."""
+
+    sink: str
+    stream: str
+    problem: str
+    since: datetime
+
+
+def note_faults(connection: Connection, faults: Mapping[tuple[str, str], str]) -> None:
+    """Replace what is known, by sink and stream; what was known before keeps its `since`."""
+    columns = [sink for sink, _ in faults], [stream for _, stream in faults], list(faults.values())
+    with connection.transaction():
+        connection.execute(
+            "delete from tidemark.sink_faults"
+            " where (sink, stream) not in (select * from unnest(%s::text[], %s::text[]))",
+            columns[:2],
+        )
+        connection.execute(
+            "insert into tidemark.sink_faults (sink, stream, problem)"
+            " select * from unnest(%s::text[], %s::text[], %s::text[])"
+            " on conflict (sink, stream) do update set problem = excluded.problem",
+            columns,
+        )
 
 
 class Conditions:
@@ -81,3 +108,11 @@ class Conditions:
                 (list(streams), LATE_COUNTED),
             ).fetchall()
         return {stream: LateCount(count, newest) for stream, count, newest in rows}
+
+    def faults(self) -> list[SinkFault]:
+        """None where the schema is of a version that does not note them."""
+        with self._database.use() as connection:
+            if not connection.execute("select 1 where to_regclass('tidemark.sink_faults') is not null").fetchone():
+                return []
+            rows = connection.execute("select sink, stream, problem, since from tidemark.sink_faults order by 1, 2")
+            return [SinkFault(*row) for row in rows]

@@ -4,7 +4,7 @@ Two sessions: one for the batches (the thread of foreachBatch), one for everythi
 neither waits for the other.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Self
@@ -14,7 +14,7 @@ import structlog
 from tidemark.sinks.port import Batch, Committed
 from tidemark.sinks.postgres import transaction
 from tidemark.sinks.postgres.database import READABLE, SCHEMA, execute, session_of
-from tidemark.sinks.postgres.status import Conditions
+from tidemark.sinks.postgres.status import Conditions, note_faults
 from tidemark.sinks.postgres.transaction import UnsentDeadLetters, apply
 from tidemark.streaming.effects import LateCompletion, WriterAdvance
 from tidemark.streaming.postgres_session import Dsn
@@ -122,6 +122,11 @@ class Postgres:
         """The dead letters of this batch are in Kafka."""
         with self._batches.use() as connection:
             transaction.forget_unsent(connection, query, batch)
+
+    def note_faults(self, faults: Mapping[tuple[str, str], str]) -> None:
+        """What sinks cannot show, by sink and stream: the problem. For people."""
+        with self._reads.use() as connection:
+            note_faults(connection, faults)
 
     def last_batch(self) -> tuple[str, int] | None:
         """Query and number of the batch that was applied last."""

@@ -17,7 +17,7 @@ from tidemark.sinks.reader.events import Advance, Late
 from tidemark.sinks.reader.io import AwaitEntry, KeysFound, ListEntry, ReadKeys, ReadList, ReadNewest
 from tidemark.sinks.redis.client import whereabouts
 from tidemark.sinks.redis.errors import FOREIGN, Remedies, redis_error
-from tidemark.sinks.redis.publish import key
+from tidemark.sinks.redis.names import key
 from tidemark.streaming.model import Evidence
 
 TIMEOUT = 5.0  # seconds for a connection or an answer

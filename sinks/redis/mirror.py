@@ -11,7 +11,9 @@ import structlog
 
 from tidemark.sinks.port import Batch, Committed, Fence, Refilled
 from tidemark.sinks.postgres.store import PastAdvance, Postgres, StreamPositions
+from tidemark.sinks.redis.names import channel
 from tidemark.sinks.redis.publish import Change, Mode, Redis, RedisPositions, of_batch, of_history
+from tidemark.streaming.errors import LeaseLost
 
 log = structlog.get_logger(__name__)
 
@@ -43,13 +45,20 @@ class Mirror:
         if committed.repeated:
             # Postgres knows how it was settled then; the batch alone does not.
             return self.refill(sorted({stream.stream for _, stream in batch.streams()})).streams
-        changes = of_batch(batch, committed)
+        # A refill tries those again that have a fault: what they lack by now is not in this batch alone.
+        changes = [it for it in of_batch(batch, committed) if it.stream not in self._redis.faults]
         with self._lock:
             lost = self._write([("known" if it.stream in self._known else "new", it) for it in changes])
         if lost:
             log.warning("Redis has lost data; filling it again from Postgres", streams=len(lost), first=lost[0])
             self.refill(lost)
         return len(changes)
+
+    def faults(self) -> dict[str, str]:
+        return {
+            stream: f"{problem}; delete its keys, {channel(stream)}:*, and they are filled again from Postgres"
+            for stream, problem in self._redis.faults.copy().items()
+        }
 
     def lost(self) -> bool:
         """Leave a new stamp; True where Redis does not remember the last one: it was flushed, restored or replaced."""
@@ -77,17 +86,24 @@ class Mirror:
         """Streams of which Redis lacks something, with the count of writers that are affected."""
         behind: dict[str, int] = {}
         ahead: list[str] = []
+        fence = 0
         for names in _chunks(streams):
             held = self._redis.held(names)
             for stream, wanted in self._postgres.positions(names).items():
+                if stream not in held:
+                    continue
                 here = held[stream]
+                fence = max(fence, here.fence)
                 writers = len(_lacking(here, wanted)) + len(wanted.forgotten & here.positions.keys())
                 if writers or _moved(here, wanted):
                     behind[stream] = writers
                 else:
                     self._known.add(stream)
+                    self._redis.faults.pop(stream, None)
                 if here.linear is not None and abs(here.linear) > abs(wanted.linear):
                     ahead.append(stream)
+        if fence > self._fence.token:
+            raise LeaseLost(self._fence.token, fence)
         if ahead:
             # Nothing is taken back (rule 2): readers may have used it.
             log.error(
@@ -99,7 +115,7 @@ class Mirror:
 
     def _mending(self, names: Sequence[str], newest: int) -> list[tuple[Mode, Change]]:
         held = self._redis.held(names)
-        wanted = self._postgres.positions(names)
+        wanted = {stream: here for stream, here in self._postgres.positions(names).items() if stream in held}
         since = [
             (stream, writer, held[stream].positions.get(writer, 0))
             for stream, here in wanted.items()
@@ -127,9 +143,9 @@ class Mirror:
 
     def _write(self, calls: Sequence[tuple[Mode, Change]]) -> list[str]:
         self._fence.check()
-        lost = self._redis.publish(self._fence.token, calls)
         named = {change.stream for mode, change in calls if mode != "known"}
-        self._redis.name(named)
+        self._redis.name(named)  # first: a stream that is there is not looked at again for its name
+        lost = self._redis.publish(self._fence.token, calls)
         self._known |= named
         return lost
 

@@ -14,7 +14,7 @@
 local POSITIONS, LINEAR, TOKEN, ADVANCES, FENCE, ALLOCATED = unpack(KEYS)
 local mode, lease, kept = ARGV[1], ARGV[2], ARGV[3]
 local stream, linear, entries, positions, late, dropped, allocated = unpack(cmsgpack.unpack(ARGV[4]))
-local CHANNEL = 'tidemark:{' .. stream .. '}'
+local CHANNEL = string.match(POSITIONS, '^(.*):positions$')
 
 local function call(...)
     local reply = redis.pcall(...)
@@ -115,11 +115,16 @@ local function publish()
     if mode == 'known' and not newest then return {'lost'} end
     local flat = call('HGETALL', POSITIONS)
     for i = 1, #flat, 2 do known[flat[i]] = flat[i + 1] end
+    -- All is read before anything is written: a key that somebody else has put there fails the whole call.
+    local last = call('HGET', FENCE, 'late') or '0'
+    local line, head = call('GET', LINEAR), call('GET', ALLOCATED) or '0'
+    call('XLEN', ADVANCES)
     if (mode == 'new' or mode == 'known') and not joins() then return {'lost'} end
     if newest ~= lease then call('HSET', FENCE, 'token', lease) end
     if mode == 'anew' then
         call('DEL', ADVANCES)
         call('HDEL', FENCE, 'late')
+        last = '0'
     end
 
     local changed = false
@@ -132,17 +137,15 @@ local function publish()
         local here = known[pair[1]]
         if not here or beyond(pair[2], here) then move(pair[1], pair[2], pair[2], false) end
     end
-    local last = call('HGET', FENCE, 'late') or '0'
     for _, entry in ipairs(late) do
         if beyond(entry[1], last) then write_late(entry) end
     end
 
-    local line = call('GET', LINEAR)
     if not line or beyond(linear, line) then
         call('SET', LINEAR, linear)
         line, changed = linear, true
     end
-    if beyond(allocated, call('GET', ALLOCATED) or '0') then call('SET', ALLOCATED, allocated) end
+    if beyond(allocated, head) then call('SET', ALLOCATED, allocated) end
     if changed or #order > 0 or call('EXISTS', TOKEN) == 0 then write_token(line) end
     for _, writer in ipairs(order) do
         local told = moved[writer]

@@ -18,7 +18,8 @@ from redis import exceptions as problems
 from tidemark.sinks.port import Batch, Committed
 from tidemark.sinks.postgres.store import PastAdvance, PastLate, StreamPositions
 from tidemark.sinks.redis.client import RedisAddress, RedisSession, redis_address
-from tidemark.sinks.redis.errors import Remedies
+from tidemark.sinks.redis.errors import Remedies, StreamFault, of_stream, sound
+from tidemark.sinks.redis.names import SENTINEL, STREAMS, key
 from tidemark.streaming.effects import LateCompletion, StreamEffects, WriterAdvance
 from tidemark.streaming.errors import LeaseLost
 
@@ -134,9 +135,9 @@ def _late(number: int, late: LateCompletion, batch: int, time: int) -> LateEntry
     )
 
 
-STREAMS = "tidemark:streams"
-SENTINEL = "tidemark:sentinel"
 CALLS_AT_ONCE = 500  # streams in one pipeline: bounds the memory of both sides, and how long a reader waits its turn
+
+HIGHEST_TOKEN = 2**62  # of a lease; what is higher was not written by us
 
 _SCRIPT = files("tidemark.sinks.redis").joinpath("publish.lua").read_text("utf-8")
 _SHA = sha1(_SCRIPT.encode(), usedforsecurity=False).hexdigest()
@@ -164,25 +165,26 @@ class RedisConfig:
 @dataclass(frozen=True, slots=True)
 class RedisPositions:
     """A stream as Redis holds it: None, 0 and {} where it holds nothing. `late` is the number of the newest entry
-    about a late completion."""
+    about a late completion, `fence` the highest token seen."""
 
     linear: int | None
     allocated: int
     positions: dict[str, int]
     late: int
-
-
-def key(stream: str, name: str) -> str:
-    return f"tidemark:{{{stream}}}:{name}"
+    fence: int
 
 
 class Redis:
-    """One server or a Cluster. Any thread may call; all methods raise `Unavailable` (call again) and `Refused`."""
+    """One server or a Cluster. Any thread may call; all methods raise `Unavailable` (call again) and `Refused`.
+
+    `faults`: streams that it cannot show because of what their keys hold, and what it said; until they are written.
+    """
 
     def __init__(self, config: RedisConfig) -> None:
         self._kept = config.advances_kept
         self._session = RedisSession(redis_address(config.address), _REMEDIES, config.timeout)
         self.where = self._session.where
+        self.faults: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -207,11 +209,21 @@ class Redis:
         lost = []
         for start in range(0, len(calls), CALLS_AT_ONCE):
             chunk = calls[start : start + CALLS_AT_ONCE]
+            newest = token
             for (_, change), answer in zip(chunk, self._run(token, chunk), strict=True):
-                if answer[0] == "fenced":
-                    raise LeaseLost(token, int(answer[1]))
-                if answer[0] == "lost":
+                try:
+                    said, *more = sound(answer)
+                    if said == "fenced":
+                        newest = max(newest, _token(more[0]))
+                        continue
+                except StreamFault as fault:
+                    self.faults[change.stream] = str(fault)
+                    continue
+                self.faults.pop(change.stream, None)
+                if said == "lost":
                     lost.append(change.stream)
+            if newest > token:
+                raise LeaseLost(token, newest)
         return lost
 
     def name(self, streams: Collection[str]) -> None:
@@ -221,25 +233,22 @@ class Redis:
                 client.sadd(STREAMS, *streams)
 
     def held(self, streams: Sequence[str]) -> dict[str, RedisPositions]:
+        """Without those that are among the `faults` now."""
         with self._session.use() as client:
             pipeline = client.pipeline(transaction=False)
             for stream in streams:
                 pipeline.get(key(stream, "linear"))
                 pipeline.get(key(stream, "allocated"))
                 pipeline.hgetall(key(stream, "positions"))
-                pipeline.hget(key(stream, "fence"), "late")
-            answers = pipeline.execute()
-        return {
-            stream: RedisPositions(
-                linear=None if linear is None else int(linear),
-                allocated=int(allocated or 0),
-                positions={writer: int(position) for writer, position in positions.items()},
-                late=int(late or 0),
-            )
-            for stream, linear, allocated, positions, late in zip(
-                streams, answers[0::4], answers[1::4], answers[2::4], answers[3::4], strict=True
-            )
-        }
+                pipeline.hmget(key(stream, "fence"), "late", "token")
+            answers = pipeline.execute(raise_on_error=False)
+            found = {}
+            for place, stream in enumerate(streams):
+                try:
+                    found[stream] = _held(*map(sound, answers[4 * place : 4 * place + 4]))
+                except StreamFault as fault:
+                    self.faults[stream] = str(fault)
+            return found
 
     def stamp(self, value: str) -> str | None:
         """Leave `value` at the sentinel and take what was there: anything but our last stamp means lost writes."""
@@ -247,20 +256,45 @@ class Redis:
             before = client.set(SENTINEL, value, get=True)
             return None if before is None else str(before)
 
-    def _run(self, token: int, chunk: Sequence[tuple[Mode, Change]]) -> list[list[str]]:
+    def _run(self, token: int, chunk: Sequence[tuple[Mode, Change]]) -> list[Any]:
         with self._session.use() as client:
-            try:
-                return self._called(client, token, chunk)
-            except problems.NoScriptError:  # a new server, or one that was restarted
-                client.script_load(_SCRIPT)
-                return self._called(client, token, chunk)
+            answers = self._called(client, token, chunk)
+            if any(isinstance(answer, problems.NoScriptError) for answer in answers):
+                client.script_load(_SCRIPT)  # a new server, or one that was restarted
+                answers = self._called(client, token, chunk)
+            for answer in answers:  # what no stream is to blame for is translated
+                if isinstance(answer, Exception) and not of_stream(answer):
+                    raise answer
+            return answers
 
-    def _called(self, client: Any, token: int, chunk: Sequence[tuple[Mode, Change]]) -> list[list[str]]:
+    def _called(self, client: Any, token: int, chunk: Sequence[tuple[Mode, Change]]) -> list[Any]:
         pipeline = client.pipeline(transaction=False)
         for mode, change in chunk:
             keys = [key(change.stream, name) for name in _KEYS]
             arguments = (mode, str(token), str(self._kept), msgspec.msgpack.encode(change))
             # Not `evalsha`, which redis-py does not want in a pipeline to a Cluster, although each call has its node.
             pipeline.execute_command("EVALSHA", _SHA, len(keys), *keys, *arguments)
-        answers: list[list[str]] = pipeline.execute()
+        answers: list[Any] = pipeline.execute(raise_on_error=False)
         return answers
+
+
+def _held(
+    linear: str | None, allocated: str | None, positions: dict[str, str], fence: Sequence[str | None]
+) -> RedisPositions:
+    late, token = fence
+    try:
+        return RedisPositions(
+            linear=None if linear is None else int(linear),
+            allocated=int(allocated or 0),
+            positions={writer: int(position) for writer, position in positions.items()},
+            late=int(late or 0),
+            fence=_token(token or "0"),
+        )
+    except ValueError as error:
+        raise StreamFault(f"its keys hold what is no number: {error}") from None
+
+
+def _token(text: str) -> int:
+    if not text.isdecimal() or int(text) > HIGHEST_TOKEN:
+        raise StreamFault(f"its fence holds {text!r}, which is no token")
+    return int(text)

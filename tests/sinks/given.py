@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tidemark.sinks.port import Batch
-from tidemark.sinks.redis.publish import key
+from tidemark.sinks.redis.names import key
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import Progress, ShardEffects, StreamEffects, Summary, WriterAdvance, WriterRow
 from tidemark.streaming.model import Rejected

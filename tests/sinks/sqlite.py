@@ -31,6 +31,7 @@ class SqliteSink:
         self._fence = fence
         self._stamps = 0
         self._compared = False
+        self._faults: dict[str, str] = {}
 
     def check(self) -> None:
         with self._transaction():
@@ -44,8 +45,12 @@ class SqliteSink:
             for _, stream in batch.streams():
                 rows = {row.writer: row.position for row in stream.writers}
                 rows |= {writer: at for (name, writer), at in committed.positions.items() if name == stream.stream}
-                changed += self._write(database, stream.stream, stream.linear, rows, stream.dropped)
+                if stream.stream not in self._faults:
+                    changed += self._write(database, stream.stream, stream.linear, rows, stream.dropped)
         return changed
+
+    def faults(self) -> Mapping[str, str]:
+        return dict(self._faults)
 
     def lost(self) -> bool:
         last = f"{self._fence.token}:{self._stamps}"
@@ -71,16 +76,23 @@ class SqliteSink:
         self, database: sqlite3.Connection, stream: str, linear: int, rows: Mapping[str, int], gone: Iterable[str]
     ) -> bool:
         before = database.total_changes
-        line = f"insert into lines values (?, ?) on conflict (stream) do update {_FARTHER.format('linear')}"
-        database.execute(line, [stream, linear])
-        database.executemany(
-            "insert into positions values (?, ?, ?)"
-            f" on conflict (stream, writer) do update {_FARTHER.format('position')}",
-            [(stream, writer, position) for writer, position in rows.items()],
-        )
-        database.executemany(
-            "delete from positions where stream = ? and writer = ?", [(stream, writer) for writer in gone]
-        )
+        database.execute("savepoint one")
+        try:
+            line = f"insert into lines values (?, ?) on conflict (stream) do update {_FARTHER.format('linear')}"
+            database.execute(line, [stream, linear])
+            database.executemany(
+                "insert into positions values (?, ?, ?)"
+                f" on conflict (stream, writer) do update {_FARTHER.format('position')}",
+                [(stream, writer, position) for writer, position in rows.items()],
+            )
+            database.executemany(
+                "delete from positions where stream = ? and writer = ?", [(stream, writer) for writer in gone]
+            )
+        except sqlite3.IntegrityError as error:
+            database.execute("rollback to one")
+            self._faults[stream] = str(error)
+            return False
+        self._faults.pop(stream, None)
         return database.total_changes > before
 
     @contextmanager

@@ -1,4 +1,5 @@
-"""What every sink must keep (`sinks.port`): monotone, idempotent, fenced, refilled. A new sink is one more subject.
+"""What every sink must keep (`sinks.port`): monotone, idempotent, fenced, isolated, refilled. A new
+sink is one more subject.
 
 Postgres keeps the first three itself, against a query that brings again what another one has committed.
 """
@@ -24,7 +25,8 @@ from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.publisher import Publisher
 from tidemark.sinks.redis.mirror import Mirror
-from tidemark.sinks.redis.publish import STREAMS, Redis, key
+from tidemark.sinks.redis.names import STREAMS, key
+from tidemark.sinks.redis.publish import Redis
 from tidemark.streaming.effects import LateCompletion, StreamEffects
 from tidemark.streaming.errors import LeaseLost
 
@@ -52,10 +54,12 @@ class Subject(Protocol):
 
 
 class SinkSubject(Subject, Protocol):
-    """A sink, and how it can lose what it holds."""
+    """A sink, how it can lose what it holds, and how one stream of it can be made impossible and possible again."""
 
     def sink(self, fence: Fence) -> Sink: ...
     def lose_all(self) -> None: ...
+    def spoil(self, stream: str) -> None: ...
+    def mend(self, stream: str) -> None: ...
 
 
 class InPostgres:
@@ -105,6 +109,13 @@ class InRedis:
     def lose_all(self) -> None:
         self._keys.flushall()
 
+    def spoil(self, stream: str) -> None:
+        self._keys.delete(key(stream, "positions"))
+        self._keys.rpush(key(stream, "positions"), "not ours")
+
+    def mend(self, stream: str) -> None:
+        self._keys.delete(key(stream, "positions"))
+
 
 class InSqlite:
     def __init__(self, store: Postgres, path: Path) -> None:
@@ -131,6 +142,17 @@ class InSqlite:
 
     def lose_all(self) -> None:
         self._path.unlink()
+
+    def spoil(self, stream: str) -> None:
+        with closing(sqlite3.connect(self._path)) as database:
+            database.execute(
+                "create trigger spoilt before insert on positions"
+                f" when new.stream = '{stream}' begin select raise(abort, 'not ours'); end"
+            )
+
+    def mend(self, stream: str) -> None:
+        with closing(sqlite3.connect(self._path)) as database:
+            database.execute("drop trigger spoilt")
 
 
 SINKS = ["redis", "sqlite"]
@@ -301,6 +323,38 @@ def test_a_refill_is_fenced(copy: SinkSubject, commit: Commits, lease: Lease) ->
     with pytest.raises(LeaseLost):
         older.refill()
     assert copy.positions()["s"] == (4, {"w": 9, "v": 4})
+
+
+def test_a_stream_that_cannot_be_shown_holds_no_other_up(copy: SinkSubject, commit: Commits, lease: Lease) -> None:
+    """The fault of one stream is named and is that stream's alone, also for the next process; what it lacks comes with
+    the refill after it was mended."""
+    first, second, third = steps()
+    sink = copy.sink(lease)
+    sink.publish(*commit(*first))
+    copy.spoil("s")
+    sink.publish(*commit(*second))
+    assert sink.faults().keys() == {"s"}
+    sink.publish(*commit(*third))
+    sink.refill()
+    restarted = copy.sink(lease)
+    restarted.refill()
+    assert restarted.faults().keys() == {"s"}
+    copy.mend("s")
+    sink.refill()
+    assert sink.faults() == {}
+    assert copy.positions() == END
+
+
+def test_a_fence_far_above_the_lease_is_known_at_once(copy: SinkSubject, commit: Commits, lease: Lease) -> None:
+    """Rule 6: who meets fences of owners that its database knows nothing of learns of the highest at the first try, not
+    of the lowest: the next token passes all of them."""
+    first, second, _ = steps()
+    made = [commit(*first), commit(*second)]
+    copy.sink(GivenFence(lease.token + 5)).publish(*made[0])
+    copy.sink(GivenFence(lease.token + 1000)).publish(*made[1])
+    with pytest.raises(LeaseLost) as caught:
+        copy.sink(lease).publish(*commit(stream("far", advance("w", 2**62, 2**63 - 1), linear=2**63 - 1)))
+    assert caught.value.now == lease.token + 1000
 
 
 def test_a_forgotten_writer_is_forgotten(copy: SinkSubject, commit: Commits, lease: Lease) -> None:

@@ -21,7 +21,8 @@ from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.publisher import Publisher
 from tidemark.sinks.redis.mirror import Mirror
-from tidemark.sinks.redis.publish import Redis, RedisConfig, key
+from tidemark.sinks.redis.names import key
+from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.streaming.effects import ShardEffects
 from tidemark.streaming.errors import LeaseLost, Stopping
 

@@ -13,7 +13,7 @@ from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.sidecar.site import SiteConfig
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.servers import RedisServer
-from tidemark.sinks.redis.publish import STREAMS, key
+from tidemark.sinks.redis.names import STREAMS, key
 
 
 def test_all_that_is_known_of_a_stream(pipeline: Pipeline, client: SidecarClient) -> None:

@@ -59,3 +59,18 @@ def test_late_completions_are_counted_up_to_a_bound(conditions: Conditions, stor
     store.apply(batch(1, *streams, token=lease.token))
     assert {name: it.count for name, it in conditions.late(["s", "t", "u"]).items()} == {"s": LATE_COUNTED, "t": 1}
     assert conditions.late(["t"])["t"].newest == moment(NOW)
+
+
+def test_streams_that_a_sink_cannot_show_are_noted_with_their_time(conditions: Conditions, store: Postgres) -> None:
+    """Each is there from when it was first noted until it is not noted again, with the newest text."""
+    store.note_faults({("redis", "a"): "one", ("redis", "b"): "two"})
+    first = conditions.faults()
+    assert [(it.sink, it.stream, it.problem) for it in first] == [("redis", "a", "one"), ("redis", "b", "two")]
+    store.note_faults({("redis", "a"): "other", ("else", "b"): "three"})
+    assert [(it.sink, it.stream, it.problem) for it in conditions.faults()] == [
+        ("else", "b", "three"),
+        ("redis", "a", "other"),
+    ]
+    assert conditions.faults()[1].since == first[0].since
+    store.note_faults({})
+    assert conditions.faults() == []

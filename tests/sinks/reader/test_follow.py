@@ -24,7 +24,8 @@ from tidemark.sinks.reader import (
     Reread,
     Token,
 )
-from tidemark.sinks.redis.publish import Redis, RedisConfig, key
+from tidemark.sinks.redis.names import key
+from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.streaming.effects import LateCompletion as LateEffect
 
 

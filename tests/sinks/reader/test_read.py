@@ -11,7 +11,7 @@ from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import ReadingService, effect
 from tests.waiting import eventually
 from tidemark.sinks.reader import Place, Positions, Reader, Table, Token
-from tidemark.sinks.redis.publish import key
+from tidemark.sinks.redis.names import key
 from tidemark.streaming.effects import LateCompletion as LateEffect
 from tidemark.streaming.errors import BadSetting, LateNeedsWriter, LateUnknown, ReaderModeChanged, Refused
 

@@ -7,7 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tidemark.sinks.reader import ZERO, Order, Token
-from tidemark.sinks.redis.publish import Change, Redis, key
+from tidemark.sinks.redis.names import key
+from tidemark.sinks.redis.publish import Change, Redis
 from tidemark.streaming.errors import BadToken
 
 WRITERS = ("a", "b", "c.1", "d~e", "f%", "%7E", "é", "B")

@@ -13,7 +13,7 @@ from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline, later
 from tidemark.app.stack.servers import RedisServer
 from tidemark.sinks.reader import AsyncPositions, Positions, Recovering, Standing, Token
-from tidemark.sinks.redis.publish import key
+from tidemark.sinks.redis.names import key
 from tidemark.streaming.errors import BadSetting, BadToken, NotReached, Refused, TokenFromTheFuture, Unavailable
 
 

@@ -18,7 +18,8 @@ from tidemark.sinks.redis.client import RedisAddress
 from tidemark.sinks.redis.publish import Change, Redis, RedisConfig
 from tidemark.streaming.errors import BadSetting, Refused, Unavailable
 
-STREAMS = [f"stream{number}" for number in range(12)]  # in a Cluster of three, some on each
+# In a Cluster of three, some on each; the last ones are names that could break a hash tag.
+STREAMS = [*(f"stream{number}" for number in range(12)), "}x", "{}", "a}:linear", "{<", "100%"]
 
 
 @pytest.fixture
@@ -77,6 +78,7 @@ def test_what_is_published_is_read_by_all(address: RedisAddress) -> None:
     with Positions(address) as positions:
         assert positions.get("stream3") == Standing("stream3", 7, {"w": 9}, 9)
         assert positions.wait("stream4", 7, timeout=5).linear == 7
+        assert positions.get("}x") == Standing("}x", 7, {"w": 9}, 9)
 
     async def ask() -> None:
         async with AsyncPositions(address) as positions:
@@ -162,6 +164,13 @@ def test_a_cluster_that_is_away_is_waited_for_and_one_that_refuses_us_is_not(red
         sink.check()
     address = RedisAddress(f"redis+cluster://nobody:wrong@127.0.0.1:{redis_cluster[0].port}")
     with Redis(RedisConfig(address)) as sink, pytest.raises(Refused, match="TIDEMARK_REDIS_PASSWORD"):
+        sink.check()
+
+
+def test_a_server_that_is_no_cluster_is_not_waited_for(redis_url: str) -> None:
+    """It would stay what it is: the address is wrong."""
+    address = RedisAddress(redis_url.replace("redis://", "redis+cluster://").removesuffix("/0"))
+    with Redis(RedisConfig(address)) as sink, pytest.raises(Refused, match="is a Cluster"):
         sink.check()
 
 

@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from tidemark.app.stack.servers import RedisServer
 from tidemark.sinks.maintenance import Maintenance, MaintenanceConfig
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
-from tidemark.sinks.redis.publish import SENTINEL, STREAMS, Redis, key
+from tidemark.sinks.redis.names import SENTINEL, STREAMS, key
+from tidemark.sinks.redis.publish import Redis
 from tidemark.streaming.effects import LateCompletion, StreamEffects
 from tidemark.streaming.errors import LeaseLost
 
@@ -229,3 +231,40 @@ def test_watch_ends_with_the_lease(pipeline: Pipeline, shown: Redis, lease: Leas
     with Maintenance([pipeline.mirror], pipeline.store, lease, MaintenanceConfig(poll=0.05)):
         lease.lose(lease.token + 1)
         eventually(lambda: all(thread.name != "maintenance" for thread in threading.enumerate()))
+
+
+def test_every_kind_of_spoilt_key_is_the_fault_of_its_stream(
+    pipeline: Pipeline, shown: Redis, lease: Lease, keys: Any
+) -> None:
+    """Whichever key somebody else has put there, and whatever it holds: the stream is named in Postgres with what to
+    do, nothing of it is half written, the other goes on, and deleting the key brings all of it back."""
+    spoils: dict[str, Callable[[str], object]] = {
+        "positions": lambda name: keys.rpush(name, "x"),
+        "linear": lambda name: keys.rpush(name, "x"),
+        "allocated": lambda name: keys.hset(name, "x", "y"),
+        "advances": lambda name: keys.set(name, "x"),
+        "fence": lambda name: keys.set(name, "x"),
+    }
+    garbage: dict[str, Callable[[str], object]] = {
+        "linear": lambda name: keys.set(name, "first"),
+        "positions": lambda name: keys.hset(name, "w", "first"),
+        "fence": lambda name: keys.hset(name, "token", "99999999999999999999999"),
+    }
+    steps = zip(moves(*range(1, 50)), moves(*range(1, 50), name="}x"), strict=True)
+    pipeline.publish(*next(steps))
+    with Maintenance([pipeline.mirror], pipeline.store, lease, MaintenanceConfig(poll=0.02, compare=0.02)):
+        for what, spoil in [*spoils.items(), *garbage.items()]:
+            keys.delete(key("}x", what))
+            spoil(key("}x", what))
+            pipeline.publish(*next(steps))
+            eventually(
+                lambda: [it.stream for it in pipeline.store.conditions.faults()] == ["}x"], what=partial(str, what)
+            )
+            assert "delete its keys, tidemark:{{>x}:*" in pipeline.store.conditions.faults()[0].problem
+            moved = next(steps)
+            pipeline.publish(*moved)
+            assert keys.get(key("s", "token")) == f"m{moved[0].linear}"
+            keys.delete(key("}x", what))
+            eventually(lambda: pipeline.store.conditions.faults() == [], what=partial(str, what))
+            assert keys.get(key("}x", "token")) == f"m{moved[1].linear}"
+            assert entries(keys, "}x")[-1]["id"] == str(moved[1].linear)

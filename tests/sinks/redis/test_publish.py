@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.sinks.given import entries
 from tidemark.app.stack.servers import RedisServer
-from tidemark.sinks.redis.publish import AdvanceEntry, Change, LateEntry, Mode, Redis, RedisConfig, key
+from tidemark.sinks.redis.names import key
+from tidemark.sinks.redis.publish import AdvanceEntry, Change, LateEntry, Mode, Redis, RedisConfig
 from tidemark.streaming.errors import BadSetting, LeaseLost, Refused, Unavailable
 
 LARGEST = 2**63 - 1

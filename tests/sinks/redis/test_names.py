@@ -1,0 +1,45 @@
+"""Names of streams in the names of Redis: whatever a stream is called, it has keys of its own that lie together."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from redis.crc import key_slot
+
+from tidemark.sinks.redis.names import CHANNELS, channel, key, stream_of, tag
+
+NAMES = st.one_of(st.text("{}<>%:a", min_size=1, max_size=6), st.text(min_size=1, max_size=20))
+PREFIX, SUFFIX = CHANNELS.split("*")
+
+
+@given(NAMES)
+def test_the_keys_of_a_stream_lie_in_one_slot_and_lead_back_to_it(name: str) -> None:
+    """Its tag ends where the name ends and is never empty; its channel matches the sidecar's pattern."""
+    inner = tag(name)[1:-1]
+    assert inner
+    assert "}" not in inner
+    assert len({key_slot(key(name, what).encode("utf-8", "replace")) for what in ("positions", "linear", "token")}) == 1
+    assert channel(name).startswith(PREFIX)
+    assert channel(name).endswith(SUFFIX)
+    assert stream_of(channel(name)) == name
+
+
+@given(NAMES, NAMES)
+def test_no_two_streams_share_a_key(one: str, other: str) -> None:
+    """Names with escapes in them are escaped themselves."""
+    assert (tag(one) == tag(other)) == (one == other)
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("orders", "{orders}"),
+        ("a%7Db", "{a%7Db}"),
+        ("<a>", "{<a>}"),
+        ("}x", "{{>x}"),
+        ("{}", "{{<{>}"),
+        ("{>", "{{<>}"),
+    ],
+)
+def test_only_braces_are_written_otherwise(name: str, written: str) -> None:
+    """The contract for readers in any language, in docs/design.md 6."""
+    assert key(name, "linear") == f"tidemark:{written}:linear"
