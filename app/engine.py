@@ -10,11 +10,12 @@ from pathlib import Path
 from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
+from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
 from tidemark.streaming import checkpoint
 from tidemark.streaming.errors import BadSetting, SparkDied, Stopping
 from tidemark.streaming.executors import Cluster, Pods, address_towards
-from tidemark.streaming.spark import Jvm, SparkSettings, configuration, connect, find_java, is_local
+from tidemark.streaming.spark import Jvm, SparkSettings, configuration, connect, is_local
 
 _PROPERTY = re.compile(r"(?P<name>spark\.[^\s=:]+)(\s*[=:]\s*|\s+)(?P<value>.*)")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import fetch_jars
@@ -19,7 +20,6 @@ from tidemark.app.stack.server import ServerProcess
 from tidemark.app.stack.servers import redis_program
 from tidemark.sinks.postgres.database import migrate
 from tidemark.streaming.errors import BadSetting
-from tidemark.streaming.spark import find_java
 
 
 def run(settings: Settings, *, demo: bool) -> None:

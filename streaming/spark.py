@@ -1,13 +1,10 @@
-"""The Spark session, its JVM as a child process, and the Java that runs both Spark and Kafka.
+"""The Spark session, and its JVM as a child process.
 
 Each setting stands with its reason; figures without a source are in docs/benchmarks.md. What the JVM and its Python
 workers write to stderr becomes lines of our log at `debug`: what fails a query reaches us as an exception too.
 """
 
 import os
-import re
-import shutil
-import subprocess
 import sys
 from collections import deque
 from dataclasses import dataclass, field
@@ -23,7 +20,7 @@ from pyspark.errors import PySparkRuntimeError
 from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
 
-from tidemark.streaming.errors import SparkDied, Stop
+from tidemark.streaming.errors import SparkDied
 from tidemark.streaming.executors import package
 
 # Where measured: docs/engine.md 3 and 4.
@@ -111,9 +108,6 @@ class Jvm:
         os.close(descriptor)
 
 
-OLDEST = 17
-
-
 @dataclass(frozen=True, slots=True)
 class SparkSettings:
     """`jars`: the Kafka connector's jar files. `memory`: the driver's heap, in Spark's notation (`1g`).
@@ -168,26 +162,3 @@ def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
 def is_local(master: str) -> bool:
     """Whether tasks run in the driver's own JVM."""
     return master.startswith("local")
-
-
-class JavaUnfit(Stop):
-    def __init__(self, problem: str) -> None:
-        super().__init__(
-            f"Java {OLDEST} or newer is needed and {problem}: install one (Debian, Ubuntu:"
-            " `apt-get install openjdk-17-jre-headless`; macOS: `brew install openjdk@17`) or set JAVA_HOME"
-        )
-
-
-def find_java(java_home: Path | None) -> str:
-    """The `java` program, of `java_home` where that is set, else the first on the PATH; raises `JavaUnfit`."""
-    program = str(java_home / "bin" / "java") if java_home else "java"
-    found = shutil.which(program)
-    if found is None:
-        raise JavaUnfit(f"there is no {program}" if java_home else "there is none on the PATH")
-    answer = subprocess.run([found, "-version"], capture_output=True, text=True, check=False)
-    version = re.search(r'version "(?:1\.)?(\d+)', answer.stderr)
-    if version is None:
-        raise JavaUnfit(f"`{found} -version` does not say its version")
-    if int(version[1]) < OLDEST:
-        raise JavaUnfit(f"{found} is Java {version[1]}")
-    return found

@@ -17,13 +17,13 @@ import redis
 from psycopg import sql
 
 from tests import jvm_classes
+from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import BROKER, CONNECTOR, fetch_jars
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import ServerProcess, free_port
 from tidemark.app.stack.servers import KafkaServer, RedisServer
-from tidemark.streaming.spark import find_java
 
 S = TypeVar("S", bound=ServerProcess)
 _numbers = itertools.count(1)

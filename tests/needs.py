@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tidemark.app.java import JavaUnfit, find_java
 from tidemark.app.settings import Settings
-from tidemark.streaming.spark import JavaUnfit, find_java
 
 SERVERS = {
     "jvm": {"java"},

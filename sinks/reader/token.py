@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Self
 from urllib.parse import unquote
 
-from tidemark.streaming.direction import beyond, farther, nearer
+from tidemark.streaming.direction import Direction, DirectionName, beyond, farther, nearer
 from tidemark.streaming.errors import BadToken
 
 _ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
@@ -133,12 +133,15 @@ def _check_direction(a: Token, b: Token) -> None:
 _SPAN = re.compile(r"(-?[0-9]+)(?:-(-?[0-9]+))?")
 
 
-def interval_text(sets: Mapping[str, Iterable[tuple[int, int]]], sign: int = 1) -> str:
-    """Print sets of magnitudes, each as `parse_intervals` gives them; `sign` is -1 for a backward stream.
+def interval_text(sets: Mapping[str, Iterable[tuple[int, int]]], direction: DirectionName = "forward") -> str:
+    """Print sets of magnitudes, each as `parse_intervals` gives them.
 
     Writers are sorted; empty sets are left out.
     """
-    spans = {writer: [_span(low + 1, high, sign) for low, high in ids] for writer, ids in sorted(sets.items())}
+    signed = Direction.named(direction).signed
+    spans = {
+        writer: [_span(signed(low + 1), signed(high)) for low, high in ids] for writer, ids in sorted(sets.items())
+    }
     return ",".join(":".join((_escaped(writer), *listed)) for writer, listed in spans.items() if listed)
 
 
@@ -175,8 +178,8 @@ def _disjoint(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _span(low: int, high: int, sign: int) -> str:
-    return str(sign * low) if low == high else f"{sign * low}-{sign * high}"
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def _escaped(name: str) -> str:

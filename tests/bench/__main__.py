@@ -10,8 +10,8 @@ import click
 from tests.bench import cores, flat, gap, latency, race, report, results, sidecar, soak, stages, writer
 from tests.bench.site import BenchSite, servers
 from tidemark.app import logs
+from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
-from tidemark.streaming.spark import find_java
 
 Run = Callable[[BenchSite], dict[str, Any]]
 

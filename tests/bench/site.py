@@ -10,6 +10,7 @@ from pathlib import Path
 import psycopg
 import redis
 
+from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import BROKER, CONNECTOR, fetch_jars
@@ -18,7 +19,6 @@ from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer, RedisServer
 from tidemark.sinks.postgres.database import migrate
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.streaming.spark import find_java
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@ from pathlib import Path
 import pytest
 
 from tidemark.app.stack.jars import BROKER, CONNECTOR, JarsUnavailable, fetch_jars
-from tidemark.streaming.spark import JavaUnfit, find_java
 
 
 def _fake_java(directory: Path, script: str) -> str:
@@ -50,20 +49,3 @@ def test_failed_fetch_says_what_failed_and_is_tried_again(tmp_path: Path) -> Non
     for _ in range(2):
         with pytest.raises(JarsUnavailable, match=r"a#b;1: not found.*ivy\.log"):
             fetch_jars(tmp_path, java, progress=pytest.fail)
-
-
-def test_java_that_is_too_old_is_named(tmp_path: Path) -> None:
-    """One line names the Java that was found, the version that is needed, and how to get it."""
-    (tmp_path / "bin").mkdir()
-    program = _fake_java(tmp_path / "bin", """echo 'openjdk version "1.8.0_412"' >&2""")
-    with pytest.raises(JavaUnfit, match=r"Java 17 or newer is needed and .* is Java 8: install one") as caught:
-        find_java(tmp_path)
-    assert program in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_java_that_is_missing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any Java the line says how to get one."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(JavaUnfit, match="there is none on the PATH: install one"):
-        find_java(None)

@@ -1,11 +1,14 @@
 """Sets of IDs as text for people."""
 
+from typing import get_args
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemark import interval_text, parse_intervals
 from tidemark.errors import BadToken
+from tidemark.streaming.direction import DirectionName
 from tidemark.streaming.intervals import Intervals
 
 SETS = st.dictionaries(
@@ -20,13 +23,13 @@ def test_text_reads_like_gtid_sets() -> None:
     """1 to 7 and 9 of one writer, 8 of another; the same with a minus on a backward stream."""
     sets = {"second": [(7, 8)], "first": [(0, 7), (8, 9)], "none": []}
     assert interval_text(sets) == "first:1-7:9,second:8"
-    assert interval_text(sets, sign=-1) == "first:-1--7:-9,second:-8"
+    assert interval_text(sets, "backward") == "first:-1--7:-9,second:-8"
 
 
-@given(SETS, st.sampled_from((1, -1)))
-def test_text_comes_back(sets: dict[str, list[tuple[int, int]]], sign: int) -> None:
+@given(SETS, st.sampled_from(get_args(DirectionName)))
+def test_text_comes_back(sets: dict[str, list[tuple[int, int]]], direction: DirectionName) -> None:
     """Whatever the names are, what is printed is read again: the intervals of the core, without its arrays."""
-    assert parse_intervals(interval_text(sets, sign)) == sets
+    assert parse_intervals(interval_text(sets, direction)) == sets
 
 
 def test_overlaps_are_merged() -> None:
