@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,10 +21,10 @@ from joserfc import jwt
 from joserfc.jwk import RSAKey
 
 from tests.fix_tls import Authority
+from tests.jvm_classes import ArchivedKafka, Archives
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import BROKER
 from tidemark.app.stack.server import LOOPBACK, free_port
-from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources.kafka import KafkaConnection, OAuth
 
 USER = "tide"
@@ -72,11 +72,13 @@ class Issuer:
         return {"access_token": token, "token_type": "Bearer", "expires_in": 3600, "scope": scope}
 
 
-class GuardedKafka(KafkaServer):
+class GuardedKafka(ArchivedKafka):
     """Listens in clear for the tests' own administration, and three times behind a lock."""
 
-    def __init__(self, home: Home, *, java: str, jars: Path, authority: Authority, issuer: Issuer) -> None:
-        super().__init__(home, free_port(), java=java, jars=jars)
+    def __init__(
+        self, home: Home, *, java: str, jars: Path, options: Sequence[str], authority: Authority, issuer: Issuer
+    ) -> None:
+        super().__init__(home, free_port(), java=java, jars=jars, options=options)
         self.name = "guarded-kafka"  # type: ignore[misc]
         self._properties = home.data(self.name) / "server.properties"
         self._authority = authority
@@ -164,10 +166,16 @@ def _serving(server: ThreadingHTTPServer) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def guarded_kafka(
-    home: Home, java: str, jars: Path, authority: Authority, tmp_path_factory: pytest.TempPathFactory
+    home: Home,
+    java: str,
+    jars: Path,
+    archives: Archives,
+    authority: Authority,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[GuardedKafka]:
     issuer = Issuer(tmp_path_factory.mktemp("issuer"))
-    broker = GuardedKafka(home, java=java, jars=jars / BROKER, authority=authority, issuer=issuer)
+    options = archives.broker(jars / BROKER)
+    broker = GuardedKafka(home, java=java, jars=jars / BROKER, options=options, authority=authority, issuer=issuer)
     with _serving(issuer.server):
         broker.start()
         try:

@@ -16,7 +16,7 @@ import pytest
 import redis
 from psycopg import sql
 
-from tests import jvm_classes
+from tests.jvm_classes import ArchivedKafka, Archives
 from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
@@ -58,13 +58,16 @@ def jars(java: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def connector_jars(jars: Path, java: str, pytestconfig: pytest.Config) -> Iterator[Path]:
+def archives(java: str, pytestconfig: pytest.Config) -> Archives:
+    return Archives(pytestconfig.cache.mkdir("jvm"), java)
+
+
+@pytest.fixture(scope="session")
+def connector_jars(jars: Path, archives: Archives) -> Iterator[Path]:
     """What every JVM of Spark's needs, which from now on begins with archived classes."""
-    directory = jars / CONNECTOR
     with pytest.MonkeyPatch.context() as environment:
-        kept = pytestconfig.cache.mkdir("jvm")
-        environment.setenv("SPARK_SUBMIT_OPTS", jvm_classes.options(kept, java, directory))
-        yield directory
+        environment.setenv("SPARK_SUBMIT_OPTS", archives.spark(jars / CONNECTOR))
+        yield jars / CONNECTOR
 
 
 class Unsynced(PostgresServer):
@@ -109,8 +112,9 @@ def redis_url(redis_server: RedisServer) -> str:
 
 
 @pytest.fixture(scope="session")
-def kafka(home: Home, java: str, jars: Path) -> Iterator[KafkaServer]:
-    with _started(KafkaServer(home, free_port(), java=java, jars=jars / BROKER)) as server:
+def kafka(home: Home, java: str, jars: Path, archives: Archives) -> Iterator[KafkaServer]:
+    broker = jars / BROKER
+    with _started(ArchivedKafka(home, free_port(), java=java, jars=broker, options=archives.broker(broker))) as server:
         yield server
 
 

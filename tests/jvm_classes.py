@@ -1,4 +1,4 @@
-"""Spark's JVM starts with classes that were archived: to the first batch it takes half the CPU, and lives for seconds.
+"""JVMs of tests begin with archived classes: Spark's takes half the CPU to its first batch, a broker two thirds.
 
     SPARK_SUBMIT_OPTS=-XX:ArchiveClassesAtExit=FILE python -m tests.jvm_classes DIRECTORY JAR...
 
@@ -12,51 +12,83 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pyspark
 from pyspark.sql import DataFrame, SparkSession
 
+from tidemark.app.stack.home import Home
+from tidemark.app.stack.server import free_port
+from tidemark.app.stack.servers import KafkaServer
 from tidemark.streaming import query
 from tidemark.streaming.model import Bounds
 from tidemark.streaming.spark import Jvm, SparkSettings, configuration, connect
 
-# The JVM's second compiler takes more than it gives in a life of seconds; of an archive that does not fit, because a
-# jar was replaced, it need not speak.
-OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xlog:disable -Xlog:all=error:stderr"
-BATCHES = 3
+# Of an archive that does not fit, because a jar was replaced, the JVM need not speak.
+SILENT = ["-Xlog:disable", "-Xlog:all=error:stderr"]
+# Its second compiler takes more than it gives in a life of seconds.
+SHORT_LIVED = ["-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]
+BATCHES = 1
 
 
-def options(directory: Path, java: str, connector: Path) -> str:
-    """`SPARK_SUBMIT_OPTS` for a JVM of tests. The archive lies in `directory`, and is made by the first who asks.
+class Archives:
+    """In `directory`; each is made by the first who asks for it. Any number of processes may ask at once."""
 
-    Any number of processes may ask at once.
-    """
-    connectors = sorted(connector.glob("*.jar"))
-    jars = [*sorted((Path(pyspark.__file__).parent / "jars").iterdir()), *connectors]
-    known = [subprocess.run([java, "-version"], capture_output=True, check=True).stderr, OPTIONS]
-    known += [(str(jar), jar.stat().st_size, jar.stat().st_mtime_ns) for jar in jars]
-    archive = directory / f"{hashlib.sha256(repr(known).encode()).hexdigest()[:16]}.jsa"
-    with (directory / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not archive.exists():
-            for old in directory.glob("*.jsa"):
-                old.unlink()
-            _make(archive, connectors)
-    return f"{OPTIONS} -XX:SharedArchiveFile={archive}"
+    def __init__(self, directory: Path, java: str) -> None:
+        self._directory = directory
+        self._java = java
+
+    def spark(self, connector: Path) -> str:
+        """`SPARK_SUBMIT_OPTS`."""
+        connectors = sorted(connector.glob("*.jar"))
+
+        def make(directory: Path, writing: str) -> None:
+            environment = {**os.environ, "SPARK_SUBMIT_OPTS": " ".join([*SHORT_LIVED, *SILENT, writing])}
+            command = [sys.executable, "-m", "tests.jvm_classes", str(directory), *map(str, connectors)]
+            subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+
+        jars = [*sorted((Path(pyspark.__file__).parent / "jars").iterdir()), *connectors]
+        return " ".join([*SHORT_LIVED, *self._options("spark", jars, make)])
+
+    def broker(self, jars: Path) -> list[str]:
+        """Options of `java`."""
+
+        def make(directory: Path, writing: str) -> None:
+            home, port = Home(directory), free_port()
+            KafkaServer(home, port, java=self._java, jars=jars).prepare()  # a JVM of its own, with other classes
+            broker = ArchivedKafka(home, port, java=self._java, jars=jars, options=[*SILENT, writing])
+            broker.start()
+            broker.stop(60)
+
+        return self._options("broker", sorted(jars.iterdir()), make)
+
+    def _options(self, name: str, jars: Sequence[Path], make: Callable[[Path, str], None]) -> list[str]:
+        version = subprocess.run([self._java, "-version"], capture_output=True, check=True).stderr
+        found = [(str(jar), jar.stat().st_size, jar.stat().st_mtime_ns) for jar in jars]
+        archive = self._directory / f"{name}-{hashlib.sha256(repr((version, found)).encode()).hexdigest()[:16]}.jsa"
+        with (self._directory / f"{name}.lock").open("w") as lock, TemporaryDirectory() as directory:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not archive.exists():
+                for old in self._directory.glob(f"{name}-*.jsa"):
+                    old.unlink()
+                made = Path(directory) / "made"
+                make(Path(directory), f"-XX:ArchiveClassesAtExit={made}")
+                shutil.move(made, archive)
+        return [f"-XX:SharedArchiveFile={archive}", *SILENT]
 
 
-def _make(archive: Path, jars: list[Path]) -> None:
-    with TemporaryDirectory() as directory:
-        made = Path(directory) / "made"
-        subprocess.run(
-            [sys.executable, "-m", "tests.jvm_classes", directory, *jars],
-            env={**os.environ, "SPARK_SUBMIT_OPTS": f"{OPTIONS} -XX:ArchiveClassesAtExit={made}"},
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-        shutil.move(made, archive)
+class ArchivedKafka(KafkaServer):
+    """A broker whose JVM gets more options."""
+
+    def __init__(self, home: Home, port: int, *, java: str, jars: Path, options: Sequence[str]) -> None:
+        super().__init__(home, port, java=java, jars=jars)
+        self._options = options
+
+    def _jvm(self) -> list[str]:
+        java, *rest = super()._jvm()
+        return [java, *self._options, *rest]
 
 
 def made_up(spark: SparkSession) -> DataFrame:
