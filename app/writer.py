@@ -1,5 +1,6 @@
 """`tidemark writer`: prepare a service's database, and do for a dead writer what its own restart would do."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -74,7 +75,14 @@ class FenceOrder:
     retire: bool
 
 
-def fence_writer(dsn: str, kafka: KafkaConnection, topic: str, order: FenceOrder, say: Say) -> None:
+def fence_writer(
+    dsn: str,
+    kafka: KafkaConnection,
+    topic: str,
+    order: FenceOrder,
+    say: Say,
+    clock: Callable[[], float] = time.time,
+) -> None:
     """End the writer's epoch: wait for its transactions (or end them), tell what it left, join in its name.
 
     Raises `UnknownWriter`, and `Unavailable` where Kafka or Postgres does not answer: then run it again.
@@ -87,17 +95,18 @@ def fence_writer(dsn: str, kafka: KafkaConnection, topic: str, order: FenceOrder
         before = fence.plan(session, instance)
         with session.use() as connection:
             streams = fence.registered(connection, instance)
-        epoch = fence.raise_epoch(session, instance, {}, _EndsHolders(say) if order.terminate else _NamesHolders(say))
-        say(f"{instance} was in epoch {before.epoch}, which is over; now {epoch}")
+        stuck = _EndsHolders(say) if order.terminate else _NamesHolders(say)
+        begun = fence.raise_epoch(session, instance, streams, clock(), stuck)
+        say(f"{instance} was in epoch {before.epoch}, which is over; now {begun.epoch}")
         producer = RecordProducer(kafka, topic, give_up_after=FOR_EVER)
-        joined = fence.settle(session, producer, instance, epoch, streams, KAFKA_SECONDS)
+        joined = fence.settle(session, producer, instance, begun, streams, KAFKA_SECONDS)
     for stream, start in joined.starts.items():
         say(
             f"{stream}: told {_counted(joined.leftovers.get(stream, 0), 'fact')} from the outbox,"
             f" everything up to {streams[stream][1].signed(start)} is settled"
         )
     if order.retire:
-        fence.retire(producer, instance, epoch, streams, joined.starts, KAFKA_SECONDS)
+        fence.retire(producer, instance, begun.epoch, streams, joined.starts, KAFKA_SECONDS)
         say(f"{instance} is retired: it holds no linear position back any more")
 
 

@@ -246,9 +246,10 @@ class SequenceUnfit(Stop):  # its IDs would not be safe to announce: docs/design
     do: str
 
 
-@says("{problem}: the database was set back; restart this process: it joins again, and readers learn to repair")
-class SequenceSetBack(Stop):
-    stream: str
+@says("""writer {instance}: {problem}; its database was restored or failed over, so IDs may be given out again: end this
+    process and start it again, then it joins anew and readers learn what to repair""")
+class HistoryChanged(Stop):  # nothing was written, and nothing can be any more in this process: docs/design.md 4
+    instance: str
     problem: str
 
 

@@ -92,12 +92,13 @@ class Position(_Record, kw_only=True, frozen=True, tag=Kind.POSITION.name):
 class Timeline(msgspec.Struct, frozen=True):
     """Which history of its database a writer joined in.
 
-    `database`: system identifier and Postgres timeline, or whatever else changes when the database goes back. `start`:
-    a new token that this start left in the database; `after`: the one that it found there, of the writer's start
-    before. A start that does not follow the last one known comes from a database that went back.
+    `database`: system identifier and Postgres timeline, or whatever else changes when the database goes back; None
+    where that is not known. `start`: a new token that this start left in the database; `after`: the one that it found
+    there, of the writer's start before. A start that does not follow the last one known comes from a database that went
+    back. One that begins again what broke off says the same two.
     """
 
-    database: str
+    database: str | None
     start: str
     after: str | None = None
 

@@ -266,7 +266,7 @@ class StreamState:
         self.writers.follow(mark.writer)
         writer.timeline = self.timeline
         if mark.timeline is not None:
-            self.database = mark.timeline.database
+            self.database = mark.timeline.database or self.database
         return writer, retire
 
     def _end(self, writer: WriterState, mark: Mark, changes: Changes) -> None:

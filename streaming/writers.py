@@ -117,7 +117,7 @@ def went_back(
     the others went on. Nor does that of a writer which had not joined in this timeline: it went back with the others.
     """
     told = mark.timeline
-    if told is not None and database not in (None, told.database):
+    if told is not None and None not in (database, told.database) and database != told.database:
         return "database"
     earlier = (it.chain for (name, epoch), it in held.items() if name == mark.writer and epoch < mark.epoch)
     if any(chain.pending_beyond(mark.id) for chain in earlier):
@@ -126,7 +126,7 @@ def went_back(
         return None
     if mark.id < writer.chain.reach:
         return "position"
-    return "start" if told is not None and writer.start not in (None, told.after) else None
+    return "start" if told is not None and writer.start not in (None, told.after, told.start) else None
 
 
 def begin(

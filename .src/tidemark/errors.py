@@ -11,6 +11,7 @@ from tidemark.streaming.errors import ChainBroken as ChainBroken
 from tidemark.streaming.errors import CheckpointNotWritable as CheckpointNotWritable
 from tidemark.streaming.errors import ExtraMissing as ExtraMissing
 from tidemark.streaming.errors import FactWithoutRow as FactWithoutRow
+from tidemark.streaming.errors import HistoryChanged as HistoryChanged
 from tidemark.streaming.errors import LateNeedsWriter as LateNeedsWriter
 from tidemark.streaming.errors import LateUnknown as LateUnknown
 from tidemark.streaming.errors import LeaseLost as LeaseLost
@@ -26,7 +27,6 @@ from tidemark.streaming.errors import Retry as Retry
 from tidemark.streaming.errors import Rotated as Rotated
 from tidemark.streaming.errors import RowTooLarge as RowTooLarge
 from tidemark.streaming.errors import SchemaMismatch as SchemaMismatch
-from tidemark.streaming.errors import SequenceSetBack as SequenceSetBack
 from tidemark.streaming.errors import SequenceUnfit as SequenceUnfit
 from tidemark.streaming.errors import ShardsChanged as ShardsChanged
 from tidemark.streaming.errors import SparkDied as SparkDied

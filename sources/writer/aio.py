@@ -13,7 +13,6 @@ from psycopg.rows import tuple_row
 
 from tidemark.sources.writer.core import WriterCore
 from tidemark.sources.writer.pending import ADD, PendingTransaction, encoded, write_statement
-from tidemark.streaming.errors import WriterFenced
 
 
 class AsyncFacts:
@@ -86,8 +85,8 @@ class AsyncWriter(WriterCore):
                 yield AsyncFacts(connection, pending)
                 pending.require_whole()
         except psycopg.OperationalError as error:
-            if connection.broken and await asyncio.to_thread(self._replaced):
-                raise WriterFenced(self.instance, self.epoch) from error
+            if connection.broken and (over := await asyncio.to_thread(self._over)) is not None:
+                raise over from error
             raise
         finally:
             self._ended(pending, connection.pgconn.transaction_status)

@@ -1,8 +1,9 @@
 """The common part of both writers: configuration, start, the relay, stop. Each runs transactions in its own way."""
 
+import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import structlog
@@ -12,7 +13,7 @@ from psycopg.pq import TransactionStatus
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import FOR_EVER, RecordProducer
 from tidemark.sources.topics import Topics
-from tidemark.sources.writer import fence, sequences
+from tidemark.sources.writer import fence, history, sequences
 from tidemark.sources.writer.chain import ReservationChain
 from tidemark.sources.writer.database import SCHEMA, session_of
 from tidemark.sources.writer.fence import Holder
@@ -21,7 +22,7 @@ from tidemark.sources.writer.pending import PendingTransaction, StreamHandle, re
 from tidemark.sources.writer.relay import Relay
 from tidemark.sources.writer.sequences import Stream, named
 from tidemark.streaming.direction import Direction, DirectionName
-from tidemark.streaming.errors import Retry, Stopping, WriterFenced
+from tidemark.streaming.errors import HistoryChanged, Retry, Stopping, WriterFenced
 from tidemark.streaming.postgres_session import Connection
 
 log = structlog.get_logger(__name__)
@@ -30,7 +31,8 @@ _SAY_EVERY = 10.0
 
 
 class WriterCore:
-    """One per process and instance: whoever starts the same instance again fences this one.
+    """One per process and instance: whoever starts the same instance again fences this one. `clock` gives seconds since
+    1970: epochs are at least its milliseconds, so that they rise also over a restore of the database.
 
     Start (entering the block) waits until every transaction of the instance's earlier epoch has ended, and says whose
     it waits for; it raises `Unavailable` where Kafka or Postgres does not answer within `patience` seconds, and the
@@ -49,6 +51,7 @@ class WriterCore:
         topic: str = "tidemark.facts",
         patience: float = 30.0,
         registry: CollectorRegistry = REGISTRY,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.instance = instance
         self.streams = {stream.name: stream for stream in named(streams, instance, direction)}
@@ -56,6 +59,8 @@ class WriterCore:
         self._kafka = KafkaConnection(kafka) if isinstance(kafka, str) else kafka
         self._topic = topic
         self._patience = patience
+        self._clock = clock
+        self._process = 0
         self._session = session_of(dsn, f"tidemark writer {instance}")
         self._meters = Meters(registry, instance)
         self._handles: dict[str, StreamHandle] = {}
@@ -82,6 +87,7 @@ class WriterCore:
             raise
 
     def _join(self) -> None:
+        self._process = os.getpid()
         Topics(self._kafka, self._patience).describe([self._topic])
         with self._session.use() as connection:
             SCHEMA.check(connection)
@@ -89,15 +95,26 @@ class WriterCore:
             before = fence.registered(connection, self.instance)
         wanted = {name: (oids[name], stream.towards) for name, stream in self.streams.items()}
         left = {name: known for name, known in before.items() if name not in wanted}
-        self.epoch = fence.raise_epoch(self._session, self.instance, wanted, _LogsHolders(self.instance))
+        begun = fence.raise_epoch(
+            self._session, self.instance, wanted | left, self._clock(), _LogsHolders(self.instance)
+        )
+        self.epoch = begun.epoch
+        if begun.database is None:
+            log.warning(
+                "This database does not tell its history: a failover will not be noticed before the next start",
+                instance=self.instance,
+                do="grant execute on function pg_control_system() to the owner of the schema tidemark",
+            )
         producer = self._producer()
-        joined = fence.settle(self._session, producer, self.instance, self.epoch, wanted | left, self._patience)
+        joined = fence.settle(self._session, producer, self.instance, begun, wanted | left, self._patience)
         if left:
             self._leave(producer, left, joined.starts)
         self._handles = {
             name: self._handle(name, oid, towards, joined.starts[name]) for name, (oid, towards) in wanted.items()
         }
-        self._relay = Relay(self._session, self._producer, self.instance, self.epoch, self._handles, self._meters)
+        self._relay = Relay(
+            self._session, self._producer, self.instance, self.epoch, self._handles, self._meters, joined.server
+        )
         for name, handle in self._handles.items():
             self._meters.watch(name, handle.chain, partial(self._relay.oldest_unacknowledged, name))
         self._relay.start()
@@ -116,7 +133,7 @@ class WriterCore:
         fence.retire(producer, self.instance, self.epoch, streams, ids, self._patience)
         with self._session.use() as connection:
             connection.execute(
-                "delete from tidemark.writer_streams where instance = %s and stream = any(%s)",
+                "update tidemark.writer_streams set retired = true where instance = %s and stream = any(%s)",
                 [self.instance, list(streams)],
             )
 
@@ -125,8 +142,11 @@ class WriterCore:
     def _pending(self) -> PendingTransaction:
         if self._relay is None:
             raise RuntimeError("use the writer as a context manager: `with Writer(...) as writer`")
-        if self._relay.fenced:
-            raise WriterFenced(self.instance, self.epoch)
+        if self._process != os.getpid():
+            # Nobody would announce what this copy reserves; the heartbeat of the other would say that it is not there.
+            raise RuntimeError(f"writer {self.instance} was made before a fork: make it in the process that writes")
+        if self._relay.over is not None:
+            raise self._relay.over
         with self._idle:
             if self._stopping:
                 raise Stopping(f"writer {self.instance} was told to stop")
@@ -147,16 +167,16 @@ class WriterCore:
         else:  # a savepoint in the caller's transaction, or the connection is gone and perhaps the commit was not
             self._relay.unclear(pending)
 
-    def _replaced(self) -> bool:
-        """Whether a successor has ended the transaction that just broke, as far as can be known now."""
+    def _over(self) -> history.Over | None:
+        """Why the transaction that just broke cannot be repeated, as far as can be known now."""
         try:
             with self._session.use() as connection:
-                fence.require_epoch(connection, self.instance, self.epoch)
-        except WriterFenced:
-            return True
+                history.require(connection, self.instance, self.epoch)
+        except (WriterFenced, HistoryChanged) as error:
+            return error
         except Retry:
             pass
-        return False
+        return None
 
     # -- stop
 
@@ -167,12 +187,12 @@ class WriterCore:
         with self._idle:
             self._stopping = True
             self._idle.wait_for(lambda: not self._open, self._patience)
-        while relay.busy() and not relay.fenced and time.monotonic() < deadline:
+        while relay.busy() and relay.over is None and time.monotonic() < deadline:
             relay.wake()
             time.sleep(0.02)
         relay.stop()
         try:
-            if relay.fenced:
+            if relay.over is not None:
                 return
             if relay.busy():
                 left = {name: handle.chain.in_flight for name, handle in self._handles.items()}

@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby
 from operator import itemgetter
+from secrets import token_hex
 
 import psycopg
 
 from tidemark.sources.producer import RecordProducer
-from tidemark.sources.writer import sequences
+from tidemark.sources.writer import history, sequences
 from tidemark.sources.writer.records import OutboxFact, RecordBuilder
 from tidemark.streaming.direction import Direction
-from tidemark.streaming.errors import UnknownWriter, WriterFenced
+from tidemark.streaming.errors import UnknownWriter
 from tidemark.streaming.postgres_session import Connection, PostgresSession
+from tidemark.streaming.records import Timeline
 
 PATIENCE = "1s"
 """How long one attempt at the lock stands in its queue, before those who hold it are named."""
@@ -57,12 +59,26 @@ class FencePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    """`starts`: the ID of each stream's JOIN, a magnitude. `leftovers`: facts that were announced first."""
+class Begun:
+    """A new epoch, which has not joined yet; `timelines` is what its JOINs say, by stream.
+
+    `database` is the history in which it began, None where this user may not read that.
+    """
 
     epoch: int
+    database: str | None
+    timelines: dict[str, Timeline]
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """`starts`: the ID of each stream's JOIN, a magnitude. `leftovers`: facts that were announced first. `server`: when
+    the server began on which the history was looked at.
+    """
+
     starts: dict[str, int]
     leftovers: dict[str, int]
+    server: datetime
 
 
 def plan(session: PostgresSession, instance: str) -> FencePlan:
@@ -92,7 +108,8 @@ def known(connection: Connection) -> list[str]:
 def registered(connection: Connection, instance: str) -> dict[str, tuple[int, Direction]]:
     """The streams that the instance wrote when it started last."""
     rows = connection.execute(
-        "select stream, sequence, direction from tidemark.writer_streams where instance = %s order by stream",
+        "select stream, sequence, direction from tidemark.writer_streams where instance = %s and not retired"
+        " order by stream",
         [instance],
     ).fetchall()
     return {stream: (oid, Direction(direction)) for stream, oid, direction in rows}
@@ -119,11 +136,16 @@ def holders(connection: Connection, instance: str) -> list[Holder]:
 
 
 def raise_epoch(
-    session: PostgresSession, instance: str, streams: Streams, stuck: Callable[[Connection, list[Holder]], None]
-) -> int:
-    """End every transaction of the old epoch by waiting for it, and begin a new one, with these streams; its number.
+    session: PostgresSession,
+    instance: str,
+    streams: Streams,
+    now: float,
+    stuck: Callable[[Connection, list[Holder]], None],
+) -> Begun:
+    """End every transaction of the old epoch by waiting for it, and begin a new one, with these streams.
 
-    `stuck` is called about once a second with the holders that are waited for, and may end them.
+    The epoch is at least the milliseconds of `now` (s), so that it rises also over a restore of the database. `stuck`
+    is called about once a second with the holders that are waited for, and may end them.
     """
     while True:
         with session.use() as connection:
@@ -131,49 +153,69 @@ def raise_epoch(
                 with connection.transaction():
                     connection.execute(f"set local lock_timeout = '{PATIENCE}'".encode())
                     connection.execute("select pg_advisory_xact_lock(tidemark.writer_lock(%s))", [instance])
-                    return _raise(connection, instance, streams)
+                    return _raise(connection, instance, streams, int(now * 1000))
             except psycopg.errors.LockNotAvailable:
                 stuck(connection, holders(connection, instance))
 
 
-def _raise(connection: Connection, instance: str, streams: Streams) -> int:
+def _raise(connection: Connection, instance: str, streams: Streams, at_least: int) -> Begun:
     row = connection.execute(
         """
-        insert into tidemark.writers (instance, epoch) values (%s, 1)
-        on conflict (instance) do update set epoch = writers.epoch + 1, started_at = now()
-        returning epoch
+        insert into tidemark.writers (instance, epoch, server, history)
+        values (%s, greatest(%s, 1), pg_postmaster_start_time(), tidemark.history())
+        on conflict (instance) do update set epoch = greatest(writers.epoch + 1, excluded.epoch), started_at = now(),
+            server = excluded.server, history = excluded.history
+        returning epoch, history
         """,
-        [instance],
+        [instance, at_least],
     ).fetchone()
     assert row is not None
+    epoch, database = row
+    timelines = {}
     for stream, (oid, towards) in streams.items():
-        connection.execute(
+        # A start that broke off before it knew that its JOIN was there is begun again with its token.
+        tokens = connection.execute(
             """
-            insert into tidemark.writer_streams (instance, stream, sequence, direction) values (%s, %s, %s, %s)
-            on conflict (instance, stream) do update set sequence = excluded.sequence, direction = excluded.direction
+            insert into tidemark.writer_streams as old (instance, stream, sequence, direction, starting)
+            values (%s, %s, %s, %s, %s)
+            on conflict (instance, stream) do update set sequence = excluded.sequence, direction = excluded.direction,
+                starting = coalesce(old.starting, excluded.starting), retired = false
+            returning starting, start
             """,
-            [instance, stream, oid, towards.value],
-        )
-    return int(row[0])
+            [instance, stream, oid, towards.value, token_hex(8)],
+        ).fetchone()
+        assert tokens is not None
+        timelines[stream] = Timeline(database, *tokens)
+    return Begun(epoch, database, timelines)
 
 
 def settle(
-    session: PostgresSession, producer: RecordProducer, instance: str, epoch: int, streams: Streams, patience: float
+    session: PostgresSession, producer: RecordProducer, instance: str, begun: Begun, streams: Streams, patience: float
 ) -> Joined:
     """Announce what earlier epochs left, then join. `patience` is for Kafka, for each step (s).
 
-    Raises `Unavailable` where Kafka or Postgres does not answer: the whole take-over is to be done again.
+    Raises `Unavailable` where Kafka or Postgres does not answer, `WriterFenced` and `HistoryChanged`: the whole
+    take-over is to be done again.
     """
-    leftovers = _send_leftovers(session, producer, instance, epoch, patience)
+    leftovers = _send_leftovers(session, producer, instance, begun.epoch, patience)
     with session.use() as connection, connection.transaction():
+        hold(connection, instance)
         allocated = sequences.allocated(connection, streams)
+        server = history.require(connection, instance, begun.epoch)
         # What was given out so far must be so for good before it is announced: a crash may take back the numbers of
         # transactions that have not committed, and this commit makes them durable.
         make_durable(connection)
     for stream, last in allocated.items():
-        producer.send(stream, RecordBuilder(instance, epoch, stream, streams[stream][1]).join(last))
+        builder = RecordBuilder(instance, begun.epoch, stream, streams[stream][1])
+        producer.send(stream, builder.join(last, begun.timelines[stream]))
     producer.deliver(patience)
-    return Joined(epoch, allocated, leftovers)
+    with session.use() as connection:
+        connection.cursor().executemany(
+            "update tidemark.writer_streams set start = starting, starting = null"
+            " where (instance, stream, starting) = (%s, %s, %s)",
+            [(instance, stream, timeline.start) for stream, timeline in begun.timelines.items()],
+        )
+    return Joined(allocated, leftovers, server)
 
 
 def retire(
@@ -188,13 +230,6 @@ def retire(
 def hold(connection: Connection, instance: str) -> None:
     """Make the transaction one of the writer's: a takeover waits for its end, and names it where that does not come."""
     connection.execute("select pg_advisory_xact_lock_shared(tidemark.writer_lock(%s))", [instance])
-
-
-def require_epoch(connection: Connection, instance: str, epoch: int) -> None:
-    """Raise `WriterFenced` where another epoch has begun."""
-    row = connection.execute("select epoch from tidemark.writers where instance = %s", [instance]).fetchone()
-    if row is None or row[0] != epoch:
-        raise WriterFenced(instance, epoch)
 
 
 def make_durable(connection: Connection) -> None:

@@ -15,10 +15,11 @@ import psycopg
 from prometheus_client import Histogram
 from psycopg import sql
 
+from tidemark.sources.writer import history
 from tidemark.sources.writer.chain import ReservationChain
 from tidemark.streaming import records
 from tidemark.streaming.direction import Direction
-from tidemark.streaming.errors import FactWithoutRow, RowTooLarge, SequenceSetBack, WriterFenced
+from tidemark.streaming.errors import FactWithoutRow, RowTooLarge
 
 MAX_ROW = 900_000
 """Bytes of one row: what Kafka takes by default (1 MB) less room for the rest of the record."""
@@ -26,7 +27,6 @@ MAX_IDS = 10_000
 """IDs that one call may reserve: they hold back their stream until the transaction ends."""
 
 ADD = "select tidemark.add_rows(%s, %s, %s, %s, %s, %s)"
-_FENCED, _SET_BACK = "TM001", "TM002"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class PendingTransaction:
             ids, self.xid = reservation.answer
         except BaseException as error:
             handle.chain.missed(call)
-            raise self._explained(handle.name, error) from error
+            raise self._explained(error) from error
         now = time.monotonic()
         handle.chain.took(call, [*map(abs, ids)], now)
         self._rows.setdefault(handle.name, {}).update(dict.fromkeys(ids, 0 if body is None else 1))
@@ -133,7 +133,7 @@ class PendingTransaction:
         try:
             yield (self._instance, self._epoch, stream, id, given[id], bodies)
         except BaseException as error:
-            raise self._explained(stream, error) from error
+            raise self._explained(error) from error
         given[id] += len(bodies)
         self._voids.discard((stream, id))
 
@@ -170,20 +170,15 @@ class PendingTransaction:
             raise ValueError(f"{stream} {id} was not reserved in this transaction")
         return given
 
-    def _explained(self, stream: str, error: BaseException) -> BaseException:
+    def _explained(self, error: BaseException) -> BaseException:
         """The error to raise for `error`.
 
         Where the server says no, it has undone all of the call. Where its answer is lost (a cancelled task, Ctrl-C, a
         broken connection), a row may stand there with an ID that nobody knows: then there must be no commit.
         """
-        code = error.sqlstate if isinstance(error, psycopg.Error) else None
-        if code == _FENCED:
-            return WriterFenced(self._instance, self._epoch)
-        if code == _SET_BACK and isinstance(error, psycopg.Error):
-            return SequenceSetBack(stream, error.diag.message_primary or "")
-        if code is None:
+        if not isinstance(error, psycopg.Error) or error.sqlstate is None:
             self._broken = error
-        return error
+        return history.over(error, self._instance, self._epoch) or error
 
 
 def encoded(stream: str, row: object) -> str:

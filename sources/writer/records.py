@@ -80,9 +80,15 @@ class RecordBuilder:
         """
         return self.fact(fact, fact.id - 1)
 
-    def join(self, id: int) -> bytes:
+    def join(self, id: int, timeline: records.Timeline) -> bytes:
         return records.encode(
-            records.Join(stream=self.stream, writer=self.instance, epoch=self.epoch, id=self.towards.signed(id))
+            records.Join(
+                stream=self.stream,
+                writer=self.instance,
+                epoch=self.epoch,
+                id=self.towards.signed(id),
+                timeline=timeline,
+            )
         )
 
     def retire(self, id: int) -> bytes:

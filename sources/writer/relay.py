@@ -11,19 +11,20 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import datetime
 
 import psycopg
 import structlog
 
 from tidemark.sources.producer import RecordProducer
-from tidemark.sources.writer import outbox, sequences
+from tidemark.sources.writer import history, outbox, sequences
 from tidemark.sources.writer.chain import SettledSpan
-from tidemark.sources.writer.fence import hold, make_durable, require_epoch
+from tidemark.sources.writer.fence import hold, make_durable
 from tidemark.sources.writer.metrics import Meters
 from tidemark.sources.writer.pending import PendingTransaction, StreamHandle
 from tidemark.sources.writer.records import RecordBuilder
-from tidemark.streaming.errors import Stop, Unavailable, WriterFenced
-from tidemark.streaming.postgres_session import PostgresSession
+from tidemark.streaming.errors import HistoryChanged, Stop, Unavailable, WriterFenced
+from tidemark.streaming.postgres_session import Connection, PostgresSession
 
 log = structlog.get_logger(__name__)
 
@@ -51,7 +52,10 @@ class _Parcel:
 
 
 class Relay:
-    """Begins with `start`. `ended`, `fenced`, `busy` are for any thread; everything else happens on its own."""
+    """Begins with `start`. `wake`, `unclear`, `over`, `busy` are for any thread; the rest happens on its own.
+
+    `over` says why nothing can be written any more; then the thread has ended.
+    """
 
     def __init__(
         self,
@@ -61,8 +65,9 @@ class Relay:
         epoch: int,
         handles: Mapping[str, StreamHandle],
         meters: Meters,
+        server: datetime,
     ) -> None:
-        self.fenced = False
+        self.over: history.Over | None = None
         self._session = session
         self._make_producer = producer
         self._producer = producer()
@@ -76,7 +81,9 @@ class Relay:
         self._unclear: list[PendingTransaction] = []
         self._parcels: list[_Parcel] = []
         self._refused = False
-        self._life = session.life
+        self._announced = {name: handle.chain.last for name, handle in handles.items()}
+        self._server = session.life, server
+        """Number of the connection, and when the server began, on which the history was looked at last."""
         self._beat = time.monotonic() + HEARTBEAT
         self._began = 0.0
         self._wake = threading.Event()
@@ -117,13 +124,13 @@ class Relay:
 
     def _run(self) -> None:
         pause, problem = FIRST_PAUSE, ""
-        while not self._halt.is_set() and not self.fenced:
+        while not self._halt.is_set() and self.over is None:
             try:
                 self._round()
-            except WriterFenced as error:
-                self.fenced = True
+            except (WriterFenced, HistoryChanged) as error:
+                self.over = error
                 self._meters.fenced()
-                log.error("This writer was replaced: nothing can be written any more", problem=str(error))
+                log.error("Nothing can be written here any more", problem=str(error))
             except (Unavailable, Stop, psycopg.Error) as error:
                 if problem != (problem := str(error)):
                     log.warning("Facts wait in the outbox", instance=self._instance, problem=problem)
@@ -165,14 +172,16 @@ class Relay:
     def _announce_allocated(self) -> None:
         calm = {name: handle.chain.calm() for name, handle in self._handles.items()}
         with self._session.use() as connection:
-            allocated = sequences.allocated(
-                connection, {name: (it.oid, it.towards) for name, it in self._handles.items()}
-            )
-            require_epoch(connection, self._instance, self._epoch)
+            allocated = self._allocated(connection)
+            history.require(connection, self._instance, self._epoch)
+        history.require_kept(self._builders, self._announced, allocated)
         now = time.monotonic()
         for name, last in allocated.items():
             if self._handles[name].chain.announce(last, calm[name], now):
                 self._meters.heartbeat(name)
+
+    def _allocated(self, connection: Connection) -> dict[str, int]:
+        return sequences.allocated(connection, {name: (it.oid, it.towards) for name, it in self._handles.items()})
 
     def _poll_producer(self) -> None:
         """Learn what Kafka has acknowledged."""
@@ -193,6 +202,8 @@ class Relay:
                 for span in spans:
                     self._handles[name].chain.put_back(span)
             raise
+        for name, spans in taken.items():
+            self._announced[name] = max([self._announced[name], *(span.id for span in spans)])
         self._parcels = [parcel for parcel in self._parcels if parcel not in done]
         for parcel in done:
             for span in parcel.spans:
@@ -206,27 +217,29 @@ class Relay:
         self, done: Sequence[_Parcel], taken: Mapping[str, list[SettledSpan]]
     ) -> dict[str, list[outbox.OutboxFacts]]:
         """Delete what Kafka has, read what there is of `taken`; both stand for good when this returns."""
-        with self._session.use() as connection:
-            if self._session.life != self._life:
-                self._life = self._session.life
-                for handle in self._handles.values():
-                    handle.chain.doubt_voids()
-            with connection.transaction():
-                # A process that is stopped in here holds rows of the outbox, and its successor wants to delete them.
-                hold(connection, self._instance)
-                deleted: dict[str, list[_Parcel]] = defaultdict(list)
-                for parcel in done:
-                    deleted[parcel.handle.name].append(parcel)
-                for name, parcels in deleted.items():
-                    outbox.delete(
-                        connection, self._builders[name], [span for parcel in parcels for span in parcel.spans]
-                    )
-                found = {name: outbox.read(connection, self._builders[name], spans) for name, spans in taken.items()}
-                # After the reading: had a successor taken over, announced these facts and deleted them, its epoch would
-                # show here. Without this, what it deleted would look as if it had been rolled back.
-                require_epoch(connection, self._instance, self._epoch)
-                make_durable(connection)
+        with self._session.use() as connection, connection.transaction():
+            # A process that is stopped in here holds rows of the outbox, and its successor wants to delete them.
+            hold(connection, self._instance)
+            deleted: dict[str, list[_Parcel]] = defaultdict(list)
+            for parcel in done:
+                deleted[parcel.handle.name].append(parcel)
+            for name, parcels in deleted.items():
+                outbox.delete(connection, self._builders[name], [span for parcel in parcels for span in parcel.spans])
+            found = {name: outbox.read(connection, self._builders[name], spans) for name, spans in taken.items()}
+            # After the reading: had a successor taken over, announced these facts and deleted them, its epoch would
+            # show here. Without this, what it deleted would look as if it had been rolled back.
+            self._look(connection)
+            make_durable(connection)
         return found
+
+    def _look(self, connection: Connection) -> None:
+        """Raise where the epoch, or the history that it began in, is over."""
+        server = self._session.life, history.require(connection, self._instance, self._epoch)
+        if server != self._server:  # behind a pooler the connection may outlive the server
+            history.require_kept(self._builders, self._announced, self._allocated(connection))
+            for handle in self._handles.values():
+                handle.chain.doubt_voids()
+            self._server = server
 
     def _pack(self, handle: StreamHandle, spans: Sequence[SettledSpan], found: Sequence[outbox.OutboxFacts]) -> _Parcel:
         sent, records = list[SettledSpan](), list[bytes]()

@@ -25,6 +25,20 @@ def connection(kafka: KafkaServer, prefix: str) -> KafkaConnection:
     return connection
 
 
+def live_in_epoch_1(database: str, connection: KafkaConnection, topic: str) -> None:
+    """A writer `shop-1` that joins and ends."""
+    writer = Writer(
+        *(database, connection),
+        instance="shop-1",
+        streams=["orders"],
+        topic=topic,
+        registry=CollectorRegistry(),
+        clock=lambda: 0.0,
+    )
+    with writer:
+        pass
+
+
 def say_nothing(_: str) -> None:
     pass
 
@@ -37,8 +51,8 @@ def test_migrate_says_what_it_did_and_does_nothing_twice(database: str) -> None:
     migrate(database, ["shop_seq"], "backward", said.append)
     plan(database, ["shop_seq"], "backward", said.append)
     assert said == [
-        *("would apply 1", "would make sequence shop_seq"),
-        *("applied 1", "made sequence shop_seq"),
+        *("would apply 1, 2", "would make sequence shop_seq"),
+        *("applied 1, 2", "made sequence shop_seq"),
         "the writer's schema is up to date",
         *("the writer's schema is up to date", "sequence shop_seq is fit"),
     ]
@@ -90,10 +104,7 @@ def test_an_ordinary_user_with_the_role_can_write(database: str, connection: Kaf
 def test_fence_shows_what_it_finds_and_settles_it(database: str, connection: KafkaConnection, prefix: str) -> None:
     """A dead writer with a fact in its outbox and a transaction that hangs: named, ended, told, joined, retired."""
     migrate(database, ["orders_id_seq"], "forward", say_nothing)
-    with Writer(
-        database, connection, instance="shop-1", streams=["orders"], topic=prefix, registry=CollectorRegistry()
-    ):
-        pass
+    live_in_epoch_1(database, connection, prefix)
     with psycopg.connect(database, application_name="till") as hanging, psycopg.connect(database) as sql:
         sql.execute("insert into tidemark.outbox values ('shop-1', 1, 'orders', nextval('orders_id_seq'), 0, '{}')")
         sql.commit()
@@ -103,7 +114,7 @@ def test_fence_shows_what_it_finds_and_settles_it(database: str, connection: Kaf
         report(database, "shop-1", found.append)
         said: list[str] = []
         order = FenceOrder("shop-1", terminate=True, retire=True)
-        fence_writer(database, connection, prefix, order, said.append)
+        fence_writer(database, connection, prefix, order, said.append, lambda: 0.0)
         with pytest.raises(psycopg.OperationalError):
             hanging.execute("select 1")
     assert found[0] == "shop-1 is in epoch 1"
@@ -123,10 +134,7 @@ def test_fence_waits_for_an_open_transaction_and_names_it_once(
 ) -> None:
     """Without --terminate nothing is ended; the fence goes on as soon as the transaction has."""
     migrate(database, ["orders_id_seq"], "forward", say_nothing)
-    with Writer(
-        database, connection, instance="shop-1", streams=["orders"], topic=prefix, registry=CollectorRegistry()
-    ):
-        pass
+    live_in_epoch_1(database, connection, prefix)
     with psycopg.connect(database) as hanging:
         hanging.execute("select tidemark.reserve('shop-1', 1, 'orders', 'orders_id_seq'::regclass, 1, 0, 1, null)")
         said: list[str] = []
@@ -152,7 +160,7 @@ def test_a_typing_error_is_told_in_one_line(database: str) -> None:
     before = tidemark("fence", "shop-1", "--dry-run")
     assert (before.returncode, before.stderr.count("\n")) == (2, 1)
     assert "tidemark writer migrate" in before.stderr
-    assert tidemark("migrate", "--sequence", "orders_id_seq").stdout == "applied 1\nmade sequence orders_id_seq\n"
+    assert tidemark("migrate", "--sequence", "orders_id_seq").stdout == "applied 1, 2\nmade sequence orders_id_seq\n"
     unknown = tidemark("fence", "shop-1", "--dry-run")
     assert (unknown.returncode, unknown.stderr.count("\n")) == (2, 1)
     with pytest.raises(UnknownWriter):

@@ -7,9 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from tests.streaming.builders import Record, Shard, join, position, rdata
+from tests.streaming.builders import Record, Shard, join, position, rdata, retire
 from tests.streaming.protocol import Database
 from tidemark.streaming.effects import StreamEffects
+from tidemark.streaming.model import Bounds
 from tidemark.streaming.records import Timeline
 
 WRITERS = ("a", "b", "c")
@@ -83,6 +84,38 @@ def test_ids_that_were_published_are_late_when_they_come_again(shard: Shard) -> 
     assert (shard.positions, shard.linear) == ({"a": 0, "b": 3}, 3)
     (move,) = shard.feed(rdata("b", 4, 2, epoch=2)).advances
     assert (move.prev, move.id, move.facts) == (3, 4, 1)
+
+
+def test_a_history_that_is_not_known_shows_nothing(shard: Shard) -> None:
+    """The right to read it was taken away and given back: neither is another database."""
+    done = shard.feed(join("a", 5, 2, timeline=Timeline(None, "a2", "a1")))
+    assert begun(done) == []
+    done = shard.feed(join("a", 5, 3, timeline=Timeline("db/1", "a3", "a2")))
+    assert begun(done) == []
+    done = shard.feed(join("a", 5, 4, timeline=Timeline("db/2", "a4", "a3")))
+    assert begun(done) == [("a", 5, 2, "database")]
+
+
+def test_a_start_that_is_begun_again_follows_itself(shard: Shard) -> None:
+    """It broke off before it knew whether its JOIN had arrived, so the next says the same two tokens."""
+    again = Timeline("db/1", "a2", "a1")
+    for epoch in (2, 3):
+        assert begun(shard.feed(join("a", 5, epoch, timeline=again))) == []
+    assert begun(shard.feed(join("a", 5, 4, timeline=Timeline("db/1", "a3", "a2")))) == []
+
+
+@pytest.mark.parametrize("database", ["db/1", "db/2"])
+def test_facts_of_a_retired_writer_that_was_forgotten_and_went_back_are_late(database: str) -> None:
+    """Only Postgres remembers its position, which the line had passed: what comes again below the line is late."""
+    shard = Shard(bounds=Bounds(retired=0))
+    shard.feed(join("a", 0, timeline=Timeline("db/1", "a1")), join("b", 0, timeline=Timeline("db/1", "b1")))
+    shard.feed(*(rdata("b", id, epoch=1) for id in range(1, 6)), retire("b", 5), position("a", 0, 5, epoch=1))
+    assert shard.feed(position("a", 5, 6, epoch=1)).dropped == ["b"]
+    done = shard.feed(join("b", 3, 2, timeline=Timeline(database, "b3", "b1")), rdata("b", 4, 3, epoch=2))
+    assert [(it.writer, it.number, it.why) for it in done.timelines] == [("b", 2, "database")] * (database == "db/2")
+    assert late(done) == [("b", 3, 4, "final")]
+    assert done.counts.get("duplicate", 0) == 0
+    assert shard.linear == 6
 
 
 class Restored(RuleBasedStateMachine):

@@ -56,6 +56,7 @@ def make(dsn: str, kafka: KafkaServer, topic: str) -> Make:
 
     def make(**changes: object) -> Writer:
         settings = {"instance": "shop-1", "streams": ["orders"], "topic": topic, "registry": CollectorRegistry()}
+        settings["clock"] = lambda: 0.0  # epochs 1, 2, ...
         return Writer(dsn, kafka.bootstrap_servers, **(settings | changes))  # type: ignore[arg-type]
 
     return make

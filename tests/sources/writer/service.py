@@ -67,8 +67,9 @@ def work(writer: Writer, dsn: str) -> None:
 
 def main(dsn: str, bootstrap: str, topic: str, name: str, step: str, nth: str) -> None:
     strike(signal.Signals[name], step, int(nth))
+    service = Writer(dsn, bootstrap, instance="shop-1", streams=["orders"], topic=topic, patience=10, clock=lambda: 0.0)
     try:
-        with Writer(dsn, bootstrap, instance="shop-1", streams=["orders"], topic=topic, patience=10) as writer:
+        with service as writer:
             work(writer, dsn)
     except WriterFenced:
         sys.exit(3)

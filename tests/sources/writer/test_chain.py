@@ -11,6 +11,7 @@ from tests.sources.writer.judge import Verdict, judged
 from tidemark.sources.writer.chain import NextvalCall, ReservationChain, SettledSpan
 from tidemark.sources.writer.records import OutboxFact, RecordBuilder
 from tidemark.streaming.direction import Direction
+from tidemark.streaming.records import Timeline
 
 START = 3
 
@@ -161,7 +162,7 @@ class Writing(RuleBasedStateMachine):
 
 
 def judge(builder: RecordBuilder, told: list[bytes]) -> Verdict:
-    return judged([(b"orders", value) for value in [builder.join(START), *told]])
+    return judged([(b"orders", value) for value in [builder.join(START, Timeline("db/1", "start 1")), *told]])
 
 
 TestWriting = Writing.TestCase

@@ -1,11 +1,13 @@
 """The fence: who is shut out, when, and what is found of the dead."""
 
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 import pytest
 from psycopg import IsolationLevel
+from structlog.testing import capture_logs
 
 from tests.sources.writer.conftest import Make
 from tests.sources.writer.judge import Judge
@@ -13,6 +15,7 @@ from tests.waiting import eventually
 from tidemark.sources.writer import fence
 from tidemark.sources.writer.database import session_of
 from tidemark.streaming.errors import UnknownWriter, WriterFenced
+from tidemark.streaming.records import Join
 
 LOCK = "select pg_advisory_xact_lock(tidemark.writer_lock('shop-1'))"
 LEVELS = [IsolationLevel.READ_COMMITTED, IsolationLevel.REPEATABLE_READ, IsolationLevel.SERIALIZABLE]
@@ -172,13 +175,59 @@ def test_what_the_dead_left_is_told_in_its_epoch_before_the_join(
 
 
 def test_a_stream_that_is_written_no_more_is_retired(make: Make, judge: Judge, sql: psycopg.Connection) -> None:
-    """A new version of the service writes another stream: the one before does not wait for it for ever."""
+    """A new version of the service writes another stream: the one before does not wait for it for ever. Once that is
+    written again its tokens join, though some starts knew nothing of it.
+    """
     with make():
         pass
-    with make(streams=["history"], direction="backward"):
-        pass
+    for _ in range(2):
+        with make(streams=["history"], direction="backward"):
+            pass
     assert judge.verdict().kinds() == [("JOIN", 1, 0), ("JOIN", 2, 0), ("RETIRE", 2, 0)]
-    assert sql.execute("select stream from tidemark.writer_streams").fetchall() == [("history",)]
+    assert fence.registered(sql, "shop-1").keys() == {"history"}
+    with make():
+        pass
+    verdict = judge.verdict()
+    assert verdict.kinds()[3:] == [("JOIN", 4, 0)]
+    assert verdict.effects["orders"].timelines == verdict.effects["history"].timelines == []
+
+
+def test_a_join_names_its_history_and_the_start_before_it(make: Make, sql: psycopg.Connection, judge: Judge) -> None:
+    """System identifier, database and timeline; tokens are chained from start to start."""
+    for _ in range(2):
+        with make():
+            pass
+    first, second = (record.timeline for record in judge.verdict().records if isinstance(record, Join))
+    assert first is not None
+    assert second is not None
+    assert sql.execute("select tidemark.history()").fetchone() == (first.database,)
+    assert re.fullmatch(r"\d{19}/\d+/1", first.database or "")
+    assert (second.database, second.after, first.after) == (first.database, first.start, None)
+
+
+def test_a_history_that_may_not_be_read_is_said_and_not_invented(
+    make: Make, sql: psycopg.Connection, judge: Judge
+) -> None:
+    """The schema's owner was denied pg_control_system(): the writer says so, goes on, and names no history."""
+    sql.execute("create role keeper")
+    sql.execute("alter function tidemark.history() owner to keeper")
+    sql.execute("revoke execute on function pg_control_system() from public")
+    with capture_logs() as logs, make():
+        pass
+    assert any("pg_control_system" in line.get("do", "") for line in logs)
+    sql.execute("drop owned by keeper")
+    sql.execute("drop role keeper")
+    (join,) = (record for record in judge.verdict().records if isinstance(record, Join))
+    assert join.timeline is not None
+    assert join.timeline.database is None
+
+
+def test_epochs_rise_with_the_clock_and_without_it(make: Make, judge: Judge) -> None:
+    """Milliseconds since 1970, so that a restored database does not repeat one; and one more where the clock lags."""
+    for seconds in (1000.5, 999.0):
+        with make(clock=lambda seconds=seconds: seconds):
+            pass
+    assert judge.verdict().kinds() == [("JOIN", 1_000_500, 0), ("JOIN", 1_000_501, 0)]
 
 
 def test_a_writer_that_never_was_is_not_fenced(dsn: str, make: Make) -> None:

@@ -5,10 +5,11 @@ import pytest
 
 from tests.sources.writer.conftest import Make
 from tests.sources.writer.judge import Judge
+from tests.waiting import eventually
 from tidemark.sources.writer import Stream, sequences
 from tidemark.sources.writer.database import session_of
 from tidemark.streaming.direction import Direction
-from tidemark.streaming.errors import SequenceSetBack, SequenceUnfit
+from tidemark.streaming.errors import HistoryChanged, SequenceUnfit
 
 UNFIT = {
     "cache": ("create sequence s cache 20", "CACHE"),
@@ -75,13 +76,12 @@ def test_a_sequence_that_gave_nothing_yet_is_not_taken_for_one_that_did(
 def test_numbers_that_come_again_after_a_crash_are_never_used(
     make: Make, sql: psycopg.Connection, connection: psycopg.Connection, judge: Judge
 ) -> None:
-    """A crash takes back numbers that nobody committed; they were announced to be empty, so they stay so."""
+    """A crash takes back numbers that nobody committed; they will be announced to be empty, so they stay so."""
     with make() as writer:
-        for _ in range(3):
-            with writer.transaction(connection) as facts:
-                facts.void("orders", facts.reserve("orders"))
-        sql.execute("select setval('orders_id_seq', 1)")
         with writer.transaction(connection) as facts:
+            for id in facts.reserve_many("orders", 3):
+                facts.void("orders", id)
+            sql.execute("select setval('orders_id_seq', 1)")
             id = facts.append("orders", {})
             connection.execute("insert into orders (id) values (%s)", [id])
         assert id == 4
@@ -92,15 +92,31 @@ def test_a_database_that_was_set_back_stops_the_writer(
     make: Make, sql: psycopg.Connection, connection: psycopg.Connection
 ) -> None:
     """More numbers come again than a crash can explain: nothing is written any more before a restart."""
+    with make() as writer, writer.transaction(connection) as facts:
+        for id in facts.reserve_many("orders", 100):
+            facts.void("orders", id)
+        sql.execute("select setval('orders_id_seq', 1)")
+        with pytest.raises(HistoryChanged, match="gave 66 after 100"):
+            facts.append("orders", {})
+        raise psycopg.Rollback
+
+
+def test_a_sequence_below_what_was_announced_stops_the_writer(
+    make: Make, sql: psycopg.Connection, connection: psycopg.Connection, judge: Judge
+) -> None:
+    """However few numbers come again: what was announced was durable, so no crash explains it, and none is told."""
     with make() as writer:
-        with writer.transaction(connection) as facts:
-            for id in facts.reserve_many("orders", 100):
-                facts.void("orders", id)
+        for _ in range(2):
+            with writer.transaction(connection) as facts:
+                facts.void("orders", facts.reserve("orders"))
+        eventually(lambda: judge.verdict().position("orders") == 2)
         sql.execute("select setval('orders_id_seq', 1)")
 
-        def write() -> None:
-            with writer.transaction(connection) as facts:
-                facts.append("orders", {})
+        def refusal() -> str | None:
+            try:
+                with writer.transaction(connection):
+                    return None
+            except HistoryChanged as error:
+                return error.problem
 
-        with pytest.raises(SequenceSetBack):
-            write()
+        assert eventually(refusal) == "the sequence of stream orders stands at 1, and 2 was announced"

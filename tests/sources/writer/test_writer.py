@@ -1,5 +1,7 @@
 """Facts in real transactions of every shape, and what comes of them on a real topic."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,6 +14,7 @@ from psycopg.rows import dict_row
 from tests.sources.writer.conftest import Make
 from tests.sources.writer.judge import Judge
 from tests.waiting import eventually
+from tidemark.app.stack.servers import KafkaServer
 from tidemark.streaming.errors import FactWithoutRow, RowTooLarge, Stopping
 from tidemark.streaming.records import Rdata
 
@@ -303,3 +306,27 @@ def test_metrics_say_what_is_in_flight_and_what_waits(make: Make, connection: Co
         eventually(lambda: value("outbox_ids") == 0)
         assert value("in_flight") == value("oldest_in_flight_seconds") == value("outbox_age_seconds") == 0
         assert value("reservation_seconds_count") == 1
+
+
+FORKED = """
+import os, sys, psycopg
+from prometheus_client import CollectorRegistry
+from tidemark.sources.writer import Writer
+
+dsn, kafka, topic = sys.argv[1:]
+with Writer(dsn, kafka, instance="shop-1", streams=["orders"], topic=topic, registry=CollectorRegistry()) as writer:
+    child = os.fork()
+    if not child:
+        try:
+            with psycopg.connect(dsn) as connection, writer.transaction(connection):
+                os._exit(1)
+        except RuntimeError as error:
+            os._exit(7 if "fork" in str(error) else 2)
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_writer_that_was_copied_by_a_fork_refuses_to_write(dsn: str, kafka: KafkaServer, topic: str) -> None:
+    """Nobody would announce what the copy reserves, and its parent's heartbeat would say that nothing is there."""
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, dsn, kafka.bootstrap_servers, topic]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 7
