@@ -13,6 +13,7 @@ from pyspark.sql import DataFrame
 from tidemark.app import metrics
 from tidemark.app.board import Board
 from tidemark.sinks.publisher import Publisher
+from tidemark.sources.start import RememberedTopic
 from tidemark.streaming.effects import ShardEffects
 from tidemark.streaming.errors import PartitionsChanged, Stopping, TidemarkError
 from tidemark.streaming.query import collect
@@ -21,16 +22,16 @@ log = structlog.get_logger(__name__)
 
 
 class Batches:
-    """The query's sink. `lineage` names the chain of batches; `partitions` are the topics' counts, fixed for life.
+    """The query's sink. `lineage` names the chain of batches; `topics` are those that are read.
 
     After `finish` the batch in hand is completed and none begins.
     """
 
-    def __init__(self, publisher: Publisher, board: Board, lineage: str, partitions: Mapping[str, int]) -> None:
+    def __init__(self, publisher: Publisher, board: Board, lineage: str, topics: Mapping[str, RememberedTopic]) -> None:
         self._publisher = publisher
         self._board = board
         self._lineage = lineage
-        self._partitions = partitions
+        self._topics = topics
         self._finishing = threading.Event()
         self._in_hand = threading.Lock()
         self.failure: TidemarkError | None = None
@@ -68,6 +69,6 @@ class Batches:
         """Spark reads a partition that is added while it runs; its streams would have two orders."""
         for shard in effects:
             for progress in shard.progress:
-                known = self._partitions[progress.topic]
+                known = self._topics[progress.topic].partitions
                 if progress.partition >= known:
                     raise PartitionsChanged(progress.topic, known, progress.partition + 1)

@@ -18,16 +18,17 @@ from prometheus_client.registry import Collector
 
 from tidemark.app import metrics
 from tidemark.app.metrics import STREAM_GAUGES
-from tidemark.sources.start import require_uncompacted
+from tidemark.sources.start import RememberedTopic, require_same, require_uncompacted
 from tidemark.sources.topics import Topics
 from tidemark.streaming import state
 from tidemark.streaming.effects import ShardEffects, Summary, summarize
-from tidemark.streaming.errors import PartitionsChanged, Retry, Stop
+from tidemark.streaming.errors import Retry, Stop, TopicMissing
 
 log = structlog.get_logger(__name__)
 
 SECONDS = 2.0  # between two rounds of end offsets
 ROUNDS_PER_CHECK = 15
+ROUNDS_MISSING = 5  # in a row: a broker that has just started may not know its topics yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +91,16 @@ class Board(Collector):
 
 
 class EndOffsets:
-    """Keeps the metrics of end offsets and lag up to date. `partitions` are the topics' counts.
+    """Keeps the metrics of end offsets and lag up to date. `remembered` are the topics as they were at the start.
 
-    It also notices at run time what is checked at every start: a topic that was repartitioned, replaced or compacted;
-    `failure` is the Stop that was found, for the thread that supervises.
+    It also notices at run time what is checked at every start: a topic that was repartitioned or replaced, in every
+    round, and one that was compacted; `failure` is the Stop that was found, for the thread that supervises.
     """
 
-    def __init__(self, topics: Topics, partitions: Mapping[str, int], board: Board) -> None:
+    def __init__(self, topics: Topics, remembered: Mapping[str, RememberedTopic], board: Board) -> None:
         self._topics = topics
-        self._partitions = partitions
+        self._remembered = remembered
+        self._partitions = {name: topic.partitions for name, topic in remembered.items()}
         self._board = board
         self._closing = threading.Event()
         self.failure: Stop | None = None
@@ -115,14 +117,15 @@ class EndOffsets:
 
     def _run(self) -> None:
         away = False
-        rounds = 0
+        rounds = missing = 0
         while not self._closing.is_set():
             try:
+                require_same(self._topics.identities(self._remembered), self._remembered)
                 for (topic, partition), end in self._topics.end_offsets(self._partitions).items():
                     metrics.set_offsets(topic, partition, end=end, read=self._board.read[topic, partition])
-                rounds += 1
+                rounds, missing = rounds + 1, 0
                 if rounds % ROUNDS_PER_CHECK == 0:
-                    self._check()
+                    require_uncompacted(self._topics.describe(self._remembered))
                 if away:
                     log.info("Kafka answers again")
                 away = False
@@ -132,13 +135,8 @@ class EndOffsets:
                 away = True
                 metrics.RETRIES.labels("Kafka").inc()
             except Stop as error:
-                self.failure = error
-                return
+                missing += 1
+                if not isinstance(error, TopicMissing) or missing == ROUNDS_MISSING:
+                    self.failure = error
+                    return
             self._closing.wait(SECONDS)
-
-    def _check(self) -> None:
-        topics = self._topics.describe(self._partitions)
-        require_uncompacted(topics)
-        for name, count in self._partitions.items():
-            if len(topics[name].partitions) != count:
-                raise PartitionsChanged(name, count, len(topics[name].partitions))

@@ -154,8 +154,8 @@ class Attempt:
             )
             publisher = Publisher(postgres, sinks, dead_letters, lease, stopping)
             publisher.send_unsent(start.seed.lineage)
-            end_offsets = stack.enter_context(EndOffsets(topics, start.partitions, self._board).running())
-            self._batches = Batches(publisher, self._board, start.seed.lineage, start.partitions)
+            end_offsets = stack.enter_context(EndOffsets(topics, start.topics, self._board).running())
+            self._batches = Batches(publisher, self._board, start.seed.lineage, start.topics)
             spark, store = self._spark.session(stopping), settings.checkpoint_store
             location = str(checkpoint.path) if store is None else stack.enter_context(folder(spark, store))
             running = stack.enter_context(self._query(spark, start, location, self._batches))

@@ -10,9 +10,8 @@ import structlog
 
 from tidemark.app.settings import Settings
 from tidemark.sinks.postgres.store import Postgres, RememberedSetup
-from tidemark.sources import start as sources_start
 from tidemark.sources.kafka import EARLIEST, Offsets
-from tidemark.sources.start import Acceptance, TopicState, require_uncompacted, starting_offsets
+from tidemark.sources.start import Acceptance, RememberedTopic, TopicState, require_uncompacted, starting_offsets
 from tidemark.sources.topics import Topics, plans
 from tidemark.streaming import state
 from tidemark.streaming.checkpoint import AppliedBatch, Checkpoint, Seed
@@ -45,12 +44,12 @@ def ready(settings: Settings, topics: Topics) -> dict[str, TopicState]:
 class Start:
     """What the query begins with. `offsets` count only for a checkpoint that is new; `states` are as Postgres has them.
 
-    `partitions` are the topics' counts, `read` the next offsets to read by topic and partition, none of them relative.
+    `topics` are those that are read, `read` is the next offsets to read by topic and partition, none of them relative.
     """
 
     seed: Seed
     offsets: Offsets
-    partitions: dict[str, int]
+    topics: dict[str, RememberedTopic]
     states: dict[str, bytes]
     read: dict[tuple[str, int], int]
 
@@ -68,7 +67,7 @@ def prepare(
     remembered = postgres.remembered()
     offsets = starting_offsets(
         read,
-        {name: sources_start.RememberedTopic(id_, count) for name, (id_, count) in remembered.topics.items()},
+        {name: RememberedTopic(id_, count) for name, (id_, count) in remembered.topics.items()},
         postgres.offsets(),
         accept,
     )
@@ -88,7 +87,7 @@ def prepare(
     return Start(
         seed,
         offsets,
-        {name: len(topic.partitions) for name, topic in read.items()},
+        {name: RememberedTopic(topic.id, len(topic.partitions)) for name, topic in read.items()},
         states,
         {(name, number): offset for name, of in _absolute(read, offsets).items() for number, offset in of.items()},
     )

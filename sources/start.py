@@ -43,10 +43,19 @@ class TopicState:
 
 @dataclass(frozen=True, slots=True)
 class RememberedTopic:
-    """A topic as Postgres remembers it from the last start."""
+    """What must not change of a topic: its ID and partition count, as Postgres has them from the last start."""
 
     id: str
     partitions: int
+
+
+def require_same(found: Mapping[str, RememberedTopic], remembered: Mapping[str, RememberedTopic]) -> None:
+    """Raises `TopicReplaced` or `PartitionsChanged` for the first topic that is not as `remembered`."""
+    for name, before in remembered.items():
+        if found[name].id != before.id:
+            raise TopicReplaced(name, before.id, found[name].id)
+        if found[name].partitions != before.partitions:
+            raise PartitionsChanged(name, before.partitions, found[name].partitions)
 
 
 def require_uncompacted(topics: Mapping[str, TopicState]) -> None:

@@ -12,7 +12,7 @@ from confluent_kafka import KafkaError, KafkaException, TopicCollection, TopicPa
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, TopicDescription
 
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.start import Partition, TopicState
+from tidemark.sources.start import Partition, RememberedTopic, TopicState
 from tidemark.streaming.errors import TopicMissing, Unavailable
 from tidemark.streaming.kafka_errors import ErrorListener, kafka_error
 
@@ -104,6 +104,11 @@ class Topics:
             )
             for name in names
         }
+
+    def identities(self, names: Iterable[str]) -> dict[str, RememberedTopic]:
+        """What must not change of the topics, in one request. Raises `TopicMissing` for the first that is absent."""
+        found = self._descriptions(list(names))
+        return {name: RememberedTopic(str(it.topic_id), len(it.partitions)) for name, it in found.items()}
 
     def end_offsets(self, partition_counts: Mapping[str, int]) -> dict[tuple[str, int], int]:
         """The offset of the next record to be written, by topic and partition: what a lag is measured against."""

@@ -122,10 +122,11 @@ class StreamBatch:
 
     def feed(self, inbox: Inbox) -> None:
         for (topic, partition), items in sorted(inbox.facts.items()):
-            if self.stream.home is None:
-                self.stream.home = partition
-            if partition == self.stream.home:
+            if self.stream.home in (None, partition):
+                taken = self.changes.counts.total()
                 self._feed_facts(topic, partition, items, sorted(inbox.unread.pop((topic, partition), ())))
+                if self.changes.counts.total() > taken:  # of records that are refused no stream has its home
+                    self.stream.home = partition
             else:
                 self._turn_away(topic, partition, items)
         if inbox.unread:
@@ -152,6 +153,7 @@ class StreamBatch:
         if unread:
             self.stream.doubt()
         self.rejected.extend((topic, partition, reason, offsets) for reason, offsets in self.changes.rejected)
+        self.changes.rejected.clear()
 
     def _turn_away(self, topic: str, partition: int, items: list[Fact]) -> None:
         for item in items:

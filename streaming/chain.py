@@ -193,11 +193,14 @@ class Chain:
             low = span.id
 
     def take(self) -> Moves:
-        """What happened since the last `take`, by whatever steps: a gap that came and went in between is not told."""
+        """What happened since the last `take`, by whatever steps: a gap that came and went in between is not told. One
+        that was closed and stands again is told as both.
+        """
         before = self._gaps or {}
-        changed = [] if self._gaps is None else [gap for gap in self.gaps() if before.get(gap[1]) != gap]
-        standing = {span.prev for span in self.pending}
-        closed = {top: how for top, how in self._closed.items() if top in before and top not in standing}
+        closed = {top: how for top, how in self._closed.items() if top in before}
+        changed = (
+            [] if self._gaps is None else [gap for gap in self.gaps() if before.get(gap[1]) != gap or gap[1] in closed]
+        )
         moves = Moves(self._prev, self.position, self._evidence, changed, closed)
         self._prev, self._evidence, self._gaps, self._closed = self.position, NOTHING, None, {}
         return moves

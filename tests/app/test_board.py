@@ -1,11 +1,19 @@
 import pytest
+from confluent_kafka.admin import AdminClient
 from prometheus_client import CollectorRegistry
 
-from tidemark.app.board import Board
+from tests.waiting import eventually
+from tidemark.app import board as board_module
+from tidemark.app.board import Board, EndOffsets
+from tidemark.app.stack.servers import KafkaServer
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.start import RememberedTopic
+from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming import state
 from tidemark.streaming.chain import Chain, Span
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import Progress, ShardEffects, StreamEffects, Summary, WriterRow
+from tidemark.streaming.errors import TopicMissing, TopicReplaced
 from tidemark.streaming.joined import Writers
 from tidemark.streaming.linear import LinearPosition
 from tidemark.streaming.model import Evidence
@@ -55,3 +63,34 @@ def test_a_batch_moves_only_the_writers_that_it_names(scraped: tuple[Board, Coll
     assert registry.get_sample_value("tidemark_position", {"stream": "orders", "writer": "web"}) == 5
     assert registry.get_sample_value("tidemark_position", {"stream": "orders", "writer": "shop"}) == 4
     assert board.read == {("facts", 2): 7}
+
+
+def test_a_topic_that_is_made_anew_is_noticed_at_run_time(
+    kafka: KafkaServer, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its records are others: the failure names the topic and what to do, although offsets and partitions fit."""
+    monkeypatch.setattr(board_module, "SECONDS", 0.05)
+    monkeypatch.setattr(board_module, "ROUNDS_MISSING", 10_000)
+    connection = KafkaConnection(kafka.bootstrap_servers)
+    topics, admin = Topics(connection), AdminClient(connection.client())
+    topics.create_missing([TopicPlan(prefix, 1, 1000)])
+    board = Board()
+    board.read[prefix, 0] = 0
+    with EndOffsets(Topics(connection), topics.identities([prefix]), board).running() as noticing:
+        admin.delete_topics([prefix])[prefix].result(30)
+        eventually(lambda: topics.create_missing([TopicPlan(prefix, 1, 1000)]), 30, lambda: "the new topic")
+        eventually(lambda: noticing.failure, 30, lambda: "the failure")
+    assert isinstance(noticing.failure, TopicReplaced)
+    assert "--accept loss" in str(noticing.failure)
+
+
+def test_a_topic_that_stays_away_is_noticed_at_run_time(
+    kafka: KafkaServer, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at the first answer: a broker that has just started may not know its topics yet."""
+    monkeypatch.setattr(board_module, "SECONDS", 0.05)
+    connection = KafkaConnection(kafka.bootstrap_servers)
+    absent = {prefix: RememberedTopic("some", 1)}
+    with EndOffsets(Topics(connection), absent, Board()).running() as noticing:
+        eventually(lambda: noticing.failure, 30, lambda: "the failure")
+    assert isinstance(noticing.failure, TopicMissing)

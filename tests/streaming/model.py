@@ -121,17 +121,16 @@ class Model:
         return at
 
     def _take(self, record: Record) -> str:
-        if not record.control:
-            if self.home is None:
-                self.home = record.partition
-            if record.partition != self.home:
-                return self._stray(record)
+        if not record.control and self.home not in (None, record.partition):
+            return self._stray(record)
         sign = (record.id > 0) - (record.id < 0)
         if sign * self.direction < 0:
             return "rejected: mixed_sign"
         outcome = self._act(record)
         if sign and not outcome.startswith("rejected"):
             self.direction = sign
+        if not record.control and not outcome.startswith("rejected"):
+            self.home = record.partition
         return outcome
 
     def _stray(self, record: Record) -> str:

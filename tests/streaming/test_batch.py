@@ -8,6 +8,7 @@ import numpy as np
 from tests.streaming.builders import (
     CONTROL,
     FACTS,
+    STREAM,
     Sent,
     Shard,
     compacted,
@@ -21,7 +22,7 @@ from tests.streaming.builders import (
     sent,
     skip,
 )
-from tidemark.streaming import effects
+from tidemark.streaming import effects, state
 from tidemark.streaming.model import Rejected
 from tidemark.streaming.records import Topic
 from tidemark.streaming.runs import Packet
@@ -92,6 +93,19 @@ def test_records_in_another_partition_are_turned_away() -> None:
     done = shard.feed_packets(packets([Sent(10, replace(rdata("a", 1, epoch=1), partition=2))]))
     assert rejections(done) == {10: "wrong_partition"}
     assert done.streams[0].advances == []
+
+
+def test_a_refused_record_settles_no_home() -> None:
+    """After the partitions changed a zombie comes first, from where it does not matter: the JOIN says where to live."""
+    shard = Shard()
+    shard.feed(join("a", 3, epoch=2))
+    shard.states[STREAM] = state.homeless(shard.states[STREAM])
+    zombie = replace(rdata("a", 2, 1, epoch=1), partition=1)
+    alone = shard.feed_packets(packets([Sent(10, zombie)]))
+    assert (rejections(alone), shard.stream().home) == ({10: "zombie"}, None)
+    done = shard.feed_packets(packets([Sent(11, zombie), Sent(20, replace(join("a", 3, epoch=3), partition=2))]))
+    assert (rejections(done), shard.stream().home) == ({11: "zombie"}, 2)
+    assert [(it.topic, it.partition) for it in done.rejected] == [(FACTS, 1)]
 
 
 def test_an_unknown_writer_in_another_partition_holds_the_line() -> None:

@@ -204,3 +204,10 @@ def test_what_waited_beyond_a_join_that_went_back_is_late() -> None:
     assert shard.positions == {"a": 5}
     shard.feed(rdata("a", 9, 5, epoch=2))
     assert (shard.positions, shard.linear) == ({"a": 9}, 9)
+
+
+def test_a_writer_that_retired_and_joins_again_in_one_batch_holds_the_line() -> None:
+    """It has IDs of its own again, from its JOIN on."""
+    shard = Shard()
+    shard.feed(join("a", 0), join("b", 0), retire("a", 0), join("a", 0, epoch=2), rdata("b", 5, 0, epoch=1))
+    assert (shard.positions, shard.linear) == ({"a": 0, "b": 5}, 0)

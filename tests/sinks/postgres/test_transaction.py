@@ -146,7 +146,9 @@ def test_epoch_and_retirement_change_without_a_move(store: Postgres, sql: psycop
 
 
 def test_gaps_open_narrow_and_close(store: Postgres, sql: psycopg.Connection, token: int) -> None:
-    """Rule 7: a gap keeps the time it was first seen while it narrows, and says at the end how it was closed."""
+    """Rule 7: a gap keeps the time it was first seen while it narrows, and says at the end how it was closed; one that
+    opens again at the same ID is another, also in the batch that closes it.
+    """
     gap = Gap("w", 1, 4, 9, NOW)
     store.apply(batch(1, stream("s", gaps=[gap]), token=token))
     store.apply(batch(2, stream("s", gaps=[Gap("w", 1, 6, 9, NOW + 500)]), token=token, now=NOW + 1000))
@@ -155,7 +157,13 @@ def test_gaps_open_narrow_and_close(store: Postgres, sql: psycopg.Connection, to
     store.apply(batch(3, stream("s", closed=[GapClosed("w", 9, "joined")]), token=token, now=NOW + 2000))
     assert rows(sql, columns) == [(6, 9, NOW, "joined")]
     store.apply(batch(4, stream("s", gaps=[gap]), token=token))
-    assert len(rows(sql, columns)) == 2
+    again = stream("s", gaps=[Gap("w", 2, 5, 9, NOW + 4000)], closed=[GapClosed("w", 9, "joined")])
+    store.apply(batch(5, again, token=token, now=NOW + 4000))
+    assert rows(sql, columns + " order by opened_at, low") == [
+        (4, 9, NOW, "joined"),
+        (6, 9, NOW, "joined"),
+        (5, 9, NOW + 4000, None),
+    ]
 
 
 def test_late_completions_and_forced_acts_are_kept(store: Postgres, sql: psycopg.Connection, token: int) -> None:
