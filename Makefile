@@ -63,6 +63,10 @@ format: setup ## Put the code into its one format
 docs: setup chart-docs ## Write the pages that are made from code
 	$(BIN)/python -c 'from tidemark.app.metrics_page import page; print(page(), end="")' > docs/metrics.md
 
+.PHONY: pictures
+pictures: setup ## Take the pictures of the live page that docs/ shows
+	$(BIN)/pytest tests/app/sidecar/pictures.py
+
 ##@ Ship
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 IMAGE := tidemark:$(VERSION)
