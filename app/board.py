@@ -1,7 +1,7 @@
 """What scrapes show of streams and topics: the positions of every stream, and the end offsets of Kafka's partitions.
 
-Positions come from the states at the start, from effects afterwards. One thread writes (the batch's), any number read:
-a stream's entry is replaced, never changed. End offsets are asked of Kafka on a thread of their own, and not of the
+Positions come from the states at the start, from effects afterwards. One thread writes (the batch's), any number read.
+End offsets are asked of Kafka on a thread of their own, and not of the
 query: its own lag can read 0 while it is dead.
 """
 
@@ -21,7 +21,7 @@ from tidemark.app.metrics import STREAM_GAUGES
 from tidemark.sources.start import RememberedTopic, require_same, require_uncompacted
 from tidemark.sources.topics import Topics
 from tidemark.streaming import state
-from tidemark.streaming.effects import ShardEffects, Summary, summarize
+from tidemark.streaming.effects import ShardEffects, StreamEffects, Summary, summarize
 from tidemark.streaming.errors import Retry, Stop, TopicMissing
 
 log = structlog.get_logger(__name__)
@@ -31,41 +31,71 @@ ROUNDS_PER_CHECK = 15
 ROUNDS_MISSING = 5  # in a row: a broker that has just started may not know its topics yet
 
 
-@dataclass(frozen=True, slots=True)
+OTHER_STREAMS, OTHER_WRITERS = "other streams", "other writers"  # no name has a space
+
+
+@dataclass(slots=True)
 class BoardEntry:
+    """`positions` are those of the writers that have not retired."""
+
     linear: int
-    positions: Mapping[str, int]
+    positions: dict[str, int]
     summary: Summary
+
+    @property
+    def ended(self) -> bool:
+        """All writers have retired, and nobody is waited for."""
+        return not self.positions and not self.summary.unknown
 
 
 class Board(Collector):
-    """`now` gives seconds since 1970. `read` holds the next offset to read, by topic and partition."""
+    """`now` gives seconds since 1970. `read` holds the next offset to read, by topic and partition.
 
-    def __init__(self, now: Callable[[], float] = time.time) -> None:
+    The first `streams` by name have series of their own, and of their writers the first `writers`; the others are one
+    series together, so that a scrape has a bound. Streams that ended and writers that retired have none.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.time, streams: int = 1000, writers: int = 5000) -> None:
         self.read: dict[tuple[str, int], int] = {}
         self._entries: dict[str, BoardEntry] = {}
+        self._lock = threading.Lock()
         self._now = now
+        self._streams = streams
+        self._writers = writers
 
     def load(self, states: Mapping[str, bytes], read: Mapping[tuple[str, int], int]) -> None:
         """Start from what Postgres holds, so that a restart without traffic shows every stream."""
         self.read.update(read)
+        entries = {}
         for name, stored in states.items():
             stream = state.decode(stored)
             signed = stream.direction.signed
-            positions = {writer: signed(known.position) for writer, known in stream.writers.items()}
-            self._entries[name] = BoardEntry(signed(stream.line.position), positions, summarize(stream))
+            summary = summarize(stream)
+            positions = {
+                writer: signed(known.position) for writer, known in stream.writers.items() if known.retired is None
+            }
+            entries[name] = BoardEntry(signed(stream.line.position), positions, summary)
+        with self._lock:
+            self._entries = {name: entry for name, entry in entries.items() if not entry.ended}
 
     def update(self, effects: Iterable[ShardEffects]) -> None:
         """A batch was published."""
-        for shard in effects:
-            self.read.update({(seen.topic, seen.partition): seen.offset for seen in shard.progress})
-            for stream in shard.streams:
-                before = self._entries.get(stream.stream)
-                positions = dict(before.positions) if before else {}
-                positions.update((row.writer, row.position) for row in stream.writers)
-                for writer in stream.dropped:
-                    positions.pop(writer, None)
-                self._entries[stream.stream] = BoardEntry(stream.linear, positions, stream.summary)
+        with self._lock:
+            for shard in effects:
+                self.read.update({(seen.topic, seen.partition): seen.offset for seen in shard.progress})
+                for stream in shard.streams:
+                    self._update(stream)
+
+    def _update(self, stream: StreamEffects) -> None:
+        entry = self._entries.setdefault(stream.stream, BoardEntry(stream.linear, {}, stream.summary))
+        entry.linear, entry.summary = stream.linear, stream.summary
+        for row in stream.writers:
+            if row.retired:
+                entry.positions.pop(row.writer, None)
+            else:
+                entry.positions[row.writer] = row.position
+        if entry.ended:
+            del self._entries[stream.stream]
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """Called by the scrape, on its thread."""
@@ -74,20 +104,40 @@ class Board(Collector):
             for key, (name, labels, meaning) in STREAM_GAUGES.items()
         }
         now = self._now()
-        for stream, entry in sorted(self._entries.copy().items()):
-            for writer, position in sorted(entry.positions.items()):
-                families["position"].add_metric([stream, writer], position)
-            oldest = entry.summary.oldest
-            values = {
-                "linear": entry.linear,
-                "pending": entry.summary.pending,
-                "gaps": entry.summary.gaps,
-                "age": max(0.0, now - oldest.since / 1000) if oldest else 0.0,
-                "unknown": len(entry.summary.unknown),
-            }
-            for key, value in values.items():
-                families[key].add_metric([stream], value)
+        others: list[dict[str, float]] = []
+        left, positions = self._writers, [0.0, 0.0]
+        with self._lock:
+            for number, (stream, entry) in enumerate(sorted(self._entries.items())):
+                named = sorted(entry.positions.items())[:left] if number < self._streams else []
+                left -= len(named)
+                for writer, position in named:
+                    families["position"].add_metric([stream, writer], position)
+                positions[0] += len(entry.positions) - len(named)
+                positions[1] += sum(entry.positions.values()) - sum(position for _, position in named)
+                if number < self._streams:
+                    for key, value in _values(entry, now).items():
+                        families[key].add_metric([stream], value)
+                else:
+                    others.append(_values(entry, now))
+            families["together"].add_metric(["streams"], len(others))
+            families["together"].add_metric(["writers"], positions[0])
+        if positions[0]:
+            families["position"].add_metric([OTHER_STREAMS, OTHER_WRITERS], positions[1])
+        for key in others[0] if others else ():
+            several = max if key == "age" else sum
+            families[key].add_metric([OTHER_STREAMS], several(values[key] for values in others))
         return families.values()
+
+
+def _values(entry: BoardEntry, now: float) -> dict[str, float]:
+    oldest = entry.summary.oldest
+    return {
+        "linear": entry.linear,
+        "pending": entry.summary.pending,
+        "gaps": entry.summary.gaps,
+        "age": max(0.0, now - oldest.since / 1000) if oldest else 0.0,
+        "unknown": len(entry.summary.unknown),
+    }
 
 
 class EndOffsets:

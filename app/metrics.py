@@ -111,9 +111,14 @@ STREAM_GAUGES = {
     "position": (
         "tidemark_position",
         ["stream", "writer"],
-        "A writer's position (negative on a backward stream). Standing still while others move: look at its gap.",
+        "A writer's position (negative on a backward stream), until it retires. Standing still while others move: look"
+        " at its gap.",
     ),
-    "linear": ("tidemark_linear_position", ["stream"], "The linear position of a stream."),
+    "linear": (
+        "tidemark_linear_position",
+        ["stream"],
+        "The linear position of a stream, until all its writers have retired.",
+    ),
     "pending": (
         "tidemark_pending_ids",
         ["stream"],
@@ -130,6 +135,13 @@ STREAM_GAUGES = {
         "tidemark_unknown_writers",
         ["stream"],
         "Incarnations that never joined; while there is one the stream's linear position stays.",
+    ),
+    "together": (
+        "tidemark_without_series",
+        ["what"],
+        "Streams and writers that have no series of their own, past TIDEMARK_LABELLED_STREAMS and"
+        " TIDEMARK_LABELLED_WRITERS: they are the sum (of ages: the highest) in the series `other streams`. `tidemark"
+        " status` names them all.",
     ),
 }
 

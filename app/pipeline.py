@@ -59,7 +59,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
     must decide, and QueryFailed where the query fails again and again.
     """
     stopping = _stop_on_signals()
-    board = Board()
+    board = Board(streams=settings.labelled_streams, writers=settings.labelled_writers)
     metrics.REGISTRY.register(board)
     checkpoint = Checkpoint(Path(settings.checkpoint))
     with (

@@ -111,6 +111,12 @@ class Settings(Connections):
     )
     metrics_host: str = Field("127.0.0.1", description="Address that the pipeline's /metrics listens on.")
     metrics_port: AnyPort = Field(9464, description="Port of the pipeline's /metrics; 0 = any free one.")
+    labelled_streams: int = Field(
+        1000, ge=0, description="Streams with series of their own in the metrics; the others have one together."
+    )
+    labelled_writers: int = Field(
+        5000, ge=0, description="Writers, of all streams, with a series of their own; the others have one together."
+    )
 
     sidecar_host: str = Field("127.0.0.1", min_length=1, description="Address that the sidecar listens on.")
     sidecar_port: AnyPort = Field(9480, description="Port of the sidecar; 0 = any free one.")

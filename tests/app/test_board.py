@@ -29,8 +29,8 @@ def a_backward_stream() -> StreamState:
     )
 
 
-def effects(stream: str, **positions: int) -> ShardEffects:
-    rows = [WriterRow(writer, 1, position, False) for writer, position in positions.items()]
+def effects(stream: str, *, retired: bool = False, **positions: int) -> ShardEffects:
+    rows = [WriterRow(writer, 1, position, retired) for writer, position in positions.items()]
     summary = Summary(0, 0, None, [], 0, None)
     moved = StreamEffects(stream, Direction.FORWARD, 0, 3, 0, 3, [], rows, [], [], [], [], [], [], {}, summary, b"")
     return ShardEffects(0, 0, [moved], [], [Progress("facts", 2, 7)])
@@ -63,6 +63,42 @@ def test_a_batch_moves_only_the_writers_that_it_names(scraped: tuple[Board, Coll
     assert registry.get_sample_value("tidemark_position", {"stream": "orders", "writer": "web"}) == 5
     assert registry.get_sample_value("tidemark_position", {"stream": "orders", "writer": "shop"}) == 4
     assert board.read == {("facts", 2): 7}
+
+
+def test_past_their_number_streams_and_writers_share_a_series() -> None:
+    """However many there are: the rest is summed, of ages the highest counts, and both are counted."""
+    registry = CollectorRegistry()
+    board = Board(now=lambda: 25.0, streams=2, writers=3)
+    registry.register(board)
+    board.load({"s9": state.encode(a_backward_stream())}, {})
+    board.update([effects(f"s{number}", a=number, b=number) for number in range(5)])
+    samples = [sample for metric in registry.collect() for sample in metric.samples]
+    positions = {tuple(it.labels.values()): it.value for it in samples if it.name == "tidemark_position"}
+    assert positions == {
+        ("s0", "a"): 0,
+        ("s0", "b"): 0,
+        ("s1", "a"): 1,
+        ("other streams", "other writers"): 1 + 2 * (2 + 3 + 4) - 4,
+    }
+    ages = {it.labels["stream"]: it.value for it in samples if it.name == "tidemark_oldest_gap_age_seconds"}
+    assert ages == {"s0": 0, "s1": 0, "other streams": 15.0}
+    assert {it.labels["what"]: it.value for it in samples if it.name == "tidemark_without_series"} == {
+        "streams": 4,
+        "writers": 8,
+    }
+
+
+def test_who_retired_has_no_series_any_more(scraped: tuple[Board, CollectorRegistry]) -> None:
+    """A writer's ends as it retires, and the stream's with its last one; they come back when they move again."""
+    board, registry = scraped
+    board.update([effects("orders", web=3, shop=4)])
+    board.update([effects("orders", retired=True, web=3)])
+    assert registry.get_sample_value("tidemark_position", {"stream": "orders", "writer": "web"}) is None
+    assert registry.get_sample_value("tidemark_linear_position", {"stream": "orders"}) == 3
+    board.update([effects("orders", retired=True, shop=4)])
+    assert registry.get_sample_value("tidemark_linear_position", {"stream": "orders"}) is None
+    board.update([effects("orders", web=5)])
+    assert registry.get_sample_value("tidemark_position", {"stream": "orders", "writer": "web"}) == 5
 
 
 def test_a_topic_that_is_made_anew_is_noticed_at_run_time(
