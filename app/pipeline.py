@@ -27,6 +27,7 @@ from tidemark.app.versions import OURS, require_successor
 from tidemark.sinks.dead_letters import DeadLetters, DeadLettersConfig
 from tidemark.sinks.maintenance import Maintenance, MaintenanceConfig
 from tidemark.sinks.port import Sink
+from tidemark.sinks.postgres.history import Retention
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.publisher import Publisher
@@ -130,7 +131,8 @@ class Attempt:
             checkpoint = self._checkpoint
             if settings.checkpoint_store is not None or not is_local(settings.spark_master):
                 checkpoint = stack.enter_context(checkpoint.apart())
-            postgres = stack.enter_context(Postgres(PostgresConfig(settings.postgres, settings.history_days)))
+            retention = Retention(history=settings.history_days, audit=settings.audit_days)
+            postgres = stack.enter_context(Postgres(PostgresConfig(settings.postgres, retention)))
             postgres.check()
             require_successor(postgres.pipeline_version())
             lease = stack.enter_context(

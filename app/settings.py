@@ -145,7 +145,8 @@ class Settings(Connections):
         64, description="MiB of rows that wait for positions; past it, clients of the line protocol fetch."
     )
 
-    history_days: Positive = Field(7, description="Days that Postgres keeps the history of advances.")
+    history_days: Positive = Field(7, description="Days that Postgres keeps the history of advances and of gaps.")
+    audit_days: Positive = Field(400, description="Days that Postgres keeps operators' acts and late completions.")
     advances_kept: Positive = Field(10_000, description="Advances that Redis keeps of each stream.")
     pending_bound: Positive = Field(
         10_000, description="Intervals held back of one writer; a record that would add one is rejected."

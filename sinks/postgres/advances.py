@@ -10,6 +10,7 @@ from psycopg.rows import TupleRow
 
 from tidemark.sinks.port import Batch
 from tidemark.sinks.postgres.database import execute
+from tidemark.sinks.postgres.history import number_writers, places
 from tidemark.streaming.effects import WriterAdvance
 from tidemark.streaming.errors import ChainBroken
 from tidemark.streaming.postgres_session import Connection
@@ -24,36 +25,44 @@ def write_advances(connection: Connection, batch: Batch) -> Cursor[TupleRow] | N
     days = {datetime.fromtimestamp(shard.now / 1000, UTC).date() for shard in batch.effects}
     for day in days:
         connection.execute("select tidemark.make_history_day(%s)", (day,))
+    number_writers(connection, batch)
     return execute(
         connection,
         """
         with new as materialized (
-            select b.*, p.position, greatest(abs(p.position) - abs(b.prev), 0) as known -- 0 for an unknown writer
+            select b.*, n.number, p.position, coalesce(p.advanced, 0) as before,
+                greatest(abs(p.position) - abs(b.prev), 0) as known -- 0 for an unknown writer
             from unnest(%s::text[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[],
                     %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[])
-                as b (stream, writer, epoch, prev, id, facts, empty, unseen, skipped, linear, now)
+                as b (stream, writer, epoch, prev, id, facts, empty, unseen, skipped, linear, place)
+            join tidemark.writer_numbers n using (stream, writer)
             left join tidemark.stream_positions p using (stream, writer)
         ), cut as materialized (
             select stream, writer, epoch, case when known > 0 then position else prev end as prev, id, facts,
                 empty - least(empty, known - least(unseen, known)) as empty,
                 unseen - least(unseen, known) as unseen,
                 skipped - least(skipped, known - least(unseen + empty, known)) as skipped,
-                linear, now, position, prev as claimed
+                linear, place, number, before, position, prev as claimed
             from new
         ), written as (
-            insert into tidemark.position_advances
-                (stream, writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch, time)
-            select stream, writer, epoch, prev, id, facts, empty, unseen, skipped, linear, %s,
-                to_timestamp(now / 1000.0)
-            from cut where abs(id) > abs(prev)
+            insert into tidemark.packed_advances
+                (time, part, batch, writers, epochs, ids, spans, before, ahead, facts, empty, unseen, skipped)
+            select to_timestamp((place / 4096) / 1000.0), mod(place, 4096), %s,
+                array_agg(number), array_agg(epoch), array_agg(id), array_agg(id - prev), array_agg(before),
+                case when bool_or(linear <> id) then array_agg(id - linear) end,
+                case when bool_or(facts <> abs(id - prev)) then array_agg(facts) end,
+                case when bool_or(empty <> 0) then array_agg(empty) end,
+                case when bool_or(unseen <> 0) then array_agg(unseen) end,
+                case when bool_or(skipped <> 0) then array_agg(skipped) end
+            from (select * from cut where abs(id) > abs(prev) order by place, number) moved
+            group by place
         )
         select stream, writer, epoch, prev, id, facts, empty, unseen, skipped, position, claimed
         from cut where position <> claimed
         """,
         (
-            (s.stream, a.writer, a.epoch, a.prev, a.id, *a.evidence.counts, s.linear, shard.now)
-            for shard, s in batch.streams()
-            for a in s.advances
+            (stream, a.writer, a.epoch, a.prev, a.id, *a.evidence.counts, linear, place)
+            for stream, a, linear, place in places(batch)
         ),
         batch.number,
     )
@@ -61,18 +70,23 @@ def write_advances(connection: Connection, batch: Batch) -> Cursor[TupleRow] | N
 
 def write_writers(connection: Connection, batch: Batch) -> Cursor[TupleRow] | None:
     """Move the writers' positions; returns those that stand beyond what the batch says."""
+    advanced = {(stream, advance.writer): place for stream, advance, _, place in places(batch)}
     changed = execute(
         connection,
         """
         with new as materialized (
-            select * from unnest(%s::text[], %s::text[], %s::bigint[], %s::bigint[], %s::boolean[], %s::bigint[])
-                as b (stream, writer, epoch, position, retired, now)
+            select * from unnest(%s::text[], %s::text[], %s::bigint[], %s::bigint[], %s::boolean[], %s::bigint[],
+                    %s::bigint[])
+                as b (stream, writer, epoch, position, retired, advanced, now)
         ), written as (
-            insert into tidemark.stream_positions as old (stream, writer, epoch, position, retired, updated_at)
-            select stream, writer, epoch, position, retired, to_timestamp(now / 1000.0) from new
+            insert into tidemark.stream_positions as old
+                (stream, writer, epoch, position, retired, advanced, updated_at)
+            select stream, writer, epoch, position, retired, advanced, to_timestamp(now / 1000.0) from new
             on conflict (stream, writer) do update set
                 position = case when abs(excluded.position) > abs(old.position)
                     then excluded.position else old.position end,
+                advanced = case when abs(excluded.position) > abs(old.position) and excluded.advanced <> 0
+                    then excluded.advanced else old.advanced end,
                 epoch = greatest(excluded.epoch, old.epoch), retired = excluded.retired, forgotten = false,
                 updated_at = excluded.updated_at
             where abs(excluded.position) > abs(old.position)
@@ -84,7 +98,7 @@ def write_writers(connection: Connection, batch: Batch) -> Cursor[TupleRow] | No
         where w.position <> new.position
         """,
         (
-            (s.stream, w.writer, w.epoch, w.position, w.retired, shard.now)
+            (s.stream, w.writer, w.epoch, w.position, w.retired, advanced.get((s.stream, w.writer), 0), shard.now)
             for shard, s in batch.streams()
             for w in s.writers
         ),

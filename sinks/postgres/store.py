@@ -12,11 +12,11 @@ from typing import Self
 import structlog
 
 from tidemark.sinks.port import Batch, Committed
-from tidemark.sinks.postgres import transaction
+from tidemark.sinks.postgres import history, transaction
 from tidemark.sinks.postgres.database import READABLE, SCHEMA, execute, session_of
+from tidemark.sinks.postgres.history import PastAdvance, PastLate, Retention
 from tidemark.sinks.postgres.status import Conditions, note_faults
 from tidemark.sinks.postgres.transaction import UnsentDeadLetters, apply
-from tidemark.streaming.effects import LateCompletion, WriterAdvance
 from tidemark.streaming.postgres_session import Dsn
 
 log = structlog.get_logger(__name__)
@@ -24,10 +24,10 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PostgresConfig:
-    """`dsn` may hold a password. The history of advances and of closed gaps is kept for `history_days`."""
+    """`dsn` may hold a password."""
 
     dsn: Dsn = field(repr=False)
-    history_days: int = 7
+    retention: Retention = field(default_factory=Retention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +51,6 @@ class StreamPositions:
     late: int
     positions: dict[str, int]
     forgotten: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class PastAdvance:
-    """An advance out of the history: `linear` after it, the batch that made it, and that batch's time (ms)."""
-
-    advance: WriterAdvance
-    linear: int
-    batch: int
-    time: int
-
-
-@dataclass(frozen=True, slots=True)
-class PastLate:
-    number: int
-    late: LateCompletion
-    batch: int
-    time: int
 
 
 class Postgres:
@@ -233,67 +215,21 @@ class Postgres:
     def advances_since(
         self, known: Iterable[tuple[str, str, int]], newest: int
     ) -> dict[tuple[str, str], list[PastAdvance]]:
-        """Of each (stream, writer, position) the advances beyond that position, oldest first, at most the `newest`."""
-        found: dict[tuple[str, str], list[PastAdvance]] = {}
         with self._reads.use() as connection:
-            rows = execute(
-                connection,
-                """
-                select stream, writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch,
-                    (extract(epoch from time) * 1000)::bigint
-                from unnest(%s::text[], %s::text[], %s::bigint[]) as known (stream, writer, position)
-                cross join lateral (
-                    select a.* from tidemark.position_advances a
-                    where (a.stream, a.writer) = (known.stream, known.writer) and abs(a.id) > abs(known.position)
-                    order by abs(a.id) desc limit %s
-                ) a (s, w, epoch, prev, id, facts, empty, unseen, skipped, linear, batch, time)
-                order by stream, writer, abs(id)
-                """,
-                known,
-                newest,
-            )
-            for stream, writer, epoch, prev, id_, facts, empty, unseen, skipped, linear, batch, time in rows or ():
-                advance = WriterAdvance(writer, epoch, prev, id_, facts, empty, unseen, skipped, time)
-                found.setdefault((stream, writer), []).append(PastAdvance(advance, linear, batch, time))
-        return found
+            return history.advances_since(connection, known, newest)
 
     def late_since(self, known: Iterable[tuple[str, int]], newest: int) -> dict[str, list[PastLate]]:
-        """Of each (stream, number) the late completions after that number, oldest first, at most the `newest`."""
-        found: dict[str, list[PastLate]] = {}
         with self._reads.use() as connection:
-            rows = execute(
-                connection,
-                """
-                select stream, late.number, writer, epoch, prev, id, facts, why, batch,
-                    (extract(epoch from time) * 1000)::bigint
-                from unnest(%s::text[], %s::bigint[]) as known (stream, number)
-                cross join lateral (
-                    select l.number, writer, epoch, prev, id, facts, why, batch, time from tidemark.late_completions l
-                    where l.stream = known.stream and l.number > known.number order by l.number desc limit %s
-                ) late
-                order by stream, late.number
-                """,
-                known,
-                newest,
-            )
-            for stream, number, writer, epoch, prev, id_, facts, why, batch, time in rows or ():
-                late = LateCompletion(writer, epoch, prev, id_, facts, why)
-                found.setdefault(stream, []).append(PastLate(number, late, batch, time))
-        return found
+            return history.late_since(connection, known, newest)
 
     def tidy(self, now: datetime) -> None:
         """Make the history's partitions of today and tomorrow, and drop what is past its time. For every hour or so."""
         today = now.astimezone(UTC).date()
-        oldest = today - timedelta(days=self._config.history_days)
-        with self._reads.use() as connection, connection.transaction():
+        oldest = today - timedelta(days=self._config.retention.history)
+        with self._reads.use() as connection:
             for day in (today, today + timedelta(days=1)):
                 connection.execute("select tidemark.make_history_day(%s)", (day,))
             dropped = connection.execute("select tidemark.drop_history_before(%s)", (oldest,)).fetchall()
-            connection.execute("delete from tidemark.stream_gaps where closed_at < %s", (oldest,))
-            connection.execute(
-                "delete from tidemark.applied_batches a where applied_at < %s and exists"
-                " (select 1 from tidemark.applied_batches b where b.query = a.query and b.number > a.number)",
-                (oldest,),
-            )
+            history.forget(connection, today, self._config.retention)
         if dropped:
             log.info("Dropped history that is past its time", partitions=[name for (name,) in dropped])

@@ -1,6 +1,7 @@
 """The memory of Tidemark's Postgres of one stream: for what Redis's list does not reach back to."""
 
-from tidemark.sinks.postgres.store import PastAdvance, PastLate, Postgres, PostgresConfig
+from tidemark.sinks.postgres.history import PastAdvance, PastLate
+from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.reader.events import Advance, Late
 from tidemark.sinks.reader.io import HistoryFound, ReadHistory
 from tidemark.streaming.postgres_session import Dsn

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 import structlog
 
 from tidemark.sinks.port import Batch, Committed, Fence, Refilled
-from tidemark.sinks.postgres.store import PastAdvance, Postgres, StreamPositions
+from tidemark.sinks.postgres.history import PastAdvance
+from tidemark.sinks.postgres.store import Postgres, StreamPositions
 from tidemark.sinks.redis.names import channel
 from tidemark.sinks.redis.publish import Change, Mode, Redis, RedisPositions, of_batch, of_history
 from tidemark.streaming.errors import LeaseLost
@@ -18,7 +19,7 @@ from tidemark.streaming.errors import LeaseLost
 log = structlog.get_logger(__name__)
 
 STREAMS_AT_ONCE = 500
-ENTRIES = 100_000  # of the history, copied by one refill: what takes about two seconds; older ones stay in Postgres
+ENTRIES = 100_000  # of the history, copied by one refill: what takes about four seconds; older ones stay in Postgres
 
 
 class Mirror:

@@ -16,7 +16,8 @@ import msgspec
 from redis import exceptions as problems
 
 from tidemark.sinks.port import Batch, Committed
-from tidemark.sinks.postgres.store import PastAdvance, PastLate, StreamPositions
+from tidemark.sinks.postgres.history import PastAdvance, PastLate
+from tidemark.sinks.postgres.store import StreamPositions
 from tidemark.sinks.redis.client import RedisAddress, RedisSession, redis_address
 from tidemark.sinks.redis.errors import Remedies, StreamFault, of_stream, sound
 from tidemark.sinks.redis.names import SENTINEL, STREAMS, key

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from tests.bench import cores, flat, gap, latency, race, report, results, sidecar, soak, stages, writer
+from tests.bench import cores, flat, gap, history, latency, race, report, results, sidecar, soak, stages, writer
 from tests.bench.site import BenchSite, servers
 from tidemark.app import logs
 from tidemark.app.java import find_java
@@ -37,6 +37,7 @@ def everything() -> None:
         _record("gap", gap.run(site, gap.GapPlan()))
         _record("writer", writer.run(site, writer.WriterPlan()))
         _record("sidecar", sidecar.run(site, sidecar.CrowdPlan()))
+        _record("history", history.run(site, history.HistoryPlan()))
     _record("flat", flat.run(flat.FlatPlan()))
 
 
@@ -112,6 +113,13 @@ def writer_(**sizes: Any) -> None:
 def sidecar_(**sizes: Any) -> None:
     """One sidecar with very many clients."""
     _on_servers("sidecar", lambda site: sidecar.run(site, sidecar.CrowdPlan(**sizes)))
+
+
+@main.command("history")
+@_sizes(history.HistoryPlan(), "streams", "batches")
+def history_(**sizes: Any) -> None:
+    """The history in Postgres under very many busy streams."""
+    _on_servers("history", lambda site: history.run(site, history.HistoryPlan(**sizes)))
 
 
 @main.command("soak")

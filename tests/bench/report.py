@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.bench import cores, flat, gap, latency, race, results, sidecar, soak, stages, writer
+from tests.bench import cores, flat, gap, history, latency, race, results, sidecar, soak, stages, writer
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
@@ -20,6 +20,7 @@ SECTIONS: dict[str, tuple[str, Renderer]] = {
     "flat": ("100 million IDs", flat.render),
     "writer": ("What the writer's library costs a service", writer.render),
     "sidecar": ("One sidecar with 2 500 clients", sidecar.render),
+    "history": ("The history in Postgres", history.render),
     "soak": ("Memory over time", soak.render),
 }
 

@@ -115,7 +115,7 @@ def test_owner_makes_and_drops_days_of_history(database: str) -> None:
         connection.execute("set role tidemark_owner")
         connection.execute("select tidemark.make_history_day('2026-01-01'), tidemark.make_history_day('2026-01-02')")
         dropped = connection.execute("select tidemark.drop_history_before('2026-01-02')").fetchall()
-    assert dropped == [("position_advances_20260101",)]
+    assert dropped == [("packed_advances_20260101",), ("position_advances_20260101",)]
 
 
 def test_right_that_is_missing_is_named(plain_user: str, database: str) -> None:

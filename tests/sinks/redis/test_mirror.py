@@ -221,7 +221,7 @@ def test_redis_that_was_away_is_refilled(pipeline: Pipeline, keys: Any, redis_se
 def test_watch_makes_tomorrows_history(pipeline: Pipeline, shown: Redis, lease: Lease, sql: Any) -> None:
     """The partition of the next day is there before the day begins."""
     with Maintenance([pipeline.mirror], pipeline.store, lease, MaintenanceConfig(poll=0.05)):
-        query = "select 1 from pg_class where relname = 'position_advances_' || to_char({}, 'YYYYMMDD')"
+        query = "select 1 from pg_class where relname = 'packed_advances_' || to_char({}, 'YYYYMMDD')"
         tomorrow = query.format("(now() at time zone 'UTC')::date + 1")
         eventually(lambda: sql.execute(tomorrow).fetchone() is not None)
 

@@ -1,0 +1,181 @@
+"""The history of advances and of late completions: what is written of it, what is read, and how long it is kept.
+
+Advances are packed, `TOGETHER` of a batch in a row: one array per column, and what is nearly always the same is left
+out (a name has a number, `prev` and the line are told as distances). So one costs about 20 bytes in place of 270.
+There is no index by writer, which would cost more than that: `stream_positions.advanced` has the *place* of a writer's
+newest advance, and each advance that of the one before it, so that a chain is read without its neighbours.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, time, timedelta
+from typing import LiteralString
+
+from tidemark.sinks.port import Batch
+from tidemark.sinks.postgres.database import execute
+from tidemark.streaming.effects import LateCompletion, WriterAdvance
+from tidemark.streaming.postgres_session import Connection
+
+TOGETHER = 200  # more in a row are no smaller, and each costs more to read
+_PARTS = 4096  # rows of one batch that are told apart; beyond, a place names several, and the IDs tell which
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """In days: of advances, closed gaps and applied batches; and of the audit, operators' acts and what came late."""
+
+    history: int = 7
+    audit: int = 400
+
+
+@dataclass(frozen=True, slots=True)
+class PastAdvance:
+    """An advance out of the history: `linear` after it, the batch that made it, and that batch's time (ms)."""
+
+    advance: WriterAdvance
+    linear: int
+    batch: int
+    time: int
+
+
+@dataclass(frozen=True, slots=True)
+class PastLate:
+    number: int
+    late: LateCompletion
+    batch: int
+    time: int
+
+
+def places(batch: Batch) -> Iterator[tuple[str, WriterAdvance, int, int]]:
+    """Stream, advance, line after it and place of each advance."""
+    number = 0
+    for shard, stream in batch.streams():
+        for advance in stream.advances:
+            yield stream.stream, advance, stream.linear, shard.now * _PARTS + number // TOGETHER % _PARTS
+            number += 1
+
+
+def number_writers(connection: Connection, batch: Batch) -> None:
+    """Numbers for writers that have none; in the transaction of the batch, whose lock of the lease lets in one only."""
+    execute(
+        connection,
+        """
+        insert into tidemark.writer_numbers (stream, writer)
+        select stream, writer from unnest(%s::text[], %s::text[]) as moved (stream, writer)
+        where not exists (
+            select from tidemark.writer_numbers n where (n.stream, n.writer) = (moved.stream, moved.writer)
+        )
+        """,
+        ((stream, advance.writer) for stream, advance, _, _ in places(batch)),
+    )
+
+
+_CHAIN: LiteralString = """
+with recursive known as materialized (
+    select k.*, n.number, p.advanced
+    from unnest(%s::text[], %s::text[], %s::bigint[]) as k (stream, writer, position)
+    join tidemark.writer_numbers n using (stream, writer)
+    join tidemark.stream_positions p using (stream, writer)
+), chain as (
+    select stream, writer, position, number, advanced as before, 9223372036854775807 as prev, 0::bigint as epoch,
+        0::bigint as id, 0::bigint as facts, 0::bigint as empty, 0::bigint as unseen, 0::bigint as skipped,
+        0::bigint as linear, 0::bigint as batch, null::timestamptz as time, 0 as length
+    from known
+    union all
+    select stream, writer, position, number, a.*, length + 1
+    from chain cross join lateral (
+        select p.before[i], p.ids[i] - p.spans[i], p.epochs[i], p.ids[i], coalesce(p.facts[i], abs(p.spans[i])),
+            coalesce(p.empty[i], 0), coalesce(p.unseen[i], 0), coalesce(p.skipped[i], 0),
+            p.ids[i] - coalesce(p.ahead[i], 0), p.batch, p.time
+        from tidemark.packed_advances p cross join lateral array_position(p.writers, chain.number) as i
+        where p.time = to_timestamp((chain.before / 4096) / 1000.0) and p.part = mod(chain.before, 4096)
+            and i is not null and abs(p.ids[i]) <= abs(chain.prev)
+        order by abs(p.ids[i]) desc limit 1
+    ) a (before, prev, epoch, id, facts, empty, unseen, skipped, linear, batch, time)
+    where abs(a.id) > abs(position) and length < %s
+)
+select stream, writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch,
+    (extract(epoch from time) * 1000)::bigint
+from chain where length > 0
+"""
+
+_UNPACKED: LiteralString = """
+select known.stream, known.writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch,
+    (extract(epoch from time) * 1000)::bigint
+from unnest(%s::text[], %s::text[], %s::bigint[]) as known (stream, writer, position)
+cross join lateral (
+    select a.* from tidemark.{table} a
+    where (a.stream, a.writer) = (known.stream, known.writer) and abs(a.id) > abs(known.position)
+    order by abs(a.id) desc limit %s
+) a (stream, writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch, time)
+"""
+
+
+def advances_since(
+    connection: Connection, known: Iterable[tuple[str, str, int]], newest: int
+) -> dict[tuple[str, str], list[PastAdvance]]:
+    """Of each (stream, writer, position) the advances beyond that position, oldest first, at most the `newest`."""
+    known = list(known)
+    # A schema before 7, of a pipeline that is older than we are, has single advances only.
+    packed = connection.execute("select 1 where to_regclass('tidemark.packed_advances') is not null").fetchone()
+    table = "unpacked_advances" if packed else "position_advances"
+    found: dict[tuple[str, str], list[PastAdvance]] = {}
+    for statement in (*([_CHAIN] if packed else []), _UNPACKED.format(table=table)):
+        rows = execute(connection, statement, known, newest)
+        for stream, writer, epoch, prev, id_, facts, empty, unseen, skipped, linear, batch, at in rows or ():
+            advance = WriterAdvance(writer, epoch, prev, id_, facts, empty, unseen, skipped, at)
+            found.setdefault((stream, writer), []).append(PastAdvance(advance, linear, batch, at))
+    for chain in found.values():
+        chain.sort(key=lambda past: abs(past.advance.id))
+        del chain[:-newest]
+    return found
+
+
+def late_since(connection: Connection, known: Iterable[tuple[str, int]], newest: int) -> dict[str, list[PastLate]]:
+    """Of each (stream, number) the late completions after that number, oldest first, at most the `newest`."""
+    found: dict[str, list[PastLate]] = {}
+    rows = execute(
+        connection,
+        """
+        select stream, late.number, writer, epoch, prev, id, facts, why, batch,
+            (extract(epoch from time) * 1000)::bigint
+        from unnest(%s::text[], %s::bigint[]) as known (stream, number)
+        cross join lateral (
+            select l.number, writer, epoch, prev, id, facts, why, batch, time from tidemark.late_completions l
+            where l.stream = known.stream and l.number > known.number order by l.number desc limit %s
+        ) late
+        order by stream, late.number
+        """,
+        known,
+        newest,
+    )
+    for stream, number, writer, epoch, prev, id_, facts, why, batch, at in rows or ():
+        late = LateCompletion(writer, epoch, prev, id_, facts, why)
+        found.setdefault(stream, []).append(PastLate(number, late, batch, at))
+    return found
+
+
+def forget(connection: Connection, today: date, retention: Retention) -> None:
+    """Delete what is past its time, but for days of advances, which are dropped as a whole. Outside a transaction."""
+    oldest, audited = today - timedelta(days=retention.history), today - timedelta(days=retention.audit)
+    connection.execute("delete from tidemark.stream_gaps where closed_at < %s", (oldest,))
+    connection.execute(
+        "delete from tidemark.applied_batches where applied_at < %s"
+        " and number < (select max(number) from tidemark.applied_batches)",
+        (oldest,),
+    )
+    connection.execute("delete from tidemark.skips where time < %s", (audited,))
+    # The newest of each stream stays: by its number it is known that there were any.
+    connection.execute(
+        "delete from tidemark.late_completions l where time < %s and number <"
+        " (select max(number) from tidemark.late_completions newer where newer.stream = l.stream)",
+        (audited,),
+    )
+    with connection.transaction():
+        # Batches wait meanwhile: one that brings a writer back writes its number into the history.
+        connection.execute("select 1 from tidemark.query_lease for update")
+        connection.execute(
+            "delete from tidemark.writer_numbers n using tidemark.stream_positions p"
+            " where (p.stream, p.writer) = (n.stream, n.writer) and p.forgotten and p.advanced < %s",
+            (int(datetime.combine(oldest, time(), UTC).timestamp() * 1000) * _PARTS,),
+        )

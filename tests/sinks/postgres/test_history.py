@@ -1,0 +1,244 @@
+"""The packed history, on a real Postgres: nothing of an advance is lost by packing, and nothing is kept for ever."""
+
+import threading
+import time
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import psycopg
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.fix_sinks import LEASE
+from tests.sinks.given import NOW, advance, batch, stream
+from tidemark.sinks.postgres import history
+from tidemark.sinks.postgres.database import SCHEMA, migrate, session_of
+from tidemark.sinks.postgres.history import Retention
+from tidemark.sinks.postgres.lease import Lease
+from tidemark.sinks.postgres.store import Postgres, PostgresConfig
+from tidemark.streaming.effects import Forced, Gap, GapClosed, LateCompletion, WriterAdvance
+from tidemark.streaming.model import Evidence
+
+LARGEST = 2**63 - 1
+DAY = timedelta(days=1)
+TODAY = datetime.fromtimestamp(NOW / 1000, UTC)
+COLUMNS = "stream, writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch, time"
+PACKED = 7  # the first schema with a packed history
+
+Row = tuple[Any, ...]
+
+
+@pytest.fixture
+def token(lease: Lease) -> int:
+    return lease.token
+
+
+@pytest.fixture
+def single_advances(database: str) -> str:
+    """A database of a Tidemark of before the packed history."""
+    before = replace(SCHEMA)
+    before.__dict__["scripts"] = {number: it for number, it in SCHEMA.scripts.items() if number < PACKED}
+    with session_of(database, "test") as session:
+        before.migrate(session)
+    return database
+
+
+def rows(sql: psycopg.Connection, query: str, *values: object) -> list[Row]:
+    return sql.execute(query.encode(), values).fetchall()
+
+
+def viewed(sql: psycopg.Connection, columns: str = "prev, id") -> list[Row]:
+    return rows(sql, f"select {columns} from tidemark.position_advances order by stream, writer, abs(id)")
+
+
+def row(name: str, moved: WriterAdvance, line: int, number: int, now: int) -> Row:
+    at = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=now)
+    return name, moved.writer, moved.epoch, moved.prev, moved.id, *moved.evidence.counts, line, number, at
+
+
+COUNTS = st.integers(0, LARGEST)
+
+
+@st.composite
+def counts_within(draw: st.DrawFn, width: int) -> Evidence:
+    """Facts, empty, unseen and skipped IDs among `width`; some may belong to other writers."""
+    counts = []
+    for _ in range(4):
+        counts.append(draw(st.one_of(st.just(0), st.integers(0, width))))
+        width -= counts[-1]
+    return Evidence(*draw(st.permutations(counts)))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[tuple[int, list[tuple[str, int, list[WriterAdvance]]]]]:
+    """(time, [(stream, line, advances)]) of each batch; the clock may stand or go back."""
+    stands: dict[tuple[str, str], int] = {}
+    epochs: dict[tuple[str, str], int] = {}
+    made = []
+    for _ in range(draw(st.integers(1, 6))):
+        moved = []
+        for name in draw(st.lists(st.sampled_from("abc"), max_size=3, unique=True)):
+            sign = -1 if name == "c" else 1
+            advances = []
+            for writer in draw(st.lists(st.sampled_from("uvw"), max_size=3, unique=True)):
+                prev = stands.get((name, writer), 0)
+                if prev == LARGEST:
+                    continue
+                id_ = draw(st.one_of(st.integers(prev + 1, min(prev + 9, LARGEST)), st.integers(prev + 1, LARGEST)))
+                epoch = epochs.get((name, writer), 0) + draw(st.sampled_from((0, 0, 1, 1_790_000_000_000)))
+                stands[name, writer], epochs[name, writer] = id_, epoch
+                evidence = draw(st.one_of(st.just(Evidence(id_ - prev)), counts_within(id_ - prev)))
+                advances.append(WriterAdvance(writer, epoch, sign * prev, sign * id_, *evidence.counts, 0))
+            line = sign * draw(st.one_of(st.just(abs(advances[0].id)) if advances else COUNTS, COUNTS))
+            moved.append((name, line, advances))
+        made.append((NOW + draw(st.sampled_from((0, 0, 333, -1000, 86_400_000))), moved))
+    return made
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(made=batches(), together=st.sampled_from((1, 2, 200)), newest=st.integers(1, 3))
+def test_unpacking_gives_what_was_packed(
+    store: Postgres,
+    sql: psycopg.Connection,
+    token: int,
+    monkeypatch: pytest.MonkeyPatch,
+    made: list[tuple[int, list[tuple[str, int, list[WriterAdvance]]]]],
+    together: int,
+    newest: int,
+) -> None:
+    """Rule 3: view, function and the chain of each writer hold every advance as it was, however it was packed."""
+    monkeypatch.setattr(history, "TOGETHER", together)
+    run = f"{time.monotonic_ns()}"
+    expected: list[Row] = []
+    chains: dict[tuple[str, str], list[WriterAdvance]] = {}
+    for number, (now, moved) in enumerate(made):
+        streams = [stream(f"{name}{run}", *advances, linear=line) for name, line, advances in moved]
+        store.apply(batch(number, *streams, token=token, query=run, now=now))
+        for name, line, advances in moved:
+            for one in advances:
+                expected.append(row(f"{name}{run}", one, line, number, now))
+                chains.setdefault((f"{name}{run}", one.writer), []).append(one)
+    found = rows(sql, f"select {COLUMNS} from tidemark.position_advances where stream like %s", f"%{run}")
+    assert sorted(found) == sorted(expected)
+    for name in {it[0] for it in expected}:
+        of_stream = rows(sql, f"select {COLUMNS} from tidemark.advances_of(%s)", name)
+        assert sorted(of_stream) == sorted(it for it in expected if it[0] == name)
+    for bound in (newest, 1000):
+        read = store.advances_since([(*writer, 0) for writer in chains], bound)
+        assert {writer: [(it.advance.prev, it.advance.id) for it in chain] for writer, chain in read.items()} == {
+            writer: [(it.prev, it.id) for it in chain[-bound:]] for writer, chain in chains.items()
+        }
+    told = {
+        row(name, past.advance, past.linear, past.batch, past.time)
+        for (name, _), chain in store.advances_since([(*writer, 0) for writer in chains], 1000).items()
+        for past in chain
+    }
+    assert told == set(expected)
+
+
+def test_chain_is_read_from_a_position_on(store: Postgres, token: int) -> None:
+    """What a reader knows already is not told again; who knows all of it, or more, is told nothing."""
+    for number in range(5):
+        store.apply(batch(number, stream("s", advance("w", 10 * number, 10 * number + 10)), token=token))
+    for known, ids in [(0, [10, 20, 30, 40, 50]), (20, [30, 40, 50]), (25, [30, 40, 50]), (50, []), (60, [])]:
+        found = store.advances_since([("s", "w", known), ("s", "x", 0)], 100)
+        assert [past.advance.id for past in found.get(("s", "w"), [])] == ids
+        assert ("s", "x") not in found
+
+
+def test_reader_asks_in_plain_sql(store: Postgres, sql: psycopg.Connection, token: int) -> None:
+    """A member of tidemark_reader is told why a stream stood where it stood at a time."""
+    for number, (prev, id_) in enumerate([(0, 4), (4, 7), (7, 9)]):
+        moved = stream("s", advance("w", prev, id_), linear=id_)
+        store.apply(batch(number, moved, stream("t", advance("w", prev, id_)), token=token, now=NOW + number * 1000))
+    sql.execute("set role tidemark_reader")
+    asked = "where stream = 's' and time <= %s order by time desc limit 1"
+    at = datetime.fromtimestamp(NOW / 1000 + 1.5, UTC)
+    for source in ("position_advances", "advances_of('s')"):
+        assert rows(sql, f"select linear, writer, prev, id from tidemark.{source} {asked}", at) == [(7, "w", 4, 7)]
+    assert len(rows(sql, "select from tidemark.advances_of('s', since => %s)", at)) == 1
+
+
+def test_days_that_are_not_asked_for_are_not_read(store: Postgres, sql: psycopg.Connection, token: int) -> None:
+    """Who says which time reads the partitions of that day alone, of packed and of older rows."""
+    for day in range(3):
+        store.apply(batch(day, stream("s", advance("w", day, day + 1)), token=token, now=NOW + day * 86_400_000))
+    query = "explain select * from tidemark.position_advances where stream = 's' and time >= %s and time < %s"
+    plan = "\n".join(line for (line,) in rows(sql, query, TODAY + DAY, TODAY + DAY + timedelta(minutes=1)))
+    assert "packed_advances_20260922" in plan
+    assert "position_advances_20260922" in plan
+    assert "_20260921" not in plan
+    assert "_20260923" not in plan
+
+
+def test_history_of_an_older_schema_stays(single_advances: str) -> None:
+    """Rows of before a migration are read as before, the chain goes on in packed rows, and a rollback joins both."""
+    sql = psycopg.connect(single_advances, autocommit=True)
+    sql.execute("select tidemark.make_history_day('2026-09-21')")
+
+    def an_older_pipeline_moves(prev: int, id_: int, number: int) -> None:
+        sql.execute(
+            f"insert into tidemark.position_advances ({COLUMNS}) values ('s', 'w', 1, %s, %s, 0, 0, %s, 0, 7, %s, %s)",
+            (prev, id_, id_ - prev, number, TODAY),
+        )
+        sql.execute(
+            "insert into tidemark.stream_positions (stream, writer, epoch, position, retired, updated_at)"
+            " values ('s', 'w', 1, %s, false, now())"
+            " on conflict (stream, writer) do update set position = excluded.position",
+            (id_,),
+        )
+
+    an_older_pipeline_moves(0, 5, 1)
+    an_older_pipeline_moves(5, 6, 2)
+    with Postgres(PostgresConfig(single_advances)) as store:
+        assert [it.advance.id for it in store.advances_since([("s", "w", 0)], 10)["s", "w"]] == [5, 6]
+        assert migrate(single_advances) == [*range(PACKED, SCHEMA.wanted + 1)]
+        with Lease.acquire(single_advances, LEASE, threading.Event()) as lease:
+            store.apply(batch(3, stream("s", advance("w", 6, 8)), token=lease.token))
+            store.apply(batch(4, stream("s", advance("w", 8, 10)), token=lease.token))
+            an_older_pipeline_moves(10, 20, 5)
+            store.apply(batch(6, stream("s", advance("w", 20, 30)), token=lease.token))
+        chain = [(0, 5), (5, 6), (6, 8), (8, 10), (10, 20), (20, 30)]
+        for newest in (3, 100):
+            found = store.advances_since([("s", "w", 0)], newest)["s", "w"]
+            assert [(it.advance.prev, it.advance.id) for it in found] == chain[-newest:]
+        assert viewed(sql) == chain
+        assert rows(sql, "select prev, id from tidemark.advances_of('s') order by id") == chain
+        store.tidy(TODAY + 20 * DAY)
+    assert viewed(sql) == []
+    sql.close()
+
+
+def test_history_past_its_time_is_dropped(dsn: str, sql: psycopg.Connection, lease: Lease) -> None:
+    """Advances, closed gaps and batches go after their days, what is audited after more; what still counts stays."""
+    late = [LateCompletion("w", 1, n, n + 1, 1, "skipped") for n in (7, 3)]
+    forced = [Forced("w", 1, "SKIP", 3, 9, "ann", "stuck for days")]
+    gaps = [Gap("w", 1, 20, 30, NOW), Gap("w", 1, 40, 50, NOW)]
+    with Postgres(PostgresConfig(dsn, Retention(history=2, audit=5))) as store:
+        held = stream("s", advance("w", 0, 9), late=late, forced=forced, gaps=gaps)
+        store.apply(batch(1, held, stream("t", advance("gone", 0, 5)), token=lease.token))
+        closed = stream("s", closed=[GapClosed("w", 30, "joined")])
+        store.apply(batch(2, closed, stream("t", dropped=["gone"]), token=lease.token, query="old"))
+        store.apply(batch(3, token=lease.token))
+        sql.execute("update tidemark.applied_batches set applied_at = %s", (TODAY,))
+
+        def counts() -> dict[str, int]:
+            tables = ("position_advances", "stream_gaps", "applied_batches", "skips", "late_completions")
+            return {it: rows(sql, f"select count(*) from tidemark.{it}")[0][0] for it in (*tables, "writer_numbers")}
+
+        before = counts()
+        store.tidy(TODAY + 2 * DAY)
+        assert counts() == before
+        store.tidy(TODAY + 3 * DAY)
+        after = before | {"position_advances": 0, "stream_gaps": 1, "applied_batches": 1, "writer_numbers": 1}
+        assert counts() == after
+        assert store.last_batch() == ("query", 3)
+        store.tidy(TODAY + 6 * DAY)
+        assert counts() == after | {"skips": 0, "late_completions": 1}
+        assert store.positions(["s"])["s"].late == rows(sql, "select max(number) from tidemark.late_completions")[0][0]
+
+        store.apply(batch(4, stream("t", advance("gone", 5, 6)), token=lease.token))
+        assert viewed(sql, "stream, writer, prev, id") == [("t", "gone", 5, 6)]
+        assert [it.advance.id for it in store.advances_since([("t", "gone", 0)], 9)["t", "gone"]] == [6]
