@@ -37,7 +37,7 @@ def token(lease: Lease) -> int:
 
 @pytest.fixture
 def single_advances(database: str) -> str:
-    """A database of a Tidemark of before the packed history."""
+    """A database as it was before the history was packed."""
     before = replace(SCHEMA)
     before.__dict__["scripts"] = {number: it for number, it in SCHEMA.scripts.items() if number < PACKED}
     with session_of(database, "test") as session:
