@@ -31,7 +31,7 @@ _WRITER = "orders-7d4b9"
 @dataclass(frozen=True, slots=True)
 class HistoryPlan:
     streams: int = 10_000
-    batches: int = 180
+    batches: int = 60
 
 
 def _name(number: int) -> str:

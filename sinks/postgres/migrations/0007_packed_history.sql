@@ -60,7 +60,7 @@ create view tidemark.position_advances as
 comment on view tidemark.position_advances is
     'One row per move of a writer''s position. Say which time: days that it leaves out are not read';
 
--- Of one stream, at a hundredth of the view's price: rows in which it does not occur are not unpacked.
+-- Of one stream, at a tenth of the view's price: rows in which it does not occur are not unpacked.
 create function tidemark.advances_of(
     wanted text, since timestamptz default '-infinity', until timestamptz default 'infinity'
 ) returns setof tidemark.position_advances
