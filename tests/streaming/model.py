@@ -215,7 +215,8 @@ class Model:
                 outcome = "late"
                 self.done.add(id)
                 if record.kind == "RDATA":
-                    self.late_facts[record.writer, writer.late[id]] += 1
+                    why = "regressed" if id <= writer.published else writer.late[id]
+                    self.late_facts[record.writer, why] += 1
             writer.bare(list(range(prev + 1, id + 1)))
         else:
             outcome = self._edge(writer, record, max(late), id)
