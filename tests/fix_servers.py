@@ -74,7 +74,7 @@ class Unsynced(PostgresServer):
     """Outlives its own death, but not that of the machine: nothing of it is forced to the disk."""
 
     def command(self) -> Sequence[str]:
-        return [*super().command(), "-c", "fsync=off"]
+        return [*super().command(), "-c", "fsync=off", "-c", "max_prepared_transactions=10"]
 
     def run_first(self, command: Sequence[str]) -> None:
         super().run_first([*command, "--no-sync"])

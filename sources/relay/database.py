@@ -1,0 +1,35 @@
+"""The service's own database, as the relay uses it: its session, and what `tidemark.append` needs there.
+
+The schema is made by the files in `migrations/` and has a version of its own; see `streaming.postgres_migrations`.
+"""
+
+from tidemark.streaming.postgres_migrations import Migrations
+from tidemark.streaming.postgres_session import DatabaseUse, Dsn, PostgresSession
+
+COMMAND = "tidemark relay migrate"
+SCHEMA = Migrations("tidemark.sources.relay", "relay_schema_version", COMMAND)
+
+_USE = DatabaseUse(
+    "dsn",
+    refusals={
+        "3F": f"run `{COMMAND}`",
+        "42P01": f"run `{COMMAND}`",
+        "42883": f"run `{COMMAND}`",
+        "42501": "grant the user the role tidemark_relay",
+    },
+    options=(
+        # Its commits stand for what is announced, so they are durable whatever the database's default is.
+        ("synchronous_commit", "on"),
+        # The order of its looks is the proof, and each look needs a snapshot of its own.
+        ("default_transaction_isolation", "'read committed'"),
+        # The outbox is empty most of the time, so a planner with statistics would scan it, dead rows and all.
+        ("enable_seqscan", "off"),
+        ("enable_bitmapscan", "off"),
+        ("jit", "off"),
+    ),
+)
+
+
+def session_of(dsn: Dsn, application: str) -> PostgresSession:
+    """The relay's session; `application` is its name among the sessions of the server."""
+    return PostgresSession(dsn, application, _USE)

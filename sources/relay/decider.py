@@ -1,0 +1,117 @@
+"""Decides, on one connection, what became of each ID: the looks at the database in their order (docs/design.md 4b).
+
+Any number of these may work on one database at once, and stop or be killed between any two steps: what is decided
+follows from the database, so they only repeat each other.
+"""
+
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tidemark.sources.relay import looks
+from tidemark.sources.relay.evidence import StreamEvidence
+from tidemark.sources.relay.join import Told
+from tidemark.sources.relay.looks import AppendedFact, AppendStream, Page
+from tidemark.streaming.errors import SequenceUnfit
+from tidemark.streaming.intervals import EMPTY, Intervals
+from tidemark.streaming.postgres_session import Connection
+
+Steps = Generator[str, None, "list[Decided]"]
+"""The name of each step before it is taken: between any two of them others may do whatever they like."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """IDs of one stream that stand for good, also if the server crashes: `facts` in order, `voids` without a fact."""
+
+    told: Told
+    facts: Sequence[AppendedFact]
+    voids: Intervals
+
+
+@dataclass(slots=True)
+class _Stream:
+    told: Told
+    evidence: StreamEvidence
+    acknowledged: Intervals = field(default=EMPTY)
+
+
+class Decider:
+    """Of one connection to the database, which is not in a transaction: with another one everything begins anew.
+
+    `told` have joined. One thread.
+    """
+
+    def __init__(self, connection: Connection, told: Iterable[Told]) -> None:
+        self._connection = connection
+        self._streams = {each.stream.number: _Stream(each, StreamEvidence(each.floor)) for each in told}
+        self.outrun = False
+        """The streams or their epochs are others than these: begin anew."""
+
+    @property
+    def open(self) -> list[AppendStream]:
+        """Streams with IDs that are given out and not decided."""
+        return [each.told.stream for each in self._streams.values() if each.evidence.open]
+
+    def round(self, most_bytes: int) -> Steps:
+        """Look once at all streams; gives what is decided now, about `most_bytes` of rows at the most."""
+        yield "heads"
+        heads = {stream.number: head for stream, head in looks.heads(self._connection).items()}
+        self.outrun |= heads.keys() != self._streams.keys()
+        looked = [each for each in self._streams.values() if self._wants(each, heads)]
+        if not looked:
+            return []
+        yield "running"
+        running = looks.running(self._connection)
+        held = None
+        if any(each.evidence.lingers for each in looked):
+            yield "holders"
+            held = looks.holders(self._connection, running)
+        for each in looked:
+            number = each.told.stream.number
+            each.evidence.look(heads.get(number, 0), running, None if held is None else held.get(number, frozenset()))
+        decided, left = list[Decided](), most_bytes
+        for each in looked:
+            if left > 0 and (asked := each.evidence.unread()):
+                yield "page"
+                page = looks.page(self._connection, each.told.stream, asked, left)
+                left -= page.bytes
+                decided += self._decide(each, asked, page)
+        if decided:
+            yield "durable"
+            looks.make_durable(self._connection)
+        return decided
+
+    def _wants(self, each: _Stream, heads: dict[int, int]) -> bool:
+        head = heads.get(each.told.stream.number, 0)
+        if head < each.told.floor:
+            name, signed = each.told.stream.name, each.told.stream.towards.signed
+            raise SequenceUnfit(
+                f"of stream {name}",
+                f"it stands at {signed(head)}, and {signed(each.told.floor)} was told",
+                f"set it to {signed(each.told.floor)} or beyond: setval",
+            )
+        return head > each.evidence.head or each.evidence.open
+
+    def _decide(self, each: _Stream, asked: Intervals, page: Page) -> list[Decided]:
+        if page.epoch != each.told.epoch:
+            self.outrun = True
+            return []
+        voids = each.evidence.read(asked.upto(page.upto), page.floor, [fact.id for fact in page.facts])
+        return [Decided(each.told, page.facts, voids)] if page.facts or voids else []
+
+    def acknowledged(self, decided: Decided) -> None:
+        """Kafka has all of it."""
+        each = self._streams[decided.told.stream.number]
+        facts = Intervals.of((fact.id - 1, fact.id) for fact in decided.facts)
+        each.acknowledged = each.acknowledged.union(facts).union(decided.voids)
+
+    def settle(self) -> Generator[str]:
+        """Raise the floors to where everything is in Kafka, and delete the rows below."""
+        for each in self._streams.values():
+            floor = each.evidence.floor
+            reached = each.acknowledged.reach(floor)
+            if reached > floor:
+                yield "settle"
+                looks.raise_floor(self._connection, each.told.stream, each.told.epoch, floor, reached)
+                each.evidence.floor = reached
+                each.acknowledged = each.acknowledged.above(reached)

@@ -1,0 +1,123 @@
+"""What became of the IDs of one stream, by evidence out of its database (docs/design.md 4b). Pure; magnitudes only.
+
+Three looks, in this order: how far IDs were given out (the *head*); which transactions run, and on request which of
+them hold the stream's lock; what stands in the outbox, in a snapshot that is younger than both, with the floor of the
+same snapshot. Whoever reserved an ID up to the head was among those who ran and held the lock, or had ended. So an ID
+that is not in the outbox when all of them have ended has no fact, for ever.
+
+What is remembered between the looks saves reading again and is no evidence of its own: who begins with nothing decides
+the same.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tidemark.streaming.intervals import EMPTY, Intervals
+
+RANGES_AT_ONCE = 2000
+_MARKS = 32
+"""Marks kept; past it the two oldest are one, which waits for the transactions of both."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """IDs that were given out before one look at who runs, and are not decided.
+
+    `waiting`: who may own them and has not ended. `absent` were looked for in the outbox since it last became fewer,
+    `unread` were not.
+    """
+
+    waiting: frozenset[int]
+    unread: Intervals
+    absent: Intervals = EMPTY
+
+    def only(self, running: frozenset[int]) -> "_Mark":
+        """The same after some have ended."""
+        if self.waiting <= running:
+            return self
+        return _Mark(self.waiting & running, self.unread.union(self.absent))
+
+    def above(self, floor: int) -> "_Mark":
+        return replace(self, unread=self.unread.above(floor), absent=self.absent.above(floor))
+
+    def with_(self, other: "_Mark") -> "_Mark":
+        return _Mark(self.waiting | other.waiting, self.unread.union(other.unread), self.absent.union(other.absent))
+
+
+class StreamEvidence:
+    """Of one connection: after a crash of the server the numbers of transactions and IDs may come again."""
+
+    def __init__(self, floor: int) -> None:
+        self.floor = floor
+        self.head = floor
+        self._marks: list[_Mark] = []
+        self._lingered = False
+
+    @property
+    def open(self) -> bool:
+        """Whether an ID up to the head is not decided."""
+        return bool(self._marks)
+
+    @property
+    def lingers(self) -> bool:
+        """Whether an ID is held by a transaction that ran already at the look before: worth asking for the locks."""
+        return self._lingered
+
+    def look(self, head: int, running: frozenset[int], holders: frozenset[int] | None = None) -> None:
+        """`head` was read first, then both others: `running` of the snapshot, `holders` of the stream's lock."""
+        if holders is not None:
+            running &= holders
+        marks = [mark.only(running) for mark in self._marks]
+        self._lingered = any(mark.waiting for mark in marks)
+        if head > self.head:
+            marks.append(_Mark(running, Intervals.of([(self.head, head)])))
+            self.head = head
+        by_owners: dict[frozenset[int], _Mark] = {}
+        for mark in marks:
+            known = by_owners.get(mark.waiting)
+            by_owners[mark.waiting] = mark if known is None else known.with_(mark)
+        self._marks = [*by_owners.values()]
+        while len(self._marks) > _MARKS:
+            first, second, *rest = self._marks
+            self._marks = [first.with_(second), *rest]
+
+    def unread(self) -> Intervals:
+        """Where the outbox is to be read next; the lowest come first."""
+        found = EMPTY
+        for mark in self._marks:
+            found = found.union(mark.unread)
+        return found.lowest(RANGES_AT_ONCE)
+
+    def read(self, asked: Intervals, floor: int, found: Collection[int]) -> Intervals:
+        """The outbox has `found` of what lies in `asked`, and the floor of that snapshot; gives the IDs without a fact.
+
+        Nothing at or below the floor is said: it was decided, and its rows are gone.
+        """
+        self.floor = max(self.floor, floor)
+        present = Intervals.from_ids(np.sort(np.fromiter(found, np.int64, len(found))))
+        voids, kept = EMPTY, list[_Mark]()
+        for each in self._marks:
+            mark = each.above(self.floor)
+            covered = _common(mark.unread, asked)
+            missing = covered.difference(present)
+            absent = mark.absent
+            if mark.waiting:
+                absent = absent.union(missing)
+            else:
+                voids = voids.union(missing)
+            mark = _Mark(mark.waiting, mark.unread.difference(covered), absent)
+            if mark.unread or mark.absent:
+                kept.append(mark)
+        self._marks = kept
+        return voids
+
+
+def _common(one: Intervals, other: Intervals) -> Intervals:
+    return Intervals.of(part for low, high in one for part in other.within(low, high))
+
+
+def ids_of(voids: Intervals) -> Iterator[int]:
+    """Each ID of the intervals."""
+    return (id for low, high in voids for id in range(low + 1, high + 1))

@@ -1,0 +1,163 @@
+"""What the relay asks of a service's database, a statement each: every one of them sees the database as it is then.
+
+The order in which they are asked is the proof: see `sources.relay.evidence` and `sources.relay.decider`.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from tidemark.streaming.direction import Direction
+from tidemark.streaming.intervals import Intervals
+from tidemark.streaming.postgres_session import Connection
+
+LOCK = 1414087749
+"""The first half of the advisory locks of streams, the second is the stream's number; the functions have it too."""
+ROWS_AT_ONCE = 5000
+
+
+@dataclass(frozen=True, slots=True)
+class AppendStream:
+    """A row of `tidemark.append_streams`."""
+
+    number: int
+    name: str
+    towards: Direction
+
+
+@dataclass(frozen=True, slots=True)
+class AppendedFact:
+    """`id` is a magnitude; `rows` are JSON; one without rows is an ID that says only that it is none."""
+
+    id: int
+    rows: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Facts of the asked ranges, in order, up to the ID `upto`; and what the same snapshot says of the stream."""
+
+    facts: Sequence[AppendedFact]
+    upto: int
+    floor: int
+    epoch: int
+    bytes: int
+
+
+def heads(connection: Connection) -> dict[AppendStream, int]:
+    """Up to where IDs of each stream were given out, as magnitudes.
+
+    Not by `select last_value`, which reads without the sequence's lock: while `nextval` writes its log it stands up to
+    32 higher there for a moment.
+    """
+    rows = connection.execute(
+        "select number, stream, direction, abs(coalesce(pg_sequence_last_value(ids), after))"
+        " from tidemark.append_streams"
+    ).fetchall()
+    return {AppendStream(number, name, Direction(sign)): head for number, name, sign, head in rows}
+
+
+def running(connection: Connection) -> frozenset[int]:
+    """The transactions that have an ID and have not ended, prepared ones too.
+
+    A snapshot lists only those below the last one that has ended; what is above may run or not exist. So one of our own
+    ends first: whoever had an ID before this call is below.
+    """
+    connection.execute("select pg_current_xact_id()")
+    row = connection.execute("select pg_current_snapshot()::text").fetchone()
+    assert row is not None
+    listed = str(row[0]).rpartition(":")[2]
+    return frozenset(map(int, listed.split(","))) if listed else frozenset()
+
+
+def holders(connection: Connection, running: Collection[int]) -> dict[int, frozenset[int]]:
+    """By number of the stream: which of the transactions that ran a moment ago hold its lock now.
+
+    Whoever holds one and is none of them has reserved nothing before they were listed, or has ended.
+    """
+    rows = connection.execute(
+        """
+        select held.objid::bigint, own.transactionid::text::bigint
+        from pg_locks held
+        join pg_locks own on own.virtualtransaction = held.virtualtransaction and own.locktype = 'transactionid'
+            and own.mode = 'ExclusiveLock' and own.granted
+        where held.locktype = 'advisory' and held.classid = %s and held.objsubid = 2 and held.granted
+            and held.database = (select oid from pg_database where datname = current_database())
+        """,
+        [LOCK],
+    ).fetchall()
+    whole = {xid & 0xFFFF_FFFF: xid for xid in running}  # locks know the lower half of a transaction's number
+    found: dict[int, set[int]] = {}
+    for number, xid in rows:
+        if xid in whole:
+            found.setdefault(number, set()).add(whole[xid])
+    return {number: frozenset(xids) for number, xids in found.items()}
+
+
+def page(connection: Connection, stream: AppendStream, asked: Intervals, most_bytes: int) -> Page:
+    """The facts that stand in the outbox in these ranges, the lowest first; at least one, if there is one."""
+    order = "asc" if stream.towards is Direction.FORWARD else "desc"
+    lows, highs = signed(stream, asked)
+    rows = connection.execute(
+        f"""
+        select abs(kept.floor), kept.epoch, abs(found.id), found.rows, found.bytes
+        from tidemark.append_progress kept
+        left join lateral (
+            select id, rows, bytes, sum(bytes) over (order by id {order}) - bytes as before
+            from (
+                select one.* from unnest(%s::bigint[], %s::bigint[]) as range (low, high)
+                cross join lateral (
+                    select id, rows, bytes from tidemark.append_outbox
+                    where number = %s and id between low and high order by id {order} limit {ROWS_AT_ONCE}
+                ) as one
+                order by one.id {order} limit {ROWS_AT_ONCE}
+            ) as lowest
+        ) as found on found.before < %s
+        where kept.number = %s
+        order by found.id {order}
+        """.encode(),
+        [lows, highs, stream.number, most_bytes, stream.number],
+    ).fetchall()
+    floor, epoch = rows[0][:2] if rows else (0, -1)  # a stream that was dropped has no epoch
+    facts = [AppendedFact(id, texts) for _, _, id, texts, _ in rows if id is not None]
+    size = sum(row[4] or 0 for row in rows)
+    whole = len(facts) < ROWS_AT_ONCE and size < most_bytes
+    return Page(facts, int(asked.highs[-1]) if whole else facts[-1].id, floor, epoch, size)
+
+
+def make_durable(connection: Connection) -> None:
+    """All that the server has done so far survives a crash: this writes to its log and waits for the disk.
+
+    `nextval` is durable only with a later commit, and so is what a transaction commits that does not wait itself.
+    """
+    connection.execute("select pg_logical_emit_message(true, 'tidemark.relay', '')")
+
+
+def raise_floor(connection: Connection, stream: AppendStream, epoch: int, old: int, new: int) -> None:
+    """Kafka has all up to `new`: its rows go, in the transaction that says so. Nothing, where others are farther."""
+    lows, highs = signed(stream, Intervals.of([(old, new)]))
+    connection.execute(
+        """
+        with raised as (
+            update tidemark.append_progress set floor = %(new)s
+            where number = %(number)s and epoch = %(epoch)s and joined and abs(floor) < abs(%(new)s::bigint)
+            returning number
+        )
+        delete from tidemark.append_outbox
+        where number = (select number from raised) and id between %(low)s and %(high)s
+        """,
+        {
+            "number": stream.number,
+            "epoch": epoch,
+            "new": stream.towards.signed(new),
+            "low": lows[0],
+            "high": highs[0],
+        },
+    )
+
+
+def signed(stream: AppendStream, ranges: Intervals) -> tuple[list[int], list[int]]:
+    """The lowest and the highest ID of each, as the table has them."""
+    lows, highs = ranges.lows.tolist(), ranges.highs.tolist()
+    if stream.towards is Direction.FORWARD:
+        return [low + 1 for low in lows], highs
+    return [-high for high in highs], [-low - 1 for low in lows]

@@ -1,0 +1,264 @@
+-- What a service needs in its own database to say in any language, inside its transaction, that a fact happened
+-- (docs/design.md 4b): streams, the functions that append, and the table from which the relay reads.
+
+create table tidemark.append_streams (
+    number      integer     primary key generated always as identity,
+    -- As on Kafka (docs/design.md 3): no white space, no control characters.
+    stream      text        not null unique check (
+        char_length(stream) between 1 and 255
+        and stream !~ '[\u0001-\u0020\u007f-\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]'
+    ),
+    ids         regclass    not null,
+    direction   smallint    not null check (direction in (-1, 1)),
+    after       bigint      not null check (after * direction >= 0)
+);
+comment on table tidemark.append_streams is 'Streams that tidemark.append knows; made by tidemark.create_stream';
+comment on column tidemark.append_streams.ids is 'The sequence of its IDs. Nothing but the functions takes from it';
+comment on column tidemark.append_streams.after is 'Its IDs begin behind this one';
+
+-- Apart from the table above, which every append reads: what is changed often grows versions while a snapshot is old.
+create table tidemark.append_progress (
+    number      integer     primary key references tidemark.append_streams on delete cascade,
+    floor       bigint      not null,
+    epoch       bigint      not null default 0,
+    database    text,
+    start       text,
+    after       text,
+    joined      boolean     not null default false,
+    writer      text
+);
+comment on table tidemark.append_progress is 'How far the relay is with each stream';
+comment on column tidemark.append_progress.floor is
+    'Every ID up to it is decided and in Kafka. Rows go only below it, with the transaction that raises it';
+comment on column tidemark.append_progress.database is 'The history of this database in which the epoch began';
+comment on column tidemark.append_progress.start is 'The token of the epoch''s JOIN, which follows that of the one before';
+comment on column tidemark.append_progress.writer is 'The name under which Tidemark knows this database';
+comment on column tidemark.append_progress.joined is 'Whether Kafka has acknowledged the JOIN of the epoch';
+
+create table tidemark.append_outbox (
+    number      integer     not null,
+    id          bigint      not null,
+    rows        text[]      not null,
+    bytes       integer     not null,
+    reserved_by xid8,
+    primary key (number, id)
+)
+-- Every row is deleted soon: what counts is how many are dead, not their share of the few that live.
+with (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000, autovacuum_analyze_scale_factor = 0,
+      autovacuum_analyze_threshold = 50000);
+comment on table tidemark.append_outbox is 'Facts that are appended and lie above the floor; rows are JSON';
+comment on column tidemark.append_outbox.reserved_by is 'The transaction that has reserved the ID and not completed it';
+
+-- The next three are for the functions behind them, whose search path they have.
+
+-- Whoever may hold an ID that is not decided holds this lock, shared, and has an ID of its transaction: both are taken
+-- first. Nobody takes it exclusively; the relay looks who holds it.
+create function tidemark.take_id(_of tidemark.append_streams) returns bigint
+language plpgsql volatile
+as $$
+begin
+    perform pg_current_xact_id();
+    perform pg_advisory_xact_lock_shared(1414087749, _of.number);
+    return nextval(_of.ids);
+end
+$$;
+
+create function tidemark.append_stream(_stream text) returns tidemark.append_streams
+language plpgsql stable
+as $$
+declare
+    _of tidemark.append_streams;
+begin
+    select * into _of from tidemark.append_streams as known where known.stream = _stream;
+    if not found then
+        raise exception using errcode = 'undefined_object',
+            message = format('tidemark knows no stream %L', _stream),
+            hint = format('Make it, once, as the owner of the schema: select tidemark.create_stream(%L)', _stream);
+    end if;
+    return _of;
+end
+$$;
+
+-- What Kafka or a reader could not take would be a fact that cannot be told, and holds its stream for ever.
+create function tidemark.append_checked(_rows jsonb[]) returns text[]
+language plpgsql immutable
+as $$
+declare
+    _texts text[] := _rows::text[];
+    _text text;
+begin
+    if _texts is null then
+        raise exception using errcode = 'null_value_not_allowed', message = 'the rows are NULL';
+    end if;
+    foreach _text in array _texts loop
+        if _text is null then
+            raise exception using errcode = 'null_value_not_allowed', message = 'a row is NULL',
+                hint = 'The JSON value is ''null''::jsonb.';
+        elsif octet_length(_text) > 512 then
+            if octet_length(_text) > 900000 then
+                raise exception using errcode = 'program_limit_exceeded', message =
+                    format('a row has %s bytes of JSON, and Kafka takes 900000', octet_length(_text)),
+                    hint = 'Leave in the row what readers need to find the fact, or give it in several rows.';
+            elsif jsonb_path_exists(_text::jsonb, '$.**{256}') then
+                raise exception using errcode = 'program_limit_exceeded', message =
+                    'a row is nested 256 deep or deeper, which not every reader of JSON takes';
+            end if;
+        end if;
+    end loop;
+    return _texts;
+end
+$$;
+
+create function tidemark.append(stream text, variadic rows jsonb[] default '{}') returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    _of tidemark.append_streams := tidemark.append_stream(append.stream);
+    _texts text[] := tidemark.append_checked(append.rows);
+    _id bigint := tidemark.take_id(_of);
+begin
+    insert into tidemark.append_outbox (number, id, rows, bytes)
+    values (_of.number, _id, _texts, octet_length(array_to_string(_texts, '')));
+    return _id;
+end
+$$;
+comment on function tidemark.append is
+    'A fact of the stream with these rows happened if this transaction commits; gives its stream ID';
+
+create function tidemark.append_many(stream text, rows jsonb[]) returns bigint[]
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    _of tidemark.append_streams := tidemark.append_stream(append_many.stream);
+    _texts text[] := tidemark.append_checked(append_many.rows);
+    _ids bigint[];
+begin
+    perform pg_current_xact_id();
+    perform pg_advisory_xact_lock_shared(1414087749, _of.number);
+    with made as (
+        insert into tidemark.append_outbox (number, id, rows, bytes)
+        select _of.number, nextval(_of.ids), array[given.text], octet_length(given.text) from unnest(_texts) as given (text)
+        returning id
+    )
+    select coalesce(array_agg(made.id), '{}') into _ids from made;
+    return _ids;
+end
+$$;
+comment on function tidemark.append_many is 'Many facts of one row each; gives their stream IDs in the order of the rows';
+
+create function tidemark.reserve(stream text) returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    _of tidemark.append_streams := tidemark.append_stream(reserve.stream);
+    _id bigint := tidemark.take_id(_of);
+begin
+    -- Goes with a savepoint that is rolled back, as the lock does; and tells `complete` whose the ID is.
+    insert into tidemark.append_outbox (number, id, rows, bytes, reserved_by)
+    values (_of.number, _id, '{}', 0, pg_current_xact_id());
+    return _id;
+end
+$$;
+comment on function tidemark.reserve(text) is
+    'The next stream ID, for tidemark.complete in the same transaction; without that it is an ID without a fact';
+
+create function tidemark.complete(stream text, id bigint, variadic rows jsonb[] default '{}') returns void
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    _of tidemark.append_streams := tidemark.append_stream(complete.stream);
+    _texts text[] := tidemark.append_checked(complete.rows);
+begin
+    update tidemark.append_outbox as kept
+    set rows = _texts, bytes = octet_length(array_to_string(_texts, '')), reserved_by = null
+    where kept.number = _of.number and kept.id = complete.id and kept.reserved_by = pg_current_xact_id();
+    if not found then
+        raise exception using errcode = 'object_not_in_prerequisite_state',
+            message = format('this transaction has not reserved ID %s of stream %L, or has completed it',
+                complete.id, complete.stream),
+            hint = 'Reserve and complete belong into one transaction, and a savepoint that is rolled back takes the ID.';
+    end if;
+end
+$$;
+comment on function tidemark.complete is 'A fact with these rows has the reserved ID, if this transaction commits';
+
+create function tidemark.create_stream(stream text, direction text default 'forward', after bigint default 0) returns void
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    _sign integer := case create_stream.direction when 'forward' then 1 when 'backward' then -1 end;
+    _number integer;
+    _sequence text;
+    _known tidemark.append_streams;
+begin
+    if _sign is null or create_stream.after is null or create_stream.after * _sign < 0 then
+        raise exception using errcode = 'invalid_parameter_value',
+            message = 'a stream goes forward, after 0 or more, or backward, after 0 or less';
+    end if;
+    insert into tidemark.append_streams (stream, ids, direction, after)
+    values (create_stream.stream, 'pg_class', _sign, create_stream.after)
+    on conflict on constraint append_streams_stream_key do nothing
+    returning number into _number;
+    if _number is null then
+        _known := tidemark.append_stream(create_stream.stream);
+        if _known.direction <> _sign then
+            raise exception using errcode = 'duplicate_object',
+                message = format('stream %L is there and goes in the other direction', create_stream.stream);
+        end if;
+        return;
+    end if;
+    _sequence := format('tidemark.append_ids_%s', _number);
+    execute format('create sequence %s as bigint increment by %s start with %s cache 1 no cycle',
+        _sequence, _sign, create_stream.after + _sign);
+    execute format('revoke all on sequence %s from public', _sequence);
+    update tidemark.append_streams as made set ids = _sequence::regclass where made.number = _number;
+    insert into tidemark.append_progress (number, floor) values (_number, create_stream.after);
+    if to_regrole('tidemark_relay') is not null then
+        execute format('grant select on sequence %s to tidemark_relay', _sequence);
+    end if;
+end
+$$;
+comment on function tidemark.create_stream is
+    'Makes the stream unless it is there. With `after` its IDs begin behind that one, as of a table that has rows';
+
+revoke all on function
+    tidemark.take_id(tidemark.append_streams), tidemark.append_stream(text), tidemark.append_checked(jsonb[]),
+    tidemark.append(text, jsonb[]), tidemark.append_many(text, jsonb[]), tidemark.reserve(text),
+    tidemark.complete(text, bigint, jsonb[]), tidemark.create_stream(text, text, bigint)
+from public;
+
+-- Two roles without login, to be granted. A user who may not create roles can still migrate: an administrator makes them
+-- beforehand, or nobody needs them.
+do $$
+begin
+    create role tidemark_append nologin;
+exception when insufficient_privilege or duplicate_object or unique_violation then
+    null;
+end
+$$;
+
+do $$
+begin
+    create role tidemark_relay nologin;
+exception when insufficient_privilege or duplicate_object or unique_violation then
+    null;
+end
+$$;
+
+do $$
+begin
+    if to_regrole('tidemark_append') is not null then
+        grant usage on schema tidemark to tidemark_append;
+        grant execute on function
+            tidemark.append(text, jsonb[]), tidemark.append_many(text, jsonb[]), tidemark.reserve(text),
+            tidemark.complete(text, bigint, jsonb[])
+        to tidemark_append;
+    end if;
+    if to_regrole('tidemark_relay') is not null then
+        grant usage on schema tidemark to tidemark_relay;
+        grant select on tidemark.append_streams, tidemark.relay_schema_version to tidemark_relay;
+        grant select, update on tidemark.append_progress to tidemark_relay;
+        grant select, delete on tidemark.append_outbox to tidemark_relay;
+    end if;
+end
+$$;
