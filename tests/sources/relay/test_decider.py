@@ -1,12 +1,18 @@
 """Transactions of every kind, two relays a step at a time, kills and crashes: what relays say is true for ever."""
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from tests.examples import examples
-from tests.sources.relay.world import MakeDecider, SteppedRelay, World
+from tests.sources.relay.world import MakeDecider, World
 from tidemark.sources.relay.decider import Decider
 
 services = st.integers(0, 2)

@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from itertools import count
 
 import psycopg
-from psycopg import sql
 
 from tests.sources.writer.judge import judged
 from tests.waiting import eventually
@@ -56,9 +55,10 @@ class Service:
         return None if row is None else row[0]
 
     def begin(self, isolation: str, durable: str) -> None:
+        self.run("select 1")  # a session that was ended is noticed, and replaced
         self.run(f"begin isolation level {isolation}")
-        self.run(f"set local synchronous_commit = {durable}")
         self.open = True
+        self.run(f"set local synchronous_commit = {durable}")
 
     def end(self) -> None:
         self.open, self.savepoints, self.reserved = False, 0, []
@@ -134,6 +134,11 @@ class SteppedRelay:
             self.die()
         return False
 
+    def round(self) -> None:
+        """All steps up to the end of a round."""
+        while not self.look():
+            pass
+
     def acknowledge(self) -> None:
         if self.unacknowledged and self._decider is not None:
             self._decider.acknowledged(self.unacknowledged.pop())
@@ -149,8 +154,7 @@ class SteppedRelay:
     def finish(self) -> None:
         """Everything that is open is decided, in Kafka, and deleted."""
         for _ in range(1000):
-            while not self.look():
-                pass
+            self.round()
             while self.unacknowledged:
                 self.acknowledge()
             self.settle()
@@ -195,7 +199,7 @@ class World:
         service.end()
 
     def resolve(self, gid: str, how: str) -> None:
-        self._retried(f"{how} prepared '{gid}'")
+        self._admin.execute(f"{how} prepared '{gid}'".encode())
         self.prepared.remove(gid)
 
     def terminate(self, service: Service) -> None:
@@ -284,9 +288,6 @@ class World:
 
     def _truth(self) -> dict[int, int]:
         return dict(self._admin.execute("select id, rows from truth where stream = %s", [self.stream]).fetchall())
-
-    def _retried(self, statement: str) -> None:
-        self._admin.execute(sql.SQL(statement))  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -1,0 +1,285 @@
+"""What each part of the order is for: a few steps after which the oracle is content, and without that part is not."""
+
+from collections.abc import Callable, Collection
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import psycopg
+import pytest
+
+from tests.sources.relay.world import MakeDecider, World
+from tidemark.sources.relay import looks
+from tidemark.sources.relay.decider import Decided, Decider, Steps
+from tidemark.sources.relay.evidence import StreamEvidence
+from tidemark.sources.relay.looks import AppendStream, Page
+from tidemark.streaming.intervals import Intervals
+from tidemark.streaming.postgres_session import Connection
+
+Looked = dict[AppendStream, int]
+
+
+class HeadLast(Decider):
+    """Reads the head after it has looked who runs."""
+
+    def round(self, most_bytes: int) -> Steps:
+        real = looks.heads
+        running = looks.running(self._connection)
+        yield "heads"
+        with patch.object(looks, "running", lambda _: running), patch.object(looks, "heads", real):
+            return (yield from super().round(most_bytes))
+
+
+class OutboxFirst(Decider):
+    """Reads the outbox before it looks who runs."""
+
+    def round(self, most_bytes: int) -> Steps:
+        pages: dict[int, Page] = {}
+        for each in self._streams.values():
+            asked = Intervals.of([(each.evidence.floor, 2**62)])
+            pages[each.told.stream.number] = looks.page(self._connection, each.told.stream, asked, most_bytes)
+        yield "heads"
+
+        def page(connection: Connection, stream: AppendStream, asked: Intervals, most_bytes: int) -> Page:
+            old = pages[stream.number]
+            facts = [fact for fact in old.facts if asked.within(fact.id - 1, fact.id)]
+            return Page(facts, int(asked.highs[-1]), old.floor, old.epoch, 0)
+
+        with patch.object(looks, "page", page):
+            return (yield from super().round(most_bytes))
+
+
+class Impatient(Decider):
+    """Waits for nobody who runs for long."""
+
+    def round(self, most_bytes: int) -> Steps:
+        for each in self._streams.values():
+            if each.evidence.lingers:
+                each.evidence.look(each.evidence.head, frozenset())
+        return (yield from super().round(most_bytes))
+
+
+class Deaf(Decider):
+    """Does not look how far the floor is that another has raised."""
+
+    def _decide(self, each, asked, page):  # type: ignore[no-untyped-def]
+        return super()._decide(each, asked, Page(page.facts, page.upto, each.evidence.floor, page.epoch, page.bytes))
+
+
+class Eager(Decider):
+    """Deletes what Kafka has, also above the floor."""
+
+    def acknowledged(self, decided: Decided) -> None:
+        super().acknowledged(decided)
+        ids = [decided.told.stream.towards.signed(fact.id) for fact in decided.facts]
+        self._connection.execute("delete from tidemark.append_outbox where id = any(%s)", [ids])
+
+
+class Remembering(Decider):
+    """Goes on with what another connection has seen."""
+
+    kept: ClassVar[dict[int, StreamEvidence]] = {}
+
+    def __init__(self, connection, told):  # type: ignore[no-untyped-def]
+        super().__init__(connection, told)
+        for number, each in self._streams.items():
+            each.evidence = self.kept.setdefault(number, each.evidence)
+
+
+def no_own_transaction(connection: Connection) -> frozenset[int]:
+    row = connection.execute("select pg_current_snapshot()::text").fetchone()
+    assert row is not None
+    listed = str(row[0]).rpartition(":")[2]
+    return frozenset(map(int, listed.split(","))) if listed else frozenset()
+
+
+def sessions_only(connection: Connection, running: Collection[int]) -> dict[int, frozenset[int]]:
+    """Only locks of sessions, as if a prepared transaction held none."""
+    row = connection.execute("select array_agg(transaction::text::bigint) from pg_prepared_xacts").fetchone()
+    prepared = set(row[0] or []) if row else set()
+    found = real_holders(connection, running)
+    return {
+        number: frozenset(xid for xid in xids if xid & 0xFFFF_FFFF not in prepared) for number, xids in found.items()
+    }
+
+
+real_holders = looks.holders
+
+
+def head_first(world: World) -> None:
+    """An ID is given out while the relay looks."""
+    relay, service = world.relays[0], world.services[0]
+    relay.look()
+    service.begin("read committed", "on")
+    service.append(world.stream, 1)
+    relay.round()
+    service.run("commit")
+    world.finish()
+
+
+def outbox_last(world: World) -> None:
+    """A fact is committed while the relay looks."""
+    relay, service = world.relays[0], world.services[0]
+    relay.look()
+    service.append(world.stream, 1)
+    relay.round()
+    world.finish()
+
+
+def open_long(world: World) -> None:
+    """A transaction stays open while the relay looks again and again."""
+    world.relays[0].round()
+    service = world.services[0]
+    service.begin("read committed", "on")
+    service.append(world.stream, 1)
+    for _ in range(4):
+        world.relays[0].round()
+    service.run("commit")
+    world.finish()
+
+
+def prepared_long(world: World) -> None:
+    """The same with a prepared transaction, which has no session any more."""
+    service = world.services[0]
+    service.begin("read committed", "on")
+    service.append(world.stream, 1)
+    world.prepare(service)
+    for _ in range(4):
+        world.relays[0].round()
+    world.finish()
+
+
+def completed_by_another(world: World) -> None:
+    """A reserved ID is committed without a fact; later another transaction tries to complete it."""
+    first, second = world.services[:2]
+    first.begin("read committed", "on")
+    first.reserve(world.stream)
+    [id] = first.reserved
+    first.run("commit")
+    world.relays[0].round()
+    second.reserved, second.open = [id], True
+    second.complete(world.stream, 1)
+    world.finish()
+
+
+def deleted_between(world: World) -> None:
+    """Another relay sends and deletes a fact after this one has seen its ID given out."""
+    one, other = world.relays
+    world.services[0].append(world.stream, 1)
+    one.look()
+    one.look()
+    one.look()
+    other.finish()
+    one.round()
+    world.finish()
+
+
+def held_below(world: World) -> None:
+    """A fact above an open ID is sent by one relay, and looked for by another."""
+    one, other = world.relays
+    holding, service = world.services[:2]
+    holding.begin("read committed", "on")
+    holding.append(world.stream, 1)
+    service.append(world.stream, 1)
+    one.round()
+    one.acknowledge()
+    one.settle()
+    holding.run("commit")
+    other.round()
+    world.finish()
+
+
+def crashed_after_telling(world: World) -> None:
+    """The server dies right after a fact was told whose transaction did not wait for the disk."""
+    for _ in range(10):
+        world.relays[0].round()
+        service = world.services[0]
+        service.begin("read committed", "off")
+        service.append(world.stream, 1)
+        service.run("commit")
+        world.relays[0].round()
+        world.crash()
+        world.check()
+    world.finish()
+
+
+def crashed_while_looking(world: World) -> None:
+    """The server dies while an ID is open, and gives the same to another transaction."""
+    for _ in range(10):
+        one, another = world.services[:2]
+        one.begin("read committed", "on")
+        one.append(world.stream, 1)
+        world.relays[0].round()
+        world.crash()
+        for _ in range(3):
+            world.bystander.run("select pg_current_xact_id()::text::bigint")
+        another.begin("read committed", "on")
+        another.append(world.stream, 1)
+        world.relays[0].round()
+        world.relays[0].round()
+        another.run("commit")
+        world.check()
+    world.finish()
+
+
+Scene = Callable[[World], None]
+DECIDERS: list[tuple[Scene, MakeDecider]] = [
+    (head_first, HeadLast),
+    (outbox_last, OutboxFirst),
+    (open_long, Impatient),
+    (deleted_between, Deaf),
+    (held_below, Eager),
+    (crashed_while_looking, Remembering),
+]
+LOOKS: list[tuple[Scene, str, Any]] = [
+    (open_long, "running", no_own_transaction),
+    (prepared_long, "holders", sessions_only),
+    (crashed_after_telling, "make_durable", lambda _: None),
+]
+FUNCTIONS = [
+    (open_long, "take_id", "perform pg_advisory_xact_lock_shared(1414087749, _of.number);"),
+    (completed_by_another, "complete", "and kept.reserved_by = pg_current_xact_id()"),
+]
+SCENES = {scene for scene, *_ in [*DECIDERS, *LOOKS, *FUNCTIONS]}
+
+
+def played(dsn: str, scene: Scene, make: MakeDecider = Decider) -> None:
+    world = World(dsn, make)
+    try:
+        scene(world)
+    finally:
+        world.close()
+
+
+def caught(dsn: str, scene: Scene, make: MakeDecider = Decider) -> None:
+    with pytest.raises(AssertionError):
+        played(dsn, scene, make)
+
+
+@pytest.mark.parametrize("scene", sorted(SCENES, key=lambda scene: scene.__name__), ids=lambda scene: scene.__name__)
+def test_as_it_is(ready: str, scene: Scene) -> None:
+    """In each of the scenes the relay says what is true."""
+    played(ready, scene)
+
+
+@pytest.mark.parametrize(("scene", "mutant"), DECIDERS, ids=lambda given: given.__name__)
+def test_decider(ready: str, scene: Scene, mutant: MakeDecider) -> None:
+    """A relay that looks in another order, or leaves a look out, says what is not true."""
+    caught(ready, scene, mutant)
+
+
+@pytest.mark.parametrize(("scene", "name", "wrong"), LOOKS, ids=[name for _, name, _ in LOOKS])
+def test_looks(ready: str, scene: Scene, name: str, wrong: object) -> None:
+    """A look that does not see all who may own an ID, or does not wait for the disk, leads to what is not true."""
+    with patch.object(looks, name, wrong):
+        caught(ready, scene)
+
+
+@pytest.mark.parametrize(("scene", "name", "line"), FUNCTIONS, ids=[name for _, name, _ in FUNCTIONS])
+def test_functions(ready: str, scene: Scene, name: str, line: str) -> None:
+    """Without its lock an ID looks as if nobody held it; without its mark anybody completes it."""
+    with psycopg.connect(ready, autocommit=True) as connection:
+        row = connection.execute("select pg_get_functiondef(%s::regproc)", [f"tidemark.{name}"]).fetchone()
+        assert row is not None
+        assert line in row[0]
+        connection.execute(row[0].replace(line, "").encode())
+    caught(ready, scene)
