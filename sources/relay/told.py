@@ -1,4 +1,4 @@
-"""The records of what is decided (docs/design.md 3): edges of one ID each, so that no two relays cut them differently."""
+"""The records of what is decided (docs/design.md 3): edges of one ID each, so no two relays cut them differently."""
 
 from collections.abc import Iterator
 

@@ -255,13 +255,15 @@ def caught(dsn: str, scene: Scene, make: MakeDecider = Decider) -> None:
         played(dsn, scene, make)
 
 
-@pytest.mark.parametrize("scene", sorted(SCENES, key=lambda scene: scene.__name__), ids=lambda scene: scene.__name__)
+@pytest.mark.parametrize(
+    "scene", sorted(SCENES, key=lambda scene: scene.__name__), ids=sorted(scene.__name__ for scene in SCENES)
+)
 def test_as_it_is(ready: str, scene: Scene) -> None:
     """In each of the scenes the relay says what is true."""
     played(ready, scene)
 
 
-@pytest.mark.parametrize(("scene", "mutant"), DECIDERS, ids=lambda given: given.__name__)
+@pytest.mark.parametrize(("scene", "mutant"), DECIDERS, ids=[scene.__name__ for scene, _ in DECIDERS])
 def test_decider(ready: str, scene: Scene, mutant: MakeDecider) -> None:
     """A relay that looks in another order, or leaves a look out, says what is not true."""
     caught(ready, scene, mutant)

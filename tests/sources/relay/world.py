@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 
+import psutil
 import psycopg
 
 from tests.sources.writer.judge import judged
@@ -209,8 +210,6 @@ class World:
     def crash(self) -> None:
         """The server dies and begins again: all that was not on its way to the disk is gone."""
         with psycopg.connect(self.dsn, autocommit=True) as victim:
-            import psutil
-
             psutil.Process(victim.info.backend_pid).kill()
             with suppress(psycopg.Error):
                 victim.execute("select 1")

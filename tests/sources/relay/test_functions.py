@@ -1,0 +1,203 @@
+"""The SQL functions, as any client of the database calls them."""
+
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+from psycopg import errors
+
+from tidemark.sources.relay import looks
+from tidemark.sources.relay.database import SCHEMA, session_of
+from tidemark.streaming.records import is_name
+
+
+@pytest.fixture
+def sql(ready: str) -> Iterator[psycopg.Connection]:
+    """A session of the schema's owner, with a stream that goes up and one that goes down."""
+    with psycopg.connect(ready, autocommit=True) as connection:
+        connection.execute("select tidemark.create_stream('orders')")
+        connection.execute("select tidemark.create_stream('history', 'backward')")
+        yield connection
+
+
+def outbox(sql: psycopg.Connection) -> list[tuple[int, list[str]]]:
+    return sql.execute("select id, rows from tidemark.append_outbox order by abs(id)").fetchall()
+
+
+def one(sql: psycopg.Connection, statement: str, *arguments: object) -> object:
+    row = sql.execute(statement.encode(), arguments).fetchone()
+    assert row is not None
+    return row[0]
+
+
+def test_a_fact_has_no_row_one_or_several(sql: psycopg.Connection) -> None:
+    """Rows are JSON of any kind, given one by one or as an array; the IDs ascend from 1."""
+    assert one(sql, """select tidemark.append('orders', '{"order": 17}')""") == 1
+    assert one(sql, "select tidemark.append('orders')") == 2
+    assert one(sql, """select tidemark.append('orders', '1', '"two"', 'null')""") == 3
+    assert one(sql, "select tidemark.append('orders', variadic %s::jsonb[])", ["[]", "true"]) == 4
+    assert outbox(sql) == [
+        (1, ['{"order": 17}']),
+        (2, []),
+        (3, ["1", '"two"', "null"]),
+        (4, ["[]", "true"]),
+    ]
+
+
+def test_ids_of_a_backward_stream_go_down(sql: psycopg.Connection) -> None:
+    """From -1, or behind the ID that it was made after."""
+    sql.execute("select tidemark.create_stream('older', direction => 'backward', after => -7)")
+    assert [one(sql, f"select tidemark.append('{name}', '1')") for name in ("history", "history", "older")] == [
+        -1,
+        -2,
+        -8,
+    ]
+
+
+def test_append_many_gives_each_row_an_id(sql: psycopg.Connection) -> None:
+    """In their order, and none for none; 20 000 are one statement."""
+    assert one(sql, "select tidemark.append_many('orders', %s::jsonb[])", ["1", "2"]) == [1, 2]
+    assert one(sql, "select tidemark.append_many('history', %s::jsonb[])", ["1", "2"]) == [-1, -2]
+    assert one(sql, "select tidemark.append_many('orders', '{}')") == []
+    many = one(
+        sql,
+        "select tidemark.append_many('orders', array_agg(jsonb_build_object('order', at) order by at))"
+        " from generate_series(1, 20000) as at",
+    )
+    assert many == [*range(3, 20003)]
+    assert outbox(sql)[-1] == (20002, ['{"order": 20000}'])
+
+
+def test_what_is_reserved_is_completed_in_the_same_transaction(sql: psycopg.Connection) -> None:
+    """In a savepoint too; without that the ID stands there without rows."""
+    with sql.transaction():
+        first, second = (one(sql, "select tidemark.reserve('orders')") for _ in range(2))
+        with sql.transaction():
+            sql.execute("select tidemark.complete('orders', %s, '1', '2')", [second])
+    assert outbox(sql) == [(first, []), (second, ["1", "2"])]
+
+
+def test_no_other_id_can_be_completed(sql: psycopg.Connection) -> None:
+    """Nobody knows any more whether such an ID was told as void, so a fact with it is refused."""
+
+    def refused(id: object) -> None:
+        with pytest.raises(errors.ObjectNotInPrerequisiteState, match="has not reserved ID"), sql.transaction():
+            sql.execute("select tidemark.complete('orders', %s, '1')", [id])
+
+    refused(5)
+    refused(one(sql, "select tidemark.reserve('orders')"))  # in a transaction of its own
+    with sql.transaction():
+        with sql.transaction(force_rollback=True):
+            id = one(sql, "select tidemark.reserve('orders')")
+        refused(id)
+        id = one(sql, "select tidemark.reserve('orders')")
+        sql.execute("select tidemark.complete('orders', %s, '1')", [id])
+        refused(id)
+
+
+def test_a_rolled_back_savepoint_gives_its_lock_back(sql: psycopg.Connection) -> None:
+    """Its ID is void although the transaction runs on; what was reserved outside is held on."""
+    with sql.transaction():
+        with sql.transaction(force_rollback=True):
+            sql.execute("select tidemark.append('orders', '1')")
+        number = one(sql, "select number from tidemark.append_streams where stream = 'orders'")
+        held = "select count(*) from pg_locks where locktype = 'advisory' and classid = %s and objid = %s"
+        assert one(sql, held, looks.LOCK, number) == 0
+        with sql.transaction():
+            sql.execute("select tidemark.append('orders', '1')")
+        with sql.transaction(force_rollback=True):
+            sql.execute("select tidemark.append('orders', '1')")
+        assert one(sql, held, looks.LOCK, number) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        ("append('order', '1')", errors.UndefinedObject, r"no stream 'order'(.|\n)*create_stream\('order'\)"),
+        ("append(null, '1')", errors.UndefinedObject, "no stream NULL"),
+        ("append('orders', null)", errors.NullValueNotAllowed, "a row is NULL"),
+        ("append('orders', variadic null)", errors.NullValueNotAllowed, "the rows are NULL"),
+        ("append_many('orders', null)", errors.NullValueNotAllowed, "the rows are NULL"),
+        ("append('orders', '{\"total\": NaN}')", errors.InvalidTextRepresentation, "NaN"),
+        ("append('orders', repeat('[', 300)::text || repeat(']', 300))", errors.UndefinedFunction, "does not exist"),
+        ("append('orders', (repeat('[', 300) || repeat(']', 300))::jsonb)", errors.ProgramLimitExceeded, "nested"),
+        ("append('orders', to_jsonb(repeat('x', 900001)))", errors.ProgramLimitExceeded, "900003 bytes"),
+        ("append('orders', to_jsonb(array_fill(1e131000, array[7])))", errors.ProgramLimitExceeded, "bytes of JSON"),
+        ("create_stream('two words')", errors.CheckViolation, "append_streams_stream_check"),
+        ("create_stream('')", errors.CheckViolation, "append_streams_stream_check"),
+        ("create_stream('orders', 'backward')", errors.DuplicateObject, "other direction"),
+        ("create_stream('new', 'sideways')", errors.InvalidParameterValue, "forward"),
+        ("create_stream('new', after => -4)", errors.InvalidParameterValue, "forward"),
+    ],
+)
+def test_what_could_not_be_told_is_refused(
+    sql: psycopg.Connection, call: str, error: type[psycopg.Error], says: str
+) -> None:
+    """With an error that says what and where; the service's transaction knows it before it commits."""
+    with pytest.raises(error, match=says):
+        sql.execute(f"select tidemark.{call}".encode())
+    assert outbox(sql) == []
+
+
+def test_a_stream_may_have_every_name_that_a_record_may_have(sql: psycopg.Connection) -> None:
+    """Every character of Unicode's first plane is taken or refused as on Kafka, and so are lengths."""
+    every = [chr(code) for code in range(1, 0x10000) if not 0xD800 <= code <= 0xDFFF]
+    check = "select pg_get_constraintdef(oid) from pg_constraint where conname = 'append_streams_stream_check'"
+    rule = str(one(sql, check)).removeprefix("CHECK ")
+    found = sql.execute(f"select stream from unnest(%s::text[]) as given (stream) where {rule}".encode(), [every])
+    assert {name for (name,) in found.fetchall()} == {name for name in every if is_name(name)}
+    assert one(sql, "select tidemark.create_stream(repeat('x', 255))::text") == ""
+    with pytest.raises(errors.CheckViolation):
+        sql.execute("select tidemark.create_stream(repeat('x', 256))")
+
+
+def test_who_may_append_may_do_nothing_else(sql: psycopg.Connection) -> None:
+    """A member of tidemark_append calls the functions; the tables, the sequences and making streams are not for it."""
+    sql.execute("drop role if exists service")
+    sql.execute("create role service in role tidemark_append")
+    sql.execute("set role service")
+    try:
+        assert one(sql, "select tidemark.append('orders', '1')") == 1
+        for denied in (
+            "select * from tidemark.append_outbox",
+            "insert into tidemark.append_outbox values (1, 9, '{}', 0)",
+            "delete from tidemark.append_outbox",
+            "select nextval('tidemark.append_ids_1')",
+            "select tidemark.create_stream('other')",
+            "select tidemark.take_id(null)",
+        ):
+            with pytest.raises(errors.InsufficientPrivilege):
+                sql.execute(denied.encode())
+    finally:
+        sql.execute("reset role")
+        sql.execute("drop owned by service")
+        sql.execute("drop role service")
+
+
+def test_functions_ignore_the_search_path_of_their_caller(sql: psycopg.Connection) -> None:
+    """A table or function of the caller's never stands in for what they use."""
+    sql.execute("create schema trap")
+    sql.execute("create function trap.nextval(regclass) returns bigint language sql as 'select 99::bigint'")
+    sql.execute("create table trap.append_streams as select * from tidemark.append_streams")
+    sql.execute("set search_path = trap, pg_catalog")
+    assert one(sql, "select tidemark.append('orders', '1')") == 1
+
+
+def test_migrating_again_changes_nothing(ready: str, sql: psycopg.Connection) -> None:
+    """Streams, facts and IDs stay; making a stream again is nothing."""
+    sql.execute("select tidemark.append('orders', '1')")
+    with session_of(ready, "test") as session:
+        assert SCHEMA.migrate(session) == []
+    sql.execute("select tidemark.create_stream('orders')")
+    assert one(sql, "select tidemark.append('orders', '1')") == 2
+
+
+def test_the_head_is_never_higher_than_what_was_given_out(sql: psycopg.Connection) -> None:
+    """`select last_value` is, while nextval writes its log: an ID that nobody has yet would look as if it were void."""
+    stream = next(each for each in looks.heads(sql) if each.name == "orders")
+    with psycopg.connect(sql.info.dsn, password=sql.info.password, autocommit=True) as other:
+        pipe = other.cursor()
+        with other.pipeline():
+            for _ in range(200):
+                pipe.execute("select count(nextval('tidemark.append_ids_1')) from generate_series(1, 32)")
+                assert looks.heads(sql)[stream] <= one(sql, "select pg_sequence_last_value('tidemark.append_ids_1')")  # type: ignore[operator]
