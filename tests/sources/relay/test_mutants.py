@@ -239,7 +239,10 @@ FUNCTIONS = [
     (open_long, "take_id", "perform pg_advisory_xact_lock_shared(1414087749, _of.number);"),
     (completed_by_another, "complete", "and kept.reserved_by = pg_current_xact_id()"),
 ]
-SCENES = {scene for scene, *_ in [*DECIDERS, *LOOKS, *FUNCTIONS]}
+SCENES: dict[str, Scene] = {
+    scene.__name__: scene
+    for scene in (*(scene for scene, _ in DECIDERS), *(scene for scene, *_ in LOOKS), completed_by_another)
+}
 
 
 def played(dsn: str, scene: Scene, make: MakeDecider = Decider) -> None:
@@ -255,12 +258,10 @@ def caught(dsn: str, scene: Scene, make: MakeDecider = Decider) -> None:
         played(dsn, scene, make)
 
 
-@pytest.mark.parametrize(
-    "scene", sorted(SCENES, key=lambda scene: scene.__name__), ids=sorted(scene.__name__ for scene in SCENES)
-)
-def test_as_it_is(ready: str, scene: Scene) -> None:
+@pytest.mark.parametrize("scene", sorted(SCENES))
+def test_as_it_is(ready: str, scene: str) -> None:
     """In each of the scenes the relay says what is true."""
-    played(ready, scene)
+    played(ready, SCENES[scene])
 
 
 @pytest.mark.parametrize(("scene", "mutant"), DECIDERS, ids=[scene.__name__ for scene, _ in DECIDERS])
