@@ -21,6 +21,9 @@ from tidemark.streaming.errors import LeaseLost, Stop, TidemarkError
 log = structlog.get_logger(__name__)
 
 
+AGAIN = 60.0  # seconds until a tidying that was not complete is tried again
+
+
 @dataclass(frozen=True, slots=True)
 class MaintenanceConfig:
     """Seconds between questions whether a sink lost something, between comparisons of everything, and between
@@ -45,7 +48,7 @@ class Maintenance:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="maintenance", daemon=True)
         self._compared: dict[str, float] = {}
-        self._tidied = -float("inf")
+        self._tidy_at = -float("inf")
         self._problems: dict[str, str] = {}
         self._noted: dict[tuple[str, str], str] | None = None
         self.failure: Stop | None = None
@@ -114,6 +117,8 @@ class Maintenance:
         self._noted = faults
 
     def _tidy(self) -> None:
-        if time.monotonic() - self._tidied >= self._config.tidy:
-            self._postgres.tidy(datetime.now(UTC))
-            self._tidied = time.monotonic()
+        if time.monotonic() >= self._tidy_at:
+            # Also should it fail: it may have waited for locks, and batches behind it.
+            self._tidy_at = time.monotonic() + min(self._config.tidy, AGAIN)
+            if self._postgres.tidy(datetime.now(UTC)):
+                self._tidy_at = time.monotonic() + self._config.tidy

@@ -14,6 +14,7 @@ import structlog
 from tidemark.sinks.port import Batch, Committed
 from tidemark.sinks.postgres import history, transaction
 from tidemark.sinks.postgres.database import READABLE, SCHEMA, execute, session_of
+from tidemark.sinks.postgres.days import drop_before
 from tidemark.sinks.postgres.history import PastAdvance, PastLate, Retention
 from tidemark.sinks.postgres.status import Conditions, note_faults
 from tidemark.sinks.postgres.transaction import UnsentDeadLetters, apply
@@ -222,14 +223,23 @@ class Postgres:
         with self._reads.use() as connection:
             return history.late_since(connection, known, newest)
 
-    def tidy(self, now: datetime) -> None:
-        """Make the history's partitions of today and tomorrow, and drop what is past its time. For every hour or so."""
+    def tidy(self, now: datetime) -> bool:
+        """Make the history's partitions of today and tomorrow, and drop what is past its time. For every hour or so.
+
+        Batches go on meanwhile. False where something could not be dropped, because somebody reads it.
+        """
         today = now.astimezone(UTC).date()
         oldest = today - timedelta(days=self._config.retention.history)
         with self._reads.use() as connection:
             for day in (today, today + timedelta(days=1)):
                 connection.execute("select tidemark.make_history_day(%s)", (day,))
-            dropped = connection.execute("select tidemark.drop_history_before(%s)", (oldest,)).fetchall()
+        # In a session of its own: it may wait for those who read the history.
+        with session_of(self._config.dsn, "tidemark tidy") as session, session.use() as connection:
+            tidied = drop_before(connection, oldest)
+        with self._reads.use() as connection:
             history.forget(connection, today, self._config.retention)
-        if dropped:
-            log.info("Dropped history that is past its time", partitions=[name for (name,) in dropped])
+        if tidied.dropped:
+            log.info("Dropped history that is past its time", partitions=tidied.dropped)
+        if tidied.in_use:
+            log.info("History that is past its time is still read; it is dropped later", readers=tidied.in_use)
+        return not tidied.in_use

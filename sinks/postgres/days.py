@@ -1,0 +1,95 @@
+"""The end of a day of history: its partition is dropped without a lock that a batch would have to wait for.
+
+To drop a partition takes an exclusive lock of the whole history, which waits for whoever reads it (a dump, for hours),
+and all batches wait behind it. So the partition is detached first, concurrently, which no writer notices; nobody but
+its own readers is concerned by what follows. Only the owner of the tables may do so. For other members of the role
+`tidemark_owner` there is a function that drops, and gives up before a batch has waited long.
+
+Each step may be interrupted, and is found by the next call where it was left.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+
+from psycopg import sql
+from psycopg.errors import LockNotAvailable
+
+from tidemark.streaming.postgres_session import Connection
+
+
+@dataclass(frozen=True, slots=True)
+class Day:
+    """A partition. `parent` is None once it is detached, `pending` where that was begun."""
+
+    name: str
+    parent: str | None
+    pending: bool
+    ours: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tidied:
+    """Partitions that were dropped, and those that stay for now, each with who reads it."""
+
+    dropped: Sequence[str]
+    in_use: dict[str, str]
+
+
+def drop_before(connection: Connection, day: date) -> Tidied:
+    """Drop what is older than `day`, but for what somebody reads: that waits for another call."""
+    dropped: list[str] = []
+    in_use: dict[str, str] = {}
+    connection.execute("set lock_timeout = '2s'")
+    held_up: set[str | None] = set()  # tables of which one partition has to wait: then all others have to
+    for old in _before(connection, day):
+        if old.parent is not None and old.parent in held_up:
+            continue
+        try:
+            dropped += _dropped(connection, old, day)
+        except LockNotAvailable:
+            in_use[old.name] = _readers(connection, old)
+            held_up.add(old.parent)
+    return Tidied(dropped, in_use)
+
+
+def _before(connection: Connection, day: date) -> list[Day]:
+    rows = connection.execute(
+        """
+        select c.relname, p.relname, coalesce(i.inhdetachpending, false), pg_has_role(c.relowner, 'usage')
+        from pg_class c
+        left join pg_inherits i on i.inhrelid = c.oid
+        left join pg_class p on p.oid = i.inhparent
+        where c.relnamespace = 'tidemark'::regnamespace and c.relkind = 'r'
+            and c.relname ~ '_advances_[0-9]{8}$' and right(c.relname, 8) < to_char(%s, 'YYYYMMDD')
+        order by not coalesce(i.inhdetachpending, false), 1
+        """,
+        (day,),
+    )
+    return [Day(*row) for row in rows]
+
+
+def _dropped(connection: Connection, old: Day, day: date) -> list[str]:
+    name = sql.Identifier("tidemark", old.name)
+    if not old.ours:
+        return [gone for (gone,) in connection.execute("select tidemark.drop_history_before(%s)", (day,))]
+    if old.parent is not None:
+        how = sql.SQL("finalize" if old.pending else "concurrently")
+        parent = sql.Identifier("tidemark", old.parent)
+        connection.execute(sql.SQL("alter table {} detach partition {} {}").format(parent, name, how))
+    connection.execute(sql.SQL("drop table {}").format(name))
+    return [old.name]
+
+
+def _readers(connection: Connection, old: Day) -> str:
+    rows = connection.execute(
+        """
+        select distinct format('%%s (pid %%s)', coalesce(nullif(application_name, ''), usename), pid)
+        from pg_locks join pg_stat_activity using (pid)
+        where relation = any(array(select oid from pg_class where relnamespace = 'tidemark'::regnamespace
+                and relname = any(%s)))
+            and granted and pid <> pg_backend_pid() and datname = current_database() order by 1
+        """,
+        ([old.name, old.parent or old.name],),
+    )
+    return ", ".join(text for (text,) in rows) or "nobody any more"
