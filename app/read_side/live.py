@@ -7,9 +7,11 @@ from typing import Any
 from tidemark.app.read_side.circuit_breaker import CircuitBreaker
 from tidemark.app.read_side.coalescer import Coalescer
 from tidemark.sinks.reader.io import KeysFound, ReadKeys, ReadList, ReadNewest
-from tidemark.sinks.reader.redis import queue, reply, seen, translated
+from tidemark.sinks.reader.redis import REMEDIES, queue, reply, seen, translated
 from tidemark.sinks.redis.client import RedisAddress, aclose
+from tidemark.sinks.redis.errors import StreamFault, sound
 from tidemark.sinks.redis.names import STREAMS
+from tidemark.streaming.errors import Refused
 
 TIMEOUT = 2.0  # seconds for a connection or an answer: then Postgres is asked
 TOGETHER = 200  # streams in one transaction: bounds how long other clients of Redis wait
@@ -24,9 +26,10 @@ class Live:
     def __init__(self, address: RedisAddress) -> None:
         """Raises `BadSetting`."""
         self.circuit_breaker = CircuitBreaker("Redis")
-        self._reads: Coalescer[RedisRequest, KeysFound] = Coalescer(self._read)
+        self._reads: Coalescer[RedisRequest, KeysFound | Refused] = Coalescer(self._read)
         self.client: Any = address.async_client(TIMEOUT)
         self._clustered = address.clustered
+        self._where = address.where
 
     async def aclose(self) -> None:
         await aclose(self.client)
@@ -41,15 +44,18 @@ class Live:
             return set(await self.client.smembers(STREAMS))
 
     async def keys(self, streams: Collection[str]) -> dict[str, KeysFound]:
-        """Each stream's keys as they were at one moment."""
+        """Each stream's keys as they were at one moment; without streams whose keys hold what is not ours."""
         found = await self._read([ReadKeys(name) for name in streams])
-        return {request.stream: keys for request, keys in found.items()}
+        return {request.stream: keys for request, keys in found.items() if isinstance(keys, KeysFound)}
 
     async def read(self, request: ReadList | ReadNewest) -> KeysFound:
-        """In one round trip with what others request meanwhile."""
-        return (await self._reads.get([request]))[request]
+        """In one round trip with what others request meanwhile. `Refused` may be about this stream alone."""
+        found = (await self._reads.get([request]))[request]
+        if isinstance(found, Refused):
+            raise found
+        return found
 
-    async def _read(self, wanted: Collection[RedisRequest]) -> dict[RedisRequest, KeysFound]:
+    async def _read(self, wanted: Collection[RedisRequest]) -> dict[RedisRequest, KeysFound | Refused]:
         requests = list(wanted)
         replies: list[Any] = []
         with self.circuit_breaker.guarding(), translated(self.client):
@@ -57,14 +63,21 @@ class Live:
                 chunk = requests[start : start + TOGETHER]
                 # A transaction in a Cluster is of one server.
                 replies += await (self._each(chunk) if self._clustered else self._at_once(chunk))
-            return {request: seen(request, found) for request, found in zip(requests, replies, strict=True)}
+            return {request: self._seen(request, found) for request, found in zip(requests, replies, strict=True)}
+
+    def _seen(self, request: RedisRequest, replies: Sequence[Any]) -> KeysFound | Refused:
+        try:
+            return seen(request, [sound(each) for each in replies])
+        except (StreamFault, ValueError) as fault:
+            return Refused("Redis", self._where, f"stream {request.stream}: {fault}", REMEDIES.rights)
 
     async def _at_once(self, requests: Sequence[RedisRequest]) -> list[Any]:
         pipe = self.client.pipeline(transaction=True)
         for request in requests:
             queue(pipe, request)
-        found = await pipe.execute()
+        found = await pipe.execute(raise_on_error=False)
         return [found[place * REPLIES : (place + 1) * REPLIES] for place in range(len(requests))]
 
     async def _each(self, requests: Sequence[RedisRequest]) -> list[Any]:
-        return await asyncio.gather(*(reply(self.client, request) for request in requests))
+        found = await asyncio.gather(*(reply(self.client, request) for request in requests), return_exceptions=True)
+        return [[each] if isinstance(each, BaseException) else each for each in found]

@@ -14,7 +14,9 @@ from tidemark.app.read_side.live import Live
 from tidemark.app.read_side.notifications import Notifications, wait_for_notification
 from tidemark.app.stack.servers import RedisServer
 from tidemark.sinks.reader import AsyncPositions, Positions, Standing
+from tidemark.sinks.reader.io import ReadNewest
 from tidemark.sinks.redis.client import RedisAddress
+from tidemark.sinks.redis.names import key
 from tidemark.sinks.redis.publish import Change, Redis, RedisConfig
 from tidemark.streaming.errors import BadSetting, Refused, Unavailable
 
@@ -89,6 +91,32 @@ def test_what_is_published_is_read_by_all(address: RedisAddress) -> None:
         await live.aclose()
 
     asyncio.run(ask())
+
+
+def test_a_stream_whose_keys_hold_something_else_hides_no_other(address: RedisAddress) -> None:
+    """The pipeline shows the others, the sidecar reads them, neither takes Redis for away; who asks for that stream is
+    told what is wrong with it."""
+    with Redis(RedisConfig(address)) as sink:
+        publish(sink)
+        with sink._session.use() as client:
+            client.delete(key("}x", "positions"))
+            client.set(key("}x", "positions"), "not ours")
+        assert publish(sink, 12) == []
+        assert sink.faults.keys() == {"}x"}
+        assert sink.held(STREAMS).keys() == set(STREAMS) - {"}x"}
+
+    async def ask() -> None:
+        live = Live(address)
+        assert (await live.keys(STREAMS)).keys() == set(STREAMS) - {"}x"}
+        assert (await live.read(ReadNewest("stream3"))).positions == {"w": 12}
+        with pytest.raises(Refused, match="stream }x: "):
+            await live.read(ReadNewest("}x"))
+        assert live.circuit_breaker.problem is None
+        await live.aclose()
+
+    asyncio.run(ask())
+    with Positions(address) as positions, pytest.raises(Refused):
+        positions.get("}x")
 
 
 def test_a_hint_reaches_whoever_listens_at_any_node(address: RedisAddress) -> None:
