@@ -14,6 +14,7 @@ from tidemark.app import metrics
 from tidemark.app.board import Board
 from tidemark.sinks.publisher import Publisher
 from tidemark.sources.start import RememberedTopic
+from tidemark.streaming.checkpoint import Seed
 from tidemark.streaming.effects import ShardEffects
 from tidemark.streaming.errors import PartitionsChanged, Stopping, TidemarkError
 from tidemark.streaming.query import collect
@@ -22,15 +23,15 @@ log = structlog.get_logger(__name__)
 
 
 class Batches:
-    """The query's sink. `lineage` names the chain of batches; `topics` are those that are read.
+    """The query's sink. `seed` is what its batches began with; `topics` are those that are read.
 
     After `finish` the batch in hand is completed and none begins.
     """
 
-    def __init__(self, publisher: Publisher, board: Board, lineage: str, topics: Mapping[str, RememberedTopic]) -> None:
+    def __init__(self, publisher: Publisher, board: Board, seed: Seed, topics: Mapping[str, RememberedTopic]) -> None:
         self._publisher = publisher
         self._board = board
-        self._lineage = lineage
+        self._seed = seed
         self._topics = topics
         self._finishing = threading.Event()
         self._in_hand = threading.Lock()
@@ -59,7 +60,7 @@ class Batches:
         began = time.monotonic()
         effects = collect(batch)
         self._require_known_partitions(effects)
-        published = self._publisher.publish(self._lineage, number, effects)
+        published = self._publisher.publish(self._seed.lineage, number, effects, self._seed.before(number))
         self._board.update(effects)
         metrics.count_batch(effects, published, time.monotonic() - began)
         self.published += 1

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import structlog
+from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
@@ -38,7 +39,16 @@ from tidemark.sources.start import Acceptance
 from tidemark.sources.topics import Topics
 from tidemark.streaming import query
 from tidemark.streaming.checkpoint import Checkpoint, folder, locked
-from tidemark.streaming.errors import QueryFailed, Refused, Retry, Rotated, Stopping, Unavailable
+from tidemark.streaming.errors import (
+    ChainBroken,
+    LeaseLost,
+    QueryFailed,
+    Refused,
+    Retry,
+    Rotated,
+    Stopping,
+    Unavailable,
+)
 from tidemark.streaming.spark import is_local
 
 log = structlog.get_logger(__name__)
@@ -50,6 +60,8 @@ LAST_SECONDS = 9.0
 LONGEST_PAUSE = 5.0
 # A query that fails so often without publishing one batch will not mend itself.
 FAILURES = 6
+# A checkpoint with which it failed so often may be damaged, and beginning anew from Postgres costs nothing.
+SUSPICIOUS = 2
 SECRETS_SECONDS = 5.0  # between two readings of Kafka's secrets
 
 
@@ -69,9 +81,9 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
         locked(checkpoint.path, stopping),
         engine.running(settings) as spark,
     ):
-        failures = 0
+        failures = highest_token = 0
         while not stopping.is_set():
-            attempt = Attempt(settings, checkpoint, spark, board, stopping)
+            attempt = Attempt(settings, checkpoint, spark, board, stopping, highest_token)
             try:
                 attempt.run(accept)
             except Refused as error:
@@ -80,8 +92,13 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                 log.warning("Trying again with the secrets as they are now", problem=str(error))
             except Retry as error:
                 failures = 0 if attempt.published else failures + 1
-                if isinstance(error, QueryFailed) and failures >= FAILURES:
-                    raise
+                if isinstance(error, LeaseLost):
+                    highest_token = max(highest_token, error.held, error.now)
+                if isinstance(error, QueryFailed | ChainBroken):
+                    if failures >= FAILURES:
+                        raise
+                    if failures >= SUSPICIOUS or isinstance(error, ChainBroken):
+                        attempt.distrust(str(error))
                 pause = min(LONGEST_PAUSE, 0.25 * 2**failures)
                 log.warning("Trying again", problem=str(error), pause=pause)
                 stopping.wait(pause)
@@ -101,15 +118,18 @@ class Attempt:
         spark: engine.Engine,
         board: Board,
         stopping: threading.Event,
+        highest_token: int,
     ) -> None:
         self._settings = settings
         self._checkpoint = checkpoint
         self._spark = spark
         self._board = board
         self._stopping = stopping
+        self._highest_token = highest_token
         self._batches: Batches | None = None
         self.prepared = False
         """Whether all that could be wrong at a start was checked, and `accept` was used up."""
+        self._apart = settings.checkpoint_store is not None or not is_local(settings.spark_master)
         self._kafka = settings.kafka
         self._secrets = self._kafka.jvm()
 
@@ -123,13 +143,18 @@ class Attempt:
         """Whether a batch got through."""
         return self._batches is not None and self._batches.published > 0
 
+    def distrust(self, why: str) -> None:
+        """Set the checkpoint aside that the next attempt would go on with."""
+        if not self._apart:
+            self._checkpoint.discard(why)
+
     def run(self, accept: Set[Acceptance]) -> None:
         """Returns when asked to stop. Raises Retry where another attempt may succeed, and Stop."""
         settings, stopping, kafka = self._settings, self._stopping, self._kafka
         with ExitStack() as stack:
             stack.enter_context(self._spark.alive())
             checkpoint = self._checkpoint
-            if settings.checkpoint_store is not None or not is_local(settings.spark_master):
+            if self._apart:
                 checkpoint = stack.enter_context(checkpoint.apart())
             retention = Retention(history=settings.history_days, audit=settings.audit_days)
             postgres = stack.enter_context(Postgres(PostgresConfig(settings.postgres, retention)))
@@ -137,7 +162,10 @@ class Attempt:
             require_successor(postgres.pipeline_version())
             lease = stack.enter_context(
                 Lease.acquire(
-                    settings.postgres, LeaseConfig(settings.owner, settings.lease_seconds, version=OURS), stopping
+                    settings.postgres,
+                    LeaseConfig(settings.owner, settings.lease_seconds, version=OURS),
+                    stopping,
+                    self._highest_token,
                 )
             )
             metrics.LEASE_TOKEN.set(lease.token)
@@ -157,7 +185,7 @@ class Attempt:
             publisher = Publisher(postgres, sinks, dead_letters, lease, stopping)
             publisher.send_unsent(start.seed.lineage)
             end_offsets = stack.enter_context(EndOffsets(topics, start.topics, self._board).running())
-            self._batches = Batches(publisher, self._board, start.seed.lineage, start.topics)
+            self._batches = Batches(publisher, self._board, start.seed, start.topics)
             spark, store = self._spark.session(stopping), settings.checkpoint_store
             location = str(checkpoint.path) if store is None else stack.enter_context(folder(spark, store))
             running = stack.enter_context(self._query(spark, start, location, self._batches))
@@ -182,12 +210,13 @@ class Attempt:
             seeds=start.seed.states,
             bounds=settings.bounds,
         )
-        running = (
-            effects.writeStream.queryName("tidemark")
-            .option("checkpointLocation", location)
-            .foreachBatch(batches)
-            .start()
-        )
+        writer = effects.writeStream.queryName("tidemark").option("checkpointLocation", location)
+        try:
+            running = writer.foreachBatch(batches).start()
+        except Py4JJavaError as error:  # of a checkpoint that it cannot read, for one
+            raise QueryFailed(str(error.java_exception.toString()).splitlines()[0]) from error
+        except PySparkException as error:
+            raise QueryFailed((str(error).splitlines() or [type(error).__name__])[0]) from error
         log.info("The query runs", lineage=start.seed.lineage, streams=len(start.states))
         try:
             yield running
@@ -251,4 +280,4 @@ def _cause(running: StreamingQuery) -> str:
     error = running.exception()
     lines = [] if error is None else [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines if line.startswith("Caused by:")]
-    return (causes or lines or ["no cause given"])[-1].removeprefix("Caused by:").strip()
+    return (causes or lines[:1] or ["no cause given"])[-1].removeprefix("Caused by:").strip()

@@ -7,6 +7,7 @@ one is a module with a class that keeps this protocol, and a line in `app.pipeli
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import EllipsisType
 from typing import Protocol
 
 from tidemark.streaming.effects import ShardEffects, StreamEffects, WriterAdvance
@@ -15,12 +16,17 @@ from tidemark.streaming.model import Rejected
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The effects of batch `number` of `query` (Spark's id, which lives in the checkpoint), under the lease `token`."""
+    """The effects of batch `number` of `query` (Spark's id, which lives in the checkpoint), under the lease `token`.
+
+    `after` is the batch that must be the last that Postgres applied: that before it, or what the query began with
+    (None: none at all; `...`: not checked, for batches that no query has made).
+    """
 
     query: str
     number: int
     token: int
     effects: Sequence[ShardEffects]
+    after: tuple[str, int] | EllipsisType | None = ...
 
     def streams(self) -> Iterator[tuple[ShardEffects, StreamEffects]]:
         return ((shard, stream) for shard in self.effects for stream in shard.streams)

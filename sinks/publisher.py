@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import EllipsisType
 from typing import TypeVar
 
 import structlog
@@ -60,13 +61,20 @@ class Publisher:
         self._lease = lease
         self._stopping = stopping
 
-    def publish(self, query: str, number: int, effects: Sequence[ShardEffects]) -> Published:
+    def publish(
+        self,
+        query: str,
+        number: int,
+        effects: Sequence[ShardEffects],
+        after: tuple[str, int] | EllipsisType | None = ...,
+    ) -> Published:
         """Bring batch `number` of `query` to all sinks, waiting out those that are away for as long as it takes.
 
         Raises `Stopping` soon after the event is set while it waits, `LeaseLost` once another query owns the lease, and
-        errors of the kind `Stop`. The batch is to be published again after each of them.
+        errors of the kind `Stop`. The batch is to be published again after each of them. Raises `ChainBroken` where
+        Postgres has not applied `after` last (`port.Batch`): then the query must begin anew.
         """
-        batch = Batch(query, number, self._lease.token, effects)
+        batch = Batch(query, number, self._lease.token, effects, after)
         seconds: dict[str, float] = {}
         committed, seconds["postgres"] = self._patiently(lambda: self.commit(batch))
         streams = 0

@@ -49,6 +49,12 @@ class Seed(msgspec.Struct, array_like=True, frozen=True):
     shards: int
     states: dict[int, bytes]
 
+    def before(self, batch: int) -> tuple[str, int] | None:
+        """The batch that is applied before `batch` of this line: lineage and number, None where none ever was."""
+        if batch > 0:
+            return self.lineage, batch - 1
+        return None if self.after is None else (self.after.lineage, self.after.batch)
+
 
 _seeds = msgspec.msgpack.Decoder(Seed)
 

@@ -46,6 +46,13 @@ class LeaseLost(Retry):  # nothing of ours may be published any more: docs/desig
     now: int
 
 
+@says("""Postgres holds {found} and this batch follows {wanted}: commits were lost (a failover, a restored backup), or
+    the checkpoint is of another database; the query begins anew with what Postgres holds""")
+class ChainBroken(Retry):  # docs/design.md, rule 3
+    wanted: str
+    found: str
+
+
 @says("stream {stream} did not reach {token} within {seconds:g} s: {it.found}")
 class NotReached(Retry):
     stream: str
@@ -103,9 +110,7 @@ class BadCommand(Reject):
     """A line of the replication protocol that is no command (docs/protocol.md)."""
 
 
-@says(
-    "{token} is ahead of stream {stream}, whose writers have come to {allocated}: it is of another stream or database"
-)
+@says("{token} is ahead of stream {stream}, whose writers have come to {allocated}: of another stream or database")
 class TokenFromTheFuture(Reject):
     stream: str
     token: str
@@ -215,15 +220,6 @@ class ShardsChanged(Stop):
 class StateTooNew(Stop):
     found: int
     known: int
-
-
-@says("""stream {stream}: Postgres holds {writer} at {position} and this batch would go on from {prev}: the checkpoint
-    is not of this database; set the checkpoint aside (it is disposable) and start again""")
-class ChainBroken(Stop):  # docs/design.md, rule 3
-    stream: str
-    writer: str
-    position: int
-    prev: int
 
 
 @says("""epoch {epoch} of writer {instance} is over: another process was started as {instance}, or an operator fenced

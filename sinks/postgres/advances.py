@@ -119,7 +119,7 @@ def settled(advances: Cursor[TupleRow] | None) -> dict[tuple[str, str], WriterAd
     settled: dict[tuple[str, str], WriterAdvance | None] = {}
     for stream, writer, epoch, prev, id_, facts, empty, unseen, skipped, position, claimed in advances or ():
         if abs(position) < abs(claimed):
-            raise ChainBroken(stream, writer, position, claimed)
+            raise ChainBroken(f"{writer} of stream {stream} at {claimed}", f"{writer} at {position}")
         cut = WriterAdvance(writer, epoch, prev, id_, facts, empty, unseen, skipped, 0)
         settled[stream, writer] = cut if abs(id_) > abs(prev) else None
     return settled

@@ -4,11 +4,15 @@ One row in Postgres holds the newest token. Whoever raised it owns the lease unt
 asked to let go. The clock that counts is the database's. Time only decides when another may *try*: safety rests on
 the token, which every batch checks under a row lock and which Redis compares in its script.
 
+A database that went back (a failover that lost the newest owner, a backup) would give a number out again. So a token is
+no count: it is made of the clock and of a random part, and is higher than the one before whatever the clock says.
+
 The owner also holds a session advisory lock that is derived from its token. When its process dies, Postgres drops
 that lock within moments, so a waiter need not sit out the time to live. Needs real sessions: a
 pooler in transaction mode between us and Postgres breaks it.
 """
 
+import secrets
 import threading
 import time
 from dataclasses import dataclass
@@ -24,6 +28,14 @@ from tidemark.streaming.postgres_session import Connection, Dsn, PostgresSession
 log = structlog.get_logger(__name__)
 
 _KEY = "hashtextextended('tidemark.query_lease ' || %(token)s::text, 0)"
+
+
+SPREAD = 2**20  # tokens a second: the random part; tokens stay below 2**53 until the year 2106, exact in any metric
+
+
+def next_token(last: int, clock: int) -> int:
+    """A token above `last` that nobody else is given; `clock` in seconds since 1970, which may have been set back."""
+    return max(last, clock * SPREAD) + 1 + secrets.randbelow(SPREAD - 1)
 
 
 def session_name(token: int) -> str:
@@ -60,14 +72,15 @@ class Lease:
         self._renewal = threading.Thread(target=self._renew_until_closed, name="lease", daemon=True)
 
     @classmethod
-    def acquire(cls, dsn: Dsn, config: LeaseConfig, stopping: threading.Event) -> Self:
+    def acquire(cls, dsn: Dsn, config: LeaseConfig, stopping: threading.Event, above: int = 0) -> Self:
         """Wait for the lease and take it; may wait for ever. Raises `Stopping` soon after `stopping` is set.
 
-        Postgres being away is waited out too. Raises `Refused` where it answers and says no.
+        The token is higher than `above`, the highest that any sink has seen. Postgres being away is waited out too.
+        Raises `Refused` where it answers and says no.
         """
         database = session_of(dsn, "tidemark lease")
         try:
-            return cls(database, config, _Waiter(database, config).wait(stopping))
+            return cls(database, config, _Waiter(database, config, above).wait(stopping))
         except TidemarkError:
             database.close()
             raise
@@ -95,12 +108,13 @@ class Lease:
         if self._renewal.is_alive():
             self._renewal.join()
         try:
-            if not self.lost.is_set():
-                with self._database.use() as connection:
-                    # Expired for all to see: the next one need not wait for our session to be gone.
-                    connection.execute(
-                        "update tidemark.query_lease set expires_at = '-infinity' where token = %s", (self.token,)
-                    )
+            with self._database.use() as connection:
+                # Expired for all to see: the next one need not wait for our session to be gone. It is still ours where
+                # a sink has seen a higher token than Postgres.
+                released = connection.execute(
+                    "update tidemark.query_lease set expires_at = '-infinity' where token = %s", (self.token,)
+                )
+            if released.rowcount:
                 log.info("Released the lease", token=self.token)
         except TidemarkError as problem:
             log.warning("Could not release the lease; it will expire", token=self.token, problem=str(problem))
@@ -141,9 +155,10 @@ class Lease:
 class _Waiter:
     """One process's attempts to take the lease over."""
 
-    def __init__(self, database: PostgresSession, config: LeaseConfig) -> None:
+    def __init__(self, database: PostgresSession, config: LeaseConfig, above: int) -> None:
         self._database = database
         self._config = config
+        self._above = above
         self._alone_since: tuple[int, float] | None = None  # the token whose owner had no session, and since when
         self._said: tuple[str, float] | None = None
 
@@ -163,16 +178,17 @@ class _Waiter:
     def _attempt(self, connection: Connection) -> int | None:
         row = connection.execute(
             "select token, owner, to_char(since at time zone 'UTC', 'YYYY-MM-DD HH24:MI:SS UTC'),"
-            " expires_at < clock_timestamp(), expires_at = '-infinity' from tidemark.query_lease"
+            " expires_at < clock_timestamp(), expires_at = '-infinity', extract(epoch from clock_timestamp())::bigint"
+            " from tidemark.query_lease"
         ).fetchone()
         assert row is not None, "the migration made this row and nothing deletes it"
-        token, owner, since, expired, released = row
+        token, owner, since, expired, released, clock = row
         if not released and not expired and not self._abandoned(connection, token):
             self._say(f"Waiting for the lease: {owner} holds it since {since}")
             return None
         if expired and not released:
             self._end_sessions(connection, token)
-        return self._take(connection, token)
+        return self._take(connection, token, next_token(max(token, self._above), clock))
 
     def _abandoned(self, connection: Connection, token: int) -> bool:
         """Whether the owner of `token` has had no session for the length of the grace."""
@@ -194,17 +210,17 @@ class _Waiter:
         if ended:
             log.warning("Ended sessions of the owner that did not renew", token=token, pids=[pid for pid, _ in ended])
 
-    def _take(self, connection: Connection, token: int) -> int | None:
-        """Raise the token in one statement that only one of several waiters can win."""
+    def _take(self, connection: Connection, token: int, ours: int) -> int | None:
+        """Raise the token to `ours` in one statement that only one of several waiters can win."""
         taken = 0
         # The lock before the row: whoever sees the new token must find its owner's session there.
-        if not _try_lock(connection, "pg_try_advisory_lock", token + 1):
+        if not _try_lock(connection, "pg_try_advisory_lock", ours):
             return None
         try:
             with connection.transaction():
                 connection.execute("set local lock_timeout = '2s'")
                 taken = connection.execute(
-                    "update tidemark.query_lease set token = token + 1, owner = %(owner)s, version = %(version)s,"
+                    "update tidemark.query_lease set token = %(ours)s, owner = %(owner)s, version = %(version)s,"
                     " since = clock_timestamp(), expires_at = clock_timestamp() + %(ttl)s * interval '1 second'"
                     " where token = %(token)s",
                     {
@@ -212,6 +228,7 @@ class _Waiter:
                         "version": self._config.version,
                         "ttl": self._config.ttl,
                         "token": token,
+                        "ours": ours,
                     },
                 ).rowcount
         except LockNotAvailable:
@@ -219,7 +236,7 @@ class _Waiter:
         finally:
             if not taken and not connection.closed:
                 connection.execute("select pg_advisory_unlock_all()")
-        return token + 1 if taken else None
+        return ours if taken else None
 
     def _say(self, text: str) -> None:
         now = time.monotonic()

@@ -16,7 +16,7 @@ from tidemark.sinks.port import Batch, Committed
 from tidemark.sinks.postgres.advances import settled, standing, write_advances, write_writers
 from tidemark.sinks.postgres.database import execute
 from tidemark.sinks.postgres.lease import session_name
-from tidemark.streaming.errors import LeaseLost
+from tidemark.streaming.errors import ChainBroken, LeaseLost
 from tidemark.streaming.model import Rejected
 from tidemark.streaming.postgres_session import Connection
 
@@ -56,8 +56,8 @@ BATCHES_KEPT = 1000  # of each query: enough to recognise any batch that Spark m
 def apply(connection: Connection, batch: Batch) -> Committed:
     """Commit `batch`, or find that it was committed before. May be called again after any error but these two.
 
-    Raises `LeaseLost` when another query has taken over, and `ChainBroken` when the batch does not join what is
-    stored; nothing is written then.
+    Raises `LeaseLost` when another query has taken over, and `ChainBroken` when the batch before it is not the last
+    that was applied, or an advance does not join what is stored; nothing is written then.
     """
     with connection.pipeline(), connection.transaction():
         if _applied_before(connection, batch):
@@ -75,23 +75,35 @@ def apply(connection: Connection, batch: Batch) -> Committed:
 
 
 def _applied_before(connection: Connection, batch: Batch) -> bool:
-    """Check the token and hold the lease's row until the commit: nobody takes over in the middle of a batch."""
+    """Check the token and the batch before it.
+
+    Holds the lease's row until the commit: nobody takes over in the middle of a batch.
+    """
     # KEY SHARE lets a renewal pass, and makes a takeover (which changes the key) wait.
     lease = connection.execute("select token from tidemark.query_lease for key share")
     known = connection.execute(
         "select 1 from tidemark.applied_batches where query = %s and batch >= %s limit 1", (batch.query, batch.number)
     )
-    # If we hang from here on, the server ends the transaction, or our successor does, who finds it by this name.
+    newest_batch = connection.execute("select query, batch from tidemark.applied_batches order by number desc limit 1")
+    # If we hang from here on, the server ends the transaction, or our successor does, who finds it by this name. What
+    # is published next must be durable (rule 4), also where the server is told to be quick.
     connection.execute(
         "select set_config('application_name', %s, true),"
-        " set_config('idle_in_transaction_session_timeout', '10s', true)",
+        " set_config('idle_in_transaction_session_timeout', '10s', true),"
+        " set_config('synchronous_commit', case current_setting('synchronous_commit')"
+        " when 'remote_apply' then 'remote_apply' else 'on' end, true)",
         (session_name(batch.token),),
     )
     row = lease.fetchone()
     newest = row[0] if row else 0
     if newest != batch.token:
         raise LeaseLost(batch.token, newest)
-    return known.fetchone() is not None
+    if known.fetchone() is not None:
+        return True
+    last = newest_batch.fetchone()
+    if batch.after is not ... and batch.after != last:
+        raise ChainBroken(*("no batch" if it is None else f"batch {it[0]}/{it[1]}" for it in (batch.after, last)))
+    return False
 
 
 def _write_streams(connection: Connection, batch: Batch) -> None:

@@ -137,7 +137,6 @@ def _late(number: int, late: LateCompletion, batch: int, time: int) -> LateEntry
 
 
 CALLS_AT_ONCE = 500  # streams in one pipeline: bounds the memory of both sides, and how long a reader waits its turn
-
 HIGHEST_TOKEN = 2**62  # of a lease; what is higher was not written by us
 
 _SCRIPT = files("tidemark.sinks.redis").joinpath("publish.lua").read_text("utf-8")
@@ -282,8 +281,8 @@ class Redis:
 def _held(
     linear: str | None, allocated: str | None, positions: dict[str, str], fence: Sequence[str | None]
 ) -> RedisPositions:
-    late, token = fence
     try:
+        late, token = fence
         return RedisPositions(
             linear=None if linear is None else int(linear),
             allocated=int(allocated or 0),

@@ -1,6 +1,12 @@
-"""What a start finds that the last run did not leave so: half a load, no checkpoint, a database from a backup."""
+"""What a start finds that the last run did not leave so: half a load, no checkpoint or a damaged one, a database from a
+backup; and a database that goes back under a pipeline that runs."""
 
 import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import psycopg
+import redis
 
 from tests.app.proofs import RedisWatcher, as_undisturbed, settled
 from tests.app.running import PATIENCE
@@ -54,3 +60,96 @@ def test_a_restored_database_and_a_checkpoint_beyond_it_come_together_again(site
     assert watcher.looks
     assert not watcher.wrong
     settled(site)
+
+
+def test_commits_that_were_lost_while_it_runs_are_made_again(site: Site) -> None:
+    """Rules 2, 3 and 5: a failover takes the newest commits back under a pipeline that runs: it begins anew with what
+    is left, every record counts once, and no reader of Redis sees a step back. Fences that owners left in Redis of whom
+    this database knows nothing are passed in one step."""
+    play = site.play(seed=13, cast=CAST)
+    running = site.start()
+    with RedisWatcher(site, play) as watcher:
+        play.until(6.0)
+        site.shows(play)
+        failover = Failover(site)
+        for now in (9.0, 12.0):
+            play.until(now)
+            site.shows(play)
+        failover.lose()
+        play.until(15.0)
+        running.says("commits were lost")
+        site.shows(play)
+        (((token,)),) = site.sql("select token from tidemark.query_lease")
+        with redis.Redis.from_url(site.redis_url, decode_responses=True) as client:
+            for name in client.smembers("tidemark:streams"):
+                client.hset(f"tidemark:{{{name}}}:fence", "token", int(str(token)) + 10**9)
+        play.until(18.0)
+        play.end()
+        site.shows(play)
+    assert running.log().count("the lease was taken over") == 1
+    assert watcher.looks
+    assert not watcher.wrong
+    settled(site)
+
+
+class Failover:
+    """Takes the database back, at `lose`, to what it held when this was made; sessions and the lease stay."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._tables = [
+            str(name)
+            for (name,) in site.sql(
+                "select relname from pg_class c where relnamespace = 'tidemark'::regnamespace and relkind in ('r', 'p')"
+                " and not relispartition and relname not in ('schema_version', 'query_lease')"
+            )
+        ]
+        copies = "".join(f"create table saved.{name} as table tidemark.{name};" for name in self._tables)
+        self._at_once(f"create schema saved; {copies}")
+
+    def lose(self) -> None:
+        back = "".join(
+            f"delete from tidemark.{name}; insert into tidemark.{name} overriding system value table saved.{name};"
+            for name in self._tables
+        )
+        self._at_once(back)
+
+    def _at_once(self, statements: str) -> None:
+        """Between two batches: each holds the lease's row."""
+        lock = "select token from tidemark.query_lease for update"
+        with psycopg.connect(self._site.dsn) as connection:
+            connection.execute(lock)
+            connection.execute(statements.encode())
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "metadata": lambda path: (path / "metadata").write_bytes(b"torn"),
+    "plan": lambda path: newest(path / "offsets").write_bytes(b""),
+    "states": lambda path: [file.write_bytes(file.read_bytes()[:7]) for file in path.glob("state/**/*.delta")],
+    "no states": lambda path: shutil.rmtree(path / "state"),
+}
+
+
+def newest(folder: Path) -> Path:
+    return max((file for file in folder.iterdir() if file.name.isdigit()), key=lambda file: int(file.name))
+
+
+def test_a_damaged_checkpoint_is_set_aside(site: Site) -> None:
+    """Whatever of it is torn or gone: two attempts are made with it, the third begins from Postgres and goes on where
+    the query was."""
+    play = site.play(seed=14, cast=CAST)
+    running = site.start().ready()
+    for number, (what, damage) in enumerate(DAMAGES.items()):
+        play.until(5.0 * number + 3.0)
+        site.shows(play)
+        running.terminate()
+        eventually(running.alone, PATIENCE, lambda: "the end of the JVM, which may still write to the checkpoint")
+        damage(site.checkpoint)
+        running = site.start()
+        play.until(5.0 * number + 5.0)  # states are read when there is a batch
+        site.shows(play)
+        assert "The checkpoint is set aside" in running.log(), what
+        assert running.log().count("Trying again") == 2, what
+    play.end()
+    site.shows(play)
+    as_undisturbed(site)

@@ -14,8 +14,8 @@ from tests.fix_sinks import LEASE
 from tests.sinks.given import batch, lines
 from tests.waiting import eventually
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.sinks.postgres.lease import Lease, LeaseConfig
-from tidemark.sinks.postgres.store import Postgres
+from tidemark.sinks.postgres.lease import Lease, LeaseConfig, next_token
+from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.streaming.errors import LeaseLost, Stopping
 
 NEVER = threading.Event()
@@ -86,7 +86,9 @@ def test_killed_owner_is_replaced_before_its_time(dsn: str, tmp_path: Path, proc
     assert killed is not None
     os.kill(killed, signal.SIGKILL)
     eventually(lambda: len(lines(report)) == 2)
-    assert lines(report)[1] == ["b" if first == "a" else "a", token + 1]
+    ((_, _), (second, newer)) = lines(report)
+    assert second == ("b" if first == "a" else "a")
+    assert newer > token
 
 
 def test_frozen_owner_is_replaced_and_refused(
@@ -101,10 +103,10 @@ def test_frozen_owner_is_replaced_and_refused(
     os.kill(processes[0].pid, signal.SIGSTOP)
     token = lines(report)[0][1]
     with Lease.acquire(dsn, LEASE, NEVER) as lease:
-        assert lease.token == token + 1
+        assert lease.token > token
         with pytest.raises(LeaseLost) as caught:
             store.apply(batch(1, token=token))
-        assert (caught.value.held, caught.value.now) == (token, token + 1)
+        assert (caught.value.held, caught.value.now) == (token, lease.token)
 
 
 def test_transaction_that_hangs_does_not_keep_the_lease(dsn: str) -> None:
@@ -116,7 +118,7 @@ def test_transaction_that_hangs_does_not_keep_the_lease(dsn: str) -> None:
         hung.execute("select set_config('application_name', %s, true)", (f"tidemark token {frozen.token}",))
         began = time.monotonic()
         with Lease.acquire(dsn, config, NEVER) as lease:
-            assert lease.token == frozen.token + 1
+            assert lease.token > frozen.token
         assert time.monotonic() - began < 10
         with pytest.raises(psycopg.OperationalError):
             hung.execute("select 1")
@@ -169,3 +171,42 @@ def test_lease_survives_a_restart_of_postgres(dsn: str, postgres: PostgresServer
         lease.check()
         with psycopg.connect(dsn) as connection:
             assert connection.execute("select token from tidemark.query_lease").fetchone() == (lease.token,)
+
+
+@pytest.mark.parametrize("last", [0, 2**60], ids=["the clock leads", "the clock is behind"])
+def test_a_failover_gives_no_token_out_twice(dsn: str, postgres: PostgresServer, last: int) -> None:
+    """Rule 6: two copies of a database, of which one has lost the other's newest owner, have different owners: either
+    refuses the batches of the other's."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("update tidemark.query_lease set token = %s", (last,))
+    name = str(psycopg.conninfo.conninfo_to_dict(dsn)["dbname"])
+    copy = postgres.dsn(f"{name}_copy")
+    with psycopg.connect(postgres.dsn("postgres"), autocommit=True) as connection:
+        connection.execute(f"create database {name}_copy template {name}".encode())
+    try:
+        with Lease.acquire(dsn, LEASE, NEVER) as one, Lease.acquire(copy, LEASE, NEVER) as other:
+            for here, token in ((dsn, other.token), (copy, one.token)):
+                with Postgres(PostgresConfig(here)) as store, pytest.raises(LeaseLost):
+                    store.apply(batch(1, token=token))
+    finally:
+        with psycopg.connect(postgres.dsn("postgres"), autocommit=True) as connection:
+            connection.execute(f"drop database {name}_copy with (force)".encode())
+
+
+def test_tokens_rise_whatever_the_clock_says() -> None:
+    """Rule 6: a clock that was set back, or stands, gives no lower token and none that was given before."""
+    token = 0
+    for clock in (1_790_000_000, 1_790_000_000, 1_000_000_000, 0, 1_790_000_001):
+        higher = next_token(token, clock)
+        assert max(token, clock * 2**20) < higher < 2**53
+        token = higher
+    assert len({next_token(7, 0) for _ in range(20)}) > 1
+
+
+def test_a_fence_that_no_owner_here_has_left_is_passed_at_once(dsn: str, lease: Lease) -> None:
+    """Rule 6: an owner that a sink refused takes the lease again at once, above all that the sink has seen."""
+    above = lease.token + 10**12
+    lease.lose(above)
+    lease.close()
+    with Lease.acquire(dsn, LeaseConfig("next", ttl=60.0, grace=60.0), NEVER, above) as following:
+        assert following.token > above

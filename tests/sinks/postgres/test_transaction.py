@@ -1,6 +1,7 @@
 """The transaction, on a real Postgres: what it writes, and what no order of calls can make it write."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import psycopg
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.sinks.given import NOW, advance, batch, stream
 from tidemark.sinks.postgres.lease import Lease
-from tidemark.sinks.postgres.store import Postgres, RememberedSetup
+from tidemark.sinks.postgres.store import Postgres, PostgresConfig, RememberedSetup
 from tidemark.streaming.effects import (
     Forced,
     Gap,
@@ -135,6 +136,61 @@ def test_batch_that_leaves_a_hole_is_refused(store: Postgres, sql: psycopg.Conne
         store.apply(batch(2, stream("s", advance("w", 6, 9)), token=token))
     assert store.last_batch() == ("query", 1)
     assert positions(sql) == {("s", "w"): 5}
+
+
+def follow(store: Postgres, token: int, number: int, after: tuple[str, int] | None, query: str = "q") -> bool:
+    """Apply a batch in which one writer moves by one; returns whether it was known."""
+    effects = stream("s", advance("w", number - 1, number), linear=number)
+    made = batch(number, effects, token=token, query=query)
+    return store.apply(replace(made, after=after)).repeated
+
+
+@pytest.mark.parametrize(("lost", "left"), [(3, "batch q/2"), (2, "batch q/1"), (1, "no batch")])
+def test_a_batch_does_not_go_on_over_commits_that_were_lost(
+    store: Postgres, sql: psycopg.Connection, token: int, lost: int, left: str
+) -> None:
+    """Rule 3: where the newest batches are gone from Postgres (a failover, a backup), the next one writes nothing and
+    says what is there; a batch that is still there is recognised when it comes again, also out of turn."""
+    for number in (1, 2, 3):
+        assert not follow(store, token, number, ("q", number - 1) if number > 1 else None)
+    assert follow(store, token, 3, ("q", 2))
+    sql.execute("delete from tidemark.applied_batches where batch >= %s", (lost,))
+    sql.execute("update tidemark.stream_positions set position = %s", (lost - 1,))
+    with pytest.raises(ChainBroken, match=f"holds {left} and this batch follows batch q/3"):
+        follow(store, token, 4, ("q", 3))
+    assert positions(sql) == {("s", "w"): lost - 1}
+    for number in range(1, lost):
+        assert follow(store, token, number, ("q", number - 1))
+    assert not follow(store, token, lost, ("q", lost - 1) if lost > 1 else None)
+
+
+def test_the_first_batch_of_a_query_follows_what_it_was_seeded_with(store: Postgres, token: int) -> None:
+    """Rule 3: commits that were lost between the seed and the first batch are noticed, and so is another query's."""
+    follow(store, token, 1, None)
+    for after in (None, ("q", 2), ("other", 1)):
+        with pytest.raises(ChainBroken):
+            follow(store, token, 2, after, query="next")
+    assert not follow(store, token, 2, ("q", 1), query="next")
+
+
+@pytest.mark.parametrize(("server", "ours"), [("off", "on"), ("local", "on"), ("remote_apply", "remote_apply")])
+def test_what_is_published_is_durable_whatever_the_server_says(
+    dsn: str, sql: psycopg.Connection, token: int, server: str, ours: str
+) -> None:
+    """Rule 4: a database whose commits return before they are on the disk does so for others, not for a batch."""
+    sql.execute(f"alter role current_user set synchronous_commit = {server}".encode())
+    sql.execute("create table seen (how text)")
+    sql.execute(
+        "create function see() returns trigger language plpgsql as"
+        " $$ begin insert into seen values (current_setting('synchronous_commit')); return null; end $$"
+    )
+    sql.execute("create trigger see after insert on tidemark.applied_batches execute function see()")
+    try:
+        with Postgres(PostgresConfig(dsn)) as quick:
+            quick.apply(batch(1, token=token))
+    finally:
+        sql.execute("alter role current_user reset synchronous_commit")
+    assert rows(sql, "select how from seen") == [(ours,)]
 
 
 def test_epoch_and_retirement_change_without_a_move(store: Postgres, sql: psycopg.Connection, token: int) -> None:
