@@ -84,6 +84,12 @@ class Announcer:
         late = [writer for writer, waiting in self._waiting.items() if waiting[0].until <= now]
         yield from self.retry(late, now)
 
+    def forget(self, writers: Iterable[Writer]) -> None:
+        """They have left (`Hub.outlived`). One that comes back is introduced like a new one."""
+        for writer in writers:
+            if writer not in self._waiting:
+                self._announced.pop(writer, None)
+
     def _next(self, writer: Writer, waiting: _AwaitsRows, now: float) -> Announcement | Literal[Lacking.NOT_YET] | None:
         advance, (stream, name) = waiting.advance, writer
         here = self._announced.get(writer, advance.prev)
@@ -119,11 +125,20 @@ class Announcer:
 
 
 class AnnouncedPositions:
-    """`positions`: how far each writer was announced on the channel, by whichever sidecar. A subscriber that gets all
+    """`positions`: how far writers were announced on the channel, by whichever sidecar. A subscriber that gets all
     of it misses nothing and gets nothing twice, although this sidecar may stand before or behind its predecessor."""
 
     def __init__(self, positions: Mapping[Writer, int]) -> None:
         self._positions = dict(positions)
+
+    @property
+    def positions(self) -> Mapping[Writer, int]:
+        return self._positions
+
+    def forget(self, writers: Iterable[Writer]) -> None:
+        """They have left (`Hub.outlived`)."""
+        for writer in writers:
+            self._positions.pop(writer, None)
 
     def restate(self, positions: Iterable[PositionCommand]) -> list[PositionCommand]:
         """A POSITION of every writer, at its own position or at the announced one where that is farther: it makes

@@ -5,7 +5,7 @@ It follows streams, and reads rows, only while it has a subscriber. For one even
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -21,6 +21,7 @@ from tidemark.app.read_side.slices import Begun, Item, Listener, Slice
 from tidemark.app.read_side.tasks import ended
 from tidemark.sinks.reader.events import Advance, Event, Reread
 from tidemark.sources.tail import Tail
+from tidemark.streaming.direction import beyond
 from tidemark.streaming.errors import Stop, TidemarkError, Unavailable
 from tidemark.streaming.records import Record
 
@@ -30,6 +31,7 @@ PATIENCE = 0.5  # seconds that an advance waits for its rows
 OVERDUE_EVERY = 0.1  # seconds until advances that have waited for long enough are announced without their rows
 PAUSE = 1.0  # seconds until something is tried again
 TOGETHER = 50  # slices that are announced at once: bounds how long nothing else happens
+FORGET_EVERY = 60.0  # seconds until writers that have left are looked for again
 POLL = 0.2  # seconds that the thread that reads Kafka waits for a record
 
 Subscriber = Callable[[Sequence[Announcement]], None]
@@ -82,6 +84,21 @@ class Hub:
         """How far every writer was announced: the answer to REPLICATE."""
         return [PositionCommand(stream, writer, id, id) for (stream, writer), id in sorted(self._announced.items())]
 
+    async def outlived(self, announced: Mapping[Writer, int]) -> list[Writer]:
+        """Those of `announced` that are not listed any more and that the line has passed: they retired long ago, and
+        whoever asks for positions can do without them."""
+        known = await self._read_side.snapshots.known({stream for stream, _ in announced})
+        return [
+            (stream, writer)
+            for (stream, writer), id in announced.items()
+            if stream in known and writer not in known[stream].vector and not beyond(id, known[stream].linear)
+        ]
+
+    async def _forget(self) -> None:
+        while True:
+            await asyncio.sleep(FORGET_EVERY)
+            self._announcer.forget(await self.outlived(self._announced))
+
     def _announce(self, announcements: Iterable[Announcement]) -> None:
         announced = list(announcements)
         for announcement in announced:
@@ -95,7 +112,9 @@ class Hub:
             return
         self._rows.end()
         # No TaskGroup: it cancels each but once, and that is not always enough (`ended`).
-        self._running = {self._task(run()) for run in (self._follow, self._read_rows, self._announce_overdue)}
+        self._running = {
+            self._task(run()) for run in (self._follow, self._read_rows, self._announce_overdue, self._forget)
+        }
         for task in self._running:
             task.add_done_callback(self._ended)
 

@@ -1,12 +1,13 @@
 -- Publishes lines on the channel, if we are the speaker, and remembers how far writers were announced with them.
 --
 -- KEYS  speaker, told (one hash tag)
--- ARGV  our token, channel, msgpack of {lines, {field, position, ...}}
+-- ARGV  our token, channel, msgpack of {lines, {field, position, ...}, {field, ...} to be forgotten}
 --
 -- Answers 1, or 0 where another speaks: nothing was published then.
 
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-local lines, positions = unpack(cmsgpack.unpack(ARGV[3]))
+local lines, positions, gone = unpack(cmsgpack.unpack(ARGV[3]))
 for i = 1, #positions, 2 do redis.call('HSET', KEYS[2], positions[i], positions[i + 1]) end
+for _, field in ipairs(gone) do redis.call('HDEL', KEYS[2], field) end
 for _, line in ipairs(lines) do redis.call('PUBLISH', ARGV[2], line) end
 return 1

@@ -22,7 +22,7 @@ from redis.exceptions import LockNotOwnedError, RedisError
 
 from tidemark.app.lines.announcer import AnnouncedPositions, Announcement
 from tidemark.app.lines.commands import PositionCommand, RdataCommand
-from tidemark.app.lines.hub import Hub
+from tidemark.app.lines.hub import FORGET_EVERY, Hub
 from tidemark.app.lines.rows import Writer
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.tasks import ended
@@ -97,8 +97,12 @@ class Speaker:
             await self._hub.begun()
             self._announcements.clear()  # their positions go out now
             await self._answer(announced)
+            forgot_at = -FORGET_EVERY
             while not renewing.done():
                 self._wake.clear()
+                if time.monotonic() - forgot_at >= FORGET_EVERY:
+                    forgot_at = time.monotonic()
+                    await self._forget(announced)
                 while self._announcements:
                     await self._publish(self._batch(announced))
                 if self._unanswered and time.monotonic() - self._answered_at >= ANSWER_EVERY:
@@ -152,17 +156,24 @@ class Speaker:
             found.append(announced.next(self._announcements.popleft()))
         return found
 
+    async def _forget(self, announced: AnnouncedPositions) -> None:
+        gone = await self._hub.outlived(announced.positions)
+        announced.forget(gone)
+        for start in range(0, len(gone), AT_ONCE):
+            await self._told([], [], [" ".join(writer) for writer in gone[start : start + AT_ONCE]])
+
     async def _publish(self, commands: Iterable[Sequence[PositionCommand | RdataCommand]]) -> None:
         flat = [command for each in commands for command in each]
         if not flat:
             return
         positions = {f"{it.stream} {it.writer}": str(it.id) for it in flat if it.id is not None}
-        packed = msgspec.msgpack.encode(
-            ([str(it) for it in flat], [word for pair in positions.items() for word in pair])
-        )
+        await self._told([str(it) for it in flat], [word for pair in positions.items() for word in pair], [])
+        metrics.LINES_OUT.inc(len(flat))
+
+    async def _told(self, lines: list[str], positions: list[str], gone: list[str]) -> None:
+        packed = msgspec.msgpack.encode((lines, positions, gone))
         if not await self._publish_script(keys=self._keys, args=[self._token, self._config.channel, packed]):
             raise _Superseded
-        metrics.LINES_OUT.inc(len(flat))
 
 
 def _chunks(positions: Sequence[PositionCommand]) -> Iterator[Sequence[PositionCommand]]:

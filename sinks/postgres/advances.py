@@ -115,6 +115,21 @@ def write_writers(connection: Connection, batch: Batch) -> Cursor[TupleRow] | No
     return changed
 
 
+def forget_retired(connection: Connection, before: datetime) -> None:
+    """Forget the retired writers of streams that were last heard of `before`, where the line has passed them. Those of
+    other streams are dropped by batches; a stream that nobody writes to has none.
+    """
+    connection.execute(
+        """
+        update tidemark.stream_positions p set forgotten = true
+        from tidemark.streams s
+        where s.stream = p.stream and s.updated_at < %s and p.retired and not p.forgotten
+            and abs(p.position) <= abs(s.linear)
+        """,
+        (before,),
+    )
+
+
 def settled(advances: Cursor[TupleRow] | None) -> dict[tuple[str, str], WriterAdvance | None]:
     settled: dict[tuple[str, str], WriterAdvance | None] = {}
     for stream, writer, epoch, prev, id_, facts, empty, unseen, skipped, position, claimed in advances or ():

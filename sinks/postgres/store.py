@@ -13,11 +13,13 @@ import structlog
 
 from tidemark.sinks.port import Batch, Committed
 from tidemark.sinks.postgres import history, transaction
+from tidemark.sinks.postgres.advances import forget_retired
 from tidemark.sinks.postgres.database import READABLE, SCHEMA, execute, session_of
 from tidemark.sinks.postgres.days import drop_before
 from tidemark.sinks.postgres.history import PastAdvance, PastLate, Retention
 from tidemark.sinks.postgres.status import Conditions, note_faults
 from tidemark.sinks.postgres.transaction import UnsentDeadLetters, apply
+from tidemark.streaming.model import Bounds
 from tidemark.streaming.postgres_session import Dsn
 
 log = structlog.get_logger(__name__)
@@ -224,7 +226,8 @@ class Postgres:
             return history.late_since(connection, known, newest)
 
     def tidy(self, now: datetime) -> bool:
-        """Make the history's partitions of today and tomorrow, and drop what is past its time. For every hour or so.
+        """Make the history's partitions of today and tomorrow, and drop what is past its time, retired
+        writers too. For every hour or so.
 
         Batches go on meanwhile. False where something could not be dropped, because somebody reads it.
         """
@@ -238,6 +241,7 @@ class Postgres:
             tidied = drop_before(connection, oldest)
         with self._reads.use() as connection:
             history.forget(connection, today, self._config.retention)
+            forget_retired(connection, now - timedelta(milliseconds=Bounds().retirement))
         if tidied.dropped:
             log.info("Dropped history that is past its time", partitions=tidied.dropped)
         if tidied.in_use:

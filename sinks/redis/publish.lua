@@ -43,6 +43,23 @@ end
 
 local known = {} -- writer -> position, as in the hash
 
+-- Of the writers that the change names: a stream may have thousands of others.
+local function read_positions()
+    local named, seen = {}, {}
+    local function name(writer)
+        if not seen[writer] then
+            seen[writer] = true
+            named[#named + 1] = writer
+        end
+    end
+    for _, entry in ipairs(entries) do name(entry[1]) end
+    for _, pair in ipairs(positions) do name(pair[1]) end
+    for start = 1, #named, 1000 do -- more than a Lua stack holds may be named
+        local chunk = {unpack(named, start, math.min(start + 999, #named))}
+        for i, id in ipairs(call('HMGET', POSITIONS, unpack(chunk))) do known[chunk[i]] = id or nil end
+    end
+end
+
 local moved, order = {}, {} -- writer -> what to tell the channel; in the order of their first move
 local function move(writer, prev, id, plain)
     local line = moved[writer]
@@ -95,6 +112,19 @@ local function write_late(entry)
     call('HSET', FENCE, 'late', number)
 end
 
+-- The writers that stood beyond the line, as the token tells: no other is beyond it now, unless it moved.
+local function read_others(token, gone)
+    if not token then
+        local flat = call('HGETALL', POSITIONS)
+        for i = 1, #flat, 2 do known[flat[i]] = flat[i + 1] end
+        return
+    end
+    for name, id in string.gmatch(token, '~([^~]*)%.(%-?%d+)') do
+        local writer = string.gsub(string.gsub(name, '%%7E', '~'), '%%25', '%%')
+        if not known[writer] and not gone[writer] then known[writer] = id end
+    end
+end
+
 local function write_token(line)
     local writers = {}
     for writer, id in pairs(known) do
@@ -113,12 +143,14 @@ local function publish()
     local newest = call('HGET', FENCE, 'token')
     if newest and beyond(newest, lease) then return {'fenced', newest} end
     if mode == 'known' and not newest then return {'lost'} end
-    local flat = call('HGETALL', POSITIONS)
-    for i = 1, #flat, 2 do known[flat[i]] = flat[i + 1] end
+    read_positions()
     -- All is read before anything is written: a key that somebody else has put there fails the whole call.
     local last = call('HGET', FENCE, 'late') or '0'
     local line, head = call('GET', LINEAR), call('GET', ALLOCATED) or '0'
     call('XLEN', ADVANCES)
+    call('HLEN', POSITIONS)
+    local token = redis.pcall('GET', TOKEN)
+    if type(token) ~= 'string' then token = nil end
     if (mode == 'new' or mode == 'known') and not joins() then return {'lost'} end
     if newest ~= lease then call('HSET', FENCE, 'token', lease) end
     if mode == 'anew' then
@@ -127,11 +159,14 @@ local function publish()
         last = '0'
     end
 
-    local changed = false
+    local changed, gone = false, {}
     for _, writer in ipairs(dropped) do
-        changed = call('HDEL', POSITIONS, writer) == 1 or changed
+        if call('HDEL', POSITIONS, writer) == 1 then changed = true end
         known[writer] = nil
+        gone[writer] = true
     end
+    -- With its last writer the stream has ended: its history is Postgres's.
+    if changed and call('EXISTS', POSITIONS) == 0 then call('DEL', ADVANCES) end
     for _, entry in ipairs(entries) do write_entry(entry) end
     for _, pair in ipairs(positions) do
         local here = known[pair[1]]
@@ -146,7 +181,10 @@ local function publish()
         line, changed = linear, true
     end
     if beyond(allocated, head) then call('SET', ALLOCATED, allocated) end
-    if changed or #order > 0 or call('EXISTS', TOKEN) == 0 then write_token(line) end
+    if changed or #order > 0 or not token then
+        read_others(token, gone)
+        write_token(line)
+    end
     for _, writer in ipairs(order) do
         local told = moved[writer]
         local prev = told.plain and told.prev or told.id

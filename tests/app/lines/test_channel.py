@@ -17,6 +17,8 @@ from tests.app.lines.given import client, served
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
+from tidemark.app.lines import hub as hub_module
+from tidemark.app.lines import speaker as speaker_module
 from tidemark.app.lines.channel import Channel
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer
@@ -151,6 +153,23 @@ def test_speaker_that_ends_gives_its_place_away(
     pipeline.move("w", 1, 5)
     with speaking(servers, worker):
         assert worker.hears() == "POSITION s w 5 5"
+
+
+def test_writers_that_left_are_forgotten(
+    pipeline: Pipeline, servers: ReadSideConfig, worker: ChannelWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the speaker, in what it leaves to its successor, and in answers; one that comes back is announced again."""
+    monkeypatch.setattr(hub_module, "FORGET_EVERY", 0.1)
+    monkeypatch.setattr(speaker_module, "FORGET_EVERY", 0.1)
+    told = f"tidemark:lines:{{{TERMS.channel}}}:told"
+    pipeline.publish(stream("s", advance("old", 0, 5), advance("w", 0, 7), linear=7))
+    with speaking(servers, worker):
+        eventually(lambda: set(worker.redis.hgetall(told)) == {"s old", "s w"})
+        pipeline.publish(stream("s", dropped=["old"], linear=7))
+        eventually(lambda: worker.redis.publish(TERMS.channel, "REPLICATE") and worker.redis.hkeys(told) == ["s w"])
+        pipeline.publish(stream("s", advance("old", 5, 8), linear=7))
+        worker.hears_last("POSITION s old 8 8")
+        assert worker.redis.hgetall(told) == {"s old": "8", "s w": "7"}
 
 
 def test_redis_that_lost_its_data_silences_nobody(

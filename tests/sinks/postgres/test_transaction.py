@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import psycopg
@@ -116,6 +117,22 @@ def test_rejoined_writer_is_cut_to_what_was_open(store: Postgres, sql: psycopg.C
     assert applied.settled == {("s", "w"): WriterAdvance("w", 2, 100, 130, 10, 0, 20, 0, 0)}
     assert history(sql, "prev, id, facts, empty, unseen, skipped") == [(0, 100, 100, 0, 0, 0), (100, 130, 10, 0, 20, 0)]
     assert store.positions(["s"])["s"].forgotten == frozenset()
+
+
+def test_the_retired_writers_of_a_stream_that_rests_are_forgotten(
+    store: Postgres, sql: psycopg.Connection, token: int
+) -> None:
+    """After the time for which batches keep them; not those beyond the line, nor one that is active."""
+    gone, ahead = WriterRow("gone", 1, 5, retired=True), WriterRow("ahead", 1, 9, retired=True)
+    rows_of = [gone, ahead, WriterRow("active", 1, 7, retired=False)]
+    store.apply(batch(1, stream("s", writers=rows_of, linear=7), token=token))
+    then = datetime.fromtimestamp(NOW / 1000, UTC)
+    store.tidy(then + timedelta(days=6))
+    assert store.positions(["s"])["s"].forgotten == frozenset()
+    store.tidy(then + timedelta(days=8))
+    assert store.positions(["s"])["s"].forgotten == {"gone"}
+    store.apply(batch(2, stream("s", advance("gone", 5, 8, epoch=2), linear=7, linear_prev=7), token=token))
+    assert store.positions(["s"])["s"].positions == {"gone": 8, "ahead": 9, "active": 7}
 
 
 def test_writer_that_rejoins_lower_stays(store: Postgres, sql: psycopg.Connection, token: int) -> None:

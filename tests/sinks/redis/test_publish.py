@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.sinks.given import entries
 from tidemark.app.stack.servers import RedisServer
+from tidemark.sinks.reader.token import Token
 from tidemark.sinks.redis.names import key
 from tidemark.sinks.redis.publish import AdvanceEntry, Change, LateEntry, Mode, Redis, RedisConfig
 from tidemark.streaming.errors import BadSetting, LeaseLost, Refused, Unavailable
@@ -192,6 +193,54 @@ def test_dropped_writers_leave(shown: Redis, keys: Any) -> None:
     publish(shown, Change("s", "1", dropped=["a"]))
     assert keys.hgetall(key("s", "positions")) == {"b": "6"}
     assert keys.get(key("s", "token")) == "m1~b.6"
+
+
+def test_with_its_last_writer_a_stream_gives_its_list_back(shown: Redis, keys: Any) -> None:
+    """Positions, line and token stay, and the list begins anew when somebody joins again."""
+    publish(shown, Change("s", "9", [entry("a", 0, 5), entry("b", 0, 9)]))
+    publish(shown, Change("s", "9", dropped=["a"]))
+    assert len(entries(keys)) == 2
+    publish(shown, Change("s", "9", dropped=["b"]))
+    assert state(keys) == ({}, "9", "m9", [])
+    publish(shown, Change("s", "9", [entry("c", 9, 12)]), "known")
+    assert (len(entries(keys)), keys.get(key("s", "token"))) == (1, "m9~c.12")
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.tuples(st.sampled_from(["a", "a.5", "%7E", "~", "w-."]), st.integers(1, 40)), max_size=3),
+            st.integers(1, 40),
+            st.lists(st.sampled_from(["a", "a.5", "~"]), max_size=1),
+        ),
+        max_size=6,
+    ),
+    st.sampled_from([1, -1]),
+)
+def test_the_token_tells_every_writer_beyond_the_line(
+    shown: Redis, keys: Any, calls: list[tuple[list[tuple[str, int]], int, list[str]]], sign: int
+) -> None:
+    """Whichever of them a change names, and whatever their names hold: what it tells follows from the hash."""
+    keys.flushall()
+    for moved, linear, dropped in calls:
+        positions = [(writer, str(sign * id)) for writer, id in moved]
+        publish(shown, Change("s", str(sign * linear), positions=positions, dropped=dropped))
+        token = Token.parse(keys.get(key("s", "token")))
+        line = int(keys.get(key("s", "linear")))
+        stands = {writer: int(id) for writer, id in keys.hgetall(key("s", "positions")).items()}
+        assert token == Token.of(line, stands)
+
+
+def test_a_call_reads_only_the_writers_that_it_names(shown: Redis, keys: Any) -> None:
+    """Rule 8: the reply that the script takes of the hash is of one writer, of the 3 000 that there are."""
+    publish(shown, Change("s", "9", positions=[(f"w{number}", "5") for number in range(3000)]))
+    keys.config_resetstat()
+    publish(shown, Change("s", "9", [entry("w7", 5, 12)]), "known")
+    calls = {name: it["calls"] for name, it in keys.info("commandstats").items()}
+    assert "cmdstat_hgetall" not in calls
+    assert calls["cmdstat_hmget"] == 1
+    assert keys.get(key("s", "token")) == "m9~w7.12"
 
 
 def test_lost_data_is_noticed_before_anything_is_written(shown: Redis, keys: Any) -> None:
