@@ -148,9 +148,7 @@ class Settings(Connections):
     history_days: Positive = Field(7, description="Days that Postgres keeps the history of advances and of gaps.")
     audit_days: Positive = Field(400, description="Days that Postgres keeps operators' acts and late completions.")
     advances_kept: Positive = Field(10_000, description="Advances that Redis keeps of each stream.")
-    pending_bound: Positive = Field(
-        10_000, description="Intervals held back of one writer; a record that would add one is rejected."
-    )
+    pending_bound: Positive = Field(10_000, description="Intervals held back of one writer; one more is rejected.")
     completed_bound: Positive = Field(
         10_000,
         description="Intervals of completed IDs kept above a linear position; past it that one is cautious.",

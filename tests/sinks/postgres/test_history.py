@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.fix_sinks import LEASE
 from tests.sinks.given import NOW, advance, batch, stream
+from tests.waiting import eventually
 from tidemark.sinks.postgres import history
 from tidemark.sinks.postgres.database import SCHEMA, migrate, session_of
 from tidemark.sinks.postgres.history import Retention
@@ -204,11 +206,26 @@ def test_history_of_an_older_schema_stays(single_advances: str) -> None:
         for newest in (3, 100):
             found = store.advances_since([("s", "w", 0)], newest)["s", "w"]
             assert [(it.advance.prev, it.advance.id) for it in found] == chain[-newest:]
+        older_sidecars = history._UNPACKED.format(table="position_advances")
+        asked = sql.execute(older_sidecars.encode(), (["s"], ["w"], [5], 3)).fetchall()
+        assert sorted(it[3:5] for it in asked) == chain[-3:]
         assert viewed(sql) == chain
         assert rows(sql, "select prev, id from tidemark.advances_of('s') order by id") == chain
         store.tidy(TODAY + 20 * DAY)
     assert viewed(sql) == []
     sql.close()
+
+
+def test_retention_and_a_batch_do_not_wait_for_each_other(store: Postgres, sql: psycopg.Connection, dsn: str) -> None:
+    """Who deletes waits for the batch that holds the lease's row, and holds nothing that this batch needs."""
+    waits = "select 1 from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'"
+    with psycopg.connect(dsn) as of_batch, ThreadPoolExecutor(1) as pool:
+        of_batch.execute("select token from tidemark.query_lease for key share")
+        tidied = pool.submit(store.tidy, TODAY)
+        eventually(lambda: sql.execute(waits).fetchone())
+        of_batch.execute("select tidemark.make_history_day(%s)", (TODAY.date(),))
+        of_batch.commit()
+        tidied.result()
 
 
 def test_history_past_its_time_is_dropped(dsn: str, sql: psycopg.Connection, lease: Lease) -> None:
