@@ -10,7 +10,7 @@ from psycopg.rows import TupleRow
 
 from tidemark.sinks.port import Batch
 from tidemark.sinks.postgres.database import execute
-from tidemark.sinks.postgres.history import number_writers, places
+from tidemark.sinks.postgres.history import places
 from tidemark.streaming.effects import WriterAdvance
 from tidemark.streaming.errors import ChainBroken
 from tidemark.streaming.postgres_session import Connection
@@ -25,7 +25,6 @@ def write_advances(connection: Connection, batch: Batch) -> Cursor[TupleRow] | N
     days = {datetime.fromtimestamp(shard.now / 1000, UTC).date() for shard in batch.effects}
     for day in days:
         connection.execute("select tidemark.make_history_day(%s)", (day,))
-    number_writers(connection, batch)
     return execute(
         connection,
         """
@@ -35,7 +34,7 @@ def write_advances(connection: Connection, batch: Batch) -> Cursor[TupleRow] | N
             from unnest(%s::text[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[],
                     %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[])
                 as b (stream, writer, epoch, prev, id, facts, empty, unseen, skipped, linear, place)
-            join tidemark.writer_numbers n using (stream, writer)
+            left join tidemark.writer_numbers n using (stream, writer)
             left join tidemark.stream_positions p using (stream, writer)
         ), cut as materialized (
             select stream, writer, epoch, case when known > 0 then position else prev end as prev, id, facts,
@@ -44,6 +43,10 @@ def write_advances(connection: Connection, batch: Batch) -> Cursor[TupleRow] | N
                 skipped - least(skipped, known - least(unseen + empty, known)) as skipped,
                 linear, place, number, before, position, prev as claimed
             from new
+        ), named as (
+            insert into tidemark.writer_numbers (stream, writer)
+            select stream, writer from cut where number is null and abs(id) > abs(prev)
+            returning stream, writer, number
         ), written as (
             insert into tidemark.packed_advances
                 (time, part, batch, writers, epochs, ids, spans, before, ahead, facts, empty, unseen, skipped)
@@ -54,7 +57,12 @@ def write_advances(connection: Connection, batch: Batch) -> Cursor[TupleRow] | N
                 case when bool_or(empty <> 0) then array_agg(empty) end,
                 case when bool_or(unseen <> 0) then array_agg(unseen) end,
                 case when bool_or(skipped <> 0) then array_agg(skipped) end
-            from (select * from cut where abs(id) > abs(prev) order by place, number) moved
+            from (
+                select place, coalesce(cut.number, named.number) as number, epoch, prev, id, facts, empty, unseen,
+                    skipped, linear, before
+                from cut left join named using (stream, writer)
+                where abs(id) > abs(prev) order by 1, 2
+            ) moved
             group by place
         )
         select stream, writer, epoch, prev, id, facts, empty, unseen, skipped, position, claimed

@@ -55,21 +55,6 @@ def places(batch: Batch) -> Iterator[tuple[str, WriterAdvance, int, int]]:
             number += 1
 
 
-def number_writers(connection: Connection, batch: Batch) -> None:
-    """Numbers for writers that have none; in the transaction of the batch, whose lock of the lease lets in one only."""
-    execute(
-        connection,
-        """
-        insert into tidemark.writer_numbers (stream, writer)
-        select stream, writer from unnest(%s::text[], %s::text[]) as moved (stream, writer)
-        where not exists (
-            select from tidemark.writer_numbers n where (n.stream, n.writer) = (moved.stream, moved.writer)
-        )
-        """,
-        ((stream, advance.writer) for stream, advance, _, _ in places(batch)),
-    )
-
-
 _CHAIN: LiteralString = """
 with recursive known as materialized (
     select k.*, n.number, p.advanced
