@@ -10,6 +10,7 @@ import redis
 
 from tests.sinks.reader.given import Pipeline
 from tidemark.sinks.postgres.database import migrate
+from tidemark.sinks.postgres.history import Retention
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.redis.publish import Redis, RedisConfig
@@ -39,7 +40,8 @@ def lease(dsn: str) -> Iterator[Lease]:
 
 @pytest.fixture
 def store(dsn: str) -> Iterator[Postgres]:
-    with Postgres(PostgresConfig(dsn)) as postgres:
+    # The batches of tests are of some day in the past.
+    with Postgres(PostgresConfig(dsn, Retention(history=36_500))) as postgres:
         yield postgres
 
 
