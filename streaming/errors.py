@@ -65,6 +65,12 @@ class NotReached(Retry):
         return f"it stands at {self.stands}" if self.stands else "Redis knows nothing of it"
 
 
+@says("writer {instance}: {problem}; its database was restored or failed over: it joins anew, repeat the transaction")
+class HistoryChanged(Retry):  # nothing was written: docs/design.md 4
+    instance: str
+    problem: str
+
+
 @says("a secret for {what} has changed")
 class Rotated(Retry):
     what: str  # whose open connections do not take the new one up
@@ -240,13 +246,6 @@ class SequenceUnfit(Stop):  # its IDs would not be safe to announce: docs/design
     sequence: str
     problem: str
     do: str
-
-
-@says("""writer {instance}: {problem}; its database was restored or failed over, so IDs may be given out again: end this
-    process and start it again, then it joins anew and readers learn what to repair""")
-class HistoryChanged(Stop):  # nothing was written, and nothing can be any more in this process: docs/design.md 4
-    instance: str
-    problem: str
 
 
 @says("""reader {reader} has read stream {stream} in {was} mode and would now go on in {now} mode, which cannot tell

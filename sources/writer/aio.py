@@ -13,6 +13,7 @@ from psycopg.rows import tuple_row
 
 from tidemark.sources.writer.core import WriterCore
 from tidemark.sources.writer.pending import ADD, PendingTransaction, encoded, write_statement
+from tidemark.streaming.errors import HistoryChanged, WriterFenced
 
 
 class AsyncFacts:
@@ -87,6 +88,10 @@ class AsyncWriter(WriterCore):
         except psycopg.OperationalError as error:
             if connection.broken and (over := await asyncio.to_thread(self._over)) is not None:
                 raise over from error
+            raise
+        except (WriterFenced, HistoryChanged) as error:
+            if (told := self._told(error, pending)) is not error:
+                raise told from error
             raise
         finally:
             self._ended(pending, connection.pgconn.transaction_status)

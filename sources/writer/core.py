@@ -4,8 +4,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
+import psycopg
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
 from psycopg.pq import TransactionStatus
@@ -19,15 +21,24 @@ from tidemark.sources.writer.database import SCHEMA, session_of
 from tidemark.sources.writer.fence import Holder
 from tidemark.sources.writer.metrics import Meters
 from tidemark.sources.writer.pending import PendingTransaction, StreamHandle, reserve_call, reserve_statement
-from tidemark.sources.writer.relay import Relay
+from tidemark.sources.writer.relay import FIRST_PAUSE, LONGEST_PAUSE, Relay
 from tidemark.sources.writer.sequences import Stream, named
 from tidemark.streaming.direction import Direction, DirectionName
-from tidemark.streaming.errors import HistoryChanged, Retry, Stopping, WriterFenced
+from tidemark.streaming.errors import HistoryChanged, Retry, Stopping, TidemarkError, WriterFenced
 from tidemark.streaming.postgres_session import Connection
 
 log = structlog.get_logger(__name__)
 
 _SAY_EVERY = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """One epoch of this process: another one follows where the database turns out to have another history."""
+
+    epoch: int
+    handles: Mapping[str, StreamHandle]
+    relay: Relay
 
 
 class WriterCore:
@@ -38,6 +49,8 @@ class WriterCore:
     it waits for; it raises `Unavailable` where Kafka or Postgres does not answer within `patience` seconds, and the
     `Stop` that names what a person must mend. Stop (leaving it) waits up to `patience` for this process's transactions
     and for Kafka; what is left then is announced by the next start. Not to be forked.
+
+    Where the database was restored or failed over, the writer joins anew by itself, as a start would.
     """
 
     def __init__(
@@ -55,7 +68,6 @@ class WriterCore:
     ) -> None:
         self.instance = instance
         self.streams = {stream.name: stream for stream in named(streams, instance, direction)}
-        self.epoch = 0
         self._kafka = KafkaConnection(kafka) if isinstance(kafka, str) else kafka
         self._topic = topic
         self._patience = patience
@@ -63,12 +75,18 @@ class WriterCore:
         self._process = 0
         self._session = session_of(dsn, f"tidemark writer {instance}")
         self._meters = Meters(registry, instance)
-        self._handles: dict[str, StreamHandle] = {}
-        self._relay: Relay | None = None
+        self._life: _Life | None = None
+        self._last: int | None = None
+        """The last epoch that this process began, whether or not it came to join in it."""
         self._open = 0
         self._idle = threading.Condition()
-        self._stopping = False
+        self._stopping = threading.Event()
         self._retiring = False
+
+    @property
+    def epoch(self) -> int:
+        """The living epoch, 0 before the start."""
+        return self._life.epoch if self._life is not None else 0
 
     def retire(self) -> None:
         """This instance ends for good: when it stops, it says so, and holds the linear position back no more."""
@@ -81,12 +99,12 @@ class WriterCore:
 
     def _start(self) -> None:
         try:
-            self._join()
+            self._join(_LogsHolders(self.instance))
         except BaseException:
             self._session.close()
             raise
 
-    def _join(self) -> None:
+    def _join(self, stuck: Callable[[Connection, list[Holder]], None]) -> None:
         self._process = os.getpid()
         Topics(self._kafka, self._patience).describe([self._topic])
         with self._session.use() as connection:
@@ -95,10 +113,8 @@ class WriterCore:
             before = fence.registered(connection, self.instance)
         wanted = {name: (oids[name], stream.towards) for name, stream in self.streams.items()}
         left = {name: known for name, known in before.items() if name not in wanted}
-        begun = fence.raise_epoch(
-            self._session, self.instance, wanted | left, self._clock(), _LogsHolders(self.instance)
-        )
-        self.epoch = begun.epoch
+        begun = fence.raise_epoch(self._session, self.instance, wanted | left, self._clock(), stuck, self._last)
+        self._last = begun.epoch
         if begun.database is None:
             log.warning(
                 "This database does not tell its history: a failover will not be noticed before the next start",
@@ -108,29 +124,56 @@ class WriterCore:
         producer = self._producer()
         joined = fence.settle(self._session, producer, self.instance, begun, wanted | left, self._patience)
         if left:
-            self._leave(producer, left, joined.starts)
-        self._handles = {
-            name: self._handle(name, oid, towards, joined.starts[name]) for name, (oid, towards) in wanted.items()
+            self._leave(producer, begun.epoch, left, joined.starts)
+        handles = {
+            name: self._handle(begun.epoch, name, oid, towards, joined.starts[name])
+            for name, (oid, towards) in wanted.items()
         }
-        self._relay = Relay(
-            self._session, self._producer, self.instance, self.epoch, self._handles, self._meters, joined.server
-        )
-        for name, handle in self._handles.items():
-            self._meters.watch(name, handle.chain, partial(self._relay.oldest_unacknowledged, name))
-        self._relay.start()
+        writer = self._session, self._producer, self.instance, begun.epoch
+        relay = Relay(*writer, handles, self._meters, joined.server, self._join_anew)
+        for name, handle in handles.items():
+            self._meters.watch(name, handle.chain, partial(relay.oldest_unacknowledged, name))
+        self._life = _Life(begun.epoch, handles, relay)
+        relay.start()
         log.info(
-            "Joined", instance=self.instance, epoch=self.epoch, announced_before=joined.leftovers, streams=joined.starts
+            "Joined",
+            instance=self.instance,
+            epoch=begun.epoch,
+            announced_before=joined.leftovers,
+            streams=joined.starts,
         )
 
-    def _handle(self, name: str, oid: int, towards: Direction, start: int) -> StreamHandle:
-        call = reserve_call(self.instance, self.epoch, name, oid, towards)
+    def _join_anew(self) -> None:
+        """On the thread of the relay that ended; until it has come about, transactions are refused."""
+
+        def stuck(connection: Connection, holders: list[Holder]) -> None:
+            if self._stopping.is_set():
+                raise Stopping(f"writer {self.instance} was told to stop")
+            logs(connection, holders)
+
+        ended, logs, pause, problem = self._life, _LogsHolders(self.instance), FIRST_PAUSE, ""
+        assert ended is not None
+        while not self._stopping.wait(pause):
+            try:
+                self._join(stuck)
+            except WriterFenced as error:
+                ended.relay.fence(error)
+            except (TidemarkError, psycopg.Error) as error:
+                if problem != (problem := str(error)):
+                    log.warning("Cannot join yet", instance=self.instance, problem=problem)
+                pause = min(2 * pause, LONGEST_PAUSE)
+                continue
+            break
+
+    def _handle(self, epoch: int, name: str, oid: int, towards: Direction, start: int) -> StreamHandle:
+        call = reserve_call(self.instance, epoch, name, oid, towards)
         latency = self._meters.reservation(name)
         return StreamHandle(name, oid, towards, ReservationChain(start), call, reserve_statement(call), latency)
 
-    def _leave(self, producer: RecordProducer, streams: fence.Streams, starts: Mapping[str, int]) -> None:
+    def _leave(self, producer: RecordProducer, epoch: int, streams: fence.Streams, starts: Mapping[str, int]) -> None:
         """Streams that this instance wrote in an earlier epoch and writes no more must not wait for it."""
         ids = {name: starts[name] for name in streams}
-        fence.retire(producer, self.instance, self.epoch, streams, ids, self._patience)
+        fence.retire(producer, self.instance, epoch, streams, ids, self._patience)
         with self._session.use() as connection:
             connection.execute(
                 "update tidemark.writer_streams set retired = true where instance = %s and stream = any(%s)",
@@ -140,35 +183,37 @@ class WriterCore:
     # -- transactions
 
     def _pending(self) -> PendingTransaction:
-        if self._relay is None:
+        life = self._life
+        if life is None:
             raise RuntimeError("use the writer as a context manager: `with Writer(...) as writer`")
         if self._process != os.getpid():
             # Nobody would announce what this copy reserves; the heartbeat of the other would say that it is not there.
             raise RuntimeError(f"writer {self.instance} was made before a fork: make it in the process that writes")
-        if self._relay.over is not None:
-            raise self._relay.over
+        if life.relay.over is not None:
+            raise life.relay.over.with_traceback(None)
         with self._idle:
-            if self._stopping:
+            if self._stopping.is_set():
                 raise Stopping(f"writer {self.instance} was told to stop")
             self._open += 1
-        return PendingTransaction(self.instance, self.epoch, self._handles)
+        return PendingTransaction(self.instance, life.epoch, life.handles)
 
     def _ended(self, pending: PendingTransaction, status: int) -> None:
         """The caller's block is over, and its connection is in `status` (of libpq)."""
         with self._idle:
             self._open -= 1
-            if self._stopping:
+            if self._stopping.is_set():
                 self._idle.notify_all()
-        if self._relay is None or not len(pending):
-            return
+        life = self._life
+        if life is None or pending.epoch != life.epoch or not len(pending):
+            return  # what an earlier epoch left is in the outbox, or is nothing
         if status == TransactionStatus.IDLE:
             pending.end()
-            self._relay.wake()
+            life.relay.wake()
         else:  # a savepoint in the caller's transaction, or the connection is gone and perhaps the commit was not
-            self._relay.unclear(pending)
+            life.relay.unclear(pending)
 
     def _over(self) -> history.Over | None:
-        """Why the transaction that just broke cannot be repeated, as far as can be known now."""
+        """Why the transaction that just broke cannot be repeated in its epoch, as far as can be known now."""
         try:
             with self._session.use() as connection:
                 history.require(connection, self.instance, self.epoch)
@@ -178,31 +223,48 @@ class WriterCore:
             pass
         return None
 
+    def _told(self, over: history.Over, pending: PendingTransaction) -> history.Over:
+        """What to raise for `over`. Who is fenced by the new epoch of this very process may go on in that."""
+        life = self._life
+        assert life is not None
+        if life.epoch == pending.epoch and not isinstance(life.relay.over, HistoryChanged):
+            if isinstance(over, HistoryChanged):
+                life.relay.changed(over)
+            return over
+        return HistoryChanged(self.instance, f"epoch {pending.epoch} is over")
+
     # -- stop
 
     def _stop(self) -> None:
         deadline = time.monotonic() + self._patience
-        relay = self._relay
-        assert relay is not None
         with self._idle:
-            self._stopping = True
+            self._stopping.set()
             self._idle.wait_for(lambda: not self._open, self._patience)
-        while relay.busy() and relay.over is None and time.monotonic() < deadline:
-            relay.wake()
-            time.sleep(0.02)
-        relay.stop()
+        life = self._ending(deadline)
         try:
-            if relay.over is not None:
+            if life.relay.over is not None:
                 return
-            if relay.busy():
-                left = {name: handle.chain.in_flight for name, handle in self._handles.items()}
+            if life.relay.busy():
+                left = {name: handle.chain.in_flight for name, handle in life.handles.items()}
                 log.warning("Stopped before all was announced: the next start will announce it", in_flight=left)
             elif self._retiring:
-                ids = {name: handle.chain.last for name, handle in self._handles.items()}
-                streams = {name: (handle.oid, handle.towards) for name, handle in self._handles.items()}
-                fence.retire(self._producer(), self.instance, self.epoch, streams, ids, self._patience)
+                ids = {name: handle.chain.last for name, handle in life.handles.items()}
+                streams = {name: (handle.oid, handle.towards) for name, handle in life.handles.items()}
+                fence.retire(self._producer(), self.instance, life.epoch, streams, ids, self._patience)
         finally:
             self._session.close()
+
+    def _ending(self, deadline: float) -> _Life:
+        """The last life, ended as soon as it has nothing to tell."""
+        while True:
+            life = self._life
+            assert life is not None
+            while life.relay.busy() and life.relay.over is None and time.monotonic() < deadline:
+                life.relay.wake()
+                time.sleep(0.02)
+            life.relay.stop()
+            if life is self._life:  # it may have been about to join anew
+                return life
 
 
 class _LogsHolders:

@@ -18,7 +18,7 @@ from tidemark.sources.producer import RecordProducer
 from tidemark.sources.writer import history, sequences
 from tidemark.sources.writer.records import OutboxFact, RecordBuilder
 from tidemark.streaming.direction import Direction
-from tidemark.streaming.errors import UnknownWriter
+from tidemark.streaming.errors import UnknownWriter, WriterFenced
 from tidemark.streaming.postgres_session import Connection, PostgresSession
 from tidemark.streaming.records import Timeline
 
@@ -141,11 +141,13 @@ def raise_epoch(
     streams: Streams,
     now: float,
     stuck: Callable[[Connection, list[Holder]], None],
+    last: int | None = None,
 ) -> Begun:
     """End every transaction of the old epoch by waiting for it, and begin a new one, with these streams.
 
     The epoch is at least the milliseconds of `now` (s), so that it rises also over a restore of the database. `stuck`
-    is called about once a second with the holders that are waited for, and may end them.
+    is called about once a second with the holders that are waited for, and may end them. Who only joins anew names
+    the `last` epoch that it began: `WriterFenced` where another process began one since.
     """
     while True:
         with session.use() as connection:
@@ -153,17 +155,27 @@ def raise_epoch(
                 with connection.transaction():
                     connection.execute(f"set local lock_timeout = '{PATIENCE}'".encode())
                     connection.execute("select pg_advisory_xact_lock(tidemark.writer_lock(%s))", [instance])
+                    if last is not None:
+                        _require_no_successor(connection, instance, last)
                     return _raise(connection, instance, streams, int(now * 1000))
             except psycopg.errors.LockNotAvailable:
                 stuck(connection, holders(connection, instance))
 
 
+def _require_no_successor(connection: Connection, instance: str, last: int) -> None:
+    row = connection.execute("select epoch from tidemark.writers where instance = %s", [instance]).fetchone()
+    if row is not None and row[0] > last:
+        raise WriterFenced(instance, last)
+
+
 def _raise(connection: Connection, instance: str, streams: Streams, at_least: int) -> Begun:
     row = connection.execute(
         """
-        insert into tidemark.writers (instance, epoch, server, history)
-        values (%s, greatest(%s, 1), pg_postmaster_start_time(), tidemark.history())
-        on conflict (instance) do update set epoch = greatest(writers.epoch + 1, excluded.epoch), started_at = now(),
+        insert into tidemark.writers as old (instance, epoch, history_epoch, server, history)
+        select %s, given.epoch, given.epoch, pg_postmaster_start_time(), tidemark.history()
+        from greatest(%s, 1) as given (epoch)
+        on conflict (instance) do update set started_at = now(), epoch = greatest(old.epoch + 1, excluded.epoch),
+            history_epoch = greatest(old.epoch + 1, excluded.epoch),
             server = excluded.server, history = excluded.history
         returning epoch, history
         """,
@@ -238,7 +250,10 @@ def make_durable(connection: Connection) -> None:
     Sequences need it: `nextval` is durable only once its or a later transaction is, and what a crash takes back is
     given out again, perhaps to another writer, after it was announced to be empty.
     """
-    connection.execute("select pg_logical_emit_message(true, 'tidemark.writer', '')")
+    # Behind a pooler what was set for the session may be that of another.
+    connection.execute(
+        "select pg_logical_emit_message(true, 'tidemark.writer', ''), set_config('synchronous_commit', 'on', true)"
+    )
 
 
 def _send_leftovers(

@@ -55,8 +55,7 @@ class WriterMetrics:
         )
         self.fenced = Gauge(
             "tidemark_writer_fenced",
-            "1 once nothing can be written here any more: another process has taken over this instance, or its database"
-            " was restored or failed over (the log says which). End it; its next start joins anew.",
+            "1 once another process has taken over this instance: nothing can be written here any more, end it.",
             ["instance"],
             registry=registry,
         )

@@ -86,8 +86,8 @@ class PendingTransaction:
 
     def __init__(self, instance: str, epoch: int, handles: Mapping[str, StreamHandle]) -> None:
         self.xid: str | None = None
+        self.epoch = epoch
         self._instance = instance
-        self._epoch = epoch
         self._handles = handles
         self._rows: dict[str, dict[int, int]] = {}
         self._voids: set[tuple[str, int]] = set()
@@ -131,7 +131,7 @@ class PendingTransaction:
         given = self._given(stream, id)
         bodies = [encoded(stream, row) for row in rows]
         try:
-            yield (self._instance, self._epoch, stream, id, given[id], bodies)
+            yield (self._instance, self.epoch, stream, id, given[id], bodies)
         except BaseException as error:
             raise self._explained(error) from error
         given[id] += len(bodies)
@@ -178,7 +178,7 @@ class PendingTransaction:
         """
         if not isinstance(error, psycopg.Error) or error.sqlstate is None:
             self._broken = error
-        return history.over(error, self._instance, self._epoch) or error
+        return history.over(error, self._instance, self.epoch) or error
 
 
 def encoded(stream: str, row: object) -> str:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -52,9 +52,9 @@ class _Parcel:
 
 
 class Relay:
-    """Begins with `start`. `wake`, `unclear`, `over`, `busy` are for any thread; the rest happens on its own.
+    """Begins with `start`. `wake`, `changed`, `unclear`, `over`, `busy` are for any thread; the rest is its own.
 
-    `over` says why nothing can be written any more; then the thread has ended.
+    `over` says why nothing can be written in this epoch any more; if that is the database, the thread joins anew.
     """
 
     def __init__(
@@ -66,8 +66,10 @@ class Relay:
         handles: Mapping[str, StreamHandle],
         meters: Meters,
         server: datetime,
+        join_anew: Callable[[], None],
     ) -> None:
         self.over: history.Over | None = None
+        self._found: HistoryChanged | None = None  # by a transaction
         self._session = session
         self._make_producer = producer
         self._producer = producer()
@@ -78,12 +80,12 @@ class Relay:
             name: RecordBuilder(instance, epoch, name, handle.towards) for name, handle in handles.items()
         }
         self._meters = meters
+        self._join_anew = join_anew
         self._unclear: list[PendingTransaction] = []
         self._parcels: list[_Parcel] = []
         self._refused = False
         self._announced = {name: handle.chain.last for name, handle in handles.items()}
-        self._server = session.life, server
-        """Number of the connection, and when the server began, on which the history was looked at last."""
+        self._server = session.life, server  # number of the connection and begin of the server that were looked at last
         self._beat = time.monotonic() + HEARTBEAT
         self._began = 0.0
         self._wake = threading.Event()
@@ -97,12 +99,17 @@ class Relay:
         """End the thread; what is not announced is found in the outbox by the next start."""
         self._halt.set()
         self._wake.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def wake(self) -> None:
         """Transactions have ended."""
         if not self._wake.is_set():
             self._wake.set()
+
+    def changed(self, error: HistoryChanged) -> None:
+        self._found = error
+        self._wake.set()
 
     def unclear(self, pending: PendingTransaction) -> None:
         """Take a transaction of which it is not known whether it has ended: the server is asked."""
@@ -127,10 +134,14 @@ class Relay:
         while not self._halt.is_set() and self.over is None:
             try:
                 self._round()
-            except (WriterFenced, HistoryChanged) as error:
+            except WriterFenced as error:
+                self.fence(error)
+            except HistoryChanged as error:
                 self.over = error
-                self._meters.fenced()
-                log.error("Nothing can be written here any more", problem=str(error))
+                log.error("This is not the database that it was: joining anew", problem=str(error))
+                with suppress(Unavailable, Stop):
+                    self._producer.flush(LONGEST_PAUSE)  # what is on its way would come as a zombie behind the JOIN
+                self._join_anew()
             except (Unavailable, Stop, psycopg.Error) as error:
                 if problem != (problem := str(error)):
                     log.warning("Facts wait in the outbox", instance=self._instance, problem=problem)
@@ -142,6 +153,12 @@ class Relay:
                 pause, problem = FIRST_PAUSE, ""
                 self._rest()
 
+    def fence(self, error: WriterFenced) -> None:
+        """End it: another process has taken over."""
+        self.over = error
+        self._meters.fenced()
+        log.error("This writer was replaced: nothing can be written any more", problem=str(error))
+
     def _rest(self) -> None:
         until_beat = max(0.0, self._beat - time.monotonic())
         self._wake.wait(min(until_beat, _UNSETTLED) if self._unclear or self._parcels else until_beat)
@@ -150,6 +167,8 @@ class Relay:
 
     def _round(self) -> None:
         self._began = time.monotonic()
+        if self._found is not None:
+            raise self._found
         self._clear_up()
         if time.monotonic() >= self._beat:
             self._announce_allocated()

@@ -9,6 +9,7 @@ from psycopg.rows import tuple_row
 
 from tidemark.sources.writer.core import WriterCore
 from tidemark.sources.writer.pending import ADD, PendingTransaction, encoded, write_statement
+from tidemark.streaming.errors import HistoryChanged, WriterFenced
 
 
 class Facts:
@@ -83,9 +84,10 @@ class Writer(WriterCore):
         Inside a transaction of the caller it is a savepoint, as psycopg's own `transaction()`: its IDs then hold back
         their streams until the caller's has ended, which is found out by asking the server.
 
-        May be repeated as a whole after any error of psycopg's. Raises `WriterFenced` and `HistoryChanged` (nothing was
-        written, and nothing can be any more: end this process), `Stopping` after the writer was told to stop,
-        `FactWithoutRow` for an ID that got neither rows nor a `void`.
+        May be repeated as a whole after any error of psycopg's, and after `HistoryChanged`: the database was restored
+        or failed over, and the writer joins anew. Raises `WriterFenced` (nothing was written, and nothing can be any
+        more: end this process), `Stopping` after the writer was told to stop, `FactWithoutRow` for an ID that got
+        neither rows nor a `void`.
         """
         pending = self._pending()
         try:
@@ -95,6 +97,10 @@ class Writer(WriterCore):
         except psycopg.OperationalError as error:
             if connection.broken and (over := self._over()) is not None:
                 raise over from error
+            raise
+        except (WriterFenced, HistoryChanged) as error:
+            if (told := self._told(error, pending)) is not error:
+                raise told from error
             raise
         finally:
             self._ended(pending, connection.pgconn.transaction_status)

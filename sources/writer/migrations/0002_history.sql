@@ -1,12 +1,16 @@
 -- What shows a writer that its database went back (docs/design.md 4): which history of it each start found, and a token
 -- that each start leaves.
+--
+-- Works with code for schema 1.
 
 alter table tidemark.writers
     add column server  timestamptz,
-    add column history text;
+    add column history text,
+    add column history_epoch bigint;
 comment on column tidemark.writers.server is
     'When the server began on which the epoch began: while that is the same, so is the history';
 comment on column tidemark.writers.history is 'tidemark.history() as the epoch began, null where that is not known';
+comment on column tidemark.writers.history_epoch is 'That epoch: older code begins one without looking';
 
 alter table tidemark.writer_streams
     add column start    text,
@@ -63,7 +67,7 @@ begin
         raise exception using errcode = 'TM002', message =
             format('it began epoch %s, and the database knows %s', _epoch, coalesce(_now.epoch::text, 'none'));
     end if;
-    if _now.server is distinct from pg_postmaster_start_time() and _now.history is not null then
+    if _now.history_epoch = _epoch and _now.server is distinct from pg_postmaster_start_time() then
         _history := tidemark.history();
         if _history <> _now.history then
             raise exception using errcode = 'TM002', message = format(

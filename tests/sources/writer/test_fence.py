@@ -14,7 +14,7 @@ from tests.sources.writer.judge import Judge
 from tests.waiting import eventually
 from tidemark.sources.writer import fence
 from tidemark.sources.writer.database import session_of
-from tidemark.streaming.errors import UnknownWriter, WriterFenced
+from tidemark.streaming.errors import HistoryChanged, UnknownWriter, WriterFenced
 from tidemark.streaming.records import Join
 
 LOCK = "select pg_advisory_xact_lock(tidemark.writer_lock('shop-1'))"
@@ -220,6 +220,66 @@ def test_a_history_that_may_not_be_read_is_said_and_not_invented(
     (join,) = (record for record in judge.verdict().records if isinstance(record, Join))
     assert join.timeline is not None
     assert join.timeline.database is None
+
+
+def test_a_transaction_on_another_history_is_refused_and_the_writer_joins_anew(
+    make: Make, connection: psycopg.Connection, sql: psycopg.Connection, judge: Judge
+) -> None:
+    """As on a standby that was promoted: the first transaction is told why, and one that is repeated comes through."""
+    with make() as writer:
+
+        def write() -> None:
+            with writer.transaction(connection) as facts:
+                connection.execute("insert into orders (id) values (%s)", [facts.append("orders", {})])
+
+        write()
+        eventually(lambda: left(sql) == (1, 0))
+        sql.execute("update tidemark.writers set server = 'epoch', history = '1/2/3'")
+        with pytest.raises(HistoryChanged, match="it joined in 1/2/3 and this is "):
+            write()
+        eventually(lambda: writer.epoch == 2)
+        write()
+    assert judge.agrees(sql).kinds() == [("JOIN", 1, 0), ("RDATA", 1, 1), ("JOIN", 2, 1), ("RDATA", 2, 2)]
+
+
+def test_a_transaction_that_began_before_its_writer_joined_anew_may_be_repeated(
+    make: Make, connection: psycopg.Connection, sql: psycopg.Connection
+) -> None:
+    """Its epoch is over by this process itself, so it is not told that another has taken over."""
+    with make() as writer:
+
+        def write() -> None:
+            with writer.transaction(connection) as facts:
+                sql.execute("update tidemark.writers set server = 'epoch', history = '1/2/3'")
+                eventually(lambda: writer.epoch == 2)
+                facts.append("orders", {})
+
+        with pytest.raises(HistoryChanged, match="epoch 1 is over"):
+            write()
+
+
+def test_a_writer_that_would_join_anew_yields_to_a_process_that_did(
+    make: Make, dsn: str, connection: psycopg.Connection, sql: psycopg.Connection
+) -> None:
+    """Its successor started on the other history meanwhile, and is not fenced by it."""
+    with make() as writer, psycopg.connect(dsn) as fencer:
+        fencer.execute(LOCK)
+        sql.execute("update tidemark.writers set server = 'epoch', history = '1/2/3'")
+        eventually(lambda: waits_for_lock(sql))
+        fencer.execute("update tidemark.writers set epoch = 7")
+        fencer.commit()
+
+        def refused() -> bool:
+            try:
+                with writer.transaction(connection):
+                    return False
+            except HistoryChanged:
+                return False
+            except WriterFenced:
+                return True
+
+        eventually(refused)
+    assert sql.execute("select epoch from tidemark.writers").fetchone() == (7,)
 
 
 def test_epochs_rise_with_the_clock_and_without_it(make: Make, judge: Judge) -> None:
