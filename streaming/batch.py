@@ -5,10 +5,9 @@ to `streaming.stream`. Operators' records come after the facts of the same batch
 them (docs/design.md 3), and what the facts settle needs no force.
 """
 
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, MutableMapping, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, MutableMapping
+from dataclasses import replace
 from operator import attrgetter
 
 import numpy as np
@@ -28,26 +27,14 @@ from tidemark.streaming.effects import (
     WriterRow,
     summarize,
 )
+from tidemark.streaming.inbox import UNREAD, Fact, Inbox, Partition, inboxes_of, room, segments
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.model import Bounds, Reason, Rejected
-from tidemark.streaming.records import Kind, Topic
-from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet, Run
+from tidemark.streaming.records import Kind
+from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet, Refused, Run
+from tidemark.streaming.segments import complete
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import HeldRows, Mark
-
-Partition = tuple[str, int]
-Fact = PackedRun | BatchRows | Marker
-
-
-@dataclass(slots=True)
-class Inbox:
-    """What a batch brought for one stream: facts by Kafka partition, offsets of such that nobody could read, and
-    operators' markers.
-    """
-
-    facts: dict[Partition, list[Fact]] = field(default_factory=lambda: defaultdict(list))
-    unread: dict[Partition, list[int]] = field(default_factory=lambda: defaultdict(list))
-    control: list[tuple[Partition, Marker]] = field(default_factory=list)
 
 
 def advance(
@@ -62,8 +49,10 @@ def advance(
         for bad in seen.rejected:
             rejected[bad.topic, bad.partition, bad.reason].append(np.frombuffer(bad.offsets, np.int64))
     streams = []
-    for name, inbox in sorted(_inboxes(packets, states.keys()).items()):
-        batch = StreamBatch(name, states.get(name), now, bounds)
+    inboxes = inboxes_of(packets, states, bounds)
+    crowded = bool(inboxes.keys() - states.keys()) and room(states, bounds) <= 0
+    for name, inbox in sorted(inboxes.items()):
+        batch = StreamBatch(name, states.get(name, UNREAD if crowded else None), now, bounds)
         batch.feed(inbox)
         for topic, partition, reason, offsets in batch.rejected:
             rejected[topic, partition, reason].append(offsets)
@@ -79,24 +68,6 @@ def advance(
         ],
         _progress(packets),
     )
-
-
-def _inboxes(packets: list[Packet], known: Set[str]) -> dict[str, Inbox]:
-    inboxes: dict[str, Inbox] = defaultdict(Inbox)
-    for seen in packets:
-        origin = seen.topic, seen.partition
-        if seen.role is Topic.CONTROL:
-            for marker in seen.markers:
-                inboxes[marker.stream].control.append((origin, marker))
-            continue
-        items: list[Fact] = [*seen.runs, *seen.rows, *seen.markers]
-        for item in items:
-            inboxes[item.stream].facts[origin].append(item)
-    for seen in packets:
-        for unread in seen.unread:
-            if unread.stream in known or unread.stream in inboxes:  # else its key is no stream's name
-                inboxes[unread.stream].unread[seen.topic, seen.partition].append(unread.offset)
-    return inboxes
 
 
 def _progress(packets: list[Packet]) -> list[Progress]:
@@ -121,44 +92,48 @@ class StreamBatch:
         self._allocated_before = self.stream.allocated
 
     def feed(self, inbox: Inbox) -> None:
-        for (topic, partition), items in sorted(inbox.facts.items()):
-            if self.stream.home in (None, partition):
+        places = sorted(inbox.facts.keys() | inbox.refused.keys())
+        likely = self.stream.home if self.stream.home is not None else min((at for _, at in inbox.facts), default=None)
+        # What came elsewhere has no order against the rest: it may have been before it, and may have been after it.
+        self._feed_elsewhere(inbox, [place for place in places if place[1] != likely])
+        for place in places:
+            if self.stream.home in (None, place[1]):
                 taken = self.changes.counts.total()
-                self._feed_facts(topic, partition, items, sorted(inbox.unread.pop((topic, partition), ())))
+                self._feed_facts(*place, [*inbox.facts.get(place, ()), *inbox.refused.get(place, ())])
                 if self.changes.counts.total() > taken:  # of records that are refused no stream has its home
-                    self.stream.home = partition
+                    self.stream.home = place[1]
             else:
-                self._turn_away(topic, partition, items)
-        if inbox.unread:
-            self.stream.doubt()
+                self._turn_away(*place, inbox.facts.get(place, ()))
+        self._feed_elsewhere(inbox, [place for place in places if self.stream.home not in (None, place[1])])
         for (topic, partition), marker in sorted(inbox.control, key=lambda found: (found[0], found[1].offset)):
             self._mark(topic, partition, marker)
         self.stream.keep_within(self._bounds, self.changes)
 
-    def _feed_facts(self, topic: str, partition: int, items: list[Fact], unread: list[int]) -> None:
-        for segment, marker in _segments(items):
+    def _feed_elsewhere(self, inbox: Inbox, places: list[Partition]) -> None:
+        refused = [*inbox.apart, *(it for place in places for it in inbox.claims(place))]
+        if refused:
+            self.changes.elsewhere = True
+            complete(self.stream, (), refused, self._bounds, self.changes)
+
+    def _feed_facts(self, topic: str, partition: int, items: list[Fact | Refused]) -> None:
+        for segment, marker in segments(items):
             runs = [Run.unpack(item) for item in segment if isinstance(item, PackedRun)]
-            rows = [
+            others = [
                 HeldRows(item.writer, item.epoch, _offsets(item), item.first_offset)
-                for item in segment
                 if isinstance(item, BatchRows)
+                else item
+                for item in segment
+                if not isinstance(item, PackedRun)
             ]
             if segment:
-                self.stream.complete(runs, rows, self._bounds, self.changes)
+                complete(self.stream, runs, others, self._bounds, self.changes)
             if marker is not None:
-                if before := bisect_left(unread, marker.offset):
-                    self.stream.doubt()
-                    del unread[:before]
                 self._mark(topic, partition, marker)
-        if unread:
-            self.stream.doubt()
         self.rejected.extend((topic, partition, reason, offsets) for reason, offsets in self.changes.rejected)
         self.changes.rejected.clear()
 
-    def _turn_away(self, topic: str, partition: int, items: list[Fact]) -> None:
+    def _turn_away(self, topic: str, partition: int, items: Iterable[Fact]) -> None:
         for item in items:
-            reach = int(np.frombuffer(item.ids[-8:], np.int64)[0]) if isinstance(item, PackedRun) else 0
-            self.stream.distrust((item.writer, item.epoch), reach, self._bounds, self.changes)
             offsets = np.array([item.offset]) if isinstance(item, Marker) else np.sort(_offsets(item))
             self.rejected.append((topic, partition, Reason.WRONG_PARTITION, offsets))
 
@@ -247,22 +222,6 @@ class StreamBatch:
             summarize(stream),
             state.encode(stream),
         )
-
-
-def _segments(
-    items: list[Fact],
-) -> Iterator[tuple[list[PackedRun | BatchRows], Marker | None]]:
-    """Runs and rows up to each marker, in the order of their offsets; compaction lets none span a marker."""
-    ordered = sorted(items, key=lambda item: item.offset if isinstance(item, Marker) else item.first_offset)
-    segment: list[PackedRun | BatchRows] = []
-    for item in ordered:
-        if isinstance(item, Marker):
-            yield segment, item
-            segment = []
-        else:
-            segment.append(item)
-    if segment:
-        yield segment, None
 
 
 def _merged(ranges: list[LateRange]) -> list[LateRange]:

@@ -49,9 +49,10 @@ class Moves:
 
 @dataclass(slots=True)
 class Chain:
-    """`refused` is the highest ID of an edge that was turned away although it may be true: what is open up to there may
-    hold facts, whatever its writer says later. `empty` are the newest of the ranges that the writer declared to be
-    without facts (`ANNOUNCED_KEPT`): a fact that comes from there contradicts it (docs/design.md, rule 10).
+    """`refused` is the highest ID of a record that was turned away although it may be true, or `runs.EVERYTHING` where
+    nobody can tell: what is open up to there may hold facts, whatever its writer says later. `empty` are the newest of
+    the ranges that the writer declared to be without facts (`ANNOUNCED_KEPT`): a fact that comes from there contradicts
+    it (docs/design.md, rule 10).
     """
 
     position: int = 0
@@ -138,6 +139,10 @@ class Chain:
             age = since if above is None else min(since, above.since)
             self.pending.insert(at, Span(prev, id, evidence, edges, age))
 
+    def refuse(self, reach: int) -> None:
+        """A record that may be a fact, up to `reach`, was turned away."""
+        self.refused = max(self.refused, reach)
+
     def declare_empty(self, ranges: Intervals) -> None:
         """The writer says that it has no fact in `ranges`."""
         self.empty = self.empty.union(ranges).highest(ANNOUNCED_KEPT)
@@ -169,7 +174,7 @@ class Chain:
 
         Of what was `published` already no evidence is told again.
         """
-        self.refused = max(self.refused, other.refused)
+        self.refuse(other.refused)
         self.declare_empty(other.empty)
         for span in other.pending:
             for prev, id in self.missing(span.prev, span.id):

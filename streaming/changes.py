@@ -48,9 +48,11 @@ class Changes:
     """`now` is the batch's time (ms). `touched` maps a writer to the Kafka time (ms) of its oldest record.
 
     `rejected` holds offsets of facts, by reason; a rejected marker is told by the return value of its method.
+    `elsewhere`: the batch also turned away what has no order against the stream's records.
     """
 
     now: int
+    elsewhere: bool = False
     counts: Counter[Outcome] = field(default_factory=Counter)
     touched: dict[str, int] = field(default_factory=dict)
     rejected: list[tuple[Reason, Ids]] = field(default_factory=list)

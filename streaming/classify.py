@@ -113,7 +113,7 @@ class Classifier:
 
     def _refuse(self, run: Run, edges: Mask, reason: Reason) -> None:
         self.changes.rejected.append((reason, np.sort(run.offsets[edges])))
-        self.chain.refused = max(self.chain.refused, int(run.ids[edges][-1]))
+        self.chain.refuse(int(run.ids[edges][-1]))
 
     def _late(self, run: Run) -> Iterator[Completed]:
         completed, again = run.completes, run.ids <= self.published
@@ -132,7 +132,7 @@ class Classifier:
             if self._has_room(part):
                 self.chain.settle(part.start, part.end, NOTHING, 0, "completed", self.changes.now)
             else:
-                self.chain.refused = max(self.chain.refused, part.end)
+                self.chain.refuse(part.end)
 
     def _across(self, edge: Run) -> Iterator[Completed]:
         """One edge that lies in a late range in part: what lies outside is settled, as the edge says, without facts.

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import msgspec
 import numpy as np
@@ -29,7 +29,7 @@ from tidemark.streaming.intervals import Ids
 from tidemark.streaming.link import link
 from tidemark.streaming.model import Rejected, shard_of
 from tidemark.streaming.records import Topic
-from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet, Unread
+from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet, Refused
 
 PACKETS = pa.schema([("shard", pa.int32()), ("packet", pa.binary())])
 
@@ -99,24 +99,25 @@ def pack(topic: str, partition: int, columns: Decoder, shards: int) -> dict[int,
     for reason, offsets in sorted(columns.rejected.items()):
         rejected = Rejected(topic, partition, reason, np.sort(np.array(offsets, "<i8")).tobytes())
         packet_of(partition % shards).rejected.append(rejected)
-    for unread in _unread(columns.unread, markers):
-        packet_of(shard_of(unread.stream, shards)).unread.append(unread)
+    for refused in _refused(columns.refused, markers):
+        packet_of(shard_of(refused.stream, shards)).refused.append(refused)
     if not packets:
         packet_of(partition % shards)
     return packets
 
 
-def _unread(found: list[tuple[str, int]], markers: list[Marker]) -> Iterator[Unread]:
-    """The first between two markers of its stream: further ones would say nothing new."""
+def _refused(found: list[Refused], markers: list[Marker]) -> list[Refused]:
+    """One of each incarnation between two markers of its stream."""
     marks: dict[str, list[int]] = defaultdict(list)
     for marker in markers:
         marks[marker.stream].append(marker.offset)
-    told: set[tuple[str, int]] = set()
-    for stream, offset in sorted(found, key=itemgetter(1)):
-        place = stream, bisect(marks[stream], offset)
-        if place not in told:
-            told.add(place)
-            yield Unread(stream, offset)
+    told: dict[tuple[str, str | None, int, bool, int], Refused] = {}
+    for it in sorted(found, key=attrgetter("first_offset")):
+        place = it.stream, it.writer, it.epoch, it.only_known, bisect(marks[it.stream], it.first_offset)
+        first = told.setdefault(place, it)
+        if it.reach > first.reach:
+            told[place] = msgspec.structs.replace(first, reach=it.reach)
+    return [*told.values()]
 
 
 def _marker(record: records.Marker, offset: int, time: int) -> Marker:

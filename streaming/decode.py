@@ -23,11 +23,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tidemark.streaming import records
+from tidemark.streaming.claims import claims
 from tidemark.streaming.errors import BadRecord
 from tidemark.streaming.frames import Frames, Incarnations
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.model import Reason
 from tidemark.streaming.records import Kind, Topic
+from tidemark.streaming.runs import Refused
 
 # Codes in the column `kinds` beside those of `Kind`.
 ROW: Final = 3
@@ -143,8 +145,8 @@ def _line(value: bytes) -> _Line:
 class Decoder:
     """The records of a task from one Kafka partition, decoded batch by batch. Not for use by several threads.
 
-    `markers` come with their offsets and times, `rejected` gives the offsets for each reason, `unread` the streams that
-    the keys of rejected facts name, with their offsets.
+    `markers` come with their offsets and times, `rejected` gives the offsets for each reason, `refused` those whose
+    facts they may be.
     """
 
     def __init__(self, topic: Topic) -> None:
@@ -152,7 +154,7 @@ class Decoder:
         self.incarnations = Incarnations()
         self.markers: list[tuple[records.Marker, int, int]] = []
         self.rejected: dict[Reason, list[int]] = defaultdict(list)
-        self.unread: list[tuple[str, int]] = []
+        self.refused: list[Refused] = []
         self.next_offset = 0
         self._edges: list[Edges] = []
 
@@ -203,7 +205,7 @@ class Decoder:
         except BadRecord as bad:
             edges.kinds[at] = REJECTED
             self.rejected[Reason(bad.reason)].append(offset)
-            self._note_unread(frames.key(at), offset)
+            self.refused.extend(claims(frames.value(at), frames.key(at), self.topic, offset))
             return
         if isinstance(record, records.Marker):
             edges.kinds[at] = records.kind_of(record)
@@ -217,11 +219,3 @@ class Decoder:
                 edges.kinds[at], edges.prevs[at], edges.ids[at] = Kind.RDATA, records.start(record), record.id
             case records.Void() | records.Position():
                 edges.kinds[at], edges.prevs[at], edges.ids[at] = records.kind_of(record), record.prev, record.id
-
-    def _note_unread(self, key: bytes, offset: int) -> None:
-        if self.topic is not Topic.FACTS or not key:
-            return
-        try:
-            self.unread.append((key.decode(), offset))
-        except UnicodeDecodeError:
-            return  # no stream has such a name

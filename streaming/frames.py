@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tidemark.streaming.intervals import Ids
-from tidemark.streaming.records import is_name
+from tidemark.streaming.records import is_name, is_writer
 
 HEADER: Final = np.dtype([("offset", ">i8"), ("time", ">i8"), ("origin", ">i4"), ("key_length", ">i4")])
 """In Java's byte order. `time` is in ms since 1970, `origin` as of `streaming.records.Topic`."""
@@ -155,10 +155,10 @@ class Incarnations:
         return numbers[stream]
 
     def keys(self) -> Keys:
-        """By number: the Kafka key of the incarnation's records; None where a name is none (`records.is_name`)."""
+        """By number: the Kafka key of the incarnation's records; None where stream or writer has no legal name."""
         if new := self._all[len(self._keys) :]:
             self._keys.extend(
-                [stream.encode() if is_name(stream) and is_name(writer) else None for stream, writer, _ in new]
+                [stream.encode() if is_name(stream) and is_writer(writer) else None for stream, writer, _ in new]
             )
         return self._keys
 

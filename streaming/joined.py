@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.packed import EMPTY, Table
+from tidemark.streaming.runs import EVERYTHING
 from tidemark.streaming.writers import WriterState
 
 FEW = 32  # active writers of a stream that are not packed
@@ -107,7 +108,7 @@ class Writers(MutableMapping[str, WriterState]):
     def doubt(self) -> None:
         """Put all in doubt."""
         for writer in self.open.values():
-            writer.doubt = True
+            writer.chain.refuse(EVERYTHING)
         self._active.doubt()
         self._retired.doubt()
 

@@ -16,6 +16,7 @@ class Bounds:
     """`pending`: spans per writer; an edge that would add one is rejected. `completed`: intervals above the line; the
     highest are forgotten. `held`: incarnations that never joined; further ones are rejected. `retired`: retired
     writers; the longest retired are dropped. `retirement` (ms): after that a retired writer is dropped in any case.
+    `unread`: streams of a shard of which nothing could be read yet; past that each new stream is in doubt.
     """
 
     pending: int = 10_000
@@ -23,6 +24,7 @@ class Bounds:
     held: int = 1_000
     retired: int = 10_000
     retirement: int = 7 * 24 * 3600 * 1000
+    unread: int = 1_000
 
 
 class Reason(StrEnum):

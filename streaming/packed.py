@@ -15,6 +15,7 @@ import numpy.typing as npt
 from tidemark.streaming.chain import Chain, Span
 from tidemark.streaming.intervals import Ids, Intervals
 from tidemark.streaming.model import Evidence
+from tidemark.streaming.runs import EVERYTHING
 from tidemark.streaming.writers import WriterState
 
 Pairs = list[tuple[int, int]]
@@ -58,7 +59,7 @@ class StoredWriter(msgspec.Struct, array_like=True, frozen=True):
     late: Pairs
     published: int  # in format 1: up to where the database had gone back
     again: StoredChain | None  # of format 1: the IDs that came again, in place of a chain that begins again
-    doubt: bool
+    doubt: bool  # up to format 2: whether anything may have been refused of it
     timeline: int = 1  # since format 2, like what follows
     start: str | None = None
 
@@ -71,10 +72,10 @@ class StoredWriter(msgspec.Struct, array_like=True, frozen=True):
             writer.retired,
             list(writer.late),
             writer.published,
-            None,
-            writer.doubt,
-            writer.timeline,
-            writer.start,
+            again=None,
+            doubt=False,
+            timeline=writer.timeline,
+            start=writer.start,
         )
 
     def writer(self) -> WriterState:
@@ -83,8 +84,10 @@ class StoredWriter(msgspec.Struct, array_like=True, frozen=True):
             chain, followed = self.again.chain(), chain
             published = followed.position
             chain.adopt(followed, published)
+        if self.doubt:
+            chain.refuse(EVERYTHING)
         late = Intervals.of(self.late)
-        return WriterState(self.epoch, chain, self.retired, late, published, self.doubt, self.timeline, self.start)
+        return WriterState(self.epoch, chain, self.retired, late, published, self.timeline, self.start)
 
 
 class _Name(msgspec.Struct, array_like=True, frozen=True):
@@ -98,8 +101,9 @@ _rows = msgspec.msgpack.Decoder(StoredWriter)
 COLUMNS = np.dtype(
     [("length", "<u4"), ("doubt", "?"), ("chain", "<i8"), ("position", "<i8"), ("retired", "<i8")], align=False
 )
-"""Of each row its bytes, whether its writer is in doubt, the positions of its chain and its writer, and when (ms) that
-one retired, 0 where it has not. What a column says of a writer goes before what its row says."""
+"""Of each row its bytes, whether anything may have been refused of its writer, the positions of its chain and its
+writer, and when (ms) that one retired, 0 where it has not. What a column says of a writer goes before what its row
+says."""
 
 
 class Table:
@@ -126,7 +130,8 @@ class Table:
 
     def writer(self, at: int) -> WriterState:
         writer = _rows.decode(self._row(at)).writer()
-        writer.doubt = bool(self.columns["doubt"][at])
+        if self.columns["doubt"][at]:
+            writer.chain.refuse(EVERYTHING)
         return writer
 
     def doubted(self) -> "Table":
@@ -149,7 +154,8 @@ class Table:
             if not width:
                 writer = come[name]
                 rows.append(_encoder.encode(StoredWriter.of(name, writer)))
-                numbers = (len(rows[-1]), writer.doubt, writer.chain.position, writer.position, writer.retired or 0)
+                doubt = writer.chain.refused == EVERYTHING
+                numbers = (len(rows[-1]), doubt, writer.chain.position, writer.position, writer.retired or 0)
                 columns.append(np.array([numbers], COLUMNS))
             at = place + width
         rows.append(self.rows[self._start(at) :])

@@ -9,7 +9,7 @@ whatever they hold. IDs keep their sign here.
 
 import re
 from enum import Enum, IntEnum
-from typing import Annotated, Any, Final, Literal, Protocol, TypeVar
+from typing import Annotated, Final, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
@@ -18,6 +18,9 @@ from tidemark.streaming.errors import BadRecord
 from tidemark.streaming.model import Reason
 
 MAX_ID: Final = 2**63 - 1
+
+EVERYBODY: Final = "*"
+"""In an operator's RETIRE in place of a writer: all that never joined. No writer's name."""
 
 Id = Annotated[int, Meta(ge=-MAX_ID, le=MAX_ID)]
 Epoch = Annotated[int, Meta(ge=0, le=MAX_ID)]
@@ -159,8 +162,13 @@ def encode(record: Record) -> bytes:
 
 
 def is_name(name: str) -> bool:
-    """Whether a stream or a writer may be called so."""
+    """Whether a stream may be called so."""
     return _NAME.fullmatch(name) is not None
+
+
+def is_writer(name: str) -> bool:
+    """Whether a writer may be called so."""
+    return name != EVERYBODY and is_name(name)
 
 
 def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
@@ -170,10 +178,15 @@ def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
     before out of range), names, key, topic, the order of `prev` and `id`.
     """
     record = decode(value)
-    for field, name in (("stream", record.stream), ("writer", record.writer)):
-        if not is_name(name):
+    of_everybody = isinstance(record, Retire) and topic is Topic.CONTROL and record.writer == EVERYBODY
+    for field, name, fits in (
+        ("stream", record.stream, is_name(record.stream)),
+        ("writer", record.writer, of_everybody or is_writer(record.writer)),
+    ):
+        if not fits:
             raise BadRecord(
-                Reason.BAD_NAME, f"{field} {name[:256]!r} is not 1 to 255 characters without white space or controls"
+                Reason.BAD_NAME,
+                f"{field} {name[:256]!r} is not 1 to 255 characters without white space or controls, or is `*`",
             )
     if key != record.stream.encode():
         raise BadRecord(Reason.KEY_MISMATCH, f"the key is {key!r} and the stream {record.stream!r}")
@@ -202,7 +215,9 @@ def decode(value: bytes | None) -> Record:
         value.decode()  # msgspec does not look for UTF-8 in what it passes over
         return _decoder.decode(value)
     except (ValueError, RecursionError) as error:
-        raise _diagnosis(value, error) from None
+        from tidemark.streaming.diagnosis import diagnosis  # noqa: PLC0415  # it needs the kinds from here
+
+        raise diagnosis(value, error) from None
 
 
 def _check_topic(record: Record, topic: Topic) -> None:
@@ -222,75 +237,3 @@ def _check_range(prev: int, top: int) -> None:
         raise BadRecord(Reason.MIXED_SIGN, f"prev {prev} and id {top} lie on different sides of 0")
     if abs(top) <= abs(prev):
         raise BadRecord(Reason.ID_NOT_BEYOND_PREV, f"id {top} is not beyond prev {prev}")
-
-
-# -- why the decoder refused a value, found out step by step
-
-_KINDS: Final = {str(kind.__struct_config__.tag): kind for kind in (Rdata, Void, Position, Join, Retire, Skip)}
-_FIELDS: Final = {kind: msgspec.structs.fields(kind) for kind in _KINDS.values()}
-_INTEGER = re.compile(rb"-?[0-9]+")
-
-_any = msgspec.json.Decoder(Raw)
-_object = msgspec.json.Decoder(dict[str, Raw])
-_text = msgspec.json.Decoder(str)
-_id = msgspec.json.Decoder(Id)
-_batch = msgspec.json.Decoder(Literal["batch"])
-_TYPES: Final[dict[str, msgspec.json.Decoder[Any]]] = {
-    "stream": _text,
-    "writer": _text,
-    "row": _any,
-    "unseen": msgspec.json.Decoder(bool),
-    "timeline": msgspec.json.Decoder(Timeline | None),
-    "by": msgspec.json.Decoder(str | None),
-    "why": msgspec.json.Decoder(str | None),
-}
-
-
-def _diagnosis(value: bytes, error: Exception) -> BadRecord:
-    try:
-        value.decode()
-        _any.decode(value)
-    except (ValueError, RecursionError) as problem:
-        return BadRecord(Reason.NOT_JSON, str(problem))
-    try:
-        fields = {name: bytes(raw) for name, raw in _object.decode(value).items()}
-    except msgspec.ValidationError as problem:
-        return BadRecord(Reason.NOT_AN_OBJECT, str(problem))
-    if "kind" not in fields:
-        return BadRecord(Reason.MISSING_FIELD, "kind is missing")
-    if not _takes(_text, fields["kind"]):
-        return BadRecord(Reason.WRONG_TYPE, "kind is not a string")
-    kind = _KINDS.get(_text.decode(fields["kind"]))
-    if kind is None:
-        return BadRecord(Reason.UNKNOWN_KIND, f"kind {_shown(fields['kind'])} is none of {', '.join(_KINDS)}")
-    for field in _FIELDS[kind]:
-        if field.required and field.name not in fields:
-            return BadRecord(Reason.MISSING_FIELD, f"{field.name} is missing")
-    given = {field.name: fields[field.name] for field in _FIELDS[kind] if field.name in fields}
-    for name, raw in given.items():
-        if not _is_of_its_type(kind, name, raw):
-            return BadRecord(Reason.WRONG_TYPE, f"{name} is {_shown(raw)}")
-    for name, raw in given.items():
-        if _INTEGER.fullmatch(raw) and not _takes(_id, raw):
-            return BadRecord(Reason.OUT_OF_64_BITS, f"{name} is {_shown(raw)}")
-    if given.get("epoch", b"").startswith(b"-"):
-        return BadRecord(Reason.NEGATIVE_EPOCH, f"epoch is {_shown(given['epoch'])}")
-    return BadRecord(Reason.WRONG_TYPE, str(error))  # a field given twice, wrong the first time
-
-
-def _is_of_its_type(kind: type[Record], name: str, raw: bytes) -> bool:
-    if name in _TYPES:
-        return _takes(_TYPES[name], raw)
-    return _INTEGER.fullmatch(raw) is not None or (kind is Rdata and name == "id" and _takes(_batch, raw))
-
-
-def _takes(decoder: msgspec.json.Decoder[Any], raw: bytes) -> bool:
-    try:
-        decoder.decode(raw)
-    except ValueError:
-        return False
-    return True
-
-
-def _shown(raw: bytes) -> str:
-    return raw[:80].decode(errors="replace")

@@ -15,7 +15,10 @@ import numpy.typing as npt
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.intervals import EMPTY, Ids, Intervals
 from tidemark.streaming.model import Evidence, Rejected
-from tidemark.streaming.records import Kind, Timeline, Topic
+from tidemark.streaming.records import MAX_ID, Kind, Timeline, Topic
+
+EVERYTHING = MAX_ID
+"""How far the fact in a refused record may reach where nobody can tell."""
 
 
 class PackedRun(msgspec.Struct, array_like=True, frozen=True):
@@ -71,19 +74,27 @@ class Marker(msgspec.Struct, array_like=True, frozen=True):
     timeline: Timeline | None = None
 
 
-class Unread(msgspec.Struct, array_like=True, frozen=True):
-    """A rejected fact that nobody could read: any writer of the stream that its key names may have sent it."""
+class Refused(msgspec.Struct, array_like=True, frozen=True):
+    """Rejected records that may be facts of `writer` up to `reach`, or None: of any writer of the stream.
+
+    `first_offset` is that of the first between two markers of the stream. `only_known`: nothing but the key names the
+    stream, and its value another one.
+    """
 
     stream: str
-    offset: int
+    writer: str | None
+    epoch: int
+    reach: int
+    first_offset: int
+    only_known: bool = False
 
 
 class Packet(msgspec.Struct, array_like=True, frozen=True):
     """What one task (an offset range of one Kafka partition) saw of one shard.
 
     `next_offset` is one more than the highest offset that the task read; it is the same in all packets of a task.
-    Rejected records and tasks without any good record travel with the shard `partition % shards`; `unread` tells the
-    streams of those that were rejected unread, at least the first between two markers of a stream.
+    Rejected records and tasks without any good record travel with the shard `partition % shards`; `refused` tells the
+    streams of those whose facts they may be.
     """
 
     topic: str
@@ -94,7 +105,7 @@ class Packet(msgspec.Struct, array_like=True, frozen=True):
     rows: list[BatchRows]
     markers: list[Marker]
     rejected: list[Rejected]
-    unread: list[Unread] = []
+    refused: list[Refused] = []
 
 
 Mask = npt.NDArray[np.bool_]

@@ -6,12 +6,14 @@ few bytes. A format that this Tidemark does not know stops it; older ones are re
 
 import msgspec
 
+from tidemark.streaming.chain import Chain
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.errors import StateTooNew
 from tidemark.streaming.intervals import Intervals
 from tidemark.streaming.joined import Writers
 from tidemark.streaming.linear import LinearPosition
 from tidemark.streaming.packed import EMPTY, Pairs, StoredChain, StoredWriter, Table
+from tidemark.streaming.runs import EVERYTHING
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import HeldWriter
 
@@ -24,7 +26,7 @@ class _Held(msgspec.Struct, array_like=True, frozen=True):
     chain: StoredChain
     since: int
     retire: int | None
-    doubt: bool
+    doubt: bool  # up to format 2: whether anything may have been refused of it
 
 
 class _Table(msgspec.Struct, array_like=True, frozen=True):
@@ -52,6 +54,7 @@ class _Stream(_Leader, array_like=True, frozen=True):
     ended: int | None = None  # since format 3, like what follows
     active: _Table | None = None
     retired: _Table | None = None
+    refused: int = 0
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -71,7 +74,7 @@ def encode(stream: StreamState) -> bytes:
             list(stream.line.completed),
             [StoredWriter.of(name, writer) for name, writer in writers.items()],
             [
-                _Held(name, epoch, StoredChain.of(held.chain), held.since, held.retire, held.doubt)
+                _Held(name, epoch, StoredChain.of(held.chain), held.since, held.retire, doubt=False)
                 for (name, epoch), held in sorted(stream.held.items())
             ],
             stream.timeline,
@@ -79,6 +82,7 @@ def encode(stream: StreamState) -> bytes:
             stream.ended,
             _Table.of(active),
             _Table.of(retired),
+            stream.refused,
         )
     )
 
@@ -95,14 +99,19 @@ def decode(data: bytes) -> StreamState:
         stored.home,
         LinearPosition(stored.line, Intervals.of(stored.completed)),
         Writers(writers, _table(stored.active), _table(stored.retired)),
-        {
-            (held.name, held.epoch): HeldWriter(held.chain.chain(), held.since, held.retire, held.doubt)
-            for held in stored.held
-        },
+        {(held.name, held.epoch): HeldWriter(_chain(held), held.since, held.retire) for held in stored.held},
         stored.timeline,
         stored.database,
         ended,
+        stored.refused,
     )
+
+
+def _chain(held: _Held) -> Chain:
+    chain = held.chain.chain()
+    if held.doubt:
+        chain.refuse(EVERYTHING)
+    return chain
 
 
 def _table(stored: _Table | None) -> Table:

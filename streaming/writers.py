@@ -7,14 +7,18 @@ record of its own: its evidence is the marker's (docs/design.md 3).
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field, replace
 
-from tidemark.streaming.chain import Chain, How, Moves, Span
+from tidemark.streaming.chain import NOWHERE, Chain, How, Moves, Span
 from tidemark.streaming.changes import Changes, LateRange, Sign
 from tidemark.streaming.intervals import EMPTY, Ids, Intervals
-from tidemark.streaming.model import NOTHING, Evidence
-from tidemark.streaming.records import Timeline
+from tidemark.streaming.model import NOTHING, Bounds, Evidence
+from tidemark.streaming.records import EVERYBODY, Timeline
+from tidemark.streaming.runs import EVERYTHING
 
 Incarnation = tuple[str, int]
 """A writer's name and epoch."""
+
+CROWD: Incarnation = (EVERYBODY, 0)
+"""All that never joined and were turned away at the bound, as one: held until an operator retires `*`."""
 
 
 @dataclass(slots=True)
@@ -24,8 +28,7 @@ class WriterState:
     `chain` is that of the stream's timeline: where the database went back, it begins anew below what was `published`,
     and the line goes by it, while the position stands until the chain has passed it. `late` was settled without the
     writer's evidence: a completion in there is late, up to `published` because the database went back, beyond because
-    an operator skipped it. `doubt`: records of the stream could not be read, perhaps its own. `timeline` is the one
-    that it joined last, and `start` the token of that start.
+    an operator skipped it. `timeline` is the one that it joined last, and `start` the token of that start.
     """
 
     epoch: int
@@ -33,7 +36,6 @@ class WriterState:
     retired: int | None = None
     late: Intervals = EMPTY
     published: int = 0
-    doubt: bool = False
     timeline: int = 1
     start: str | None = None
     _told: int = field(default=0, init=False)
@@ -70,17 +72,40 @@ class HeldWriter:
     chain: Chain
     since: int
     retire: int | None = None
-    doubt: bool = False
+
+
+def place(
+    held: dict[Incarnation, HeldWriter], incarnation: Incarnation, bounds: Bounds, changes: Changes
+) -> HeldWriter | None:
+    """Where the records of an incarnation wait that has not joined; None where the bound leaves no place."""
+    if incarnation not in held and len(held) - (CROWD in held) >= bounds.held:
+        return None
+    return held.setdefault(incarnation, HeldWriter(Chain(NOWHERE), changes.now))
+
+
+def throw_out(held: dict[Incarnation, HeldWriter], incarnation: Incarnation, changes: Changes) -> int:
+    """Hold it no more: what it completed is late. Gives how far what was refused of it reaches."""
+    chain = held.pop(incarnation).chain
+    for span in chain.pending:
+        changes.late.append(LateRange(*incarnation, span.prev, span.id, span.evidence.facts, "skipped"))
+    return chain.refused
 
 
 @dataclass(frozen=True, slots=True)
 class HeldRows:
-    """Rows of facts whose last row will carry the number: they move nothing, but they show that their writer lives."""
+    """Rows of facts whose last row will carry the number: they move nothing, but they show that their writer lives.
+
+    Of one that has not joined they are like facts that were refused: their number may never come.
+    """
 
     writer: str
     epoch: int
     offsets: Ids
     first_offset: int
+
+    @property
+    def reach(self) -> int:
+        return EVERYTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,31 +158,36 @@ def begin(
     writers: MutableMapping[str, WriterState],
     held: dict[Incarnation, HeldWriter],
     mark: Mark,
+    refused: int,
     changes: Changes,
 ) -> tuple[WriterState, int | None]:
     """Start the epoch of a JOIN. Gives the writer, and the ID of a RETIRE that waited for this JOIN.
 
+    `refused` is how far records reach that were turned away and may be of a writer that nobody knew. The JOIN answers
+    for all that was turned away of earlier epochs, but not for what came of its own epoch before it, and not for what
+    has no order against it or cannot be told from others.
+
     What earlier epochs completed up to the JOIN stays as evidence; what they left open there is settled by it.
     What they completed beyond it was taken back with the writer's database (docs/design.md 3): it is late.
     """
-    writer = writers.setdefault(mark.writer, WriterState(mark.epoch, Chain()))
+    writer = writers.setdefault(mark.writer, WriterState(mark.epoch, Chain(refused=refused)))
     writer.go_back(mark.id, mark.writer, changes)
-    retire = None
+    retire, refused = None, 0
     for incarnation in sorted(key for key in held if key[0] == mark.writer and key[1] <= mark.epoch):
         before = held.pop(incarnation)
         if incarnation[1] < mark.epoch:
             taken_back(incarnation[1], before.chain.cut_above(mark.id), mark.writer, changes)
         else:
-            retire = before.retire
+            retire, refused = before.retire, before.chain.refused
             taken_back(mark.epoch, before.chain.within(mark.id, writer.published), mark.writer, changes)
         writer.chain.adopt(before.chain, writer.published)
-        writer.doubt |= before.doubt
     # What was skipped there may come of the epoch that ends here only.
     writer.chain.declare_empty(writer.late.upto(mark.id))
     writer.epoch, writer.retired = mark.epoch, None
     writer.late = Intervals.of([(mark.id, writer.published)]) if mark.id < writer.published else EMPTY
     settle(writer, 0, mark, "joined", changes)
-    writer.doubt = False
+    if not changes.elsewhere and CROWD not in held:
+        writer.chain.refused = refused
     if mark.timeline is not None:
         writer.start = mark.timeline.start
     return writer, retire
@@ -175,11 +205,10 @@ def settle(writer: WriterState, prev: int, mark: Mark, how: How, changes: Change
     What was published before needs no evidence: it was told then.
     """
     open_ = Intervals.of(writer.chain.missing(prev, mark.id))
-    refused = mark.id if writer.doubt else writer.chain.refused
     for low, high in open_.upto(writer.published):
         writer.chain.settle(low, high, NOTHING, 0, how, changes.now)
     for low, high in open_.above(writer.published):
-        evidence = mark.evidence(low, high, refused)
+        evidence = mark.evidence(low, high, writer.chain.refused)
         writer.chain.settle(low, high, evidence, 0, how, changes.now)
         if evidence.empty:
             writer.chain.declare_empty(Intervals.of([(high - evidence.empty, high)]))

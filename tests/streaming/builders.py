@@ -161,7 +161,7 @@ def _packet(item: Sent) -> Packet:
 def compacted(batch: Sequence[Sent]) -> list[Packet]:
     """The packets that the pipeline's own compaction makes, from JSON."""
     return packed(
-        (it.offset, it.offset, _origin(it.record), it.record.stream.encode(), _json(it.record)) for it in batch
+        (it.offset, it.offset, _origin(it.record), it.record.stream.encode(), as_json(it.record)) for it in batch
     )
 
 
@@ -190,7 +190,7 @@ def _topic(record: Record) -> str:
     return CONTROL if record.control else FACTS
 
 
-def _json(record: Record) -> bytes:
+def as_json(record: Record) -> bytes:
     value: dict[str, object] = {"stream": record.stream, "writer": record.writer, "epoch": record.epoch}
     if record.kind == "ROW":
         value |= {"kind": "RDATA", "id": "batch", "row": {}}

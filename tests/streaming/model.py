@@ -13,14 +13,17 @@ FACTS, EMPTY, UNSEEN, SKIPPED, BARE = "facts", "empty", "unseen", "skipped", "ba
 
 Settled = dict[int, str]
 
+EVERYTHING = 2**63 - 1
+
 
 @dataclass
 class Incarnated:
     """What is known of a writer, or of an incarnation that has not joined: each settled ID, and how.
 
     `late` says why a completion of that ID comes too late; `refused` is the highest ID that was turned away although
-    it may be true. `denied` are IDs that the writer declared to be empty. `blurred` is set once a settled range was
-    taken in part: Tidemark keeps counts per range, so that from then on its counts of this writer are upper bounds.
+    it may be true, or EVERYTHING. `denied` are IDs that the writer declared to be empty. `blurred` is set once a
+    settled range was taken in part: Tidemark keeps counts per range, so that from then on its counts of this writer are
+    upper bounds.
     """
 
     epoch: int
@@ -97,6 +100,8 @@ class Model:
     late_facts: Counter[tuple[str, str]] = field(default_factory=Counter)
     timeline: int = 1
     database: str | None = None
+    refused: int = 0
+    elsewhere: bool = False
     timelines: list[tuple[str, int, int, int, str]] = field(default_factory=list)
 
     def feed(self, record: Record) -> str:
@@ -122,7 +127,8 @@ class Model:
 
     def _take(self, record: Record) -> str:
         if not record.control and self.home not in (None, record.partition):
-            return self._stray(record)
+            self.astray(record)
+            return "rejected: wrong_partition"
         sign = (record.id > 0) - (record.id < 0)
         if sign * self.direction < 0:
             return "rejected: mixed_sign"
@@ -133,16 +139,22 @@ class Model:
             self.home = record.partition
         return outcome
 
-    def _stray(self, record: Record) -> str:
+    def astray(self, record: Record) -> None:
         """Another partition: no order against this one, so an incarnation that is not joined here holds the line."""
-        key, writer = (record.writer, record.epoch), self.writers.get(record.writer)
-        reach = abs(record.id) if record.kind in ("RDATA", "VOID", "POSITION") else 0
-        if writer is not None and record.epoch == writer.epoch and not writer.retired:
-            writer.refused = max(writer.refused, reach)
-        elif writer is None or record.epoch >= writer.epoch:
-            held = self.held.setdefault(key, Incarnated(record.epoch))
+        if record.kind == "RETIRE":
+            return
+        reach = {"JOIN": 0, "ROW": EVERYTHING}.get(record.kind, abs(record.id))
+        writer = self.writers.get(record.writer)
+        if record.epoch == 0 and self._is_new():
+            self.refused = max(self.refused, reach)
+            return
+        if writer is not None and (
+            record.epoch < writer.epoch or (record.epoch == writer.epoch and not writer.retired)
+        ):
+            writer.refused = max(writer.refused, reach if record.epoch == writer.epoch else 0)
+        elif writer is None or record.epoch > writer.epoch or reach > writer.position:
+            held = self._held(record)
             held.refused = max(held.refused, reach)
-        return "rejected: wrong_partition"
 
     def _act(self, record: Record) -> str:
         match record.kind:
@@ -152,20 +164,27 @@ class Model:
                 return self._retire(record)
             case "SKIP":
                 return self._skip(record)
-        writer = self.writers.get(record.writer)
-        if writer is None and record.epoch == 0 and not self.writers and not self.held and self.line == 0:
-            writer = self.writers[record.writer] = Incarnated(0)
+        writer = self._begun(record)
         if writer is not None and record.epoch < writer.epoch:
             return "rejected: zombie"
         if record.kind == "ROW":
-            if writer is None or record.epoch > writer.epoch:
-                self._held(record)
+            if writer is None or record.epoch > writer.epoch or writer.retired:
+                self._held(record).refused = EVERYTHING
             return "batch"
         prev, id = abs(record.prev), abs(record.id)
         if writer is None or record.epoch > writer.epoch or (writer.retired and id > writer.position):
             outcome = self._edge(self._held(record), record, prev, id)
             return {"applied": "held", "final": "late", "denied": "late"}.get(outcome, outcome)
         return self._edge_of(writer, record, prev, id)
+
+    def _begun(self, record: Record) -> Incarnated | None:
+        """The writer; where nobody was ever seen, one of epoch 0 needs no JOIN."""
+        if record.epoch == 0 and self._is_new():
+            return self.writers.setdefault(record.writer, Incarnated(0, refused=self.refused))
+        return self.writers.get(record.writer)
+
+    def _is_new(self) -> bool:
+        return not self.writers and not self.held and self.line == 0
 
     def _held(self, record: Record) -> Incarnated:
         return self.held.setdefault((record.writer, record.epoch), Incarnated(record.epoch))
@@ -252,7 +271,8 @@ class Model:
             for other, known in self.writers.items():
                 self._go_back(known, other, id)
             self.done = {at for at in self.done if at <= id}
-        writer, retire = self.writers.setdefault(name, Incarnated(record.epoch)), None
+        writer, retire = self.writers.setdefault(name, Incarnated(record.epoch, refused=self.refused)), None
+        refused = 0
         self._go_back(writer, name, id)
         for key in sorted(self.held):
             if key[0] == name and key[1] <= record.epoch:
@@ -260,7 +280,7 @@ class Model:
                 if key[1] < record.epoch:
                     self._take_back(held, name, id, held.reach)
                 else:
-                    retire = held.retire
+                    retire, refused = held.retire, held.refused
                     gone = Incarnated(0, dict(held.settled))
                     self._take_back(gone, name, id, writer.published)
                     writer.blurred |= gone.blurred
@@ -271,6 +291,8 @@ class Model:
         if record.timeline is not None:
             self.database, writer.start = record.timeline.database, record.timeline.start
         self._settle(writer, 0, id, _how(record))
+        if not self.elsewhere:
+            writer.refused = refused
         return writer, retire
 
     def _went_back(self, record: Record) -> str | None:
@@ -309,6 +331,8 @@ class Model:
 
     def _retire(self, record: Record) -> str:
         id, key = abs(record.id), (record.writer, record.epoch)
+        if record.writer == "*":
+            return self._throw_out([*self.held])
         writer, held = self.writers.get(record.writer), self.held.get(key)
         if writer is not None and record.epoch < writer.epoch:
             return "rejected: zombie"
@@ -319,7 +343,7 @@ class Model:
         if writer is None:
             writer, _ = self._begin(record)
         elif record.epoch > writer.epoch:
-            return self._throw_out(record)
+            return self._throw_out([key])
         elif writer.retired and record.control and held is not None:
             writer.adopt(self.held.pop(key))
         elif writer.retired:
@@ -329,11 +353,14 @@ class Model:
         self._end(writer, id, _how(record))
         return "applied"
 
-    def _throw_out(self, record: Record) -> str:
-        held = self.held.pop((record.writer, record.epoch), None)
-        if held is None:
+    def _throw_out(self, keys: list[tuple[str, int]]) -> str:
+        if not self.held.keys() & keys:
             return "rejected: unknown_writer"
-        self.late_facts[record.writer, "skipped"] += sum(how == FACTS for how in held.settled.values())
+        for key in keys:
+            held = self.held.pop(key)
+            self.late_facts[key[0], "skipped"] += sum(how == FACTS for how in held.settled.values())
+            doubted = self.writers.get(key[0], self)
+            doubted.refused = max(doubted.refused, held.refused)
         return "applied"
 
     def _retire_held(self, record: Record) -> str:

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.streaming.builders import STREAM, Record, Sent, Shard, join, packets, packing, position, rdata, retire
-from tidemark.streaming.batch import StreamBatch, _inboxes
+from tidemark.streaming.batch import StreamBatch
 from tidemark.streaming.chain import Chain
+from tidemark.streaming.inbox import inboxes_of
 from tidemark.streaming.joined import Writers
 from tidemark.streaming.model import NOTHING, Bounds
 from tidemark.streaming.packed import StoredWriter, Table
+from tidemark.streaming.runs import EVERYTHING
 from tidemark.streaming.writers import WriterState
 
 Tracer = Callable[[FrameType, str, Any], Any]
@@ -42,7 +44,7 @@ def test_packed_writers_answer_like_open_ones(steps: list[tuple[str, str, int]],
             elif act == "doubt":
                 writers.doubt()
                 for writer in plain.values():
-                    writer.doubt = True
+                    writer.chain.refuse(EVERYTHING)
             elif act == "add" and name not in plain:
                 plain[name], writers[name] = WriterState(number, Chain(number)), WriterState(number, Chain(number))
             elif name in plain:
@@ -101,7 +103,8 @@ def crowd(joining: int, retiring: int) -> Shard:
 
 def opened(shard: Shard, *records: Record) -> int:
     batch = StreamBatch(STREAM, shard.states[STREAM], shard.now, Bounds())
-    batch.feed(_inboxes(packets([Sent(99_000 + at, it) for at, it in enumerate(records)]), {STREAM})[STREAM])
+    brought = packets([Sent(99_000 + at, it) for at, it in enumerate(records)])
+    batch.feed(inboxes_of(brought, shard.states, Bounds())[STREAM])
     return batch.stream.writers.opened
 
 

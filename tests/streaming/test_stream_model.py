@@ -122,6 +122,11 @@ class Compared(RuleBasedStateMachine):
     def operate(self, hint: Hint) -> None:
         self.send(forced(replace(self.near(hint), partition=0, unseen=False)))
 
+    @rule(luck=st.integers(0, 3))
+    def throw_out_everybody(self, luck: int) -> None:
+        if luck == 3:
+            self.send(forced(Record("RETIRE", "*")))
+
     def near(self, hint: Hint) -> Record:
         known = self.model.writers.get(hint.writer)
         edge, marker = hint.kind in EDGES or hint.kind == "SKIP", hint.kind in ("JOIN", "RETIRE")
@@ -150,8 +155,13 @@ class Compared(RuleBasedStateMachine):
         self.queue = []
         self.shard.next_offset += len(batch)
         before = self.model.late_facts.copy(), len(self.model.timelines), self.model.line
-        # Operators' records have no order against the facts: they come last.
-        ordered = sorted(batch, key=lambda it: (it.record.control, it.record.partition, it.offset))
+        # Operators' records have no order against the facts: they come last. Those of other partitions have none
+        # either: they may have come before all others, and after all others.
+        ordered = sorted(batch, key=lambda it: (it.record.control, it.record.partition != self.home(batch), it.offset))
+        astray = [it.record for it in batch if not it.record.control and it.record.partition != self.home(batch)]
+        self.model.elsewhere = any(it.kind != "RETIRE" for it in astray)
+        for record in astray:
+            self.model.astray(record)
         outcomes = {it.offset: self.model.feed(it.record) for it in ordered}
 
         parts = packets(batch)
@@ -176,6 +186,11 @@ class Compared(RuleBasedStateMachine):
         )
         assert sign * effects.linear_prev == line <= sign * effects.linear
         assert state.encode(stored) == effects.state
+
+    def home(self, batch: list[Sent]) -> int:
+        if self.model.home is None:
+            return min((it.record.partition for it in batch if not it.record.control), default=0)
+        return self.model.home
 
     @property
     def sign(self) -> int:

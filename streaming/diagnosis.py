@@ -1,0 +1,82 @@
+"""Why the decoder refused a value, found out step by step. Pure."""
+
+import re
+from typing import Any, Final, Literal
+
+import msgspec
+from msgspec import Raw
+
+from tidemark.streaming import records
+from tidemark.streaming.errors import BadRecord
+from tidemark.streaming.model import Reason
+
+_ALL: Final = (records.Rdata, records.Void, records.Position, records.Join, records.Retire, records.Skip)
+_KINDS: Final = {str(kind.__struct_config__.tag): kind for kind in _ALL}
+_FIELDS: Final = {kind: msgspec.structs.fields(kind) for kind in _KINDS.values()}
+_INTEGER = re.compile(rb"-?[0-9]+")
+
+_any = msgspec.json.Decoder(Raw)
+_object = msgspec.json.Decoder(dict[str, Raw])
+_text = msgspec.json.Decoder(str)
+_id = msgspec.json.Decoder(records.Id)
+_batch = msgspec.json.Decoder(Literal["batch"])
+_TYPES: Final[dict[str, msgspec.json.Decoder[Any]]] = {
+    "stream": _text,
+    "writer": _text,
+    "row": _any,
+    "unseen": msgspec.json.Decoder(bool),
+    "timeline": msgspec.json.Decoder(records.Timeline | None),
+    "by": msgspec.json.Decoder(str | None),
+    "why": msgspec.json.Decoder(str | None),
+}
+
+
+def diagnosis(value: bytes, error: Exception) -> BadRecord:
+    """The one reason why `records.decode` refused `value`, by which it raised `error`."""
+    try:
+        value.decode()
+        _any.decode(value)
+    except (ValueError, RecursionError) as problem:
+        return BadRecord(Reason.NOT_JSON, str(problem))
+    try:
+        fields = {name: bytes(raw) for name, raw in _object.decode(value).items()}
+    except msgspec.ValidationError as problem:
+        return BadRecord(Reason.NOT_AN_OBJECT, str(problem))
+    if "kind" not in fields:
+        return BadRecord(Reason.MISSING_FIELD, "kind is missing")
+    if not _takes(_text, fields["kind"]):
+        return BadRecord(Reason.WRONG_TYPE, "kind is not a string")
+    kind = _KINDS.get(_text.decode(fields["kind"]))
+    if kind is None:
+        return BadRecord(Reason.UNKNOWN_KIND, f"kind {_shown(fields['kind'])} is none of {', '.join(_KINDS)}")
+    for field in _FIELDS[kind]:
+        if field.required and field.name not in fields:
+            return BadRecord(Reason.MISSING_FIELD, f"{field.name} is missing")
+    given = {field.name: fields[field.name] for field in _FIELDS[kind] if field.name in fields}
+    for name, raw in given.items():
+        if not _is_of_its_type(kind, name, raw):
+            return BadRecord(Reason.WRONG_TYPE, f"{name} is {_shown(raw)}")
+    for name, raw in given.items():
+        if _INTEGER.fullmatch(raw) and not _takes(_id, raw):
+            return BadRecord(Reason.OUT_OF_64_BITS, f"{name} is {_shown(raw)}")
+    if given.get("epoch", b"").startswith(b"-"):
+        return BadRecord(Reason.NEGATIVE_EPOCH, f"epoch is {_shown(given['epoch'])}")
+    return BadRecord(Reason.WRONG_TYPE, str(error))  # a field given twice, wrong the first time
+
+
+def _is_of_its_type(kind: type[records.Record], name: str, raw: bytes) -> bool:
+    if name in _TYPES:
+        return _takes(_TYPES[name], raw)
+    return _INTEGER.fullmatch(raw) is not None or (kind is records.Rdata and name == "id" and _takes(_batch, raw))
+
+
+def _takes(decoder: msgspec.json.Decoder[Any], raw: bytes) -> bool:
+    try:
+        decoder.decode(raw)
+    except ValueError:
+        return False
+    return True
+
+
+def _shown(raw: bytes) -> str:
+    return raw[:80].decode(errors="replace")

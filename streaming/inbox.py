@@ -1,0 +1,91 @@
+"""What a batch brought, by stream, and the segments of it. Pure."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tidemark.streaming import state
+from tidemark.streaming.model import Bounds
+from tidemark.streaming.records import Kind, Topic
+from tidemark.streaming.runs import EVERYTHING, BatchRows, Marker, PackedRun, Packet, Refused
+from tidemark.streaming.stream import StreamState
+
+Partition = tuple[str, int]
+Fact = PackedRun | BatchRows | Marker
+
+
+@dataclass(slots=True)
+class Inbox:
+    """What a batch brought for one stream: facts, and what was refused and may be facts, by Kafka partition; operators'
+    markers, and what was refused among them.
+    """
+
+    facts: dict[Partition, list[Fact]] = field(default_factory=lambda: defaultdict(list))
+    refused: dict[Partition, list[Refused]] = field(default_factory=lambda: defaultdict(list))
+    apart: list[Refused] = field(default_factory=list)
+    control: list[tuple[Partition, Marker]] = field(default_factory=list)
+
+    def claims(self, place: Partition) -> Iterator[Refused]:
+        """What came in a partition, if all of it is turned away."""
+        yield from self.refused.get(place, ())
+        for item in self.facts.get(place, ()):
+            if isinstance(item, PackedRun):
+                reach = int(np.frombuffer(item.ids[-8:], np.int64)[0])
+                yield Refused(item.stream, item.writer, item.epoch, reach, item.first_offset)
+            elif isinstance(item, BatchRows):
+                yield Refused(item.stream, item.writer, item.epoch, EVERYTHING, item.first_offset)
+            elif item.kind is Kind.JOIN:
+                yield Refused(item.stream, item.writer, item.epoch, 0, item.offset)
+
+
+UNREAD = state.encode(StreamState(refused=EVERYTHING))
+"""A stream of which nothing could be read yet."""
+
+
+def room(states: Mapping[str, bytes], bounds: Bounds) -> int:
+    """For how many more streams there is room of which nothing can be read."""
+    return bounds.unread - sum(stored == UNREAD for stored in states.values())
+
+
+def inboxes_of(packets: list[Packet], states: Mapping[str, bytes], bounds: Bounds) -> dict[str, Inbox]:
+    """By stream; of new ones that nothing but unread records name as many as there is room for, the first by name."""
+    inboxes: dict[str, Inbox] = defaultdict(Inbox)
+    for seen in packets:
+        origin = seen.topic, seen.partition
+        if seen.role is Topic.CONTROL:
+            for marker in seen.markers:
+                inboxes[marker.stream].control.append((origin, marker))
+            continue
+        items: list[Fact] = [*seen.runs, *seen.rows, *seen.markers]
+        for item in items:
+            inboxes[item.stream].facts[origin].append(item)
+    refused = [(seen, it) for seen in packets for it in seen.refused]
+    if not refused:
+        return inboxes
+    named = states.keys() | inboxes.keys() | {it.stream for _, it in refused if it.writer is not None}
+    nameless = {it.stream for _, it in refused if not it.only_known} - named
+    if nameless:
+        named |= {*sorted(nameless)[: max(room(states, bounds), 0)]}
+    for seen, it in refused:
+        if it.stream in named:
+            inbox = inboxes[it.stream]
+            (inbox.apart if seen.role is Topic.CONTROL else inbox.refused[seen.topic, seen.partition]).append(it)
+    return inboxes
+
+
+def segments(
+    items: list[Fact | Refused],
+) -> Iterator[tuple[list[PackedRun | BatchRows | Refused], Marker | None]]:
+    """What is no marker up to each marker, in the order of the offsets; compaction lets none span a marker."""
+    ordered = sorted(items, key=lambda item: item.offset if isinstance(item, Marker) else item.first_offset)
+    segment: list[PackedRun | BatchRows | Refused] = []
+    for item in ordered:
+        if isinstance(item, Marker):
+            yield segment, item
+            segment = []
+        else:
+            segment.append(item)
+    if segment:
+        yield segment, None

@@ -1,0 +1,143 @@
+"""Writers that keep the contract, and records of theirs that are turned away, for every reason: nothing that committed
+is ever told as empty, and the line passes nothing that is in flight.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.examples import examples
+from tests.streaming.builders import Framed, Record, Shard, as_json, packed
+from tests.streaming.protocol import Database
+from tidemark.streaming.effects import StreamEffects
+from tidemark.streaming.model import Bounds
+from tidemark.streaming.records import Topic
+
+WRITERS = ("a", "b", "c")
+writers = st.sampled_from(WRITERS)
+
+# What may become of a record on its way; twice as often it is the next one of the list, which is nothing.
+FATES = ["well"] * 6 + ["wrong key", "no key", "wrong partition", "control topic", "cut off", "too large", "odd epoch"]
+
+
+@dataclass(frozen=True)
+class Produced:
+    """A record as it came to Kafka."""
+
+    value: bytes
+    key: bytes | None
+    partition: int
+    topic: Topic
+
+
+def produced(record: Record, fate: str) -> Produced:
+    value, key = as_json(record), record.stream.encode()
+    sent = Produced(value, key, 0, Topic.FACTS)
+    match fate:
+        case "wrong key":
+            return replace(sent, key=b"caches", partition=1)
+        case "no key":
+            return replace(sent, key=None, partition=2)
+        case "wrong partition":
+            return replace(sent, partition=2)
+        case "control topic":
+            return replace(sent, topic=Topic.CONTROL)
+        case "cut off":
+            return replace(sent, value=value[:-1])
+        case "too large":
+            return replace(sent, value=msgspec.json.encode(msgspec.json.decode(value) | {"id": 2**70}))
+        case "odd epoch":
+            return replace(sent, value=msgspec.json.encode(msgspec.json.decode(value) | {"epoch": "1"}))
+    return sent
+
+
+class World:
+    """Bounds are so low that they are reached too."""
+
+    def __init__(self, sign: int) -> None:
+        self.database = Database(sign, WRITERS)
+        self.shard = Shard(bounds=Bounds(pending=2, held=1, retired=0, unread=1))
+        self.topic: list[Produced] = []
+        self.linear = 0
+        self.stands = dict.fromkeys(WRITERS, 0)
+        self.late: set[tuple[str, int]] = set()
+        self.nameless: set[str] = set()  # whose last JOIN nobody could read
+
+    def act(self, name: str, op: str, which: int, fate: str) -> None:
+        process = self.database.processes[name]
+        if not process.alive or op == "crash":
+            for record in self.database.start(name):
+                self.send(record, fate if op == "crash" else "well")
+        elif op == "reserve":
+            self.database.reserve(name)
+        elif op == "commit" and process.open:
+            self.database.commit(name, which)
+            self.produce(self.database.send(name, -1), fate)
+        elif op == "roll back" and process.open:
+            self.produce(self.database.roll_back(name, which), fate)
+        elif op == "heartbeat":
+            self.produce(self.database.heartbeat(name), fate)
+        elif op == "retire" and not process.open:
+            self.produce(self.database.retire(name), fate)
+        elif op == "read":
+            self.read()
+
+    def produce(self, records: Iterator[Record], fate: str) -> None:
+        for record in records:
+            self.send(record, fate)
+
+    def send(self, record: Record, fate: str) -> None:
+        if record.kind == "JOIN":
+            (self.nameless.add if fate in ("cut off", "odd epoch") else self.nameless.discard)(record.writer)
+        self.topic.append(produced(record, fate))
+
+    def read(self) -> None:
+        """All that was produced, as one batch."""
+        framed: list[Framed] = [
+            (offset, offset, it.topic.origin(it.partition), it.key, it.value)
+            for offset, it in enumerate(self.topic, self.shard.next_offset)
+        ]
+        self.shard.next_offset += len(framed)
+        self.topic.clear()
+        for stream in self.shard.feed_packets(packed(framed)).streams if framed else ():
+            if stream.stream == "events":
+                self.look(stream)
+        in_flight = self.database.in_flight()
+        assert all(self.linear < id for name, id in in_flight if name not in self.nameless)
+
+    def look(self, stream: StreamEffects) -> None:
+        self.linear = abs(stream.linear)
+        for it in stream.late:
+            self.late |= {(it.writer, id) for id in range(abs(it.prev) + 1, abs(it.id) + 1)}
+        for move in stream.advances:
+            prev, id = abs(move.prev), abs(move.id)
+            assert self.stands[move.writer] == prev
+            self.stands[move.writer] = id
+            committed = {it for name, it in self.database.facts if name == move.writer and prev < it <= id}
+            told = {it for name, it in self.late if name == move.writer}
+            assert move.unseen or move.facts >= len(committed - told)
+
+
+OPS = ["reserve"] * 6 + ["commit"] * 6 + ["roll back", "heartbeat", "crash", "crash", "retire", "read", "read"]
+
+
+@settings(max_examples=examples(600))
+@given(
+    st.sampled_from([1, -1]),
+    st.lists(
+        st.tuples(writers, st.sampled_from(OPS), st.integers(0, 5), st.sampled_from(FATES)), min_size=10, max_size=80
+    ),
+)
+def test_nothing_that_committed_is_told_as_empty(sign: int, acts: list[tuple[str, str, int, str]]) -> None:
+    """Rules 1, 5 and 9, whatever is turned away; but for a JOIN that nobody can read, from which nobody can know that
+    its writer is there."""
+    world = World(sign)
+    for act in acts:
+        world.act(*act)
+    world.read()
+    for name in WRITERS:
+        world.act(name, "crash", 0, "well")
+    world.read()
