@@ -80,6 +80,7 @@ def prepare(
     postgres.remember(
         RememberedSetup(settings.shards, {topic.name: (topic.id, len(topic.partitions)) for topic in read.values()})
     )
+    postgres.set_late_numbers_ahead()
     states = postgres.states()
     last = postgres.last_batch()
     applied = None if last is None else AppliedBatch(*last)

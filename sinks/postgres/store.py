@@ -98,6 +98,16 @@ class Postgres:
         with self._batches.use() as connection:
             return apply(connection, batch)
 
+    def set_late_numbers_ahead(self) -> None:
+        """For a new owner, before its first batch: a database that went back would give the numbers of late completions
+        again that it has lost, and readers would take them for known. The clock is beyond all that were given."""
+        with self._batches.use() as connection:
+            connection.execute(
+                "select setval('tidemark.late_completions_number_seq', greatest(last_value,"
+                " (extract(epoch from clock_timestamp()) * 1000000)::bigint))"
+                " from tidemark.late_completions_number_seq"
+            )
+
     def unsent_dead_letters(self) -> list[UnsentDeadLetters]:
         """Rejected records that are not known to be in the dead letters."""
         with self._reads.use() as connection:
