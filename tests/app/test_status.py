@@ -1,0 +1,19 @@
+"""`tidemark status` as people and programs read it."""
+
+import json
+from datetime import UTC, datetime
+
+from tests.app.sidecar.given import At, moved
+from tidemark.app import status
+from tidemark.sinks.postgres.status import SinkFault
+
+
+def test_a_stream_that_a_sink_cannot_show_is_named_with_the_answer() -> None:
+    """The fault stands below the table and in the JSON of its stream, and of no other."""
+    states = {name: moved(name, 7, w=At(0, 7)).state for name in ("orders", "}x")}
+    faults = [SinkFault("redis", "}x", "WRONGTYPE", datetime.fromtimestamp(1000, UTC))]
+    found = status.read(states, None, faults)
+    assert status.as_table(found, 1060.0).splitlines()[-1] == "}x is not shown in redis, for 60 s: WRONGTYPE"
+    told = {it["stream"]: it["not_shown"] for it in json.loads(status.as_json(found, 1060.0))["streams"]}
+    assert told["orders"] == []
+    assert [(it["sink"], it["problem"]) for it in told["}x"]] == [("redis", "WRONGTYPE")]
