@@ -141,3 +141,39 @@ def test_nothing_that_committed_is_told_as_empty(sign: int, acts: list[tuple[str
     for name in WRITERS:
         world.act(name, "crash", 0, "well")
     world.read()
+
+
+ODD = st.fixed_dictionaries(
+    {},
+    optional={
+        "kind": st.sampled_from(["RDATA", "VOID", "POSITION", "JOIN", "RETIRE", "SKIP", "RUN", None, 5]),
+        "stream": st.sampled_from(["events", "caches", "a b", "", None, 7]),
+        "writer": st.sampled_from(["a", "b", "*", "w w", "", None]),
+        "epoch": st.sampled_from([0, 1, 2, 2**63 - 1, 2**63, -1, 1.5, "1", None]),
+        "prev": st.sampled_from([0, 1, -1, 2**62, None]),
+        "id": st.sampled_from([1, 2, -3, 2**63 - 1, 2**63, 2**70, -(2**63), "batch", "x", 1e3, None]),
+        "row": st.none(),
+        "by": st.sampled_from(["ann", "", None, 3]),
+        "why": st.just("so"),
+    },
+).map(msgspec.json.encode)
+KEYS = st.sampled_from([b"events", b"caches", b"", None, b"\xff", b"a b", b"x1", b"x2", b"x3"])
+odd_records = st.tuples(st.sampled_from([0, 0, 0, 1, -1]), KEYS, ODD | st.binary(max_size=9))
+
+
+@settings(max_examples=examples(200))
+@given(st.lists(st.lists(odd_records, min_size=1, max_size=20), max_size=6))
+def test_a_hostile_producer_breaks_no_rule(batches: list[list[tuple[int, bytes | None, bytes]]]) -> None:
+    """Rules 2 and 5: whatever it sends, under whatever key and to whatever topic, each record has one outcome, and no
+    line goes back."""
+    shard = Shard(bounds=Bounds(pending=2, held=2, retired=1, unread=2))
+    linear: dict[str, int] = {}
+    for batch in batches:
+        framed = [(at, at, origin, key, value) for at, (origin, key, value) in enumerate(batch, shard.next_offset)]
+        shard.next_offset += len(batch)
+        done = shard.feed_packets(packed(framed))
+        outcomes = [count for it in done.streams for what, count in it.counts.items() if what != "forgotten"]
+        assert sum(outcomes) + sum(it.records for it in done.rejected) == len(batch)
+        for it in done.streams:
+            assert abs(it.linear) >= linear.get(it.stream, 0)
+            linear[it.stream] = abs(it.linear)
