@@ -19,10 +19,10 @@ from tidemark.streaming.effects import (
     Gap,
     GapClosed,
     LateCompletion,
+    NewTimeline,
     Progress,
     ShardEffects,
     StreamEffects,
-    TimelineBegun,
     WriterAdvance,
     WriterRow,
     summarize,
@@ -214,7 +214,7 @@ class StreamBatch:
                 for it, by, why in self.forced
             ],
             [
-                TimelineBegun(it.writer, it.epoch, signed(it.id), signed(it.position), it.number, it.why)
+                NewTimeline(it.writer, it.epoch, signed(it.id), signed(it.position), it.number, it.why)
                 for it in changes.timelines
             ],
             changes.dropped,

@@ -93,7 +93,7 @@ class Forced(msgspec.Struct, array_like=True, frozen=True):
     why: str
 
 
-class TimelineBegun(msgspec.Struct, array_like=True, frozen=True):
+class NewTimeline(msgspec.Struct, array_like=True, frozen=True):
     """Timeline `number` of the stream began with the JOIN of `writer` at `id`: a database went back (docs/design.md 3).
 
     `position` is the writer's; `why` says what showed it: a JOIN below that `position` or below what had completed
@@ -158,7 +158,7 @@ class StreamEffects(msgspec.Struct, array_like=True, frozen=True):
     closed: list[GapClosed]
     late: list[LateCompletion]
     forced: list[Forced]
-    timelines: list[TimelineBegun]
+    timelines: list[NewTimeline]
     dropped: list[str]
     counts: dict[str, int]
     summary: Summary

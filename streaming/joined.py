@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemark.streaming.intervals import Ids
-from tidemark.streaming.packed import EMPTY, Table
+from tidemark.streaming.packed import EMPTY, PackedTable
 from tidemark.streaming.runs import EVERYTHING
 from tidemark.streaming.writers import WriterState
 
@@ -27,7 +27,10 @@ class Writers(MutableMapping[str, WriterState]):
     """
 
     def __init__(
-        self, opened: Mapping[str, WriterState] | None = None, active: Table | None = None, retired: Table | None = None
+        self,
+        opened: Mapping[str, WriterState] | None = None,
+        active: PackedTable | None = None,
+        retired: PackedTable | None = None,
     ) -> None:
         self.open = dict(opened or {})
         self.opened = 0
@@ -132,7 +135,7 @@ class Writers(MutableMapping[str, WriterState]):
         found = ((int(times[at]), self._retired.name(int(packed[at]))) for at in longest)
         return [name for _, name in islice(merge(found, opened), many)]
 
-    def packed(self) -> tuple[dict[str, WriterState], Table, Table]:
+    def packed(self) -> tuple[dict[str, WriterState], PackedTable, PackedTable]:
         """Those that stay open, the active and the retired, as a new `Writers` takes them."""
         stay, active, retired = {}, {}, {}
         for name, writer in sorted(self.open.items()):
@@ -162,7 +165,7 @@ class Writers(MutableMapping[str, WriterState]):
 class _Rest:
     """What of a table is still packed."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: PackedTable) -> None:
         self._table = table
         self._gone: set[int] = set()
         self._order: Ids | None = None
@@ -223,7 +226,7 @@ class _Rest:
         if len(self):
             self._table = self._table.doubted()
 
-    def changed(self, come: Mapping[str, WriterState]) -> Table:
+    def changed(self, come: Mapping[str, WriterState]) -> PackedTable:
         return self._table.changed(self._gone, come)
 
     def unpacked(self) -> dict[str, WriterState]:

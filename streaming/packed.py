@@ -106,7 +106,7 @@ writer, and when (ms) that one retired, 0 where it has not. What a column says o
 says."""
 
 
-class Table:
+class PackedTable:
     """Writers by name, none of them with anything pending. Never changes: `changed` gives a new one."""
 
     def __init__(self, columns: bytes = b"", rows: bytes = b"") -> None:
@@ -134,13 +134,13 @@ class Table:
             writer.chain.refuse(EVERYTHING)
         return writer
 
-    def doubted(self) -> "Table":
+    def doubted(self) -> "PackedTable":
         """All of them in doubt."""
         columns = self.columns.copy()
         columns["doubt"] = True
-        return Table(columns.tobytes(), self.rows)
+        return PackedTable(columns.tobytes(), self.rows)
 
-    def changed(self, gone: Collection[int], come: Mapping[str, WriterState]) -> "Table":
+    def changed(self, gone: Collection[int], come: Mapping[str, WriterState]) -> "PackedTable":
         """Without the rows of `gone`, and with these writers: a step for each of them, and none for the others."""
         if not gone and not come:
             return self
@@ -160,7 +160,7 @@ class Table:
             at = place + width
         rows.append(self.rows[self._start(at) :])
         columns.append(self.columns[at:])
-        return Table(np.concatenate(columns).tobytes(), b"".join(rows))
+        return PackedTable(np.concatenate(columns).tobytes(), b"".join(rows))
 
     def _place(self, name: str) -> int:
         return bisect_left(range(len(self)), name, key=self.name)
@@ -172,4 +172,4 @@ class Table:
         return self.rows[self._start(at) : self._start(at + 1)]
 
 
-EMPTY = Table()
+EMPTY = PackedTable()

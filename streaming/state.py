@@ -12,7 +12,7 @@ from tidemark.streaming.errors import StateTooNew
 from tidemark.streaming.intervals import Intervals
 from tidemark.streaming.joined import Writers
 from tidemark.streaming.linear import LinearPosition
-from tidemark.streaming.packed import EMPTY, Pairs, StoredChain, StoredWriter, Table
+from tidemark.streaming.packed import EMPTY, PackedTable, Pairs, StoredChain, StoredWriter
 from tidemark.streaming.runs import EVERYTHING
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import HeldWriter
@@ -34,7 +34,7 @@ class _Table(msgspec.Struct, array_like=True, frozen=True):
     rows: bytes
 
     @classmethod
-    def of(cls, table: Table) -> "_Table | None":
+    def of(cls, table: PackedTable) -> "_Table | None":
         return cls(table.columns.tobytes(), table.rows) if len(table) else None
 
 
@@ -42,7 +42,7 @@ class _Leader(msgspec.Struct, array_like=True, frozen=True):
     format: int
 
 
-class _Stream(_Leader, array_like=True, frozen=True):
+class _StoredStream(_Leader, array_like=True, frozen=True):
     direction: int
     home: int | None
     line: int
@@ -59,14 +59,14 @@ class _Stream(_Leader, array_like=True, frozen=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _leader = msgspec.msgpack.Decoder(_Leader)
-_decoder = msgspec.msgpack.Decoder(_Stream)
+_decoder = msgspec.msgpack.Decoder(_StoredStream)
 
 
 def encode(stream: StreamState) -> bytes:
     """Equal streams give equal bytes."""
     writers, active, retired = stream.writers.packed()
     return _encoder.encode(
-        _Stream(
+        _StoredStream(
             FORMAT,
             stream.direction,
             stream.home,
@@ -114,11 +114,11 @@ def _chain(held: _Held) -> Chain:
     return chain
 
 
-def _table(stored: _Table | None) -> Table:
-    return Table(stored.columns, stored.rows) if stored else EMPTY
+def _table(stored: _Table | None) -> PackedTable:
+    return PackedTable(stored.columns, stored.rows) if stored else EMPTY
 
 
-def _decode(data: bytes) -> _Stream:
+def _decode(data: bytes) -> _StoredStream:
     found = _leader.decode(data).format  # first: a later format may well look like this one with more behind
     if found > FORMAT:
         raise StateTooNew(found, FORMAT)

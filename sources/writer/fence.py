@@ -59,7 +59,7 @@ class FencePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class NewEpoch:
     """A new epoch, which has not joined yet; `timelines` is what its JOINs say, by stream.
 
     `database` is the history in which it began, None where this user may not read that.
@@ -142,7 +142,7 @@ def raise_epoch(
     now: float,
     stuck: Callable[[Connection, list[Holder]], None],
     last: int | None = None,
-) -> Begun:
+) -> NewEpoch:
     """End every transaction of the old epoch by waiting for it, and begin a new one, with these streams.
 
     The epoch is at least the milliseconds of `now` (s), so that it rises also over a restore of the database. `stuck`
@@ -168,7 +168,7 @@ def _require_no_successor(connection: Connection, instance: str, last: int) -> N
         raise WriterFenced(instance, last)
 
 
-def _raise(connection: Connection, instance: str, streams: Streams, at_least: int) -> Begun:
+def _raise(connection: Connection, instance: str, streams: Streams, at_least: int) -> NewEpoch:
     row = connection.execute(
         """
         insert into tidemark.writers as old (instance, epoch, history_epoch, server, history)
@@ -198,11 +198,16 @@ def _raise(connection: Connection, instance: str, streams: Streams, at_least: in
         ).fetchone()
         assert tokens is not None
         timelines[stream] = Timeline(database, *tokens)
-    return Begun(epoch, database, timelines)
+    return NewEpoch(epoch, database, timelines)
 
 
 def settle(
-    session: PostgresSession, producer: RecordProducer, instance: str, begun: Begun, streams: Streams, patience: float
+    session: PostgresSession,
+    producer: RecordProducer,
+    instance: str,
+    begun: NewEpoch,
+    streams: Streams,
+    patience: float,
 ) -> Joined:
     """Announce what earlier epochs left, then join. `patience` is for Kafka, for each step (s).
 

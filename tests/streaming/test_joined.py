@@ -16,7 +16,7 @@ from tidemark.streaming.chain import Chain
 from tidemark.streaming.inbox import inboxes_of
 from tidemark.streaming.joined import Writers
 from tidemark.streaming.model import NOTHING, Bounds
-from tidemark.streaming.packed import StoredWriter, Table
+from tidemark.streaming.packed import PackedTable, StoredWriter
 from tidemark.streaming.runs import EVERYTHING
 from tidemark.streaming.writers import WriterState
 
@@ -63,7 +63,7 @@ def test_packed_writers_answer_like_open_ones(steps: list[tuple[str, str, int]],
 
 def packed_again(writers: Writers) -> Writers:
     opened, active, retired = writers.packed()
-    return Writers(opened, *(Table(it.columns.tobytes(), it.rows) for it in (active, retired)))
+    return Writers(opened, *(PackedTable(it.columns.tobytes(), it.rows) for it in (active, retired)))
 
 
 def change(writer: WriterState, act: str, number: int, now: int) -> None:
