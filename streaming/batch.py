@@ -31,7 +31,7 @@ from tidemark.streaming.inbox import UNREAD, Fact, Inbox, Partition, inboxes_of,
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.model import Bounds, Reason, Rejected
 from tidemark.streaming.records import Kind
-from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet, Refused, Run
+from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet, Run, TurnedAway
 from tidemark.streaming.segments import complete
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import HeldRows, Mark
@@ -115,7 +115,7 @@ class StreamBatch:
             self.changes.elsewhere = True
             complete(self.stream, (), refused, self._bounds, self.changes)
 
-    def _feed_facts(self, topic: str, partition: int, items: list[Fact | Refused]) -> None:
+    def _feed_facts(self, topic: str, partition: int, items: list[Fact | TurnedAway]) -> None:
         for segment, marker in segments(items):
             runs = [Run.unpack(item) for item in segment if isinstance(item, PackedRun)]
             others = [

@@ -11,12 +11,12 @@ import msgspec
 from msgspec import Raw
 
 from tidemark.streaming.records import MAX_ID, Kind, Topic, is_name, is_writer
-from tidemark.streaming.runs import EVERYTHING, Refused
+from tidemark.streaming.runs import EVERYTHING, TurnedAway
 
 _NOTHING: Final = Raw(b"null")
 
 
-class _Object(msgspec.Struct):
+class _AnyRecord(msgspec.Struct):
     """The fields of any record, each as it stands."""
 
     kind: Raw = _NOTHING
@@ -27,14 +27,14 @@ class _Object(msgspec.Struct):
     by: Raw = _NOTHING
 
 
-_object: Final = msgspec.json.Decoder(_Object)
+_object: Final = msgspec.json.Decoder(_AnyRecord)
 _text: Final = msgspec.json.Decoder(str)
 _number: Final = msgspec.json.Decoder(int)
 
 _EDGES: Final = {Kind.RDATA.name, Kind.VOID.name, Kind.POSITION.name}
 
 
-def claims(value: bytes, key: bytes, topic: Topic, offset: int) -> Iterator[Refused]:
+def claims(value: bytes, key: bytes, topic: Topic, offset: int) -> Iterator[TurnedAway]:
     """Whose fact a refused record may be: that of the stream that it names, and of the one that its key names.
 
     None where it is certain to be no fact: a SKIP, a RETIRE, or a JOIN that an operator signed. A writer's own JOIN is
@@ -43,7 +43,7 @@ def claims(value: bytes, key: bytes, topic: Topic, offset: int) -> Iterator[Refu
     try:
         found = _object.decode(value)
     except (ValueError, RecursionError):
-        found = _Object()
+        found = _AnyRecord()
     kind = _string(found.kind)
     by_operator = found.by is not _NOTHING or (topic is Topic.CONTROL and found.epoch is _NOTHING)
     if kind in (Kind.SKIP.name, Kind.RETIRE.name) or (kind == Kind.JOIN.name and by_operator):
@@ -52,11 +52,11 @@ def claims(value: bytes, key: bytes, topic: Topic, offset: int) -> Iterator[Refu
     if is_name(stream):
         writer, epoch = _string(found.writer), 0 if found.epoch is _NOTHING else _integer(found.epoch)
         if is_writer(writer) and epoch is not None and 0 <= epoch <= MAX_ID:
-            yield Refused(stream, writer, epoch, _reach(kind, found.id), offset)
+            yield TurnedAway(stream, writer, epoch, _reach(kind, found.id), offset)
         else:
-            yield Refused(stream, None, 0, EVERYTHING, offset)
+            yield TurnedAway(stream, None, 0, EVERYTHING, offset)
     if keyed != stream and is_name(keyed):
-        yield Refused(keyed, None, 0, EVERYTHING, offset, only_known=is_name(stream))
+        yield TurnedAway(keyed, None, 0, EVERYTHING, offset, only_known=is_name(stream))
 
 
 def _reach(kind: str, id: Raw) -> int:

@@ -29,7 +29,7 @@ from tidemark.streaming.intervals import Ids
 from tidemark.streaming.link import link
 from tidemark.streaming.model import Rejected, shard_of
 from tidemark.streaming.records import Topic
-from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet, Refused
+from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet, TurnedAway
 
 PACKETS = pa.schema([("shard", pa.int32()), ("packet", pa.binary())])
 
@@ -106,12 +106,12 @@ def pack(topic: str, partition: int, columns: Decoder, shards: int) -> dict[int,
     return packets
 
 
-def _refused(found: list[Refused], markers: list[Marker]) -> list[Refused]:
+def _refused(found: list[TurnedAway], markers: list[Marker]) -> list[TurnedAway]:
     """One of each incarnation between two markers of its stream."""
     marks: dict[str, list[int]] = defaultdict(list)
     for marker in markers:
         marks[marker.stream].append(marker.offset)
-    told: dict[tuple[str, str | None, int, bool, int], Refused] = {}
+    told: dict[tuple[str, str | None, int, bool, int], TurnedAway] = {}
     for it in sorted(found, key=attrgetter("first_offset")):
         place = it.stream, it.writer, it.epoch, it.only_known, bisect(marks[it.stream], it.first_offset)
         first = told.setdefault(place, it)

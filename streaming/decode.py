@@ -29,7 +29,7 @@ from tidemark.streaming.frames import Frames, Incarnations
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.model import Reason
 from tidemark.streaming.records import Kind, Topic
-from tidemark.streaming.runs import Refused
+from tidemark.streaming.runs import TurnedAway
 
 # Codes in the column `kinds` beside those of `Kind`.
 ROW: Final = 3
@@ -154,7 +154,7 @@ class Decoder:
         self.incarnations = Incarnations()
         self.markers: list[tuple[records.Marker, int, int]] = []
         self.rejected: dict[Reason, list[int]] = defaultdict(list)
-        self.refused: list[Refused] = []
+        self.refused: list[TurnedAway] = []
         self.next_offset = 0
         self._edges: list[Edges] = []
 

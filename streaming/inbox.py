@@ -9,7 +9,7 @@ import numpy as np
 from tidemark.streaming import state
 from tidemark.streaming.model import Bounds
 from tidemark.streaming.records import Kind, Topic
-from tidemark.streaming.runs import EVERYTHING, BatchRows, Marker, PackedRun, Packet, Refused
+from tidemark.streaming.runs import EVERYTHING, BatchRows, Marker, PackedRun, Packet, TurnedAway
 from tidemark.streaming.stream import StreamState
 
 Partition = tuple[str, int]
@@ -23,21 +23,21 @@ class Inbox:
     """
 
     facts: dict[Partition, list[Fact]] = field(default_factory=lambda: defaultdict(list))
-    refused: dict[Partition, list[Refused]] = field(default_factory=lambda: defaultdict(list))
-    apart: list[Refused] = field(default_factory=list)
+    refused: dict[Partition, list[TurnedAway]] = field(default_factory=lambda: defaultdict(list))
+    apart: list[TurnedAway] = field(default_factory=list)
     control: list[tuple[Partition, Marker]] = field(default_factory=list)
 
-    def claims(self, place: Partition) -> Iterator[Refused]:
+    def claims(self, place: Partition) -> Iterator[TurnedAway]:
         """What came in a partition, if all of it is turned away."""
         yield from self.refused.get(place, ())
         for item in self.facts.get(place, ()):
             if isinstance(item, PackedRun):
                 reach = int(np.frombuffer(item.ids[-8:], np.int64)[0])
-                yield Refused(item.stream, item.writer, item.epoch, reach, item.first_offset)
+                yield TurnedAway(item.stream, item.writer, item.epoch, reach, item.first_offset)
             elif isinstance(item, BatchRows):
-                yield Refused(item.stream, item.writer, item.epoch, EVERYTHING, item.first_offset)
+                yield TurnedAway(item.stream, item.writer, item.epoch, EVERYTHING, item.first_offset)
             elif item.kind is Kind.JOIN:
-                yield Refused(item.stream, item.writer, item.epoch, 0, item.offset)
+                yield TurnedAway(item.stream, item.writer, item.epoch, 0, item.offset)
 
 
 UNREAD = state.encode(StreamState(refused=EVERYTHING))
@@ -76,11 +76,11 @@ def inboxes_of(packets: list[Packet], states: Mapping[str, bytes], bounds: Bound
 
 
 def segments(
-    items: list[Fact | Refused],
-) -> Iterator[tuple[list[PackedRun | BatchRows | Refused], Marker | None]]:
+    items: list[Fact | TurnedAway],
+) -> Iterator[tuple[list[PackedRun | BatchRows | TurnedAway], Marker | None]]:
     """What is no marker up to each marker, in the order of the offsets; compaction lets none span a marker."""
     ordered = sorted(items, key=lambda item: item.offset if isinstance(item, Marker) else item.first_offset)
-    segment: list[PackedRun | BatchRows | Refused] = []
+    segment: list[PackedRun | BatchRows | TurnedAway] = []
     for item in ordered:
         if isinstance(item, Marker):
             yield segment, item

@@ -74,7 +74,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True):
     timeline: Timeline | None = None
 
 
-class Refused(msgspec.Struct, array_like=True, frozen=True):
+class TurnedAway(msgspec.Struct, array_like=True, frozen=True):
     """Rejected records that may be facts of `writer` up to `reach`, or None: of any writer of the stream.
 
     `first_offset` is that of the first between two markers of the stream. `only_known`: nothing but the key names the
@@ -105,7 +105,7 @@ class Packet(msgspec.Struct, array_like=True, frozen=True):
     rows: list[BatchRows]
     markers: list[Marker]
     rejected: list[Rejected]
-    refused: list[Refused] = []
+    refused: list[TurnedAway] = []
 
 
 Mask = npt.NDArray[np.bool_]

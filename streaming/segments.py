@@ -15,17 +15,17 @@ from tidemark.streaming.changes import Changes
 from tidemark.streaming.classify import Classifier, Completed
 from tidemark.streaming.model import Bounds, Reason
 from tidemark.streaming.records import EVERYBODY
-from tidemark.streaming.runs import Refused, Run
+from tidemark.streaming.runs import Run, TurnedAway
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import HeldRows, WriterState, place
 
-Strange = Run | HeldRows | Refused
+Strange = Run | HeldRows | TurnedAway
 
 
 def complete(
     stream: StreamState,
     runs: Sequence[Run],
-    others: Sequence[HeldRows | Refused],
+    others: Sequence[HeldRows | TurnedAway],
     bounds: Bounds,
     changes: Changes,
 ) -> None:
@@ -49,7 +49,7 @@ def complete(
 
 
 def _sort_out(
-    stream: StreamState, runs: Sequence[Run], others: Sequence[HeldRows | Refused], changes: Changes
+    stream: StreamState, runs: Sequence[Run], others: Sequence[HeldRows | TurnedAway], changes: Changes
 ) -> tuple[list[Run], list[Strange]]:
     """Runs of writers that have joined, and what came from those that have not; the rest is counted or rejected.
 
@@ -58,7 +58,7 @@ def _sort_out(
     """
     known: list[Run] = []
     strange: list[Strange] = []
-    items: list[Run | HeldRows | Refused] = [*runs, *others]
+    items: list[Run | HeldRows | TurnedAway] = [*runs, *others]
     for item in sorted(items, key=attrgetter("first_offset")):
         if item.writer is None:
             continue
@@ -67,12 +67,12 @@ def _sort_out(
             continue
         writer = stream.writers.get(item.writer)
         if writer is None and item.epoch == 0 and _is_new(stream) and not strange:
-            if isinstance(item, Refused):
+            if isinstance(item, TurnedAway):
                 stream.refused = max(stream.refused, item.reach)  # it may still be another that comes first
                 continue
             writer = stream.writers[item.writer] = WriterState(0, Chain(refused=stream.refused))
         if writer is not None and item.epoch < writer.epoch:
-            if not isinstance(item, Refused):
+            if not isinstance(item, TurnedAway):
                 changes.rejected.append((Reason.ZOMBIE, np.sort(item.offsets)))
             continue
         if isinstance(item, Run):
@@ -84,7 +84,7 @@ def _sort_out(
             known_too, strange_too = _after_retirement(writer, item)
             known.extend(known_too)
             strange.extend(strange_too)
-        elif isinstance(item, Refused):
+        elif isinstance(item, TurnedAway):
             writer.chain.refuse(item.reach)
         elif isinstance(item, HeldRows):
             changes.counts["batch"] += len(item.offsets)
@@ -135,7 +135,7 @@ def _hold(stream: StreamState, item: Strange, bounds: Bounds, changes: Changes) 
     """What it completed; None where the bound leaves no place for it."""
     held = place(stream.held, (item.writer or EVERYBODY, item.epoch), bounds, changes)
     if held is None:
-        if not isinstance(item, Refused):
+        if not isinstance(item, TurnedAway):
             changes.rejected.append((Reason.HELD_OVERFLOW, np.sort(item.offsets)))
         return None
     if isinstance(item, Run):
