@@ -203,7 +203,7 @@ def blockers(stream: "StreamState") -> list[Blocker]:
         for low, top, since in writer.chain.gaps()
     ]
     strangers = [Blocker(name, epoch, 0, 0, held.since, unknown=True) for (name, epoch), held in stream.held.items()]
-    return sorted([*gaps, *strangers], key=lambda blocker: (blocker.since, blocker.writer))
+    return sorted([*gaps, *strangers], key=lambda blocker: (blocker.since, blocker.writer, blocker.epoch))
 
 
 def summarize(stream: "StreamState") -> Summary:
