@@ -15,17 +15,19 @@ class LinearPosition:
     position: int = 0
     completed: Intervals = EMPTY
 
-    def final(self, ids: Ids, offsets: Ids, completes: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Which records complete an ID that is settled for good: the position has passed it, or another record, of
-        those that were remembered or of these at a lower offset, completed it. `completes`: whether a record completes.
+    def final(self, ids: Ids, offsets: Ids, counts: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Which IDs are settled for good: the position has passed them, or another record, of those that were
+        remembered or of these at a lower offset, completed them. `counts`: which of these will be remembered.
         """
         final = (ids <= self.position) | self.completed.contains(ids)
-        ordered = np.sort(ids[completes])
+        ordered = np.sort(ids)
         if (ordered[1:] == ordered[:-1]).any():
             order = np.lexsort((offsets, ids))
-            order = order[completes[order]]
-            final[order[1:]] |= ids[order[1:]] == ids[order[:-1]]
-        return final & completes
+            ordered, places = ids[order], np.arange(len(ids))
+            # For each but the first, where the last one before it is that counts.
+            last = np.maximum.accumulate(np.where(counts[order], places, -1))[:-1]
+            final[order[1:]] |= (last >= 0) & (ordered[1:] == ordered[last])
+        return final
 
     def remember(self, ids: Ids) -> None:
         """These IDs are complete."""

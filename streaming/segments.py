@@ -15,7 +15,7 @@ from tidemark.streaming.changes import Changes
 from tidemark.streaming.classify import Classifier, Completed
 from tidemark.streaming.model import Bounds, Reason
 from tidemark.streaming.records import EVERYBODY
-from tidemark.streaming.runs import Run, TurnedAway
+from tidemark.streaming.runs import Mask, Run, TurnedAway
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import HeldRows, WriterState, place
 
@@ -70,7 +70,9 @@ def _sort_out(
             if isinstance(item, TurnedAway):
                 stream.refused = max(stream.refused, item.reach)  # it may still be another that comes first
                 continue
-            writer = stream.writers[item.writer] = WriterState(0, Chain(refused=stream.refused))
+            writer = WriterState(0, Chain(refused=stream.refused), timeline=stream.timeline)
+            stream.writers[item.writer] = writer
+            stream.here += 1
         if writer is not None and item.epoch < writer.epoch:
             if not isinstance(item, TurnedAway):
                 changes.rejected.append((Reason.ZOMBIE, np.sort(item.offsets)))
@@ -120,7 +122,8 @@ def _complete(stream: StreamState, found: Sequence[Completed], changes: Changes)
         return
     ids = np.concatenate([run.ids for run, _ in found])
     completes = np.concatenate([run.completes for run, _ in found])
-    late = stream.line.final(ids, np.concatenate([run.offsets for run, _ in found]), completes)
+    counts = completes & np.concatenate([_of_this_timeline(stream, run) for run, _ in found])
+    late = completes & stream.line.final(ids, np.concatenate([run.offsets for run, _ in found]), counts)
     if late.any():
         ends = np.cumsum([len(run) for run, _ in found])[:-1]
         for (run, outcome), mask in zip(found, np.split(late, ends), strict=True):
@@ -128,7 +131,19 @@ def _complete(stream: StreamState, found: Sequence[Completed], changes: Changes)
                 changes.counts[outcome] -= int(np.count_nonzero(mask))
                 for part in run.parts(mask):
                     changes.be_late(part, "final")
-    stream.line.remember(ids[completes])
+    stream.line.remember(ids[counts])
+
+
+def _of_this_timeline(stream: StreamState, run: Run) -> Mask:
+    """Which IDs of `run` are told of the stream's timeline.
+
+    Until its writer joins again, what it tells beyond the JOIN that began it is of the timeline before: it was under
+    way to Kafka when the database went back. Other writers had these IDs since, or will have them.
+    """
+    writer = stream.writers.get(run.writer)
+    if writer is None or writer.epoch != run.epoch or writer.timeline == stream.timeline:
+        return np.ones(len(run), np.bool_)
+    return run.ids <= stream.began
 
 
 def _hold(stream: StreamState, item: Strange, bounds: Bounds, changes: Changes) -> list[Completed] | None:

@@ -55,6 +55,8 @@ class _StoredStream(_Leader, array_like=True, frozen=True):
     active: _Table | None = None
     retired: _Table | None = None
     refused: int = 0
+    began: int = 0
+    here: int | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -83,6 +85,8 @@ def encode(stream: StreamState) -> bytes:
             _Table.of(active),
             _Table.of(retired),
             stream.refused,
+            stream.began,
+            stream.here,
         )
     )
 
@@ -94,6 +98,9 @@ def decode(data: bytes) -> StreamState:
     ended = stored.ended
     if ended is None:
         ended = max((writer.position for writer in writers.values() if writer.retired is not None), default=0)
+    here = stored.here
+    if here is None:
+        here = sum(writer.retired is None and writer.timeline == stored.timeline for writer in writers.values())
     return StreamState(
         Direction(stored.direction),
         stored.home,
@@ -104,6 +111,8 @@ def decode(data: bytes) -> StreamState:
         stored.database,
         ended,
         stored.refused,
+        stored.began,
+        here,
     )
 
 

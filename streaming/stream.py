@@ -37,10 +37,11 @@ from tidemark.streaming.writers import (
 class StreamState:
     """`home` is the Kafka partition that the stream lives in.
 
-    While `held` holds anything, the line stays (docs/design.md 3). `timeline` goes up when IDs may be given out again;
-    `database` is the history of the database that the newest JOIN named. `ended` is the highest position that a writer
-    had when it retired. `refused` is how far records reach that were turned away and may be facts of writers that
-    nobody knew yet (`runs.EVERYTHING` where nobody can tell).
+    While `held` holds anything, the line stays (docs/design.md 3). `timeline` goes up when IDs beyond `began` may
+    be given out again; `database` is the history of the database that the newest JOIN named. `here` counts the
+    active writers that joined in this timeline, and `ended` is the highest position in it that one had when it
+    retired. `refused` is how far records reach that were turned away and may be facts of writers that nobody knew
+    yet (`runs.EVERYTHING` where nobody can tell).
     """
 
     direction: Direction = Direction.UNKNOWN
@@ -52,6 +53,8 @@ class StreamState:
     database: str | None = None
     ended: int = 0
     refused: int = 0
+    began: int = 0
+    here: int = 0
 
     def face(self, direction: Direction) -> None:
         """A record was accepted whose ID has that direction; the first one that has any decides for ever."""
@@ -146,11 +149,19 @@ class StreamState:
             changes.dropped.append(name)
 
     def settle_line(self) -> None:
-        """Both halves of the line's definition; with no writer left it goes to the highest position of any."""
+        """Both halves of the line's definition; with no writer left it goes to the highest position of any.
+
+        A writer that has not joined in this timeline tells of another one, so by such alone the line goes nowhere.
+        """
         if self.held or not self.writers:
             return
         floor = self.writers.floor()
-        self.line.settle(self.ended if floor is None else floor)
+        if floor is None or self.here:
+            self.line.settle(self.ended if floor is None else floor)
+
+    def passed(self, writer: WriterState) -> int:
+        """How far the writer's chain goes in this timeline."""
+        return writer.chain.position if writer.timeline == self.timeline else min(writer.chain.position, self.began)
 
     def crowd(self, changes: Changes) -> None:
         """A writer that never joined was turned away for want of room: nobody knows its name, or what it has open."""
@@ -163,7 +174,8 @@ class StreamState:
         """Begin the epoch of a JOIN, and a new timeline first where it shows that the database went back."""
         known = self.writers.get(mark.writer)
         if (why := went_back(known, self.held, mark, self.timeline, self.database)) is not None:
-            self.timeline += 1
+            self.timeline, self.began = self.timeline + 1, mark.id
+            self.here, self.ended = 0, min(self.ended, mark.id)
             position = known.position if known is not None else 0
             begun = TimelineBegun(mark.writer, mark.epoch, mark.id, position, self.timeline, why)
             changes.timelines.append(begun)
@@ -172,6 +184,7 @@ class StreamState:
                 self.writers.follow(name)
                 changes.touch(name, mark.time)
             changes.counts["forgotten"] += self.line.forget_above(mark.id)
+        self.here += known is None or known.retired is not None or known.timeline < self.timeline
         writer, retire = begin(self.writers, self.held, mark, self.refused, changes)
         self.writers.follow(mark.writer)
         writer.timeline = self.timeline
@@ -181,8 +194,9 @@ class StreamState:
 
     def _end(self, writer: WriterState, mark: Mark, changes: Changes) -> None:
         settle(writer, 0, mark, "retired", changes)
+        self.here -= writer.timeline == self.timeline and writer.retired is None
+        self.ended = max(self.ended, self.passed(writer))
         writer.retired = changes.now
-        self.ended = max(self.ended, writer.position)
 
     def _throw_out(self, incarnations: Sequence[Incarnation], changes: Changes) -> Reason | None:
         if not self.held.keys() & incarnations:

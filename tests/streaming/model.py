@@ -102,6 +102,7 @@ class Model:
     database: str | None = None
     refused: int = 0
     elsewhere: bool = False
+    began: int = 0
     timelines: list[tuple[str, int, int, int, str]] = field(default_factory=list)
 
     def feed(self, record: Record) -> str:
@@ -117,9 +118,13 @@ class Model:
         """docs/design.md 3, word for word; never back, and not past what came before an unknown writer."""
         if self.held or not self.writers:
             return self.line
-        positions = [writer.position for writer in self.writers.values()]
-        active = [writer.passed for writer in self.writers.values() if not writer.retired]
-        passed = min(active) if active else max(positions)
+        active = [writer for writer in self.writers.values() if not writer.retired]
+        if active and all(it.timeline < self.timeline for it in active):
+            return self.line
+        ends = [
+            it.passed if it.timeline == self.timeline else min(it.passed, self.began) for it in self.writers.values()
+        ]
+        passed = min(it.passed for it in active) if active else max(ends)
         at = 0
         while at + 1 <= self.line or at + 1 in self.done or at + 1 <= passed:
             at += 1
@@ -180,7 +185,8 @@ class Model:
     def _begun(self, record: Record) -> Incarnated | None:
         """The writer; where nobody was ever seen, one of epoch 0 needs no JOIN."""
         if record.epoch == 0 and self._is_new():
-            return self.writers.setdefault(record.writer, Incarnated(0, refused=self.refused))
+            begun = Incarnated(0, refused=self.refused, timeline=self.timeline)
+            return self.writers.setdefault(record.writer, begun)
         return self.writers.get(record.writer)
 
     def _is_new(self) -> bool:
@@ -203,7 +209,7 @@ class Model:
             if kind != "RDATA" or id not in writer.denied:
                 return "duplicate"
             writer.denied.discard(id)
-            self.done.add(id)
+            self._complete(record, id)
             self.late_facts[record.writer, "announced"] += 1
             return "denied"
         if any(covered):
@@ -220,8 +226,15 @@ class Model:
         if id in self.done or id <= self.line:
             self.late_facts[record.writer, "final"] += kind == "RDATA"
             return "final"
-        self.done.add(id)
+        self._complete(record, id)
         return "applied"
+
+    def _complete(self, record: Record, id: int) -> None:
+        """For the line; but not of a timeline that is over, as of writers that have not joined in this one."""
+        writer = self.writers.get(record.writer)
+        stale = writer is not None and writer.epoch == record.epoch and writer.timeline < self.timeline
+        if not stale or id <= self.began:
+            self.done.add(id)
 
     def _edge_of(self, writer: Incarnated, record: Record, prev: int, id: int) -> str:
         late = [at for at in range(prev + 1, id + 1) if at in writer.late]
@@ -232,7 +245,7 @@ class Model:
             outcome = "duplicate"
             if record.kind != "POSITION":
                 outcome = "late"
-                self.done.add(id)
+                self._complete(record, id)
                 if record.kind == "RDATA":
                     why = "regressed" if id <= writer.published else writer.late[id]
                     self.late_facts[record.writer, why] += 1
@@ -265,7 +278,7 @@ class Model:
         id, name = abs(record.id), record.writer
         why = self._went_back(record)
         if why is not None:
-            self.timeline += 1
+            self.timeline, self.began = self.timeline + 1, id
             position = self.writers[name].position if name in self.writers else 0
             self.timelines.append((name, record.epoch, id, position, why))
             for other, known in self.writers.items():

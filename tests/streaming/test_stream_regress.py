@@ -21,7 +21,10 @@ def test_the_line_does_not_pass_an_id_that_is_in_flight_again() -> None:
     shard.feed(rdata("a", 8, 7, epoch=2))
     assert shard.linear == 9
     shard.feed(rdata("a", 11, 9, epoch=2))
-    assert (shard.positions, shard.linear) == ({"a": 11, "b": 12}, 12)
+    assert (shard.positions, shard.linear) == ({"a": 11, "b": 12}, 11)
+    shard.feed(join("b", 12, 2))
+    shard.feed(rdata("a", 12, 11, epoch=2))
+    assert shard.linear == 12
 
 
 def test_the_writer_is_named_for_which_the_line_waits() -> None:
@@ -43,7 +46,7 @@ def test_an_operator_may_skip_an_id_that_does_not_come_again() -> None:
 def test_a_retirement_ends_the_waiting() -> None:
     """The writer says that all of it is complete and nothing follows."""
     shard = set_back()
-    shard.feed(rdata("b", 12, 5, epoch=1), retire("a", 10, epoch=2))
+    shard.feed(rdata("b", 12, 5, epoch=1), retire("a", 10, epoch=2), join("b", 12, 2))
     assert shard.linear == 12
 
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from tests.streaming.builders import Record, Shard, join, position, rdata, retire
+from tests.streaming.builders import Record, Shard, join, position, rdata, retire, void
 from tests.streaming.protocol import Database
 from tidemark.streaming.effects import StreamEffects
 from tidemark.streaming.model import Bounds
@@ -68,6 +68,37 @@ def test_a_failover_that_lost_nothing_takes_nothing_back(shard: Shard) -> None:
     done = shard.feed(rdata("b", 4, 3, epoch=1), join("a", 5, 2, timeline=Timeline("db/2", "a2", "a1")))
     assert (begun(done), late(done)) == ([("a", 5, 2, "database")], [])
     assert (shard.positions, shard.linear) == ({"a": 5, "b": 5}, 5)
+
+
+def test_what_was_under_way_in_the_lost_history_moves_no_line(shard: Shard) -> None:
+    """Rule 1: b's 4 arrives behind the JOIN that began the timeline, in which a may have 4 in flight."""
+    shard.feed(join("a", 3, 2, timeline=Timeline("db/2", "a2", "a1")), rdata("b", 4, 3, epoch=1))
+    assert (shard.positions, shard.linear) == ({"a": 3, "b": 4}, 3)
+    done = shard.feed(rdata("a", 4, 3, epoch=2))
+    assert (done.counts, late(done), shard.linear) == ({"applied": 1}, [], 4)
+
+
+def test_one_batch_holds_an_id_of_both_histories(shard: Shard) -> None:
+    """Wherever it is cut: the one that is lost does not make the other late."""
+    shard.feed(join("a", 3, 2, timeline=Timeline("db/2", "a2", "a1")))
+    done = shard.feed(rdata("b", 4, 3, epoch=1), rdata("a", 4, 3, epoch=2))
+    assert (done.counts, shard.linear) == ({"applied": 2}, 4)
+
+
+def test_writers_of_the_lost_history_alone_move_no_line(shard: Shard) -> None:
+    """Rule 1: a, which began the timeline, retires; what b announced tells nothing of it, until b joins again."""
+    a2 = Timeline("db/2", "a2", "a1")
+    shard.feed(join("a", 3, 2, timeline=a2), retire("a", 3, 2), position("b", 3, 6, epoch=1))
+    assert (shard.positions, shard.linear) == ({"a": 3, "b": 6}, 3)
+    shard.feed(join("b", 3, 2, timeline=Timeline("db/2", "b2", "b1")), rdata("b", 4, 3, epoch=2))
+    assert shard.linear == 4
+
+
+def test_when_all_have_retired_the_lost_history_moves_no_line(shard: Shard) -> None:
+    """Rule 1: b retired at 6 before the database went back to 3, whence the next writer gives out 4."""
+    shard.feed(position("b", 5, 6, epoch=1), void("b", 3, 4, epoch=1), rdata("b", 5, 4, epoch=1), retire("b", 6))
+    shard.feed(join("a", 3, 2, timeline=Timeline("db/2", "a2", "a1")), retire("a", 3, 2))
+    assert (shard.positions, shard.linear) == ({"a": 3, "b": 6}, 5)
 
 
 def test_a_join_below_the_line_is_legal(shard: Shard) -> None:
