@@ -51,6 +51,10 @@ cluster-test: setup ## Run the pipeline on a Spark cluster of two workers, one o
 append-torture: setup ## Try what tidemark.append and its relay promise with forty times as many examples (half an hour)
 	$(BIN)/pytest -n 2 --hypothesis-profile long tests/sources/relay
 
+.PHONY: worlds
+worlds: setup ## Go through every order of events in a world of two writers (two minutes on a core, 1 GB)
+	$(BIN)/pytest tests/worlds
+
 .PHONY: lint
 lint: setup ## Check style, types and the direction of imports
 	$(BIN)/ruff check

@@ -15,8 +15,8 @@ pytest_plugins = [
     "tests.fix_spark",
 ]
 
-# Too long for every run; named, it runs: `make cluster-test`.
-collect_ignore = ["cluster"]
+# Too long for every run; named, they run: `make cluster-test`, `make worlds`.
+collect_ignore = ["cluster", "worlds"]
 
 # In the background of a script SIGINT is ignored, and would be in every process that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -1,0 +1,273 @@
+"""The state machine in every small world: two writers, and all that may happen to them, in every order.
+
+Nothing here is drawn at random. The largest world is in tests/worlds (`make worlds`). That the check sees what it looks
+for is shown by rules that are bent: each of them must fail, of the state machine and of what writers promise.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+from tests.examples import QUICK
+from tests.streaming.explored import Exploration
+from tests.streaming.judged import Broken
+from tests.streaming.small_world import Clause, Size
+from tidemark.streaming import batch, inbox, segments, stream, writers
+from tidemark.streaming.chain import Chain
+from tidemark.streaming.changes import Changes
+from tidemark.streaming.intervals import EMPTY
+from tidemark.streaming.linear import LinearPosition
+from tidemark.streaming.model import Evidence
+from tidemark.streaming.runs import Marker, Run
+from tidemark.streaming.stream import StreamState
+from tidemark.streaming.writers import Mark, WriterState
+
+SMALL = [
+    Size(ids=1, retirements=1),
+    Size(ids=2, beats=0, rollbacks=0, restarts=0),
+    Size(ids=2, set_backs=0, restarts=0),
+]
+WHOLE = [
+    Size(ids=2, restarts=0),
+    Size(ids=2, set_backs=0),
+    Size(ids=1, retirements=2),
+]
+
+
+def go_through(size: Size) -> None:
+    world = Exploration(size)
+    world.run()
+    assert world.cuts(edges=False)
+
+
+def quick() -> bool:
+    """Whether this is `make test-unit`."""
+    return settings.get_current_profile_name() == QUICK
+
+
+@pytest.mark.parametrize("size", SMALL if quick() else WHOLE, ids=str)
+def test_every_way_through_a_small_world(size: Size) -> None:
+    """Rules 1, 2, 3, 5 and 10, at every step: nothing is passed that is open, nothing goes back, advances join and
+    prove what they say, each record is counted; and where nothing is in flight, nothing is held.
+    """
+    Exploration(size).run()
+
+
+def test_every_way_through_a_world_whose_image_is_put_back() -> None:
+    """Rules 2, 3, 5 and 10 hold also where nothing tells that the database went back: what comes again is late."""
+    Exploration(Size(ids=1 if quick() else 2, beats=0, rollbacks=0, told=False)).run()
+
+
+@pytest.mark.parametrize(
+    "size", [Size(ids=1), *([] if quick() else [Size(ids=2, beats=0, rollbacks=0, restarts=0)])], ids=str
+)
+def test_every_cut_into_batches(size: Size) -> None:
+    """State, evidence and outcomes are those of the records one by one, of any part of a log in one batch."""
+    world = Exploration(size)
+    world.run()
+    assert world.cuts(edges=size.ids == 1 and not quick())
+
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+BENT: dict[str, tuple[Patch, Size, str]] = {}
+"""A rule that is bent, a world in which that must show, and how."""
+
+PLAIN = Size(ids=2, beats=1, rollbacks=1, restarts=1, set_backs=0)
+BACK = Size(ids=2, beats=1, rollbacks=0, restarts=1, set_backs=1)
+
+
+def bent(size: Size, shows: str) -> Callable[[Patch], Patch]:
+    def remember(patch: Patch) -> Patch:
+        BENT[(patch.__doc__ or "").strip()] = patch, size, shows
+        return patch
+
+    return remember
+
+
+@bent(PLAIN, "the line passes")
+def _(patch: pytest.MonkeyPatch) -> None:
+    """The line counts announced IDs as completed."""
+    patch.setattr(Run, "completes", property(lambda run: np.ones(len(run), np.bool_)))
+
+
+@bent(PLAIN, "the line passes")
+def _(patch: pytest.MonkeyPatch) -> None:
+    """The line goes to the highest position, not to the lowest."""
+
+    def settle(self: StreamState) -> None:
+        self.line.settle(max(writer.chain.position for writer in self.writers.values()))
+
+    patch.setattr(StreamState, "settle_line", settle)
+
+
+@bent(PLAIN, "the line passes")
+def _(patch: pytest.MonkeyPatch) -> None:
+    """A position does not wait for what lies below an edge."""
+
+    def settle(self: Chain, prev: int, id: int, evidence: Evidence, *_: Any) -> None:
+        if id > self.position:
+            self._advance(id, evidence)
+
+    patch.setattr(Chain, "settle", settle)
+
+
+@bent(PLAIN, "a timeline begins")
+def _(patch: pytest.MonkeyPatch) -> None:
+    """A JOIN below another writer's position begins a timeline."""
+    rule = StreamState._begin
+
+    def begin(self: StreamState, mark: Mark, changes: Changes) -> Any:
+        if any(mark.id < writer.position for writer in self.writers.values()):
+            self.database = "another"
+        return rule(self, mark, changes)
+
+    patch.setattr(StreamState, "_begin", begin)
+
+
+@bent(PLAIN, "has completed all up to")
+def _(patch: pytest.MonkeyPatch) -> None:
+    """A JOIN settles nothing of what was left open."""
+    patch.setattr(writers, "settle", lambda *_: EMPTY)
+
+
+@bent(PLAIN, "was Evidence")
+def _(patch: pytest.MonkeyPatch) -> None:
+    """What is announced counts as one empty ID, however wide it is."""
+    patch.setattr(Run, "evidence", lambda run: Evidence(run.facts, len(run) - run.facts))
+
+
+@bent(PLAIN, "was Evidence")
+def _(patch: pytest.MonkeyPatch) -> None:
+    """A void counts as a fact."""
+    patch.setattr(Run, "evidence", lambda run: Evidence(int(run.completes.sum()), int((~run.completes).sum())))
+
+
+@bent(BACK, "no timeline begins")
+def _(patch: pytest.MonkeyPatch) -> None:
+    """A database that goes back is seen from the joiner's own position alone."""
+    rule = writers.went_back
+    patch.setattr(stream, "went_back", lambda writer, held, mark, timeline, _: rule(writer, held, mark, timeline, None))
+
+
+@bent(BACK, "the line passes")
+def _(patch: pytest.MonkeyPatch) -> None:
+    """A new timeline forgets none of the completed IDs that may come again."""
+    patch.setattr(LinearPosition, "forget_above", lambda *_: 0)
+
+
+@bent(BACK, "late is not")
+def _(patch: pytest.MonkeyPatch) -> None:
+    """Only the writer that joins goes back with its database."""
+    rule = WriterState.go_back
+    joins: list[str] = []
+    begin = writers.begin
+
+    def go_back(self: WriterState, limit: int, name: str, changes: Changes) -> None:
+        if joins:
+            rule(self, limit, name, changes)
+
+    def joining(known: Any, held: Any, mark: Mark, *rest: Any) -> Any:
+        joins.append(mark.writer)
+        try:
+            return begin(known, held, mark, *rest)
+        finally:
+            joins.clear()
+
+    patch.setattr(WriterState, "go_back", go_back)
+    patch.setattr(stream, "begin", joining)
+
+
+@bent(BACK, "the line passes")
+def _(patch: pytest.MonkeyPatch) -> None:
+    """What was under way in the lost history counts as completed in the new one."""
+    patch.setattr(segments, "_of_this_timeline", lambda _, run: np.ones(len(run), np.bool_))
+
+
+@bent(BACK, "is not late")
+def _(patch: pytest.MonkeyPatch) -> None:
+    """Late completions are counted as duplicates."""
+
+    def be_late(self: Changes, run: Run, _: str) -> None:
+        self.counts["duplicate"] += len(run)
+
+    patch.setattr(Changes, "be_late", be_late)
+
+
+@bent(BACK, "is not late")
+def _(patch: pytest.MonkeyPatch) -> None:
+    """What the line has passed, and comes again of another writer, counts as any completion."""
+    patch.setattr(LinearPosition, "final", lambda _, ids, *__: np.zeros(len(ids), np.bool_))
+
+
+@bent(BACK, "late is not")
+def _(patch: pytest.MonkeyPatch) -> None:
+    """What was taken back is told to nobody."""
+    patch.setattr(writers, "taken_back", lambda *_: None)
+
+
+@bent(BACK, "a RDATA is")
+def _(patch: pytest.MonkeyPatch) -> None:
+    """Where IDs are given out again, the ones that were published are forgotten."""
+    rule = writers.begin
+
+    def begin(*args: Any) -> Any:
+        writer, retire = rule(*args)
+        writer.late = EMPTY
+        return writer, retire
+
+    patch.setattr(stream, "begin", begin)
+
+
+@bent(BACK, "goes back")
+def _(patch: pytest.MonkeyPatch) -> None:
+    """A position goes back with its database."""
+    patch.setattr(WriterState, "position", property(lambda writer: writer.chain.position))
+
+
+@bent(Size(ids=1, beats=1, retirements=2), "the line passes")
+def _(patch: pytest.MonkeyPatch) -> None:
+    """When all have retired the line goes to what was published, also of a history that is lost."""
+
+    patch.setattr(StreamState, "passed", lambda _, writer: writer.position)
+
+
+@bent(Size(ids=1), "one batch gives")
+def _(patch: pytest.MonkeyPatch) -> None:
+    """In a batch the JOINs come last."""
+
+    def in_order(items: list[inbox.Fact]) -> Iterator[tuple[list[inbox.Fact], Marker | None]]:
+        yield [item for item in items if not isinstance(item, Marker)], None
+        for item in items:
+            if isinstance(item, Marker):
+                yield [], item
+
+    patch.setattr(batch, "segments", in_order)
+
+
+@pytest.mark.parametrize("rule", BENT)
+def test_a_rule_that_is_bent_breaks_a_world(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check is worth what it finds: each variant of a rule fails, and for the reason that it should."""
+    patch, size, shows = BENT[rule]
+    patch(monkeypatch)
+    with pytest.raises(Broken, match=shows):
+        go_through(size)
+
+
+@pytest.mark.parametrize(
+    ("clause", "shows"),
+    [
+        ("epochs rise over a restore", "a JOIN is not applied"),
+        ("a JOIN stands before what its writer reserves", "a RDATA is not applied"),
+        ("what was committed is acknowledged before the JOIN", "the line passes"),
+        ("an announcement is read while no reservation is out", "the line passes"),
+        ("who lost its database joins again", "has completed all up to"),
+        ("a void is named only where nothing was committed", "the line passes"),
+    ],
+)
+def test_a_promise_that_writers_break_breaks_a_world(clause: Clause, shows: str) -> None:
+    """docs/design.md 4 is no hope: without any one of its clauses something is passed, or lost."""
+    with pytest.raises(Broken, match=shows):
+        Exploration(Size(ids=2, broken=clause)).run()
