@@ -6,61 +6,15 @@ Exit codes: 0 done, 1 the command failed, 2 a person must decide (wrong usage, w
 import math
 import secrets
 import time
-from typing import Any, BinaryIO, Literal
+from typing import BinaryIO, Literal
 
 import click
 
-from tidemark.app import logs
-from tidemark.app.settings import Settings, load
-from tidemark.streaming.errors import ExtraMissing, Stop, TidemarkError
+from tidemark.app.commands import CommandFailed, CommandGroup, loaded
+from tidemark.app.relay_commands import relay
 
 
-class _Failed(click.ClickException):
-    """Shown as one line without a stack trace."""
-
-    exit_code = 1
-
-
-class _Stopped(_Failed):
-    exit_code = 2
-
-
-class _Command(click.Command):
-    """`extra` names the extra of ours that brings what it imports; None: every installation has that."""
-
-    def __init__(self, *arguments: Any, extra: str | None = None, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._extra = extra
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except ModuleNotFoundError as error:
-            if self._extra is None:
-                raise
-            raise ExtraMissing.instead_of(error, ctx.command_path, self._extra) from None
-
-
-class _Group(click.Group):
-    command_class = _Command
-    group_class = type
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except Stop as error:
-            raise _Stopped(_one_line(error)) from None
-        except TidemarkError as error:
-            raise _Failed(_one_line(error)) from None
-        except KeyboardInterrupt:
-            ctx.exit(130)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(package_name="tidemark")
 def main() -> None:
     """Tidemark tells every reader of an append-only log how far it may safely read.
@@ -69,17 +23,11 @@ def main() -> None:
     """
 
 
-def _settings() -> Settings:
-    settings = load()
-    logs.configure(settings)
-    return settings
-
-
 @main.command(extra="local")
 @click.option("--demo", is_flag=True, help="Also play several writers whose facts complete out of order.")
 def up(*, demo: bool) -> None:
     """Run the whole local stack: Kafka, Postgres, Redis, the pipeline and the sidecar."""
-    settings = _settings()
+    settings = loaded()
     from tidemark.app import up
 
     up.run(settings, demo=demo)
@@ -90,7 +38,7 @@ def config() -> None:
     """Print the effective settings, secrets masked, and where each came from."""
     from tidemark.app.config import lines
 
-    click.echo("\n".join(lines(_settings())))
+    click.echo("\n".join(lines(loaded())))
 
 
 @main.command()
@@ -98,7 +46,7 @@ def migrate() -> None:
     """Bring the database's schema up to this version."""
     from tidemark.sinks.postgres.database import migrate
 
-    applied = migrate(_settings().postgres)
+    applied = migrate(loaded().postgres)
     click.echo(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
 
 
@@ -108,7 +56,7 @@ def topics() -> None:
     from tidemark.app.start import ready
     from tidemark.sources.topics import Topics
 
-    settings = _settings().model_copy(update={"kafka_create_topics": True})
+    settings = loaded().model_copy(update={"kafka_create_topics": True})
     for name, topic in ready(settings, Topics(settings.kafka)).items():
         count = len(topic.partitions)
         click.echo(f"{name}: {count} partition{'' if count == 1 else 's'}")
@@ -123,7 +71,7 @@ def topics() -> None:
 )
 def pipeline(accept: tuple[Literal["partitions", "loss", "shards"], ...]) -> None:
     """Read facts from Kafka and publish positions, until SIGTERM or Ctrl-C."""
-    settings = _settings()
+    settings = loaded()
     from tidemark.app import pipeline
 
     pipeline.run(settings, frozenset(accept))
@@ -132,7 +80,7 @@ def pipeline(accept: tuple[Literal["partitions", "loss", "shards"], ...]) -> Non
 @main.command(extra="sidecar")
 def sidecar() -> None:
     """Serve positions over HTTP and the line protocol, until SIGTERM or Ctrl-C. Any number may run."""
-    settings = _settings()
+    settings = loaded()
     from tidemark.app import serve
 
     serve.run(settings)
@@ -149,7 +97,7 @@ def listen(address: str | None, streams: tuple[str, ...], server: str | None, *,
     from tidemark.app.lines import listen
     from tidemark.app.lines.listen import Listening
 
-    settings = _settings()
+    settings = loaded()
     try:
         where = host_port(address or settings.sidecar_tcp)
     except ValueError as problem:
@@ -168,12 +116,12 @@ def status(stream: str | None, *, as_json: bool) -> None:
     from tidemark.app import status
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
-    settings = _settings()
+    settings = loaded()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
         found = status.read(postgres.states(), stream, postgres.conditions.faults())
     if stream is not None and not found:
-        raise _Failed(f"there is no stream {stream}; `tidemark status` shows all")
+        raise CommandFailed(f"there is no stream {stream}; `tidemark status` shows all")
     if as_json:
         click.echo(status.as_json(found, time.time()))
     else:
@@ -191,7 +139,7 @@ def produce(file: BinaryIO, *, control: bool) -> None:
     from tidemark.app.produce import produce
     from tidemark.streaming.records import Topic
 
-    settings = _settings()
+    settings = loaded()
     topic = settings.kafka_control_topic if control else settings.kafka_facts_topic
     role = Topic.CONTROL if control else Topic.FACTS
     produced = produce(settings.kafka, topic, role, file, lambda problem: click.echo(problem, err=True))
@@ -233,7 +181,7 @@ def simulate(
 
     seed = secrets.randbits(32) if seed is None else seed
     click.echo(f"playing with --seed {seed}")
-    run(_settings(), Play(Players(streams, writers, rate, prefix), faults(named), seed, seconds), verify=verify)
+    run(loaded(), Play(Players(streams, writers, rate, prefix), faults(named), seed, seconds), verify=verify)
 
 
 @main.group("writer")
@@ -258,7 +206,7 @@ def writer_migrate(
     """Make or update schema and outbox in a service's database, and the sequences of its streams."""
     from tidemark.app import writer
 
-    settings = _settings()
+    settings = loaded()
     act = writer.plan if dry_run else writer.migrate
     act(dsn or settings.postgres(), names, direction, click.echo)
 
@@ -275,7 +223,7 @@ def writer_fence(instance: str, dsn: str | None, *, terminate: bool, retire: boo
     """Do for the dead writer INSTANCE what its own restart would do. One that lives can write no more after it."""
     from tidemark.app import writer
 
-    settings = _settings()
+    settings = loaded()
     dsn = dsn or settings.postgres()
     if dry_run:
         writer.report(dsn, instance, click.echo)
@@ -283,6 +231,8 @@ def writer_fence(instance: str, dsn: str | None, *, terminate: bool, retire: boo
         order = writer.FenceOrder(instance, terminate, retire)
         writer.fence_writer(dsn, settings.kafka, settings.kafka_facts_topic, order, click.echo)
 
+
+main.add_command(relay)
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""`docs/metrics.md`, made from the metrics themselves: of the pipeline, the sidecar and the writer's library."""
+"""`docs/metrics.md`, made from the metrics themselves: of pipeline, sidecar, the writer's library and relay."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,6 +7,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from tidemark.app import metrics
 from tidemark.app.read_side import metrics as sidecar
+from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.sources.writer.metrics import WriterMetrics
 
 Row = tuple[str, str, Sequence[str], str]
@@ -34,6 +35,12 @@ def page() -> str:
         "A service that writes with [`tidemark.Writer`](writer.md) has them in its own registry of prometheus-client.",
         "",
         *_table(_rows(vars(WriterMetrics(CollectorRegistry())).values())),
+        "",
+        "## The relay",
+        "",
+        "[`tidemark relay`](writing.md) serves them at the address of `--metrics`.",
+        "",
+        *_table(_rows(vars(RelayMetrics(CollectorRegistry())).values())),
     ]
     return "\n".join(lines) + "\n"
 

@@ -52,6 +52,26 @@ class Decider:
         """Streams with IDs that are given out and not decided."""
         return [each.told.stream for each in self._streams.values() if each.evidence.open]
 
+    @property
+    def hurries(self) -> bool:
+        """Whether the outbox holds more than the last round could take."""
+        return any(each.evidence.unseen for each in self._streams.values())
+
+    @property
+    def floors(self) -> dict[int, tuple[int, int]]:
+        """Epoch and floor by number of the stream, as the database has them at least."""
+        return {number: (each.told.epoch, each.evidence.floor) for number, each in self._streams.items()}
+
+    @property
+    def undecided(self) -> dict[str, int]:
+        """By stream: how many IDs are given out and not decided."""
+        return {each.told.stream.name: each.evidence.undecided for each in self._streams.values()}
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """By stream: how many IDs lie above the floor."""
+        return {each.told.stream.name: each.evidence.head - each.evidence.floor for each in self._streams.values()}
+
     def round(self, most_bytes: int) -> Steps:
         """Look once at all streams; gives what is decided now, about `most_bytes` of rows at the most."""
         yield "heads"
@@ -60,6 +80,9 @@ class Decider:
         looked = [each for each in self._streams.values() if self._wants(each, heads)]
         if not looked:
             return []
+        if any(heads.get(each.told.stream.number, 0) > each.evidence.head for each in looked):
+            yield "end one"
+            looks.end_one(self._connection)
         yield "running"
         running = looks.running(self._connection)
         held = None

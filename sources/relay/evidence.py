@@ -17,6 +17,7 @@ import numpy as np
 from tidemark.streaming.intervals import EMPTY, Intervals
 
 RANGES_AT_ONCE = 2000
+_ASKED_EVERY = 20
 _MARKS = 32
 """Marks kept; past it the two oldest are one, which waits for the transactions of both."""
 
@@ -53,7 +54,9 @@ class StreamEvidence:
         self.floor = floor
         self.head = floor
         self._marks: list[_Mark] = []
-        self._lingered = False
+        self._waited_for: frozenset[int] = frozenset()
+        self._holders: frozenset[int] = frozenset()
+        self._looks = 0
 
     @property
     def open(self) -> bool:
@@ -61,16 +64,31 @@ class StreamEvidence:
         return bool(self._marks)
 
     @property
+    def undecided(self) -> int:
+        """How many IDs up to the head are not decided."""
+        return sum(mark.unread.width() + mark.absent.width() for mark in self._marks)
+
+    @property
+    def unseen(self) -> bool:
+        """Whether the outbox is to be read again without waiting for anybody."""
+        return any(mark.unread for mark in self._marks)
+
+    @property
     def lingers(self) -> bool:
-        """Whether an ID is held by a transaction that ran already at the look before: worth asking for the locks."""
-        return self._lingered
+        """Whether it is worth asking for the locks: an ID waits for a transaction that ran already at the look before.
+
+        One that held the lock when last asked mostly holds it until it ends, so that is asked again only now and then.
+        """
+        return not self._waited_for <= self._holders or (bool(self._waited_for) and self._looks >= _ASKED_EVERY)
 
     def look(self, head: int, running: frozenset[int], holders: frozenset[int] | None = None) -> None:
         """`head` was read first, then both others: `running` of the snapshot, `holders` of the stream's lock."""
+        self._looks += 1
         if holders is not None:
             running &= holders
+            self._holders, self._looks = holders, 0
         marks = [mark.only(running) for mark in self._marks]
-        self._lingered = any(mark.waiting for mark in marks)
+        self._waited_for = frozenset().union(*(mark.waiting for mark in marks))
         if head > self.head:
             marks.append(_Mark(running, Intervals.of([(self.head, head)])))
             self.head = head

@@ -5,7 +5,7 @@ that stands there. Only where the database is another than that in which the epo
 a new one begin, with a JOIN at the floor of what is there now.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tidemark.sources.relay.looks import AppendStream
@@ -58,11 +58,17 @@ def history(connection: Connection, where: str) -> str:
     return str(row[0])
 
 
-def begin(connection: Connection, database: str, writer: str) -> list[Told]:
+Remembered = Mapping[int, tuple[int, int]]
+"""Epoch and floor (a magnitude) by number of the stream, as a relay saw them in the database before."""
+
+
+def begin(connection: Connection, database: str, writer: str, remembered: Remembered | None = None) -> list[Told]:
     """All streams, each in its epoch of this history. Any number of relays may call it, in any order.
 
-    Raises `BadSetting` where they are known to Tidemark by another name.
+    A floor below one that is remembered of the same epoch is another history too: a disk image was put back. Raises
+    `BadSetting` where the streams are known to Tidemark by another name.
     """
+    numbers = remembered or {}
     with connection.transaction():
         connection.execute(
             """
@@ -71,9 +77,19 @@ def begin(connection: Connection, database: str, writer: str) -> list[Told]:
                 database = %(database)s, start = gen_random_uuid()::text, joined = false,
                 after = case when old.joined then old.start else old.after end,
                 writer = coalesce(old.writer, %(writer)s)
-            where old.database is distinct from %(database)s
+            where old.database is distinct from %(database)s or exists (
+                select from unnest(%(numbers)s::integer[], %(epochs)s::bigint[], %(floors)s::bigint[])
+                    as known (number, epoch, floor)
+                where (known.number, known.epoch) = (old.number, old.epoch) and known.floor > abs(old.floor)
+            )
             """,
-            {"database": database, "writer": writer},
+            {
+                "database": database,
+                "writer": writer,
+                "numbers": [*numbers],
+                "epochs": [epoch for epoch, _ in numbers.values()],
+                "floors": [floor for _, floor in numbers.values()],
+            },
         )
         rows = connection.execute(
             """

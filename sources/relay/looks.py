@@ -26,10 +26,11 @@ class AppendStream:
 
 @dataclass(frozen=True, slots=True)
 class AppendedFact:
-    """`id` is a magnitude; `rows` are JSON; one without rows is an ID that says only that it is none."""
+    """`id` is a magnitude; `rows` are JSON, and none where no fact has the ID; `bytes` is what its records take."""
 
     id: int
     rows: Sequence[str]
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +57,16 @@ def heads(connection: Connection) -> dict[AppendStream, int]:
     return {AppendStream(number, name, Direction(sign)): head for number, name, sign, head in rows}
 
 
-def running(connection: Connection) -> frozenset[int]:
-    """The transactions that have an ID and have not ended, prepared ones too.
+def end_one(connection: Connection) -> None:
+    """A snapshot lists only what runs below the last transaction that has ended; what is above may run or not exist.
 
-    A snapshot lists only those below the last one that has ended; what is above may run or not exist. So one of our own
-    ends first: whoever had an ID before this call is below.
+    So one of our own ends: whoever had an ID before this call is listed from now on.
     """
     connection.execute("select pg_current_xact_id()")
+
+
+def running(connection: Connection) -> frozenset[int]:
+    """The transactions that have an ID and have not ended, prepared ones too; none that began after `end_one`."""
     row = connection.execute("select pg_current_snapshot()::text").fetchone()
     assert row is not None
     listed = str(row[0]).rpartition(":")[2]
@@ -118,8 +122,8 @@ def page(connection: Connection, stream: AppendStream, asked: Intervals, most_by
         [lows, highs, stream.number, most_bytes, stream.number],
     ).fetchall()
     floor, epoch = rows[0][:2] if rows else (0, -1)  # a stream that was dropped has no epoch
-    facts = [AppendedFact(id, texts) for _, _, id, texts, _ in rows if id is not None]
-    size = sum(row[4] or 0 for row in rows)
+    facts = [AppendedFact(id, texts, size) for _, _, id, texts, size in rows if id is not None]
+    size = sum(fact.bytes for fact in facts)
     whole = len(facts) < ROWS_AT_ONCE and size < most_bytes
     return Page(facts, int(asked.highs[-1]) if whole else facts[-1].id, floor, epoch, size)
 

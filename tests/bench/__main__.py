@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from tests.bench import cores, flat, gap, history, latency, race, report, results, sidecar, soak, stages, writer
+from tests.bench import append, cores, flat, gap, history, latency, race, report, results, sidecar, soak, stages, writer
 from tests.bench.site import BenchSite, servers
 from tidemark.app import logs
 from tidemark.app.java import find_java
@@ -35,6 +35,7 @@ def everything() -> None:
         _record("streams", race.run(site, race.STREAMS))
         _record("latency", latency.run(site, latency.LatencyPlan()))
         _record("gap", gap.run(site, gap.GapPlan()))
+        _record("append", append.run(site, append.AppendPlan()))
         _record("writer", writer.run(site, writer.WriterPlan()))
         _record("sidecar", sidecar.run(site, sidecar.CrowdPlan()))
         _record("history", history.run(site, history.HistoryPlan()))
@@ -99,6 +100,13 @@ def gap_(**sizes: Any) -> None:
 def flat_(**sizes: Any) -> None:
     """Very many IDs through one stream, without Spark and Kafka."""
     _record("flat", flat.run(flat.FlatPlan(**sizes)))
+
+
+@main.command("append")
+@_sizes(append.AppendPlan(), "seconds", "rounds", "backlog", "per_second")
+def append_(**sizes: Any) -> None:
+    """A service's transactions with `tidemark.append` and without, and the relay."""
+    _on_servers("append", lambda site: append.run(site, append.AppendPlan(**sizes)))
 
 
 @main.command("writer")

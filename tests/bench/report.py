@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.bench import cores, flat, gap, history, latency, race, results, sidecar, soak, stages, writer
+from tests.bench import append, cores, flat, gap, history, latency, race, results, sidecar, soak, stages, writer
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
@@ -18,6 +18,7 @@ SECTIONS: dict[str, tuple[str, Renderer]] = {
     "latency": ("Latency", latency.render),
     "gap": ("One gap with a million pending IDs", gap.render),
     "flat": ("100 million IDs", flat.render),
+    "append": ("What `tidemark.append` costs a service", append.render),
     "writer": ("What the writer's library costs a service", writer.render),
     "sidecar": ("One sidecar with 2 500 clients", sidecar.render),
     "history": ("The history in Postgres", history.render),

@@ -56,7 +56,7 @@ def run(site: BenchSite, plan: WriterPlan) -> dict[str, Any]:
             rates = found[str(threads)] = {name: [] for name in ways}
             for number in range(1, plan.rounds + 1):
                 for name, transact in ways.items():
-                    rates[name].append(_rate(dsn, transact, threads, plan.seconds))
+                    rates[name].append(rate(dsn, transact, threads, plan.seconds))
                 told = ", ".join(f"{name} {of[-1]:.0f}/s" for name, of in rates.items())
                 click.echo(f"{threads} threads, round {number}: {told}", err=True)
     return {"seconds": plan.seconds, "threads": found}
@@ -93,7 +93,7 @@ def _prepared(dsn: str) -> str:
     return dsn
 
 
-def _rate(dsn: str, transact: Transact, threads: int, seconds: float) -> float:
+def rate(dsn: str, transact: Transact, threads: int, seconds: float) -> float:
     """Transactions per second, after a second that does not count."""
     counts = [0] * threads
     ready, over = threading.Barrier(threads + 1), threading.Event()

@@ -83,6 +83,8 @@ def test_our_rooms_cannot_be_imported_by_their_own_names(base_install: Environme
         ("produce", "writer"),
         ("writer migrate", "writer"),
         ("writer fence shop-1", "writer"),
+        ("relay", "relay"),
+        ("relay migrate", "relay"),
         ("up", "local"),
         ("simulate --seconds 1 --seed 1", "local"),
     ],

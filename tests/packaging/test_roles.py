@@ -10,6 +10,7 @@ from packaging.requirements import Requirement
 ENTRIES = {
     "": ["app.config", "app.lines.listen", "app.logs", "sinks.postgres.database"],
     "writer": ["app.produce", "app.writer", "sources.writer"],
+    "relay": ["app.relay"],
     "reader": ["sinks.reader"],
     "pipeline": ["app.pipeline", "app.start"],
     "sidecar": ["app.serve", "app.status"],

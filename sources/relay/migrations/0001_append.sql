@@ -47,6 +47,7 @@ create table tidemark.append_outbox (
 with (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000, autovacuum_analyze_scale_factor = 0,
       autovacuum_analyze_threshold = 50000);
 comment on table tidemark.append_outbox is 'Facts that are appended and lie above the floor; rows are JSON';
+comment on column tidemark.append_outbox.bytes is 'About what its records take';
 comment on column tidemark.append_outbox.reserved_by is 'The transaction that has reserved the ID and not completed it';
 
 -- The next three are for the functions behind them, whose search path they have.
@@ -109,6 +110,11 @@ begin
 end
 $$;
 
+-- About what their records take, so that the relay can bound its memory.
+create function tidemark.append_bytes(_texts text[]) returns integer
+language sql immutable
+as $$ select 200 * cardinality(_texts) + octet_length(array_to_string(_texts, '')) $$;
+
 create function tidemark.append(stream text, variadic rows jsonb[] default '{}') returns bigint
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 as $$
@@ -118,7 +124,7 @@ declare
     _id bigint := tidemark.take_id(_of);
 begin
     insert into tidemark.append_outbox (number, id, rows, bytes)
-    values (_of.number, _id, _texts, octet_length(array_to_string(_texts, '')));
+    values (_of.number, _id, _texts, tidemark.append_bytes(_texts));
     return _id;
 end
 $$;
@@ -137,7 +143,7 @@ begin
     perform pg_advisory_xact_lock_shared(1414087749, _of.number);
     with made as (
         insert into tidemark.append_outbox (number, id, rows, bytes)
-        select _of.number, nextval(_of.ids), array[given.text], octet_length(given.text) from unnest(_texts) as given (text)
+        select _of.number, nextval(_of.ids), array[given.text], 200 + octet_length(given.text) from unnest(_texts) as given (text)
         returning id
     )
     select coalesce(array_agg(made.id), '{}') into _ids from made;
@@ -170,7 +176,7 @@ declare
     _texts text[] := tidemark.append_checked(complete.rows);
 begin
     update tidemark.append_outbox as kept
-    set rows = _texts, bytes = octet_length(array_to_string(_texts, '')), reserved_by = null
+    set rows = _texts, bytes = tidemark.append_bytes(_texts), reserved_by = null
     where kept.number = _of.number and kept.id = complete.id and kept.reserved_by = pg_current_xact_id();
     if not found then
         raise exception using errcode = 'object_not_in_prerequisite_state',
@@ -223,6 +229,7 @@ comment on function tidemark.create_stream is
 
 revoke all on function
     tidemark.take_id(tidemark.append_streams), tidemark.append_stream(text), tidemark.append_checked(jsonb[]),
+    tidemark.append_bytes(text[]),
     tidemark.append(text, jsonb[]), tidemark.append_many(text, jsonb[]), tidemark.reserve(text),
     tidemark.complete(text, bigint, jsonb[]), tidemark.create_stream(text, text, bigint)
 from public;

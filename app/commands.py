@@ -1,0 +1,60 @@
+"""What all commands share: exit codes, errors as one line, and the extra that a command needs."""
+
+from typing import Any
+
+import click
+
+from tidemark.app import logs
+from tidemark.app.settings import Settings, load
+from tidemark.streaming.errors import ExtraMissing, Stop, TidemarkError
+
+
+class CommandFailed(click.ClickException):
+    """Shown as one line without a stack trace."""
+
+    exit_code = 1
+
+
+class CommandStopped(CommandFailed):
+    exit_code = 2
+
+
+class OurCommand(click.Command):
+    """`extra` names the extra of ours that brings what it imports; None: every installation has that."""
+
+    def __init__(self, *arguments: Any, extra: str | None = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._extra = extra
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            if self._extra is None:
+                raise
+            raise ExtraMissing.instead_of(error, ctx.command_path, self._extra) from None
+
+
+class CommandGroup(click.Group):
+    command_class = OurCommand
+    group_class = type
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Stop as error:
+            raise CommandStopped(_one_line(error)) from None
+        except TidemarkError as error:
+            raise CommandFailed(_one_line(error)) from None
+        except KeyboardInterrupt:
+            ctx.exit(130)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def loaded() -> Settings:
+    settings = load()
+    logs.configure(settings)
+    return settings

@@ -1,0 +1,101 @@
+"""`tidemark relay`: sends what was appended in a service's database to Kafka; prepares it; names who holds it."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, start_http_server
+
+from tidemark.app.connections import host_port
+from tidemark.app.settings import Settings
+from tidemark.sources.producer import FOR_EVER, RecordProducer
+from tidemark.sources.relay import blockers as found_blockers
+from tidemark.sources.relay.database import SCHEMA, session_of
+from tidemark.sources.relay.metrics import RelayMetrics
+from tidemark.sources.relay.relay import AppendRelay
+from tidemark.sources.topics import Topics
+from tidemark.streaming.direction import DirectionName
+from tidemark.streaming.errors import BadSetting
+from tidemark.streaming.postgres_session import Dsn
+from tidemark.streaming.records import is_name
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RelayPlan:
+    """`writer` is what Tidemark calls the database, None for its own name; `metrics` an address to serve them on."""
+
+    dsn: Dsn
+    writer: str | None
+    metrics: str | None
+
+
+def run(settings: Settings, plan: RelayPlan) -> None:
+    """Relay until SIGTERM or SIGINT. Raises `Stop` where a person must decide."""
+    Topics(settings.kafka).describe([settings.kafka_facts_topic])
+    halt = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: halt.set())
+    metrics = RelayMetrics(CollectorRegistry())
+    with ExitStack() as stack:
+        if plan.metrics is not None:
+            stack.enter_context(_served(plan.metrics, metrics))
+        session = stack.enter_context(session_of(plan.dsn, "tidemark relay"))
+        AppendRelay(
+            session,
+            lambda: RecordProducer(settings.kafka, settings.kafka_facts_topic, give_up_after=FOR_EVER),
+            plan.writer,
+            metrics,
+            halt,
+        ).run()
+
+
+@contextmanager
+def _served(address: str, metrics: RelayMetrics) -> Iterator[None]:
+    try:
+        host, port = host_port(address)
+        server, thread = start_http_server(port, host, metrics.registry)
+    except (ValueError, OSError) as problem:
+        raise BadSetting("--metrics", f"cannot listen on {address!r}: {problem}") from None
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def migrate(dsn: str, streams: Sequence[str], direction: DirectionName, say: Say) -> None:
+    """Bring schema and functions up to date, and make the streams that are missing."""
+    for name in streams:
+        if not is_name(name):
+            raise BadSetting("stream", f"{name[:256]!r} is not 1 to 255 characters without white space or controls")
+    with session_of(dsn, "tidemark relay migrate") as session:
+        with session.use() as connection:
+            row = connection.execute("show server_encoding").fetchone()
+            if row is None or row[0] != "UTF8":
+                raise BadSetting("dsn", f"the database has encoding {row and row[0]}, and JSON on Kafka is UTF8")
+        applied = SCHEMA.migrate(session)
+        say(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
+        with session.use() as connection:
+            for name in streams:
+                made = connection.execute(
+                    "select not exists (select from tidemark.append_streams where stream = %(name)s),"
+                    " tidemark.create_stream(%(name)s, %(direction)s)",
+                    {"name": name, "direction": direction},
+                ).fetchone()
+                say(f"{'made stream' if made and made[0] else 'there is stream'} {name}")
+
+
+def blockers(dsn: str, say: Say) -> None:
+    """Say which open transactions hold a stream."""
+    with session_of(dsn, "tidemark relay blockers") as session, session.use() as connection:
+        SCHEMA.check(connection)
+        found = found_blockers.blockers(connection)
+    for each in found:
+        say(str(each))
+    if not found:
+        say("no open transaction holds a stream")

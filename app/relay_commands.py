@@ -1,0 +1,66 @@
+"""`tidemark relay` and its verbs."""
+
+from typing import Literal
+
+import click
+
+from tidemark.app.commands import CommandGroup, loaded
+from tidemark.streaming.errors import ExtraMissing
+
+_dsn = click.option("--dsn", help="The service's database; without it TIDEMARK_POSTGRES_DSN.")
+
+
+class _Relay(CommandGroup):
+    """A group that does something by itself, for which it needs its extra."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            raise ExtraMissing.instead_of(error, ctx.command_path, "relay") from None
+
+
+@click.group("relay", cls=_Relay, invoke_without_command=True)
+@_dsn
+@click.option("--writer", help="What Tidemark calls this database; without it the database's name. Kept for life.")
+@click.option("--metrics", help="Serve metrics at this address, host:port.")
+@click.pass_context
+def relay(ctx: click.Context, dsn: str | None, writer: str | None, metrics: str | None) -> None:
+    """Send to Kafka what services appended to their database with `tidemark.append`, until SIGTERM or Ctrl-C.
+
+    One for each database; a second one waits and takes over. It keeps nothing.
+    """
+    ctx.obj = dsn
+    if ctx.invoked_subcommand is None:
+        from tidemark.app import relay
+
+        settings = loaded()
+        relay.run(settings, relay.RelayPlan(dsn or settings.postgres, writer, metrics))
+
+
+@relay.command("migrate", extra="relay")
+@_dsn
+@click.option("--stream", "streams", multiple=True, help="Make this stream unless it is there; may be repeated.")
+@click.option(
+    "--direction", type=click.Choice(["forward", "backward"]), default="forward", help="Where the streams' IDs go."
+)
+@click.pass_obj
+def relay_migrate(
+    given: str | None, dsn: str | None, streams: tuple[str, ...], direction: Literal["forward", "backward"]
+) -> None:
+    """Make or update what `tidemark.append` needs in a service's database."""
+    from tidemark.app import relay
+
+    settings = loaded()
+    relay.migrate(dsn or given or settings.postgres(), streams, direction, click.echo)
+
+
+@relay.command("blockers", extra="relay")
+@_dsn
+@click.pass_obj
+def relay_blockers(given: str | None, dsn: str | None) -> None:
+    """Name the open transactions that hold a stream: process, user, application, state, since when, query."""
+    from tidemark.app import relay
+
+    settings = loaded()
+    relay.blockers(dsn or given or settings.postgres(), click.echo)

@@ -1,0 +1,50 @@
+"""The relay's metrics. `docs/metrics.md` is made from this file too."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+
+class RelayMetrics:
+    """Those of one process, in a registry of its own or of the caller's choice."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.relaying = Gauge(
+            "tidemark_relay_relaying",
+            "1 while this process relays, 0 while it waits for a server or for another relay to end. 0 everywhere:"
+            " facts wait in the service's database.",
+            registry=registry,
+        )
+        self.looked = Gauge(
+            "tidemark_relay_looked_timestamp_seconds",
+            "When the database was last looked at. Standing still: the relay hangs, or a server does not answer.",
+            registry=registry,
+        )
+        self.facts = Counter(
+            "tidemark_relay_facts", "Facts that Kafka has acknowledged.", ["stream"], registry=registry
+        )
+        self.voids = Counter(
+            "tidemark_relay_voids",
+            "IDs without a fact that Kafka has acknowledged: their transactions rolled back.",
+            ["stream"],
+            registry=registry,
+        )
+        self.undecided = Gauge(
+            "tidemark_relay_undecided_ids",
+            "IDs that are given out and not decided. Staying above 0: a transaction is open and holds the stream;"
+            " `tidemark relay blockers` names it.",
+            ["stream"],
+            registry=registry,
+        )
+        self.kept = Gauge(
+            "tidemark_relay_outbox_ids",
+            "IDs above the floor, whose rows are still in the database. Rising: a transaction holds the stream, or"
+            " Kafka is away or too slow.",
+            ["stream"],
+            registry=registry,
+        )
+        self.oldest = Gauge(
+            "tidemark_relay_oldest_transaction_seconds",
+            "How long the oldest open transaction that holds a stream has been open, 0 while there is none. Rising: it"
+            " hangs, readers wait for it; `tidemark relay blockers` names it.",
+            registry=registry,
+        )

@@ -1,0 +1,222 @@
+"""The process beside a service's database that sends to Kafka what was appended there (docs/design.md 4b).
+
+It has no state of its own. While Kafka or the database is away it waits, for as long as that takes; what waits with it
+stands in the database, and what it holds in memory is bounded by bytes. One of several relays of a database works, the
+others wait for its session to end; that two might work at once costs duplicates and nothing else.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from psycopg import Error as PostgresError
+
+from tidemark.sources.producer import RecordProducer
+from tidemark.sources.relay import join, looks
+from tidemark.sources.relay.blockers import blockers
+from tidemark.sources.relay.database import SCHEMA
+from tidemark.sources.relay.decider import Decided, Decider
+from tidemark.sources.relay.metrics import RelayMetrics
+from tidemark.sources.relay.told import told
+from tidemark.streaming import records
+from tidemark.streaming.errors import BadSetting, Refused, Retry
+from tidemark.streaming.intervals import EMPTY, Intervals
+from tidemark.streaming.postgres_session import Connection, PostgresSession
+from tidemark.streaming.records import is_name
+
+log = structlog.get_logger(__name__)
+
+MOST_BYTES = 16 * 1024 * 1024
+"""Bytes of records that wait for Kafka's acknowledgement; the rest waits in the database."""
+_VOIDS_AT_ONCE = 10_000
+_VOID_BYTES = 200
+SHORTEST, LONGEST = 0.005, 0.05
+"""Seconds between two looks at the database: the first while something happens, the second after a while without."""
+_SETTLED_EVERY = 1.0
+_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
+_TURN = 1.0
+"""Seconds between two attempts of a relay that waits for another."""
+_PATIENCE = 30.0
+"""Seconds that Kafka has to acknowledge a JOIN, before everything is begun anew."""
+
+
+@dataclass(slots=True, eq=False)
+class _InFlight:
+    """What was decided together; `left` of its records are not acknowledged."""
+
+    decided: Decided
+    bytes: int
+    left: int = 0
+
+    def acknowledged(self) -> None:
+        self.left -= 1
+
+
+class AppendRelay:
+    """Runs in the thread that calls `run`, until `halt` is set.
+
+    `writer` is what Tidemark calls the database, None for its own name.
+    """
+
+    def __init__(
+        self,
+        session: PostgresSession,
+        producer: Callable[[], RecordProducer],
+        writer: str | None,
+        metrics: RelayMetrics,
+        halt: threading.Event,
+    ) -> None:
+        self._session = session
+        self._make_producer = producer
+        self._producer = producer()
+        self._given = writer
+        self._writer = writer or ""
+        self._metrics = metrics
+        self._halt = halt
+        self._floors: dict[int, tuple[int, int]] = {}
+        self._due: deque[Decided] = deque()
+        self._flying: list[_InFlight] = []
+
+    def run(self) -> None:
+        """Raises `Stop` where a person must decide, and what a server refuses before it ever worked."""
+        pause, problem, worked = _PAUSE, "", False
+        while not self._halt.is_set():
+            try:
+                with self._session.use() as connection:
+                    SCHEMA.check(connection)
+                    if self._has_its_turn(connection):
+                        worked = True
+                        if problem:
+                            log.info("Facts go out again")
+                        pause, problem = _PAUSE, ""
+                        self._relay(connection)
+            except (Retry, Refused, PostgresError) as error:
+                if isinstance(error, Refused) and not worked:
+                    raise
+                if problem != (problem := str(error)):
+                    log.warning("Facts wait in the database", problem=problem)
+                self._session.close()
+                self._producer = self._make_producer()
+                self._halt.wait(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            finally:
+                self._metrics.relaying.set(0)
+
+    def _has_its_turn(self, connection: Connection) -> bool:
+        """Wait until no other relay of this database is connected. Not in the server: that would hold a snapshot."""
+        waits = False
+        while not self._halt.is_set():
+            row = connection.execute("select pg_try_advisory_lock(%s, 0)", [looks.LOCK]).fetchone()
+            if row is not None and row[0]:
+                return True
+            if not waits:
+                log.info("Another relay works on this database; waiting for its end")
+            waits = True
+            self._halt.wait(_TURN)
+        return False
+
+    def _relay(self, connection: Connection) -> None:
+        """Work until the connection breaks, or streams or epochs are others."""
+        while not self._halt.is_set():
+            streams = self._joined(connection)
+            self._metrics.relaying.set(1)
+            decider = Decider(connection, streams)
+            self._due.clear()
+            self._flying = []
+            try:
+                self._work(connection, decider)
+            finally:
+                self._floors |= decider.floors
+
+    def _joined(self, connection: Connection) -> list[join.Told]:
+        database = join.history(connection, self._session.where)
+        self._writer = self._given or connection.info.dbname
+        if not is_name(self._writer):
+            raise BadSetting(
+                "writer", f"{self._writer[:256]!r} is not 1 to 255 characters without white space or controls"
+            )
+        found = join.begin(connection, database, self._writer, self._floors)
+        if new := [each for each in found if not each.joined]:
+            for each in new:
+                self._producer.send(each.stream.name, records.encode(each.join(self._writer)))
+                log.info(
+                    "Joining", stream=each.stream.name, epoch=each.epoch, id=each.stream.towards.signed(each.floor)
+                )
+            self._producer.deliver(_PATIENCE)
+            join.joined(connection, new)
+        return found
+
+    def _work(self, connection: Connection, decider: Decider) -> None:
+        pause, settled, watched = SHORTEST, time.monotonic(), 0.0
+        while not (self._halt.is_set() or decider.outrun):
+            if not self._due and (room := self._room()) > 0:
+                self._due += (part for decided in _result(decider.round(room)) for part in _parts(decided))
+                self._metrics.looked.set_to_current_time()
+            while self._due and self._room() > 0:
+                self._send(self._due.popleft())
+            self._hear(decider)
+            now = time.monotonic()
+            if now - settled >= _SETTLED_EVERY:
+                _result(decider.settle())
+                settled = now
+            if now - watched >= _SETTLED_EVERY:
+                self._watch(connection, decider)
+                watched = now
+            if self._flying:
+                pause = SHORTEST
+            if not decider.hurries or self._room() <= 0:
+                self._halt.wait(pause)
+                pause = min(pause * 1.2, LONGEST)
+        _result(decider.settle())
+
+    def _room(self) -> int:
+        return MOST_BYTES - sum(each.bytes for each in self._flying)
+
+    def _send(self, decided: Decided) -> None:
+        values = [*told(decided, self._writer)]
+        size = sum(fact.bytes for fact in decided.facts) + _VOID_BYTES * decided.voids.width()
+        parcel = _InFlight(decided, size, len(values))
+        self._flying.append(parcel)
+        self._producer.send_all(decided.told.stream.name, values, parcel.acknowledged)
+
+    def _hear(self, decider: Decider) -> None:
+        """Learn what Kafka has acknowledged."""
+        self._producer.backlog()
+        for each in [each for each in self._flying if not each.left]:
+            decider.acknowledged(each.decided)
+            name = each.decided.told.stream.name
+            self._metrics.facts.labels(name).inc(sum(1 for fact in each.decided.facts if fact.rows))
+            self._metrics.voids.labels(name).inc(
+                each.decided.voids.width() + sum(1 for fact in each.decided.facts if not fact.rows)
+            )
+        self._flying = [each for each in self._flying if each.left]
+
+    def _watch(self, connection: Connection, decider: Decider) -> None:
+        for name, count in decider.undecided.items():
+            self._metrics.undecided.labels(name).set(count)
+        for name, count in decider.kept.items():
+            self._metrics.kept.labels(name).set(count)
+        since = [each.since.timestamp() for each in blockers(connection) if each.since] if decider.open else []
+        self._metrics.oldest.set(max(0.0, time.time() - min(since)) if since else 0.0)
+
+
+def _parts(decided: Decided) -> Iterator[Decided]:
+    """The same in parts that do not take much memory: voids are ranges until they are told."""
+    if decided.facts:
+        yield Decided(decided.told, decided.facts, EMPTY)
+    for low, high in decided.voids:
+        for start in range(low, high, _VOIDS_AT_ONCE):
+            yield Decided(decided.told, [], Intervals.of([(start, min(high, start + _VOIDS_AT_ONCE))]))
+
+
+def _result(steps: Generator[str, None, Any]) -> Any:
+    """What a generator of steps returns, all of them taken."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as over:
+            return over.value

@@ -1,0 +1,191 @@
+"""What `tidemark.append` costs a service's transaction, and how quick and how strong the relay behind it is."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import click
+import numpy as np
+import psycopg
+from confluent_kafka import Consumer, TopicPartition
+
+from tests.bench.site import BenchSite
+from tests.bench.table import table
+from tests.bench.writer import rate
+from tidemark.app.settings import child_environment
+from tidemark.sources.relay.database import SCHEMA, session_of
+from tidemark.sources.topics import TopicPlan, Topics
+from tidemark.streaming import records
+from tidemark.streaming.records import Rdata
+
+WANTED = {"share": 0.75, "many": 0.5, "latency": 25.0, "drain": 50_000}
+_ROW = '{"total": 40, "items": ["pen", "paper"], "customer": "ada"}'
+_BARE = "insert into orders (id, total) values (nextval('bare_ids'), 40)"
+_APPEND = """
+with made as (select tidemark.append('orders', %s) as id)
+insert into orders (id, total) select 1000000000 + id, 40 from made
+"""
+
+Connection = psycopg.Connection[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AppendPlan:
+    """`seconds` for each rate, `rounds` of all in turns; a backlog of `backlog` facts; `per_second` for the latency."""
+
+    seconds: float = 6.0
+    rounds: int = 3
+    backlog: int = 1_000_000
+    per_second: int = 200
+
+
+def run(site: BenchSite, plan: AppendPlan) -> dict[str, Any]:
+    dsn, topic = _prepared(site.database()), site.fresh("append")
+    Topics(site.connection).create_missing([TopicPlan(topic, 1, 3_600_000)])
+    rates: dict[str, dict[str, list[float]]] = {}
+    for threads in (1, 8):
+        found = rates[str(threads)] = {"bare": [], "append": []}
+        for number in range(1, plan.rounds + 1):
+            found["bare"].append(rate(dsn, _bare, threads, plan.seconds))
+            found["append"].append(rate(dsn, _append, threads, plan.seconds))
+            click.echo(
+                f"{threads} threads, round {number}: {found['bare'][-1]:.0f} {found['append'][-1]:.0f}", err=True
+            )
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        many = [_many(connection) for _ in range(5)]
+        click.echo(f"20 000 facts: {median(many):.3f} s", err=True)
+        connection.execute("truncate tidemark.append_outbox")
+        connection.execute(
+            "update tidemark.append_progress set floor = pg_sequence_last_value('tidemark.append_ids_1')"
+        )
+        for _ in range(plan.backlog // 20_000):
+            _many(connection)
+        with _relay(site, dsn, topic):
+            drained = _drained(site, topic, plan.backlog)
+            click.echo(f"backlog: {drained:.0f} facts/s", err=True)
+            latencies = _latencies(site, connection, topic, plan.per_second)
+    p50, p99 = np.percentile(latencies, [50, 99]).tolist()
+    click.echo(f"from COMMIT to a consumer: p50 {p50:.1f} ms, p99 {p99:.1f} ms", err=True)
+    return {
+        "seconds": plan.seconds,
+        "threads": rates,
+        "many": median(many),
+        "backlog": plan.backlog,
+        "drained": drained,
+        "per_second": plan.per_second,
+        "latency": {"p50": p50, "p99": p99},
+    }
+
+
+def render(figures: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for threads, found in figures["threads"].items():
+        bare, append = median(found["bare"]), median(found["append"])
+        rows.append([threads, f"{bare:,.0f}", f"{append:,.0f} ({append / bare:.2f})"])
+    latency = figures["latency"]
+    return [
+        "A service inserts one row per transaction into its Postgres: BEGIN, INSERT, COMMIT. With `tidemark.append` the"
+        f" INSERT's own statement appends a fact too. Medians of runs of {figures['seconds']:.0f} s in turns, all servers"
+        f" on the same machine; in brackets the share of bare, wanted {WANTED['share']}.",
+        "",
+        *table(["connections", "bare, transactions/s", "with `append`"], rows),
+        "",
+        f"- 20 000 facts by one `append_many`, with its COMMIT: {figures['many']:.2f} s (wanted {WANTED['many']}).",
+        f"- A backlog of {figures['backlog']:,} facts, by one relay: {figures['drained']:,.0f} facts/s until they are"
+        f" in Kafka (wanted {WANTED['drain']:,.0f}).",
+        f"- From COMMIT to a consumer of Kafka, at {figures['per_second']} facts/s: p50 {latency['p50']:.0f} ms, p99"
+        f" {latency['p99']:.0f} ms (wanted p50 {WANTED['latency']:.0f}, to Kafka's acknowledgement).",
+    ]
+
+
+def _bare(connection: Connection) -> None:
+    with connection.transaction():
+        connection.execute(_BARE)
+
+
+def _append(connection: Connection) -> None:
+    with connection.transaction():
+        connection.execute(_APPEND, [_ROW])
+
+
+def _many(connection: Connection) -> float:
+    began = time.perf_counter()
+    connection.execute(
+        "select tidemark.append_many('orders', array(select jsonb_array_elements(%s::jsonb)))",
+        [f"[{','.join([_ROW] * 20_000)}]"],
+    )
+    return time.perf_counter() - began
+
+
+def _prepared(dsn: str) -> str:
+    with session_of(dsn, "bench") as session:
+        SCHEMA.migrate(session)
+        with session.use() as connection:
+            connection.execute("select tidemark.create_stream('orders')")
+            connection.execute("create sequence bare_ids")
+            connection.execute("create table orders (id bigint primary key, total integer not null)")
+    return dsn
+
+
+@contextmanager
+def _relay(site: BenchSite, dsn: str, topic: str) -> Iterator[None]:
+    changes = {
+        "TIDEMARK_POSTGRES_DSN": dsn,
+        "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": site.connection.bootstrap,
+        "TIDEMARK_KAFKA_FACTS_TOPIC": topic,
+        "TIDEMARK_LOG_LEVEL": "warning",
+    }
+    with subprocess.Popen([sys.executable, "-m", "tidemark", "relay"], env=child_environment(changes)) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
+@contextmanager
+def _consumer(site: BenchSite, topic: str, offset: int) -> Iterator[Consumer]:
+    consumer = Consumer({**site.connection.client(), "group.id": "bench", "fetch.wait.max.ms": "5"})
+    consumer.assign([TopicPartition(topic, 0, offset)])
+    try:
+        yield consumer
+    finally:
+        consumer.close()
+
+
+def _drained(site: BenchSite, topic: str, count: int) -> float:
+    """Facts per second, from the first that Kafka has to the last."""
+    first: tuple[float, int] | None = None
+    with _consumer(site, topic, 0) as consumer:
+        while True:
+            end = consumer.get_watermark_offsets(TopicPartition(topic, 0))[1]
+            if first is None and end > 1:
+                first = time.perf_counter(), end
+            if first is not None and end > count:
+                return (end - first[1]) / (time.perf_counter() - first[0])
+            time.sleep(0.02)
+
+
+def _latencies(site: BenchSite, connection: Connection, topic: str, per_second: int) -> list[float]:
+    """In ms, of 20 s of single facts, the first 5 s left out."""
+    committed: dict[int, float] = {}
+    seen: dict[int, float] = {}
+    end = next(iter(Topics(site.connection).end_offsets({topic: 1}).values()))
+    with _consumer(site, topic, end) as consumer:
+        began = time.perf_counter()
+        count = 20 * per_second
+        while len(seen) < count:
+            due = began + len(committed) / per_second
+            if len(committed) < count and time.perf_counter() >= due:
+                row = connection.execute("select tidemark.append('orders', %s)", [_ROW]).fetchone()
+                assert row is not None
+                committed[row[0]] = time.perf_counter()
+            message = consumer.poll(0.0005)
+            if message is not None and isinstance(record := records.decode(message.value()), Rdata):
+                assert isinstance(record.id, int)
+                seen[record.id] = time.perf_counter()
+    return [1000 * (seen[id] - at) for id, at in committed.items()][5 * per_second :]

@@ -1,0 +1,259 @@
+"""The relay beside real servers: what arrives in Kafka, and what Tidemark makes of it, is what was committed."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import psycopg
+import pytest
+from click.testing import CliRunner
+from prometheus_client import CollectorRegistry
+
+from tests.fix_servers import away
+from tests.sources.writer.judge import Judge
+from tests.waiting import eventually
+from tidemark.app.cli import main
+from tidemark.app.settings import child_environment
+from tidemark.app.stack.servers import KafkaServer
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.producer import FOR_EVER, RecordProducer
+from tidemark.sources.relay import relay as relaying
+from tidemark.sources.relay.database import session_of
+from tidemark.sources.relay.metrics import RelayMetrics
+from tidemark.sources.relay.relay import AppendRelay
+from tidemark.sources.topics import TopicPlan, Topics
+from tidemark.streaming.errors import BadSetting
+
+
+@pytest.fixture
+def topic(kafka: KafkaServer, prefix: str) -> str:
+    Topics(KafkaConnection(kafka.bootstrap_servers)).create_missing([TopicPlan(prefix, 1, 3_600_000)])
+    return prefix
+
+
+@pytest.fixture
+def judge(kafka: KafkaServer, topic: str) -> Judge:
+    return Judge(KafkaConnection(kafka.bootstrap_servers), topic)
+
+
+@pytest.fixture
+def sql(ready: str) -> Iterator[psycopg.Connection]:
+    """A session of the service."""
+    with psycopg.connect(ready, autocommit=True) as connection:
+        connection.execute("select tidemark.create_stream('orders')")
+        yield connection
+
+
+class Running:
+    """A relay in a thread; `failure` is what it ended with."""
+
+    def __init__(self, dsn: str, kafka: KafkaServer, topic: str, writer: str) -> None:
+        self.halt = threading.Event()
+        self.metrics = RelayMetrics(CollectorRegistry())
+        self.failure: BaseException | None = None
+        connection = KafkaConnection(kafka.bootstrap_servers)
+        self._session = session_of(dsn, "tidemark relay")
+        self.relay = AppendRelay(
+            self._session,
+            lambda: RecordProducer(connection, topic, FOR_EVER),
+            writer,
+            self.metrics,
+            self.halt,
+        )
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with self._session:
+                self.relay.run()
+        except BaseException as error:  # noqa: BLE001 - told to the test
+            self.failure = error
+
+    def stop(self) -> None:
+        self.halt.set()
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    def ended(self) -> BaseException | None:
+        self._thread.join(30)
+        return self.failure
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(name, labels)
+
+
+Run = Callable[..., Running]
+
+
+@pytest.fixture
+def run(ready: str, kafka: KafkaServer, topic: str) -> Iterator[Run]:
+    """Starts relays, which end with the test."""
+    started: list[Running] = []
+
+    def run(writer: str = "shop") -> Running:
+        started.append(Running(ready, kafka, topic, writer))
+        return started[-1]
+
+    yield run
+    for each in started:
+        each.stop()
+
+
+def settled(sql: psycopg.Connection) -> bool:
+    """Whether everything that was given out is decided and in Kafka."""
+    row = sql.execute(
+        "select bool_and(abs(floor) = abs(coalesce(pg_sequence_last_value(ids), s.after)))"
+        " from tidemark.append_progress join tidemark.append_streams s using (number)"
+    ).fetchone()
+    return row is not None and bool(row[0])
+
+
+def agrees(judge: Judge, sql: psycopg.Connection, facts: set[int]) -> None:
+    """The position of the database has passed every ID, and the facts are these, each counted once."""
+    verdict = judge.verdict()
+    row = sql.execute("select pg_sequence_last_value('tidemark.append_ids_1')").fetchone()
+    assert row is not None
+    assert verdict.announced.get("orders", set()) == facts
+    assert verdict.position("orders", "shop") == row[0]
+    moves = verdict.effects["orders"].advances
+    assert sum(move.facts for move in moves) == len(facts)
+    assert sum(move.unseen + move.skipped for move in moves) == 0
+    assert verdict.effects["orders"].late == []
+    assert sql.execute("select count(*) from tidemark.append_outbox").fetchone() == (0,)
+
+
+def append(sql: psycopg.Connection, count: int = 1) -> set[int]:
+    row = sql.execute(
+        "select tidemark.append_many('orders', array_agg(to_jsonb(at))) from generate_series(1, %s) as at", [count]
+    ).fetchone()
+    assert row is not None
+    return set(row[0])
+
+
+def rolled_back(sql: psycopg.Connection) -> None:
+    with sql.transaction(force_rollback=True):
+        append(sql)
+
+
+@contextmanager
+def open_transaction(dsn: str) -> Iterator[psycopg.Connection]:
+    with psycopg.connect(dsn, application_name="checkout") as connection:
+        append(connection)
+        yield connection
+
+
+def test_positions_equal_the_truth(ready: str, sql: psycopg.Connection, run: Run, judge: Judge) -> None:
+    """Facts of several rows, voids, an open transaction that others overtake, 20 000 at once, and a second relay that
+    takes over from the first, which is killed at its database.
+    """
+    first = run()
+    facts = append(sql)
+    rolled_back(sql)
+    with open_transaction(ready) as held:
+        facts |= append(sql, 20_000)
+        row = sql.execute("select tidemark.append('orders', '1', '[2]', '{}')").fetchone()
+        assert row is not None
+        facts |= {row[0]}
+        eventually(lambda: first.metric("tidemark_relay_facts_total", stream="orders") == 20_002)
+        # It may own the ID that was rolled back too, for all that can be known from outside.
+        eventually(lambda: first.metric("tidemark_relay_undecided_ids", stream="orders") in {1, 2})
+        eventually(lambda: (first.metric("tidemark_relay_oldest_transaction_seconds") or 0) > 0)
+        second = run()
+        sql.execute("select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'tidemark relay'")
+        held.commit()
+    facts |= {3}
+    rolled_back(sql)
+    eventually(lambda: settled(sql), 30)
+    assert 1 in {first.metric("tidemark_relay_relaying"), second.metric("tidemark_relay_relaying")}
+    agrees(judge, sql, facts)
+
+
+def test_a_stream_that_is_made_later_is_relayed_too(sql: psycopg.Connection, run: Run, judge: Judge) -> None:
+    """It joins by itself, and the others go on."""
+    run()
+    facts = append(sql)
+    eventually(lambda: settled(sql))
+    sql.execute("select tidemark.create_stream('history', 'backward', -9)")
+    sql.execute("select tidemark.append('history', '1')")
+    facts |= append(sql)
+    eventually(lambda: settled(sql))
+    verdict = judge.verdict()
+    assert verdict.announced == {"orders": facts, "history": {-10}}
+    assert verdict.position("history", "shop") == 10
+
+
+def test_while_kafka_is_away_memory_is_bounded(
+    sql: psycopg.Connection, run: Run, judge: Judge, kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some is in flight, the rest waits in the database; stopping does not wait for Kafka, and nothing is lost."""
+    monkeypatch.setattr(relaying, "MOST_BYTES", 20_000)
+    first = run()
+    facts = append(sql)
+    eventually(lambda: settled(sql))
+    with away(kafka):
+        facts |= append(sql, 5000)
+        eventually(lambda: len(first.relay._flying) > 0)
+        assert sum(len(each.decided.facts) for each in first.relay._flying) < 300
+        first.stop()
+    run()
+    eventually(lambda: settled(sql), 60)
+    agrees(judge, sql, facts)
+
+
+def test_a_disk_image_that_is_put_back_begins_a_new_epoch(sql: psycopg.Connection, run: Run, judge: Judge) -> None:
+    """The relay remembers how far the database was, and joins again where that is lower."""
+    run()
+    append(sql, 3)
+    eventually(lambda: settled(sql))
+    sql.execute("update tidemark.append_progress set floor = 1")
+    sql.execute("select setval('tidemark.append_ids_1', 1)")
+    sql.execute("select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'tidemark relay'")
+    eventually(lambda: len([1 for kind, _, _ in judge.verdict().kinds() if kind == "JOIN"]) == 2)
+    append(sql, 1)
+    eventually(lambda: settled(sql))
+    joins = [(epoch, id) for kind, epoch, id in judge.verdict().kinds() if kind == "JOIN"]
+    assert [id for _, id in joins] == [0, 1]
+    assert joins[0][0] < joins[1][0]
+    assert [late.why for late in judge.verdict().effects["orders"].late] == ["regressed"]
+
+
+def test_a_relay_of_another_name_stops(sql: psycopg.Connection, run: Run) -> None:
+    """Its facts would come twice, from two writers."""
+    first = run()
+    eventually(lambda: first.metric("tidemark_relay_relaying") == 1)
+    first.stop()
+    assert isinstance(run("store").ended(), BadSetting)
+
+
+def test_command_line(ready: str, kafka: KafkaServer, topic: str, judge: Judge) -> None:
+    """`migrate` makes streams once, `relay` sends until it is told to end, `blockers` names who holds a stream."""
+    changes = {
+        "TIDEMARK_POSTGRES_DSN": ready,
+        "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": kafka.bootstrap_servers,
+        "TIDEMARK_KAFKA_FACTS_TOPIC": topic,
+    }
+
+    def said(*words: str) -> str:
+        done = CliRunner().invoke(main, ["relay", *words, "--dsn", ready], env=changes, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    assert said("migrate", "--stream", "orders") == "the schema is up to date\nmade stream orders\n"
+    assert said("migrate", "--stream", "orders") == "the schema is up to date\nthere is stream orders\n"
+    assert said("blockers") == "no open transaction holds a stream\n"
+    command = [sys.executable, "-m", "tidemark", "relay", "--writer", "shop", "--metrics", "127.0.0.1:0"]
+    with subprocess.Popen(command, env=child_environment(changes)) as process:
+        try:
+            with open_transaction(ready) as held:
+                line = said("blockers")
+                assert line.startswith(f"orders: pid {held.info.backend_pid} since 20")
+                assert "idle in transaction, user postgres, application checkout: select tidemark.append_many" in line
+                held.commit()
+                eventually(lambda: settled(held), 30)
+        finally:
+            process.terminate()
+        assert process.wait(20) == 0
+    assert judge.verdict().announced == {"orders": {1}}
