@@ -21,7 +21,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 # What changes seldom comes first: with the dependencies in a layer of their own, a new version of ours builds in seconds.
 RUN python3 -m venv --without-pip /opt/tidemark \
     && python3 -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-extras = [project["optional-dependencies"][role] for role in ("writer", "reader", "pipeline", "sidecar")]; \
+extras = [project["optional-dependencies"][role] for role in ("writer", "relay", "reader", "pipeline", "sidecar")]; \
 print(*project["dependencies"], *sum(extras, []), sep="\n")' >runtime.txt \
     && python3 -m pip --python /opt/tidemark/bin/python install --no-cache-dir --constraint constraints.txt --requirement runtime.txt
 # The jars of Spark's Kafka source, by the Ivy that pyspark carries, as `tidemark up` does it.

@@ -90,8 +90,8 @@ def render(figures: Mapping[str, Any]) -> list[str]:
     latency = figures["latency"]
     return [
         "A service inserts one row per transaction into its Postgres: BEGIN, INSERT, COMMIT. With `tidemark.append` the"
-        f" INSERT's own statement appends a fact too. Medians of runs of {figures['seconds']:.0f} s in turns, all servers"
-        f" on the same machine; in brackets the share of bare, wanted {WANTED['share']}.",
+        f" INSERT's own statement appends a fact too. Medians of runs of {figures['seconds']:.0f} s in turns, all"
+        f" servers on the same machine; in brackets the share of bare, wanted {WANTED['share']}.",
         "",
         *table(["connections", "bare, transactions/s", "with `append`"], rows),
         "",
@@ -162,7 +162,7 @@ def _drained(site: BenchSite, topic: str, count: int) -> float:
     first: tuple[float, int] | None = None
     with _consumer(site, topic, 0) as consumer:
         while True:
-            end = consumer.get_watermark_offsets(TopicPartition(topic, 0))[1]
+            end: int = consumer.get_watermark_offsets(TopicPartition(topic, 0))[1]
             if first is None and end > 1:
                 first = time.perf_counter(), end
             if first is not None and end > count:

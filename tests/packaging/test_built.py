@@ -50,7 +50,7 @@ def test_image_has_the_libraries_of_every_role_but_the_local_stack() -> None:
     (program,) = re.findall(r"python3 -c '([^']+)' >runtime.txt", DOCKERFILE)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    roles = [*extras["writer"], *extras["reader"], *extras["pipeline"], *extras["sidecar"]]
+    roles = [*extras["writer"], *extras["relay"], *extras["reader"], *extras["pipeline"], *extras["sidecar"]]
     assert set(succeeds(sys.executable, "-c", program).split("\n")) == {*project["dependencies"], *roles, ""}
     (installed,) = re.findall(r"^ +'\.\[(.*)\]'$", (ROOT / "helm/tools/sbom").read_text(), re.MULTILINE)
     assert extras["local"][0] == f"tidemark[{installed}]"
