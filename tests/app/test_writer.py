@@ -51,8 +51,8 @@ def test_migrate_says_what_it_did_and_does_nothing_twice(database: str) -> None:
     migrate(database, ["shop_seq"], "backward", said.append)
     plan(database, ["shop_seq"], "backward", said.append)
     assert said == [
-        *("would apply 1, 2", "would make sequence shop_seq"),
-        *("applied 1, 2", "made sequence shop_seq"),
+        *("would apply 1, 2, 3", "would make sequence shop_seq"),
+        *("applied 1, 2, 3", "made sequence shop_seq"),
         "the writer's schema is up to date",
         *("the writer's schema is up to date", "sequence shop_seq is fit"),
     ]
@@ -160,7 +160,7 @@ def test_a_typing_error_is_told_in_one_line(database: str) -> None:
     before = tidemark("fence", "shop-1", "--dry-run")
     assert (before.returncode, before.stderr.count("\n")) == (2, 1)
     assert "tidemark writer migrate" in before.stderr
-    assert tidemark("migrate", "--sequence", "orders_id_seq").stdout == "applied 1, 2\nmade sequence orders_id_seq\n"
+    assert tidemark("migrate", "--sequence", "orders_id_seq").stdout == "applied 1, 2, 3\nmade sequence orders_id_seq\n"
     unknown = tidemark("fence", "shop-1", "--dry-run")
     assert (unknown.returncode, unknown.stderr.count("\n")) == (2, 1)
     with pytest.raises(UnknownWriter):

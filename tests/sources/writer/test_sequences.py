@@ -1,5 +1,7 @@
 """Which sequences a stream may live on, and what happens to one that is set back."""
 
+import threading
+
 import psycopg
 import pytest
 
@@ -122,3 +124,30 @@ def test_a_writer_joins_anew_where_a_sequence_stands_below_what_it_announced(
     verdict = judge.verdict()
     assert verdict.kinds()[-2:] == [("JOIN", 2, 1), ("RDATA", 2, 2)]
     assert [(it.id, it.why) for it in verdict.effects["orders"].timelines] == [(1, "position")]
+
+
+def test_the_head_is_never_above_what_was_given_out(dsn: str, sql: psycopg.Connection) -> None:
+    """A plain select is, by up to 32, at some moments while others take numbers."""
+    sql.execute(
+        """
+        create function too_high(looks integer) returns integer language plpgsql as $$
+        declare
+            seen bigint; found integer := 0;
+        begin
+            for look in 1..looks loop
+                seen := tidemark.sequence_head('orders_id_seq'::regclass, 1);
+                if seen > pg_sequence_last_value('orders_id_seq') then found := found + 1; end if;
+            end loop;
+            return found;
+        end $$
+        """
+    )
+    with psycopg.connect(dsn, autocommit=True) as other:
+        taking = threading.Thread(
+            target=other.execute, args=["select count(nextval('orders_id_seq')) from generate_series(1, 3000000)"]
+        )
+        taking.start()
+        try:
+            assert sql.execute("select too_high(150000)").fetchone() == (0,)
+        finally:
+            taking.join()
