@@ -10,6 +10,7 @@ from collections.abc import Iterable, MutableMapping
 from dataclasses import replace
 from operator import attrgetter
 
+import msgspec
 import numpy as np
 
 from tidemark.streaming import state
@@ -30,7 +31,7 @@ from tidemark.streaming.effects import (
 from tidemark.streaming.inbox import UNREAD, Fact, Inbox, Partition, inboxes_of, room, segments
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.model import Bounds, Reason, Rejected
-from tidemark.streaming.records import Kind
+from tidemark.streaming.records import LIVING, Kind
 from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet, Run, TurnedAway
 from tidemark.streaming.segments import complete
 from tidemark.streaming.stream import StreamState
@@ -138,6 +139,8 @@ class StreamBatch:
             self.rejected.append((topic, partition, Reason.WRONG_PARTITION, offsets))
 
     def _mark(self, topic: str, partition: int, marker: Marker) -> None:
+        if marker.epoch == LIVING:
+            marker = msgspec.structs.replace(marker, epoch=self.stream.living(marker.writer))
         refused = self._take(marker)
         if refused is not None:
             self.rejected.append((topic, partition, refused, np.array([marker.offset])))
@@ -149,6 +152,8 @@ class StreamBatch:
     def _take(self, marker: Marker) -> Reason | None:
         if self.stream.direction.opposes(marker.direction):
             return Reason.MIXED_SIGN
+        if marker.by is not None and not marker.beyond and marker.id > self.stream.allocated:
+            return Reason.BEYOND_ALLOCATED
         mark = Mark(
             marker.writer,
             marker.epoch,

@@ -135,6 +135,7 @@ def _marker(record: records.Marker, offset: int, time: int) -> Marker:
         offset,
         time,
         record.timeline if isinstance(record, records.Join) else None,
+        record.beyond,
     )
 
 

@@ -25,6 +25,7 @@ _TYPES: Final[dict[str, msgspec.json.Decoder[Any]]] = {
     "writer": _text,
     "row": _any,
     "unseen": msgspec.json.Decoder(bool),
+    "beyond": msgspec.json.Decoder(bool),
     "timeline": msgspec.json.Decoder(records.Timeline | None),
     "by": msgspec.json.Decoder(str | None),
     "why": msgspec.json.Decoder(str | None),

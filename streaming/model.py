@@ -48,6 +48,7 @@ class Reason(StrEnum):
     ZOMBIE = "zombie"
     CONFLICT = "conflict"
     UNKNOWN_WRITER = "unknown_writer"
+    BEYOND_ALLOCATED = "beyond_allocated"
     WRONG_PARTITION = "wrong_partition"
     PENDING_OVERFLOW = "pending_overflow"
     HELD_OVERFLOW = "held_overflow"

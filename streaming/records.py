@@ -22,6 +22,9 @@ MAX_ID: Final = 2**63 - 1
 EVERYBODY: Final = "*"
 """In an operator's RETIRE in place of a writer: all that never joined. No writer's name."""
 
+LIVING: Final = -1
+"""In an operator's record in place of an epoch: that of the writer as it lives now. No epoch that can be sent."""
+
 Id = Annotated[int, Meta(ge=-MAX_ID, le=MAX_ID)]
 Epoch = Annotated[int, Meta(ge=0, le=MAX_ID)]
 
@@ -67,10 +70,26 @@ class Kind(IntEnum):
 class _Record(msgspec.Struct, kw_only=True, frozen=True, gc=False, omit_defaults=True, tag_field="kind"):
     stream: str
     writer: str
+
+
+class _Edge(_Record, kw_only=True, frozen=True):
     epoch: Epoch = 0
 
 
-class Rdata(_Record, kw_only=True, frozen=True, tag=Kind.RDATA.name):
+class _Act(_Record, kw_only=True, frozen=True):
+    """What may be forced, with `by` and `why`, on the control topic.
+
+    Without `epoch` it means the writer as it lives now, and on the facts topic epoch 0. `beyond`: `id` may lie past
+    what the stream has allocated; without meaning on the facts topic, where a writer knows what it took.
+    """
+
+    epoch: Epoch = LIVING
+    by: str | None = None
+    why: str | None = None
+    beyond: bool = False
+
+
+class Rdata(_Edge, kw_only=True, frozen=True, tag=Kind.RDATA.name):
     """The fact `id` completed; `"batch"`: one of several rows of a fact, the last of which carries the number."""
 
     prev: Id | UnsetType = UNSET
@@ -78,14 +97,14 @@ class Rdata(_Record, kw_only=True, frozen=True, tag=Kind.RDATA.name):
     row: Raw
 
 
-class Void(_Record, kw_only=True, frozen=True, tag=Kind.VOID.name):
+class Void(_Edge, kw_only=True, frozen=True, tag=Kind.VOID.name):
     """`id` was rolled back."""
 
     prev: Id
     id: Id
 
 
-class Position(_Record, kw_only=True, frozen=True, tag=Kind.POSITION.name):
+class Position(_Edge, kw_only=True, frozen=True, tag=Kind.POSITION.name):
     """Nothing of the writer's lies in `(prev, id]`."""
 
     prev: Id
@@ -106,31 +125,25 @@ class Timeline(msgspec.Struct, frozen=True):
     after: str | None = None
 
 
-class Join(_Record, kw_only=True, frozen=True, tag=Kind.JOIN.name):
+class Join(_Act, kw_only=True, frozen=True, tag=Kind.JOIN.name):
     """A new epoch begins; all of the writer's up to `id` is complete. `unseen`: it may hold facts never announced."""
 
     id: Id
     unseen: bool = False
     timeline: Timeline | None = None
-    by: str | None = None
-    why: str | None = None
 
 
-class Retire(_Record, kw_only=True, frozen=True, tag=Kind.RETIRE.name):
+class Retire(_Act, kw_only=True, frozen=True, tag=Kind.RETIRE.name):
     """All of the writer's up to `id` is complete and nothing will follow."""
 
     id: Id
-    by: str | None = None
-    why: str | None = None
 
 
-class Skip(_Record, kw_only=True, frozen=True, tag=Kind.SKIP.name):
+class Skip(_Act, kw_only=True, frozen=True, tag=Kind.SKIP.name):
     """An operator settles `(prev, id]` without evidence."""
 
     prev: Id
     id: Id
-    by: str | None = None
-    why: str | None = None
 
 
 Marker = Join | Retire | Skip
@@ -188,6 +201,8 @@ def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
                 Reason.BAD_NAME,
                 f"{field} {name[:256]!r} is not 1 to 255 characters without white space or controls, or is `*`",
             )
+    if isinstance(record, Marker) and record.epoch == LIVING and topic is Topic.FACTS:
+        record = msgspec.structs.replace(record, epoch=0)
     if key != record.stream.encode():
         raise BadRecord(Reason.KEY_MISMATCH, f"the key is {key!r} and the stream {record.stream!r}")
     _check_topic(record, topic)

@@ -56,7 +56,8 @@ class BatchRows(msgspec.Struct, array_like=True, frozen=True):
 class Marker(msgspec.Struct, array_like=True, frozen=True):
     """A JOIN, RETIRE or SKIP; `by` and `why` are set where it came from the control topic, else None.
 
-    `prev` is only of meaning for a SKIP. `direction` is unknown where `id` is 0.
+    `epoch` is LIVING where an operator gave none. `prev` is only of meaning for a SKIP. `direction` is unknown where
+    `id` is 0. `beyond`: an operator knows that `id` lies past what the stream has allocated.
     """
 
     stream: str
@@ -72,6 +73,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True):
     offset: int
     time: int
     timeline: Timeline | None = None
+    beyond: bool = False
 
 
 class TurnedAway(msgspec.Struct, array_like=True, frozen=True):

@@ -65,6 +65,14 @@ class StreamState:
         """The highest ID that the stream's records have named, about: every ID up to here was allocated."""
         return max([self.line.position, self.writers.reach(), *(held.chain.reach for held in self.held.values())])
 
+    def living(self, name: str) -> int:
+        """The epoch of the writer as it lives now: the joined one, else the newest that is held, else the last one."""
+        writer = self.writers.get(name)
+        if writer is not None and writer.retired is None:
+            return writer.epoch
+        last = 0 if writer is None else writer.epoch
+        return max([last, *(epoch for held, epoch in self.held if held == name)])
+
     def doubt(self) -> None:
         """A record was turned away that may be a fact of any writer, also of one that nobody knows yet."""
         self.refused = EVERYTHING

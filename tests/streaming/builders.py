@@ -19,7 +19,7 @@ from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import ShardEffects, StreamEffects
 from tidemark.streaming.frames import HEADER
 from tidemark.streaming.model import Bounds
-from tidemark.streaming.records import Kind, Timeline, Topic
+from tidemark.streaming.records import LIVING, Kind, Timeline, Topic
 from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet
 from tidemark.streaming.stream import StreamState
 
@@ -44,6 +44,7 @@ class Record:
     partition: int = 0
     stream: str = STREAM
     timeline: Timeline | None = None
+    beyond: bool = False
 
     @property
     def control(self) -> bool:
@@ -79,13 +80,13 @@ def retire(writer: str, id: int, epoch: int = 1) -> Record:
     return Record("RETIRE", writer, epoch, id=id)
 
 
-def skip(writer: str, prev: int, id: int, epoch: int = 1) -> Record:
-    return Record("SKIP", writer, epoch, prev, id, by="ann")
+def skip(writer: str, prev: int, id: int, epoch: int = 1, *, beyond: bool = False) -> Record:
+    return Record("SKIP", writer, epoch, prev, id, by="ann", beyond=beyond)
 
 
-def forced(record: Record) -> Record:
+def forced(record: Record, *, beyond: bool = False) -> Record:
     """The same act, by an operator on the control topic."""
-    return replace(record, by="ann")
+    return replace(record, by="ann", beyond=beyond)
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,7 @@ def _packet(item: Sent) -> Packet:
                 offset,
                 offset,
                 record.timeline,
+                record.beyond,
             )
         )
     return Packet(_topic(record), record.partition, record.role, offset + 1, runs, rows, markers, [])
@@ -191,7 +193,9 @@ def _topic(record: Record) -> str:
 
 
 def as_json(record: Record) -> bytes:
-    value: dict[str, object] = {"stream": record.stream, "writer": record.writer, "epoch": record.epoch}
+    value: dict[str, object] = {"stream": record.stream, "writer": record.writer}
+    if record.epoch != LIVING:
+        value["epoch"] = record.epoch
     if record.kind == "ROW":
         value |= {"kind": "RDATA", "id": "batch", "row": {}}
     else:
@@ -204,6 +208,8 @@ def as_json(record: Record) -> bytes:
         value |= {"timeline": record.timeline}
     if record.by is not None:
         value |= {"by": record.by, "why": "because"}
+    if record.beyond:
+        value["beyond"] = True
     return msgspec.json.encode(value)
 
 

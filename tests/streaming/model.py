@@ -4,9 +4,10 @@ Records are fed one by one. Nothing here is quick, bounded, or an interval.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.streaming.builders import Record
+from tidemark.streaming.records import LIVING
 
 # How an ID was settled. BARE: it lies strictly inside somebody's edge, so it is another writer's, or nobody's.
 FACTS, EMPTY, UNSEEN, SKIPPED, BARE = "facts", "empty", "unseen", "skipped", "bare"
@@ -137,12 +138,28 @@ class Model:
         sign = (record.id > 0) - (record.id < 0)
         if sign * self.direction < 0:
             return "rejected: mixed_sign"
+        if record.epoch == LIVING:
+            record = replace(record, epoch=self._living(record.writer))
+        if record.control and not record.beyond and abs(record.id) > self._allocated():
+            return "rejected: beyond_allocated"
         outcome = self._act(record)
         if sign and not outcome.startswith("rejected"):
             self.direction = sign
         if not record.control and not outcome.startswith("rejected"):
             self.home = record.partition
         return outcome
+
+    def _living(self, name: str) -> int:
+        """The joined epoch; else the newest that is held, else that of its RETIRE."""
+        writer = self.writers.get(name)
+        if writer is not None and not writer.retired:
+            return writer.epoch
+        held = [epoch for held, epoch in self.held if held == name]
+        return max([writer.epoch if writer else 0, *held])
+
+    def _allocated(self) -> int:
+        """The highest ID that is settled anywhere, or that the line has passed."""
+        return max([self.line, *(it.reach for it in self.writers.values()), *(it.reach for it in self.held.values())])
 
     def astray(self, record: Record) -> None:
         """Another partition: no order against this one, so an incarnation that is not joined here holds the line."""

@@ -122,6 +122,7 @@ def _marker(record: records.Marker, message: Message) -> tuple[object, ...]:
         *(record.stream, record.writer, record.epoch, name, abs(prev), abs(record.id), Direction.of(record.id), unseen),
         *(record.by, record.why, message.offset, message.time),
         record.timeline if isinstance(record, records.Join) else None,
+        record.beyond,
     )
 
 

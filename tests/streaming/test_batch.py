@@ -46,7 +46,7 @@ def test_each_advance_begins_where_the_last_one_ended() -> None:
     for records in [
         [join("a", 3), rdata("a", 6, 5, epoch=1)],
         [rdata("a", 5, 3, epoch=1)],
-        [skip("a", 6, 9)],
+        [skip("a", 6, 9, beyond=True)],
         [join("a", 7, epoch=2), rdata("a", 12, 7, epoch=2)],
         [retire("a", 15, epoch=2)],
         [join("a", 20, epoch=3)],

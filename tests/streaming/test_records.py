@@ -69,6 +69,7 @@ BAD: dict[str, tuple[bytes | None, Reason]] = {
     "announcement without prev": (without({**VOID, "kind": "POSITION"}, "prev"), Reason.MISSING_FIELD),
     "missing before wrong": (raw({"kind": "VOID", "stream": 5, "id": 7}), Reason.MISSING_FIELD),
     "stream is a number": (raw(VOID, stream=5), Reason.WRONG_TYPE),
+    "beyond is text": (raw(JOIN, beyond="yes"), Reason.WRONG_TYPE),
     "writer is null": (raw(VOID, writer=None), Reason.WRONG_TYPE),
     "epoch is text": (raw(VOID, epoch="3"), Reason.WRONG_TYPE),
     "id is text": (raw(NUMBERED, id="7"), Reason.WRONG_TYPE),
@@ -167,6 +168,15 @@ def test_an_operator_must_say_who_and_why(record: dict[str, Any], name: str) -> 
     assert reason(raw(record, **{name: None}), topic=Topic.CONTROL) == Reason.MISSING_FIELD
 
 
+@pytest.mark.parametrize("kind", ["JOIN", "RETIRE", "SKIP"])
+def test_only_an_operators_record_without_an_epoch_means_the_writer_as_it_lives(kind: str) -> None:
+    """On the facts topic it is epoch 0, as ever; and nobody can send the number that stands for it."""
+    assert read(raw({**SKIP, "kind": kind}), topic=Topic.CONTROL).epoch == records.LIVING
+    assert reason(raw(SKIP, epoch=records.LIVING), topic=Topic.CONTROL) == Reason.NEGATIVE_EPOCH
+    if kind != "SKIP":
+        assert read(without({**SKIP, "kind": kind}, "by", "why")).epoch == 0
+
+
 @pytest.mark.parametrize("record", [NUMBERED, VOID, {**VOID, "kind": "POSITION"}])
 def test_evidence_does_not_come_through_the_control_topic(record: dict[str, Any]) -> None:
     """The control topic has no order against the facts, so completions there are refused."""
@@ -187,7 +197,7 @@ def test_prev_of_a_fact_defaults_to_the_neighbour_towards_zero() -> None:
         records.Void(stream="events", writer="w", prev=-3, id=-9),
         records.Position(stream="events", writer="w", epoch=1, prev=0, id=MAX_ID),
         records.Join(stream="events", writer="w", epoch=1, id=0, unseen=True),
-        records.Retire(stream="events", writer="w", id=4),
+        records.Retire(stream="events", writer="w", epoch=0, id=4),
     ],
 )
 def test_what_is_encoded_is_read_back(record: records.Record) -> None:

@@ -1,9 +1,12 @@
 """What operators force, and what completes after that."""
 
+from dataclasses import replace
+
 import pytest
 
-from tests.streaming.builders import Shard, forced, join, position, rdata, retire, skip, void
+from tests.streaming.builders import Record, Shard, forced, join, position, rdata, retire, skip, void
 from tidemark.streaming.effects import StreamEffects
+from tidemark.streaming.records import LIVING
 
 
 def late(done: StreamEffects) -> list[tuple[str, int, int, int, str]]:
@@ -74,6 +77,32 @@ def test_skips_of_unknown_zombie_and_retired_writers_are_refused(shard: Shard) -
     assert (other.rejected, other.positions) == ({}, {"a": 4})
 
 
+def test_an_act_without_an_epoch_means_the_writer_as_it_lives_now(shard: Shard) -> None:
+    """An operator need not look an epoch up: joined, else the newest that is held; the audit names it."""
+    shard.feed(join("a", 6, epoch=7), rdata("a", 9, 8, epoch=7), rdata("b", 9, 8, epoch=3), rdata("b", 8, epoch=2))
+    done = shard.feed(skip("a", 6, 8, epoch=LIVING), forced(join("b", 7, epoch=LIVING)))
+    assert [(it.kind, it.writer, it.epoch) for it in done.forced] == [("SKIP", "a", 7), ("JOIN", "b", 3)]
+    assert (shard.rejected, shard.positions) == ({}, {"a": 9, "b": 7})
+    shard.feed(retire("a", 9, epoch=7), rdata("a", 12, 9, epoch=8))
+    (act,) = shard.feed(forced(retire("a", 12, epoch=LIVING))).forced
+    assert (act.epoch, [*shard.stream().held]) == (8, [])
+
+
+@pytest.mark.parametrize("act", [skip("a", 0, 7), forced(retire("a", 7)), forced(join("a", 7, epoch=2))])
+def test_an_act_beyond_what_is_allocated_is_refused_unless_it_says_so(shard: Shard, act: Record) -> None:
+    """A mistyped ID moves nothing: a position would pass facts that nobody has written yet, and never come back."""
+    done = shard.feed(act)
+    assert (shard.rejected, done.forced, shard.positions) == ({2: "beyond_allocated"}, [], {"a": 0})
+    done = shard.feed(replace(act, beyond=True))
+    assert (shard.rejected, len(done.forced), shard.positions) == ({}, 1, {"a": 7})
+
+
+def test_what_the_facts_of_its_batch_allocate_an_act_may_settle(shard: Shard) -> None:
+    """Operators' records come after the facts, whatever their offset."""
+    shard.feed(skip("a", 0, 9), rdata("a", 9, 8, epoch=1))
+    assert (shard.rejected, shard.positions) == ({}, {"a": 9})
+
+
 def test_a_skip_of_nothing_open_is_a_duplicate(shard: Shard) -> None:
     """Repeated, it changes nothing, but stays in the audit."""
     shard.feed(skip("a", 0, 5))
@@ -93,7 +122,7 @@ def test_a_forced_join_skips_and_begins_an_epoch() -> None:
     """Without its writer's evidence what it settles is skipped, and late afterwards."""
     shard = Shard()
     shard.feed(join("a", 0))
-    (move,) = shard.feed(forced(join("a", 4, epoch=2))).advances
+    (move,) = shard.feed(forced(join("a", 4, epoch=2), beyond=True)).advances
     assert (move.epoch, move.skipped) == (2, 4)
     assert late(shard.feed(rdata("a", 3, 2, epoch=2))) == [("a", 2, 3, 1, "skipped")]
 

@@ -15,6 +15,7 @@ from tests.streaming.model import EMPTY, FACTS, SKIPPED, UNSEEN, Model
 from tests.streaming.protocol import Database
 from tidemark.streaming import joined, state
 from tidemark.streaming.effects import ShardEffects, StreamEffects
+from tidemark.streaming.records import LIVING
 from tidemark.streaming.stream import StreamState
 
 WRITERS = ("a", "b", "c")
@@ -118,9 +119,10 @@ class Compared(RuleBasedStateMachine):
         """Anything that decoding lets through, whatever was sent before."""
         self.send(*(self.near(hint) for hint in seen))
 
-    @rule(hint=hints("SKIP SKIP SKIP RETIRE JOIN"))
-    def operate(self, hint: Hint) -> None:
-        self.send(forced(replace(self.near(hint), partition=0, unseen=False)))
+    @rule(hint=hints("SKIP SKIP SKIP RETIRE JOIN"), living=st.booleans(), beyond=st.booleans())
+    def operate(self, hint: Hint, *, living: bool, beyond: bool) -> None:
+        record = replace(self.near(hint), partition=0, unseen=False)
+        self.send(forced(replace(record, epoch=LIVING) if living else record, beyond=beyond))
 
     @rule(luck=st.integers(0, 3))
     def throw_out_everybody(self, luck: int) -> None:

@@ -65,5 +65,5 @@ def test_getting_rid_of_nobody_is_refused() -> None:
     """An operator's RETIRE of an epoch that was never seen goes to the dead letters."""
     shard = Shard()
     shard.feed(join("a", 3))
-    shard.feed(forced(retire("a", 9, epoch=7)))
+    shard.feed(forced(retire("a", 3, epoch=7)))
     assert list(shard.rejected.values()) == ["unknown_writer"]

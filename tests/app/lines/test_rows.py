@@ -246,7 +246,7 @@ def test_past_the_bound_rows_are_dropped_and_said_to_be() -> None:
 def test_retirement_settles_what_is_open() -> None:
     """As a JOIN does: up to its ID everything that did not come is empty."""
     play = standing()
-    play.read(fact(2, 1), Retire(stream="s", writer="w", id=4))
+    play.read(fact(2, 1), Retire(stream="s", writer="w", epoch=0, id=4))
     assert play.move(0, 4, facts=1, empty=3) == ["RDATA s w 2 2", "POSITION s w 2 4"]
 
 
