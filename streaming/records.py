@@ -72,11 +72,11 @@ class _Record(msgspec.Struct, kw_only=True, frozen=True, gc=False, omit_defaults
     writer: str
 
 
-class _Edge(_Record, kw_only=True, frozen=True):
+class _EdgeRecord(_Record, kw_only=True, frozen=True):
     epoch: Epoch = 0
 
 
-class _Act(_Record, kw_only=True, frozen=True):
+class _ActRecord(_Record, kw_only=True, frozen=True):
     """What may be forced, with `by` and `why`, on the control topic.
 
     Without `epoch` it means the writer as it lives now, and on the facts topic epoch 0. `beyond`: `id` may lie past
@@ -89,7 +89,7 @@ class _Act(_Record, kw_only=True, frozen=True):
     beyond: bool = False
 
 
-class Rdata(_Edge, kw_only=True, frozen=True, tag=Kind.RDATA.name):
+class Rdata(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.RDATA.name):
     """The fact `id` completed; `"batch"`: one of several rows of a fact, the last of which carries the number."""
 
     prev: Id | UnsetType = UNSET
@@ -97,14 +97,14 @@ class Rdata(_Edge, kw_only=True, frozen=True, tag=Kind.RDATA.name):
     row: Raw
 
 
-class Void(_Edge, kw_only=True, frozen=True, tag=Kind.VOID.name):
+class Void(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.VOID.name):
     """`id` was rolled back."""
 
     prev: Id
     id: Id
 
 
-class Position(_Edge, kw_only=True, frozen=True, tag=Kind.POSITION.name):
+class Position(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.POSITION.name):
     """Nothing of the writer's lies in `(prev, id]`."""
 
     prev: Id
@@ -125,7 +125,7 @@ class Timeline(msgspec.Struct, frozen=True):
     after: str | None = None
 
 
-class Join(_Act, kw_only=True, frozen=True, tag=Kind.JOIN.name):
+class Join(_ActRecord, kw_only=True, frozen=True, tag=Kind.JOIN.name):
     """A new epoch begins; all of the writer's up to `id` is complete. `unseen`: it may hold facts never announced."""
 
     id: Id
@@ -133,13 +133,13 @@ class Join(_Act, kw_only=True, frozen=True, tag=Kind.JOIN.name):
     timeline: Timeline | None = None
 
 
-class Retire(_Act, kw_only=True, frozen=True, tag=Kind.RETIRE.name):
+class Retire(_ActRecord, kw_only=True, frozen=True, tag=Kind.RETIRE.name):
     """All of the writer's up to `id` is complete and nothing will follow."""
 
     id: Id
 
 
-class Skip(_Act, kw_only=True, frozen=True, tag=Kind.SKIP.name):
+class Skip(_ActRecord, kw_only=True, frozen=True, tag=Kind.SKIP.name):
     """An operator settles `(prev, id]` without evidence."""
 
     prev: Id
