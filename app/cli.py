@@ -11,6 +11,7 @@ from typing import BinaryIO, Literal
 import click
 
 from tidemark.app.commands import CommandFailed, CommandGroup, loaded
+from tidemark.app.force_commands import force
 from tidemark.app.relay_commands import relay
 
 
@@ -232,6 +233,7 @@ def writer_fence(instance: str, dsn: str | None, *, terminate: bool, retire: boo
         writer.fence_writer(dsn, settings.kafka, settings.kafka_facts_topic, order, click.echo)
 
 
+main.add_command(force)
 main.add_command(relay)
 
 if __name__ == "__main__":

@@ -21,9 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tidemark.streaming import records
 from tidemark.streaming.decode import ROW, Decoder, Edges
-from tidemark.streaming.direction import Direction
 from tidemark.streaming.frames import Frames, Incarnation
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.link import link
@@ -80,7 +78,7 @@ def pack(topic: str, partition: int, columns: Decoder, shards: int) -> dict[int,
             packets[shard] = Packet(topic, partition, columns.topic, columns.next_offset, [], [], [], [], [])
         return packets[shard]
 
-    markers = [_marker(*found) for found in sorted(columns.markers, key=itemgetter(1))]
+    markers = [Marker.of(*found) for found in sorted(columns.markers, key=itemgetter(1))]
     for marker in markers:
         packet_of(shard_of(marker.stream, shards)).markers.append(marker)
 
@@ -118,25 +116,6 @@ def _refused(found: list[TurnedAway], markers: list[Marker]) -> list[TurnedAway]
         if it.reach > first.reach:
             told[place] = msgspec.structs.replace(first, reach=it.reach)
     return [*told.values()]
-
-
-def _marker(record: records.Marker, offset: int, time: int) -> Marker:
-    return Marker(
-        record.stream,
-        record.writer,
-        record.epoch,
-        records.kind_of(record),
-        abs(record.prev) if isinstance(record, records.Skip) else 0,
-        abs(record.id),
-        Direction.of(record.id),
-        record.unseen if isinstance(record, records.Join) else False,
-        record.by,
-        record.why,
-        offset,
-        time,
-        record.timeline if isinstance(record, records.Join) else None,
-        record.beyond,
-    )
 
 
 def _segments(edges: Edges, incarnations: list[Incarnation], markers: list[Marker]) -> Ids:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tidemark.streaming import records
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.intervals import EMPTY, Ids, Intervals
 from tidemark.streaming.model import Evidence, Rejected
@@ -74,6 +75,25 @@ class Marker(msgspec.Struct, array_like=True, frozen=True):
     time: int
     timeline: Timeline | None = None
     beyond: bool = False
+
+    @classmethod
+    def of(cls, record: records.Marker, offset: int, time: int) -> "Marker":
+        return cls(
+            record.stream,
+            record.writer,
+            record.epoch,
+            records.kind_of(record),
+            abs(record.prev) if isinstance(record, records.Skip) else 0,
+            abs(record.id),
+            Direction.of(record.id),
+            record.unseen if isinstance(record, records.Join) else False,
+            record.by,
+            record.why,
+            offset,
+            time,
+            record.timeline if isinstance(record, records.Join) else None,
+            record.beyond,
+        )
 
 
 class TurnedAway(msgspec.Struct, array_like=True, frozen=True):

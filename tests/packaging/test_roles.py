@@ -13,7 +13,7 @@ ENTRIES = {
     "relay": ["app.relay"],
     "reader": ["sinks.reader"],
     "pipeline": ["app.pipeline", "app.start"],
-    "sidecar": ["app.serve", "app.status"],
+    "sidecar": ["app.force", "app.serve", "app.status"],
     "local": ["app.simulation.__main__", "app.simulation.simulate", "app.up"],
 }
 # Used where they are found, and imported by nobody of ours: what makes redis-py and uvicorn quicker, and two servers.
