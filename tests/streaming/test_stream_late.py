@@ -97,6 +97,21 @@ def test_an_act_beyond_what_is_allocated_is_refused_unless_it_says_so(shard: Sha
     assert (shard.rejected, len(done.forced), shard.positions) == ({}, 1, {"a": 7})
 
 
+@pytest.mark.parametrize("restarts", [True, False])
+def test_past_a_skip_that_went_too_far_facts_count_again(restarts: bool, shard: Shard) -> None:
+    """The remedy of docs/operating.md: once the sequence is past the ID, nothing is late and no timeline begins."""
+    far = 2_000_000_000
+    shard.feed(join("b", 6), rdata("b", 7, 6, epoch=1), skip("a", 0, far, beyond=True))
+    assert late(shard.feed(rdata("a", 8, 6, epoch=1))) == [("a", 6, 8, 1, "skipped")]
+    if restarts:
+        done = shard.feed(join("a", far, epoch=2), rdata("a", far + 1, far, epoch=2))
+    else:
+        done = shard.feed(rdata("a", far + 1, 8, epoch=1))
+    assert (late(done), done.timelines, shard.positions) == ([], [], {"a": far + 1, "b": 7})
+    done = shard.feed(rdata("b", far + 2, 7, epoch=1))
+    assert (late(done), done.timelines, shard.linear) == ([], [], far + 2)
+
+
 def test_what_the_facts_of_its_batch_allocate_an_act_may_settle(shard: Shard) -> None:
     """Operators' records come after the facts, whatever their offset."""
     shard.feed(skip("a", 0, 9), rdata("a", 9, 8, epoch=1))
