@@ -40,8 +40,8 @@ test-unit: setup ## Run the tests that need no server
 	$(BIN)/pytest -m "not server and not registry" --hypothesis-profile quick -n logical --maxprocesses 4 --durations 10
 
 .PHONY: test
-test: setup ## Run every test, in three processes with servers of their own
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 15
+test: setup ## Run every test, in four processes with servers of their own
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 15
 
 .PHONY: cluster-test
 cluster-test: setup ## Run the pipeline on a Spark cluster of two workers, one of which dies (a minute and a half; needs unshare)
