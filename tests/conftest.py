@@ -5,6 +5,7 @@ import signal
 pytest_plugins = [
     "tests.examples",
     "tests.needs",
+    "tests.fix_logs",
     "tests.fix_servers",
     "tests.fix_sinks",
     "tests.fix_pipeline",

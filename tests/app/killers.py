@@ -6,9 +6,9 @@ The step is `commit`, `show` or `dead_letter` of `sinks.publisher.Publisher`; th
 """
 
 import itertools
-import os
 import signal
 import sys
+import threading
 from typing import Any
 
 from tidemark.app.cli import main
@@ -25,7 +25,8 @@ def strike(number: signal.Signals, step: str, batch: int) -> None:
 
     def struck(self: Publisher, *arguments: Any) -> Any:
         if next(calls) == batch:
-            os.kill(os.getpid(), number)
+            # To this thread: one that is sent to the process may be taken by another, while this one goes on.
+            signal.pthread_kill(threading.get_ident(), number)
         return proper(self, *arguments)
 
     setattr(Publisher, step, struck)

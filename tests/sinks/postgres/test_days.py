@@ -9,6 +9,7 @@ import psycopg
 import pytest
 from psycopg import sql as statements
 from psycopg.conninfo import make_conninfo
+from structlog.testing import capture_logs
 
 from tests.sinks.given import NOW, advance, batch, stream
 from tidemark.sinks.postgres.lease import Lease
@@ -58,7 +59,7 @@ def tidy(request: pytest.FixtureRequest, dsn: str, sql: psycopg.Connection) -> I
 
 
 def test_a_dump_delays_the_end_of_a_day_and_no_batch(
-    dsn: str, tidy: Postgres, sql: psycopg.Connection, lease: Lease, capsys: pytest.CaptureFixture[str]
+    dsn: str, tidy: Postgres, sql: psycopg.Connection, lease: Lease
 ) -> None:
     """While a dump reads, batches of old and new streams are committed before, between and after attempts to drop what
     is past its time; the reader is named, nothing it reads is missing to it, and once it ends the days are dropped."""
@@ -67,14 +68,14 @@ def test_a_dump_delays_the_end_of_a_day_and_no_batch(
         for number, now in enumerate([*OLD, NOW]):
             store.apply(batch(number, stream("s", advance("w", number, number + 1)), token=lease.token, now=now))
         assert len(days(sql)) == len(OLD)
-        with dump(dsn) as reader:
+        with dump(dsn) as reader, capture_logs() as logs:
             for attempt in range(2):
                 assert not tidy.tidy(TODAY)
                 made = stream(f"s{attempt}", advance("w", 0, 1))
                 store.apply(batch(10 + attempt, made, token=lease.token, now=NOW))
             assert len(days(sql)) == len(OLD)
             assert reader.execute("select count(*) from tidemark.position_advances").fetchone() == (3,)
-        assert "pg_dump (pid" in capsys.readouterr().out
+        assert any("pg_dump (pid" in str(line.get("readers")) for line in logs)
         assert tidy.tidy(TODAY)
         assert days(sql) == []
         store.apply(batch(20, stream("s", advance("w", 3, 9)), token=lease.token, now=NOW))

@@ -6,9 +6,9 @@ What the signal leaves alive goes on with the step.
 """
 
 import itertools
-import os
 import signal
 import sys
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -42,7 +42,8 @@ def strike(number: signal.Signals, step: str, nth: int) -> None:
 
     def struck(*arguments: Any, **named: Any) -> Any:
         if next(calls) == nth:
-            os.kill(os.getpid(), number)
+            # To this thread: one that is sent to the process may be taken by another, while this one goes on.
+            signal.pthread_kill(threading.get_ident(), number)
         return proper(*arguments, **named)
 
     setattr(where, name, struck)
