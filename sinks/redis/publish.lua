@@ -146,7 +146,7 @@ local function publish()
     read_positions()
     -- All is read before anything is written: a key that somebody else has put there fails the whole call.
     local last = call('HGET', FENCE, 'late') or '0'
-    local line, head = call('GET', LINEAR), call('GET', ALLOCATED) or '0'
+    local line, allocated_before = call('GET', LINEAR), call('GET', ALLOCATED) or '0'
     call('XLEN', ADVANCES)
     call('HLEN', POSITIONS)
     local token = redis.pcall('GET', TOKEN)
@@ -180,7 +180,7 @@ local function publish()
         call('SET', LINEAR, linear)
         line, changed = linear, true
     end
-    if beyond(allocated, head) then call('SET', ALLOCATED, allocated) end
+    if beyond(allocated, allocated_before) then call('SET', ALLOCATED, allocated) end
     if changed or #order > 0 or not token then
         read_others(token, gone)
         write_token(line)
