@@ -35,7 +35,7 @@ class OurCommand(click.Command):
             raise ExtraMissing.instead_of(error, ctx.command_path, self._extra) from None
 
 
-class CommandGroup(click.Group):
+class CommandGroup(OurCommand, click.Group):
     command_class = OurCommand
     group_class = type
 

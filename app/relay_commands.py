@@ -5,22 +5,11 @@ from typing import Literal
 import click
 
 from tidemark.app.commands import CommandGroup, loaded
-from tidemark.streaming.errors import ExtraMissing
 
 _dsn = click.option("--dsn", help="The service's database; without it TIDEMARK_POSTGRES_DSN.")
 
 
-class _Relay(CommandGroup):
-    """A group that does something by itself, for which it needs its extra."""
-
-    def invoke(self, ctx: click.Context) -> object:
-        try:
-            return super().invoke(ctx)
-        except ModuleNotFoundError as error:
-            raise ExtraMissing.instead_of(error, ctx.command_path, "relay") from None
-
-
-@click.group("relay", cls=_Relay, invoke_without_command=True)
+@click.group("relay", cls=CommandGroup, extra="relay", invoke_without_command=True)
 @_dsn
 @click.option("--writer", help="What Tidemark calls this database; without it the database's name. Kept for life.")
 @click.option("--metrics", help="Serve metrics at this address, host:port.")
