@@ -19,7 +19,7 @@ from tidemark.sources.topics import Topics
 from tidemark.streaming.direction import DirectionName
 from tidemark.streaming.errors import BadSetting
 from tidemark.streaming.postgres_session import Dsn
-from tidemark.streaming.records import is_name
+from tidemark.streaming.records import is_name, why_no_name
 
 Say = Callable[[str], None]
 
@@ -72,7 +72,7 @@ def migrate(dsn: str, streams: Sequence[str], direction: DirectionName, say: Say
     """Bring schema and functions up to date, and make the streams that are missing."""
     for name in streams:
         if not is_name(name):
-            raise BadSetting("stream", f"{name[:256]!r} is not 1 to 255 characters without white space or controls")
+            raise BadSetting("stream", why_no_name(name))
     with session_of(dsn, "tidemark relay migrate") as session:
         with session.use() as connection:
             row = connection.execute("show server_encoding").fetchone()

@@ -184,6 +184,11 @@ def is_writer(name: str) -> bool:
     return name != EVERYBODY and is_name(name)
 
 
+def why_no_name(name: str) -> str:
+    """For people: what is wrong with a name that is none of a stream's or a writer's."""
+    return f"{name[:256]!r} is not 1 to 255 characters without white space or controls, or is `{EVERYBODY}`"
+
+
 def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
     """Decode and check one message. Raises `BadRecord` with its one reason; pure, so asking again changes nothing.
 
@@ -197,10 +202,7 @@ def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
         ("writer", record.writer, of_everybody or is_writer(record.writer)),
     ):
         if not fits:
-            raise BadRecord(
-                Reason.BAD_NAME,
-                f"{field} {name[:256]!r} is not 1 to 255 characters without white space or controls, or is `*`",
-            )
+            raise BadRecord(Reason.BAD_NAME, f"{field} {why_no_name(name)}")
     if isinstance(record, Marker) and record.epoch == LIVING and topic is Topic.FACTS:
         record = msgspec.structs.replace(record, epoch=0)
     if key != record.stream.encode():

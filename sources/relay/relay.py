@@ -26,7 +26,7 @@ from tidemark.streaming import records
 from tidemark.streaming.errors import BadSetting, Refused, Retry
 from tidemark.streaming.intervals import EMPTY, Intervals
 from tidemark.streaming.postgres_session import Connection, PostgresSession
-from tidemark.streaming.records import is_name
+from tidemark.streaming.records import is_writer, why_no_name
 
 log = structlog.get_logger(__name__)
 
@@ -135,10 +135,8 @@ class AppendRelay:
     def _joined(self, connection: Connection) -> list[join.Told]:
         database = join.history(connection, self._session.where)
         self._writer = self._given or connection.info.dbname
-        if not is_name(self._writer):
-            raise BadSetting(
-                "writer", f"{self._writer[:256]!r} is not 1 to 255 characters without white space or controls"
-            )
+        if not is_writer(self._writer):
+            raise BadSetting("writer", why_no_name(self._writer))
         found = join.begin(connection, database, self._writer, self._floors)
         if new := [each for each in found if not each.joined]:
             for each in new:

@@ -8,7 +8,7 @@ from psycopg import sql
 from tidemark.streaming.direction import Direction, DirectionName
 from tidemark.streaming.errors import BadSetting, SequenceUnfit
 from tidemark.streaming.postgres_session import Connection
-from tidemark.streaming.records import is_name
+from tidemark.streaming.records import is_name, is_writer, why_no_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,11 @@ def named(streams: Iterable[str | Stream], instance: str, direction: DirectionNa
         each if isinstance(each, Stream) else Stream(each, direction=direction)
         for each in ([streams] if isinstance(streams, str) else streams)
     )
-    for what, name in [("instance", instance), *(("stream", each.name) for each in found)]:
-        if not is_name(name):
-            raise BadSetting(what, f"{name[:256]!r} is not 1 to 255 characters without white space or controls")
+    if not is_writer(instance):
+        raise BadSetting("instance", why_no_name(instance))
+    for each in found:
+        if not is_name(each.name):
+            raise BadSetting("stream", why_no_name(each.name))
     if len({each.name for each in found}) < len(found) or not found:
         raise BadSetting("streams", "name each stream once, and at least one")
     return found

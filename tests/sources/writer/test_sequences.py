@@ -11,7 +11,7 @@ from tests.waiting import eventually
 from tidemark.sources.writer import Stream, sequences
 from tidemark.sources.writer.database import session_of
 from tidemark.streaming.direction import Direction
-from tidemark.streaming.errors import HistoryChanged, SequenceUnfit
+from tidemark.streaming.errors import BadSetting, HistoryChanged, SequenceUnfit
 
 UNFIT = {
     "cache": ("create sequence s cache 20", "CACHE"),
@@ -151,3 +151,9 @@ def test_the_head_is_never_above_what_was_given_out(dsn: str, sql: psycopg.Conne
             assert sql.execute("select too_high(150000)").fetchone() == (0,)
         finally:
             taking.join()
+
+
+def test_a_writer_is_not_called_as_all_are() -> None:
+    """`*` stands for every writer that never joined: the records of one called so would all be dead letters."""
+    with pytest.raises(BadSetting, match=r"instance.*or is `\*`"):
+        sequences.named(["orders"], "*", "forward")
