@@ -86,15 +86,23 @@ def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
             "unknown": oldest.unknown,
             "age_seconds": round(max(0.0, now - oldest.since / 1000), 1),
         },
+        "open_transactions": stream.summary.transactions,
         "not_shown": [{"sink": it.sink, "since": it.since, "problem": it.problem} for it in stream.faults],
     }
 
 
 def as_table(streams: Sequence[StreamStatus], now: float) -> str:
-    """One line per writer; the stream's own figures stand on its first line. Sinks that lack a stream come last."""
+    """One line per writer; the stream's own figures stand on its first line. Below them the transactions that hold a
+    stream, where its writer tells, and sinks that lack a stream."""
     rows = [row for stream in streams for row in _rows(stream, now)]
     widths = [max(len(row[at]) for row in [HEADINGS, *rows]) for at in range(len(HEADINGS))]
     lines = [_line(row, widths) for row in [HEADINGS, *rows]]
+    lines += [
+        f"{stream.stream}: open at {writer}: {transaction}"
+        for stream in streams
+        for writer, transactions in sorted(stream.summary.transactions.items())
+        for transaction in transactions
+    ]
     lines += [
         f"{stream.stream} is not shown in {it.sink}, for {_age(now - it.since.timestamp())}: {it.problem}"
         for stream in streams

@@ -165,6 +165,8 @@ class StreamBatch:
         )
         if marker.kind is Kind.JOIN:
             return self.stream.join(mark, self.changes)
+        if marker.kind is Kind.OPEN:
+            return self.stream.report(mark, marker.transactions, self.changes)
         if marker.kind is Kind.RETIRE:
             return self.stream.retire(mark, self._bounds, self.changes)
         return self.stream.skip(mark, marker.prev, self.changes)

@@ -37,8 +37,8 @@ _EDGES: Final = {Kind.RDATA.name, Kind.VOID.name, Kind.POSITION.name}
 def claims(value: bytes, key: bytes, topic: Topic, offset: int) -> Iterator[TurnedAway]:
     """Whose fact a refused record may be: that of the stream that it names, and of the one that its key names.
 
-    None where it is certain to be no fact: a SKIP, a RETIRE, or a JOIN that an operator signed. A writer's own JOIN is
-    none either, but that writer may have reserved IDs since.
+    None where it is certain to be no fact: a SKIP, a RETIRE, an OPEN, or a JOIN that an operator signed. A writer's own
+    JOIN is none either, but that writer may have reserved IDs since.
     """
     try:
         found = _object.decode(value)
@@ -46,7 +46,7 @@ def claims(value: bytes, key: bytes, topic: Topic, offset: int) -> Iterator[Turn
         found = _AnyRecord()
     kind = _string(found.kind)
     by_operator = found.by is not _NOTHING or (topic is Topic.CONTROL and found.epoch is _NOTHING)
-    if kind in (Kind.SKIP.name, Kind.RETIRE.name) or (kind == Kind.JOIN.name and by_operator):
+    if kind in (Kind.SKIP.name, Kind.RETIRE.name, Kind.OPEN.name) or (kind == Kind.JOIN.name and by_operator):
         return
     stream, keyed = _string(found.stream), _utf8(key)
     if is_name(stream):

@@ -103,11 +103,15 @@ class _Join(_Line, gc=False, tag=Kind.JOIN.name): ...
 class _Retire(_Line, gc=False, tag=Kind.RETIRE.name): ...
 
 
-_LINES: Final = (_Fact, _AnyFact, _Void, _Position, _Join, _Retire)
+class _Open(_Line, kw_only=True, gc=False, tag=Kind.OPEN.name):
+    id: records.Id = 0
+
+
+_LINES: Final = (_Fact, _AnyFact, _Void, _Position, _Join, _Retire, _Open)
 _CODES: Final[dict[type[_Line], int]] = {line: Kind[str(line.__struct_config__.tag)].value for line in _LINES}
-_decoder: Final[msgspec.json.Decoder[_Line]] = msgspec.json.Decoder(_Fact | _Void | _Position | _Join | _Retire)
+_decoder: Final[msgspec.json.Decoder[_Line]] = msgspec.json.Decoder(_Fact | _Void | _Position | _Join | _Retire | _Open)
 _decoder_of_any_row: Final[msgspec.json.Decoder[_Line]] = msgspec.json.Decoder(
-    _AnyFact | _Void | _Position | _Join | _Retire
+    _AnyFact | _Void | _Position | _Join | _Retire | _Open
 )
 _UNDECIDED: Final = _Retire(stream="", writer="", id=0)  # in the place of a record that only `records.read` can judge
 
@@ -152,7 +156,7 @@ class Decoder:
     def __init__(self, topic: Topic) -> None:
         self.topic = topic
         self.incarnations = Incarnations()
-        self.markers: list[tuple[records.Marker, int, int]] = []
+        self.markers: list[tuple[records.Marker | records.Open, int, int]] = []
         self.rejected: dict[Reason, list[int]] = defaultdict(list)
         self.refused: list[TurnedAway] = []
         self.next_offset = 0
@@ -207,7 +211,7 @@ class Decoder:
             self.rejected[Reason(bad.reason)].append(offset)
             self.refused.extend(claims(frames.value(at), frames.key(at), self.topic, offset))
             return
-        if isinstance(record, records.Marker):
+        if isinstance(record, records.Marker | records.Open):
             edges.kinds[at] = records.kind_of(record)
             self.markers.append((record, offset, int(frames.times[at])))
             return

@@ -10,7 +10,7 @@ from tidemark.streaming import records
 from tidemark.streaming.errors import BadRecord
 from tidemark.streaming.model import Reason
 
-_ALL: Final = (records.Rdata, records.Void, records.Position, records.Join, records.Retire, records.Skip)
+_ALL: Final = (records.Rdata, records.Void, records.Position, records.Join, records.Retire, records.Skip, records.Open)
 _KINDS: Final = {str(kind.__struct_config__.tag): kind for kind in _ALL}
 _FIELDS: Final = {kind: msgspec.structs.fields(kind) for kind in _KINDS.values()}
 _INTEGER = re.compile(rb"-?[0-9]+")
@@ -24,6 +24,7 @@ _TYPES: Final[dict[str, msgspec.json.Decoder[Any]]] = {
     "stream": _text,
     "writer": _text,
     "row": _any,
+    "transactions": msgspec.json.Decoder(_FIELDS[records.Open][-1].type),
     "unseen": msgspec.json.Decoder(bool),
     "beyond": msgspec.json.Decoder(bool),
     "timeline": msgspec.json.Decoder(records.Timeline | None),

@@ -125,7 +125,8 @@ class Summary(msgspec.Struct, array_like=True, frozen=True):
     `pending` counts completed edges above their writer's position, `oldest` is the blocker that stands longest,
     `unknown` names writers (`writer/epoch`) that are held because they never joined, `completed` counts the
     intervals of completed IDs kept above the line. `awaited` is the writer that the line waits for, with or without a
-    gap: the active one that is furthest behind while others are ahead.
+    gap: the active one that is furthest behind while others are ahead. `transactions` says who holds a writer's open
+    IDs, where it tells.
     """
 
     pending: int
@@ -134,6 +135,7 @@ class Summary(msgspec.Struct, array_like=True, frozen=True):
     unknown: list[str]
     completed: int
     awaited: str | None
+    transactions: dict[str, list[str]] = {}
 
 
 class StreamEffects(msgspec.Struct, array_like=True, frozen=True):
@@ -216,6 +218,7 @@ def summarize(stream: "StreamState") -> Summary:
         unknown=sorted(f"{name}/{epoch}" for name, epoch in stream.held),
         completed=len(stream.line.completed),
         awaited=_awaited(stream),
+        transactions=stream.transactions,
     )
 
 

@@ -25,6 +25,10 @@ EVERYBODY: Final = "*"
 LIVING: Final = -1
 """In an operator's record in place of an epoch: that of the writer as it lives now. No epoch that can be sent."""
 
+MOST_TRANSACTIONS: Final = 10
+LONGEST_TRANSACTION: Final = 500
+"""Lines of an OPEN, and characters of a line."""
+
 Id = Annotated[int, Meta(ge=-MAX_ID, le=MAX_ID)]
 Epoch = Annotated[int, Meta(ge=0, le=MAX_ID)]
 
@@ -56,7 +60,7 @@ class Topic(Enum):
 class Kind(IntEnum):
     """The kinds of records (docs/design.md 3): `kind` on Kafka is the name; columns, runs and markers hold the number.
 
-    Up to POSITION they are edges, and from JOIN on markers. 3 and 7 are for `streaming.decode`.
+    Up to POSITION they are edges, and from JOIN on markers, OPEN apart. 3 and 7 are for `streaming.decode`.
     """
 
     RDATA = 0
@@ -65,6 +69,7 @@ class Kind(IntEnum):
     JOIN = 4
     RETIRE = 5
     SKIP = 6
+    OPEN = 8
 
 
 class _Record(msgspec.Struct, kw_only=True, frozen=True, gc=False, omit_defaults=True, tag_field="kind"):
@@ -146,8 +151,16 @@ class Skip(_ActRecord, kw_only=True, frozen=True, tag=Kind.SKIP.name):
     id: Id
 
 
+class Open(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.OPEN.name):
+    """Who holds the writer's open IDs, for people: a line for each, none where nobody does any more. Moves nothing."""
+
+    transactions: Annotated[
+        list[Annotated[str, Meta(max_length=LONGEST_TRANSACTION)]], Meta(max_length=MOST_TRANSACTIONS)
+    ]
+
+
 Marker = Join | Retire | Skip
-Record = Rdata | Void | Position | Marker
+Record = Rdata | Void | Position | Open | Marker
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)

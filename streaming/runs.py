@@ -55,10 +55,11 @@ class BatchRows(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Marker(msgspec.Struct, array_like=True, frozen=True):
-    """A JOIN, RETIRE or SKIP; `by` and `why` are set where it came from the control topic, else None.
+    """A JOIN, RETIRE, SKIP or OPEN; `by` and `why` are set where it came from the control topic, else None.
 
     `epoch` is LIVING where an operator gave none. `prev` is only of meaning for a SKIP. `direction` is unknown where
     `id` is 0. `beyond`: an operator knows that `id` lies past what the stream has allocated.
+    `transactions` are those of an OPEN, which has no `id`.
     """
 
     stream: str
@@ -75,9 +76,26 @@ class Marker(msgspec.Struct, array_like=True, frozen=True):
     time: int
     timeline: Timeline | None = None
     beyond: bool = False
+    transactions: list[str] = []
 
     @classmethod
-    def of(cls, record: records.Marker, offset: int, time: int) -> "Marker":
+    def of(cls, record: records.Marker | records.Open, offset: int, time: int) -> "Marker":
+        if isinstance(record, records.Open):
+            return cls(
+                record.stream,
+                record.writer,
+                record.epoch,
+                Kind.OPEN,
+                prev=0,
+                id=0,
+                direction=Direction.UNKNOWN,
+                unseen=False,
+                by=None,
+                why=None,
+                offset=offset,
+                time=time,
+                transactions=record.transactions,
+            )
         return cls(
             record.stream,
             record.writer,

@@ -57,6 +57,7 @@ class _StoredStream(_Leader, array_like=True, frozen=True):
     refused: int = 0
     began: int = 0
     here: int | None = None
+    transactions: dict[str, list[str]] = {}
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -87,6 +88,7 @@ def encode(stream: StreamState) -> bytes:
             stream.refused,
             stream.began,
             stream.here,
+            dict(sorted(stream.transactions.items())),
         )
     )
 
@@ -113,6 +115,7 @@ def decode(data: bytes) -> StreamState:
         stored.refused,
         stored.began,
         here,
+        stored.transactions,
     )
 
 

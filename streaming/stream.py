@@ -41,7 +41,8 @@ class StreamState:
     be given out again; `database` is the history of the database that the newest JOIN named. `here` counts the
     active writers that joined in this timeline, and `ended` is the highest position in it that one had when it
     retired. `refused` is how far records reach that were turned away and may be facts of writers that nobody knew
-    yet (`runs.EVERYTHING` where nobody can tell).
+    yet (`runs.EVERYTHING` where nobody can tell). `transactions` has, by writer, who holds its open IDs, by its own
+    word: for people, a line for each.
     """
 
     direction: Direction = Direction.UNKNOWN
@@ -55,6 +56,7 @@ class StreamState:
     refused: int = 0
     began: int = 0
     here: int = 0
+    transactions: dict[str, list[str]] = field(default_factory=dict)
 
     def face(self, direction: Direction) -> None:
         """A record was accepted whose ID has that direction; the first one that has any decides for ever."""
@@ -146,6 +148,19 @@ class StreamState:
         self.settle_line()
         return None
 
+    def report(self, mark: Mark, transactions: Sequence[str], changes: Changes) -> Reason | None:
+        """A writer that has joined says who holds its open IDs. Moves nothing. Gives why it is refused, or None."""
+        writer = self.writers.get(mark.writer)
+        if writer is None or mark.epoch > writer.epoch or writer.retired is not None:
+            return Reason.UNKNOWN_WRITER
+        if mark.epoch < writer.epoch:
+            return Reason.ZOMBIE
+        self.transactions.pop(mark.writer, None)
+        if transactions:
+            self.transactions[mark.writer] = [_printable(line) for line in transactions]
+        changes.counts["applied"] += 1
+        return None
+
     def keep_within(self, bounds: Bounds, changes: Changes) -> None:
         """Called once after a batch: forget what passes the bounds, and retired writers that the line has passed."""
         changes.counts["forgotten"] += self.line.forget_beyond(bounds.completed)
@@ -192,6 +207,7 @@ class StreamState:
                 self.writers.follow(name)
                 changes.touch(name, mark.time)
             changes.counts["forgotten"] += self.line.forget_above(mark.id)
+        self.transactions.pop(mark.writer, None)
         self.here += known is None or known.retired is not None or known.timeline < self.timeline
         writer, retire = begin(self.writers, self.held, mark, self.refused, changes)
         self.writers.follow(mark.writer)
@@ -205,6 +221,7 @@ class StreamState:
         self.here -= writer.timeline == self.timeline and writer.retired is None
         self.ended = max(self.ended, self.passed(writer))
         writer.retired = changes.now
+        self.transactions.pop(mark.writer, None)
 
     def _throw_out(self, incarnations: Sequence[Incarnation], changes: Changes) -> Reason | None:
         if not self.held.keys() & incarnations:
@@ -229,3 +246,8 @@ class StreamState:
         changes.counts["held" if held.retire is None else "duplicate"] += 1
         held.retire = mark.id
         return None
+
+
+def _printable(line: str) -> str:
+    """Nothing that a terminal would obey: queries are anybody's text."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in line)

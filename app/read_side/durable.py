@@ -28,7 +28,7 @@ class Details:
     Of the stream: `pending` completed edges above their writer's position, and `gaps`, which are also the writers that
     never joined, longest first. Of each writer: its epoch; `reaches`, the highest settled ID, above gaps too;
     `waiting`, its share of `pending`. `regressed` names writers whose source was set back: their gaps below their
-    position hold the linear position back.
+    position hold the linear position back. `transactions`: who holds the open IDs of a writer, by its own word.
     """
 
     epochs: Mapping[str, int]
@@ -39,6 +39,7 @@ class Details:
     waiting: Mapping[str, int]
     regressed: frozenset[str]
     late: LateCount | None
+    transactions: Mapping[str, list[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,4 +145,5 @@ def _details(stream: StreamState, late: LateCount | None) -> Details:
             writer for writer, known in stream.writers.items() if known.chain.position < known.published
         ),
         late=late,
+        transactions=stream.transactions,
     )

@@ -43,8 +43,8 @@ class BlockerAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The positions of a stream. `epochs`, `retired`, `pending` and `blockers` come from Postgres alone: null while it
-    was never reached."""
+    """The positions of a stream. `epochs`, `retired`, `pending`, `blockers` and `open_transactions` come from Postgres
+    alone: null while it was never reached."""
 
     stream: Name
     state: State
@@ -57,6 +57,9 @@ class StreamAnswer(msgspec.Struct, frozen=True, kw_only=True):
     retired: list[str] | None
     pending: Annotated[int | None, Meta(description="Completed IDs held back by a gap.")]
     blockers: Annotated[list[BlockerAnswer] | None, Meta(description="Who holds a position back now, longest first.")]
+    open_transactions: Annotated[
+        dict[str, list[str]] | None, Meta(description="Who holds the open IDs of a writer, where it tells.")
+    ]
     source: Source | None
     age_seconds: Age | None
     details_age_seconds: Age | None
@@ -96,6 +99,7 @@ def described(snapshot: Snapshot, now: float) -> StreamAnswer:
         retired=None if details is None else sorted(details.retired),
         pending=None if details is None else details.pending,
         blockers=None if details is None else [blocker(it) for it in holding(details)],
+        open_transactions=None if details is None else dict(sorted(details.transactions.items())),
         source=None if known is None else known.source,
         age_seconds=None if known is None else _age(now, known.read_at),
         details_age_seconds=None if read_at is None else _age(now, read_at),

@@ -95,6 +95,9 @@ class GapsAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     stream: Name
     gaps: list[BlockerAnswer]
+    open_transactions: Annotated[
+        dict[str, list[str]], Meta(description="Who holds the open IDs of a writer, where it tells.")
+    ]
     total: Count
     age_seconds: Annotated[float, Meta(ge=0)]
 

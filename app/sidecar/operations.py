@@ -107,6 +107,7 @@ async def gaps(call: OperationCall) -> Response:
         moves.GapsAnswer(
             stream=call.stream,
             gaps=[blocker(gap) for gap in details.gaps[: query.limit]],
+            open_transactions=dict(sorted(details.transactions.items())),
             total=len(details.gaps),
             age_seconds=round(max(0.0, time.monotonic() - read_at), 3),
         )

@@ -43,6 +43,7 @@ class WatchedWriterAnswer(msgspec.Struct, frozen=True, kw_only=True):
     waiting: Annotated[int, Meta(ge=0, description="Completed IDs that its gaps hold back.")]
     gaps: Annotated[list[GapAnswer], Meta(description="Its gaps, nearest first; at most 50.")]
     hidden: Annotated[int, Meta(ge=0, description="Gaps that are left out.")]
+    transactions: Annotated[list[str], Meta(description="Who holds its open IDs, where it tells.")]
 
 
 class UnknownWriterAnswer(msgspec.Struct, frozen=True):
@@ -141,6 +142,7 @@ def _writer(name: str, position: int, details: Details | None, gaps: list[GapAns
         waiting=details.waiting.get(name, 0) if details and gaps else 0,
         gaps=gaps[:GAPS],
         hidden=max(0, len(gaps) - GAPS),
+        transactions=details.transactions.get(name, []) if details else [],
     )
 
 

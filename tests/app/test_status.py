@@ -17,3 +17,18 @@ def test_a_stream_that_a_sink_cannot_show_is_named_with_the_answer() -> None:
     told = {it["stream"]: it["not_shown"] for it in json.loads(status.as_json(found, 1060.0))["streams"]}
     assert told["orders"] == []
     assert [(it["sink"], it["problem"]) for it in told["}x"]] == [("redis", "WRONGTYPE")]
+
+
+def test_the_transactions_that_hold_a_stream_are_named() -> None:
+    """Where a writer tells who holds its open IDs, the table and the JSON say so; of the others they say nothing."""
+    states = {
+        "orders": moved("orders", 7, shop=At(0, 7, pending=9, transactions=("pid 7: insert", "pid 8"))).state,
+        "items": moved("items", 3, shop=At(0, 3)).state,
+    }
+    found = status.read(states)
+    assert status.as_table(found, 0.0).splitlines()[-2:] == [
+        "orders: open at shop: pid 7: insert",
+        "orders: open at shop: pid 8",
+    ]
+    told = {it["stream"]: it["open_transactions"] for it in json.loads(status.as_json(found, 0.0))["streams"]}
+    assert told == {"orders": {"shop": ["pid 7: insert", "pid 8"]}, "items": {}}

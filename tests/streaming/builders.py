@@ -45,6 +45,7 @@ class Record:
     stream: str = STREAM
     timeline: Timeline | None = None
     beyond: bool = False
+    transactions: tuple[str, ...] = ()
 
     @property
     def control(self) -> bool:
@@ -82,6 +83,10 @@ def retire(writer: str, id: int, epoch: int = 1) -> Record:
 
 def skip(writer: str, prev: int, id: int, epoch: int = 1, *, beyond: bool = False) -> Record:
     return Record("SKIP", writer, epoch, prev, id, by="ann", beyond=beyond)
+
+
+def opened(writer: str, *transactions: str, epoch: int = 1) -> Record:
+    return Record("OPEN", writer, epoch, transactions=transactions)
 
 
 def forced(record: Record, *, beyond: bool = False) -> Record:
@@ -155,6 +160,7 @@ def _packet(item: Sent) -> Packet:
                 offset,
                 record.timeline,
                 record.beyond,
+                [*record.transactions],
             )
         )
     return Packet(_topic(record), record.partition, record.role, offset + 1, runs, rows, markers, [])
@@ -202,6 +208,8 @@ def as_json(record: Record) -> bytes:
         value |= {"kind": record.kind, "id": record.id}
     if record.kind in (*EDGES, "SKIP"):
         value |= {"prev": record.prev, "row": {}}
+    if record.kind == "OPEN":
+        value |= {"transactions": record.transactions}
     if record.kind == "JOIN":
         value |= {"unseen": record.unseen}
     if record.timeline is not None:

@@ -95,7 +95,7 @@ def compact(messages: Iterable[Message]) -> Compacted:
             rejected[bad.reason].append(message.offset)
             continue
         segment = segments[record.stream]
-        if isinstance(record, records.Marker):
+        if isinstance(record, records.Marker | records.Open):
             result.markers.append(_marker(record, message))
             segments[record.stream] += not isinstance(record, records.Skip)
         elif isinstance(record.id, str):
@@ -114,7 +114,11 @@ def compact(messages: Iterable[Message]) -> Compacted:
     return result
 
 
-def _marker(record: records.Marker, message: Message) -> tuple[object, ...]:
+def _marker(record: records.Marker | records.Open, message: Message) -> tuple[object, ...]:
+    if isinstance(record, records.Open):
+        nothing = (0, 0, Direction.UNKNOWN, False, None, None)
+        who = record.stream, record.writer, record.epoch, "OPEN"
+        return (*who, *nothing, message.offset, message.time, None, False, record.transactions)
     prev = record.prev if isinstance(record, records.Skip) else 0
     unseen = isinstance(record, records.Join) and record.unseen
     name = type(record).__name__.upper()
@@ -123,6 +127,7 @@ def _marker(record: records.Marker, message: Message) -> tuple[object, ...]:
         *(record.by, record.why, message.offset, message.time),
         record.timeline if isinstance(record, records.Join) else None,
         record.beyond,
+        [],
     )
 
 
@@ -175,7 +180,7 @@ def unpack(packets: Iterable[Packet]) -> Compacted:
     for rejected in (rejected for packet in packets for rejected in packet.rejected):
         assert rejected.reason not in result.rejected
         result.rejected[rejected.reason] = np.frombuffer(rejected.offsets, "<i8").tolist()
-    result.markers.sort(key=lambda marker: marker[-4])  # type: ignore[arg-type,return-value]  # the offset
+    result.markers.sort(key=lambda marker: marker[-5])  # type: ignore[arg-type,return-value]  # the offset
     return result
 
 

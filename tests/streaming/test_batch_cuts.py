@@ -45,7 +45,7 @@ def traffic(draw: st.DrawFn) -> list[Record]:
 @st.composite
 def anything(draw: st.DrawFn) -> list[Record]:
     """Records that may contradict each other in every way, close together so that they do."""
-    kinds = st.sampled_from(["RDATA"] * 6 + ["VOID"] * 3 + ["POSITION"] * 2 + ["JOIN"] * 2 + ["RETIRE", "ROW"])
+    kinds = st.sampled_from(["RDATA"] * 6 + ["VOID"] * 3 + ["POSITION"] * 2 + ["JOIN"] * 2 + ["RETIRE", "ROW", "OPEN"])
     found = []
     for kind, writer, epoch, prev, width in draw(
         st.lists(
@@ -61,7 +61,9 @@ def anything(draw: st.DrawFn) -> list[Record]:
         )
     ):
         edge = kind in ("RDATA", "VOID", "POSITION")
-        found.append(Record(kind, writer, epoch, prev if edge else 0, prev + width if kind != "ROW" else 0))
+        found.append(
+            Record(kind, writer, epoch, prev if edge else 0, prev + width if kind not in ("ROW", "OPEN") else 0)
+        )
     return found
 
 

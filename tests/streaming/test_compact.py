@@ -55,7 +55,7 @@ def logs(draw: st.DrawFn) -> list[Message]:
     random = draw(st.randoms(use_true_random=False))
     streams, writers, epochs = ["events", "caches"][: draw(st.integers(1, 2))], "ab"[: draw(st.integers(1, 2))], [1, 0]
     highest, widest = draw(st.integers(2, 40)), draw(st.integers(1, 3))
-    kinds = ["RDATA", "VOID", "POSITION"] * draw(st.integers(1, 30)) + ["JOIN", "RETIRE", "ROW"]
+    kinds = ["RDATA", "VOID", "POSITION"] * draw(st.integers(1, 30)) + ["JOIN", "RETIRE", "ROW", "OPEN"]
     odd_in = draw(st.sampled_from([0, 0, 2, 30]))
     offset = draw(st.integers(0, 10))
     log: list[Message] = []
@@ -64,6 +64,7 @@ def logs(draw: st.DrawFn) -> list[Message]:
         kind = random.choice(kinds)
         record: dict[str, Any] = {"kind": kind, "stream": random.choice(streams), "writer": random.choice(writers)}
         record |= {"epoch": random.choice(epochs), "prev": sign * prev, "id": sign * (prev + width)}
+        record["transactions"] = random.choice([[], ["pid 7"]])
         record["row"] = random.choice([{}, {"a": [1]}, "x", None, [1]]) if odd_in else {}
         if kind == "ROW":
             record |= {"kind": "RDATA", "id": "batch"}

@@ -14,6 +14,7 @@ from tidemark.streaming.records import MAX_ID, Topic
 NUMBERED = {"kind": "RDATA", "stream": "events", "writer": "w1", "epoch": 3, "prev": 4, "id": 7, "row": {}}
 VOID = {"kind": "VOID", "stream": "events", "writer": "w1", "prev": 4, "id": 7}
 JOIN = {"kind": "JOIN", "stream": "events", "writer": "w1", "epoch": 3, "id": 7}
+OPEN = {"kind": "OPEN", "stream": "events", "writer": "w1", "epoch": 3, "transactions": ["pid 7"]}
 SKIP = {"kind": "SKIP", "stream": "events", "writer": "w1", "prev": 4, "id": 7, "by": "ann", "why": "disk lost"}
 
 
@@ -81,6 +82,11 @@ BAD: dict[str, tuple[bytes | None, Reason]] = {
     "unseen is a number": (raw(JOIN, unseen=1), Reason.WRONG_TYPE),
     "timeline is a number": (raw(JOIN, timeline=1), Reason.WRONG_TYPE),
     "timeline has no start": (raw(JOIN, timeline={"database": "d/1"}), Reason.WRONG_TYPE),
+    "no transactions": (without(OPEN, "transactions"), Reason.MISSING_FIELD),
+    "transactions are text": (raw(OPEN, transactions="pid 7"), Reason.WRONG_TYPE),
+    "a transaction is null": (raw(OPEN, transactions=[None]), Reason.WRONG_TYPE),
+    "more transactions than anybody reads": (raw(OPEN, transactions=["pid 7"] * 11), Reason.WRONG_TYPE),
+    "a transaction of 501 characters": (raw(OPEN, transactions=["x" * 501]), Reason.WRONG_TYPE),
     "by is a number": (raw(JOIN, by=1), Reason.WRONG_TYPE),
     "given twice, wrong at first": (raw(VOID, epoch="x")[:-1] + b',"epoch":1}', Reason.WRONG_TYPE),
     "id of 2^63": (raw(NUMBERED, id=2**63), Reason.OUT_OF_64_BITS),
@@ -127,6 +133,8 @@ GOOD: dict[str, bytes] = {
     "join before anything": raw(JOIN, id=0),
     "join backwards": raw(JOIN, id=-7, unseen=True),
     "join with a timeline": raw(JOIN, timeline={"database": "d/1", "start": "s2", "after": "s1"}),
+    "open transactions": raw(OPEN),
+    "no transaction is open any more": raw(OPEN, transactions=[], id="x"),
     "retire": raw(JOIN, kind="RETIRE"),
     "unknown fields": raw(VOID, x=[1, 2], row=3, unseen="no", id2=4),
     "fields of another kind, of a wrong type": raw(NUMBERED, by=5, unseen="x"),

@@ -63,18 +63,21 @@ def sidecar(servers: ReadSideConfig, terms: SiteConfig | None = None, port: int 
 @dataclass(frozen=True)
 class At:
     """A writer that moved from `prev` to `id`; where `pending` is given, that ID waits above a gap of one ID or more,
-    which is open since `since` (ms)."""
+    which is open since `since` (ms). `transactions` hold its open IDs, as it says."""
 
     prev: int
     id: int
     pending: int | None = None
     since: int = NOW
+    transactions: tuple[str, ...] = ()
 
 
 def moved(name: str, linear: int, **writers: At) -> StreamEffects:
     """What a batch did to the stream, with the state that it left."""
     known = {writer: WriterState(1, _chain(at)) for writer, at in writers.items()}
-    encoded = state.encode(StreamState(Direction.FORWARD, 0, LinearPosition(linear, EMPTY), Writers(known)))
+    left = StreamState(Direction.FORWARD, 0, LinearPosition(linear, EMPTY), Writers(known))
+    left.transactions = {writer: [*at.transactions] for writer, at in writers.items() if at.transactions}
+    encoded = state.encode(left)
     moves = [advance(writer, at.prev, at.id) for writer, at in writers.items() if at.id != at.prev]
     allocated = max(at.pending or at.id for at in writers.values())
     return stream(name, *moves, linear=linear, allocated=allocated, state=encoded)

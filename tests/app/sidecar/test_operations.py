@@ -18,7 +18,7 @@ from tidemark.sinks.redis.names import STREAMS, key
 
 def test_all_that_is_known_of_a_stream(pipeline: Pipeline, client: SidecarClient) -> None:
     """Line, vector, token, epochs, who retired, what is pending, who holds it back and since when, from where."""
-    pipeline.publish(moved("s", 7, first=At(0, 9, pending=12), second=At(0, 7)))
+    pipeline.publish(moved("s", 7, first=At(0, 9, pending=12, transactions=("pid 7",)), second=At(0, 7)))
     found = client.json("/v1/streams/s")
     assert found.pop("age_seconds") < 5
     assert found.pop("details_age_seconds") < 5
@@ -32,6 +32,7 @@ def test_all_that_is_known_of_a_stream(pipeline: Pipeline, client: SidecarClient
         "retired": [],
         "pending": 1,
         "blockers": [{"writer": "first", "epoch": 1, "low": 9, "top": 11, "since": "2026-09-21T14:13:20Z"}],
+        "open_transactions": {"first": ["pid 7"]},
         "source": "redis",
     }
 

@@ -29,10 +29,11 @@ def grow(pipeline: Pipeline, upto: int) -> None:
 
 def test_gaps_are_named_with_their_range_and_age(pipeline: Pipeline, client: SidecarClient) -> None:
     """All that is open, and how much there is where fewer are asked for."""
-    pipeline.publish(moved("s", 7, first=At(0, 9, pending=12), second=At(0, 7, pending=20)))
+    pipeline.publish(moved("s", 7, first=At(0, 9, pending=12), second=At(0, 7, pending=20, transactions=("pid 7",))))
     found = client.json("/v1/streams/s/gaps")
     assert [(it["writer"], it["low"], it["top"]) for it in found["gaps"]] == [("first", 9, 11), ("second", 7, 19)]
     assert found["total"] == 2
+    assert found["open_transactions"] == {"second": ["pid 7"]}
     assert len(client.json("/v1/streams/s/gaps?limit=1")["gaps"]) == 1
 
 

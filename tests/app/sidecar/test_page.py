@@ -68,7 +68,8 @@ def focused(page: Page) -> str:
 
 def held(name: str, seconds: float) -> At:
     """A writer that owes 8 to 11 for so long."""
-    return At(7, 7, pending=12, since=int((time.time() - seconds) * 1000))
+    since = int((time.time() - seconds) * 1000)
+    return At(7, 7, pending=12, since=since, transactions=("pid 4711, idle in transaction",))
 
 
 def test_gap_appears_is_named_and_closes(pipeline: Pipeline, page: Page) -> None:
@@ -81,6 +82,7 @@ def test_gap_appears_is_named_and_closes(pipeline: Pipeline, page: Page) -> None
     says(page, "#spoken", re.compile(r"orders is held: shop owes 8\.\.11"))
     says(page, ".trouble strong", re.compile(r"shop owes 8\.\.11, for 3 min"))
     says(page, ".trouble .more", "1 completed ID waits behind it")
+    says(page, ".trouble .how", "Open: pid 4711, idle in transaction")
     expect(page.locator(".lane .gap")).to_be_visible()
     assert page.locator(".lane .strip").first.get_attribute("aria-label") == "shop at 7"
     pipeline.publish(moved("orders", 12, shop=At(7, 12), web=At(9, 12)))

@@ -55,7 +55,7 @@ def watching(client: SidecarClient) -> Iterator[Watching]:
 def test_all_streams_at_first_and_then_what_changed(pipeline: Pipeline, client: SidecarClient) -> None:
     """Every stream once, with where each writer stands and what is missing; then only those that moved."""
     quiet = moved("quiet", 3, w=At(0, 3))
-    pipeline.publish(quiet, moved("s", 7, first=At(0, 9, pending=12), second=At(0, 7)))
+    pipeline.publish(quiet, moved("s", 7, first=At(0, 9, pending=12, transactions=("pid 7",)), second=At(0, 7)))
     with watching(client) as watch:
         streams, told = watch.look()
         assert [it["stream"] for it in streams] == ["quiet", "s"]
@@ -71,6 +71,7 @@ def test_all_streams_at_first_and_then_what_changed(pipeline: Pipeline, client: 
             "waiting": 1,
             "gaps": [gap],
             "hidden": 0,
+            "transactions": ["pid 7"],
         }
         assert (told["owner"], told["problems"], told["dead_letters"]) == ("test", [], [])
         pipeline.publish(moved("s", 12, first=At(9, 12), second=At(7, 12)))
