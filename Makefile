@@ -47,6 +47,10 @@ test: setup ## Run every test, in four processes with servers of their own
 cluster-test: setup ## Run the pipeline on a Spark cluster of two workers, one of which dies (a minute and a half; needs unshare)
 	$(BIN)/pytest tests/cluster
 
+.PHONY: languages-test
+languages-test: setup ## Run the services in Go, Java and Node that docs/writing.md shows; what is not installed is skipped
+	$(BIN)/pytest tests/services/check_registries.py
+
 .PHONY: append-torture
 append-torture: setup ## Try what tidemark.append and its relay promise with forty times as many examples (half an hour)
 	$(BIN)/pytest -n 2 --hypothesis-profile long tests/sources/relay

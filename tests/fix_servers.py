@@ -20,7 +20,7 @@ from tests.jvm_classes import ArchivedKafka, Archives
 from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.jars import BROKER, CONNECTOR, fetch_jars
+from tidemark.app.stack.jars import BROKER, CONNECTOR, DEMO, JDBC, fetch_jars
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import ServerProcess, free_port
 from tidemark.app.stack.servers import KafkaServer, RedisServer
@@ -55,6 +55,14 @@ def jars(java: str) -> Path:
     directory = Home(Settings().home).jars
     fetch_jars(directory, java, progress=lambda _: None)
     return directory
+
+
+@pytest.fixture(scope="session")
+def jdbc(java: str) -> Path:
+    """The directory with Postgres's driver for Java."""
+    directory = Home(Settings().home).jars
+    fetch_jars(directory, java, progress=lambda _: None, wanted=DEMO)
+    return directory / JDBC
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
-"""The jars of Spark's Kafka source and of the local broker, fetched once by the Ivy that pyspark carries.
+"""The jars of Spark's Kafka source, of the local broker and of the demo, fetched once by the Ivy that pyspark carries.
 
-No Maven and no Spark session is needed. `ivy.xml` beside this file pins every version.
+No Maven and no Spark session is needed. `ivy.xml` and `ivy-demo.xml` beside this file pin every version.
 """
 
 import fcntl
@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,19 @@ _FAILURE = re.compile(r"\((java\.[^()]+)\)$|:: (\S+#\S+: not found)")
 
 CONNECTOR = "connector"
 BROKER = "broker"
+JDBC = "jdbc"
+
+
+@dataclass(frozen=True, slots=True)
+class JarList:
+    """A description beside this file, and its configurations: a directory of jars each."""
+
+    description: str
+    configurations: tuple[str, ...]
+
+
+SERVERS = JarList("ivy.xml", (CONNECTOR, BROKER))
+DEMO = JarList("ivy-demo.xml", (JDBC,))
 
 
 class JarsUnavailable(Stop):
@@ -31,8 +45,8 @@ class JarsUnavailable(Stop):
         )
 
 
-def fetch_jars(directory: Path, java: str, progress: Callable[[str], None]) -> None:
-    """Fill `directory/connector` and `directory/broker`, unless they already hold what `ivy.xml` asks for.
+def fetch_jars(directory: Path, java: str, progress: Callable[[str], None], wanted: JarList = SERVERS) -> None:
+    """Fill the directories of `wanted` below `directory`, unless they already hold what its description asks for.
 
     May be repeated after any interruption; a second process that asks meanwhile waits. `progress` is told what was
     found or is being downloaded, a few times a second. Raises `JarsUnavailable`.
@@ -40,29 +54,29 @@ def fetch_jars(directory: Path, java: str, progress: Callable[[str], None]) -> N
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _fill(directory, java, progress)
+        _fill(directory, java, progress, wanted)
 
 
-def _fill(directory: Path, java: str, progress: Callable[[str], None]) -> None:
-    ivy_xml = files("tidemark.app.stack").joinpath("ivy.xml").read_bytes()
-    marker = directory / "ivy.sha256"
-    wanted = hashlib.sha256(ivy_xml).hexdigest()
-    if marker.exists() and marker.read_text() == wanted:
+def _fill(directory: Path, java: str, progress: Callable[[str], None], wanted: JarList) -> None:
+    text = files("tidemark.app.stack").joinpath(wanted.description).read_bytes()
+    description = directory / wanted.description
+    marker = description.with_suffix(".sha256")
+    hashed = hashlib.sha256(text).hexdigest()
+    if marker.exists() and marker.read_text() == hashed:
         return
     marker.unlink(missing_ok=True)
-    for stale in (CONNECTOR, BROKER):
+    for stale in wanted.configurations:
         shutil.rmtree(directory / stale, ignore_errors=True)
-    description = directory / "ivy.xml"
-    description.write_bytes(ivy_xml)
+    description.write_bytes(text)
     _retrieve(description, java, progress)
-    marker.write_text(wanted)
+    marker.write_text(hashed)
 
 
 def _retrieve(description: Path, java: str, progress: Callable[[str], None]) -> None:
     directory = description.parent
     command = [java, "-jar", str(_ivy()), "-ivy", str(description), "-cache", str(directory / "cache")]
     command += ["-types", "jar", "bundle", "-retrieve", f"{directory}/[conf]/[artifact]-[revision].[ext]"]
-    log = directory / "ivy.log"
+    log = description.with_suffix(".log")
     problem = "no reason given"
     with (
         log.open("w") as record,
