@@ -28,34 +28,38 @@ class Table:
     then: Sequence[str] = ()
 
     def select(self, ranges: "Sequence[Range]", limit: int | None = None) -> sql.Composed:
-        """The rows of the ranges, which run the same way, ascending (away from 0); at most `limit`, where given."""
-        down = ranges[0].id < 0
-        order = sql.SQL(", ").join(
-            [
-                sql.Identifier(self.id) + sql.SQL(" desc" if down else ""),
-                *map(sql.Identifier, self.then),
-            ]
+        """The rows of the ranges, which run the same way, ascending (away from 0); at most `limit`, where given.
+
+        Each range is a branch of its own that its index gives in order, so that Postgres merges them and stops at the
+        limit: one condition for all of them would be read to the end, and sorted, for each page.
+        """
+        by_id = sql.Identifier(self.id) + sql.SQL(" desc" if ranges[0].id < 0 else "")
+        least = sql.SQL("" if limit is None else " limit {}").format(limit)
+        branches = sql.SQL(" union all ").join(
+            sql.SQL("(select {} from {} where {} order by {}{})").format(
+                self._columns(*self.then), self._name(), self._in(span, ranges[:place]), by_id, least
+            )
+            for place, span in enumerate(ranges)
         )
-        wanted = sql.SQL(" or ").join(self._in(span) for span in ranges)
-        query = sql.SQL("select {} from {} where {} order by {}").format(self._columns(), self._name(), wanted, order)
-        return query if limit is None else query + sql.SQL(" limit {}").format(limit)
+        order = sql.SQL(", ").join([by_id, *map(sql.Identifier, self.then)])
+        page = sql.SQL("select * from ({}) spans order by {}{}").format(branches, by_id, least)
+        return sql.SQL("select {} from ({}) page order by {}").format(self._columns(), page, order)
 
-    def _in(self, span: "Range") -> sql.Composed:
+    def _in(self, span: "Range", others: "Sequence[Range]" = ()) -> sql.Composed:
+        """The condition for the rows of `span` that are not rows of the `others` too."""
         bounds = sql.SQL("{id} < {prev} and {id} >= {last}" if span.id < 0 else "{id} > {prev} and {id} <= {last}")
-        inside = bounds.format(id=sql.Identifier(self.id), prev=span.prev, last=span.id)
-        if self.writer is None:
-            return sql.SQL("({})").format(inside)
-        writer = sql.Identifier(self.writer)
-        if span.writer is not None:
-            return sql.SQL("({} = {} and {})").format(writer, span.writer, inside)
-        if span.besides:
-            return sql.SQL("({} <> all({}) and {})").format(writer, sorted(span.besides), inside)
-        return sql.SQL("({})").format(inside)
+        wanted = [bounds.format(id=sql.Identifier(self.id), prev=span.prev, last=span.id)]
+        if self.writer is not None and span.writer is not None:
+            wanted.append(sql.SQL("{} = {}").format(sql.Identifier(self.writer), span.writer))
+        if self.writer is not None and span.besides:
+            wanted.append(sql.SQL("{} <> all({})").format(sql.Identifier(self.writer), sorted(span.besides)))
+        wanted += [sql.SQL("not ({})").format(self._in(other)) for other in others if span.meets(other)]
+        return sql.SQL(" and ").join(wanted)
 
-    def _columns(self) -> sql.Composable:
+    def _columns(self, *more: str) -> sql.Composable:
         if not self.columns:
             return sql.SQL("*")
-        needed = [self.id, *([self.writer] if self.writer else []), *self.columns]
+        needed = [self.id, *([self.writer] if self.writer else []), *self.columns, *more]
         return sql.SQL(", ").join(map(sql.Identifier, dict.fromkeys(needed)))
 
     def _name(self) -> sql.Identifier:
@@ -73,6 +77,14 @@ class Range:
 
     def holds(self, id: int) -> bool:
         return beyond(id, self.prev) and not beyond(id, self.id)
+
+    def meets(self, other: "Range") -> bool:
+        """Whether a row may be of both."""
+        if not (beyond(self.id, other.prev) and beyond(other.id, self.prev)):
+            return False
+        if self.writer is None or other.writer is None:
+            return self.writer not in other.besides and other.writer not in self.besides
+        return self.writer == other.writer
 
     def after(self, id: int) -> "Range | None":
         """The part beyond `id`, if there is one."""
