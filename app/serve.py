@@ -20,6 +20,7 @@ from tidemark.app.lines.server import LineServer, LineServerConfig
 from tidemark.app.lines.speaker import ChannelConfig
 from tidemark.app.read_side.opened import ReadSide, ReadSideConfig, opened
 from tidemark.app.settings import Settings
+from tidemark.app.sidecar.admission import AdmissionConfig, admission
 from tidemark.app.sidecar.service import Limits
 from tidemark.app.sidecar.site import SiteConfig, site
 from tidemark.sources.tail import Tail
@@ -72,7 +73,7 @@ def run(settings: Settings) -> None:
             log_config=None,
             access_log=False,
             server_header=False,
-            limit_concurrency=settings.sidecar_connections,
+            http=admission(AdmissionConfig(settings.sidecar_connections)),
             timeout_graceful_shutdown=LAST_SECONDS,
         )
         server = _stopped_by_signals(uvicorn.Server(uvicorn_config))

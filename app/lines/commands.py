@@ -23,13 +23,15 @@ class Splitter:
 
     def lines(self, data: bytes) -> Iterator[bytes]:
         """The lines that `data` ends, without their newlines. Raises `BadCommand` for one that is too long: what comes
-        after it cannot be told from it, so the connection is of no use any more. Take all lines before the next call.
+        after it cannot be told from it, so the connection is of no use any more. Take all lines before the next call;
+        each is cut as it is taken.
         """
-        *whole, last = data.split(b"\n")
-        for line in whole:
+        at = 0
+        while (end := data.find(b"\n", at)) >= 0:
             begun, self._begun = self._begun, b""
-            yield self._within(begun + line)
-        self._begun = self._within(self._begun + last)
+            yield self._within(begun + data[at:end])
+            at = end + 1
+        self._begun = self._within(self._begun + data[at:])
 
     def _within(self, line: bytes) -> bytes:
         if len(line) > self._longest:
@@ -132,7 +134,7 @@ Command = (
 
 # What must follow the word; the last four belong to the workers alone.
 RELAYED: Final = {
-    "USER_SYNC": re.compile(r"\S+ \S+ (start|end) [0-9]+"),
+    "USER_SYNC": re.compile(r"\S+ \S+ (start|end) [0-9]+( \S+)?"),  # the last is a device
     "CLEAR_USER_SYNC": re.compile(r"\S+"),
     "FEDERATION_ACK": re.compile(r"\S+ -?[0-9]+"),
     "REMOTE_SERVER_UP": re.compile(r"\S+"),
@@ -141,7 +143,7 @@ RELAYED: Final = {
     "NEW_ACTIVE_TASK": re.compile(r".*"),
     "CANCEL_TASK": re.compile(r".*"),
 }
-_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f]")  # not U+007F, which JSON allows as it is
 _ID = re.compile(r"-?[0-9]{1,19}")
 
 

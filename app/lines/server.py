@@ -6,8 +6,9 @@ For one event loop. A client gets announcements once it has sent REPLICATE, and 
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
@@ -33,15 +34,22 @@ log = structlog.get_logger(__name__)
 
 Why = Literal["slow", "silent", "bad", "crowded"]
 
+A_TURN = 500
+"""What is done at most before the event loop looks after all else: lines taken, and lines relayed to a client."""
+_LAST_SECONDS = 0.5  # that clients have to read that the server stops
+AT_ONCE = 50  # of it for one client, before the next one has its turn
+
 
 @dataclass(frozen=True, slots=True)
 class LineServerConfig:
-    """`name` stands in SERVER. `unread` is how many bytes may wait for a client that does not read, `longest` how many
-    a line of a client may have, `tick` how often (s) keep-alives are checked."""
+    """`name` stands in SERVER. `unread` is how many bytes may wait for a client that does not read, and `unread_by_all`
+    for all of them together; `longest` how many a line of a client may have, `tick` how often (s) keep-alives are
+    checked."""
 
     name: str = "tidemark"
     connections: int = 1000
     unread: int = 8 << 20
+    unread_by_all: int = 64 << 20
     longest: int = 64 << 10
     keep_alive: KeepAlive = field(default_factory=KeepAlive)
     tick: float = 1.0
@@ -58,10 +66,11 @@ class LineServer:
         self._replicating: set[_Connection] = set()  # since they sent REPLICATE
         self._unanswered: set[_Connection] = set()
         self._answering: asyncio.Task[None] | None = None
+        self._busy: deque[_Connection] = deque()  # with lines that are not taken yet
 
     @asynccontextmanager
     async def serving(self, listening: socket.socket) -> AsyncIterator[None]:
-        """Serve on a socket that listens. Connections that are open at the end are cut."""
+        """Serve on a socket that listens. Clients that are connected at the end are told so."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(lambda: _Connection(self), sock=listening, backlog=1024)
         clock = asyncio.create_task(self._tick())
@@ -71,11 +80,19 @@ class LineServer:
             await ended(clock)
             server.close()
             for connection in [*self._connections]:
+                connection.end()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_SECONDS):
+                    while self._connections:
+                        await asyncio.sleep(0.01)
+            for connection in [*self._connections]:
                 connection.cut()
 
-    def relay(self, command: RelayedCommand, sender: "_Connection | None" = None) -> None:
-        """Send it to every client but its sender."""
-        self._send(self._connections - {sender}, encoded([command]), 1)
+    def relay(self, command: RelayedCommand, sender: "_Connection | None" = None) -> int:
+        """Send it to every client but its sender; gives how many these are."""
+        others = self._connections - {sender}
+        self._send(others, encoded([command]), 1)
+        return len(others)
 
     # -- for connections
 
@@ -105,11 +122,28 @@ class LineServer:
         if self._answering is None:
             self._answering = asyncio.create_task(self._answer())
 
-    def relay_on(self, command: RelayedCommand, sender: "_Connection") -> None:
-        self.relay(command, sender)
+    def relay_on(self, command: RelayedCommand, sender: "_Connection") -> int:
+        sent = self.relay(command, sender)
         self.on_relayed(command)
+        return sent
+
+    def take_turns(self, connection: "_Connection") -> None:
+        """Let it work on its lines, by turns with all others that have some, and with the rest of the process."""
+        self._busy.append(connection)
+        if len(self._busy) == 1:
+            asyncio.get_running_loop().call_soon(self._turn)
 
     # --
+
+    def _turn(self) -> None:
+        left = A_TURN
+        while self._busy and left > 0:
+            connection = self._busy.popleft()
+            left -= connection.work(min(left, AT_ONCE))
+            if connection.has_lines:
+                self._busy.append(connection)
+        if self._busy:
+            asyncio.get_running_loop().call_soon(self._turn)
 
     async def _answer(self) -> None:
         """Answer all connections that wait for positions now, and those that come meanwhile, at once."""
@@ -136,13 +170,26 @@ class LineServer:
             now = time.monotonic()
             for connection in [*self._connections]:
                 connection.tick(now)
+            self._drop_those_who_read_least()
+
+    def _drop_those_who_read_least(self) -> None:
+        waiting = sorted(((it.unread, id(it), it) for it in self._connections if it.unread), reverse=True)
+        left = sum(unread for unread, _, _ in waiting)
+        for unread, _, connection in waiting:
+            if left <= self.config.unread_by_all:
+                return
+            connection.drop()
+            left -= unread
 
 
 class _Connection(asyncio.Protocol):
-    """`answered`: its REPLICATE was answered, so announcements join what it has."""
+    """`answered`: its REPLICATE was answered, so announcements join what it has. `has_lines`: there may be some that it
+    has sent and that are not taken yet; nothing more is read of it until they are."""
 
     def __init__(self, server: LineServer) -> None:
         self.answered = False
+        self.has_lines = False
+        self._lines: Iterator[bytes] = iter(())
         self._server = server
         self._config = server.config
         self._splitter = Splitter(self._config.longest)
@@ -157,13 +204,31 @@ class _Connection(asyncio.Protocol):
             self._disconnect("crowded")
 
     def data_received(self, data: bytes) -> None:
-        now = time.monotonic()
+        self._transport.pause_reading()
+        self._lines, self.has_lines = self._splitter.lines(data), True
+        self._server.take_turns(self)
+
+    def work(self, most: int) -> int:
+        """Take lines that were sent; gives how much that was, of which about `most` are allowed."""
+        now, done = time.monotonic(), 0
         try:
-            for line in self._splitter.lines(data):
+            while done < most and not self._transport.is_closing():
+                line = next(self._lines, None)
+                if line is None:
+                    self.has_lines = False
+                    self._transport.resume_reading()
+                    return done
                 metrics.LINES_IN.inc()
-                self._do(self._conversation.receive(line, now))
+                done += 1 + self._do(self._conversation.receive(line, now))
         except BadCommand as problem:
             self._do(self._conversation.refuse(problem))
+        self.has_lines = not self._transport.is_closing()
+        return done
+
+    @property
+    def unread(self) -> int:
+        """Bytes that it was sent and has not read."""
+        return self._transport.get_write_buffer_size()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.remove(self)
@@ -178,20 +243,30 @@ class _Connection(asyncio.Protocol):
         """Whole lines, or none. A client that has not read what it was sent before is disconnected."""
         if not text or self._transport.is_closing():
             return
-        if self._transport.get_write_buffer_size() > self._config.unread:
-            log.warning("A client of the line protocol did not read and was dropped", client=self._label)
-            metrics.CLOSED.labels("slow").inc()
-            self.cut()
+        if self.unread > self._config.unread:
+            self.drop()
             return
         self._transport.write(text)
         self._conversation.sent(time.monotonic())
         metrics.LINES_OUT.inc(lines)
 
+    def end(self) -> None:
+        """Once it has read everything."""
+        self._send(ErrorCommand("server stopping"))
+        self._transport.close()
+
+    def drop(self) -> None:
+        log.warning("A client of the line protocol did not read and was dropped", client=self._label)
+        metrics.CLOSED.labels("slow").inc()
+        self.cut()
+
     def cut(self) -> None:
         """Without waiting for anything."""
         self._transport.abort()
 
-    def _do(self, acts: Iterable[Act]) -> None:
+    def _do(self, acts: Iterable[Act]) -> int:
+        """Gives to how many other clients something was sent."""
+        others = 0
         for act in acts:
             match act:
                 case SendCommand(command):
@@ -199,10 +274,11 @@ class _Connection(asyncio.Protocol):
                 case SendPositions():
                     self._server.replicate(self)
                 case RelayOn(command):
-                    self._server.relay_on(command, self)
+                    others += self._server.relay_on(command, self)
                 case Disconnect(why, problem):
                     log.info("Disconnected a client of the line protocol", client=self._label, problem=problem)
                     self._disconnect(why)
+        return others
 
     def _disconnect(self, why: Why) -> None:
         metrics.CLOSED.labels(why).inc()

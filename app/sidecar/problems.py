@@ -10,6 +10,7 @@ Problem                     400 to 503; `type` is a name that stays, `detail` is
 └── Recovering              503 nobody can say now
 """
 
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import ClassVar
 
@@ -35,6 +36,12 @@ class Problem(Exception):
         super().__init__(detail)
         self.detail = detail
         self.stream = stream
+
+    def response(self) -> Response:
+        body = answers.ProblemAnswer(
+            type=self.type, title=self.title, status=self.status, detail=self.detail, stream=self.stream
+        )
+        return _response(body, self.headers)
 
 
 class BadRequest(Problem):
@@ -88,21 +95,22 @@ class RecoveringProblem(Problem):
 async def answered(_: Request, problem: Exception) -> Response:
     """The handler of `Problem`, for Starlette."""
     assert isinstance(problem, Problem)
-    body = answers.ProblemAnswer(
-        type=problem.type, title=problem.title, status=problem.status, detail=problem.detail, stream=problem.stream
-    )
-    return _response(body, problem.headers)
+    return problem.response()
 
 
 async def framework(_: Request, problem: Exception) -> Response:
     """The handler of what Starlette itself refuses: no such path, no such method."""
     assert isinstance(problem, HTTPException)
-    status = HTTPStatus(problem.status_code)
+    return response(HTTPStatus(problem.status_code), problem.headers)
+
+
+def response(status: HTTPStatus, headers: Mapping[str, str] | None = None) -> Response:
+    """What HTTP itself refuses."""
     type_ = status.phrase.lower().replace(" ", "-")
     body = answers.ProblemAnswer(
         type=type_, title=status.phrase, status=status, detail=status.description or status.phrase
     )
-    return _response(body, dict(problem.headers or {}))
+    return _response(body, dict(headers or {}))
 
 
 async def unexpected(_: Request, __: Exception) -> Response:

@@ -77,13 +77,17 @@ class Token:
         return dict(self.positions).get(writer, self.linear)
 
     def covers(self, other: "Token") -> bool:
-        """Whether who has read up to this token has read all that `other` stands for."""
-        return other.compare(self) in {Order.BEFORE, Order.EQUAL}
+        """Whether who has read up to this token has read all that `other` stands for. Raises as `compare` does."""
+        _check_direction(self, other)
+        if beyond(other.linear, self.linear):
+            return False
+        ours = dict(self.positions)
+        return not any(beyond(id, ours.get(name, self.linear)) for name, id in other.positions)
 
     def compare(self, other: "Token") -> Order:
         """Raises `BadToken` where one is of a backward stream and the other is not."""
         _check_direction(self, other)
-        pairs = [(self.linear, other.linear), *((self.at(name), other.at(name)) for name in _named(self, other))]
+        pairs = [(self.linear, other.linear), *((ours, theirs) for _, ours, theirs in self._beside(other))]
         less = any(beyond(theirs, ours) for ours, theirs in pairs)
         more = any(beyond(ours, theirs) for ours, theirs in pairs)
         if less and more:
@@ -104,8 +108,14 @@ class Token:
 
     def _merged(self, other: "Token", choose: Callable[[int, int], int]) -> "Token":
         _check_direction(self, other)
-        merged = {name: choose(self.at(name), other.at(name)) for name in _named(self, other)}
+        merged = {name: choose(ours, theirs) for name, ours, theirs in self._beside(other)}
         return Token.of(choose(self.linear, other.linear), merged)
+
+    def _beside(self, other: "Token") -> Iterator[tuple[str, int, int]]:
+        """Each writer that one of them names, with where it stands in both."""
+        ours, theirs = dict(self.positions), dict(other.positions)
+        for name in ours.keys() | theirs.keys():
+            yield name, ours.get(name, self.linear), theirs.get(name, other.linear)
 
     def _ids(self) -> Iterator[int]:
         return (id for id in (self.linear, *(id for _, id in self.positions)) if id)
@@ -119,10 +129,6 @@ def _id(text: str, id: str) -> int:
     if not _ID.fullmatch(id) or not -(2**63) <= int(id) < 2**63:
         raise BadToken(text, f"{id!r} is not a stream ID")
     return int(id)
-
-
-def _named(a: Token, b: Token) -> set[str]:
-    return {name for name, _ in (*a.positions, *b.positions)}
 
 
 def _check_direction(a: Token, b: Token) -> None:

@@ -47,6 +47,7 @@ def test_what_is_printed_is_parsed_again(command: Command) -> None:
     [
         "USER_SYNC worker1 @a:b start 1500000000000",
         "USER_SYNC worker1 @a:b end 1500000000000",
+        "USER_SYNC worker1 @a:b start 1500000000000 DEVICE",
         "CLEAR_USER_SYNC worker1",
         "FEDERATION_ACK master 1234",
         "REMOTE_SERVER_UP example.org",
@@ -59,6 +60,11 @@ def test_what_is_printed_is_parsed_again(command: Command) -> None:
 def test_relayed_commands_are_kept_letter_by_letter(line: str) -> None:
     """What only passes between clients goes on as it came."""
     assert parse(line.encode()) == RelayedCommand(line)
+
+
+def test_row_may_hold_whatever_json_may() -> None:
+    """U+007F stands in a JSON string as it is, and is no control character there."""
+    assert parse(b'RDATA s w 1 {"a":"\x7f"}') == RdataCommand("s", "w", 1, '{"a":"\x7f"}')
 
 
 @pytest.mark.parametrize("line", [b"", b"  ", b"\r", b"\t"])

@@ -1,21 +1,26 @@
 """Real connections to a real server: what they are told, and what happens to those that behave badly."""
 
+import asyncio
 import random
 import socket
 import struct
 import time
+from contextlib import ExitStack
 from itertools import pairwise
+from typing import cast
 
 import psutil
 import pytest
 
-from tests.app.lines.given import NOWHERE, LineClient, client, served
+from tests.app.lines.given import MIB, NOWHERE, LineClient, client, no_facts, served
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.lines.conversation import KeepAlive
-from tidemark.app.lines.server import LineServerConfig
-from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.lines.hub import Hub
+from tidemark.app.lines.server import A_TURN, LineServer, LineServerConfig
+from tidemark.app.read_side import metrics
+from tidemark.app.read_side.opened import ReadSide, ReadSideConfig
 
 BRISK = LineServerConfig(keep_alive=KeepAlive(interval=0.2, timeout=0.6), tick=0.05)
 
@@ -172,6 +177,79 @@ def test_client_that_never_reads_is_dropped() -> None:
         assert process.memory_info().rss - before < 30_000_000
         sender.close()
         eventually(lambda: is_gone(deaf))
+
+
+def test_clients_that_read_nothing_fill_no_memory_together() -> None:
+    """Where all of them have more unread than they may together, those with the most are dropped."""
+    with (
+        served(NOWHERE, LineServerConfig(unread_by_all=2_000_000, tick=0.05)) as address,
+        client(address, "REPLICATE") as one,
+        ExitStack() as crowd,
+    ):
+        deaf = [crowd.enter_context(client(address, "REPLICATE", receive_buffer=4096)) for _ in range(4)]
+        with client(address) as sender:
+            for number in range(200):
+                text = f"USER_IP {number} {'x' * 50_000}"
+                sender.send(text)
+                assert one.said() == text
+        eventually(lambda: any(map(is_gone, deaf)))
+        assert one.quiet(0.2)
+
+
+def test_flood_of_lines_has_its_turns() -> None:
+    """However much one client sends at once, the event loop looks after all else every few hundred lines."""
+
+    async def flood() -> None:
+        hub = Hub(cast(ReadSide, None), no_facts().tail, MIB)
+        server = LineServer(hub, LineServerConfig())
+        listening = socket.create_server(("127.0.0.1", 0))
+        async with server.serving(listening):
+            _, writer = await asyncio.open_connection(*listening.getsockname())
+            writer.write(b"\n" * 100_000)
+            begun = done = taken()
+            while done - begun < 100_000:
+                await asyncio.sleep(0)
+                assert taken() - done <= A_TURN
+                done = taken()
+            writer.close()
+
+    asyncio.run(flood())
+
+
+def taken() -> float:
+    return next(sample.value for family in metrics.LINES_IN.collect() for sample in family.samples)
+
+
+def test_relaying_counts_as_what_it_costs() -> None:
+    """A line that goes to every client is not one line's work: the loop goes round after each."""
+
+    async def flood() -> None:
+        hub = Hub(cast(ReadSide, None), no_facts().tail, MIB)
+        server = LineServer(hub, LineServerConfig())
+        relayed = list[object]()
+        server.on_relayed = relayed.append
+        listening = socket.create_server(("127.0.0.1", 0))
+        async with server.serving(listening):
+            crowd = [await asyncio.open_connection(*listening.getsockname()) for _ in range(A_TURN)]
+            crowd[0][1].write(b"USER_IP x\n" * 20)
+            done = 0
+            while done < 20:
+                await asyncio.sleep(0)
+                assert len(relayed) - done <= 2
+                done = len(relayed)
+            for _, writer in crowd:
+                writer.close()
+
+    asyncio.run(flood())
+
+
+def test_clients_are_told_that_the_server_stops() -> None:
+    """The last line is ERROR, and then the connection ends."""
+    with ExitStack() as stack:
+        with served(NOWHERE) as address:
+            one = stack.enter_context(client(address, "NAME x"))
+            assert one.line() == "SERVER tidemark"
+        assert (one.said(), one.line()) == ("ERROR server stopping", None)
 
 
 def test_no_more_connections_than_allowed() -> None:

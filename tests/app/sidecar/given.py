@@ -12,6 +12,7 @@ import uvicorn
 from tests.sinks.given import NOW, advance, stream
 from tests.waiting import eventually
 from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.sidecar.admission import AdmissionConfig, admission
 from tidemark.app.sidecar.site import SiteConfig, site
 from tidemark.streaming import state
 from tidemark.streaming.chain import Chain, Span
@@ -42,10 +43,17 @@ class SidecarClient(httpx.Client):
 
 
 @contextmanager
-def sidecar(servers: ReadSideConfig, terms: SiteConfig | None = None, port: int = 0) -> Iterator[SidecarClient]:
+def sidecar(
+    servers: ReadSideConfig, terms: SiteConfig | None = None, port: int = 0, admitted: AdmissionConfig | None = None
+) -> Iterator[SidecarClient]:
     """In a thread of this process; on a port of its own, or where another one was."""
     config = uvicorn.Config(
-        site(servers, terms or SiteConfig()), port=port, log_config=None, access_log=False, timeout_graceful_shutdown=1
+        site(servers, terms or SiteConfig()),
+        port=port,
+        log_config=None,
+        access_log=False,
+        http=admission(admitted or AdmissionConfig()),
+        timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

@@ -1,0 +1,147 @@
+"""Connections of the web server while their requests are not known: none may fill the memory or keep others out.
+
+uvicorn's parser sets no bound to a request's head, nor to the time that it takes, and counts a connection that has said
+nothing as a request. Here a head has a bound of bytes, fields and seconds; where all places are taken, a connection
+whose next head has not come makes room; and probes are answered however many requests are open.
+"""
+
+from asyncio import Protocol, TimerHandle, Transport
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from typing import Any, cast
+
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from tidemark.app.sidecar.problems import Busy, response
+
+PROBES = (b"/livez", b"/readyz", b"/metrics")
+_PIPELINED = 16  # requests that a client may send before the first of them is answered
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """`places`: requests that are served at once, and as many connections. Of a request's head: `bytes`, `fields`, and
+    the `seconds` that it may take to come."""
+
+    places: int = 5000
+    bytes: int = 64 << 10
+    fields: int = 100
+    seconds: float = 10.0
+
+
+def admission(bounds: AdmissionConfig) -> type[Protocol]:
+    """For uvicorn, in place of its own class of connections."""
+    return cast(type[Protocol], partial(AdmittedConnection, bounds))
+
+
+class AdmittedConnection(HttpToolsProtocol):
+    """`waits_since` is when it began to wait for a head (s, of the loop's clock); None while a request is served."""
+
+    def __init__(self, bounds: AdmissionConfig, **given: Any) -> None:
+        super().__init__(**given)
+        self.waits_since: float | None = None
+        self._bounds = bounds
+        self._deadline: TimerHandle | None = None
+        self._came = self._bytes = self._fields = 0
+        self._refusal: HTTPStatus | None = None
+
+    @property
+    def address(self) -> str:
+        return self.client[0] if self.client else ""
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        if len(self.connections) >= self._bounds.places:
+            _make_room(cast(Iterable[AdmittedConnection], self.connections))
+        super().connection_made(transport)
+        self._wait()
+        self._deadline = self.loop.call_later(self._bounds.seconds, self.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._wait_no_more()
+        super().connection_lost(exc)
+
+    def abort(self) -> None:
+        self.connections.discard(self)
+        self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        if self.waits_since is not None:
+            self._came += len(data)
+            if self._deadline is None:
+                self._deadline = self.loop.call_later(self._bounds.seconds, self.abort)
+        super().data_received(data)
+        if self._came > self._bounds.bytes and not self.transport.is_closing():
+            self._refusal = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+            self.send_400_response("")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._bytes = self._fields = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._fields += 1
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    def _count(self, size: int) -> None:
+        """What is raised in here reaches `send_400_response`."""
+        self._bytes += size
+        if self._bytes > self._bounds.bytes or self._fields > self._bounds.fields:
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+
+    def _refuse(self, status: HTTPStatus) -> None:
+        self._refusal = status
+        raise ValueError(status.phrase)
+
+    def on_headers_complete(self) -> None:
+        self._wait_no_more()
+        if len(self.pipeline) >= _PIPELINED:
+            self._refuse(HTTPStatus.TOO_MANY_REQUESTS)
+        is_probe = self.url.partition(b"?")[0] in PROBES
+        free = is_probe or len(self.tasks) < self._bounds.places
+        self.app = self.config.loaded_app if free else _busy
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        self._wait()
+        super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        status = self._refusal or HTTPStatus.BAD_REQUEST
+        body = response(status)
+        head = [f"HTTP/1.1 {status.value} {status.phrase}", "connection: close"]
+        head += [f"{name.decode()}: {value.decode()}" for name, value in body.raw_headers]
+        self.transport.write("\r\n".join([*head, "", ""]).encode() + bytes(body.body))
+        self.transport.close()
+
+    def _wait(self) -> None:
+        self.waits_since, self._came = self.loop.time(), 0
+
+    def _wait_no_more(self) -> None:
+        self.waits_since, self._came = None, 0
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+def _make_room(connections: Iterable[AdmittedConnection]) -> None:
+    """End the connection that waits longest for a head, of the address that has most such connections."""
+    waiting = [(it.waits_since, it) for it in connections if it.waits_since is not None]
+    if not waiting:
+        return
+    (address, _), *_ = Counter(it.address for _, it in waiting).most_common(1)
+    _, oldest = min(((since, it) for since, it in waiting if it.address == address), key=lambda found: found[0])
+    oldest.abort()
+
+
+async def _busy(scope: Scope, receive: Receive, send: Send) -> None:
+    problem = Busy("as many requests are open as may be; ask another sidecar, or try again")
+    await problem.response()(scope, receive, send)

@@ -1,0 +1,128 @@
+"""Hostile and unlucky connections of the web server: what they may take, and what others notice of them."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.app.lines.given import NOWHERE
+from tests.app.sidecar.given import SidecarClient, sidecar
+from tests.waiting import eventually
+from tidemark.app.sidecar.admission import AdmissionConfig
+from tidemark.app.sidecar.site import SiteConfig
+
+BOUNDS = AdmissionConfig(places=20, bytes=16_384, fields=50, seconds=0.5)
+
+
+@pytest.fixture
+def guarded() -> Iterator[SidecarClient]:
+    with sidecar(NOWHERE, SiteConfig(), admitted=BOUNDS) as client:
+        yield client
+
+
+@contextmanager
+def connected(client: SidecarClient, *sent: bytes, source: str = "127.0.0.1") -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", client.base_url.port), timeout=10, source_address=(source, 0)) as it:
+        for text in sent:
+            it.sendall(text)
+        yield it
+
+
+def answer(it: socket.socket) -> bytes:
+    """All that comes until the server ends the connection."""
+    found = b""
+    try:
+        while data := it.recv(65536):
+            found += data
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def send_on(it: socket.socket, piece: bytes, pieces: int) -> None:
+    try:
+        for _ in range(pieces):
+            it.sendall(piece)
+    except OSError:
+        return
+
+
+@pytest.mark.parametrize(
+    ("begun", "piece"),
+    [
+        (b"GET /livez HTTP/1.1\r\nx: ", b"x" * 65_536),
+        (b"GET /livez HTTP/1.1\r\n", b"a: b\r\n" * 10_000),
+        (b"GET /", b"x" * 65_536),
+    ],
+)
+def test_head_without_end_is_refused(guarded: SidecarClient, begun: bytes, piece: bytes) -> None:
+    """A value, fields or a path that never end are answered with 431 or the end, and fill no memory."""
+    before = psutil.Process().memory_info().rss
+    with connected(guarded, begun) as it:
+        send_on(it, piece, 1000)
+        assert answer(it)[:12] in (b"HTTP/1.1 431", b"")
+    assert psutil.Process().memory_info().rss - before < 20_000_000
+
+
+def test_too_large_a_head_is_a_problem(guarded: SidecarClient) -> None:
+    """Whoever sends a little too much is told what was wrong, as for every other mistake."""
+    with connected(guarded, b"GET /livez HTTP/1.1\r\nx: " + b"x" * 20_000 + b"\r\n\r\n") as it:
+        head, _, body = answer(it).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+    assert b"content-type: application/problem+json" in head
+    assert b'"type":"request-header-fields-too-large"' in body
+
+
+def test_request_that_is_no_http_is_a_problem(guarded: SidecarClient) -> None:
+    """It is answered like a bad parameter."""
+    with connected(guarded, b"hello\r\n\r\n") as it:
+        assert answer(it).startswith(b"HTTP/1.1 400 Bad Request\r\n")
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /livez HT", b"GET /livez HTTP/1.1\r\nhost: x\r\n"])
+def test_half_a_request_is_not_waited_for(guarded: SidecarClient, sent: bytes) -> None:
+    """A head that does not come in time costs its connection."""
+    with connected(guarded, sent) as it:
+        assert answer(it) == b""
+
+
+def test_requests_that_do_not_wait_for_answers_have_a_bound(guarded: SidecarClient) -> None:
+    """Who sends thousands at once is cut off, and not kept in memory."""
+    with connected(guarded, b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n" * 5_000) as it:
+        assert answer(it).count(b"HTTP/1.1 200") < 5_000
+
+
+def test_half_open_connections_keep_nobody_out() -> None:
+    """However many connections say nothing, those that ask are answered: the oldest of the silent ones give way."""
+    bounds = AdmissionConfig(places=20, seconds=60)
+    with sidecar(NOWHERE, SiteConfig(), admitted=bounds) as client, ExitStack() as crowd:
+        silent = [crowd.enter_context(connected(client, b"GET /li", source="127.0.0.2")) for _ in range(60)]
+        for _ in range(5):
+            with connected(client, b"GET /livez HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n") as it:
+                assert answer(it).startswith(b"HTTP/1.1 200")
+        closed = [it for it in silent if is_closed(it)]
+        assert 40 <= len(closed) <= 50
+
+
+def test_probes_are_answered_when_every_place_is_taken(servers: Any) -> None:
+    """Others are told to come again; the orchestrator does not take a busy process for a dead one."""
+    with sidecar(servers, SiteConfig(), admitted=AdmissionConfig(places=3)) as client, ExitStack() as crowd:
+        for _ in range(3):
+            crowd.enter_context(client.stream("GET", "/v1/watch"))
+        eventually(lambda: client.get("/v1/pipeline").status_code == 429)
+        assert client.get("/v1/pipeline").json()["type"] == "busy"
+        assert client.get("/livez").status_code == 200
+        assert client.get("/readyz").status_code == 200
+
+
+def is_closed(it: socket.socket) -> bool:
+    it.setblocking(False)
+    try:
+        return it.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
