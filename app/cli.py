@@ -5,12 +5,13 @@ Exit codes: 0 done, 1 the command failed, 2 a person must decide (wrong usage, w
 
 import math
 import secrets
+import threading
 import time
 from typing import BinaryIO, Literal
 
 import click
 
-from tidemark.app.commands import CommandFailed, CommandGroup, loaded
+from tidemark.app.commands import CommandFailed, CommandGroup, loaded, waiting
 from tidemark.app.force_commands import force
 from tidemark.app.relay_commands import relay
 
@@ -43,22 +44,28 @@ def config() -> None:
 
 
 @main.command()
-def migrate() -> None:
+@waiting
+def migrate(*, wait: float) -> None:
     """Bring the database's schema up to this version."""
     from tidemark.sinks.postgres.database import migrate
+    from tidemark.sinks.retry import wait_out
 
-    applied = migrate(loaded().postgres)
+    settings = loaded()
+    applied = wait_out(lambda: migrate(settings.postgres), threading.Event(), wait)
     click.echo(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
 
 
 @main.command(extra="pipeline")
-def topics() -> None:
+@waiting
+def topics(*, wait: float) -> None:
     """Make the topics that are missing, and check those that are there."""
     from tidemark.app.start import ready
+    from tidemark.sinks.retry import wait_out
     from tidemark.sources.topics import Topics
 
     settings = loaded().model_copy(update={"kafka_create_topics": True})
-    for name, topic in ready(settings, Topics(settings.kafka)).items():
+    found = wait_out(lambda: ready(settings, Topics(settings.kafka)), threading.Event(), wait)
+    for name, topic in found.items():
         count = len(topic.partitions)
         click.echo(f"{name}: {count} partition{'' if count == 1 else 's'}")
 

@@ -54,6 +54,14 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
+waiting = click.option(
+    "--wait",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    help="Seconds to try for while a server does not answer; inf: for ever. Without it once.",
+)
+
+
 def loaded() -> Settings:
     settings = load()
     logs.configure(settings)

@@ -8,10 +8,14 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from tidemark.app.probes import reading
 from tidemark.sinks.publisher import Published
 from tidemark.streaming.effects import ShardEffects
 
 REGISTRY = CollectorRegistry()
+
+# The loop goes round twice a second; the meaning of the heartbeat below names the same bound.
+STALE_SECONDS = 15.0
 
 RECORDS = Counter(
     "tidemark_records",
@@ -86,12 +90,14 @@ HEARTBEAT = Gauge(
 )
 LAST_BATCH = Gauge(
     "tidemark_last_batch_timestamp_seconds",
-    "When the last batch was published (s since 1970). Old while the lag is not 0: the query stands still.",
+    "When the last batch was published (s since 1970), or the query began that has published none yet. Old while"
+    " the lag is not 0: the query stands still.",
     registry=REGISTRY,
 )
 READY = Gauge(
     "tidemark_pipeline_ready",
-    "1 while the query runs and holds the lease; 0 while it starts, waits for the lease or for a server.",
+    "1 while the query runs, holds the lease and has an executor for its batches; 0 while it starts, or waits for one"
+    " of them or for a server: /readyz on the same port says for what.",
     registry=REGISTRY,
 )
 LEASE_TOKEN = Gauge(
@@ -144,6 +150,27 @@ STREAM_GAUGES = {
         " status` names them all.",
     ),
 }
+
+
+class PipelineHealth:
+    """What probes are told of the pipeline; its own loop says how things stand, and READY shows it."""
+
+    registry = REGISTRY
+
+    def __init__(self) -> None:
+        self._lacks: str | None = "Spark starts"
+
+    def stands(self, lacks: str | None) -> None:
+        """`lacks` is what the pipeline waits for, None where its next batch can run."""
+        self._lacks = lacks
+        READY.set(lacks is None)
+
+    def lacks(self) -> str | None:
+        return self._lacks
+
+    def hangs(self, now: float) -> str | None:
+        stale = self._lacks is None and now - reading(HEARTBEAT) >= STALE_SECONDS
+        return "the loop stands still" if stale else None
 
 
 def set_offsets(topic: str, partition: int, *, end: int, read: int) -> None:

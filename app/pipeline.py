@@ -49,7 +49,7 @@ from tidemark.streaming.errors import (
     Stopping,
     Unavailable,
 )
-from tidemark.streaming.spark import is_local
+from tidemark.streaming.spark import executors, is_local
 
 log = structlog.get_logger(__name__)
 
@@ -63,6 +63,7 @@ FAILURES = 6
 # A checkpoint with which it failed so often may be damaged, and beginning anew from Postgres costs nothing.
 SUSPICIOUS = 2
 SECRETS_SECONDS = 5.0  # between two readings of Kafka's secrets
+NO_EXECUTOR = "no executor of Spark has come: look at its pods, or at the workers of its cluster"
 
 
 def run(settings: Settings, accept: Set[Acceptance]) -> None:
@@ -74,16 +75,17 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
     stopping = _stop_on_signals()
     board = Board(streams=settings.labelled_streams, writers=settings.labelled_writers)
     metrics.REGISTRY.register(board)
+    health = metrics.PipelineHealth()
     checkpoint = Checkpoint(Path(settings.checkpoint))
     with (
         suppress(Stopping),
-        probes.served(settings),
+        probes.served("TIDEMARK_METRICS_PORT", (settings.metrics_host, settings.metrics_port), health),
         locked(checkpoint.path, stopping),
         engine.running(settings) as spark,
     ):
         failures = highest_token = 0
         while not stopping.is_set():
-            attempt = Attempt(settings, checkpoint, spark, board, stopping, highest_token)
+            attempt = Attempt(settings, checkpoint, spark, board, health, stopping, highest_token)
             try:
                 attempt.run(accept)
             except Refused as error:
@@ -101,6 +103,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                         attempt.distrust(str(error))
                 pause = min(LONGEST_PAUSE, 0.25 * 2**failures)
                 log.warning("Trying again", problem=str(error), pause=pause)
+                health.stands(str(error))
                 stopping.wait(pause)
             finally:
                 if attempt.prepared:  # what was accepted is mended; what is lost from now on was not accepted
@@ -117,6 +120,7 @@ class Attempt:
         checkpoint: Checkpoint,
         spark: engine.Engine,
         board: Board,
+        health: metrics.PipelineHealth,
         stopping: threading.Event,
         highest_token: int,
     ) -> None:
@@ -124,12 +128,14 @@ class Attempt:
         self._checkpoint = checkpoint
         self._spark = spark
         self._board = board
+        self._health = health
         self._stopping = stopping
         self._highest_token = highest_token
         self._batches: Batches | None = None
         self.prepared = False
         """Whether all that could be wrong at a start was checked, and `accept` was used up."""
-        self._apart = settings.checkpoint_store is not None or not is_local(settings.spark_master)
+        self._local = is_local(settings.spark_master)
+        self._apart = settings.checkpoint_store is not None or not self._local
         self._kafka = settings.kafka
         self._secrets = self._kafka.jvm()
 
@@ -160,6 +166,7 @@ class Attempt:
             postgres = stack.enter_context(Postgres(PostgresConfig(settings.postgres, retention)))
             postgres.check()
             require_successor(postgres.pipeline_version())
+            self._health.stands("another pipeline holds the lease, or has not let it run out yet")
             lease = stack.enter_context(
                 Lease.acquire(
                     settings.postgres,
@@ -170,6 +177,7 @@ class Attempt:
             )
             metrics.LEASE_TOKEN.set(lease.token)
             stack.callback(metrics.LEASE_TOKEN.set, 0)
+            self._health.stands("the query starts")
             topics = Topics(kafka)
             start = prepare(settings, checkpoint, postgres, topics, accept)
             self.prepared = True
@@ -189,7 +197,7 @@ class Attempt:
             spark, store = self._spark.session(stopping), settings.checkpoint_store
             location = str(checkpoint.path) if store is None else stack.enter_context(folder(spark, store))
             running = stack.enter_context(self._query(spark, start, location, self._batches))
-            self._supervise(running, lease, sinks, (self._batches, end_offsets, maintenance))
+            self._supervise(spark, running, lease, sinks, (self._batches, end_offsets, maintenance))
 
     def _sinks(self, stack: ExitStack, postgres: Postgres, lease: Lease) -> list[Sink]:
         """Where positions are shown, each in turn. One sink, one line."""
@@ -218,10 +226,11 @@ class Attempt:
         except PySparkException as error:
             raise QueryFailed((str(error).splitlines() or [type(error).__name__])[0]) from error
         log.info("The query runs", lineage=start.seed.lineage, streams=len(start.states))
+        metrics.LAST_BATCH.set_to_current_time()
         try:
             yield running
         finally:
-            metrics.READY.set(0)
+            self._health.stands("the query ended")
             batches.finish(LAST_BATCH_SECONDS)
             # It may wait for a server; what it has in hand is replayed by the next query.
             with suppress(PySparkException):
@@ -229,6 +238,7 @@ class Attempt:
 
     def _supervise(
         self,
+        spark: SparkSession,
         running: StreamingQuery,
         lease: Lease,
         sinks: Sequence[Sink],
@@ -250,7 +260,10 @@ class Attempt:
             if not running.isActive:
                 raise QueryFailed(_cause(running))
             if not running.status["message"].startswith("Initializing"):
-                metrics.READY.set(1)
+                lacks = None if self._local or executors(spark) else NO_EXECUTOR
+                if lacks is not None and lacks != self._health.lacks():
+                    log.warning("No batch can run", problem=lacks)
+                self._health.stands(lacks)
             self._stopping.wait(0.5)
 
 

@@ -1,7 +1,7 @@
-"""What may be asked of the pipeline's process over HTTP: `/metrics`, and for an orchestrator `/livez` and `/readyz`.
+"""What may be asked of a process over HTTP: `/metrics`, and for an orchestrator `/livez` and `/readyz`.
 
-Alive: not caught in a loop that no longer goes round. Waiting for a server or for the lease is life: ending a process
-that waits mends nothing. Ready: the query runs and this process holds the lease.
+Of which process, its `Health` says. Alive: not caught in a loop that no longer goes round. Waiting for a server or for
+one's turn is life: ending a process that waits mends nothing.
 """
 
 import socket
@@ -10,39 +10,44 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import Gauge, make_wsgi_app
+from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from tidemark.app import metrics
-from tidemark.app.settings import Settings
 from tidemark.streaming.errors import BadSetting
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-# The loop goes round twice a second; docs/metrics.md names the same bound.
-STALE_SECONDS = 15.0
 
+class Health(Protocol):
+    """Asked from threads of the server's own, at any time."""
 
-def alive(now: float) -> bool:
-    return not ready() or now - _value(metrics.HEARTBEAT) < STALE_SECONDS
+    @property
+    def registry(self) -> CollectorRegistry: ...
 
+    def hangs(self, now: float) -> str | None:
+        """Why the process should be ended, None while it lives; `now` in seconds since 1970."""
 
-def ready() -> bool:
-    return _value(metrics.READY) == 1
+    def lacks(self) -> str | None:
+        """What it waits for, None while it does what it is for."""
 
 
 @contextmanager
-def served(settings: Settings, now: Callable[[], float] = time.time) -> Iterator[int]:
-    """Answer on `metrics_port` from threads of our own, as long as this is entered; the port. Raises BadSetting."""
-    host, port = settings.metrics_host, settings.metrics_port
+def served(
+    setting: str, address: tuple[str, int], health: Health, now: Callable[[], float] = time.time
+) -> Iterator[int]:
+    """Answer at `address` from threads of our own, as long as this is entered; the port.
+
+    Raises `BadSetting` for `setting`, which the address comes from.
+    """
+    host, port = address
     try:
-        server = make_server(host, port, application(now), _server_class(host), handler_class=_Silent)
+        server = make_server(host, port, _application(health, now), _server_class(host), handler_class=_Silent)
     except OSError as error:
-        raise BadSetting("TIDEMARK_METRICS_PORT", f"cannot listen on {host}:{port}: {error.strerror}") from None
+        raise BadSetting(setting, f"cannot listen on {host}:{port}: {error.strerror}") from None
     thread = threading.Thread(target=server.serve_forever, name="probes", daemon=True)
     thread.start()
     try:
@@ -53,25 +58,26 @@ def served(settings: Settings, now: Callable[[], float] = time.time) -> Iterator
         server.server_close()
 
 
-def application(now: Callable[[], float]) -> "WSGIApplication":
-    scrape = make_wsgi_app(metrics.REGISTRY)
+def reading(gauge: Gauge) -> float:
+    """The value of a gauge without labels."""
+    [family] = gauge.collect()
+    return float(family.samples[0].value)
+
+
+def _application(health: Health, now: Callable[[], float]) -> "WSGIApplication":
+    scrape = make_wsgi_app(health.registry)
 
     def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> list[bytes]:
         match environ["PATH_INFO"]:
             case "/livez":
-                return _verdict(start_response, None if alive(now()) else "the loop stands still")
+                return _verdict(start_response, health.hangs(now()))
             case "/readyz":
-                return _verdict(start_response, None if ready() else "starting, or waiting for a server or the lease")
+                return _verdict(start_response, health.lacks())
             case _:
                 answered: list[bytes] = scrape(environ, start_response)
                 return answered
 
     return answer
-
-
-def _value(gauge: Gauge) -> float:
-    [family] = gauge.collect()
-    return float(family.samples[0].value)
 
 
 def _verdict(start_response: "StartResponse", problem: str | None) -> list[bytes]:

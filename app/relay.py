@@ -2,14 +2,16 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
+from tidemark.app import probes
 from tidemark.app.connections import host_port
 from tidemark.app.settings import Settings
+from tidemark.sinks.retry import wait_out
 from tidemark.sources.producer import FOR_EVER, RecordProducer
 from tidemark.sources.relay import blockers as found_blockers
 from tidemark.sources.relay.database import SCHEMA, session_of
@@ -17,11 +19,14 @@ from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.sources.relay.relay import AppendRelay
 from tidemark.sources.topics import Topics
 from tidemark.streaming.direction import DirectionName
-from tidemark.streaming.errors import BadSetting
+from tidemark.streaming.errors import BadSetting, Stopping
 from tidemark.streaming.postgres_session import Dsn
 from tidemark.streaming.records import is_name, why_no_name
 
 Say = Callable[[str], None]
+
+# The loop goes round twenty times a second; only a server that does not answer may hold it up for so long.
+STALE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +40,15 @@ class RelayPlan:
 
 def run(settings: Settings, plan: RelayPlan) -> None:
     """Relay until SIGTERM or SIGINT. Raises `Stop` where a person must decide."""
-    Topics(settings.kafka).describe([settings.kafka_facts_topic])
     halt = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: halt.set())
     metrics = RelayMetrics(CollectorRegistry())
     with ExitStack() as stack:
+        stack.enter_context(suppress(Stopping))
         if plan.metrics is not None:
-            stack.enter_context(_served(plan.metrics, metrics))
+            stack.enter_context(probes.served("--metrics", _address(plan.metrics), RelayHealth(metrics)))
+        wait_out(lambda: Topics(settings.kafka).describe([settings.kafka_facts_topic]), halt)
         session = stack.enter_context(session_of(plan.dsn, "tidemark relay"))
         AppendRelay(
             session,
@@ -53,22 +59,35 @@ def run(settings: Settings, plan: RelayPlan) -> None:
         ).run()
 
 
-@contextmanager
-def _served(address: str, metrics: RelayMetrics) -> Iterator[None]:
-    try:
-        host, port = host_port(address)
-        server, thread = start_http_server(port, host, metrics.registry)
-    except (ValueError, OSError) as problem:
-        raise BadSetting("--metrics", f"cannot listen on {address!r}: {problem}") from None
-    try:
-        yield
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+@dataclass(frozen=True, slots=True)
+class RelayHealth:
+    """What probes are told of the relay."""
+
+    metrics: RelayMetrics
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        return self.metrics.registry
+
+    def hangs(self, now: float) -> str | None:
+        relaying = probes.reading(self.metrics.relaying) == 1
+        stale = relaying and now - probes.reading(self.metrics.heartbeat) >= STALE_SECONDS
+        return "the loop stands still" if stale else None
+
+    def lacks(self) -> str | None:
+        """None too for one that only waits for its turn: a new release cannot do more while the old one works."""
+        works = probes.reading(self.metrics.relaying) or probes.reading(self.metrics.standby)
+        return None if works else "starting, or waiting for Kafka or the database"
 
 
-def migrate(dsn: str, streams: Sequence[str], direction: DirectionName, say: Say) -> None:
+def _address(text: str) -> tuple[str, int]:
+    try:
+        return host_port(text)
+    except ValueError as problem:
+        raise BadSetting("--metrics", f"{text!r} is {problem}") from None
+
+
+def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say) -> None:
     """Bring schema and functions up to date, and make the streams that are missing."""
     for name in streams:
         if not is_name(name):

@@ -1,10 +1,11 @@
 """`tidemark relay` and its verbs."""
 
+import threading
 from typing import Literal
 
 import click
 
-from tidemark.app.commands import CommandGroup, loaded
+from tidemark.app.commands import CommandGroup, loaded, waiting
 
 _dsn = click.option("--dsn", help="The service's database; without it TIDEMARK_POSTGRES_DSN.")
 
@@ -12,7 +13,7 @@ _dsn = click.option("--dsn", help="The service's database; without it TIDEMARK_P
 @click.group("relay", cls=CommandGroup, extra="relay", invoke_without_command=True)
 @_dsn
 @click.option("--writer", help="What Tidemark calls this database; without it the database's name. Kept for life.")
-@click.option("--metrics", help="Serve metrics at this address, host:port.")
+@click.option("--metrics", help="Serve /metrics, /livez and /readyz at this address, host:port.")
 @click.pass_context
 def relay(ctx: click.Context, dsn: str | None, writer: str | None, metrics: str | None) -> None:
     """Send to Kafka what services appended to their database with `tidemark.append`, until SIGTERM or Ctrl-C.
@@ -33,15 +34,23 @@ def relay(ctx: click.Context, dsn: str | None, writer: str | None, metrics: str 
 @click.option(
     "--direction", type=click.Choice(["forward", "backward"]), default="forward", help="Where the streams' IDs go."
 )
+@waiting
 @click.pass_obj
 def relay_migrate(
-    given: str | None, dsn: str | None, streams: tuple[str, ...], direction: Literal["forward", "backward"]
+    given: str | None,
+    dsn: str | None,
+    streams: tuple[str, ...],
+    direction: Literal["forward", "backward"],
+    *,
+    wait: float,
 ) -> None:
     """Make or update what `tidemark.append` needs in a service's database."""
     from tidemark.app import relay
+    from tidemark.sinks.retry import wait_out
 
     settings = loaded()
-    relay.migrate(dsn or given or settings.postgres(), streams, direction, click.echo)
+    where = dsn or given or settings.postgres
+    wait_out(lambda: relay.migrate(where, streams, direction, click.echo), threading.Event(), wait)
 
 
 @relay.command("blockers", extra="relay")

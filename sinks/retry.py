@@ -1,5 +1,6 @@
 """Waiting out what the world will mend, without end but not without word."""
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -48,17 +49,20 @@ class Patience:
             self._waited_for = ""
 
 
-def wait_out(step: Callable[[], T], stopping: threading.Event) -> T:
-    """Call `step` until it does not raise `Unavailable`; every other error passes.
+def wait_out(step: Callable[[], T], stopping: threading.Event, seconds: float = math.inf) -> T:
+    """Call `step` until it does not raise `Unavailable`; every other error passes, and this one too after `seconds`.
 
     Raises `Stopping` as soon as `stopping` is set during a pause.
     """
-    patience = Patience()
+    patience, deadline = Patience(), time.monotonic() + seconds
     while True:
         try:
             result = step()
         except Unavailable as problem:
-            if stopping.wait(patience.pause_after(problem)):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise
+            if stopping.wait(min(patience.pause_after(problem), left)):
                 raise Stopping(f"told to stop while waiting for {problem.what}") from problem
         else:
             patience.succeeded()

@@ -159,6 +159,12 @@ def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
     return session
 
 
+def executors(session: SparkSession) -> int:
+    """How many executors have registered and live; not for a local master."""
+    # The driver's own block manager is one of those that are counted.
+    return int(session.sparkContext._jsc.sc().getExecutorMemoryStatus().size()) - 1
+
+
 def is_local(master: str) -> bool:
     """Whether tasks run in the driver's own JVM."""
     return master.startswith("local")

@@ -14,9 +14,20 @@ class RelayMetrics:
             " facts wait in the service's database.",
             registry=registry,
         )
+        self.standby = Gauge(
+            "tidemark_relay_standby",
+            "1 while this process waits because another relay works on its database.",
+            registry=registry,
+        )
+        self.heartbeat = Gauge(
+            "tidemark_relay_heartbeat_timestamp_seconds",
+            "When the loop of a process that relays last went round (s since 1970). Older than a minute: it hangs.",
+            registry=registry,
+        )
         self.looked = Gauge(
             "tidemark_relay_looked_timestamp_seconds",
-            "When the database was last looked at. Standing still: the relay hangs, or a server does not answer.",
+            "When the database was last looked at (s since 1970). Standing still while it relays: Kafka does not take"
+            " what it sends, or the database does not answer.",
             registry=registry,
         )
         self.facts = Counter(

@@ -105,6 +105,7 @@ class AppendRelay:
                 pause = min(2 * pause, _LONGEST_PAUSE)
             finally:
                 self._metrics.relaying.set(0)
+                self._metrics.standby.set(0)
 
     def _has_its_turn(self, connection: Connection) -> bool:
         """Wait until no other relay of this database is connected. Not in the server: that would hold a snapshot."""
@@ -112,7 +113,9 @@ class AppendRelay:
         while not self._halt.is_set():
             row = connection.execute("select pg_try_advisory_lock(%s, 0)", [looks.LOCK]).fetchone()
             if row is not None and row[0]:
+                self._metrics.standby.set(0)
                 return True
+            self._metrics.standby.set(1)
             if not waits:
                 log.info("Another relay works on this database; waiting for its end")
             waits = True
@@ -123,6 +126,7 @@ class AppendRelay:
         """Work until the connection breaks, or streams or epochs are others."""
         while not self._halt.is_set():
             streams = self._joined(connection)
+            self._metrics.heartbeat.set_to_current_time()
             self._metrics.relaying.set(1)
             decider = Decider(connection, streams)
             self._due.clear()
@@ -151,6 +155,7 @@ class AppendRelay:
     def _work(self, connection: Connection, decider: Decider) -> None:
         pause, settled, watched = SHORTEST, time.monotonic(), 0.0
         while not (self._halt.is_set() or decider.outrun):
+            self._metrics.heartbeat.set_to_current_time()
             if not self._due and (room := self._room()) > 0:
                 self._due += (part for decided in _result(decider.round(room)) for part in _parts(decided))
                 self._metrics.looked.set_to_current_time()

@@ -1,62 +1,107 @@
-"""Scrapes and probes of the pipeline's process, over a real socket."""
+"""Scrapes and probes over a real socket: of the pipeline's process, and of a relay's."""
 
 from collections.abc import Iterator
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
+from prometheus_client import CollectorRegistry
 
-from tidemark.app import metrics, probes
-from tidemark.app.settings import Settings
+from tidemark.app import metrics, probes, relay
+from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.streaming.errors import BadSetting
 
 NOW = 1_000_000.0
+ANYWHERE = ("127.0.0.1", 0)
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
-    with probes.served(Settings(metrics_port=0), now=lambda: NOW) as port:
-        yield f"http://127.0.0.1:{port}"
+def health() -> Iterator[metrics.PipelineHealth]:
+    yield metrics.PipelineHealth()
     metrics.READY.set(0)
     metrics.HEARTBEAT.set(0)
 
 
-def status(url: str) -> int:
+@pytest.fixture
+def relaying() -> RelayMetrics:
+    return RelayMetrics(CollectorRegistry())
+
+
+@pytest.fixture
+def url(health: metrics.PipelineHealth) -> Iterator[str]:
+    with probes.served("TIDEMARK_METRICS_PORT", ANYWHERE, health, now=lambda: NOW) as port:
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture
+def relay_url(relaying: RelayMetrics) -> Iterator[str]:
+    with probes.served("--metrics", ANYWHERE, relay.RelayHealth(relaying), now=lambda: NOW) as port:
+        yield f"http://127.0.0.1:{port}"
+
+
+def asked(url: str) -> tuple[int, str]:
     try:
         with urlopen(url, timeout=5) as response:
-            return int(response.status)
+            return int(response.status), response.read().decode().strip()
     except HTTPError as error:
-        error.close()
-        return error.code
+        with error:
+            return error.code, error.read().decode().strip()
 
 
-def test_one_that_waits_is_alive_and_not_ready(url: str) -> None:
+def states(url: str) -> list[int]:
+    return [asked(f"{url}/{probe}")[0] for probe in ("livez", "readyz")]
+
+
+def test_one_that_waits_is_alive_and_says_for_what(url: str, health: metrics.PipelineHealth) -> None:
     """Before its query runs a pipeline waits for servers or the lease: to be left alone, and not to be relied on."""
-    assert [status(f"{url}/livez"), status(f"{url}/readyz")] == [200, 503]
+    assert states(url) == [200, 503]
+    health.stands("no executor has come")
+    assert asked(f"{url}/readyz") == (503, "no executor has come")
 
 
-def test_one_whose_query_runs_is_ready(url: str) -> None:
-    """The loop went round a moment ago and says that the query runs."""
-    metrics.READY.set(1)
+def test_one_whose_query_runs_is_ready(url: str, health: metrics.PipelineHealth) -> None:
+    """The loop went round a moment ago and says that the next batch can run."""
+    health.stands(None)
     metrics.HEARTBEAT.set(NOW - 1)
-    assert [status(f"{url}/livez"), status(f"{url}/readyz")] == [200, 200]
+    assert states(url) == [200, 200]
 
 
-def test_one_whose_loop_stands_still_is_not_alive(url: str) -> None:
+def test_one_whose_loop_stands_still_is_not_alive(url: str, health: metrics.PipelineHealth) -> None:
     """A heartbeat that is older than 15 s while the query is said to run: the process hangs."""
-    metrics.READY.set(1)
-    metrics.HEARTBEAT.set(NOW - probes.STALE_SECONDS)
-    assert status(f"{url}/livez") == 503
+    health.stands(None)
+    metrics.HEARTBEAT.set(NOW - metrics.STALE_SECONDS)
+    assert states(url) == [503, 200]
 
 
-def test_every_other_path_is_the_scrape(url: str) -> None:
+def test_every_other_path_is_the_scrape(url: str, health: metrics.PipelineHealth) -> None:
     """Prometheus finds the metrics at /metrics."""
-    with urlopen(f"{url}/metrics", timeout=5) as response:
-        assert b"\ntidemark_pipeline_ready 0.0" in response.read()
+    health.stands("no executor has come")
+    assert "\ntidemark_pipeline_ready 0.0" in asked(f"{url}/metrics")[1]
 
 
-def test_a_port_in_use_stops_the_start(url: str) -> None:
+def test_a_port_in_use_stops_the_start(url: str, health: metrics.PipelineHealth) -> None:
     """A person must choose another port: one line says which one was wanted."""
-    port = int(url.rpartition(":")[2])
-    with pytest.raises(BadSetting, match=f"TIDEMARK_METRICS_PORT.*{port}"), probes.served(Settings(metrics_port=port)):
+    taken = ("127.0.0.1", int(url.rpartition(":")[2]))
+    wrong = pytest.raises(BadSetting, match=f"TIDEMARK_METRICS_PORT.*{taken[1]}")
+    with wrong, probes.served("TIDEMARK_METRICS_PORT", taken, health):
         pass
+
+
+def test_a_relay_that_waits_for_a_server_is_alive_and_not_ready(relay_url: str) -> None:
+    """Kafka and the database may come in any order, and whenever they like."""
+    assert states(relay_url) == [200, 503]
+
+
+@pytest.mark.parametrize("state", ["relaying", "standby"])
+def test_a_relay_that_works_or_waits_for_its_turn_is_ready(relay_url: str, relaying: RelayMetrics, state: str) -> None:
+    """The relay of a new release has its turn only when the old one ends, which waits until the new one is ready."""
+    getattr(relaying, state).set(1)
+    relaying.heartbeat.set(NOW - 1)
+    assert states(relay_url) == [200, 200]
+
+
+def test_a_relay_whose_loop_stands_still_is_not_alive(relay_url: str, relaying: RelayMetrics) -> None:
+    """A minute without a round, while it should relay: the process hangs."""
+    relaying.relaying.set(1)
+    relaying.heartbeat.set(NOW - relay.STALE_SECONDS)
+    assert states(relay_url) == [503, 200]

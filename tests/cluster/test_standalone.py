@@ -73,6 +73,27 @@ def test_positions_survive_the_death_of_a_worker(site: Site, master: Master, wor
     running.terminate()
 
 
+def test_without_an_executor_it_is_not_ready_and_says_so(
+    site: Site, master: Master, disks: Path, tmp_path: Path
+) -> None:
+    """The query runs and none of its batches can: that is told where people look, until a worker comes."""
+    play = site.play(7, Cast(streams=2, writers=2, rate=20.0))
+    running = site.start(spark_master=master.url, spark_executor_memory="512m", shards=8)
+    running.says("no executor of Spark has come")
+    play.until(10)
+    assert running.metric("tidemark_pipeline_ready") == 0.0
+    assert time.time() - (running.metric("tidemark_last_batch_timestamp_seconds") or 0.0) < 3600
+    worker = ClusterWorker(master.home, master, 1, disks)
+    worker.start()
+    try:
+        running.ready()
+        play.end()
+        site.shows(play)
+        running.terminate()
+    finally:
+        worker.stop(seconds=5)
+
+
 def test_with_a_store_the_query_outlives_a_worker(
     site: Site, master: Master, workers: list[ClusterWorker], tmp_path: Path
 ) -> None:

@@ -52,3 +52,13 @@ def test_stopping_cuts_a_pause_short() -> None:
     with pytest.raises(Stopping):
         wait_out(Flaky(*(away() for _ in range(99))), stopping)
     assert time.monotonic() - began < 3.0
+
+
+def test_a_limit_ends_the_wait_with_what_the_server_said_last() -> None:
+    """A hook of an installation has minutes: whoever waits for it sees the reason, not a deadline."""
+
+    def never() -> None:
+        raise Unavailable("Postgres", "db:5432", "nobody listens")
+
+    with pytest.raises(Unavailable, match="nobody listens"):
+        wait_out(never, threading.Event(), seconds=0.0)

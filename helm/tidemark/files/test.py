@@ -4,7 +4,7 @@ import json
 import os
 import time
 from pathlib import Path
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from tidemark.app.produce import produce
@@ -29,6 +29,17 @@ def over_http(path: str) -> dict[str, object] | None:
         raise
 
 
+def missing() -> str:
+    """What the pipeline says that it waits for."""
+    try:
+        with urlopen(os.environ["PIPELINE"] + "/readyz", timeout=10):
+            return "the pipeline is ready, so look at its log and at `tidemark status`"
+    except HTTPError as error:
+        return f"the pipeline is not ready: {error.read().decode().strip()}"
+    except (URLError, TimeoutError) as error:
+        return f"the pipeline does not answer ({error}): does its pod run?"
+
+
 def over_redis(positions: Positions) -> int:
     standing = positions.get(STREAM)
     return standing.linear if isinstance(standing, Standing) else 0
@@ -43,7 +54,7 @@ produce(settings.kafka, settings.kafka_facts_topic, Topic.FACTS, [json.dumps(fac
 with Positions(settings.redis) as positions:
     while (linear := over_redis(positions)) < wanted:
         if time.monotonic() - sent > PATIENCE:
-            raise SystemExit(f"Redis still has {linear} after {PATIENCE:.0f} s, not {wanted}: is the pipeline ready?")
+            raise SystemExit(f"Redis still has {linear} after {PATIENCE:.0f} s, not {wanted}: {missing()}")
         time.sleep(0.05)
 print(f"Redis has {STREAM} at {linear}, {time.monotonic() - sent:.2f} s after the fact was sent")
 after = over_http(f"/v1/streams/{STREAM}")

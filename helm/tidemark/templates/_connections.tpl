@@ -18,18 +18,55 @@ postgresPassword: {{ toJson .Values.postgres.passwordSecret }}
 {{- end -}}
 {{- end -}}
 
-{{/* The connection string's Secret of a role (pipeline, sidecar, migrations), as YAML; its name is empty where there is none. */}}
-{{- define "tidemark.dsnSecret" -}}
-{{- $own := dict "name" "" -}}
-{{- if ne .role "pipeline" -}}
-{{- $own = (index .root.Values .role).dsnSecret -}}
+{{/*
+How a role reaches its database, as YAML: of dsn, dsnSecret and dsnFile one is not empty, and `value` is the value that
+says so. Roles: pipeline, sidecar, migrations, and with a "database" relay and relayMigrations.
+*/}}
+{{- define "tidemark.postgres" -}}
+{{- $servers := include "tidemark.servers" .root | fromYaml -}}
+{{- $none := dict "name" "" -}}
+{{- $found := dict "dsn" "" "dsnSecret" $none "dsnFile" "" "passwordSecret" $none "tls" .root.Values.postgres.tls -}}
+{{- if hasPrefix "relay" .role -}}
+{{- $value := printf "relay.databases[%s]" .database.name -}}
+{{- $_ := set $found "tls" .database.tls -}}
+{{- if eq .role "relayMigrations" -}}
+{{- $found = merge (dict "dsnSecret" .database.migrate.dsnSecret "value" (print $value ".migrate.dsnSecret")) $found -}}
+{{- else -}}
+{{- $found = merge (pick .database "dsn" "dsnSecret" "dsnFile" "passwordSecret") (dict "value" $value) $found -}}
 {{- end -}}
-{{- toYaml (ternary $own (include "tidemark.servers" .root | fromYaml).postgresDsn (ne $own.name "")) -}}
+{{- else if and (ne .role "pipeline") (index .root.Values .role).dsnSecret.name -}}
+{{- $found = merge (dict "dsnSecret" (index .root.Values .role).dsnSecret "value" (print .role ".dsnSecret")) $found -}}
+{{- else -}}
+{{- $value := ternary "postgres.dsnSecret" "postgres.dsn" (ne $servers.postgresDsn.name "") -}}
+{{- $found = merge (dict "dsn" $servers.postgres "dsnSecret" $servers.postgresDsn "passwordSecret" $servers.postgresPassword "value" $value) $found -}}
+{{- end -}}
+{{- toYaml $found -}}
+{{- end -}}
+
+{{/* Who a role is to Kafka: kafka.sasl and kafka.tls, with the relays' own user in them where there is one. */}}
+{{- define "tidemark.kafkaUser" -}}
+{{- $kafka := .root.Values.kafka -}}
+{{- $found := dict "username" $kafka.sasl.username "passwordSecret" $kafka.sasl.passwordSecret "clientCertificateSecret" $kafka.tls.clientCertificateSecret "value" "kafka.sasl" -}}
+{{- if eq .role "relay" -}}
+{{- $own := .root.Values.relay.kafka -}}
+{{- if $own.username -}}
+{{- $found = merge (dict "username" $own.username "passwordSecret" $own.passwordSecret "value" "relay.kafka") $found -}}
+{{- end -}}
+{{- if $own.clientCertificateSecret.name -}}
+{{- $_ := set $found "clientCertificateSecret" $own.clientCertificateSecret -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $found -}}
+{{- end -}}
+
+{{/* Whether an address has a password in it: before the @, among the words, or behind the question mark. */}}
+{{- define "tidemark.holdsPassword" -}}
+{{- if or (regexMatch "://[^/?#]*:[^/?#]*@" .) (regexMatch "password\\s*=" .) -}}yes{{- end -}}
 {{- end -}}
 
 {{/* Whether a role talks to Kafka: a sidecar only for the rows of the line protocol. */}}
 {{- define "tidemark.needsKafka" -}}
-{{- if or (has .role (list "pipeline" "topics" "test")) (and (eq .role "sidecar") (include "tidemark.speaksLines" .root)) -}}yes{{- end -}}
+{{- if or (has .role (list "pipeline" "topics" "test" "relay")) (and (eq .role "sidecar") (include "tidemark.speaksLines" .root)) -}}yes{{- end -}}
 {{- end -}}
 
 {{- define "tidemark.speaksLines" -}}
@@ -38,17 +75,17 @@ postgresPassword: {{ toJson .Values.postgres.passwordSecret }}
 
 {{/*
 Secrets of a role as sources of a projected volume: (dict "root" $ "role" "pipeline"). Empty where it needs none.
-Roles: pipeline, sidecar, migrations, topics, test.
+Roles: pipeline, sidecar, migrations, topics, test, and with a "database" relay and relayMigrations.
 */}}
 {{- define "tidemark.secretSources" -}}
 {{- $v := .root.Values -}}
-{{- $servers := include "tidemark.servers" .root | fromYaml -}}
+{{- $user := include "tidemark.kafkaUser" . | fromYaml -}}
 {{- $files := list -}}
 {{- if include "tidemark.needsKafka" . -}}
 {{- $files = append $files (list $v.kafka.tls.caSecret.name $v.kafka.tls.caSecret.key "kafka/ca.crt") -}}
-{{- $files = append $files (list $v.kafka.tls.clientCertificateSecret.name $v.kafka.tls.clientCertificateSecret.certificateKey "kafka/tls.crt") -}}
-{{- $files = append $files (list $v.kafka.tls.clientCertificateSecret.name $v.kafka.tls.clientCertificateSecret.keyKey "kafka/tls.key") -}}
-{{- $files = append $files (list $v.kafka.sasl.passwordSecret.name $v.kafka.sasl.passwordSecret.key "kafka/password") -}}
+{{- $files = append $files (list $user.clientCertificateSecret.name $user.clientCertificateSecret.certificateKey "kafka/tls.crt") -}}
+{{- $files = append $files (list $user.clientCertificateSecret.name $user.clientCertificateSecret.keyKey "kafka/tls.key") -}}
+{{- $files = append $files (list $user.passwordSecret.name $user.passwordSecret.key "kafka/password") -}}
 {{- $files = append $files (list $v.kafka.sasl.oauth.clientSecret.name $v.kafka.sasl.oauth.clientSecret.key "kafka/client-secret") -}}
 {{- end -}}
 {{- if has .role (list "pipeline" "sidecar" "test") -}}
@@ -56,13 +93,12 @@ Roles: pipeline, sidecar, migrations, topics, test.
 {{- $files = append $files (list $v.redis.sentinelPasswordSecret.name $v.redis.sentinelPasswordSecret.key "redis/sentinel-password") -}}
 {{- $files = append $files (list $v.redis.caSecret.name $v.redis.caSecret.key "redis/ca.crt") -}}
 {{- end -}}
-{{- if has .role (list "pipeline" "sidecar" "migrations") -}}
-{{- $dsn := include "tidemark.dsnSecret" . | fromYaml -}}
-{{- $files = append $files (list $dsn.name $dsn.key "postgres/dsn") -}}
-{{- if not $dsn.name -}}
-{{- $files = append $files (list $servers.postgresPassword.name $servers.postgresPassword.key "postgres/password") -}}
+{{- if has .role (list "pipeline" "sidecar" "migrations" "relay" "relayMigrations") -}}
+{{- with include "tidemark.postgres" . | fromYaml -}}
+{{- $files = append $files (list .dsnSecret.name .dsnSecret.key "postgres/dsn") -}}
+{{- $files = append $files (list .passwordSecret.name .passwordSecret.key "postgres/password") -}}
+{{- $files = append $files (list .tls.caSecret.name .tls.caSecret.key "postgres/ca.crt") -}}
 {{- end -}}
-{{- $files = append $files (list $v.postgres.tls.caSecret.name $v.postgres.tls.caSecret.key "postgres/ca.crt") -}}
 {{- end -}}
 {{- if has .role (list "sidecar" "test") -}}
 {{- $files = append $files (list $v.sidecar.tokensSecret.name $v.sidecar.tokensSecret.key "sidecar/tokens") -}}
@@ -103,6 +139,7 @@ Roles: pipeline, sidecar, migrations, topics, test.
 {{- $v := .root.Values -}}
 {{- $servers := include "tidemark.servers" .root | fromYaml -}}
 {{- $files := "/etc/tidemark/secrets" -}}
+{{- $user := include "tidemark.kafkaUser" . | fromYaml -}}
 {{- $env := list -}}
 {{- if include "tidemark.needsKafka" . -}}
 {{- $sasl := ne $v.kafka.sasl.mechanism "" -}}
@@ -115,7 +152,7 @@ Roles: pipeline, sidecar, migrations, topics, test.
 {{- if $v.kafka.tls.caSecret.name -}}
 {{- $env = append $env (list "KAFKA_CA_FILE" (print $files "/kafka/ca.crt")) -}}
 {{- end -}}
-{{- if $v.kafka.tls.clientCertificateSecret.name -}}
+{{- if $user.clientCertificateSecret.name -}}
 {{- $env = append $env (list "KAFKA_SSL_CERTIFICATE_FILE" (print $files "/kafka/tls.crt")) -}}
 {{- $env = append $env (list "KAFKA_SSL_KEY_FILE" (print $files "/kafka/tls.key")) -}}
 {{- end -}}
@@ -129,7 +166,7 @@ Roles: pipeline, sidecar, migrations, topics, test.
 {{- $env = append $env (list "KAFKA_SASL_OAUTHBEARER_SCOPE" .) -}}
 {{- end -}}
 {{- else -}}
-{{- $env = append $env (list "KAFKA_USERNAME" $v.kafka.sasl.username) -}}
+{{- $env = append $env (list "KAFKA_USERNAME" $user.username) -}}
 {{- $env = append $env (list "KAFKA_PASSWORD_FILE" (print $files "/kafka/password")) -}}
 {{- end -}}
 {{- end -}}
@@ -146,12 +183,16 @@ Roles: pipeline, sidecar, migrations, topics, test.
 {{- $env = append $env (list "REDIS_CA_FILE" (print $files "/redis/ca.crt")) -}}
 {{- end -}}
 {{- end -}}
-{{- if has .role (list "pipeline" "sidecar" "migrations") -}}
-{{- if (include "tidemark.dsnSecret" . | fromYaml).name -}}
+{{- $postgres := dict -}}
+{{- if has .role (list "pipeline" "sidecar" "migrations" "relay" "relayMigrations") -}}
+{{- $postgres = include "tidemark.postgres" . | fromYaml -}}
+{{- if $postgres.dsnSecret.name -}}
 {{- $env = append $env (list "POSTGRES_DSN_FILE" (print $files "/postgres/dsn")) -}}
+{{- else if $postgres.dsnFile -}}
+{{- $env = append $env (list "POSTGRES_DSN_FILE" $postgres.dsnFile) -}}
 {{- else -}}
-{{- $env = append $env (list "POSTGRES_DSN" $servers.postgres) -}}
-{{- if $servers.postgresPassword.name -}}
+{{- $env = append $env (list "POSTGRES_DSN" $postgres.dsn) -}}
+{{- if $postgres.passwordSecret.name -}}
 {{- $env = append $env (list "POSTGRES_PASSWORD_FILE" (print $files "/postgres/password")) -}}
 {{- end -}}
 {{- end -}}
@@ -164,10 +205,10 @@ Roles: pipeline, sidecar, migrations, topics, test.
   {{- /* As JSON: a number of a million would become 1e+06. */}}
   value: {{ kindIs "string" (index . 1) | ternary (index . 1) (index . 1 | toJson) | quote }}
 {{- end }}
-{{- if has .role (list "pipeline" "sidecar" "migrations") }}
+{{- with $postgres }}
 - name: PGSSLMODE
-  value: {{ $v.postgres.tls.mode }}
-{{- if $v.postgres.tls.caSecret.name }}
+  value: {{ .tls.mode }}
+{{- if .tls.caSecret.name }}
 - name: PGSSLROOTCERT
   value: {{ $files }}/postgres/ca.crt
 {{- end }}

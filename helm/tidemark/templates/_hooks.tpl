@@ -9,15 +9,34 @@ labels:
 annotations:
   helm.sh/hook: pre-install,pre-upgrade
   helm.sh/hook-weight: {{ .weight | quote }}
-  # One that failed stays, with its log, until the next try.
+  # One that failed stays until the next try, and helm shows its log.
   helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
+  helm.sh/hook-output-log-policy: hook-failed
+{{- end -}}
+
+{{/* The beginning of a hook Job's spec: (dict "root" $ "container" "migrate"), the container that does the work. */}}
+{{- define "tidemark.hookJob" -}}
+# Longer than the container tries, an image to be pulled included, and shorter than helm waits: a Job that reaches it loses
+# its pod, and with that its log.
+activeDeadlineSeconds: {{ add .root.Values.migrations.timeoutSeconds 120 }}
+# It tries by itself for as long as a server does not answer; what it says then is final.
+backoffLimit: 2
+podFailurePolicy:
+  rules:
+    - action: FailJob
+      onExitCodes: {containerName: {{ .container }}, operator: In, values: [1, 2]}
+    # A node that is drained says nothing of the migration.
+    - action: Ignore
+      onPodConditions: [{type: DisruptionTarget}]
+# An uninstall does not know it.
+ttlSecondsAfterFinished: 86400
 {{- end -}}
 
 {{/* The beginning of a hook pod's spec. */}}
 {{- define "tidemark.hookPodBasics" -}}
 automountServiceAccountToken: false
 enableServiceLinks: false
-restartPolicy: OnFailure
+restartPolicy: Never
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}

@@ -1,10 +1,8 @@
-{{/* Brings the schema up to date, as an init container. Waits for Postgres; what a person must mend (code 2) ends it. */}}
+{{/* Brings the schema up to date. Waits for Postgres: as a hook for a time, as an init container for ever. */}}
 {{- define "tidemark.migrations.container" -}}
 - name: migrate
   {{- include "tidemark.containerBasics" . | nindent 2 }}
-  command: [tini, --, sh, -c]
-  args:
-    - until tidemark migrate; do [ $? -ne 2 ] || exit 2; sleep 1; done
+  args: [migrate, --wait, {{ ternary (.Values.migrations.timeoutSeconds | toString) "inf" (eq .Values.migrations.mode "hook") | quote }}]
   env:
     {{- include "tidemark.env" (dict "root" . "role" "migrations") | trim | nindent 4 }}
   resources:

@@ -1,0 +1,51 @@
+"""The chart's alerts and dashboard as files, without helm. Their expressions are parsed in `check_chart.py`."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+from tests.helm.tools import CHART
+from tidemark.app import metrics
+from tidemark.app.read_side import metrics as sidecar_metrics
+from tidemark.sources.relay.metrics import RelayMetrics
+
+ALERTS = ["alerts.yaml", "relay-alerts.yaml"]
+
+
+def rules(file: str) -> Iterator[dict[str, Any]]:
+    document = yaml.safe_load((CHART / "files" / file).read_text())
+    for group in document["groups"] if isinstance(document, dict) else document:
+        yield from group["rules"]
+
+
+@pytest.mark.parametrize("file", ALERTS)
+def test_every_alert_says_how_bad_it_is_what_it_is_and_what_to_do(file: str) -> None:
+    """A text with a colon in it that is not quoted would be another document, or none."""
+    for rule in rules(file):
+        assert rule["labels"]["severity"] in {"critical", "warning"}
+        assert {type(text) for text in rule["annotations"].values()} == {str}
+        assert set(rule["annotations"]) == {"summary", "action"}
+
+
+def test_no_two_alerts_have_one_name() -> None:
+    """Whoever is called at night looks the name up."""
+    names = [rule["alert"] for file in ALERTS for rule in rules(file)]
+    assert sorted(set(names)) == sorted(names)
+
+
+@pytest.mark.parametrize("file", [*ALERTS, "dashboard.json"])
+def test_alerts_and_dashboard_ask_for_metrics_that_exist(file: str) -> None:
+    """A metric that is renamed must not leave an alert behind that never fires."""
+    known = {name for name, *_ in metrics.STREAM_GAUGES.values()}
+    relay = RelayMetrics(CollectorRegistry()).registry
+    for registry in (metrics.REGISTRY, sidecar_metrics.REGISTRY, relay):
+        for family in registry.collect():
+            suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(family.type, [""])
+            known |= {family.name + suffix for suffix in suffixes}
+    asked = {word for word in re.findall(r"\w+", (CHART / "files" / file).read_text()) if word.startswith("tidemark_")}
+    assert asked - known == set()
+    assert asked
