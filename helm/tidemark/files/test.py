@@ -45,8 +45,20 @@ def over_redis(positions: Positions) -> int:
     return standing.linear if isinstance(standing, Standing) else 0
 
 
+def answered() -> dict[str, object]:
+    """Where the stream is before the fact; the sidecars may have just been started."""
+    asked = time.monotonic()
+    while True:
+        try:
+            return over_http(f"/v1/streams/{STREAM}") or {"linear": 0}
+        except (OSError, TimeoutError) as error:
+            if time.monotonic() - asked > PATIENCE:
+                raise SystemExit(f"no sidecar answers after {PATIENCE:.0f} s ({error}); {missing()}") from None
+            time.sleep(1)
+
+
 settings = load()
-before = over_http(f"/v1/streams/{STREAM}") or {"linear": 0}
+before = answered()
 wanted = int(str(before["linear"])) + 1
 fact = {"kind": "RDATA", "stream": STREAM, "writer": WRITER, "id": wanted, "row": {}}
 sent = time.monotonic()

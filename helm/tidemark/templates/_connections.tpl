@@ -20,7 +20,7 @@ postgresPassword: {{ toJson .Values.postgres.passwordSecret }}
 
 {{/*
 How a role reaches its database, as YAML: of dsn, dsnSecret and dsnFile one is not empty, and `value` is the value that
-says so. Roles: pipeline, sidecar, migrations, and with a "database" relay and relayMigrations.
+says so. Roles: pipeline, sidecar, migrations, and with a "database" relay and relay-migrations.
 */}}
 {{- define "tidemark.postgres" -}}
 {{- $servers := include "tidemark.servers" .root | fromYaml -}}
@@ -29,7 +29,7 @@ says so. Roles: pipeline, sidecar, migrations, and with a "database" relay and r
 {{- if hasPrefix "relay" .role -}}
 {{- $value := printf "relay.databases[%s]" .database.name -}}
 {{- $_ := set $found "tls" .database.tls -}}
-{{- if eq .role "relayMigrations" -}}
+{{- if eq .role "relay-migrations" -}}
 {{- $found = merge (dict "dsnSecret" .database.migrate.dsnSecret "value" (print $value ".migrate.dsnSecret")) $found -}}
 {{- else -}}
 {{- $found = merge (pick .database "dsn" "dsnSecret" "dsnFile" "passwordSecret") (dict "value" $value) $found -}}
@@ -75,7 +75,7 @@ says so. Roles: pipeline, sidecar, migrations, and with a "database" relay and r
 
 {{/*
 Secrets of a role as sources of a projected volume: (dict "root" $ "role" "pipeline"). Empty where it needs none.
-Roles: pipeline, sidecar, migrations, topics, test, and with a "database" relay and relayMigrations.
+Roles: pipeline, sidecar, migrations, topics, test, and with a "database" relay and relay-migrations.
 */}}
 {{- define "tidemark.secretSources" -}}
 {{- $v := .root.Values -}}
@@ -93,7 +93,7 @@ Roles: pipeline, sidecar, migrations, topics, test, and with a "database" relay 
 {{- $files = append $files (list $v.redis.sentinelPasswordSecret.name $v.redis.sentinelPasswordSecret.key "redis/sentinel-password") -}}
 {{- $files = append $files (list $v.redis.caSecret.name $v.redis.caSecret.key "redis/ca.crt") -}}
 {{- end -}}
-{{- if has .role (list "pipeline" "sidecar" "migrations" "relay" "relayMigrations") -}}
+{{- if has .role (list "pipeline" "sidecar" "migrations" "relay" "relay-migrations") -}}
 {{- with include "tidemark.postgres" . | fromYaml -}}
 {{- $files = append $files (list .dsnSecret.name .dsnSecret.key "postgres/dsn") -}}
 {{- $files = append $files (list .passwordSecret.name .passwordSecret.key "postgres/password") -}}
@@ -184,7 +184,7 @@ Roles: pipeline, sidecar, migrations, topics, test, and with a "database" relay 
 {{- end -}}
 {{- end -}}
 {{- $postgres := dict -}}
-{{- if has .role (list "pipeline" "sidecar" "migrations" "relay" "relayMigrations") -}}
+{{- if has .role (list "pipeline" "sidecar" "migrations" "relay" "relay-migrations") -}}
 {{- $postgres = include "tidemark.postgres" . | fromYaml -}}
 {{- if $postgres.dsnSecret.name -}}
 {{- $env = append $env (list "POSTGRES_DSN_FILE" (print $files "/postgres/dsn")) -}}
