@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from tidemark.app.connections import Shown
 from tidemark.app.settings import Settings, origin_of, unknown_variables, variable_of
 
 _URL_PASSWORD = re.compile(r"(://[^:/?#]*:).*@")
@@ -39,7 +40,7 @@ def _shown(name: str, value: Any) -> str:
         case None:
             return "-"
         case SecretStr():
-            text = value.get_secret_value()
-            return "***" if name.endswith("password") else masked(text)
+            is_address = Shown() in Settings.model_fields[name].metadata
+            return masked(value.get_secret_value()) if is_address else "***"
         case _:
             return str(value)

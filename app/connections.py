@@ -5,6 +5,7 @@ A part of `app.settings`, which reads them and the files of their secrets; the t
 
 import re
 from abc import abstractmethod
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self
@@ -54,8 +55,13 @@ def _is_redis_url(secret: SecretStr) -> SecretStr:
     return secret
 
 
-PostgresDsn = Annotated[SecretStr, AfterValidator(_is_conninfo)]
-RedisUrl = Annotated[SecretStr, AfterValidator(_is_redis_url)]
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Of a secret: an address that may be shown, but for the passwords in it."""
+
+
+PostgresDsn = Annotated[SecretStr, AfterValidator(_is_conninfo), Shown()]
+RedisUrl = Annotated[SecretStr, AfterValidator(_is_redis_url), Shown()]
 Positive = Annotated[int, Field(ge=1)]
 AnyPort = Annotated[int, Field(ge=0, le=65535)]
 HostPort = Annotated[str, AfterValidator(_is_host_port)]

@@ -21,7 +21,8 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from tidemark.app.connections import PREFIX, AnyPort, Connections, HostPort, Positive, variable
+from tidemark.app.connections import PREFIX, AnyPort, Connections, Positive, variable
+from tidemark.app.sidecar_settings import SidecarSettings
 from tidemark.streaming.errors import BadSetting
 from tidemark.streaming.model import Bounds
 
@@ -33,7 +34,7 @@ _HOME = Path("~/.cache/tidemark").expanduser()
 Memory = Annotated[str, Field(pattern=r"^[1-9]\d*[kmgt]$")]
 
 
-class Settings(Connections):
+class Settings(SidecarSettings, Connections):
     """The effective settings. Made by `load`, which turns a wrong value into `BadSetting`."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, extra="ignore", frozen=True)
@@ -118,33 +119,6 @@ class Settings(Connections):
         5000, ge=0, description="Writers, of all streams, with a series of their own; the others have one together."
     )
 
-    sidecar_host: str = Field("127.0.0.1", min_length=1, description="Address that the sidecar listens on.")
-    sidecar_port: AnyPort = Field(9480, description="Port of the sidecar; 0 = any free one.")
-    sidecar_tokens: Path | None = Field(
-        None,
-        description="File of bearer tokens, one a line, read again when it changes; without it everybody may read.",
-    )
-    sidecar_cors: str = Field("", description="Web sites whose scripts may read the sidecar: https://host[,...].")
-    sidecar_connections: Positive = Field(5000, description="Connections that the sidecar serves at once.")
-    sidecar_held: Positive = Field(2500, description="Waits and event streams that the sidecar holds open at once.")
-    sidecar_wait_seconds: Annotated[float, Field(gt=0, le=3600)] = Field(
-        60.0, description="How long one wait may last at most."
-    )
-
-    sidecar_tcp: HostPort = Field(
-        "127.0.0.1:9481", description="Address of the sidecar's line protocol, host:port; port 0 = any free one."
-    )
-    sidecar_tcp_connections: Positive = Field(1000, description="Clients of the line protocol served at once.")
-    sidecar_name: Annotated[str, Field(pattern=r"^\S{1,255}$")] = Field(
-        "tidemark", description="Name of the server, which the line protocol begins with."
-    )
-    sidecar_channel: Annotated[str | None, Field(pattern=r"^\S{1,255}$")] = Field(
-        None, description="Channel of Redis on which sidecars speak the line protocol too; without it they do not."
-    )
-    sidecar_rows_mib: Positive = Field(
-        64, description="MiB of rows that wait for positions; past it, clients of the line protocol fetch."
-    )
-
     history_days: Positive = Field(7, description="Days that Postgres keeps the history of advances and of gaps.")
     audit_days: Positive = Field(400, description="Days that Postgres keeps operators' acts and late completions.")
     advances_kept: Positive = Field(10_000, description="Advances that Redis keeps of each stream.")
@@ -194,10 +168,6 @@ class Settings(Connections):
             retired=self.retired_bound,
             retirement=self.retirement_days * 24 * 3600 * 1000,
         )
-
-    @property
-    def sidecar_origins(self) -> list[str]:
-        return [origin.strip() for origin in self.sidecar_cors.split(",") if origin.strip()]
 
     @property
     def metrics_url(self) -> str:

@@ -101,8 +101,10 @@ class Listening:
         patience = Patience()
         while True:
             try:
+                connected = time.monotonic()
                 for command in self._connected():
-                    patience.succeeded()
+                    if time.monotonic() - connected >= PING_EVERY:  # a server that ends it at once is not pressed
+                        patience.succeeded()
                     yield command
                 problem = "it closed the connection"
             except OSError as error:

@@ -108,6 +108,11 @@ class Snapshots:
         self._names: frozenset[str] = frozenset()
         self._named_at = -NAMES_AGE
 
+    @property
+    def remembers(self) -> bool:
+        """Whether it can say something of a stream while neither server answers."""
+        return bool(self._highest.streams)
+
     async def names(self) -> frozenset[str]:
         """Every stream that Redis, Postgres or this process knows, or knew."""
         found: set[str] = set()

@@ -66,7 +66,10 @@ class StreamAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamsAnswer(msgspec.Struct, frozen=True):
+    """By name. `next`, given as `after`, begins the next page; null: there is none."""
+
     streams: list[StreamAnswer]
+    next: Name | None
 
 
 class HealthAnswer(msgspec.Struct, frozen=True):

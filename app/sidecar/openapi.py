@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from tidemark.app.sidecar import answers
 from tidemark.app.sidecar.operation import JSON, Operation, OperationCall
-from tidemark.app.sidecar.problems import MEDIA_TYPE, Problem
+from tidemark.app.sidecar.problems import MEDIA_TYPE, Problem, urn
 
 SCHEMAS = "#/components/schemas/"
 SUFFIX = "Answer"  # of our types, which the document leaves out
@@ -100,7 +100,7 @@ def _described(it: Operation, known: Mapping[str, Any], components: Mapping[str,
 
 def _refusal(problem: type[Problem], known: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "description": f"{problem.title}: `{problem.type}`.",
+        "description": f"{problem.title}: `{urn(problem.type)}`.",
         "content": {MEDIA_TYPE: {"schema": known[repr(answers.ProblemAnswer)]}},
     }
 

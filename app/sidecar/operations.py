@@ -5,6 +5,7 @@
 
 import asyncio
 import time
+from bisect import bisect_right
 from typing import Annotated
 
 import msgspec
@@ -36,16 +37,24 @@ from tidemark.streaming.direction import beyond
 from tidemark.streaming.errors import BadToken, Stop, Unavailable
 
 PLAIN = "text/plain"
-SERVERS = 2  # Redis and Postgres, one of which is enough to answer
+Limit = Annotated[int, Meta(ge=1, le=10_000)]
+SERVERS = 2  # Redis and Postgres, one of which is enough to answer; and what was read of them is still true
+
+
+class StreamsQuery(msgspec.Struct, frozen=True):
+    after: Annotated[str, Meta(description="The `next` of the page before.")] = ""
+    limit: Limit = 1000
 
 
 async def all_streams(call: OperationCall) -> Response:
-    snapshots = call.service.read_side.snapshots
+    snapshots, query = call.service.read_side.snapshots, call.query
     names = sorted(await snapshots.names())
     if not names and (problems := await call.service.read_side.problems()):
         raise RecoveringProblem("; ".join(problems))
     now = time.monotonic()
-    body = answers.StreamsAnswer([described(it, now) for it in await snapshots.get(names)])
+    first = bisect_right(names, query.after)
+    page, rest = names[first : first + query.limit], names[first + query.limit :]
+    body = answers.StreamsAnswer([described(it, now) for it in await snapshots.get(page)], page[-1] if rest else None)
     return tagged(call.request, body, tag(body))
 
 
@@ -73,8 +82,9 @@ async def livez(_: OperationCall) -> Response:
 
 
 async def readyz(call: OperationCall) -> Response:
-    problems = await call.service.read_side.problems()
-    ready = len(problems) < SERVERS
+    read_side = call.service.read_side
+    problems = await read_side.problems()
+    ready = len(problems) < SERVERS or read_side.snapshots.remembers
     return json(answers.HealthAnswer(ready=ready, problems=problems), 200 if ready else 503)
 
 
@@ -83,9 +93,6 @@ async def scrape(call: OperationCall) -> Response:
     for server, reached in (("redis", read_side.live), ("postgres", read_side.durable)):
         metrics.UP.labels(server).set(reached.circuit_breaker.problem is None)
     return Response(generate_latest(metrics.REGISTRY), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-
-Limit = Annotated[int, Meta(ge=1, le=10_000)]
 
 
 class GapsQuery(msgspec.Struct, frozen=True):
@@ -159,6 +166,8 @@ async def wait(call: OperationCall) -> Response:
             notified = call.service.read_side.notifications.next(call.stream)
             known = await call.service.read_side.snapshots.positions(call.stream)
             now = time.monotonic()
+            if known is None:
+                await _position(call)  # a stream that nobody knows is not waited for
             if known is not None and _reached(Token.of(known.linear, known.vector), token):
                 return json(await _position(call))
             if known is None or known.allocated is None or not beyond(token.farthest(), known.allocated):
@@ -200,7 +209,8 @@ OPERATIONS = [
         "Where every stream stands.",
         all_streams,
         answers.StreamsAnswer,
-        problems=(Unauthorized, RecoveringProblem),
+        query=StreamsQuery,
+        problems=(BadRequest, Unauthorized, RecoveringProblem),
         headers=("If-None-Match",),
     ),
     Operation(
@@ -251,7 +261,7 @@ OPERATIONS = [
     Operation(
         "/readyz",
         "readyz",
-        "Whether it can answer: 503 where neither server does.",
+        "Whether it can answer: 503 where neither server does, and nothing was read of them before.",
         readyz,
         answers.HealthAnswer,
         others={503: answers.HealthAnswer},

@@ -1,10 +1,11 @@
 """What a request is refused with, as application/problem+json (RFC 9457).
 
-Problem                     400 to 503; `type` is a name that stays, `detail` is for people
+Problem                     400 to 503; `type` is a name that stays, told as a URN; `detail` is for people
 ├── BadRequest              400 a parameter cannot be read
+├── WrongHost               421 it is none of the names of this sidecar
 ├── Unauthorized            401 no token, or one that is not listed
 ├── UnknownStream           404 nobody knows the stream
-├── NotYet                  408 a wait was over
+├── NotYet                  412 a wait was over
 ├── Ahead                   409 a token is beyond all that was allocated
 ├── Busy                    429 this process serves as many as it may
 └── Recovering              503 nobody can say now
@@ -24,6 +25,11 @@ from tidemark.app.sidecar import answers
 MEDIA_TYPE = "application/problem+json"
 
 
+def urn(type_: str) -> str:
+    """The name of a problem, the same whichever sidecar tells it: RFC 9457 wants an absolute URI."""
+    return f"urn:tidemark:problem:{type_}"
+
+
 class Problem(Exception):
     """Raised by whatever answers a request; `answered` turns it into the response."""
 
@@ -39,7 +45,7 @@ class Problem(Exception):
 
     def response(self) -> Response:
         body = answers.ProblemAnswer(
-            type=self.type, title=self.title, status=self.status, detail=self.detail, stream=self.stream
+            type=urn(self.type), title=self.title, status=self.status, detail=self.detail, stream=self.stream
         )
         return _response(body, self.headers)
 
@@ -48,6 +54,12 @@ class BadRequest(Problem):
     status = HTTPStatus.BAD_REQUEST
     type = "bad-request"
     title = "A parameter cannot be read"
+
+
+class WrongHost(Problem):
+    status = HTTPStatus.MISDIRECTED_REQUEST
+    type = "wrong-host"
+    title = "The sidecar is not called so"
 
 
 class Unauthorized(Problem):
@@ -67,7 +79,7 @@ class UnknownStream(Problem):
 
 
 class NotYet(Problem):
-    status = HTTPStatus.REQUEST_TIMEOUT
+    status = HTTPStatus.PRECONDITION_FAILED  # not 408, after which browsers and proxies send a request again
     type = "not-yet"
     title = "The stream has not come so far"
 
@@ -108,7 +120,7 @@ def response(status: HTTPStatus, headers: Mapping[str, str] | None = None) -> Re
     """What HTTP itself refuses."""
     type_ = status.phrase.lower().replace(" ", "-")
     body = answers.ProblemAnswer(
-        type=type_, title=status.phrase, status=status, detail=status.description or status.phrase
+        type=urn(type_), title=status.phrase, status=status, detail=status.description or status.phrase
     )
     return _response(body, dict(headers or {}))
 
@@ -117,7 +129,7 @@ async def unexpected(_: Request, __: Exception) -> Response:
     """The handler of our own mistakes; Starlette raises them again for the log."""
     status = HTTPStatus.INTERNAL_SERVER_ERROR
     detail = "the sidecar's log tells more"
-    return _response(answers.ProblemAnswer(type="internal", title=status.phrase, status=status, detail=detail), {})
+    return _response(answers.ProblemAnswer(type=urn("internal"), title=status.phrase, status=status, detail=detail), {})
 
 
 def _response(body: answers.ProblemAnswer, headers: dict[str, str]) -> Response:

@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -24,7 +25,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.opened import ReadSide, ReadSideConfig, opened
-from tidemark.app.sidecar import events, openapi, operations, page
+from tidemark.app.sidecar import events, openapi, operations, page, sse
+from tidemark.app.sidecar.hosts import Hosts
 from tidemark.app.sidecar.operation import Operation, OperationCall, parsed
 from tidemark.app.sidecar.problems import Problem, Unauthorized, UnknownStream, answered, framework, unexpected
 from tidemark.app.sidecar.service import Limits, Service, serving
@@ -92,10 +94,12 @@ OPERATIONS: Sequence[Operation] = [*_DESCRIBED, openapi.operation(_DESCRIBED)]
 
 @dataclass(frozen=True, slots=True)
 class SiteConfig:
-    """Whom the site serves. `tokens_file` None: everybody. `origins` are the web sites whose scripts may read."""
+    """Whom the site serves. `tokens_file` None: everybody. `origins` are the web sites whose scripts may read, `hosts`
+    the names by which it may be asked; none: any."""
 
     tokens_file: Path | None = None
     origins: Sequence[str] = ()
+    hosts: Sequence[str] = ()
     limits: Limits = field(default_factory=Limits)
 
 
@@ -117,7 +121,9 @@ def site(servers: ReadSideConfig, config: SiteConfig, beside: Beside = lambda _:
             app.state.service = service
             yield
 
-    middleware = [Middleware(RawPath)]
+    middleware = [Middleware(RawPath), Middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)]
+    if config.hosts:
+        middleware.append(Middleware(Hosts, config.hosts))
     if config.origins:
         allowed = ["Authorization", "If-None-Match", "Last-Event-ID"]
         middleware.append(
@@ -130,12 +136,14 @@ def site(servers: ReadSideConfig, config: SiteConfig, beside: Beside = lambda _:
             )
         )
     operations = [Route(it.path, _endpoint(it, tokens), methods=["GET"], name=it.name) for it in OPERATIONS]
-    return Starlette(
+    web = Starlette(
         routes=[*operations, *page.ROUTES],
         middleware=middleware,
         exception_handlers={Problem: answered, HTTPException: framework, Exception: unexpected},
         lifespan=lifespan,
     )
+    web.router.redirect_slashes = False  # to wherever the client's own `Host` says
+    return web
 
 
 class RawPath:
@@ -155,7 +163,11 @@ def _endpoint(operation: Operation, tokens: Tokens | None) -> Callable[[Request]
         began = time.perf_counter()
         status = 500
         try:
-            response = await operation.act(_call(request))
+            call = _call(request)
+            if request.method == "HEAD" and operation.media == sse.MEDIA_TYPE:  # there is no end of it to wait for
+                response = Response(media_type=sse.MEDIA_TYPE)
+            else:
+                response = await operation.act(call)
             status = response.status_code
         except Problem as problem:
             status = problem.status

@@ -160,12 +160,13 @@ def test_running_stack_fills_in_what_is_not_set(setenv: SetEnv, tmp_path: Path) 
     assert settings.redis_url.get_secret_value() == "redis://elsewhere/0"
 
 
-def test_config_masks_every_password_and_says_where_values_come_from(setenv: SetEnv, tmp_path: Path) -> None:
-    """No password of any setting is printed, whatever its form, and each line ends with its origin."""
+def test_config_masks_every_secret_and_says_where_values_come_from(setenv: SetEnv, tmp_path: Path) -> None:
+    """No secret of any setting is printed, whatever its form, and each line ends with its origin."""
     (tmp_path / "secret").write_text("host=db user=ada password='hunter 2' sslpassword=hunter2")
     (tmp_path / "stack.env").write_text("export TIDEMARK_KAFKA_PASSWORD=hunter2\n")
     setenv("POSTGRES_DSN_FILE", str(tmp_path / "secret"))
     setenv("REDIS_URL", "rediss://:hunter2@@cache:6379/0")
+    setenv("KAFKA_SASL_OAUTHBEARER_CLIENT_SECRET", "hunter2")
     printed = "\n".join(config.lines(load()))
     assert "hunter" not in printed
     line = {line.split()[0]: line.rstrip() for line in printed.splitlines()}

@@ -117,6 +117,18 @@ def test_client_keeps_its_side_alive_and_leaves_a_silent_server(monkeypatch: pyt
         commands.close()
 
 
+def test_server_that_ends_every_connection_is_pressed_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word that comes before the end is no success: the pauses grow as if there were none."""
+    pauses: list[float] = []
+    monkeypatch.setattr("tidemark.app.lines.listen.time.sleep", pauses.append)
+    with served(NOWHERE, LineServerConfig(connections=0)) as address:
+        commands = listen.Listening(address).commands()
+        while len(pauses) < 6:
+            assert isinstance(next(commands), ErrorCommand)
+        commands.close()
+    assert pauses[-1] > 3 * pauses[0]
+
+
 def test_wrong_address_is_told() -> None:
     """What is no host and port is refused before anything is tried."""
     done = subprocess.run(

@@ -73,7 +73,7 @@ def test_too_large_a_head_is_a_problem(guarded: SidecarClient) -> None:
         head, _, body = answer(it).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
     assert b"content-type: application/problem+json" in head
-    assert b'"type":"request-header-fields-too-large"' in body
+    assert b'"type":"urn:tidemark:problem:request-header-fields-too-large"' in body
 
 
 def test_request_that_is_no_http_is_a_problem(guarded: SidecarClient) -> None:
@@ -113,7 +113,7 @@ def test_probes_are_answered_when_every_place_is_taken(servers: Any) -> None:
         for _ in range(3):
             crowd.enter_context(client.stream("GET", "/v1/watch"))
         eventually(lambda: client.get("/v1/pipeline").status_code == 429)
-        assert client.get("/v1/pipeline").json()["type"] == "busy"
+        assert client.get("/v1/pipeline").json()["type"] == "urn:tidemark:problem:busy"
         assert client.get("/livez").status_code == 200
         assert client.get("/readyz").status_code == 200
 

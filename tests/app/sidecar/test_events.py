@@ -95,7 +95,7 @@ def test_only_streams_that_were_named(pipeline: Pipeline, client: SidecarClient)
         grow(pipeline, 1, 2)
         grow(pipeline, 1, 2, "t")
         assert events.ranges(1) == [("t", 1, 2)]
-    assert client.json("/v1/events?stream=nobody", 404)["type"] == "unknown-stream"
+    assert client.json("/v1/events?stream=nobody", 404)["type"] == "urn:tidemark:problem:unknown-stream"
 
 
 def test_new_stream_is_told_to_who_follows_all(pipeline: Pipeline, client: SidecarClient) -> None:
@@ -188,7 +188,7 @@ def test_two_clients_hear_the_same(pipeline: Pipeline, client: SidecarClient) ->
 
 def test_wrong_last_event_id_is_refused(client: SidecarClient) -> None:
     """An ID of somebody else's is a problem, not a silent beginning."""
-    assert client.json("/v1/events", 400, headers={"Last-Event-ID": "17"})["type"] == "bad-request"
+    assert client.json("/v1/events", 400, headers={"Last-Event-ID": "17"})["type"] == "urn:tidemark:problem:bad-request"
 
 
 def test_place_is_free_when_a_client_left(pipeline: Pipeline, servers: ReadSideConfig) -> None:

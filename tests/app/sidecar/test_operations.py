@@ -39,9 +39,42 @@ def test_all_that_is_known_of_a_stream(pipeline: Pipeline, client: SidecarClient
 
 def test_all_streams_are_listed(pipeline: Pipeline, client: SidecarClient) -> None:
     """Every stream by name, each as it would be told alone; none is no error."""
-    assert client.json("/v1/streams") == {"streams": []}
+    assert client.json("/v1/streams") == {"streams": [], "next": None}
     pipeline.publish(moved("b", 2, w=At(0, 2)), moved("a", 1, w=At(0, 1)))
     assert [(it["stream"], it["token"]) for it in client.json("/v1/streams")["streams"]] == [("a", "m1"), ("b", "m2")]
+
+
+def test_streams_come_in_pages(pipeline: Pipeline, client: SidecarClient) -> None:
+    """Each page begins behind the one before, and the last one says that there is no more."""
+    pipeline.publish(*(moved(name, 1, w=At(0, 1)) for name in "cabde"))
+    pages: list[str] = []
+    after: str | None = ""
+    while after is not None:
+        page = client.json("/v1/streams", params={"limit": 2, "after": after})
+        pages.append("".join(it["stream"] for it in page["streams"]))
+        after = page["next"]
+    assert pages == ["ab", "cd", "e"]
+    assert client.json("/v1/streams", 400, params={"limit": 0})["type"] == "urn:tidemark:problem:bad-request"
+
+
+def test_long_answers_are_compressed_for_who_takes_it(pipeline: Pipeline, client: SidecarClient) -> None:
+    """gzip where the client says so and it pays, and never for events, which must not wait for more."""
+    pipeline.publish(*(moved(f"stream-{number}", 1, w=At(0, 1)) for number in range(30)))
+    answer = client.get("/v1/streams", headers={"Accept-Encoding": "gzip"})
+    assert (answer.headers["content-encoding"], len(answer.json()["streams"])) == ("gzip", 30)
+    assert "content-encoding" not in client.get("/v1/streams", headers={"Accept-Encoding": "identity"}).headers
+    with client.stream("GET", "/v1/events", headers={"Accept-Encoding": "gzip"}) as events:
+        assert "content-encoding" not in events.headers
+
+
+def test_sidecar_is_asked_by_its_names_alone(servers: ReadSideConfig) -> None:
+    """A page of another site, whose name leads to this machine, reads nothing; probes may ask by any name."""
+    with sidecar(servers, SiteConfig(hosts=("127.0.0.1", "localhost", "::1"))) as client:
+        for host in ("127.0.0.1:1", "LOCALHOST", "[::1]:80"):
+            assert client.json("/v1/streams", headers={"Host": host})["streams"] == []
+        for host in ("evil.example", "evil.example:80", "", "localhost.evil.example"):
+            assert client.json("/v1/streams", 421, headers={"Host": host})["type"] == "urn:tidemark:problem:wrong-host"
+        assert client.get("/livez", headers={"Host": "10.1.2.3:9480"}).status_code == 200
 
 
 def test_answer_that_the_client_has_is_not_sent_again(pipeline: Pipeline, client: SidecarClient) -> None:
@@ -64,7 +97,7 @@ def test_stream_that_does_not_exist(client: SidecarClient, name: str) -> None:
     answer = client.get(f"/v1/streams/{name}")
     assert answer.status_code == 404
     assert answer.headers["content-type"] == "application/problem+json"
-    assert answer.json()["type"] == "unknown-stream"
+    assert answer.json()["type"] == "urn:tidemark:problem:unknown-stream"
 
 
 def test_any_name_can_be_asked_for(pipeline: Pipeline, client: SidecarClient) -> None:
@@ -121,12 +154,12 @@ def test_servers_go_and_come_back(
         assert health["ready"]
         assert health["problems"][0].startswith("Redis at 127.0.0.1")
         with away(postgres):
-            eventually(lambda: client.get("/readyz").status_code == 503)
+            eventually(lambda: len(client.json("/readyz")["problems"]) == 2)
             found = client.json("/v1/streams/s")
             assert (found["source"], found["token"], found["state"]) == ("memory", before["token"], "known")
             assert found["age_seconds"] > 0
             assert client.json("/v1/streams")["streams"][0]["token"] == before["token"]
-            assert client.json("/v1/streams/other", 503)["type"] == "recovering"
+            assert client.json("/v1/streams/other", 503)["type"] == "urn:tidemark:problem:recovering"
             assert client.get("/livez").status_code == 200
             assert 'tidemark_sidecar_server_up{server="redis"} 0.0' in client.get("/metrics").text
     eventually(lambda: client.json("/v1/streams/s")["source"] == "redis")
@@ -137,8 +170,8 @@ def test_sidecar_without_any_server_says_so(redis_url: str, dsn: str, redis_serv
     """A sidecar that starts while nothing answers runs, claims nothing, and answers as soon as a server is there."""
     nowhere = ReadSideConfig("redis://127.0.0.1:1/0", "postgresql://127.0.0.1:1/none")
     with sidecar(nowhere) as client:
-        assert client.json("/v1/streams/s", 503)["type"] == "recovering"
-        assert client.json("/v1/streams", 503)["type"] == "recovering"
+        assert client.json("/v1/streams/s", 503)["type"] == "urn:tidemark:problem:recovering"
+        assert client.json("/v1/streams", 503)["type"] == "urn:tidemark:problem:recovering"
         assert client.json("/readyz", 503)["ready"] is False
         assert client.get("/livez").status_code == 200
 
@@ -148,9 +181,9 @@ def test_only_who_has_a_token_may_read(servers: ReadSideConfig, tmp_path: Path) 
     (tmp_path / "tokens").write_text("sesame\n")
     with sidecar(servers, SiteConfig(tokens_file=tmp_path / "tokens")) as client:
         refused = client.get("/v1/streams")
-        assert (refused.status_code, refused.json()["type"]) == (401, "unauthorized")
+        assert (refused.status_code, refused.json()["type"]) == (401, "urn:tidemark:problem:unauthorized")
         assert refused.headers["www-authenticate"].startswith("Bearer")
-        assert client.json("/v1/streams", headers={"Authorization": "Bearer sesame"}) == {"streams": []}
+        assert client.json("/v1/streams", headers={"Authorization": "Bearer sesame"})["streams"] == []
         for path in ("/livez", "/readyz", "/metrics"):
             assert client.get(path).status_code == 200
 
@@ -164,3 +197,20 @@ def test_scripts_of_other_sites_read_only_where_listed(servers: ReadSideConfig) 
     with sidecar(servers) as client:
         answer = client.get("/v1/streams", headers={"Origin": "https://ops.example"})
         assert "access-control-allow-origin" not in answer.headers
+
+
+def test_event_streams_have_a_head_that_ends(pipeline: Pipeline, client: SidecarClient) -> None:
+    """HEAD says what GET would bring, and is over at once."""
+    pipeline.publish(moved("s", 3, w=At(0, 3)))
+    for path in ("/v1/events", "/v1/watch"):
+        answer = client.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+        assert answer.headers["content-type"].startswith("text/event-stream")
+    assert client.held_open("events") == client.held_open("watch") == 0
+
+
+def test_nobody_is_sent_to_where_a_header_says(client: SidecarClient) -> None:
+    """A path with a slash too much is unknown: no answer repeats the client's `Host`."""
+    answer = client.get("/v1/streams/", headers={"Host": "evil.example"})
+    assert answer.status_code == 404
+    assert "evil" not in str(answer.headers) + answer.text

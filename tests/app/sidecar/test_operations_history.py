@@ -72,10 +72,10 @@ def test_stopped_redis_does_not_lose_the_history(
 def test_parameter_that_cannot_be_read(pipeline: Pipeline, client: SidecarClient, query: str) -> None:
     """400 that names what was wrong, never a page from somewhere else."""
     grow(pipeline, 1)
-    assert client.json(f"/v1/streams/s/advances?{query}", 400)["type"] == "bad-request"
+    assert client.json(f"/v1/streams/s/advances?{query}", 400)["type"] == "urn:tidemark:problem:bad-request"
 
 
 def test_history_of_nothing(client: SidecarClient) -> None:
     """A stream that does not exist has no history and no gaps."""
     for path in ("advances", "gaps"):
-        assert client.json(f"/v1/streams/s/{path}", 404)["type"] == "unknown-stream"
+        assert client.json(f"/v1/streams/s/{path}", 404)["type"] == "urn:tidemark:problem:unknown-stream"

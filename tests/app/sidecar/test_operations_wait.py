@@ -28,31 +28,31 @@ def test_wait_ends_when_the_stream_is_there(pipeline: Pipeline, client: SidecarC
 
 
 def test_wait_that_is_over_tells_where_it_stands(pipeline: Pipeline, client: SidecarClient) -> None:
-    """408 with the current state; 0 seconds only looks."""
+    """412 with the current state; 0 seconds only looks."""
     pipeline.publish(moved("s", 3, w=At(0, 3, pending=9)))
-    found = client.json(WAIT, 408, params={"token": "m8", "timeout": 0})
-    assert (found["type"], found["stream"]["token"]) == ("not-yet", "m3")
+    found = client.json(WAIT, 412, params={"token": "m8", "timeout": 0})
+    assert (found["type"], found["stream"]["token"]) == ("urn:tidemark:problem:not-yet", "m3")
 
 
 def test_token_beyond_anything_allocated(pipeline: Pipeline, client: SidecarClient) -> None:
     """409 with the current state: waiting longer would be of no use."""
     pipeline.publish(moved("s", 3, w=At(0, 3)))
     found = client.json(WAIT, 409, params={"token": "m10", "timeout": 0.2})
-    assert (found["type"], found["stream"]["token"]) == ("token-ahead", "m3")
+    assert (found["type"], found["stream"]["token"]) == ("urn:tidemark:problem:token-ahead", "m3")
 
 
-def test_unknown_stream_may_still_come(pipeline: Pipeline, client: SidecarClient) -> None:
-    """Who waits for the first fact of a stream gets it; 404 only where it does not come."""
-    with later(0.3, lambda: pipeline.publish(moved("s", 3, w=At(0, 3)))):
-        assert client.json(WAIT, params={"token": "m3", "timeout": 20})["linear"] == 3
-    assert client.json("/v1/streams/t/wait", 404, params={"token": "m3", "timeout": 0})["type"] == "unknown-stream"
+def test_unknown_stream_is_not_waited_for(pipeline: Pipeline, client: SidecarClient) -> None:
+    """404 at once: it is more likely mistyped than about to be made."""
+    pipeline.publish(moved("s", 3, w=At(0, 3)))
+    found = client.json("/v1/streams/t/wait", 404, params={"token": "m3", "timeout": 60})
+    assert found["type"] == "urn:tidemark:problem:unknown-stream"
 
 
 @pytest.mark.parametrize("query", ["", "token=7", "token=m-1", "token=m1&timeout=-1", "token=m1&timeout=nan"])
 def test_wait_for_what_cannot_be_read(pipeline: Pipeline, client: SidecarClient, query: str) -> None:
     """400: no token, no ID, no time."""
     pipeline.publish(moved("s", 3, w=At(0, 3)))
-    assert client.json(f"{WAIT}?{query}", 400)["type"] == "bad-request"
+    assert client.json(f"{WAIT}?{query}", 400)["type"] == "urn:tidemark:problem:bad-request"
 
 
 def test_wait_goes_on_without_redis(pipeline: Pipeline, client: SidecarClient, redis_server: RedisServer) -> None:
@@ -75,6 +75,6 @@ def test_only_so_many_are_held_open(pipeline: Pipeline, servers: ReadSideConfig)
 
         with later(0, ask):
             eventually(lambda: client.held_open("wait") == 1)
-            assert client.json(WAIT, 429, params={"token": "m9"})["type"] == "busy"
-        assert found == [408]
+            assert client.json(WAIT, 429, params={"token": "m9"})["type"] == "urn:tidemark:problem:busy"
+        assert found == [412]
         assert client.json(WAIT, params={"token": "m3"})["linear"] == 3

@@ -49,7 +49,7 @@ class Connection(asyncio.Protocol):
 
     def ask(self, stream: str, due: float) -> None:
         self._due = due
-        self._transport.write(f"GET /v1/streams/{stream} HTTP/1.1\r\nHost: bench\r\n\r\n".encode())
+        self._transport.write(f"GET /v1/streams/{stream} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
 
     def data_received(self, data: bytes) -> None:
         self._rest += data

@@ -72,7 +72,7 @@ class FollowingClient(asyncio.Protocol):
         self._rest = b""
 
     def connection_made(self, transport: Any) -> None:
-        transport.write(f"GET {self._path} HTTP/1.1\r\nHost: bench\r\n\r\n".encode())
+        transport.write(f"GET {self._path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
 
     def connection_lost(self, _: Exception | None) -> None:
         self.lost = True

@@ -1,0 +1,54 @@
+"""The settings of the sidecar: a part of `app.settings`, which reads them."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+from pydantic_settings import BaseSettings
+
+from tidemark.app.connections import AnyPort, HostPort, Positive
+
+
+class SidecarSettings(BaseSettings):
+    sidecar_host: str = Field("127.0.0.1", min_length=1, description="Address that the sidecar listens on.")
+    sidecar_port: AnyPort = Field(9480, description="Port of the sidecar; 0 = any free one.")
+    sidecar_tokens: Path | None = Field(
+        None,
+        description="File of bearer tokens, one a line, read again when it changes; without it everybody may read.",
+    )
+    sidecar_cors: str = Field("", description="Web sites whose scripts may read the sidecar: https://host[,...].")
+    sidecar_hosts: str = Field(
+        "",
+        description="Names it may be asked by, with commas; without it any, and on a loopback address its names.",
+    )
+    sidecar_connections: Positive = Field(5000, description="Connections that the sidecar serves at once.")
+    sidecar_held: Positive = Field(2500, description="Waits and event streams that the sidecar holds open at once.")
+    sidecar_wait_seconds: Annotated[float, Field(gt=0, le=3600)] = Field(
+        60.0, description="How long one wait may last at most."
+    )
+
+    sidecar_tcp: HostPort = Field(
+        "127.0.0.1:9481", description="Address of the sidecar's line protocol, host:port; port 0 = any free one."
+    )
+    sidecar_tcp_connections: Positive = Field(1000, description="Clients of the line protocol served at once.")
+    sidecar_name: Annotated[str, Field(pattern=r"^\S{1,255}$")] = Field(
+        "tidemark", description="Name of the server, which the line protocol begins with."
+    )
+    sidecar_channel: Annotated[str | None, Field(pattern=r"^\S{1,255}$")] = Field(
+        None, description="Channel of Redis on which sidecars speak the line protocol too; without it they do not."
+    )
+    sidecar_rows_mib: Positive = Field(
+        64, description="MiB of rows that wait for positions; past it, clients of the line protocol fetch."
+    )
+
+    @property
+    def sidecar_origins(self) -> list[str]:
+        return _listed(self.sidecar_cors)
+
+    @property
+    def sidecar_names(self) -> list[str]:
+        return _listed(self.sidecar_hosts)
+
+
+def _listed(text: str) -> list[str]:
+    return [each.strip() for each in text.split(",") if each.strip()]
