@@ -105,7 +105,8 @@ def test_page_catches_up_when_the_sidecar_was_away(
         says(page, "#subline", re.compile("What you see is from .* ago"))
         pipeline.publish(moved("orders", 9, shop=At(7, 9)), moved("parcels", 3, shop=At(0, 3)))
         with sidecar(servers, port=port):
-            says(page, "#headline", "All 2 streams are fine")
+            # Complete at once where the sidecar's first look found Redis too slow, and the page met the stream anew.
+            says(page, "#headline", re.compile("All 2 streams are (fine|complete)"))
             expect(page.locator(".numbers div:first-child dd")).to_have_text(["9", "3"])
 
 

@@ -50,11 +50,12 @@ export class Board {
     }
   }
 
-  // Show everything as of `now`, and sum it up for the headline.
-  draw(now) {
+  // Show everything as of `now`, and sum it up for the headline. While a connection is `lost` nothing is seen to move: what
+  // came of the next one, before all of it did, moves when it is drawn.
+  draw(now, lost) {
     if (this.#resumed) this.#forget();
     for (const it of this.#streams.values()) {
-      it.motion.see(it.stream.linear, now);
+      if (!lost) it.motion.see(it.stream.linear, now);
       it.row.draw(it.stream, judge(it.stream, it.motion, now), it.motion, now);
     }
     if (this.#disturbs()) this.#offer();

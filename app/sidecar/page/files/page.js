@@ -59,7 +59,7 @@ function draw() {
     if (lost) show(summary({ streams: 0 }, null, lost, now()));
     return;
   }
-  const sum = board.draw(lost?.since ?? now());
+  const sum = board.draw(lost?.since ?? now(), lost !== null);
   part("board").hidden = false;
   show(summary(sum, pipeline, lost, now()));
   for (const [id, said] of Object.entries(figures(sum, pipeline))) write(part(id), said);
