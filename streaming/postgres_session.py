@@ -52,18 +52,24 @@ _DISTRUST = re.compile(
 )
 
 
+_LOOKS = 5
+"""Other clients of a pooler may have taken a session just then."""
+
+
 @dataclass(frozen=True, slots=True)
 class DatabaseUse:
     """What one part of Tidemark needs of a database, and what a person has to mend where it does not get it.
 
     `setting` names the place of the address, and `password` what else may hold a password. `refusals`: SQLSTATE, or its
-    class -> what to do. `options` are set in every session.
+    class -> what to do. `options` are set in every session. `pooled`: what to do where a pooler hands out sessions by
+    transaction; empty where that is as good.
     """
 
     setting: str
     refusals: Mapping[str, str]
     password: str = ""
     options: tuple[tuple[str, str], ...] = ()
+    pooled: str = ""
 
 
 def address(dsn: str, setting: str = "dsn") -> str:
@@ -108,6 +114,28 @@ def _parsed(dsn: str, setting: str) -> dict[str, str]:
         # Its text would quote the address, password and all.
         what = "is not a Postgres address; write postgresql://user:password@host:5432/database"
         raise BadSetting(setting, what) from None
+
+
+def _is_pooled(connection: Connection, wanted: str) -> bool:
+    """Whether another connection to the same address may be given the session of this one. Leaves nothing in either.
+
+    A pooler answers a login itself, so the process that it named is none of the server's. Some that give each client a
+    session of its own do so too: hence the second look.
+    """
+    first = _process(connection)
+    if first == connection.info.backend_pid:
+        return False
+    for _ in range(_LOOKS):
+        with psycopg.connect(wanted) as other:
+            if _process(other) == first or _process(connection) != first:
+                return True
+    return False
+
+
+def _process(connection: Connection) -> int:
+    row = connection.execute("select pg_backend_pid()", prepare=False).fetchone()
+    assert row is not None
+    return int(row[0])
 
 
 class PostgresSession:
@@ -155,6 +183,10 @@ class PostgresSession:
     def _live(self) -> Connection:
         if self._connection is None or self._connection.closed or self._connection.broken:
             made = self._connect()
+            if self._database.pooled and _is_pooled(made, self._wanted()):
+                made.close()
+                problem = "a pooler hands out its sessions by transaction"
+                raise Refused("Postgres", self.where, problem, self._database.pooled)
             for option, value in self._database.options:
                 made.execute(f"set {option} = {value}".encode())
             self._connection = made
@@ -163,7 +195,7 @@ class PostgresSession:
 
     def _connect(self) -> Connection:
         setting, password = self._database.setting, self._database.password
-        wanted = conninfo(self._current(), self._application, setting)
+        wanted = self._wanted()
         try:
             return psycopg.connect(wanted, autocommit=True)
         except psycopg.OperationalError as error:
@@ -180,6 +212,9 @@ class PostgresSession:
         except psycopg.OperationalError as error:
             do = f"check user, password and database in {setting}" + (f", or {password}" if password else "")
             raise Refused("Postgres", self.where, first_line(error), do) from error
+
+    def _wanted(self) -> str:
+        return conninfo(self._current(), self._application, self._database.setting)
 
     def _current(self) -> str:
         return self._dsn if isinstance(self._dsn, str) else self._dsn()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.services.pgbouncer import pgbouncer
 from tidemark.app.java import JavaUnfit, find_java
 from tidemark.app.settings import Settings
 
@@ -84,6 +85,7 @@ NEEDS = (
         lambda: shutil.which("javac") is not None,
         everywhere=False,
     ),
+    Need("PgBouncer", "pgbouncer", frozenset({"pooler"}), lambda: pgbouncer() is not None, everywhere=False),
     Need("Java 17 or newer", "openjdk-17-jre-headless", frozenset({"java"}), _java),
     Need("setpriv for root", "util-linux", frozenset({"postgres", "terminal"}), _other_user),
 )

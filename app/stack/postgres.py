@@ -10,7 +10,7 @@ import pwd
 import secrets
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import psycopg
@@ -46,6 +46,12 @@ class PostgresServer(ServerProcess):
         """A connection URL of the superuser; good to know before the server runs."""
         return f"postgresql://{_USER}:{self._password()}@{LOOPBACK}:{self.port}/{database}"
 
+    @property
+    def libpq(self) -> Mapping[str, str]:
+        """The variables by which psql and the drivers of most languages find the stack's database."""
+        port, password = str(self.port), self._password()
+        return {"PGHOST": LOOPBACK, "PGPORT": port, "PGDATABASE": DATABASE, "PGUSER": _USER, "PGPASSWORD": password}
+
     def prepare(self) -> None:
         if self._data.exists():
             return
@@ -58,7 +64,7 @@ class PostgresServer(ServerProcess):
         self._password()
         arguments = ["-D", str(new), "-U", _USER, "--encoding=UTF8", "--no-locale", "--no-instructions"]
         arguments += ["--auth=scram-sha-256", f"--pwfile={self._password_file}"]
-        self.run_first([*_as_ordinary_user(), _binary("initdb"), *arguments])
+        self.run_first([*as_ordinary_user(), postgres_program("initdb"), *arguments])
         new.rename(self._data)
 
     def command(self) -> Sequence[str]:
@@ -69,7 +75,7 @@ class PostgresServer(ServerProcess):
             "unix_socket_directories": "",
         }
         options = [word for key, value in settings.items() for word in ("-c", f"{key}={value}")]
-        return [*_as_ordinary_user(), _binary("postgres"), "-D", str(self._data), *options]
+        return [*as_ordinary_user(), postgres_program("postgres"), "-D", str(self._data), *options]
 
     def answers(self) -> bool:
         """Also creates the stack's database, which is part of being ready."""
@@ -94,7 +100,8 @@ class PostgresServer(ServerProcess):
             connection.execute(f"CREATE DATABASE {DATABASE}")
 
 
-def _binary(name: str) -> str:
+def postgres_program(name: str) -> str:
+    """The path of `postgres`, `psql` and others."""
     return str(_PROGRAMS / name)
 
 
@@ -103,7 +110,7 @@ def _nobody() -> tuple[int, int]:
     return entry.pw_uid, entry.pw_gid
 
 
-def _as_ordinary_user() -> list[str]:
+def as_ordinary_user() -> list[str]:
     """The beginning of a command line that makes the rest of it run as an ordinary user.
 
     The shell between is needed: only a program that was started after the change of user has the kept right, and it

@@ -27,6 +27,8 @@ _USE = DatabaseUse(
         ("enable_bitmapscan", "off"),
         ("jit", "off"),
     ),
+    # A server that crashed would not be noticed, and what it took back would be told as void.
+    pooled="give the relay a direct connection to the server",
 )
 
 

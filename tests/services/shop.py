@@ -23,7 +23,7 @@ from tidemark.streaming.records import Rdata, Record
 PAGE = (Path(__file__).parents[2] / "docs/writing.md").read_text()
 STREAM = "orders"
 WRITER = "shop"
-_TIDEMARK = (sys.executable, "-P", "-m", "tidemark")
+TIDEMARK = (sys.executable, "-P", "-m", "tidemark")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def opened(dsn: str, kafka: KafkaServer, topic: str, *, relay_dsn: str | None = 
         "TIDEMARK_POSTGRES_DSN": dsn,
     }
     subprocess.run(
-        [*_TIDEMARK, "relay", "migrate", "--stream", STREAM],
+        [*TIDEMARK, "relay", "migrate", "--stream", STREAM],
         env=child_environment(stack),
         check=True,
         capture_output=True,
@@ -114,7 +114,7 @@ def table() -> str:
 
 @contextmanager
 def _relay(stack: Mapping[str, str]) -> Iterator[None]:
-    with subprocess.Popen([*_TIDEMARK, "relay", "--writer", WRITER], env=child_environment(stack)) as process:
+    with subprocess.Popen([*TIDEMARK, "relay", "--writer", WRITER], env=child_environment(stack)) as process:
         try:
             yield
         finally:

@@ -36,7 +36,9 @@ class Replica(Unsynced):
         if os.geteuid() == 0:
             os.chown(self._data, *stack._nobody())
         source = ["-d", self._primary.dsn("postgres"), "-D", str(self._data)]
-        self.run_first([*stack._as_ordinary_user(), stack._binary("pg_basebackup"), *source, "-R", "-c", "fast"])
+        self.run_first(
+            [*stack.as_ordinary_user(), stack.postgres_program("pg_basebackup"), *source, "-R", "-c", "fast"]
+        )
 
 
 @pytest.fixture(scope="module")
