@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from tidemark.app import logs
-from tidemark.app.settings import Settings, load
+from tidemark.app.settings import Settings, called, load
 from tidemark.streaming.errors import ExtraMissing, Stop, TidemarkError
 
 
@@ -51,7 +51,7 @@ class CommandGroup(OurCommand, click.Group):
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return called(" ".join(str(error).split()))
 
 
 waiting = click.option(

@@ -4,9 +4,9 @@ import logging
 import sys
 
 import structlog
-from structlog.typing import Processor
+from structlog.typing import EventDict, Processor, WrappedLogger
 
-from tidemark.app.settings import Settings
+from tidemark.app.settings import Settings, called
 
 
 def configure(settings: Settings) -> None:
@@ -19,6 +19,7 @@ def configure(settings: Settings) -> None:
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
+        _by_the_names_that_the_reader_knows,
     ]
     shape: list[Processor]
     if settings.log_format == "json":
@@ -30,6 +31,10 @@ def configure(settings: Settings) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[settings.log_level.upper()]),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+
+
+def _by_the_names_that_the_reader_knows(_: WrappedLogger, __: str, entry: EventDict) -> EventDict:
+    return {name: called(value) if isinstance(value, str) else value for name, value in entry.items()}
 
 
 def _not_py4j(record: logging.LogRecord) -> bool:

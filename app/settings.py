@@ -4,7 +4,9 @@ A value comes from the first of: the variable; the file that `<variable>_FILE` n
 the local stack in TIDEMARK_HOME, so that a second terminal needs no settings; the default.
 """
 
+import json
 import os
+import re
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
@@ -28,6 +30,7 @@ from tidemark.streaming.model import Bounds
 
 # Written to `stack.env` for people and their programs; read by none of ours.
 FOR_OTHERS = {f"{PREFIX}METRICS_URL", f"{PREFIX}SIDECAR_URL"}
+_OURS = re.compile(rf"({PREFIX}[A-Z][A-Z0-9_]*)(=[^\s,;]+)?")
 _HOME = Path("~/.cache/tidemark").expanduser()
 
 
@@ -44,6 +47,9 @@ class Settings(SidecarSettings, Connections):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
     log_format: Literal["console", "json"] = Field("console", description="Log lines for people or for machines.")
+    setting_names: dict[str, str] = Field(
+        {}, description="What messages call our variables, as JSON: who sets them for a person says by which name."
+    )
 
     shards: Annotated[int, Field(ge=1, le=4096)] = Field(
         16, description="Groups that streams are spread over; a change needs --accept shards."
@@ -251,6 +257,25 @@ def origin_of(name: str) -> str:
     if variable in dotenv_values(_stack_env()):
         return str(_stack_env())
     return "default"
+
+
+def called(text: str) -> str:
+    """`text` with each of our variables as whoever set it calls it; as it is where nobody says so.
+
+    Not of `Settings`, because a setting that is wrong is told too.
+    """
+    try:
+        names = json.loads(os.environ.get(variable("setting_names")) or "{}")
+    except ValueError:
+        return text
+    return _OURS.sub(lambda found: _called(found[1], found[2] or "", names), text) if names else text
+
+
+def _called(name: str, value: str, names: Mapping[str, str]) -> str:
+    if f"{name}{value}" in names:
+        return names[f"{name}{value}"]
+    known = names.get(name) or names.get(name.removesuffix("_FILE")) or f"settings.{name.removeprefix(PREFIX)}"
+    return known + value
 
 
 def unknown_variables() -> list[str]:

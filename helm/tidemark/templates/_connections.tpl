@@ -134,6 +134,28 @@ Roles: pipeline, sidecar, migrations, topics, test, and with a "database" relay 
 {{- end -}}
 {{- end -}}
 
+{{/* Which value is behind each variable of a role, as JSON: its messages name settings, and the user knows values. */}}
+{{- define "tidemark.settingNames" -}}
+{{- $found := dict -}}
+{{- $groups := dict "REDIS" (list "pipeline" "sidecar" "test") "SIDECAR" (list "sidecar") "SPARK" (list "pipeline") "CHECKPOINT" (list "pipeline") -}}
+{{- range $name, $value := .root.Files.Get "files/names.json" | fromJson -}}
+{{- $group := first (splitList "_" $name) -}}
+{{- if or (has $.role (get $groups $group | default list)) (and (eq $group "KAFKA") (include "tidemark.needsKafka" $)) -}}
+{{- $_ := set $found (print "TIDEMARK_" $name) $value -}}
+{{- end -}}
+{{- end -}}
+{{- if has .role (list "pipeline" "sidecar" "migrations" "relay" "relay-migrations") -}}
+{{- with include "tidemark.postgres" . | fromYaml -}}
+{{- $_ := set $found "TIDEMARK_POSTGRES_DSN" .value -}}
+{{- $_ := set $found "TIDEMARK_POSTGRES_PASSWORD" (ternary (print (trimSuffix ".dsn" .value) ".passwordSecret") .value (empty .dsnSecret.name)) -}}
+{{- end -}}
+{{- end -}}
+{{- if eq (include "tidemark.kafkaUser" . | fromYaml).value "relay.kafka" -}}
+{{- $found = merge (dict "TIDEMARK_KAFKA_USERNAME" "relay.kafka.username" "TIDEMARK_KAFKA_PASSWORD" "relay.kafka.passwordSecret") $found -}}
+{{- end -}}
+{{- toJson $found -}}
+{{- end -}}
+
 {{/* Variables of a role, as entries of `env`. */}}
 {{- define "tidemark.env" -}}
 {{- $v := .root.Values -}}
@@ -197,6 +219,7 @@ Roles: pipeline, sidecar, migrations, topics, test, and with a "database" relay 
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- $env = append $env (list "SETTING_NAMES" (include "tidemark.settingNames" .)) -}}
 {{- range $name, $text := $v.settings -}}
 {{- $env = append $env (list $name $text) -}}
 {{- end -}}
