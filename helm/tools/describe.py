@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from tidemark.app.settings import PREFIX, Settings, variable_of
+
 CHART = Path(__file__).parents[1] / "tidemark"
 HEADING = "## Values\n"
 _ANNOTATION = "@schema "
@@ -71,6 +73,12 @@ def schema(values: tuple[Value, ...]) -> str:
     return json.dumps(document, indent=2) + "\n"
 
 
+def settings() -> str:
+    """What the value `settings` may hold, but for what the chart sets itself."""
+    names = (variable_of(name) for name in Settings.model_fields)
+    return "".join(f"{name.removeprefix(PREFIX)}\n" for name in sorted(names) if name.startswith(PREFIX))
+
+
 def readme(prose: str, values: tuple[Value, ...]) -> str:
     """`prose` with everything below its last heading made anew."""
     above, heading, _ = prose.partition(HEADING)
@@ -116,7 +124,11 @@ def described(chart: Path) -> dict[Path, str]:
     """What each generated file should hold."""
     values = read((chart / "values.yaml").read_text())
     prose = chart / "README.md"
-    return {chart / "values.schema.json": schema(values), prose: readme(prose.read_text(), values)}
+    return {
+        chart / "values.schema.json": schema(values),
+        chart / "files/settings.txt": settings(),
+        prose: readme(prose.read_text(), values),
+    }
 
 
 if __name__ == "__main__":

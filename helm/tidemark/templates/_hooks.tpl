@@ -1,4 +1,4 @@
-{{/* Hooks run before the release's own objects exist, the service account included: they use the namespace's default. */}}
+{{/* Hooks run before the release's own objects exist, the service account included. */}}
 
 {{/* (dict "root" $ "component" "migrations" "weight" 0) */}}
 {{- define "tidemark.hookMetadata" -}}
@@ -37,12 +37,21 @@ ttlSecondsAfterFinished: 86400
 automountServiceAccountToken: false
 enableServiceLinks: false
 restartPolicy: Never
-{{- with .Values.image.pullSecrets }}
-imagePullSecrets:
-  {{- range . }}
-  - name: {{ . }}
-  {{- end }}
+{{- with .Values.hooks.serviceAccountName }}
+serviceAccountName: {{ . }}
 {{- end }}
-securityContext:
-  {{- include "tidemark.podSecurity" . | nindent 2 }}
+{{ include "tidemark.podPlace" (dict "root" . "of" .Values.hooks) }}
+{{- end -}}
+
+{{/* A hook pod's metadata: (dict "root" $ "component" "migrations") */}}
+{{- define "tidemark.hookPodMetadata" -}}
+labels:
+  {{- include "tidemark.labels" . | nindent 2 }}
+  {{- with .root.Values.hooks.podLabels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with .root.Values.hooks.podAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}

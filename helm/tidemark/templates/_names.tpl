@@ -56,3 +56,13 @@ tidemark/serves: positions
 {{- define "tidemark.driverHost" -}}
 {{- printf "%s-pipeline-0.%s-pipeline.%s.svc" (include "tidemark.fullname" .) (include "tidemark.fullname" .) .Release.Namespace -}}
 {{- end -}}
+
+{{/* An amount of memory, of Kubernetes or of Java, in MiB; empty where it is written in another way. */}}
+{{- define "tidemark.mebibytes" -}}
+{{- $units := dict "k" 0.0009765625 "m" 1.0 "g" 1024.0 "t" 1048576.0 -}}
+{{- $found := regexFind "^[0-9.]+[kmgtKMGT]i?$" (toString .) -}}
+{{- if $found -}}
+{{- $unit := trimSuffix "i" $found | lower | trimAll "0123456789." -}}
+{{- mulf (float64 (trimAll "kmgtKMGTi" $found)) (get $units $unit) | int64 -}}
+{{- end -}}
+{{- end -}}

@@ -1,25 +1,15 @@
-{{/* What all pods have in common: Pod Security "restricted", one user, a root that cannot be written to. */}}
+{{/* What all pods have in common. */}}
 
 {{- define "tidemark.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile:
-  type: RuntimeDefault
+{{- $own := dict -}}
+{{- range $name, $value := .Values.podSecurityContext -}}
+{{- if not (kindIs "invalid" $value) -}}{{- $_ := set $own $name $value -}}{{- end -}}
+{{- end -}}
+{{- toYaml $own -}}
 {{- end -}}
 
 {{- define "tidemark.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-capabilities:
-  drop: [ALL]
-seccompProfile:
-  type: RuntimeDefault
+{{- toYaml (merge (dict) .Values.securityContext (pick (include "tidemark.podSecurity" . | fromYaml) "runAsNonRoot" "runAsUser" "runAsGroup" "seccompProfile")) -}}
 {{- end -}}
 
 {{/* The beginning of a pod's spec: (dict "root" $ "token" false "of" .Values.pipeline) */}}
@@ -27,28 +17,25 @@ seccompProfile:
 serviceAccountName: {{ include "tidemark.serviceAccountName" .root }}
 automountServiceAccountToken: {{ .token }}
 enableServiceLinks: false
-{{- with .root.Values.image.pullSecrets }}
-imagePullSecrets:
-  {{- range . }}
-  - name: {{ . }}
-  {{- end }}
-{{- end }}
+{{- include "tidemark.podPlace" . | nindent 0 }}
+{{- end -}}
+
+{{/* Where a pod runs, as `.of` says, and what lets it: (dict "root" $ "of" .Values.hooks) */}}
+{{- define "tidemark.podPlace" -}}
 securityContext:
   {{- include "tidemark.podSecurity" .root | nindent 2 }}
+{{- with .root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- with .of.priorityClassName }}
 priorityClassName: {{ . }}
 {{- end }}
-{{- with .of.nodeSelector }}
-nodeSelector:
+{{- range $name := list "nodeSelector" "tolerations" "affinity" "dnsConfig" }}
+{{- with get $.of $name }}
+{{ $name }}:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .of.tolerations }}
-tolerations:
-  {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with .of.affinity }}
-affinity:
-  {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 

@@ -5,6 +5,9 @@
   args: [migrate, --wait, {{ ternary (.Values.migrations.timeoutSeconds | toString) "inf" (eq .Values.migrations.mode "hook") | quote }}]
   env:
     {{- include "tidemark.env" (dict "root" . "role" "migrations") | trim | nindent 4 }}
+    {{- with .Values.hooks.extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   resources:
     {{- toYaml .Values.migrations.resources | nindent 4 }}
   volumeMounts:

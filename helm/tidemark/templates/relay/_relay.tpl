@@ -14,9 +14,13 @@ args:
   {{- toYaml .args | nindent 2 }}
 env:
   {{- include "tidemark.env" . | trim | nindent 2 }}
-  {{- with .database.extraEnv }}
+  {{- with concat .database.extraEnv (ternary list .root.Values.hooks.extraEnv (eq .role "relay")) }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
+{{- with .database.envFrom }}
+envFrom:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 resources:
   {{- toYaml .database.resources | nindent 2 }}
 volumeMounts:

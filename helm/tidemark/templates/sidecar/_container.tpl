@@ -42,6 +42,10 @@ Your containers then ask http://127.0.0.1:9480. The pod needs fsGroup 10001 wher
     {{- with .Values.sidecar.extraEnv }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+  {{- with .Values.sidecar.envFrom }}
+  envFrom:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   ports:
     - name: http
       containerPort: 9480
@@ -69,6 +73,9 @@ Your containers then ask http://127.0.0.1:9480. The pod needs fsGroup 10001 wher
     {{- with include "tidemark.secretMount" (dict "root" . "role" "sidecar") }}
     {{- . | nindent 4 }}
     {{- end }}
+    {{- with .Values.sidecar.extraVolumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
 {{- end -}}
 
 {{/* As an init container that stays: it starts before the pod's own containers and ends after them. */}}
@@ -83,5 +90,8 @@ Your containers then ask http://127.0.0.1:9480. The pod needs fsGroup 10001 wher
     sizeLimit: 64Mi
 {{- with include "tidemark.secretVolume" (dict "root" . "role" "sidecar") }}
 {{ . }}
+{{- end }}
+{{- with .Values.sidecar.extraVolumes }}
+{{ toYaml . }}
 {{- end }}
 {{- end -}}
