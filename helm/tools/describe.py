@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from tidemark.app.settings import PREFIX, Settings, variable_of
+from tidemark.app.connections import PREFIX
+from tidemark.app.settings import Settings, variable_of
 
 CHART = Path(__file__).parents[1] / "tidemark"
 HEADING = "## Values\n"
