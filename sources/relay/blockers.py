@@ -37,12 +37,12 @@ def blockers(connection: Connection) -> list[OpenTransaction]:
             coalesce(activity.xact_start, prepared.prepared),
             coalesce(regexp_replace(left(activity.query, 300), '\\s+', ' ', 'g'), '')
         from pg_locks held
-        join tidemark.append_streams streams on streams.number = held.objid::bigint
+        join tidemark.append_streams streams on %s + streams.number = held.classid::bigint
         left join pg_stat_activity activity on activity.pid = held.pid
         left join pg_locks own on held.pid is null and own.virtualtransaction = held.virtualtransaction
             and own.pid is null and own.locktype = 'transactionid' and own.mode = 'ExclusiveLock'
         left join pg_prepared_xacts prepared on prepared.transaction = own.transactionid
-        where held.locktype = 'advisory' and held.classid = %s and held.objsubid = 2 and held.granted
+        where held.locktype = 'advisory' and held.objsubid = 2 and held.granted
             and held.database = (select oid from pg_database where datname = current_database())
         order by 7 nulls first, 1
         """,

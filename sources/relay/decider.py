@@ -7,10 +7,13 @@ follows from the database, so they only repeat each other.
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from tidemark.sources.relay import looks
 from tidemark.sources.relay.evidence import StreamEvidence
 from tidemark.sources.relay.join import Told
-from tidemark.sources.relay.looks import AppendedFact, AppendStream, Page
+from tidemark.sources.relay.lines import Announced, Lines, edges
+from tidemark.sources.relay.looks import BEAT, AppendedFact, AppendStream, Page
 from tidemark.streaming.errors import SequenceUnfit
 from tidemark.streaming.intervals import EMPTY, Intervals
 from tidemark.streaming.postgres_session import Connection
@@ -26,13 +29,29 @@ class Decided:
     told: Told
     facts: Sequence[AppendedFact]
     voids: Intervals
+    announced: Sequence[Announced] = ()
+
+    def ids(self) -> dict[str, Intervals]:
+        """The edges of one ID each, by writer: of facts, and of voids, which the database tells in its own name."""
+        found: dict[str, list[int]] = {self.told.own: []}
+        for fact in self.facts:
+            found.setdefault(self.told.name_of(fact.writer), []).append(fact.id)
+        own = {writer: Intervals.from_ids(np.array(ids, np.int64)) for writer, ids in found.items()}
+        return own | {self.told.own: own[self.told.own].union(self.voids)}
 
 
 @dataclass(slots=True)
 class _Stream:
+    """`lines` where there are several writers; a single one's line is cut at every ID."""
+
     told: Told
     evidence: StreamEvidence
+    lines: Lines | None
     acknowledged: Intervals = field(default=EMPTY)
+
+    def open_to(self, writer: str) -> Intervals:
+        """The database's own line passes nothing that anybody may have: so it guards the linear position."""
+        return self.evidence.open_to(None if writer == self.told.own else self.told.writers[writer].numbers)
 
 
 class Decider:
@@ -43,9 +62,11 @@ class Decider:
 
     def __init__(self, connection: Connection, told: Iterable[Told]) -> None:
         self._connection = connection
-        self._streams = {each.stream.number: _Stream(each, StreamEvidence(each.floor)) for each in told}
+        self._streams = {each.stream.number: _begun(each) for each in told}
         self.outrun = False
-        """The streams or their epochs are others than these: begin anew."""
+        """Streams, writers, epochs or floors are others than these: begin anew."""
+        self.strangers: dict[int, set[str]] = {}
+        """By number of the stream: writers that have appended and are not known."""
 
     @property
     def open(self) -> list[AppendStream]:
@@ -58,9 +79,9 @@ class Decider:
         return any(each.evidence.unseen for each in self._streams.values())
 
     @property
-    def floors(self) -> dict[int, tuple[int, int]]:
-        """Epoch and floor by number of the stream, as the database has them at least."""
-        return {number: (each.told.epoch, each.evidence.floor) for number, each in self._streams.items()}
+    def floors(self) -> dict[int, tuple[str | None, int]]:
+        """Token and floor by number of the stream, as the database has them at least."""
+        return {number: (each.told.timeline.start, each.evidence.floor) for number, each in self._streams.items()}
 
     @property
     def undecided(self) -> dict[str, int]:
@@ -71,6 +92,11 @@ class Decider:
     def kept(self) -> dict[str, int]:
         """By stream: how many IDs lie above the floor."""
         return {each.told.stream.name: each.evidence.head - each.evidence.floor for each in self._streams.values()}
+
+    @property
+    def lines(self) -> int:
+        """How many writers a beat tells of, over all streams."""
+        return sum(len(each.lines) for each in self._streams.values() if each.lines is not None)
 
     def round(self, most_bytes: int) -> Steps:
         """Look once at all streams; gives what is decided now, about `most_bytes` of rows at the most."""
@@ -99,6 +125,8 @@ class Decider:
                 page = looks.page(self._connection, each.told.stream, asked, left)
                 left -= page.bytes
                 decided += self._decide(each, asked, page)
+            if each.lines is not None and (announced := each.lines.announce(each.open_to)):
+                decided.append(Decided(each.told, [], EMPTY, announced))
         if decided:
             yield "durable"
             looks.make_durable(self._connection)
@@ -116,25 +144,63 @@ class Decider:
         return head > each.evidence.head or each.evidence.open
 
     def _decide(self, each: _Stream, asked: Intervals, page: Page) -> list[Decided]:
-        if page.epoch != each.told.epoch:
+        if (page.version, page.floor) != (each.told.version, each.evidence.floor):
             self.outrun = True
             return []
-        voids = each.evidence.read(asked.upto(page.upto), page.floor, [fact.id for fact in page.facts])
-        return [Decided(each.told, page.facts, voids)] if page.facts or voids else []
+        names = {each.told.name_of(fact.writer) for fact in page.facts}
+        if strangers := names - each.told.writers.keys():
+            self.strangers.setdefault(each.told.stream.number, set()).update(strangers)
+            self.outrun = True
+            return []
+        voids = each.evidence.read(asked.upto(page.upto), [fact.id for fact in page.facts])
+        if not (page.facts or voids):
+            return []
+        decided = Decided(each.told, page.facts, voids)
+        if each.lines is not None:
+            for writer, ids in decided.ids().items():
+                each.lines.own(writer, ids)
+            for fact in page.facts:
+                if fact.writer == BEAT:
+                    each.lines.beat(fact.id)
+        return [decided]
+
+    def beat(self) -> Generator[str]:
+        """Have the lines of several writers cut at the head, where one ends below it."""
+        for each in self._streams.values():
+            if each.lines is not None and each.lines.behind(each.evidence.head):
+                yield "beat"
+                looks.beat(self._connection, each.told.stream)
 
     def acknowledged(self, decided: Decided) -> None:
         """Kafka has all of it."""
         each = self._streams[decided.told.stream.number]
-        facts = Intervals.of((fact.id - 1, fact.id) for fact in decided.facts)
-        each.acknowledged = each.acknowledged.union(facts).union(decided.voids)
+        for writer, ids in decided.ids().items():
+            each.acknowledged = each.acknowledged.union(ids)
+            if each.lines is not None:
+                each.lines.acknowledged(writer, ids)
+        if each.lines is not None:
+            for writer, ids in edges(decided.announced).items():
+                each.lines.acknowledged(writer, ids)
 
     def settle(self) -> Generator[str]:
         """Raise the floors to where everything is in Kafka, and delete the rows below."""
         for each in self._streams.values():
             floor = each.evidence.floor
             reached = each.acknowledged.reach(floor)
+            if each.lines is not None:
+                reached = each.lines.floor(reached)
             if reached > floor:
                 yield "settle"
-                looks.raise_floor(self._connection, each.told.stream, each.told.epoch, floor, reached)
+                if not looks.raise_floor(self._connection, each.told.stream, each.told.version, floor, reached):
+                    self.outrun = True
+                    continue
                 each.evidence.floor = reached
                 each.acknowledged = each.acknowledged.above(reached)
+                if each.lines is not None:
+                    each.lines.settled(reached)
+
+
+def _begun(told: Told) -> _Stream:
+    several = len(told.writers) > 1
+    lines = Lines({writer.name: writer.last for writer in told.writers.values()}) if several else None
+    return _Stream(told, StreamEvidence(told.floor, several=several), lines)

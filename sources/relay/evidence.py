@@ -1,9 +1,9 @@
 """What became of the IDs of one stream, by evidence out of its database (docs/design.md 4b). Pure; magnitudes only.
 
 Three looks, in this order: how far IDs were given out (the *head*); which transactions run, and on request which of
-them hold the stream's lock; what stands in the outbox, in a snapshot that is younger than both, with the floor of the
-same snapshot. Whoever reserved an ID up to the head was among those who ran and held the lock, or had ended. So an ID
-that is not in the outbox when all of them have ended has no fact, for ever.
+them hold the lock of which writer; what stands in the outbox, in a snapshot that is younger than both. Whoever reserved
+an ID up to the head was among those who ran and held the lock of its writer, or had ended. So an ID that is not in the
+outbox when all of them have ended has no fact, for ever; and one that only others can have is not this writer's.
 
 What is remembered between the looks saves reading again and is no evidence of its own: who begins with nothing decides
 the same.
@@ -15,6 +15,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tidemark.streaming.intervals import EMPTY, Intervals
+
+Holder = tuple[int, int | None]
+"""A transaction, and the number of the writer whose lock it holds: None where nobody has asked."""
 
 RANGES_AT_ONCE = 2000
 _ASKED_EVERY = 20
@@ -30,31 +33,37 @@ class _Mark:
     `unread` were not.
     """
 
-    waiting: frozenset[int]
+    waiting: frozenset[Holder]
     unread: Intervals
     absent: Intervals = EMPTY
 
-    def only(self, running: frozenset[int]) -> "_Mark":
+    def only(self, running: frozenset[int], holders: frozenset[Holder] | None) -> "_Mark":
         """The same after some have ended."""
-        if self.waiting <= running:
-            return self
-        return _Mark(self.waiting & running, self.unread.union(self.absent))
-
-    def above(self, floor: int) -> "_Mark":
-        return replace(self, unread=self.unread.above(floor), absent=self.absent.above(floor))
+        if holders is None:
+            waiting = frozenset(each for each in self.waiting if each[0] in running)
+        else:
+            unasked = {transaction for transaction, writer in self.waiting if writer is None}
+            waiting = frozenset(each for each in holders if each[0] in unasked or each in self.waiting)
+        if _transactions(waiting) == _transactions(self.waiting):
+            return replace(self, waiting=waiting)
+        return _Mark(waiting, self.unread.union(self.absent))
 
     def with_(self, other: "_Mark") -> "_Mark":
         return _Mark(self.waiting | other.waiting, self.unread.union(other.unread), self.absent.union(other.absent))
 
 
 class StreamEvidence:
-    """Of one connection: after a crash of the server the numbers of transactions and IDs may come again."""
+    """Of one connection: after a crash of the server the numbers of transactions and IDs may come again.
 
-    def __init__(self, floor: int) -> None:
+    With `several` writers it is asked whose locks are held, and not only whether one is.
+    """
+
+    def __init__(self, floor: int, *, several: bool = False) -> None:
         self.floor = floor
         self.head = floor
+        self._several = several
         self._marks: list[_Mark] = []
-        self._waited_for: frozenset[int] = frozenset()
+        self._waited_for: frozenset[Holder] = frozenset()
         self._holders: frozenset[int] = frozenset()
         self._looks = 0
 
@@ -79,20 +88,24 @@ class StreamEvidence:
 
         One that held the lock when last asked mostly holds it until it ends, so that is asked again only now and then.
         """
-        return not self._waited_for <= self._holders or (bool(self._waited_for) and self._looks >= _ASKED_EVERY)
+        if self._several:
+            unknown = any(writer is None for _, writer in self._waited_for)
+        else:
+            unknown = not _transactions(self._waited_for) <= self._holders
+        return unknown or (bool(self._waited_for) and self._looks >= _ASKED_EVERY)
 
-    def look(self, head: int, running: frozenset[int], holders: frozenset[int] | None = None) -> None:
-        """`head` was read first, then both others: `running` of the snapshot, `holders` of the stream's lock."""
+    def look(self, head: int, running: frozenset[int], holders: frozenset[Holder] | None = None) -> None:
+        """`head` was read first, then both others: `running` of the snapshot, and the `holders` among them."""
         self._looks += 1
         if holders is not None:
-            running &= holders
-            self._holders, self._looks = holders, 0
-        marks = [mark.only(running) for mark in self._marks]
+            self._holders, self._looks = frozenset(_transactions(holders)), 0
+        marks = [mark.only(running, holders) for mark in self._marks]
         self._waited_for = frozenset().union(*(mark.waiting for mark in marks))
         if head > self.head:
-            marks.append(_Mark(running, Intervals.of([(self.head, head)])))
+            who = frozenset((each, None) for each in running) if holders is None else holders
+            marks.append(_Mark(who, Intervals.of([(self.head, head)])))
             self.head = head
-        by_owners: dict[frozenset[int], _Mark] = {}
+        by_owners: dict[frozenset[Holder], _Mark] = {}
         for mark in marks:
             known = by_owners.get(mark.waiting)
             by_owners[mark.waiting] = mark if known is None else known.with_(mark)
@@ -108,16 +121,20 @@ class StreamEvidence:
             found = found.union(mark.unread)
         return found.lowest(RANGES_AT_ONCE)
 
-    def read(self, asked: Intervals, floor: int, found: Collection[int]) -> Intervals:
-        """The outbox has `found` of what lies in `asked`, and the floor of that snapshot; gives the IDs without a fact.
+    def open_to(self, writers: Collection[int] | None) -> Intervals:
+        """The IDs that are not decided and may be of a writer with one of these numbers; of anybody for None."""
+        found = EMPTY
+        for mark in self._marks:
+            found = found.union(mark.unread)
+            if writers is None or any(writer is None or writer in writers for _, writer in mark.waiting):
+                found = found.union(mark.absent)
+        return found
 
-        Nothing at or below the floor is said: it was decided, and its rows are gone.
-        """
-        self.floor = max(self.floor, floor)
+    def read(self, asked: Intervals, found: Collection[int]) -> Intervals:
+        """The outbox has `found` of what lies in `asked`, and nothing below the floor; gives the IDs without a fact."""
         present = Intervals.from_ids(np.sort(np.fromiter(found, np.int64, len(found))))
         voids, kept = EMPTY, list[_Mark]()
-        for each in self._marks:
-            mark = each.above(self.floor)
+        for mark in self._marks:
             covered = _common(mark.unread, asked)
             missing = covered.difference(present)
             absent = mark.absent
@@ -125,11 +142,15 @@ class StreamEvidence:
                 absent = absent.union(missing)
             else:
                 voids = voids.union(missing)
-            mark = _Mark(mark.waiting, mark.unread.difference(covered), absent)
-            if mark.unread or mark.absent:
-                kept.append(mark)
+            unread = mark.unread.difference(covered)
+            if unread or absent:
+                kept.append(_Mark(mark.waiting, unread, absent))
         self._marks = kept
         return voids
+
+
+def _transactions(holders: Collection[Holder]) -> set[int]:
+    return {transaction for transaction, _ in holders}
 
 
 def _common(one: Intervals, other: Intervals) -> Intervals:

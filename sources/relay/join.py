@@ -2,13 +2,14 @@
 
 What is told follows from the database alone, so a relay that begins needs no epoch of its own: it goes on in the one
 that stands there. Only where the database is another than that in which the epoch began (restored, or failed over) does
-a new one begin, with a JOIN at the floor of what is there now.
+a new one begin, with a JOIN of each writer at the floor of what is there now. A writer joins when its first fact is
+found, at the floor of then: nothing of it lies below.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from tidemark.sources.relay.looks import AppendStream
+from tidemark.sources.relay.looks import BEAT, AppendStream
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.errors import BadSetting, Unavailable
 from tidemark.streaming.postgres_session import Connection
@@ -16,25 +17,52 @@ from tidemark.streaming.records import Join, Timeline
 
 
 @dataclass(frozen=True, slots=True)
+class ToldWriter:
+    """Its line was last cut at `last` (a magnitude), at or below the floor. `joined`: Kafka has the JOIN.
+
+    `numbers` are those by which its locks are known, which others may have too.
+    """
+
+    name: str
+    epoch: int
+    last: int
+    joined: bool
+    numbers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Told:
-    """A stream in its epoch; everything up to `floor` (a magnitude) is decided. `joined`: Kafka has the JOIN."""
+    """A stream; everything up to `floor` (a magnitude) is decided. `own` is the database's own name among `writers`."""
 
     stream: AppendStream
-    epoch: int
+    version: int
     floor: int
     timeline: Timeline
-    joined: bool
+    own: str
+    writers: Mapping[str, ToldWriter]
 
-    def join(self, writer: str) -> Join:
-        """Behind the IDs that were there before the stream was made nobody has told anything."""
-        return Join(
-            stream=self.stream.name,
-            writer=writer,
-            epoch=self.epoch,
-            id=self.stream.towards.signed(self.floor),
-            unseen=self.timeline.after is None and self.floor > 0,
-            timeline=self.timeline,
-        )
+    def name_of(self, writer: str) -> str:
+        """As Kafka knows it who is called so in the outbox."""
+        return self.own if writer in {"", BEAT} else writer
+
+    def joins(self) -> list[Join]:
+        """Those that Kafka does not have, the database's own first.
+
+        Behind the IDs that were there before the stream was made nobody has told anything.
+        """
+        first = self.timeline.after is None
+        return [
+            Join(
+                stream=self.stream.name,
+                writer=each.name,
+                epoch=each.epoch,
+                id=self.stream.towards.signed(each.last),
+                unseen=first and each.last > 0 and each.name == self.own,
+                timeline=self.timeline,
+            )
+            for each in sorted(self.writers.values(), key=lambda it: (it.name != self.own, it.name))
+            if not each.joined
+        ]
 
 
 def history(connection: Connection, where: str) -> str:
@@ -58,57 +86,122 @@ def history(connection: Connection, where: str) -> str:
     return str(row[0])
 
 
-Remembered = Mapping[int, tuple[int, int]]
-"""Epoch and floor (a magnitude) by number of the stream, as a relay saw them in the database before."""
+Remembered = Mapping[int, tuple[str | None, int]]
+"""Token and floor (a magnitude) by number of the stream, as a relay saw them in the database before."""
+Strangers = Mapping[int, Collection[str]]
+"""By number of the stream: writers that a relay has found and does not know."""
 
 
-def begin(connection: Connection, database: str, writer: str, remembered: Remembered | None = None) -> list[Told]:
-    """All streams, each in its epoch of this history. Any number of relays may call it, in any order.
+def begin(
+    connection: Connection,
+    database: str,
+    writer: str,
+    remembered: Remembered | None = None,
+    strangers: Strangers | None = None,
+) -> list[Told]:
+    """All streams, with their writers in their epochs of this history. Any number of relays may call it, in any order.
 
-    A floor below one that is remembered of the same epoch is another history too: a disk image was put back. Raises
+    A floor below one that is remembered with the same token is another history too: a disk image was put back. Raises
     `BadSetting` where the streams are known to Tidemark by another name.
     """
-    numbers = remembered or {}
     with connection.transaction():
-        connection.execute(
-            """
-            update tidemark.append_progress as old
-            set epoch = greatest(old.epoch + 1, (extract(epoch from clock_timestamp()) * 1000)::bigint),
-                database = %(database)s, start = gen_random_uuid()::text, joined = false,
-                after = case when old.joined then old.start else old.after end,
-                writer = coalesce(old.writer, %(writer)s)
-            where old.database is distinct from %(database)s or exists (
-                select from unnest(%(numbers)s::integer[], %(epochs)s::bigint[], %(floors)s::bigint[])
-                    as known (number, epoch, floor)
-                where (known.number, known.epoch) = (old.number, old.epoch) and known.floor > abs(old.floor)
-            )
-            """,
-            {
-                "database": database,
-                "writer": writer,
-                "numbers": [*numbers],
-                "epochs": [epoch for epoch, _ in numbers.values()],
-                "floors": [floor for _, floor in numbers.values()],
-            },
-        )
+        _turn(connection, database, writer, remembered or {})
+        for number, names in (strangers or {}).items():
+            _introduce(connection, number, names)
         rows = connection.execute(
             """
-            select number, stream, direction, epoch, abs(floor), start, kept.after, joined, writer
-            from tidemark.append_progress kept join tidemark.append_streams using (number) order by number
+            select number, stream, direction, version, abs(floor), start, kept.after, kept.writer,
+                jsonb_agg(
+                    jsonb_build_array(known.writer, epoch, abs(last), joined, hashtext(known.writer) & 4294967295)
+                ),
+                hashtext('') & 4294967295
+            from tidemark.append_progress kept
+            join tidemark.append_streams using (number) join tidemark.append_writers known using (number)
+            group by number, stream, direction order by number
             """
         ).fetchall()
     found = []
-    for number, name, sign, epoch, floor, start, after, joined, known in rows:
-        if known != writer:
-            raise BadSetting("writer", f"stream {name} of this database was told as {known!r}, not as {writer!r}")
+    for number, name, sign, version, floor, start, after, own, writers, unnamed in rows:
+        if own != writer:
+            raise BadSetting("writer", f"stream {name} of this database was told as {own!r}, not as {writer!r}")
+        known = [
+            ToldWriter(each, epoch, last, is_joined, frozenset({hashed, unnamed} if each == own else {hashed}))
+            for each, epoch, last, is_joined, hashed in writers
+        ]
         stream = AppendStream(number, name, Direction(sign))
-        found.append(Told(stream, epoch, floor, Timeline(database, start, after), joined))
+        timeline = Timeline(database, start, after)
+        found.append(Told(stream, version, floor, timeline, own, {each.name: each for each in known}))
     return found
+
+
+def _turn(connection: Connection, database: str, writer: str, remembered: Remembered) -> None:
+    """Begin new epochs where the history is another one, and the first of a stream."""
+    connection.execute(
+        """
+        with turned as (
+            update tidemark.append_progress as old
+            set version = version + 1, database = %(database)s, start = gen_random_uuid()::text,
+                after = case when exists (
+                    select from tidemark.append_writers known
+                    where (known.number, known.writer) = (old.number, old.writer) and known.joined
+                ) then old.start else old.after end,
+                writer = coalesce(old.writer, %(writer)s)
+            where old.database is distinct from %(database)s or exists (
+                select from unnest(%(numbers)s::integer[], %(starts)s::text[], %(floors)s::bigint[])
+                    as known (number, start, floor)
+                where (known.number, known.start) = (old.number, old.start) and known.floor > abs(old.floor)
+            )
+            returning number, writer, floor
+        ), again as (
+            update tidemark.append_writers as old
+            set epoch = greatest(old.epoch + 1, %(now)s), last = turned.floor, joined = false
+            from turned where turned.number = old.number
+        )
+        insert into tidemark.append_writers (number, writer, epoch, last)
+        select number, writer, %(now)s, floor from turned
+        where (number, writer) not in (select number, writer from tidemark.append_writers)
+        """,
+        {
+            "database": database,
+            "writer": writer,
+            "now": _now(connection),
+            "numbers": [*remembered],
+            "starts": [start for start, _ in remembered.values()],
+            "floors": [floor for _, floor in remembered.values()],
+        },
+    )
+
+
+def _introduce(connection: Connection, number: int, names: Collection[str]) -> None:
+    """Note who has appended, in the transaction that makes other relays begin anew: they do not know its line."""
+    connection.execute(
+        """
+        with raised as (
+            update tidemark.append_progress set version = version + 1 where number = %(number)s returning number, floor
+        )
+        insert into tidemark.append_writers (number, writer, epoch, last)
+        select number, name, %(now)s, floor from raised, unnest(%(names)s::text[]) as name
+        on conflict do nothing
+        """,
+        {"number": number, "names": [*names], "now": _now(connection)},
+    )
+
+
+def _now(connection: Connection) -> int:
+    """The clock of the database in ms, behind which its epochs begin: so they rise over a restore too."""
+    row = connection.execute("select (extract(epoch from clock_timestamp()) * 1000)::bigint").fetchone()
+    assert row is not None
+    return int(row[0])
 
 
 def joined(connection: Connection, told: Sequence[Told]) -> None:
     """Kafka has acknowledged their JOINs."""
     connection.cursor().executemany(
-        "update tidemark.append_progress set joined = true where number = %s and epoch = %s",
-        [(each.stream.number, each.epoch) for each in told],
+        "update tidemark.append_writers set joined = true where number = %s and writer = %s and epoch = %s",
+        [
+            (each.stream.number, writer.name, writer.epoch)
+            for each in told
+            for writer in each.writers.values()
+            if not writer.joined
+        ],
     )

@@ -6,12 +6,16 @@ The order in which they are asked is the proof: see `sources.relay.evidence` and
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from tidemark.sources.relay.evidence import Holder
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.intervals import Intervals
 from tidemark.streaming.postgres_session import Connection
 
 LOCK = 1414087749
-"""The first half of the advisory locks of streams, the second is the stream's number; the functions have it too."""
+"""With the stream's number added the first half of its advisory locks, the second is the writer's hash; the functions
+have it too. A stream has no number 0: that is the relay's own."""
+BEAT = "*"
+"""The writer of beats, in the outbox."""
 ROWS_AT_ONCE = 5000
 
 
@@ -26,11 +30,15 @@ class AppendStream:
 
 @dataclass(frozen=True, slots=True)
 class AppendedFact:
-    """`id` is a magnitude; `rows` are JSON, and none where no fact has the ID; `bytes` is what its records take."""
+    """`id` is a magnitude; `rows` are JSON, and none where no fact has the ID; `bytes` is what its records take.
+
+    `writer` is empty for the database itself.
+    """
 
     id: int
     rows: Sequence[str]
     bytes: int
+    writer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +48,7 @@ class Page:
     facts: Sequence[AppendedFact]
     upto: int
     floor: int
-    epoch: int
+    version: int
     bytes: int
 
 
@@ -73,28 +81,29 @@ def running(connection: Connection) -> frozenset[int]:
     return frozenset(map(int, listed.split(","))) if listed else frozenset()
 
 
-def holders(connection: Connection, running: Collection[int]) -> dict[int, frozenset[int]]:
-    """By number of the stream: which of the transactions that ran a moment ago hold its lock now.
+def holders(connection: Connection, running: Collection[int]) -> dict[int, frozenset[Holder]]:
+    """By number of the stream: which of the transactions that ran a moment ago hold the lock of which writer now.
 
     Whoever holds one and is none of them has reserved nothing before they were listed, or has ended.
     """
     rows = connection.execute(
         """
-        select held.objid::bigint, own.transactionid::text::bigint
+        select streams.number, held.objid::bigint, own.transactionid::text::bigint
         from pg_locks held
+        join tidemark.append_streams streams on held.classid::bigint = %s + streams.number
         join pg_locks own on own.virtualtransaction = held.virtualtransaction and own.locktype = 'transactionid'
             and own.mode = 'ExclusiveLock' and own.granted
-        where held.locktype = 'advisory' and held.classid = %s and held.objsubid = 2 and held.granted
+        where held.locktype = 'advisory' and held.objsubid = 2 and held.granted
             and held.database = (select oid from pg_database where datname = current_database())
         """,
         [LOCK],
     ).fetchall()
     whole = {xid & 0xFFFF_FFFF: xid for xid in running}  # locks know the lower half of a transaction's number
-    found: dict[int, set[int]] = {}
-    for number, xid in rows:
+    found: dict[int, set[Holder]] = {}
+    for number, writer, xid in rows:
         if xid in whole:
-            found.setdefault(number, set()).add(whole[xid])
-    return {number: frozenset(xids) for number, xids in found.items()}
+            found.setdefault(number, set()).add((whole[xid], writer))
+    return {number: frozenset(each) for number, each in found.items()}
 
 
 def page(connection: Connection, stream: AppendStream, asked: Intervals, most_bytes: int) -> Page:
@@ -103,14 +112,14 @@ def page(connection: Connection, stream: AppendStream, asked: Intervals, most_by
     lows, highs = signed(stream, asked)
     rows = connection.execute(
         f"""
-        select abs(kept.floor), kept.epoch, abs(found.id), found.rows, found.bytes
+        select abs(kept.floor), kept.version, abs(found.id), found.rows, found.bytes, found.writer
         from tidemark.append_progress kept
         left join lateral (
-            select id, rows, bytes, sum(bytes) over (order by id {order}) - bytes as before
+            select id, rows, bytes, writer, sum(bytes) over (order by id {order}) - bytes as before
             from (
                 select one.* from unnest(%s::bigint[], %s::bigint[]) as range (low, high)
                 cross join lateral (
-                    select id, rows, bytes from tidemark.append_outbox
+                    select id, rows, bytes, writer from tidemark.append_outbox
                     where number = %s and id between low and high order by id {order} limit {ROWS_AT_ONCE}
                 ) as one
                 order by one.id {order} limit {ROWS_AT_ONCE}
@@ -121,11 +130,11 @@ def page(connection: Connection, stream: AppendStream, asked: Intervals, most_by
         """.encode(),
         [lows, highs, stream.number, most_bytes, stream.number],
     ).fetchall()
-    floor, epoch = rows[0][:2] if rows else (0, -1)  # a stream that was dropped has no epoch
-    facts = [AppendedFact(id, texts, size) for _, _, id, texts, size in rows if id is not None]
+    floor, version = rows[0][:2] if rows else (0, -1)  # a stream that was dropped has none
+    facts = [AppendedFact(*fact) for _, _, *fact in rows if fact[0] is not None]
     size = sum(fact.bytes for fact in facts)
     whole = len(facts) < ROWS_AT_ONCE and size < most_bytes
-    return Page(facts, int(asked.highs[-1]) if whole else facts[-1].id, floor, epoch, size)
+    return Page(facts, int(asked.highs[-1]) if whole else facts[-1].id, floor, version, size)
 
 
 def make_durable(connection: Connection) -> None:
@@ -136,27 +145,60 @@ def make_durable(connection: Connection) -> None:
     connection.execute("select pg_logical_emit_message(true, 'tidemark.relay', '')")
 
 
-def raise_floor(connection: Connection, stream: AppendStream, epoch: int, old: int, new: int) -> None:
-    """Kafka has all up to `new`: its rows go, in the transaction that says so. Nothing, where others are farther."""
+def beat(connection: Connection, stream: AppendStream) -> None:
+    """An ID of nobody is given out, at which the line of every writer is cut."""
+    connection.execute("select tidemark.append_beat(%s)", [stream.name])
+
+
+def raise_floor(connection: Connection, stream: AppendStream, version: int, old: int, new: int) -> bool:
+    """Kafka has all up to `new`: its rows go, in the transaction that says so, and with where each line was last cut.
+
+    The database's own line is cut at every ID that is no named writer's. Gives False where another relay was here.
+    """
     lows, highs = signed(stream, Intervals.of([(old, new)]))
-    connection.execute(
+    rows = connection.execute(
         """
         with raised as (
-            update tidemark.append_progress set floor = %(new)s
-            where number = %(number)s and epoch = %(epoch)s and joined and abs(floor) < abs(%(new)s::bigint)
-            returning number
+            update tidemark.append_progress set floor = %(signed)s
+            where number = %(number)s and version = %(version)s and abs(floor) = %(old)s
+            returning number, writer
+        ), gone as (
+            delete from tidemark.append_outbox
+            where number = (select number from raised) and id between %(low)s and %(high)s
+            returning abs(id) as id, writer
+        ), cut as (
+            select writer, max(id) as id from gone where writer <> '' group by writer
+            union all
+            select writer, %(new)s - above.count from raised, (
+                select count(*) from (
+                    select id, row_number() over (order by id desc) as place from gone
+                    where writer not in ('', %(beat)s, (select writer from raised))
+                ) as named where id = %(new)s + 1 - place
+            ) as above where %(new)s - above.count > %(old)s
+        ), moved as (
+            update tidemark.append_writers as kept set last = %(sign)s * cuts.id
+            from (
+                select known.writer, max(cut.id) as id
+                from tidemark.append_writers known join cut on cut.writer in (known.writer, %(beat)s)
+                where known.number = (select number from raised) group by 1
+            ) as cuts
+            where kept.number = (select number from raised) and kept.writer = cuts.writer
         )
-        delete from tidemark.append_outbox
-        where number = (select number from raised) and id between %(low)s and %(high)s
+        select from raised
         """,
         {
             "number": stream.number,
-            "epoch": epoch,
-            "new": stream.towards.signed(new),
+            "version": version,
+            "old": old,
+            "new": new,
+            "signed": stream.towards.signed(new),
+            "sign": stream.towards.signed(1),
+            "beat": BEAT,
             "low": lows[0],
             "high": highs[0],
         },
-    )
+    ).fetchall()
+    return len(rows) == 1
 
 
 def signed(stream: AppendStream, ranges: Intervals) -> tuple[list[int], list[int]]:

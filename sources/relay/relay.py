@@ -37,6 +37,9 @@ _VOID_BYTES = 200
 SHORTEST, LONGEST = 0.005, 0.05
 """Seconds between two looks at the database: the first while something happens, the second after a while without."""
 _SETTLED_EVERY = 1.0
+_BEAT_EVERY = 1.0
+_LINES_A_SECOND = 200
+"""Writers that beats tell of, at the most: where there are more, there are fewer beats."""
 _PAUSE, _LONGEST_PAUSE = 0.2, 5.0
 _TURN = 1.0
 """Seconds between two attempts of a relay that waits for another."""
@@ -77,7 +80,8 @@ class AppendRelay:
         self._writer = writer or ""
         self._metrics = metrics
         self._halt = halt
-        self._floors: dict[int, tuple[int, int]] = {}
+        self._floors: dict[int, tuple[str | None, int]] = {}
+        self._strangers: dict[int, set[str]] = {}
         self._due: deque[Decided] = deque()
         self._flying: list[_InFlight] = []
 
@@ -135,25 +139,24 @@ class AppendRelay:
                 self._work(connection, decider)
             finally:
                 self._floors |= decider.floors
+                self._strangers = decider.strangers
 
     def _joined(self, connection: Connection) -> list[join.Told]:
         database = join.history(connection, self._session.where)
         self._writer = self._given or connection.info.dbname
         if not is_writer(self._writer):
             raise BadSetting("writer", why_no_name(self._writer))
-        found = join.begin(connection, database, self._writer, self._floors)
-        if new := [each for each in found if not each.joined]:
-            for each in new:
-                self._producer.send(each.stream.name, records.encode(each.join(self._writer)))
-                log.info(
-                    "Joining", stream=each.stream.name, epoch=each.epoch, id=each.stream.towards.signed(each.floor)
-                )
+        found = join.begin(connection, database, self._writer, self._floors, self._strangers)
+        if joins := [record for each in found for record in each.joins()]:
+            for record in joins:
+                self._producer.send(record.stream, records.encode(record))
+                log.info("Joining", stream=record.stream, writer=record.writer, epoch=record.epoch, id=record.id)
             self._producer.deliver(_PATIENCE)
-            join.joined(connection, new)
+            join.joined(connection, found)
         return found
 
     def _work(self, connection: Connection, decider: Decider) -> None:
-        pause, settled, watched = SHORTEST, time.monotonic(), 0.0
+        pause, settled, watched, beaten = SHORTEST, time.monotonic(), 0.0, time.monotonic()
         while not (self._halt.is_set() or decider.outrun):
             self._metrics.heartbeat.set_to_current_time()
             if not self._due and (room := self._room()) > 0:
@@ -166,6 +169,9 @@ class AppendRelay:
             if now - settled >= _SETTLED_EVERY:
                 _result(decider.settle())
                 settled = now
+            if now - beaten >= max(_BEAT_EVERY, decider.lines / _LINES_A_SECOND):
+                _result(decider.beat())
+                beaten = now
             if now - watched >= _SETTLED_EVERY:
                 self._watch(connection, decider)
                 watched = now
@@ -180,8 +186,9 @@ class AppendRelay:
         return MOST_BYTES - sum(each.bytes for each in self._flying)
 
     def _send(self, decided: Decided) -> None:
-        values = [*told(decided, self._writer)]
-        size = sum(fact.bytes for fact in decided.facts) + _VOID_BYTES * decided.voids.width()
+        values = [*told(decided)]
+        size = sum(fact.bytes for fact in decided.facts)
+        size += _VOID_BYTES * (decided.voids.width() + len(decided.announced))
         parcel = _InFlight(decided, size, len(values))
         self._flying.append(parcel)
         self._producer.send_all(decided.told.stream.name, values, parcel.acknowledged)
@@ -209,8 +216,8 @@ class AppendRelay:
 
 def _parts(decided: Decided) -> Iterator[Decided]:
     """The same in parts that do not take much memory: voids are ranges until they are told."""
-    if decided.facts:
-        yield Decided(decided.told, decided.facts, EMPTY)
+    if decided.facts or decided.announced:
+        yield Decided(decided.told, decided.facts, EMPTY, decided.announced)
     for low, high in decided.voids:
         for start in range(low, high, _VOIDS_AT_ONCE):
             yield Decided(decided.told, [], Intervals.of([(start, min(high, start + _VOIDS_AT_ONCE))]))

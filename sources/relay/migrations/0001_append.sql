@@ -20,20 +20,32 @@ comment on column tidemark.append_streams.after is 'Its IDs begin behind this on
 create table tidemark.append_progress (
     number      integer     primary key references tidemark.append_streams on delete cascade,
     floor       bigint      not null,
-    epoch       bigint      not null default 0,
+    version     bigint      not null default 0,
     database    text,
     start       text,
     after       text,
-    joined      boolean     not null default false,
     writer      text
 );
 comment on table tidemark.append_progress is 'How far the relay is with each stream';
 comment on column tidemark.append_progress.floor is
     'Every ID up to it is decided and in Kafka. Rows go only below it, with the transaction that raises it';
-comment on column tidemark.append_progress.database is 'The history of this database in which the epoch began';
-comment on column tidemark.append_progress.start is 'The token of the epoch''s JOIN, which follows that of the one before';
+comment on column tidemark.append_progress.version is 'Rises as epochs begin and writers are found: a relay that knows another one begins anew';
+comment on column tidemark.append_progress.database is 'The history of this database in which the epochs began';
+comment on column tidemark.append_progress.start is 'The token of this history''s JOINs, which follows that of the one before';
 comment on column tidemark.append_progress.writer is 'The name under which Tidemark knows this database';
-comment on column tidemark.append_progress.joined is 'Whether Kafka has acknowledged the JOIN of the epoch';
+
+create table tidemark.append_writers (
+    number      integer     not null references tidemark.append_streams on delete cascade,
+    writer      text        not null,
+    epoch       bigint      not null,
+    last        bigint      not null,
+    joined      boolean     not null default false,
+    primary key (number, writer)
+);
+comment on table tidemark.append_writers is 'Writers that Tidemark knows of a stream: the database, and each that has a name of its own';
+comment on column tidemark.append_writers.last is
+    'Where its line was last cut, at or below the floor: the JOIN, a fact, a void, a beat; all of it up to here is in Kafka';
+comment on column tidemark.append_writers.joined is 'Whether Kafka has acknowledged the JOIN of the epoch';
 
 create table tidemark.append_outbox (
     number      integer     not null,
@@ -41,6 +53,7 @@ create table tidemark.append_outbox (
     rows        text[]      not null,
     bytes       integer     not null,
     reserved_by xid8,
+    writer      text        not null default '',
     primary key (number, id)
 )
 -- Every row is deleted soon: what counts is how many are dead, not their share of the few that live.
@@ -49,18 +62,43 @@ with (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000, au
 comment on table tidemark.append_outbox is 'Facts that are appended and lie above the floor; rows are JSON';
 comment on column tidemark.append_outbox.bytes is 'About what its records take';
 comment on column tidemark.append_outbox.reserved_by is 'The transaction that has reserved the ID and not completed it';
+comment on column tidemark.append_outbox.writer is
+    'Whose fact it is: empty for the database itself; * is a beat, an ID at which the line of every writer is cut';
 
--- The next three are for the functions behind them, whose search path they have.
+-- The next ones are for the functions behind them, whose search path they have.
 
--- Whoever may hold an ID that is not decided holds this lock, shared, and has an ID of its transaction: both are taken
--- first. Nobody takes it exclusively; the relay looks who holds it.
-create function tidemark.take_id(_of tidemark.append_streams) returns bigint
+-- Whoever may hold an ID that is not decided holds the lock of stream and writer, shared, and has an ID of its
+-- transaction: both are taken first. Nobody takes it exclusively; the relay looks who holds it. Writers with one hash
+-- share a lock, and then wait for each other.
+create function tidemark.take_lock(_of tidemark.append_streams, _writer text) returns void
 language plpgsql volatile
 as $$
 begin
     perform pg_current_xact_id();
-    perform pg_advisory_xact_lock_shared(1414087749, _of.number);
+    perform pg_advisory_xact_lock_shared(1414087749 + _of.number, hashtext(_writer));
+end
+$$;
+
+create function tidemark.take_id(_of tidemark.append_streams, _writer text) returns bigint
+language plpgsql volatile
+as $$
+begin
+    perform tidemark.take_lock(_of, _writer);
     return nextval(_of.ids);
+end
+$$;
+
+create function tidemark.append_writer(_writer text) returns text
+language plpgsql immutable
+as $$
+begin
+    -- As on Kafka (docs/design.md 3); empty is the database itself.
+    if _writer is null or char_length(_writer) > 255 or _writer = '*'
+        or _writer ~ '[\u0001-\u0020\u007f-\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]' then
+        raise exception using errcode = 'invalid_parameter_value', message = format('no name of a writer: %L', _writer),
+            hint = 'It has 1 to 255 characters, no white space, no control characters, and is not *.';
+    end if;
+    return _writer;
 end
 $$;
 
@@ -115,35 +153,53 @@ create function tidemark.append_bytes(_texts text[]) returns integer
 language sql immutable
 as $$ select 200 * cardinality(_texts) + octet_length(array_to_string(_texts, '')) $$;
 
+create function tidemark.append_fact(_writer text, _stream text, _rows jsonb[]) returns bigint
+language plpgsql volatile
+as $$
+declare
+    _of tidemark.append_streams := tidemark.append_stream(_stream);
+    _texts text[] := tidemark.append_checked(_rows);
+    _id bigint := tidemark.take_id(_of, _writer);
+begin
+    insert into tidemark.append_outbox (number, id, rows, bytes, writer)
+    values (_of.number, _id, _texts, tidemark.append_bytes(_texts), _writer);
+    return _id;
+end
+$$;
+
 create function tidemark.append(stream text, variadic rows jsonb[] default '{}') returns bigint
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 as $$
-declare
-    _of tidemark.append_streams := tidemark.append_stream(append.stream);
-    _texts text[] := tidemark.append_checked(append.rows);
-    _id bigint := tidemark.take_id(_of);
 begin
-    insert into tidemark.append_outbox (number, id, rows, bytes)
-    values (_of.number, _id, _texts, tidemark.append_bytes(_texts));
-    return _id;
+    return tidemark.append_fact('', append.stream, append.rows);
 end
 $$;
 comment on function tidemark.append is
     'A fact of the stream with these rows happened if this transaction commits; gives its stream ID';
 
-create function tidemark.append_many(stream text, rows jsonb[]) returns bigint[]
+create function tidemark.append_as(writer text, stream text, variadic rows jsonb[] default '{}') returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return tidemark.append_fact(tidemark.append_writer(append_as.writer), append_as.stream, append_as.rows);
+end
+$$;
+comment on function tidemark.append_as is 'The same as a writer that has a position of its own';
+
+create function tidemark.append_many(stream text, rows jsonb[], writer text default '') returns bigint[]
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
     _of tidemark.append_streams := tidemark.append_stream(append_many.stream);
+    _writer text := tidemark.append_writer(append_many.writer);
     _texts text[] := tidemark.append_checked(append_many.rows);
     _ids bigint[];
 begin
-    perform pg_current_xact_id();
-    perform pg_advisory_xact_lock_shared(1414087749, _of.number);
+    perform tidemark.take_lock(_of, _writer);
     with made as (
-        insert into tidemark.append_outbox (number, id, rows, bytes)
-        select _of.number, nextval(_of.ids), array[given.text], 200 + octet_length(given.text) from unnest(_texts) as given (text)
+        insert into tidemark.append_outbox (number, id, rows, bytes, writer)
+        select _of.number, nextval(_of.ids), array[given.text], 200 + octet_length(given.text), _writer
+        from unnest(_texts) as given (text)
         returning id
     )
     select coalesce(array_agg(made.id), '{}') into _ids from made;
@@ -152,20 +208,21 @@ end
 $$;
 comment on function tidemark.append_many is 'Many facts of one row each; gives their stream IDs in the order of the rows';
 
-create function tidemark.reserve(stream text) returns bigint
+create function tidemark.reserve(stream text, writer text default '') returns bigint
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
     _of tidemark.append_streams := tidemark.append_stream(reserve.stream);
-    _id bigint := tidemark.take_id(_of);
+    _writer text := tidemark.append_writer(reserve.writer);
+    _id bigint := tidemark.take_id(_of, _writer);
 begin
     -- Goes with a savepoint that is rolled back, as the lock does; and tells `complete` whose the ID is.
-    insert into tidemark.append_outbox (number, id, rows, bytes, reserved_by)
-    values (_of.number, _id, '{}', 0, pg_current_xact_id());
+    insert into tidemark.append_outbox (number, id, rows, bytes, reserved_by, writer)
+    values (_of.number, _id, '{}', 0, pg_current_xact_id(), _writer);
     return _id;
 end
 $$;
-comment on function tidemark.reserve(text) is
+comment on function tidemark.reserve is
     'The next stream ID, for tidemark.complete in the same transaction; without that it is an ID without a fact';
 
 create function tidemark.complete(stream text, id bigint, variadic rows jsonb[] default '{}') returns void
@@ -227,11 +284,21 @@ $$;
 comment on function tidemark.create_stream is
     'Makes the stream unless it is there. With `after` its IDs begin behind that one, as of a table that has rows';
 
+-- For the relay: where a stream has several writers, the lines of those who are idle end here.
+create function tidemark.append_beat(stream text) returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+as $$
+begin
+    return tidemark.append_fact('*', append_beat.stream, '{}');
+end
+$$;
+
 revoke all on function
-    tidemark.take_id(tidemark.append_streams), tidemark.append_stream(text), tidemark.append_checked(jsonb[]),
-    tidemark.append_bytes(text[]),
-    tidemark.append(text, jsonb[]), tidemark.append_many(text, jsonb[]), tidemark.reserve(text),
-    tidemark.complete(text, bigint, jsonb[]), tidemark.create_stream(text, text, bigint)
+    tidemark.take_lock(tidemark.append_streams, text), tidemark.take_id(tidemark.append_streams, text),
+    tidemark.append_writer(text), tidemark.append_stream(text), tidemark.append_checked(jsonb[]),
+    tidemark.append_bytes(text[]), tidemark.append_fact(text, text, jsonb[]), tidemark.append_beat(text),
+    tidemark.append(text, jsonb[]), tidemark.append_as(text, text, jsonb[]), tidemark.append_many(text, jsonb[], text),
+    tidemark.reserve(text, text), tidemark.complete(text, bigint, jsonb[]), tidemark.create_stream(text, text, bigint)
 from public;
 
 -- Two roles without login, to be granted. A user who may not create roles can still migrate: an administrator makes them
@@ -257,7 +324,8 @@ begin
     if to_regrole('tidemark_append') is not null then
         grant usage on schema tidemark to tidemark_append;
         grant execute on function
-            tidemark.append(text, jsonb[]), tidemark.append_many(text, jsonb[]), tidemark.reserve(text),
+            tidemark.append(text, jsonb[]), tidemark.append_as(text, text, jsonb[]),
+            tidemark.append_many(text, jsonb[], text), tidemark.reserve(text, text),
             tidemark.complete(text, bigint, jsonb[])
         to tidemark_append;
     end if;
@@ -265,6 +333,8 @@ begin
         grant usage on schema tidemark to tidemark_relay;
         grant select on tidemark.append_streams, tidemark.relay_schema_version to tidemark_relay;
         grant select, update on tidemark.append_progress to tidemark_relay;
+        grant select, insert, update on tidemark.append_writers to tidemark_relay;
+        grant execute on function tidemark.append_beat(text) to tidemark_relay;
         grant select, delete on tidemark.append_outbox to tidemark_relay;
     end if;
 end

@@ -17,6 +17,7 @@ from tidemark.sources.relay.decider import Decider
 
 services = st.integers(0, 2)
 relays = st.integers(0, 1)
+writers = st.sampled_from(["", "till", "web"])
 ISOLATIONS = st.sampled_from(["read committed", "repeatable read", "serializable"])
 
 
@@ -35,18 +36,18 @@ class Appending(RuleBasedStateMachine):
         if not self.world.services[service].open:
             self.world.services[service].begin(isolation, durable)
 
-    @rule(service=services, rows=st.integers(0, 2))
-    def append(self, service: int, rows: int) -> None:
-        self.world.services[service].append(self.world.stream, rows)
+    @rule(service=services, rows=st.integers(0, 2), writer=writers)
+    def append(self, service: int, rows: int, writer: str) -> None:
+        self.world.services[service].append(self.world.stream, rows, writer)
 
-    @rule(service=services, rows=st.integers(0, 3))
-    def append_many(self, service: int, rows: int) -> None:
-        self.world.services[service].append_many(self.world.stream, rows)
+    @rule(service=services, rows=st.integers(0, 3), writer=writers)
+    def append_many(self, service: int, rows: int, writer: str) -> None:
+        self.world.services[service].append_many(self.world.stream, rows, writer)
 
-    @rule(service=services)
-    def reserve(self, service: int) -> None:
+    @rule(service=services, writer=writers)
+    def reserve(self, service: int, writer: str) -> None:
         if self.world.services[service].open:
-            self.world.services[service].reserve(self.world.stream)
+            self.world.services[service].reserve(self.world.stream, writer)
 
     @rule(service=services, rows=st.integers(0, 2))
     def complete(self, service: int, rows: int) -> None:
@@ -111,6 +112,10 @@ class Appending(RuleBasedStateMachine):
     @rule(relay=relays)
     def settle(self, relay: int) -> None:
         self.world.relays[relay].settle()
+
+    @rule(relay=relays)
+    def beat(self, relay: int) -> None:
+        self.world.relays[relay].beat()
 
     @rule(relay=relays)
     def die(self, relay: int) -> None:

@@ -1,85 +1,156 @@
 """The decision alone, against a truth that knows who owns each ID."""
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tidemark.sources.relay.evidence import StreamEvidence, ids_of
+from tidemark.sources.relay.evidence import Holder, StreamEvidence, ids_of
+from tidemark.sources.relay.lines import Lines
 from tidemark.streaming.intervals import Intervals
 
-Ids = st.integers(1, 40)
+OWN, BEAT, NAMES = "0", "-1", ("0", "1", "2")
+"""Writers; two may have one number of locks."""
 
 
 @dataclass
 class Owned:
-    """IDs of transactions, numbered from 1; each runs, has committed or has rolled back."""
+    """IDs of transactions, numbered from 1, each in the name of a writer; a transaction runs, has committed or rolled
+    back.
+    """
 
-    owner: dict[int, int] = field(default_factory=dict)
+    hashes: int
+    owner: dict[int, tuple[int, str]] = field(default_factory=dict)
     running: set[int] = field(default_factory=set)
     committed: set[int] = field(default_factory=set)
 
-    def give(self, transaction: int) -> None:
+    def give(self, transaction: int, writer: str) -> None:
         if transaction in self.running:
-            self.owner[len(self.owner) + 1] = transaction
+            self.owner[len(self.owner) + 1] = transaction, writer
 
-    def facts(self) -> set[int]:
-        return {id for id, transaction in self.owner.items() if transaction in self.committed}
+    def facts(self) -> dict[int, str]:
+        return {id: writer for id, (transaction, writer) in self.owner.items() if transaction in self.committed}
+
+    def number(self, writer: str) -> int:
+        return min(int(writer), self.hashes)
+
+    def holders(self) -> frozenset[Holder]:
+        return frozenset((each, self.number(writer)) for each, writer in self.owner.values() if each in self.running)
+
+
+class Looking:
+    """What one relay knows and has told: facts, voids, and edges by writer."""
+
+    def __init__(self, truth: Owned, *, several: bool, locks: bool) -> None:
+        self._truth = truth
+        self._locks = locks
+        self.evidence = StreamEvidence(0, several=several)
+        self.lines = Lines(dict.fromkeys(NAMES, 0)) if several else None
+        self.told: set[int] = set()
+        self.voids: set[int] = set()
+        self.edges: dict[str, set[tuple[int, int]]] = defaultdict(set)
+
+    def look(self, size: int) -> None:
+        truth, evidence = self._truth, self.evidence
+        holders = truth.holders() if self._locks and evidence.lingers else None
+        evidence.look(len(truth.owner), frozenset(truth.running), holders)
+        if asked := evidence.unread():
+            facts = truth.facts()
+            inside = sorted(id for id in facts if asked.within(id - 1, id))
+            upto = inside[size - 1] if len(inside) > size else int(asked.highs[-1])
+            found = [id for id in inside if id <= upto]
+            new = {*ids_of(evidence.read(asked.upto(upto), found))}
+            assert not (self.voids | self.told) & new
+            assert not (self.voids | self.told) & {*found}
+            self.voids.update(new)
+            self.told.update(found)
+            for id in [*found, *new]:
+                writer = facts.get(id, OWN)
+                self._tell(OWN if writer == BEAT else writer, id)
+                if self.lines is not None and writer == BEAT:
+                    self.lines.beat(id)
+        if self.lines is not None:
+            for name, prev, id in self.lines.announce(self._open_to):
+                self.edges[name].add((prev, id))
+
+    def _tell(self, writer: str, id: int) -> None:
+        self.edges[writer].add((id - 1, id))
+        if self.lines is not None:
+            self.lines.own(writer, Intervals.from_ids(np.array([id])))
+
+    def _open_to(self, name: str) -> Intervals:
+        return self.evidence.open_to(None if name == OWN else {self._truth.number(name)})
 
 
 Act = st.one_of(
-    st.tuples(st.just("give"), st.integers(1, 5)),
-    st.tuples(st.just("begin"), st.integers(1, 5)),
-    st.tuples(st.just("commit"), st.integers(1, 5)),
-    st.tuples(st.just("roll back"), st.integers(1, 5)),
-    st.tuples(st.just("look"), st.integers(1, 4)),
+    st.tuples(st.just("give"), st.integers(1, 5), st.sampled_from(NAMES)),
+    st.tuples(st.sampled_from(["begin", "commit", "roll back"]), st.integers(1, 5), st.just("")),
+    st.tuples(st.just("look"), st.integers(1, 4), st.sampled_from(["0", "1"])),
+    st.tuples(st.just("beat"), st.just(0), st.just("")),
 )
 
 
 @settings(max_examples=examples(400))
-@given(acts=st.lists(Act, max_size=60), locks=st.booleans())
-def test_each_id_is_decided_once_and_rightly(acts: list[tuple[str, int]], locks: bool) -> None:
-    """With pages of a few facts and transactions in any order, asked for locks or not; in the end nothing is open."""
-    truth, evidence = Owned(), StreamEvidence(0)
-    told: set[int] = set()
-    voids: set[int] = set()
+@given(acts=st.lists(Act, max_size=80), locks=st.booleans(), several=st.booleans(), hashes=st.integers(1, 2))
+def test_each_id_is_decided_once_and_rightly(
+    acts: list[tuple[str, int, str]], locks: bool, several: bool, hashes: int
+) -> None:
+    """With pages of a few facts and transactions in any order, asked for locks or not; in the end nothing is open. Two
+    that look at different times tell edges that are equal or apart, and no range over a fact of its writer.
+    """
+    truth = Owned(hashes)
+    both = [Looking(truth, several=several, locks=locks) for _ in range(2)]
     numbers = {name: name for name in range(1, 6)}
 
-    def look(size: int) -> None:
-        holders = frozenset(truth.owner.values()) & truth.running if locks and evidence.lingers else None
-        evidence.look(len(truth.owner), frozenset(truth.running), holders)
-        if asked := evidence.unread():
-            inside = sorted(id for id in truth.facts() if asked.within(id - 1, id))
-            upto = inside[size - 1] if len(inside) > size else int(asked.highs[-1])
-            found = [id for id in inside if id <= upto]
-            new = {*ids_of(evidence.read(asked.upto(upto), 0, found))}
-            assert not (voids | told) & new
-            assert not (voids | told) & {*found}
-            voids.update(new)
-            told.update(found)
+    def check() -> None:
+        facts = truth.facts()
+        for each in both:
+            assert not each.voids & facts.keys()
+            for writer, edges in each.edges.items():
+                own = {id for id, name in facts.items() if name == writer} - each.told
+                assert not any(prev < id <= top for id in own for prev, top in edges)
 
-    for act, value in acts:
-        transaction = numbers[value]
+    for act, value, more in acts:
+        transaction = numbers.get(value, 0)
         if act == "begin" and transaction not in truth.running | truth.committed:
             truth.running.add(transaction)
         elif act == "give":
-            truth.give(transaction)
+            truth.give(transaction, more)
+        elif act == "beat":
+            truth.running.add(-1)
+            truth.give(-1, BEAT)
+            truth.running.remove(-1)
+            truth.committed.add(-1)
         elif act in {"commit", "roll back"} and transaction in truth.running:
             truth.running.remove(transaction)
             if act == "commit":
                 truth.committed.add(transaction)
             numbers[value] = transaction + 10
         elif act == "look":
-            look(value)
-        assert not voids & truth.facts()
+            both[int(more)].look(value)
+        check()
     truth.running.clear()
-    for _ in range(100):
-        if evidence.open or evidence.head < len(truth.owner):
-            look(3)
-    assert not evidence.open
-    assert told == truth.facts()
-    assert voids == truth.owner.keys() - told
+    truth.committed.add(-1)
+    truth.owner[len(truth.owner) + 1] = -1, BEAT
+    for each in both:
+        for _ in range(100):
+            each.look(3)
+        assert not each.evidence.open
+        assert each.told == truth.facts().keys()
+        assert each.voids == truth.owner.keys() - each.told
+    check()
+    for writer in NAMES if several else (OWN,):
+        one, other = (each.edges[writer] for each in both)
+        assert one == other
+        if several:
+            at = 0
+            for prev, id in sorted(one):
+                assert prev == at
+                at = id
+            assert at == len(truth.owner)
 
 
 def test_many_transactions_are_few_marks() -> None:
@@ -87,17 +158,9 @@ def test_many_transactions_are_few_marks() -> None:
     evidence = StreamEvidence(0)
     for number in range(1, 200):
         evidence.look(number, frozenset(range(number, 400)))
-        evidence.read(evidence.unread(), 0, [])
+        evidence.read(evidence.unread(), [])
     assert len(evidence._marks) <= 33
     evidence.look(199, frozenset())
     asked = evidence.unread()
     assert asked == Intervals.of([(0, 199)])
-    assert [*ids_of(evidence.read(asked, 0, [7]))] == [id for id in range(1, 200) if id != 7]
-
-
-def test_what_another_relay_has_decided_is_not_decided_again() -> None:
-    """At or below the floor nothing is missing: it is gone."""
-    evidence = StreamEvidence(0)
-    evidence.look(9, frozenset())
-    assert [*ids_of(evidence.read(evidence.unread(), 6, [8]))] == [7, 9]
-    assert not evidence.open
+    assert [*ids_of(evidence.read(asked, [7]))] == [id for id in range(1, 200) if id != 7]

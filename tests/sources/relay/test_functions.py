@@ -77,6 +77,27 @@ def test_what_is_reserved_is_completed_in_the_same_transaction(sql: psycopg.Conn
     assert outbox(sql) == [(first, []), (second, ["1", "2"])]
 
 
+def test_a_writer_may_have_a_name(sql: psycopg.Connection) -> None:
+    """Each of the functions takes it, and facts of all names share the sequence; without one it is the database."""
+    assert one(sql, "select tidemark.append_as('web', 'orders', '1', '2')") == 1
+    assert one(sql, "select tidemark.append_as('', 'orders')") == 2
+    assert one(sql, "select tidemark.append_many('orders', %s::jsonb[], writer => 'till')", ["1", "2"]) == [3, 4]
+    with sql.transaction():
+        id = one(sql, "select tidemark.reserve('orders', writer => 'till')")
+        sql.execute("select tidemark.complete('orders', %s, '1')", [id])
+    rows = sql.execute("select id, writer from tidemark.append_outbox order by id").fetchall()
+    assert rows == [(1, "web"), (2, ""), (3, "till"), (4, "till"), (5, "till")]
+
+
+@pytest.mark.parametrize("name", ["*", "two words", "line\nfeed", "x" * 256, None])
+def test_a_writer_has_no_name_that_kafka_would_not_take(sql: psycopg.Connection, name: str | None) -> None:
+    """A fact with it could never be told."""
+    for call in ("append_as(%(w)s, 'orders', '1')", "append_many('orders', '{1}', %(w)s)", "reserve('orders', %(w)s)"):
+        with pytest.raises(errors.InvalidParameterValue, match="no name of a writer"):
+            sql.execute(f"select tidemark.{call}".encode(), {"w": name})
+    assert outbox(sql) == []
+
+
 def test_no_other_id_can_be_completed(sql: psycopg.Connection) -> None:
     """Nobody knows any more whether such an ID was told as void, so a fact with it is refused."""
 
@@ -101,7 +122,10 @@ def test_a_rolled_back_savepoint_gives_its_lock_back(sql: psycopg.Connection) ->
         with sql.transaction(force_rollback=True):
             sql.execute("select tidemark.append('orders', '1')")
         number = one(sql, "select number from tidemark.append_streams where stream = 'orders'")
-        held = "select count(*) from pg_locks where locktype = 'advisory' and classid = %s and objid = %s"
+        held = (
+            "select count(*) from pg_locks where locktype = 'advisory'"
+            " and classid::bigint = %s + %s and objid = hashtext('')::oid"
+        )
         assert one(sql, held, looks.LOCK, number) == 0
         with sql.transaction():
             sql.execute("select tidemark.append('orders', '1')")
@@ -164,7 +188,8 @@ def test_who_may_append_may_do_nothing_else(sql: psycopg.Connection) -> None:
             "delete from tidemark.append_outbox",
             "select nextval('tidemark.append_ids_1')",
             "select tidemark.create_stream('other')",
-            "select tidemark.take_id(null)",
+            "select tidemark.take_id(null, '')",
+            "select tidemark.append_beat('orders')",
         ):
             with pytest.raises(errors.InsufficientPrivilege):
                 sql.execute(denied.encode())

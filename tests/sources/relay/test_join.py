@@ -26,15 +26,16 @@ def test_relays_that_follow_each_other_go_on_in_one_epoch(sql: psycopg.Connectio
     """Two at once begin the same; once Kafka has the JOIN nobody says it again."""
     first, second = begun(sql), begun(sql)
     assert first == second
-    assert not any(each.joined for each in first)
+    assert [len(each.joins()) for each in first] == [1, 1]
     join.joined(sql, first)
-    assert [each.joined for each in begun(sql)] == [True, True]
-    assert [each.epoch for each in begun(sql)] == [each.epoch for each in first]
+    again = begun(sql)
+    assert [each.joins() for each in again] == [[], []]
+    assert [each.writers["shop"].epoch for each in again] == [each.writers["shop"].epoch for each in first]
 
 
 def test_a_first_join_stands_before_the_first_id(sql: psycopg.Connection) -> None:
     """Of what was there before the stream was made it says that nobody has told it."""
-    orders, history = (each.join("shop") for each in begun(sql))
+    [orders], [history] = (each.joins() for each in begun(sql))
     assert (orders.stream, orders.id, orders.unseen) == ("orders", 0, False)
     assert (history.stream, history.id, history.unseen) == ("history", -7, True)
     assert orders.timeline is not None
@@ -47,9 +48,10 @@ def test_another_history_begins_a_higher_epoch(sql: psycopg.Connection) -> None:
     join.joined(sql, before)
     sql.execute("update tidemark.append_progress set floor = -9 where number = 2")
     after = begun(sql, "two")
-    assert all(new.epoch > old.epoch and not new.joined for old, new in zip(before, after, strict=True))
+    joins = [(old.joins()[0], new.joins()[0]) for old, new in zip(before, after, strict=True)]
+    assert all(new.epoch > old.epoch for old, new in joins)
     assert [each.timeline.after for each in after] == [each.timeline.start for each in before]
-    record = after[1].join("shop")
+    record = joins[1][1]
     assert (record.id, record.unseen) == (-9, False)
 
 
@@ -58,7 +60,30 @@ def test_a_join_that_may_not_have_arrived_is_not_followed(sql: psycopg.Connectio
     begun(sql)
     after = begun(sql, "two")
     assert [each.timeline.after for each in after] == [None, None]
-    assert after[1].join("shop").unseen
+    assert after[1].joins()[0].unseen
+
+
+def test_a_writer_joins_at_the_floor_where_it_is_found(sql: psycopg.Connection) -> None:
+    """Whoever finds it first says where; in another history all join anew, the database first."""
+    join.joined(sql, begun(sql))
+    sql.execute("update tidemark.append_progress set floor = 5 where number = 1")
+    found = join.begin(sql, "one", "shop", None, {1: {"web"}})
+    sql.execute("update tidemark.append_progress set floor = 9 where number = 1")
+    again = join.begin(sql, "one", "shop", None, {1: {"web", "till"}})
+    assert [(each.writer, each.id, each.unseen) for each in found[0].joins()] == [("web", 5, False)]
+    assert [(each.writer, each.id) for each in again[0].joins()] == [("till", 9), ("web", 5)]
+    assert again[0].version > found[0].version
+    assert found[1] == again[1]
+    join.joined(sql, again)
+    turned = begun(sql, "two")
+    assert [(each.writer, each.id) for each in turned[0].joins()] == [("shop", 9), ("till", 9), ("web", 9)]
+
+
+def test_the_database_may_be_named_as_a_writer(sql: psycopg.Connection) -> None:
+    """It is the same one: its IDs are held by the locks of both names."""
+    told = begun(sql)[0]
+    assert told.name_of("shop") == told.name_of("") == told.name_of("*") == "shop"
+    assert len(told.writers["shop"].numbers) == 2
 
 
 def test_a_database_keeps_its_name(sql: psycopg.Connection) -> None:

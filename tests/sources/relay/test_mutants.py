@@ -1,6 +1,7 @@
 """What each part of the order is for: a few steps after which the oracle is content, and without that part is not."""
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -8,11 +9,12 @@ import psycopg
 import pytest
 
 from tests.sources.relay.world import MakeDecider, World
-from tidemark.sources.relay import looks
-from tidemark.sources.relay.decider import Decided, Decider, Steps
-from tidemark.sources.relay.evidence import StreamEvidence
+from tidemark.sources.relay import join, looks
+from tidemark.sources.relay.decider import Decided, Decider, Steps, _Stream
+from tidemark.sources.relay.evidence import Holder, StreamEvidence
+from tidemark.sources.relay.lines import Lines
 from tidemark.sources.relay.looks import AppendStream, Page
-from tidemark.streaming.intervals import Intervals
+from tidemark.streaming.intervals import EMPTY, Intervals
 from tidemark.streaming.postgres_session import Connection
 
 Looked = dict[AppendStream, int]
@@ -43,7 +45,7 @@ class OutboxFirst(Decider):
         def page(connection: Connection, stream: AppendStream, asked: Intervals, most_bytes: int) -> Page:
             old = pages[stream.number]
             facts = [fact for fact in old.facts if asked.within(fact.id - 1, fact.id)]
-            return Page(facts, int(asked.highs[-1]), old.floor, old.epoch, 0)
+            return Page(facts, int(asked.highs[-1]), old.floor, old.version, 0)
 
         with patch.object(looks, "page", page):
             return (yield from super().round(most_bytes))
@@ -63,7 +65,7 @@ class Deaf(Decider):
     """Does not look how far the floor is that another has raised."""
 
     def _decide(self, each, asked, page):  # type: ignore[no-untyped-def]
-        return super()._decide(each, asked, Page(page.facts, page.upto, each.evidence.floor, page.epoch, page.bytes))
+        return super()._decide(each, asked, replace(page, floor=each.evidence.floor))
 
 
 class Eager(Decider):
@@ -73,6 +75,38 @@ class Eager(Decider):
         super().acknowledged(decided)
         ids = [decided.told.stream.towards.signed(fact.id) for fact in decided.facts]
         self._connection.execute("delete from tidemark.append_outbox where id = any(%s)", [ids])
+
+
+class Unguarded(Decider):
+    """Lets the database's own line pass what only others may have, as it lets the line of any other."""
+
+    def round(self, most_bytes: int) -> Steps:
+        def open_to(each: _Stream, writer: str) -> Intervals:
+            return each.evidence.open_to(each.told.writers[writer].numbers)
+
+        with patch.object(_Stream, "open_to", open_to):
+            return (yield from super().round(most_bytes))
+
+
+class Hasty(Decider):
+    """Cuts the lines of writers where it happens to look, and not where a fact or a beat is."""
+
+    def round(self, most_bytes: int) -> Steps:
+        decided = yield from super().round(most_bytes)
+        for each in self._streams.values():
+            if each.lines is not None and not each.evidence.open:
+                each.lines.beat(each.evidence.head)
+                if announced := each.lines.announce(each.open_to):
+                    decided.append(Decided(each.told, [], EMPTY, announced))
+        return decided
+
+
+class Deleting(Decider):
+    """Raises the floor over what was told of lines and is not in Kafka."""
+
+    def settle(self):  # type: ignore[no-untyped-def]
+        with patch.object(Lines, "floor", lambda _, reached: reached):
+            yield from super().settle()
 
 
 class Remembering(Decider):
@@ -86,17 +120,33 @@ class Remembering(Decider):
             each.evidence = self.remembered.setdefault(number, each.evidence)
 
 
-def sessions_only(connection: Connection, running: Collection[int]) -> dict[int, frozenset[int]]:
+def sessions_only(connection: Connection, running: Collection[int]) -> dict[int, frozenset[Holder]]:
     """Only locks of sessions, as if a prepared transaction held none."""
     row = connection.execute("select array_agg(transaction::text::bigint) from pg_prepared_xacts").fetchone()
     prepared = set(row[0] or []) if row else set()
     found = real_holders(connection, running)
     return {
-        number: frozenset(xid for xid in xids if xid & 0xFFFF_FFFF not in prepared) for number, xids in found.items()
+        number: frozenset(each for each in holders if each[0] & 0xFFFF_FFFF not in prepared)
+        for number, holders in found.items()
     }
 
 
 real_holders = looks.holders
+
+
+def unnoticed(connection: Connection, number: int, names: Collection[str]) -> None:
+    """Other relays go on with the writers that they know."""
+    real_introduce(connection, number, names)
+    connection.execute("update tidemark.append_progress set version = version - 1 where number = %s", [number])
+
+
+def unheard(connection: Connection, number: int, names: Collection[str]) -> None:
+    """What a writer has told is told before Kafka has its JOIN."""
+    real_introduce(connection, number, names)
+    connection.execute("update tidemark.append_writers set joined = true where number = %s", [number])
+
+
+real_introduce = join._introduce
 
 
 def head_first(world: World) -> None:
@@ -214,6 +264,98 @@ def crashed_while_looking(world: World) -> None:
     world.finish()
 
 
+def overtaken(world: World) -> None:
+    """A writer has an ID open, facts of it and of others are committed above, then it commits."""
+    for writer in ("till", "web"):
+        world.services[0].append(world.stream, 1, writer)
+    world.relays[0].finish()
+    holding, service = world.services[:2]
+    holding.begin("read committed", "on")
+    holding.append(world.stream, 1, "till")
+    for writer in ("web", "till", "", "web"):
+        service.append(world.stream, 1, writer)
+        for relay in world.relays:
+            relay.round()
+    world.relays[0].beat()
+    for _ in range(3):
+        world.relays[0].round()
+    holding.run("commit")
+    holding.end()
+    world.relays[0].finish()
+    world.finish()
+
+
+def held_by_nobody_known(world: World) -> None:
+    """A writer that has never appended has an ID open, while others go on."""
+    relay, (holding, service, _) = world.relays[0], world.services
+    service.append(world.stream, 1, "till")
+    relay.finish()
+    holding.begin("read committed", "on")
+    holding.append(world.stream, 1, "web")
+    for writer in ("till", ""):
+        service.append(world.stream, 1, writer)
+        relay.round()
+        relay.beat()
+        for _ in range(3):
+            relay.round()
+    holding.run("commit")
+    holding.end()
+    relay.finish()
+    world.finish()
+
+
+def taken_over(world: World) -> None:
+    """A relay dies after each of its steps, and another one goes on, while writers take turns."""
+    one, other = world.relays
+    for number in range(12):
+        world.services[0].append(world.stream, number % 2, ("till", "web", "")[number % 3])
+        one.round()
+        if number % 4 == 0:
+            one.beat()
+        if number % 2:
+            one.round()
+            for _ in range(number % 3):
+                one.acknowledge(first=True)
+            one.settle()
+            one.die()
+        other.round()
+    world.finish()
+
+
+def unacknowledged(world: World) -> None:
+    """Facts are in Kafka, the ranges between them are not, and the relay is gone."""
+    one, other = world.relays
+    service = world.services[0]
+    for writer in ("till", "web"):
+        service.append(world.stream, 1, writer)
+    one.finish()
+    for writer in ("till", "web", "web", "till"):
+        service.append(world.stream, 1, writer)
+    one.lose_ranges()
+    other.finish()
+    world.finish()
+
+
+def met_late(world: World) -> None:
+    """One relay meets a writer while another, which does not know it, raises the floor over a beat."""
+    one, other = world.relays
+    service = world.services[0]
+    service.append(world.stream, 1, "till")
+    one.finish()
+    service.append(world.stream, 1, "")
+    one.round()
+    one.beat()
+    one.round()
+    service.append(world.stream, 1, "web")
+    other.round()
+    other.begin()
+    other.die()
+    while one.unacknowledged:
+        one.acknowledge()
+    one.settle()
+    world.finish()
+
+
 Scene = Callable[[World], None]
 DECIDERS: list[tuple[Scene, MakeDecider]] = [
     (head_first, HeadLast),
@@ -222,6 +364,9 @@ DECIDERS: list[tuple[Scene, MakeDecider]] = [
     (deleted_between, Deaf),
     (held_below, Eager),
     (crashed_while_looking, Remembering),
+    (held_by_nobody_known, Unguarded),
+    (taken_over, Hasty),
+    (unacknowledged, Deleting),
 ]
 LOOKS: list[tuple[Scene, str, Any]] = [
     (open_long, "end_one", lambda _: None),
@@ -229,12 +374,22 @@ LOOKS: list[tuple[Scene, str, Any]] = [
     (crashed_after_telling, "make_durable", lambda _: None),
 ]
 FUNCTIONS = [
-    (open_long, "take_id", "perform pg_advisory_xact_lock_shared(1414087749, _of.number);"),
-    (completed_by_another, "complete", "and kept.reserved_by = pg_current_xact_id()"),
+    (open_long, "take_lock", "perform pg_advisory_xact_lock_shared(1414087749 + _of.number, hashtext(_writer));", ""),
+    (overtaken, "take_lock", "hashtext(_writer)", "hashtext('')"),
+    (completed_by_another, "complete", "and kept.reserved_by = pg_current_xact_id()", ""),
+]
+JOINS: list[tuple[Scene, str, Any]] = [
+    (met_late, "_introduce", unnoticed),
+    (overtaken, "_introduce", unheard),
 ]
 SCENES: dict[str, Scene] = {
     scene.__name__: scene
-    for scene in (*(scene for scene, _ in DECIDERS), *(scene for scene, *_ in LOOKS), completed_by_another)
+    for scene in (
+        *(scene for scene, _ in DECIDERS),
+        *(scene for scene, *_ in LOOKS),
+        *(scene for scene, *_ in JOINS),
+        completed_by_another,
+    )
 }
 
 
@@ -270,12 +425,21 @@ def test_looks(ready: str, scene: Scene, name: str, wrong: object) -> None:
         caught(ready, scene)
 
 
-@pytest.mark.parametrize(("scene", "name", "line"), FUNCTIONS, ids=[name for _, name, _ in FUNCTIONS])
-def test_functions(ready: str, scene: Scene, name: str, line: str) -> None:
-    """Without its lock an ID looks as if nobody held it; without its mark anybody completes it."""
+@pytest.mark.parametrize(
+    ("scene", "name", "line", "instead"), FUNCTIONS, ids=[scene.__name__ for scene, *_ in FUNCTIONS]
+)
+def test_functions(ready: str, scene: Scene, name: str, line: str, instead: str) -> None:
+    """Without its lock an ID looks as if nobody held it, or another one; without its mark anybody completes it."""
     with psycopg.connect(ready, autocommit=True) as connection:
         row = connection.execute("select pg_get_functiondef(%s::regproc)", [f"tidemark.{name}"]).fetchone()
         assert row is not None
         assert line in row[0]
-        connection.execute(row[0].replace(line, "").encode())
+        connection.execute(row[0].replace(line, instead).encode())
     caught(ready, scene)
+
+
+@pytest.mark.parametrize(("scene", "name", "wrong"), JOINS, ids=[wrong.__name__ for *_, wrong in JOINS])
+def test_joins(ready: str, scene: Scene, name: str, wrong: object) -> None:
+    """A writer that other relays do not notice, or that does not join, has a line with a hole."""
+    with patch.object(join, name, wrong):
+        caught(ready, scene)

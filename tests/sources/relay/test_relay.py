@@ -185,6 +185,34 @@ def test_a_stream_that_is_made_later_is_relayed_too(sql: psycopg.Connection, run
     assert verdict.position("history", "shop") == 10
 
 
+def test_each_writer_has_a_position(ready: str, sql: psycopg.Connection, run: Run, judge: Judge) -> None:
+    """One that holds an ID open holds the line and nobody else's position; who is idle is told to be where all are."""
+    run()
+    append(sql)
+    for writer in ("web", "till", "idle"):
+        sql.execute("select tidemark.append_as(%s, 'orders', '1')", [writer])
+    with psycopg.connect(ready) as held:
+        held.execute("select tidemark.append_as('till', 'orders', '1')")
+        last = sql.execute("select tidemark.append_as('web', 'orders', '1')").fetchone()
+        assert last == (6,)
+        eventually(lambda: judge.verdict().positions("orders").get("web", 0) >= 6)
+        positions = judge.verdict().positions("orders")
+        assert positions["till"] < 5
+        assert positions["shop"] < 5
+        held.commit()
+
+    def told() -> bool:
+        positions = judge.verdict().positions("orders")
+        return len(positions) == 4 and min(positions.values()) > 6
+
+    eventually(told, 30)
+    eventually(lambda: settled(sql), 30)
+    verdict = judge.verdict()
+    assert verdict.rejected == {}
+    assert verdict.announced == {"orders": {1, 2, 3, 4, 5, 6}}
+    assert len({*verdict.positions("orders").values()}) == 1
+
+
 def test_while_kafka_is_away_memory_is_bounded(
     sql: psycopg.Connection, run: Run, judge: Judge, kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,16 +11,19 @@ from itertools import count
 import psutil
 import psycopg
 
-from tests.sources.writer.judge import judged
+from tests.streaming.builders import packed
 from tests.waiting import eventually
 from tidemark.sources.relay import join
 from tidemark.sources.relay.database import SCHEMA, session_of
 from tidemark.sources.relay.decider import Decided, Decider
-from tidemark.sources.relay.evidence import ids_of
 from tidemark.sources.relay.join import Told
 from tidemark.sources.relay.told import told
 from tidemark.streaming import records
+from tidemark.streaming.batch import advance
+from tidemark.streaming.model import Bounds
 from tidemark.streaming.postgres_session import Connection, PostgresSession
+from tidemark.streaming.records import Rdata, Void
+from tidemark.streaming.state import decode
 
 WRITER = "shop"
 MakeDecider = Callable[[Connection, list[Told]], Decider]
@@ -33,7 +36,7 @@ class Service:
     def __init__(self, dsn: str) -> None:
         self._dsn = dsn
         self.savepoints = 0
-        self.reserved: list[int] = []
+        self.reserved: list[tuple[int, str]] = []
         self.open = False
         self._connection: psycopg.Connection | None = None
 
@@ -64,35 +67,39 @@ class Service:
     def end(self) -> None:
         self.open, self.savepoints, self.reserved = False, 0, []
 
-    def append(self, stream: str, rows: int) -> int | None:
+    def append(self, stream: str, rows: int, writer: str = "") -> int | None:
         return self.run(
-            "with made as (select tidemark.append(%s, variadic %s::jsonb[]) as id)"
-            " insert into truth select %s, id, %s from made returning id",
+            "with made as (select tidemark.append_as(%s, %s, variadic %s::jsonb[]) as id)"
+            " insert into truth select %s, id, %s, %s from made returning id",
+            writer,
             stream,
             ["{}"] * rows,
             stream,
             rows,
+            writer,
         )
 
-    def append_many(self, stream: str, rows: int) -> None:
+    def append_many(self, stream: str, rows: int, writer: str = "") -> None:
         self.run(
-            "with made as (select unnest(tidemark.append_many(%s, %s::jsonb[])) as id)"
-            " insert into truth select %s, id, 1 from made",
+            "with made as (select unnest(tidemark.append_many(%s, %s::jsonb[], %s)) as id)"
+            " insert into truth select %s, id, 1, %s from made",
             stream,
             ["{}"] * rows,
+            writer,
             stream,
+            writer,
         )
 
-    def reserve(self, stream: str) -> None:
-        if (id := self.run("select tidemark.reserve(%s)", stream)) is not None:
-            self.reserved.append(id)
+    def reserve(self, stream: str, writer: str = "") -> None:
+        if (id := self.run("select tidemark.reserve(%s, %s)", stream, writer)) is not None:
+            self.reserved.append((id, writer))
 
     def complete(self, stream: str, rows: int) -> None:
         """The oldest ID that was reserved. Where that went with a savepoint, the transaction goes too."""
-        id = self.reserved.pop(0)
+        id, writer = self.reserved.pop(0)
         self.run("select tidemark.complete(%s, %s, variadic %s::jsonb[])::text", stream, id, ["{}"] * rows)
         if self.open:
-            self.run("insert into truth values (%s, %s, %s)", stream, id, rows)
+            self.run("insert into truth values (%s, %s, %s, %s)", stream, id, rows, writer)
 
     def close(self) -> None:
         if self._connection is not None:
@@ -102,10 +109,11 @@ class Service:
 class SteppedRelay:
     """A relay that takes a step at a time; after an error of its connection it begins anew, as a process would."""
 
-    def __init__(self, dsn: str, make: MakeDecider, sent: Callable[[Decided], None]) -> None:
+    def __init__(self, dsn: str, make: MakeDecider, sent: Callable[[list[bytes]], None]) -> None:
         self._dsn = dsn
         self._make = make
         self._sent = sent
+        self._strangers: dict[int, set[str]] = {}
         self._session: PostgresSession | None = None
         self._decider: Decider | None = None
         self._steps: Iterator[object] | None = None
@@ -120,7 +128,7 @@ class SteppedRelay:
     def look(self) -> bool:
         """One step of a round; whether the round has ended."""
         try:
-            decider = self._begun()
+            decider = self.begin()
             if self._steps is None:
                 self._steps = decider.round(10_000)
             try:
@@ -128,8 +136,9 @@ class SteppedRelay:
             except StopIteration as over:
                 self._steps = None
                 for decided in over.value:
-                    self._sent(decided)
+                    self._sent([*told(decided)])
                     self.unacknowledged.append(decided)
+                self._give_way()
                 return True
         except psycopg.Error:
             self.die()
@@ -140,14 +149,35 @@ class SteppedRelay:
         while not self.look():
             pass
 
-    def acknowledge(self) -> None:
+    def acknowledge(self, *, first: bool = False) -> None:
         if self.unacknowledged and self._decider is not None:
-            self._decider.acknowledged(self.unacknowledged.pop())
+            self._decider.acknowledged(self.unacknowledged.pop(0 if first else -1))
+
+    def lose_ranges(self) -> None:
+        """A round of which only facts and voids reach Kafka, before the relay raises the floor and dies."""
+        sent, self._sent = self._sent, lambda _: None
+        self.round()
+        for decided in self.unacknowledged:
+            if not decided.announced:
+                sent([*told(decided)])
+                self.begin().acknowledged(decided)
+        self.settle()
+        self.die()
+        self._sent = sent
 
     def settle(self) -> None:
         try:
             if self._decider is not None:
                 for _ in self._decider.settle():
+                    pass
+                self._give_way()
+        except psycopg.Error:
+            self.die()
+
+    def beat(self) -> None:
+        try:
+            if self._decider is not None:
+                for _ in self._decider.beat():
                     pass
         except psycopg.Error:
             self.die()
@@ -160,17 +190,32 @@ class SteppedRelay:
                 self.acknowledge()
             self.settle()
             if self._decider is not None and not self._decider.open:
-                return
+                if not self._beats():
+                    return
+                self.beat()
         raise AssertionError("an ID stays undecided for ever")
 
-    def _begun(self) -> Decider:
+    def begin(self) -> Decider:
+        """Begun, with writers that were found before; no step of a round is taken."""
         if self._decider is None:
-            self._session = session_of(self._dsn, "relay")
+            self._session = self._session or session_of(self._dsn, "relay")
             with self._session.use() as connection:
-                found = join.begin(connection, "here", WRITER)
+                found = join.begin(connection, "here", WRITER, None, self._strangers)
+                self._strangers = {}
+                self._sent([records.encode(record) for each in found for record in each.joins()])
                 join.joined(connection, found)
                 self._decider = self._make(connection, found)
         return self._decider
+
+    def _beats(self) -> bool:
+        assert self._decider is not None
+        return any(each.lines and each.lines.behind(each.evidence.head) for each in self._decider._streams.values())
+
+    def _give_way(self) -> None:
+        """Others were here, or somebody new: begin anew."""
+        if self._decider is not None and self._decider.outrun:
+            self._strangers = self._decider.strangers
+            self._decider, self.unacknowledged = None, []
 
 
 class World:
@@ -188,9 +233,7 @@ class World:
         self.bystander = Service(dsn)
         self.relays = [SteppedRelay(dsn, make, self._send) for _ in range(2)]
         self.prepared: list[str] = []
-        self.facts: dict[int, int] = {}
-        self.voids: set[int] = set()
-        self._values: list[bytes] = []
+        self.core = Core(self.stream)
 
     def prepare(self, service: Service) -> None:
         gid = f"{self.stream}-{next(_names)}"
@@ -228,12 +271,20 @@ class World:
         return True
 
     def check(self) -> None:
-        """No void is committed, and every fact that was sent is."""
-        truth = self._truth()
-        wrong = {id for id in self.voids if truth.get(id)}
+        """No void is committed, every fact that was sent is, and no position has passed one that was not."""
+        truth, core = self._truth(), self.core
+        wrong = {id for id in core.voids if truth.get(id, (0, ""))[0]}
         assert not wrong, f"committed, and told as void: {wrong}"
-        lost = {id for id, rows in self.facts.items() if truth.get(id) != rows}
+        lost = {id for id, rows in core.facts.items() if truth.get(id, (0, ""))[0] != rows}
         assert not lost, f"told, and not committed so: {lost}"
+        for id, (rows, writer) in truth.items():
+            if rows and id not in core.facts:
+                name = writer or WRITER
+                assert abs(id) > core.line, f"{id} of {name} is not told, and the line is at {core.line}"
+                position = core.positions.get(name, 0)
+                assert abs(id) > position, f"{id} is not told, and {name} is at {position}"
+        assert core.rejected == {}
+        assert core.late == 0
 
     def finish(self) -> None:
         """All transactions end, a relay that knows nothing goes over everything; then all is told, once and right."""
@@ -247,26 +298,18 @@ class World:
             relay.die()
         self.relays[0].finish()
         self.check()
-        truth = self._truth()
-        assert {id for id, rows in truth.items() if rows} == self.facts.keys()
+        facts = {id: writer or WRITER for id, (rows, writer) in self._truth().items() if rows}
+        assert facts == self.core.writers
         [(head, floor)] = self._admin.execute(
             "select abs(coalesce(pg_sequence_last_value(ids), 0)), abs(floor)"
             " from tidemark.append_streams join tidemark.append_progress using (number)"
         ).fetchall()
-        assert {abs(id) for id in self.facts} | {abs(id) for id in self.voids} == {*range(1, head + 1)}
+        assert {abs(id) for id in facts} | {abs(id) for id in self.core.voids} == {*range(1, head + 1)}
         assert floor == head
         assert self._admin.execute("select count(*) from tidemark.append_outbox").fetchone() == (0,)
-        self._core_agrees(head)
-
-    def _core_agrees(self, head: int) -> None:
-        """What Tidemark makes of the records: its position has passed every ID, and nothing was refused."""
-        [epoch] = {records.decode(value).epoch for value in self._values} or {1}
-        first = records.encode(records.Join(stream=self.stream, writer=WRITER, epoch=epoch, id=0))
-        key = self.stream.encode()
-        verdict = judged([(key, value) for value in [first, *self._values]])
-        assert abs(verdict.position(self.stream, WRITER)) == head
-        assert verdict.rejected == {}
-        assert verdict.announced.get(self.stream, set()) == self.facts.keys()
+        assert self.core.line == head
+        assert {*self.core.positions.values()} <= {head}
+        assert {*self.core.positions} >= {*facts.values()}
 
     def close(self) -> None:
         for relay in self.relays:
@@ -277,16 +320,53 @@ class World:
             self.resolve(gid, "rollback")
         self._admin.close()
 
-    def _send(self, decided: Decided) -> None:
-        signed = decided.told.stream.towards.signed
-        self._values += told(decided, WRITER)
-        self.voids |= {signed(id) for id in ids_of(decided.voids)}
-        self.voids |= {signed(fact.id) for fact in decided.facts if not fact.rows}
-        self.facts |= {signed(fact.id): len(fact.rows) for fact in decided.facts if fact.rows}
+    def _send(self, values: list[bytes]) -> None:
+        self.core.take(values)
         self.check()
 
-    def _truth(self) -> dict[int, int]:
-        return dict(self._admin.execute("select id, rows from truth where stream = %s", [self.stream]).fetchall())
+    def _truth(self) -> dict[int, tuple[int, str]]:
+        rows = self._admin.execute("select id, rows, writer from truth where stream = %s", [self.stream]).fetchall()
+        return {id: (count, writer) for id, count, writer in rows}
+
+
+class Core:
+    """What Tidemark makes of the records as they come, a batch each time; and what they say of each ID."""
+
+    def __init__(self, stream: str) -> None:
+        self._stream = stream
+        self._states: dict[str, bytes] = {}
+        self._next = 0
+        self._rows: dict[int, int] = {}
+        self.facts: dict[int, int] = {}
+        self.writers: dict[int, str] = {}
+        self.voids: set[int] = set()
+        self.rejected: dict[str, int] = {}
+        self.late = 0
+        self.line = 0
+        self.positions: dict[str, int] = {}
+
+    def take(self, values: list[bytes]) -> None:
+        if not values:
+            return
+        batch = 0
+        for record in map(records.decode, values):
+            if isinstance(record, Rdata):
+                batch += 1
+                if isinstance(record.id, int):
+                    self.facts[record.id], self.writers[record.id] = batch, record.writer
+                    batch = 0
+            elif isinstance(record, Void):
+                self.voids.add(record.id)
+        key = self._stream.encode()
+        packets = packed((self._next + at, 0, 0, key, value) for at, value in enumerate(values))
+        self._next += len(values)
+        done = advance(0, self._states, packets, 0, Bounds())
+        for bad in done.rejected:
+            self.rejected[bad.reason] = self.rejected.get(bad.reason, 0) + bad.records
+        self.late += sum(len(stream.late) for stream in done.streams)
+        state = decode(self._states[self._stream])
+        self.line = state.line.position
+        self.positions = {name: state.writers[name].position for name in state.writers}
 
 
 @contextmanager
@@ -294,5 +374,5 @@ def prepared_schema(dsn: str) -> Iterator[None]:
     with session_of(dsn, "test") as session:
         SCHEMA.migrate(session)
         with session.use() as connection:
-            connection.execute("create table if not exists truth (stream text, id bigint, rows integer)")
+            connection.execute("create table if not exists truth (stream text, id bigint, rows integer, writer text)")
     yield

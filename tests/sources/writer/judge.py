@@ -29,6 +29,11 @@ class Verdict:
     def position(self, stream: str, writer: str = "shop-1") -> int:
         return state.decode(self.states[stream]).writers[writer].position
 
+    def positions(self, stream: str) -> dict[str, int]:
+        """By writer."""
+        known = state.decode(self.states[stream]).writers if stream in self.states else {}
+        return {name: known[name].position for name in known}
+
     def kinds(self, stream: str = "orders") -> list[tuple[str, int, int | str]]:
         """Kind, epoch and ID of every record, in order."""
         return [

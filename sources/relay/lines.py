@@ -1,0 +1,109 @@
+"""The lines of the writers of one stream, where there are several (docs/design.md 4b). Pure; magnitudes only.
+
+A writer's line is cut at its own facts and at the *beats*, IDs of nobody that stand in the outbox as facts do. Each own
+fact is an edge of one ID, told as soon as it is committed. What lies between two neighbouring cuts is told as one range
+without a fact of this writer, once none of it can be its own: then nothing can come between the two, so every relay
+tells the same range, whenever it looks.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
+from typing import NamedTuple
+
+from tidemark.streaming.intervals import EMPTY, Intervals
+
+
+class Announced(NamedTuple):
+    """Nothing of the writer is in `(prev, id]`."""
+
+    writer: str
+    prev: int
+    id: int
+
+
+class _WriterLine:
+    def __init__(self, last: int) -> None:
+        self.last = last
+        self.told = EMPTY
+        self.acknowledged = EMPTY
+
+
+class Lines:
+    """`lasts`: by writer where its line was last cut, at or below the floor; all of it up to there is in Kafka."""
+
+    def __init__(self, lasts: Mapping[str, int]) -> None:
+        self._lines = {writer: _WriterLine(last) for writer, last in lasts.items()}
+        self._beats: list[int] = []
+        self._gappy: set[str] = set()
+        self.beaten = 0
+        """The highest beat."""
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def own(self, writer: str, ids: Intervals) -> None:
+        """These are edges of the writer, and told."""
+        if ids:
+            self._lines[writer].told = self._lines[writer].told.union(ids)
+            self._gappy.add(writer)
+
+    def beat(self, id: int) -> None:
+        self._beats.append(id)
+        self._beats.sort()
+        self.beaten = self._beats[-1]
+        self._gappy.update(self._lines)
+
+    def behind(self, head: int) -> bool:
+        """Whether a line ends below `head`, and no beat is on its way."""
+        return head > self.beaten and any(line.told.reach(line.last) < head for line in self._lines.values())
+
+    def announce(self, open_to: Callable[[str], Intervals]) -> list[Announced]:
+        """What lies between neighbouring cuts, was not told, and is not open to its writer."""
+        found = list[Announced]()
+        for writer in sorted(self._gappy):
+            line = self._lines[writer]
+            gaps = self._gaps(line)
+            open_ = open_to(writer) if gaps else EMPTY
+            ready = [gap for gap in gaps if not open_.within(*gap)]
+            found += (Announced(writer, *gap) for gap in ready)
+            line.told = line.told.union(Intervals.of(ready))
+            if len(ready) == len(gaps):
+                self._gappy.discard(writer)
+        return found
+
+    def _gaps(self, line: _WriterLine) -> list[tuple[int, int]]:
+        top = max([line.last, self.beaten, *line.told.highs[-1:].tolist()])
+        gaps = list[tuple[int, int]]()
+        for low, high in line.told.missing(line.last, top):
+            cuts = [low, *(beat for beat in self._beats if low < beat < high), high]
+            gaps += pairwise(cuts)
+        return gaps
+
+    def acknowledged(self, writer: str, ids: Intervals) -> None:
+        """Kafka has these edges of the writer."""
+        line = self._lines[writer]
+        line.acknowledged = line.acknowledged.union(ids)
+
+    def floor(self, reached: int) -> int:
+        """The highest ID up to `reached` below which every line is in Kafka, as far as it is cut there."""
+        return min([reached, *map(self._limit, self._lines.values())])
+
+    def settled(self, floor: int) -> None:
+        """The floor was raised to where all of this is in Kafka."""
+        self._beats = [beat for beat in self._beats if beat > floor]
+
+    def _limit(self, line: _WriterLine) -> int:
+        position = line.acknowledged.reach(line.last)
+        if line.told.reach(line.last) > position:
+            return position
+        above = line.told.above(position)
+        cuts = [*above.lows[:1].tolist(), *(beat - 1 for beat in self._beats if beat > position)]
+        return min(cuts, default=2**63 - 1)
+
+
+def edges(announced: Iterable[Announced]) -> dict[str, Intervals]:
+    """The same by writer."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for each in announced:
+        found.setdefault(each.writer, []).append((each.prev, each.id))
+    return {writer: Intervals.of(parts) for writer, parts in found.items()}
