@@ -62,6 +62,14 @@ SETTINGS = {
     "spark.driver.bindAddress": "127.0.0.1",
 }
 
+# Executors elsewhere get our modules after their daemon has started.
+LOCAL = {
+    "spark.python.daemon.module": "tidemark.streaming.daemon",
+    # It forks: no library may have started a thread by then.
+    "spark.executorEnv.OPENBLAS_NUM_THREADS": "1",
+    "spark.executorEnv.JE_ARROW_MALLOC_CONF": "background_thread:false",
+}
+
 
 def _say_nothing(*_: object) -> None:
     pass
@@ -138,7 +146,8 @@ def configuration(settings: SparkSettings) -> SparkConf:
         "spark.sql.shuffle.partitions": str(settings.tasks),
         "spark.local.dir": str(settings.local_dir),
     }
-    return SparkConf(loadDefaults=False).setAll(list({**SETTINGS, **own, **settings.extra}.items()))
+    local = LOCAL if is_local(settings.master) else {}
+    return SparkConf(loadDefaults=False).setAll(list({**SETTINGS, **local, **own, **settings.extra}.items()))
 
 
 def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:

@@ -1,0 +1,22 @@
+"""The process that Spark forks Python workers from, which has imported what they need: `spark.python.daemon.module`.
+
+Spark's own daemon imports nothing, so that no thread of a library is lost in a fork; each worker of it takes most of a
+second of a core to import pandas and Arrow, at the start and after every minute without traffic. Here the libraries are
+told by their environment (streaming.spark) to start no thread before the fork.
+"""
+
+import gc
+import re
+import sys
+
+if __name__ == "__main__":
+    # Spark puts archives of pyspark before the installed one, and modules of an archive are compiled every time.
+    sys.path[:] = [place for place in sys.path if not re.search(r"/python/lib/py(spark|4j)[^/]*\.zip$", place)]
+    from pyspark import daemon, worker
+
+    from tidemark.streaming import query
+
+    imported = (query, worker)
+    gc.collect()
+    gc.freeze()  # no worker's collector touches, and so copies, the pages that all share
+    daemon.manager()
