@@ -1,6 +1,5 @@
 """A batch on its way to all sinks: killed between any two of them, and with any of them away."""
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.fix_sinks import LEASE
+from tests.processes import forked
 from tests.sinks.given import advance, entries, shard, stream
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.servers import RedisServer
@@ -29,7 +29,6 @@ from tidemark.streaming.errors import LeaseLost, Stopping
 NEVER = threading.Event()
 NOWHERE = {"bootstrap.servers": "127.0.0.1:1"}  # no record is rejected here, so nothing connects
 DEAD_LETTERS = DeadLettersConfig("dead", NOWHERE, NOWHERE)
-spawn = multiprocessing.get_context("spawn")
 
 
 def effects(number: int) -> list[ShardEffects]:
@@ -122,7 +121,7 @@ def test_killed_process_leaves_no_trace(
 
     With its checkpoint Spark replays the batch; without one a new query goes on after what Postgres has.
     """
-    process = spawn.Process(target=publish_doomed, args=(dsn, redis_url, 2, moment))
+    process = forked.Process(target=publish_doomed, args=(dsn, redis_url, 2, moment))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL

@@ -1,4 +1,3 @@
-import multiprocessing
 import os
 import signal
 import threading
@@ -11,6 +10,7 @@ import psycopg
 import pytest
 
 from tests.fix_sinks import LEASE
+from tests.processes import forked
 from tests.sinks.given import batch, lines
 from tests.waiting import eventually
 from tidemark.app.stack.postgres import PostgresServer
@@ -19,7 +19,6 @@ from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.streaming.errors import LeaseLost, Stopping
 
 NEVER = threading.Event()
-spawn = multiprocessing.get_context("spawn")
 
 
 def hold(dsn: str, owner: str, report: str, ttl: float) -> None:
@@ -77,7 +76,7 @@ def test_killed_owner_is_replaced_before_its_time(dsn: str, tmp_path: Path, proc
     """Rule 6: two processes race for the lease; after kill -9 the other has it, long before the lease expires."""
     report = tmp_path / "owners"
     for owner in ("a", "b"):
-        processes.append(spawn.Process(target=hold, args=(dsn, owner, str(report), 60.0)))
+        processes.append(forked.Process(target=hold, args=(dsn, owner, str(report), 60.0)))
         processes[-1].start()
     eventually(lambda: len(lines(report)) == 1, 30)
     time.sleep(1.0)
@@ -96,7 +95,7 @@ def test_frozen_owner_is_replaced_and_refused(
 ) -> None:
     """Rule 6: an owner that neither renews nor dies loses the lease in time, and its batches are refused."""
     report = tmp_path / "owners"
-    processes.append(spawn.Process(target=hold, args=(dsn, "frozen", str(report), 1.0)))
+    processes.append(forked.Process(target=hold, args=(dsn, "frozen", str(report), 1.0)))
     processes[0].start()
     eventually(lambda: len(lines(report)) == 1, 30)
     assert processes[0].pid is not None

@@ -1,6 +1,5 @@
 """Reader processes that are really killed, several copies at once, and servers that go away."""
 
-import multiprocessing
 import os
 import random
 import signal
@@ -10,13 +9,12 @@ from multiprocessing.process import BaseProcess
 import psycopg
 import pytest
 
+from tests.processes import forked
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import ReadingService, effect
 from tests.waiting import eventually
 from tidemark.sinks.reader import Positions, Reader
-
-spawn = multiprocessing.get_context("spawn")
 
 
 def serve(redis: str, dsn: str, mode: str, seed: int) -> None:
@@ -47,7 +45,7 @@ def test_killed_copies_lose_and_double_nothing(service: ReadingService, pipeline
         killed += sum(copy.exitcode is not None for copy in copies)
         copies[:] = [copy for copy in copies if copy.exitcode is None]
         while len(copies) < 2:
-            copies.append(spawn.Process(target=serve, args=(service.redis, service.dsn, mode, started), daemon=True))
+            copies.append(forked.Process(target=serve, args=(service.redis, service.dsn, mode, started), daemon=True))
             copies[-1].start()
             started += 1
 
