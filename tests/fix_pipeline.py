@@ -21,6 +21,7 @@ from psycopg import sql
 
 from tests.app.feeding import PlayFeed
 from tests.app.running import PATIENCE, Running
+from tests.fix_servers import unhurried
 from tests.play.cast import Cast
 from tests.play.published import RedisReader, differences
 from tests.shadows import shadowed
@@ -119,6 +120,11 @@ class Site:
         """Start a pipeline that is to end by itself before it reads anything."""
         running = self.start(*arguments, module=("tidemark.app.cli",), **{"log_level": "error", **changed})
         return Ended(running.ends(30.0), running.log().splitlines())
+
+    @property
+    def first(self) -> Running:
+        """The process that was started first."""
+        return self._started[0]
 
     @property
     def latest(self) -> Running:
@@ -225,6 +231,7 @@ def made_site(
             "TIDEMARK_CHECKPOINT": str(home / "checkpoint"),
             "TIDEMARK_SPARK_JARS": str(jars),
             "TIDEMARK_SPARK_DRIVER_MEMORY": "512m",
+            "TIDEMARK_SPARK_CONF_FILE": str(unhurried(home / "spark.conf")),
             "TIDEMARK_LOG_LEVEL": "debug",
         },
     )

@@ -24,6 +24,7 @@ from tidemark.app.stack.jars import BROKER, CONNECTOR, DEMO, JDBC, fetch_jars
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import ServerProcess, free_port
 from tidemark.app.stack.servers import KafkaServer, RedisServer
+from tidemark.sinks.postgres.database import migrate
 
 S = TypeVar("S", bound=ServerProcess)
 _numbers = itertools.count(1)
@@ -94,15 +95,39 @@ def postgres(home: Home) -> Iterator[PostgresServer]:
         yield server
 
 
-@pytest.fixture
-def database(postgres: PostgresServer) -> Iterator[str]:
-    """The DSN of an empty database that only this test uses."""
+@contextmanager
+def _made(postgres: PostgresServer, template: str) -> Iterator[str]:
+    """The DSN of a database of its own, which begins as the template is."""
     name = f"test_{next(_numbers)}"
     with psycopg.connect(postgres.dsn("postgres"), autocommit=True) as connection:
-        connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+        made = sql.SQL("CREATE DATABASE {} TEMPLATE {}")
+        connection.execute(made.format(sql.Identifier(name), sql.Identifier(template)))
     yield postgres.dsn(name)
     with psycopg.connect(postgres.dsn("postgres"), autocommit=True) as connection:
         connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
+
+
+@pytest.fixture
+def database(postgres: PostgresServer) -> Iterator[str]:
+    """The DSN of an empty database that only this test uses."""
+    with _made(postgres, "template1") as dsn:
+        yield dsn
+
+
+@pytest.fixture(scope="session")
+def _migrated(postgres: PostgresServer) -> str:
+    name = "migrated"
+    with psycopg.connect(postgres.dsn("postgres"), autocommit=True) as connection:
+        connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+    migrate(postgres.dsn(name))
+    return name
+
+
+@pytest.fixture
+def migrated(postgres: PostgresServer, _migrated: str) -> Iterator[str]:
+    """The DSN of a database with the schema of the sink, which only this test uses. A copy takes half as long."""
+    with _made(postgres, _migrated) as dsn:
+        yield dsn
 
 
 @pytest.fixture(scope="session")
@@ -155,3 +180,9 @@ def deaf(server: ServerProcess) -> Iterator[None]:
         for process in family:
             if process.is_running():
                 process.send_signal(signal.SIGCONT)
+
+
+def unhurried(path: Path) -> Path:
+    """Settings of Spark with which a pipeline that waits asks Kafka ten times a second, and not as often as it can."""
+    path.write_text("spark.sql.streaming.pollingDelay 100ms\n")
+    return path

@@ -9,7 +9,6 @@ import pytest
 import redis
 
 from tests.sinks.reader.given import Pipeline
-from tidemark.sinks.postgres.database import migrate
 from tidemark.sinks.postgres.history import Retention
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
@@ -19,10 +18,9 @@ LEASE = LeaseConfig("test", ttl=2.0, grace=0.3, poll=0.05)
 
 
 @pytest.fixture
-def dsn(database: str) -> str:
+def dsn(migrated: str) -> str:
     """A migrated database."""
-    migrate(database)
-    return database
+    return migrated
 
 
 @pytest.fixture

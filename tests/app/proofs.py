@@ -15,6 +15,7 @@ from tests.app.feeding import PlayFeed
 from tests.fix_pipeline import PARTITIONS, Site
 from tests.play.published import RedisReader, ahead
 from tests.streaming.builders import packed
+from tests.waiting import eventually
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics
 from tidemark.streaming.batch import advance
@@ -47,8 +48,9 @@ def as_undisturbed(site: Site) -> None:
 def settled(site: Site) -> None:
     """Positions, lines, evidence and dead letters are those of an undisturbed run; the history chains up to them.
 
-    To be called when all is read and no pipeline publishes any more, or none has anything to do.
+    To be called when Redis shows the truth, and nobody sends any more. Waits until all is read, and dead letters sent.
     """
+    eventually(lambda: _all_read(site), what=lambda: "all that is in Kafka is read")
     wanted = undisturbed(site)
     chains = history(site)
     chained(chains)
@@ -73,6 +75,14 @@ def settled(site: Site) -> None:
         for bad in wanted.rejected
         for offset in memoryview(bad.offsets).cast("q").tolist()
     }
+
+
+def _all_read(site: Site) -> bool:
+    if site.sql("select 1 from tidemark.unsent_letters"):
+        return False
+    heads = Topics(site.kafka).end_offsets({site.facts: PARTITIONS, site.control: 1})
+    read: list[Any] = site.sql("select topic, partition, next from tidemark.kafka_offsets")
+    return all(heads[topic, partition] == offset for topic, partition, offset in read)
 
 
 def chained(chains: Chains) -> None:

@@ -1,4 +1,4 @@
-"""kill -9 of the pipeline at the worst moments of a batch."""
+"""kill -9 of the pipeline at the worst moments of a batch, and of what Spark runs."""
 
 from tests.app.proofs import as_undisturbed
 from tests.fix_pipeline import Site
@@ -9,30 +9,21 @@ FEW = 150  # records a batch: enough batches for every death
 
 def test_a_kill_between_any_two_steps_of_a_batch_leaves_no_trace(site: Site) -> None:
     """Rules 3, 4 and 5: killed before the commit, between commit and Redis, and between Redis and the end of the
-    batch, the pipeline comes to exactly the positions, the history and the dead letters of an
-    undisturbed run."""
+    batch, the pipeline comes to exactly the positions, the history and the dead letters of an undisturbed run. So it
+    does when Spark dies: without its Python workers the query begins again; without its JVM the process ends with code
+    1, in one line that says so, and the next one goes on where it was."""
     play = site.play(seed=7, cast=Cast(streams=3, writers=3, rate=200.0))
     play.until(15.0)
-    play.end()
     for step in ("commit", "show", "dead_letter"):
         doomed = site.start(module=("tests.app.killers", "SIGKILL", step, "3"), max_records_per_batch=FEW)
         assert doomed.ends() == -9, doomed.log()
-    site.start()
-    site.shows(play)
-    as_undisturbed(site)
-
-
-def test_spark_may_lose_its_workers_but_not_its_jvm(site: Site) -> None:
-    """Without its Python workers the query begins again; without its JVM the process ends with code 1, in one line
-    that says so, and the next one goes on where it was."""
-    play = site.play(seed=8, cast=Cast(streams=2, writers=2, rate=100.0))
     running = site.start()
-    play.until(3.0)
     site.shows(play)
+
     (jvm,) = running.process.children()
     for worker in jvm.children(recursive=True):
         worker.kill()
-    play.until(6.0)
+    play.until(18.0)
     site.shows(play)
     jvm.kill()
     assert running.ends() == 1

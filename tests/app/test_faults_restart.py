@@ -17,12 +17,13 @@ from tests.waiting import eventually
 CAST = Cast(streams=3, writers=3, rate=200.0)
 
 
-def test_sigterm_under_load_and_a_lost_checkpoint_leave_no_trace(site: Site) -> None:
-    """Rules 3 and 5: SIGTERM ends the batch in hand, with code 0 within ten seconds; with its checkpoint deleted the
-    next start seeds itself from Postgres and comes to the positions and the history of an undisturbed run."""
+def test_what_a_start_finds_behind_or_beyond_the_database_leaves_no_trace(site: Site) -> None:
+    """Rules 2, 3 and 5: SIGTERM ends the batch in hand, with code 0 within ten seconds; with its checkpoint deleted the
+    next start seeds itself from Postgres and comes to the positions and the history of an undisturbed run. Then
+    Postgres is set back behind checkpoint and Redis: the checkpoint is set aside, which is said, everything since is
+    applied once more and once only, and no reader of Redis sees a step back meanwhile."""
     play = site.play(seed=11, cast=CAST)
     play.until(20.0)
-    play.end()
     first = site.start(max_records_per_batch=100)
     eventually(lambda: len(site.sql("select 1 from tidemark.applied_batches")) >= 5, PATIENCE, lambda: "five batches")
     first.terminate()
@@ -31,62 +32,24 @@ def test_sigterm_under_load_and_a_lost_checkpoint_leave_no_trace(site: Site) -> 
     assert 0 < head < play.sent, "there was no load left"
     eventually(first.alone, PATIENCE, lambda: "the end of the JVM, which may still write to the checkpoint")
     shutil.rmtree(site.checkpoint)
-    site.start()
+    second = site.start()
     site.shows(play)
     as_undisturbed(site)
+    second.terminate()
 
-
-def test_a_restored_database_and_a_checkpoint_beyond_it_come_together_again(site: Site) -> None:
-    """Rules 2, 3 and 5: Postgres is set back behind checkpoint and Redis; the checkpoint is set aside, which is said,
-    everything since is applied once more and once only, and no reader of Redis sees a step back meanwhile."""
-    play = site.play(seed=12, cast=CAST)
-    first = site.start()
-    play.until(8.0)
-    site.shows(play)
-    first.terminate()
     backup = site.snapshot()
-    second = site.start()
-    for now in (12.0, 16.0, 18.0):  # batch after batch, so that Spark has finished one that the backup has not
+    third = site.start()
+    for now in (24.0, 28.0, 30.0):  # batch after batch, so that Spark has finished one that the backup has not
         play.until(now)
         site.shows(play)
-    second.terminate()
+    third.terminate()
     site.restore(backup)
     with RedisWatcher(site, play) as watcher:
-        third = site.start()
-        third.says("The checkpoint is set aside, Postgres is the truth")
-        play.until(22.0)
+        fourth = site.start()
+        fourth.says("The checkpoint is set aside, Postgres is the truth")
+        play.until(34.0)
         play.end()
         site.shows(play)
-    assert watcher.looks
-    assert not watcher.wrong
-    settled(site)
-
-
-def test_commits_that_were_lost_while_it_runs_are_made_again(site: Site) -> None:
-    """Rules 2, 3 and 5: a failover takes the newest commits back under a pipeline that runs: it begins anew with what
-    is left, every record counts once, and no reader of Redis sees a step back. Fences that owners left in Redis of whom
-    this database knows nothing are passed in one step."""
-    play = site.play(seed=13, cast=CAST)
-    running = site.start()
-    with RedisWatcher(site, play) as watcher:
-        play.until(6.0)
-        site.shows(play)
-        failover = Failover(site)
-        for now in (9.0, 12.0):
-            play.until(now)
-            site.shows(play)
-        failover.lose()
-        play.until(15.0)
-        running.says("commits were lost")
-        site.shows(play)
-        (((token,)),) = site.sql("select token from tidemark.query_lease")
-        with redis.Redis.from_url(site.redis_url, decode_responses=True) as client:
-            for name in client.smembers("tidemark:streams"):
-                client.hset(f"tidemark:{{{name}}}:fence", "token", int(str(token)) + 10**9)
-        play.until(18.0)
-        play.end()
-        site.shows(play)
-    assert running.log().count("the lease was taken over") == 1
     assert watcher.looks
     assert not watcher.wrong
     settled(site)
@@ -128,9 +91,12 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_a_damaged_checkpoint_is_set_aside(site: Site) -> None:
-    """Whether the query cannot begin with it or fails in its tasks: two attempts are made with it, the third begins
-    from Postgres and goes on where the query was."""
+def test_damaged_checkpoints_are_set_aside_and_lost_commits_made_again(site: Site) -> None:
+    """Rules 2, 3 and 5: a damaged checkpoint, whether the query cannot begin with it or fails in its tasks, is tried
+    twice; the third attempt begins from Postgres and goes on where the query was. Then a failover takes the newest
+    commits back under the pipeline that runs: it begins anew with what is left, every record counts once, and no reader
+    of Redis sees a step back. Fences that owners left in Redis of whom this database knows nothing are passed in one
+    step."""
     play = site.play(seed=14, cast=CAST)
     running = site.start().ready()
     for number, (what, damage) in enumerate(DAMAGES.items()):
@@ -144,6 +110,25 @@ def test_a_damaged_checkpoint_is_set_aside(site: Site) -> None:
         site.shows(play)
         assert "The checkpoint is set aside" in running.log(), what
         assert running.log().count("Trying again") == 2, what
-    play.end()
-    site.shows(play)
     as_undisturbed(site)
+
+    with RedisWatcher(site, play) as watcher:
+        failover = Failover(site)
+        for now in (13.0, 16.0):
+            play.until(now)
+            site.shows(play)
+        failover.lose()
+        play.until(19.0)
+        running.says("commits were lost")
+        site.shows(play)
+        (((token,)),) = site.sql("select token from tidemark.query_lease")
+        with redis.Redis.from_url(site.redis_url, decode_responses=True) as client:
+            for name in client.smembers("tidemark:streams"):
+                client.hset(f"tidemark:{{{name}}}:fence", "token", int(str(token)) + 10**9)
+        play.until(22.0)
+        play.end()
+        site.shows(play)
+    assert running.log().count("the lease was taken over") == 1
+    assert watcher.looks
+    assert not watcher.wrong
+    settled(site)

@@ -102,17 +102,6 @@ def test_it_says_in_one_line_what_is_wrong_and_how_to_mend_it(
     assert str(psycopg.conninfo.conninfo_to_dict(site.dsn)["password"]) not in line
 
 
-def test_a_taken_port_is_named(site: Site) -> None:
-    """The port of the metrics is in the line, with the setting that changes it."""
-    site.start()
-    taken = site.latest.metrics_port
-    site.latest.says("Took the lease")
-    ended = site.refused(metrics_port=taken)
-    assert ended.code == 2
-    assert f"{taken}" in ended.lines[0]
-    assert "TIDEMARK_METRICS_PORT" in ended.lines[0]
-
-
 def test_each_disagreement_stops_until_it_is_accepted_and_is_then_mended(site: Site) -> None:
     """Rules 1, 5 and 9: records gone before they were read, another shard count, and another partition count while it
     runs and afterwards: each stops the pipeline and names what to accept. Accepted once, it need not be again; what

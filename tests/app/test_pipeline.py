@@ -13,7 +13,7 @@ from tests.fix_pipeline import Site, made_site
 from tests.waiting import eventually
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.servers import KafkaServer, RedisServer
-from tidemark.streaming.records import Join, Position, Rdata, Record, Void, row
+from tidemark.streaming.records import Join, Position, Rdata, Record, Void, encode, row
 
 NOTHING = row({})
 
@@ -125,6 +125,37 @@ def test_a_flushed_redis_is_filled_within_five_seconds_without_traffic(shared: S
         assert client.get("tidemark:{flushed}:token") == "m2"
         assert client.sismember("tidemark:streams", "flushed")
         assert client.xlen("tidemark:{flushed}:advances") >= 1
+
+
+def test_what_a_writer_aborted_is_no_evidence(shared: Site) -> None:
+    """Rule 1: fact 2 was taken back by its writer's own Kafka transaction, so 3 waits until 2 is there for good."""
+    producer = Producer(shared.kafka.producer() | {"transactional.id": shared.facts})
+    producer.init_transactions(30)
+    for id, keep in ((1, True), (2, False), (3, True)):
+        producer.begin_transaction()
+        producer.produce(shared.facts, key=b"aborted", value=encode(fact("aborted", id)))
+        if keep:
+            producer.commit_transaction(30)
+        else:
+            producer.flush(30)
+            producer.abort_transaction(30)
+
+    def pending() -> object:
+        return shared.sql("select 1 from tidemark.stream_gaps where stream = 'aborted' and closed_at is null")
+
+    eventually(pending, PATIENCE, lambda: "the gap")
+    shared.reaches("aborted", first=1, linear=1)
+    shared.send(fact("aborted", 2))
+    shared.reaches("aborted", first=3, linear=3)
+
+
+def test_a_taken_port_is_named(shared: Site) -> None:
+    """The port of the metrics is in the line, with the setting that changes it."""
+    taken = shared.first.metrics_port
+    ended = shared.refused(metrics_port=taken)
+    assert ended.code == 2
+    assert f"{taken}" in ended.lines[0]
+    assert "TIDEMARK_METRICS_PORT" in ended.lines[0]
 
 
 def test_a_second_process_on_one_checkpoint_waits_and_leaves_when_told(shared: Site) -> None:
