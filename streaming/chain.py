@@ -168,6 +168,25 @@ class Chain:
     def begin_again(self, position: int) -> None:
         """Stand at `position`, below where the chain was, with nothing beyond it settled."""
         self.position = position
+        self.empty = self.empty.upto(position)
+
+    def settled(self) -> Intervals:
+        """All that is settled, whatever gaps are in it."""
+        return Intervals.of([*self.covered(0, self.reach)])
+
+    def reopen(self, ranges: Intervals, since: int) -> None:
+        """Open again, `since` (ms), what is settled in `ranges`. Of what the position had passed no evidence is told
+        again, and of a span that is divided each part carries as much as its width.
+        """
+        self._note_gaps()
+        tops = {span.prev for span in self.pending}
+        kept = [Span(prev, id, NOTHING, 0, since) for prev, id in ranges.missing(0, max(self.position, 0))]
+        self.position = kept.pop(0).id if kept and kept[0].prev == 0 else 0
+        for span in self.pending:
+            kept.extend(_part(span, prev, id) for prev, id in ranges.missing(span.prev, span.id))
+        self.pending = kept
+        for top in tops - {span.prev for span in kept}:
+            self._close(top, "joined")
 
     def adopt(self, other: "Chain", published: int) -> None:
         """Take over the spans of a chain that had no position, as far as they are open here.

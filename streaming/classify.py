@@ -25,12 +25,13 @@ _NEW, _DUPLICATE, _CONFLICT = 0, 1, 2
 _CLEAR, _LATE, _ACROSS = 0, 1, 2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Classifier:
     """Where runs go: the chain, how an accepted edge is counted, and the ranges in which completions are late.
 
     `spans` bounds the spans that may wait on the chain; an edge that would add one more is rejected. Up to `published`
-    a completion is late because the database went back, beyond because an operator skipped it.
+    a completion is late because the database went back, beyond because an operator skipped it. `late` shrinks by what
+    has come.
     """
 
     chain: Chain
@@ -91,7 +92,7 @@ class Classifier:
         return standing
 
     def _settle(self, run: Run) -> Iterator[Completed]:
-        if not self._has_room(run):
+        if not self._has_room(run.start, run.end):
             self._refuse(run, np.ones(len(run), np.bool_), Reason.PENDING_OVERFLOW)
             return
         self.chain.settle(run.start, run.end, run.evidence(), len(run), "completed", self.changes.now)
@@ -99,8 +100,8 @@ class Classifier:
         self.changes.counts[self.outcome] += len(run)
         yield run, self.outcome
 
-    def _has_room(self, run: Run) -> bool:
-        return len(self.chain.pending) < self.spans or self.chain.adjoins(run.start, run.end)
+    def _has_room(self, prev: int, id: int) -> bool:
+        return len(self.chain.pending) < self.spans or self.chain.adjoins(prev, id)
 
     def _repeated(self, run: Run, edges: Mask) -> Iterator[Completed]:
         """Edges that are settled already: duplicates, but for a fact that its writer had declared not to be there."""
@@ -126,31 +127,26 @@ class Classifier:
         yield run, "late"
 
     def _follow(self, run: Run) -> None:
-        """Settle what comes late where its IDs were given out again. It was counted; no evidence is told of it."""
-        standing = self._standing(run)
-        for part in [run] if standing is None else run.parts(standing == _NEW):
-            if self._has_room(part):
-                self.chain.settle(part.start, part.end, NOTHING, 0, "completed", self.changes.now)
+        """Settle what comes late and is open. It was counted; no evidence is told of it, and it is late no more."""
+        for prev, id in self.chain.missing(run.start, run.end):
+            if self._has_room(prev, id):
+                self.chain.settle(prev, id, NOTHING, 0, "completed", self.changes.now)
             else:
-                self.chain.refuse(part.end)
+                self.chain.refuse(id)
+                return
+        self.chain.declare_empty(run.empty().common(self.late))
+        self.late = self.late.without(run.start, run.end)
 
     def _across(self, edge: Run) -> Iterator[Completed]:
         """One edge that lies in a late range in part: what lies outside is settled, as the edge says, without facts.
 
         Its ID outside: the rest of the edge counts as the edge. Its ID inside: the completion is late.
         """
-        bare = [*self.late.missing(edge.start, edge.end)]
-        if bare and bare[-1][1] == edge.end:
-            tail = replace(edge, start=bare.pop()[0])
-            found = [*self._clear(tail)]
+        *_, (low, high) = [(0, 0), *self.late.missing(edge.start, edge.end)]
+        if high == edge.end:
+            found = [*self._clear(replace(edge, start=low))]
             yield from found
-            if all(outcome == "late" for _, outcome in found):
-                return
-            for low, high in self.late.within(edge.start, tail.start):
-                if not self.chain.covered(low, high):
-                    self.chain.settle(low, high, NOTHING, 0, "completed", self.changes.now)
+            if any(outcome != "late" for _, outcome in found):
+                self._follow(edge)
         else:
             yield from self._late(edge)
-        for low, high in bare:
-            for prev, id in self.chain.missing(low, high):
-                self.chain.settle(prev, id, NOTHING, 0, "completed", self.changes.now)

@@ -70,9 +70,20 @@ class Intervals:
         keep = int(np.searchsorted(self.lows, position, side="left"))
         return Intervals(self.lows[:keep], np.minimum(self.highs[:keep], position))
 
+    def without(self, prev: int, id: int) -> "Intervals":
+        """What lies outside `(prev, id]`."""
+        if not len(self.within(prev, id)):
+            return self
+        below, above = self.upto(prev), self.above(id)
+        return Intervals(np.concatenate((below.lows, above.lows)), np.concatenate((below.highs, above.highs)))
+
     def within(self, prev: int, id: int) -> "Intervals":
         """The part of the set that lies in `(prev, id]`."""
         return self.above(prev).upto(id) if len(self) else self
+
+    def common(self, other: "Intervals") -> "Intervals":
+        """What is in both sets; a step for each interval of the other."""
+        return Intervals.of(part for low, high in other for part in self.within(low, high))
 
     def missing(self, prev: int, id: int) -> "Intervals":
         """The part of `(prev, id]` that is not in the set."""

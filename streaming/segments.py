@@ -112,6 +112,7 @@ def _apply(stream: StreamState, runs: Sequence[Run], bounds: Bounds, changes: Ch
         writer = stream.writers[run.writer]
         feed = Classifier(writer.chain, bounds.pending, changes, "applied", writer.late, writer.published)
         yield from feed.run(run)
+        writer.late = feed.late
 
 
 def _complete(stream: StreamState, found: Sequence[Completed], changes: Changes) -> None:

@@ -83,14 +83,22 @@ class StreamState:
             held.chain.refuse(EVERYTHING)
 
     def join(self, mark: Mark, changes: Changes) -> Reason | None:
-        """A new epoch begins: all of the writer's IDs up to `mark.id` are complete. Gives why not, or None."""
+        """A new epoch begins: all of the writer's IDs up to `mark.id` are complete. Gives why not, or None.
+
+        An operator's JOIN in the epoch that lives begins none: it takes back what operators settled beyond `mark.id`.
+        """
         writer = self.writers.get(mark.writer)
         if writer is not None and mark.epoch <= writer.epoch:
             if mark.epoch < writer.epoch:
                 return Reason.ZOMBIE
             if mark.id > writer.position:
                 return Reason.CONFLICT
-            changes.counts["duplicate"] += 1
+            if mark.forced and writer.retired is None and writer.reopen(mark.id, changes.now):
+                self.writers.follow(mark.writer)
+                changes.touch(mark.writer, mark.time)
+                changes.counts["applied"] += 1
+            else:
+                changes.counts["duplicate"] += 1
             return None
         changes.counts["applied"] += 1
         writer, retire = self._begin(mark, changes)
@@ -207,6 +215,10 @@ class StreamState:
                 self.writers.follow(name)
                 changes.touch(name, mark.time)
             changes.counts["forgotten"] += self.line.forget_above(mark.id)
+        elif known is not None and known.retired is not None and known.chain.position > mark.id:
+            # An operator retired it there, and it never was.
+            beyond = [it for name, it in self.writers.beyond(mark.id) if it.retired is not None and it is not known]
+            self.ended = max([min(self.ended, mark.id), *(self.passed(it) for it in beyond)])
         self.transactions.pop(mark.writer, None)
         self.here += known is None or known.retired is not None or known.timeline < self.timeline
         writer, retire = begin(self.writers, self.held, mark, self.refused, changes)

@@ -26,9 +26,9 @@ class WriterState:
     """A writer that has joined; `retired` is the batch time (ms) at which it retired.
 
     `chain` is that of the stream's timeline: where the database went back, it begins anew below what was `published`,
-    and the line goes by it, while the position stands until the chain has passed it. `late` was settled without the
-    writer's evidence: a completion in there is late, up to `published` because the database went back, beyond because
-    an operator skipped it. `timeline` is the one that it joined last, and `start` the token of that start.
+    and the line goes by it, while the position stands until the chain has passed it. A completion in `late` is late, up
+    to `published` because that was passed before, beyond because an operator skipped it; then it is late no more. So
+    what is settled and in `late` rests on an operator's word alone. `timeline` is the one that it joined last, and `start` the token of that start.
     """
 
     epoch: int
@@ -58,11 +58,32 @@ class WriterState:
 
     def go_back(self, limit: int, name: str, changes: Changes) -> None:
         """IDs beyond `limit` may be given out again. What was completed beyond it and not published is late."""
-        taken_back(self.epoch, self.chain.cut_above(limit), name, changes)
+        taken_back(self.epoch, self.chain.cut_above(limit), self.late, name, changes)
         if self.chain.position > limit:
             self.published = max(self.published, self.chain.position)
             self.late = self.late.union(Intervals.of([(limit, self.published)]))
             self.chain.begin_again(limit)
+        self.late = self.late.upto(max(limit, self.published))
+
+    @property
+    def reach(self) -> int:
+        """The highest ID that is settled by more than an operator's word."""
+        if not len(self.late):
+            return self.chain.reach
+        own = self.chain.settled().difference(self.late)
+        return int(own.highs[-1]) if len(own) else 0
+
+    def reopen(self, id: int, now: int) -> bool:
+        """Open again, at `now` (ms), what beyond `id` an operator alone has settled; gives whether there was any. What
+        the position has passed stays published, and is late when it comes.
+        """
+        forced = self.chain.settled().common(self.late.above(id))
+        if not len(forced):
+            return False
+        self.published = self.position
+        self.chain.reopen(forced, now)
+        self.late = self.late.upto(max(id, self.published))
+        return True
 
 
 @dataclass(slots=True)
@@ -149,7 +170,7 @@ def went_back(
         return "position"
     if writer is None or writer.timeline < timeline:
         return None
-    if mark.id < writer.chain.reach:
+    if mark.id < writer.reach:
         return "position"
     return "start" if told is not None and writer.start not in (None, told.after, told.start) else None
 
@@ -176,10 +197,10 @@ def begin(
     for incarnation in sorted(key for key in held if key[0] == mark.writer and key[1] <= mark.epoch):
         before = held.pop(incarnation)
         if incarnation[1] < mark.epoch:
-            taken_back(incarnation[1], before.chain.cut_above(mark.id), mark.writer, changes)
+            taken_back(incarnation[1], before.chain.cut_above(mark.id), EMPTY, mark.writer, changes)
         else:
             retire, refused = before.retire, before.chain.refused
-            taken_back(mark.epoch, before.chain.within(mark.id, writer.published), mark.writer, changes)
+            taken_back(mark.epoch, before.chain.within(mark.id, writer.published), EMPTY, mark.writer, changes)
         writer.chain.adopt(before.chain, writer.published)
     # What was skipped there may come of the epoch that ends here only.
     writer.chain.declare_empty(writer.late.upto(mark.id))
@@ -193,10 +214,12 @@ def begin(
     return writer, retire
 
 
-def taken_back(epoch: int, spans: Iterable[Span], writer: str, changes: Changes) -> None:
-    """What an earlier timeline completed, and nobody was told of, is late."""
+def taken_back(epoch: int, spans: Iterable[Span], forced: Intervals, writer: str, changes: Changes) -> None:
+    """What an earlier timeline completed, and nobody was told of, is late; nobody completed what was `forced`."""
     for span in spans:
-        changes.late.append(LateRange(writer, epoch, span.prev, span.id, span.evidence.facts, "regressed"))
+        for low, high in forced.missing(span.prev, span.id):
+            facts = span.evidence.at_most(high - low).facts
+            changes.late.append(LateRange(writer, epoch, low, high, facts, "regressed"))
 
 
 def settle(writer: WriterState, prev: int, mark: Mark, how: How, changes: Changes) -> Intervals:

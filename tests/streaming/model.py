@@ -21,7 +21,7 @@ EVERYTHING = 2**63 - 1
 class Incarnated:
     """What is known of a writer, or of an incarnation that has not joined: each settled ID, and how.
 
-    `late` says why a completion of that ID comes too late; `refused` is the highest ID that was turned away although
+    `late` says why a completion of that ID comes too late, until it came; `refused` is the highest ID that was turned away although
     it may be true, or EVERYTHING. `denied` are IDs that the writer declared to be empty. `blurred` is set once a
     settled range was taken in part: Tidemark keeps counts per range, so that from then on its counts of this writer are
     upper bounds.
@@ -57,10 +57,17 @@ class Incarnated:
     def reach(self) -> int:
         return max(self.settled, default=0)
 
-    def bare(self, ids: list[int]) -> None:
-        """Settle them together or, where one of them is settled, not at all; no evidence is told of them."""
-        if not any(at in self.settled for at in ids):
-            self.settled.update(dict.fromkeys(ids, BARE))
+    @property
+    def own(self) -> int:
+        """The highest ID that is settled by more than an operator's word."""
+        return max((at for at in self.settled if at not in self.late), default=0)
+
+    def follow(self, ids: range, denied: set[int]) -> None:
+        """Settle what is open; no evidence is told of it, and it comes late no more. In `denied` there is no fact."""
+        self.denied |= denied & self.late.keys()
+        for at in ids:
+            self.settled.setdefault(at, BARE)
+            self.late.pop(at, None)
 
     def evidence(self, prev: int, id: int) -> Counter[str]:
         counts = Counter(self.told.get(at) or self.settled[at] for at in range(prev + 1, id + 1))
@@ -266,16 +273,12 @@ class Model:
                 if record.kind == "RDATA":
                     why = "regressed" if id <= writer.published else writer.late[id]
                     self.late_facts[record.writer, why] += 1
-            writer.bare(list(range(prev + 1, id + 1)))
         else:
             outcome = self._edge(writer, record, max(late), id)
             if outcome not in ("applied", "final"):
                 return "late" if outcome == "denied" else outcome
-            for first in [at for at in late if at - 1 not in late]:
-                writer.bare([at for at in late if at >= first and set(range(first, at)) <= set(late)])
-        for at in range(prev + 1, id + 1):
-            if at not in writer.late:
-                writer.settled.setdefault(at, BARE)
+        ids = range(prev + 1, id + 1)
+        writer.follow(ids, {"POSITION": {*ids}, "VOID": {id}}.get(record.kind, set()))
         return "late" if outcome == "final" else outcome
 
     # -- markers
@@ -285,11 +288,28 @@ class Model:
         if writer is not None and record.epoch < writer.epoch:
             return "rejected: zombie"
         if writer is not None and record.epoch == writer.epoch:
-            return "duplicate" if id <= writer.position else "rejected: conflict"
+            if id > writer.position:
+                return "rejected: conflict"
+            return "applied" if record.control and self._reopen(writer, id) else "duplicate"
         writer, retire = self._begin(record)
         if retire is not None and writer.reach <= max(retire, writer.passed):
             self._end(writer, retire, "empty")
         return "applied"
+
+    def _reopen(self, writer: Incarnated, id: int) -> bool:
+        """What beyond `id` rests on an operator's word alone is open again; whether there was any."""
+        forced = {at for at in writer.settled if at > id and at in writer.late}
+        if writer.retired or not forced:
+            return False
+        writer.published, passed = writer.position, writer.passed
+        writer.blurred |= any(
+            prev >= passed and 0 < len(forced & {*range(prev + 1, id + 1)}) < id - prev for prev, id in writer.ranges()
+        )
+        for at in range(1, passed + 1):
+            writer.told.setdefault(at, writer.settled[at])
+        writer.settled = {at: how for at, how in writer.settled.items() if at not in forced}
+        writer.late = {at: why for at, why in writer.late.items() if at <= max(id, writer.published)}
+        return True
 
     def _begin(self, record: Record) -> tuple[Incarnated, int | None]:
         id, name = abs(record.id), record.writer
@@ -334,7 +354,7 @@ class Model:
             return "position"
         if writer is None or writer.timeline < self.timeline:
             return None
-        if writer.reach > id:
+        if writer.own > id:
             return "position"
         return "start" if told is not None and writer.start not in (None, told.after) else None
 
@@ -349,12 +369,15 @@ class Model:
             writer.late |= dict.fromkeys(range(id + 1, writer.published + 1), "regressed")
             writer.settled = {at: how for at, how in writer.settled.items() if at <= id}
             writer.denied = {at for at in writer.denied if at <= id}
+        writer.late = {at: why for at, why in writer.late.items() if at <= max(id, writer.published)}
 
     def _take_back(self, writer: Incarnated, name: str, low: int, high: int) -> bool:
         """Unsettle `(low, high]`, whose facts are late; whether anything was there."""
         gone = [at for at in range(low + 1, high + 1) if at in writer.settled]
         if gone:
             writer.blurred |= any(prev < cut < id for prev, id in writer.ranges() for cut in (low, high))
+            own = {at for at in gone if at not in writer.late}
+            writer.blurred |= any(0 < len(own & {*range(prev + 1, id + 1)}) < id - prev for prev, id in writer.ranges())
         self.late_facts[name, "regressed"] += sum(writer.settled.pop(at) == FACTS for at in gone)
         writer.denied -= set(gone)
         return bool(gone)
