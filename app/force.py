@@ -11,7 +11,7 @@ import msgspec
 
 from tidemark.app.produce import Produced, produce
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.streaming import records, runs
+from tidemark.streaming import records, runs, state
 from tidemark.streaming.batch import advance
 from tidemark.streaming.effects import StreamEffects
 from tidemark.streaming.errors import BadRecord
@@ -44,10 +44,18 @@ def attempt(stored: bytes, act: records.Marker, now: int) -> StreamEffects:
     return done.streams[0]
 
 
-def told(done: StreamEffects) -> Iterator[str]:
-    """What would happen, in lines for people."""
+def told(stored: bytes, done: StreamEffects) -> Iterator[str]:
+    """What would happen to that state, in lines for people."""
+    before, after = (state.decode(it) for it in (stored, done.state))
+    reopened = False
     for act in done.forced:
         yield f"{act.kind} of {act.writer} in epoch {act.epoch}, by {act.by}: {act.why}"
+        was, now = (it.writers.get(act.writer) for it in (before, after))
+        if was is not None and now is not None and now.chain.reach < was.chain.reach:
+            reopened = True
+            low, position = after.direction.signed(now.chain.position), after.direction.signed(now.position)
+            late = f"; what it completes up to {position} is late" if position != low else ""
+            yield f"{act.writer} is waited for again from {low} on{late}"
     for move in done.advances:
         counts = zip(("facts", "empty", "unseen", "skipped"), move.evidence.counts, strict=True)
         evidence = ", ".join(f"{name} {count}" for name, count in counts if count) or "nothing told again"
@@ -58,7 +66,7 @@ def told(done: StreamEffects) -> Iterator[str]:
         yield f"a new timeline begins at {begun.id}, for all writers"
     if done.linear != done.linear_prev:
         yield f"the line of {done.stream} moves from {done.linear_prev} to {done.linear}"
-    if not (done.advances or done.late or done.timelines or done.linear != done.linear_prev):
+    if not (reopened or done.advances or done.late or done.timelines or done.linear != done.linear_prev):
         yield f"nothing moves; the line of {done.stream} stays at {done.linear}"
 
 

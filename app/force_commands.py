@@ -70,7 +70,7 @@ def _force(kind: str, *, dry_run: bool, **fields: Any) -> None:
     if stored is None:
         raise CommandFailed(f"there is no stream {act.stream}; `tidemark status` shows all")
     done = force.attempt(stored, act, int(time.time() * 1000))
-    for line in force.told(done):
+    for line in force.told(stored, done):
         click.echo(line)
     if not dry_run:
         topic = settings.kafka_control_topic

@@ -112,7 +112,8 @@ class StreamState:
 
         An incarnation that never joined has said nothing that may move a position: its RETIRE waits for its JOIN. An
         operator's RETIRE does not, and is how a held incarnation is got rid of, also one that went on after it retired.
-        Of a writer that has joined, it only throws out the incarnation that never did: what that one said is late.
+        The writer's own takes back what an operator settled beyond it. Of a writer that has joined, an operator's for a
+        later epoch only throws out the incarnation that never did: what that one said is late.
         """
         if mark.writer == EVERYBODY:
             return self._throw_out([*self.held], changes)
@@ -135,8 +136,10 @@ class StreamState:
                 return Reason.CONFLICT
             changes.counts["duplicate"] += 1
             return None
-        elif writer.chain.pending_beyond(mark.id):
+        elif (reach := writer.chain.reach if mark.forced else writer.reach) > max(mark.id, writer.chain.position):
             return Reason.CONFLICT
+        elif not mark.forced:
+            writer.reopen(max(mark.id, reach), changes.now)
         self._end(writer, mark, changes)
         changes.counts["applied"] += 1
         self.settle_line()

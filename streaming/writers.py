@@ -28,7 +28,8 @@ class WriterState:
     `chain` is that of the stream's timeline: where the database went back, it begins anew below what was `published`,
     and the line goes by it, while the position stands until the chain has passed it. A completion in `late` is late, up
     to `published` because that was passed before, beyond because an operator skipped it; then it is late no more. So
-    what is settled and in `late` rests on an operator's word alone. `timeline` is the one that it joined last, and `start` the token of that start.
+    what is settled and in `late` rests on an operator's word alone. `timeline` is the one that it joined last, and
+    `start` the token of that start.
     """
 
     epoch: int

@@ -32,7 +32,7 @@ def retire(writer: str) -> Retire:
 
 
 def shown(stored: bytes, act: Marker) -> list[str]:
-    return [*force.told(force.attempt(stored, act, 1000))]
+    return [*force.told(stored, force.attempt(stored, act, 1000))]
 
 
 def refusal(stored: bytes, act: Marker) -> str:
@@ -50,6 +50,17 @@ def test_what_an_act_would_do_is_shown_with_the_epoch_that_it_means(stored: byte
     ]
     join = Join(stream=STREAM, writer="b", epoch=2, id=6, by="ada", why="host is gone")
     assert shown(stored, join)[1:] == ["nothing moves; the line of events stays at 2"]
+
+
+def test_what_is_taken_back_is_shown() -> None:
+    """From where the line waits for the writer again, and up to where it completes too late for its position."""
+    shard = Shard()
+    shard.feed(builders.join("a", -2), builders.skip("a", -2, -2_000_000_000, beyond=True))
+    act = Join(stream=STREAM, writer="a", epoch=LIVING, id=-2, by="ada", why="a zero too many")
+    assert shown(shard.states[STREAM], act) == [
+        "JOIN of a in epoch 1, by ada: a zero too many",
+        "a is waited for again from -2 on; what it completes up to -2000000000 is late",
+    ]
 
 
 def test_a_writer_retires_where_it_stands(stored: bytes) -> None:

@@ -34,10 +34,16 @@ class Exploration:
             if world.quiet and core and (self.size.told or world.history == 1):
                 self._end(place)
             for after, record in steps(world, self.size):
+                if record is not None and record.control and self._is_refused(core, record):
+                    continue
                 there = after, core if record is None else self._take(place, after, record)
                 if there not in self.came_from:
                     self.came_from[there] = place, record
                     queue.append(there)
+
+    def _is_refused(self, core: bytes, act: Record) -> bool:
+        """An operator's act that cannot be is told, and nothing happens."""
+        return (core, act) not in self.core.fed and bool(self.core.batch(core, (act,)).rejected)
 
     def _take(self, place: Place, world: World, record: Record) -> bytes:
         """Feed one record, that `world` has just produced. Raises Broken."""
@@ -62,6 +68,8 @@ class Exploration:
         world, core = place
         stands = self.core.standings[core]
         active = {name: it.last for name, it in world.running() if not it.retired}
+        if any(high > it.last for _, it in world.running() for _, high in it.signed):
+            return
         for name, last in active.items():
             if stands.chains[name] != last or stands.spans[name]:
                 raise Broken(f"{name} has completed all up to {last}, and not so {stands}\n{self.story(place)}")

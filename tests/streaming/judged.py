@@ -3,13 +3,14 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tests.streaming.builders import EDGES, FACTS, STREAM, Record, packets, sent
+from tests.streaming.builders import CONTROL, EDGES, FACTS, STREAM, Record, packets, sent
 from tests.streaming.small_world import WRITERS, Size, World
 from tidemark.streaming.batch import StreamBatch
 from tidemark.streaming.chain import Chain
 from tidemark.streaming.effects import StreamEffects
 from tidemark.streaming.inbox import Fact, Inbox
 from tidemark.streaming.model import Bounds, Evidence
+from tidemark.streaming.runs import Marker
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import WriterState
 
@@ -32,6 +33,9 @@ class Standing:
     positions: dict[str, int]
     chains: dict[str, int]
     spans: dict[str, list[tuple[int, int, Evidence]]]
+
+    def has_settled(self, name: str, id: int) -> bool:
+        return id <= self.positions[name] or any(prev < id <= high for prev, high, _ in self.spans[name])
 
     @classmethod
     def of(cls, stream: StreamState) -> "Standing":
@@ -80,8 +84,13 @@ class Core:
 
     def batch(self, core: bytes, records: tuple[Record, ...]) -> Fed:
         batch = StreamBatch(STREAM, core or None, NOW, BOUNDS)
-        items = [item for offset, record in enumerate(records) for item in self._facts(record, offset)]
-        batch.feed(Inbox({(FACTS, 0): items}))
+        inbox = Inbox()
+        for offset, record in enumerate(records):
+            if record.control:
+                inbox.control.extend(((CONTROL, 0), it) for it in self._facts(record, offset) if isinstance(it, Marker))
+            else:
+                inbox.facts[FACTS, 0].extend(self._facts(record, offset))
+        batch.feed(inbox)
         for writer in batch.stream.writers.values():
             writer.chain.empty = writer.chain.empty.above(writer.position)
         effects = batch.effects()
@@ -113,7 +122,9 @@ class Look:
         self._joins(fed)
         self._counts(fed)
         self._begins_a_timeline(fed)
-        if self.record.kind == "JOIN" and self.world.history > 1:
+        if self.world.acts < self.size.acts:
+            self._must(self.world.history > 1 or self.record.kind in EDGES or not fed.effects.late, "a skip is late")
+        elif self.record.kind == "JOIN" and self.world.history > 1:
             self._takes_back(fed)
         else:
             self._proves(fed)
@@ -139,28 +150,33 @@ class Look:
         world, before, after = self.world, self.before, self.after
         if not self.size.told and world.history > 1:
             return
-        if before.line < after.line:
-            self._must(after.line <= world.heard_of, "the line passes what will be given out")
+        for id in range(max(before.line, world.heard_of) + 1, after.line + 1):
+            self._must(world.may_be_passed(id), "the line passes what will be given out")
         for name, id in world.in_flight():
+            if dict(world.running())[name].is_signed(id):
+                continue
             self._must(not before.line < id <= after.line, f"the line passes {id}, which {name} has in flight")
             passed = before.positions[name] < id <= after.positions[name]
             self._must(not passed, f"{name}'s position passes {id}, which it has in flight")
         for name, process in world.running():
             if before.positions[name] < after.positions[name] and not world.has_gone_back_behind(process):
-                self._must(after.positions[name] <= world.head, f"{name}'s position passes what will be given out")
+                passed = range(max(before.positions[name], world.head) + 1, after.positions[name] + 1)
+                self._must(all(map(process.is_signed, passed)), f"{name}'s position passes what will be given out")
 
     def _counts(self, fed: Fed) -> None:
         """Rules 5 and 10: applied; or where the database went back late, if it was passed before, or others have it."""
         record, counts, late = self.record, fed.effects.counts, fed.effects.late
         edge, completes = record.kind in EDGES, record.kind in ("RDATA", "VOID")
         outcome = "applied"
-        if self.world.history > 1 and edge:
-            passed = record.id <= self.before.positions[record.writer]
+        if (self.world.history > 1 or self.world.acts < self.size.acts) and edge:
+            passed = self.before.has_settled(record.writer, record.id)
             if passed or (completes and (record.id <= self.before.line or (late and self._is_lost))):
                 outcome = "late" if completes else "duplicate"
             elif not self.size.told and late:
                 outcome = "late"
         self._must(not fed.rejected, f"a {record.kind} is rejected")
+        if record.control and "duplicate" in counts:
+            outcome = "duplicate"
         kept = {outcome: count for outcome, count in counts.items() if outcome != "forgotten"}
         self._must(kept == {outcome: 1}, f"a {record.kind} is not {outcome}")
         if edge:

@@ -21,8 +21,8 @@ EVERYTHING = 2**63 - 1
 class Incarnated:
     """What is known of a writer, or of an incarnation that has not joined: each settled ID, and how.
 
-    `late` says why a completion of that ID comes too late, until it came; `refused` is the highest ID that was turned away although
-    it may be true, or EVERYTHING. `denied` are IDs that the writer declared to be empty. `blurred` is set once a
+    `late` says why a completion of that ID comes too late, until it came; `refused` is the highest ID that was turned
+    away although it may be true, or EVERYTHING. `denied` are IDs that the writer declared to be empty. `blurred` is set once a
     settled range was taken in part: Tidemark keeps counts per range, so that from then on its counts of this writer are
     upper bounds.
     """
@@ -401,8 +401,12 @@ class Model:
             writer.adopt(self.held.pop(key))
         elif writer.retired:
             return "duplicate" if id <= writer.position else "rejected: conflict"
-        elif writer.reach > max(id, writer.passed):
-            return "rejected: conflict"
+        else:
+            reach = writer.reach if record.control else writer.own
+            if reach > max(id, writer.passed):
+                return "rejected: conflict"
+            if not record.control:
+                self._reopen(writer, max(id, reach))
         self._end(writer, id, _how(record))
         return "applied"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from tests.streaming.builders import Record
-from tidemark.streaming.records import Timeline
+from tidemark.streaming.records import LIVING, Timeline
 
 WRITERS = ("a", "b")
 
@@ -29,7 +29,8 @@ Clause = Literal[
 class Size:
     """How much may happen: IDs and announcements of each writer; the rest in the whole world.
 
-    `under_way`: whether a record of a database that was set back may still be on its way to Kafka. `told`: a database
+    `acts`: how often an operator skips a range of a writer, or takes back what was skipped. `under_way`: whether a
+    record of a database that was set back may still be on its way to Kafka. `told`: a database
     that went back has another history by name, as a Postgres that was restored or promoted; else it is a disk image.
     `broken` is the clause that writers do not keep.
     """
@@ -40,6 +41,7 @@ class Size:
     restarts: int = 1
     set_backs: int = 1
     retirements: int = 0
+    acts: int = 0
     under_way: bool = True
     told: bool = True
     broken: Clause | None = None
@@ -50,6 +52,7 @@ class Process(NamedTuple):
 
     `open` holds what it reserved and has not completed as `(prev, id)`; `joining` what its start read as allocated,
     until the JOIN is sent. `token` is what its last start left in the database, `after` what that start found there.
+    `signed` are the ranges that an operator settled, until its next JOIN or until somebody takes them back.
     """
 
     left: int
@@ -62,6 +65,10 @@ class Process(NamedTuple):
     token: int = 0
     after: int = 0
     retired: bool = False
+    signed: tuple[tuple[int, int], ...] = ()
+
+    def is_signed(self, id: int) -> bool:
+        return any(prev < id <= high for prev, high in self.signed)
 
 
 class World(NamedTuple):
@@ -77,6 +84,7 @@ class World(NamedTuple):
     restarts: int
     set_backs: int
     retirements: int
+    acts: int
     head: int = 0
     history: int = 1
     lost: int = 0
@@ -110,6 +118,13 @@ class World(NamedTuple):
             it.open or it.joining is not None or it.epoch == 0 or it.history < self.history for it in self.processes
         )
 
+    def may_be_passed(self, id: int) -> bool:
+        """Whether every writer that the line waits for was skipped there; where all have retired, one of them."""
+        joined = [it for _, it in self.running() if it.epoch > 1 or it.joining is None]
+        here = [it for it in joined if not self.has_gone_back_behind(it)]
+        active = [it.is_signed(id) for it in here if not it.retired]
+        return all(active) if active else any(it.is_signed(id) for it in here)
+
     def _with(self, at: int, process: Process, *, fresh: bool = False) -> "World":
         return self._replace(fresh=fresh, processes=(*self.processes[:at], process, *self.processes[at + 1 :]))
 
@@ -120,7 +135,12 @@ Step = tuple[World, Record | None]
 
 def beginning(size: Size) -> World:
     return World(
-        (Process(size.ids, size.beats),) * len(WRITERS), size.rollbacks, size.restarts, size.set_backs, size.retirements
+        (Process(size.ids, size.beats),) * len(WRITERS),
+        size.rollbacks,
+        size.restarts,
+        size.set_backs,
+        size.retirements,
+        size.acts,
     )
 
 
@@ -129,6 +149,7 @@ def steps(world: World, size: Size) -> Iterator[Step]:
     for at, process in enumerate(world.processes):
         if process.retired:
             continue
+        yield from _is_operated(world, at, process, size)
         if process.joining is not None:
             if not world.fresh:
                 yield _joins(world, at, process, size)
@@ -151,7 +172,9 @@ def steps(world: World, size: Size) -> Iterator[Step]:
 def _joins(world: World, at: int, process: Process, size: Size) -> Step:
     history = world.history if size.told else 1
     told = Timeline(f"database/{history}", str(process.token), str(process.after) if process.after else None)
-    joined = world._with(at, process._replace(joining=None))._replace(heard=world.history)
+    joined = world._with(at, process._replace(joining=None, signed=()))._replace(heard=world.history)
+    if world.heard < world.history:  # all go back with it
+        joined = joined._replace(processes=tuple(it._replace(signed=()) for it in joined.processes))
     return joined, Record("JOIN", WRITERS[at], process.epoch, id=process.joining or 0, timeline=told)
 
 
@@ -222,6 +245,21 @@ def _retires(world: World, at: int, process: Process) -> Iterator[Step]:
         fewer = world._replace(retirements=world.retirements - 1)
         retired = process._replace(retired=True, left=0)
         yield fewer._with(at, retired), Record("RETIRE", WRITERS[at], process.epoch, id=process.last)
+
+
+def _is_operated(world: World, at: int, process: Process, size: Size) -> Iterator[Step]:
+    """By somebody who knows nothing: any range, also of IDs that nobody will ever give out."""
+    if not world.acts or world.fresh or not process.epoch or (process.epoch == 1 and process.joining is not None):
+        return
+    fewer, name = world._replace(acts=world.acts - 1), WRITERS[at]
+    for id in range(len(WRITERS) * size.ids + 2):
+        for prev in range(id):
+            skipped = process._replace(signed=tuple(sorted({*process.signed, (prev, id)})))
+            yield fewer._with(at, skipped), Record("SKIP", name, LIVING, prev, id, by="ann", beyond=True)
+        if process.signed:
+            signed = tuple((prev, min(high, id)) for prev, high in process.signed if prev < id)
+            taken_back = process._replace(signed=signed)
+            yield fewer._with(at, taken_back), Record("JOIN", name, LIVING, id=id, by="ann", beyond=True)
 
 
 def _goes_back(world: World, head: int, size: Size) -> Iterator[Step]:

@@ -47,7 +47,7 @@ def test_a_join_below_what_came_late_into_a_skip_begins_a_timeline(shard: Shard)
 
 @pytest.mark.parametrize("id", [0, 6])
 def test_an_operator_takes_a_skip_back(shard: Shard, id: int) -> None:
-    """A JOIN at the living epoch: what only an operator settled beyond its ID is open again, and the line waits for it."""
+    """A JOIN at the living epoch: what only an operator settled beyond its ID is open again, and the line waits."""
     done = shard.feed(forced(join("a", id, epoch=LIVING)))
     assert [(it.kind, it.epoch, it.id) for it in done.forced] == [("JOIN", 1, id)]
     assert (done.counts, late(done), done.timelines, shard.rejected) == ({"applied": 1}, [], [], {})
