@@ -58,7 +58,7 @@ def advance(
         for topic, partition, reason, offsets in batch.rejected:
             rejected[topic, partition, reason].append(offsets)
         streams.append(batch.effects())
-        states[name] = streams[-1].state
+        states[name] = batch.encoded.whole
     return ShardEffects(
         shard,
         now,
@@ -91,6 +91,7 @@ class StreamBatch:
         self._bounds = bounds
         self._line_before = self.stream.line.position
         self._allocated_before = self.stream.allocated
+        self.encoded = state.Encoded(b"", b"", None)
 
     def feed(self, inbox: Inbox) -> None:
         places = sorted(inbox.facts.keys() | inbox.refused.keys())
@@ -172,7 +173,7 @@ class StreamBatch:
         return self.stream.skip(mark, marker.prev, self.changes)
 
     def effects(self) -> StreamEffects:
-        """What came of it; ends the batch."""
+        """What came of it; ends the batch. `encoded` is the new state from then on."""
         stream, changes = self.stream, self.changes
         signed = stream.direction.signed
         advances: list[WriterAdvance] = []
@@ -196,6 +197,7 @@ class StreamBatch:
                 )
             gaps.extend(Gap(name, writer.epoch, signed(low), signed(top), since) for low, top, since in moves.changed)
             closed.extend(GapClosed(name, signed(top), how) for top, how in sorted(moves.closed.items()))
+        self.encoded = state.encode_apart(stream)
         moved = {move.writer for move in advances}
         return StreamEffects(
             self.name,
@@ -227,7 +229,8 @@ class StreamBatch:
             changes.dropped,
             {outcome: count for outcome, count in sorted(changes.counts.items()) if count},
             summarize(stream),
-            state.encode(stream),
+            self.encoded.state,
+            self.encoded.retired,
         )
 
 

@@ -145,7 +145,8 @@ class StreamEffects(msgspec.Struct, array_like=True, frozen=True):
 
     `counts` holds records by outcome: `applied`, `held`, `duplicate`, `late`, `batch`, and `forgotten` (completed
     IDs dropped at the bound). Rejected ones are in `ShardEffects.rejected`. `dropped` names retired writers that
-    left the state. `state` is the stream's whole new state in `streaming.state`'s encoding.
+    left the state. `state` is the stream's new state in `streaming.state`'s encoding, without the table of its retired
+    writers; that is `retired`, where the batch changed it.
     """
 
     stream: str
@@ -165,6 +166,7 @@ class StreamEffects(msgspec.Struct, array_like=True, frozen=True):
     counts: dict[str, int]
     summary: Summary
     state: bytes
+    retired: bytes | None = None
 
 
 class Progress(msgspec.Struct, array_like=True, frozen=True):

@@ -21,7 +21,8 @@ FEW = 32  # active writers of a stream that are not packed
 
 
 class Writers(MutableMapping[str, WriterState]):
-    """By name. To look a writer up opens it; to go through all of them opens all. `opened` counts the openings.
+    """By name. To look a writer up opens it; to go through all of them opens all. `opened` counts the openings, `stored`
+    is the table of the retired as it is kept apart, None where it is not.
 
     Who makes a writer active again, or sets its chain back, calls `follow`.
     """
@@ -37,6 +38,7 @@ class Writers(MutableMapping[str, WriterState]):
         self.before = {name: (it.epoch, it.retired is not None) for name, it in self.open.items()}
         self._active = _Rest(active or EMPTY)
         self._retired = _Rest(retired or EMPTY)
+        self.stored: PackedTable | None = retired or EMPTY
         self._behind: list[tuple[int, str]] | None = None
 
     def get(self, name: str, default: object = None) -> WriterState | None:  # type: ignore[override]

@@ -2,7 +2,12 @@
 
 Nested msgpack arrays, led by the format's number; intervals only, so that a million pending IDs behind one gap are a
 few bytes. A format that this Tidemark does not know stops it; older ones are read.
+
+The table of retired writers stands last. It may have ten thousand rows, and few batches change it: so it can be cut off
+and kept apart (`Encoded`).
 """
+
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,7 +22,7 @@ from tidemark.streaming.runs import EVERYTHING
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import HeldWriter
 
-FORMAT = 3
+FORMAT = 4
 
 
 class _Held(msgspec.Struct, array_like=True, frozen=True):
@@ -38,6 +43,17 @@ class _Table(msgspec.Struct, array_like=True, frozen=True):
         return cls(table.columns.tobytes(), table.rows) if len(table) else None
 
 
+class Encoded(NamedTuple):
+    """A state as stored by parts. `retired` is the table of retired writers, None where it is as it was.
+
+    `state` holds all else, and can be read by itself; `whole` has the table in the place of its last byte.
+    """
+
+    whole: bytes
+    state: bytes
+    retired: bytes | None
+
+
 class _Leader(msgspec.Struct, array_like=True, frozen=True):
     format: int
 
@@ -53,11 +69,12 @@ class _StoredStream(_Leader, array_like=True, frozen=True):
     database: str | None = None
     ended: int | None = None  # since format 3, like what follows
     active: _Table | None = None
-    retired: _Table | None = None
+    retired: _Table | None = None  # of format 3
     refused: int = 0
     began: int = 0
     here: int | None = None
     transactions: dict[str, list[str]] = {}
+    apart: _Table | None = None  # since format 4, the retired; stays last, so that a new field needs a new format
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -67,8 +84,13 @@ _decoder = msgspec.msgpack.Decoder(_StoredStream)
 
 def encode(stream: StreamState) -> bytes:
     """Equal streams give equal bytes."""
+    return encode_apart(stream).whole
+
+
+def encode_apart(stream: StreamState) -> Encoded:
     writers, active, retired = stream.writers.packed()
-    return _encoder.encode(
+    table = _encoder.encode(_Table.of(retired))
+    state = _encoder.encode(
         _StoredStream(
             FORMAT,
             stream.direction,
@@ -84,13 +106,14 @@ def encode(stream: StreamState) -> bytes:
             stream.database,
             stream.ended,
             _Table.of(active),
-            _Table.of(retired),
+            None,
             stream.refused,
             stream.began,
             stream.here,
             dict(sorted(stream.transactions.items())),
         )
     )
+    return Encoded(state[:-1] + table, state, None if retired is stream.writers.stored else table)
 
 
 def decode(data: bytes) -> StreamState:
@@ -103,11 +126,14 @@ def decode(data: bytes) -> StreamState:
     here = stored.here
     if here is None:
         here = sum(writer.retired is None and writer.timeline == stored.timeline for writer in writers.values())
+    joined = Writers(writers, _table(stored.active), _table(stored.apart or stored.retired))
+    if stored.retired is not None:
+        joined.stored = None
     return StreamState(
         Direction(stored.direction),
         stored.home,
         LinearPosition(stored.line, Intervals.of(stored.completed)),
-        Writers(writers, _table(stored.active), _table(stored.retired)),
+        joined,
         {(held.name, held.epoch): HeldWriter(_chain(held), held.since, held.retire) for held in stored.held},
         stored.timeline,
         stored.database,
@@ -137,15 +163,20 @@ def _decode(data: bytes) -> _StoredStream:
     return _decoder.decode(data)
 
 
-def homeless(data: bytes) -> bytes:
-    """The same state for a stream that may have moved to another Kafka partition."""
+def homeless(data: bytes) -> Encoded:
+    """The same state for a stream that may have moved to another Kafka partition, with all its parts."""
     stream = decode(data)
     stream.home = None
-    return encode(stream)
+    return _anew(stream)
 
 
-def doubtful(data: bytes) -> bytes:
-    """The same state for a stream of which records may have gone before they were read."""
+def doubtful(data: bytes) -> Encoded:
+    """The same state for a stream of which records may have gone before they were read, with all its parts."""
     stream = decode(data)
     stream.doubt()
-    return encode(stream)
+    return _anew(stream)
+
+
+def _anew(stream: StreamState) -> Encoded:
+    stream.writers.stored = None
+    return encode_apart(stream)

@@ -62,9 +62,10 @@ class WriterState:
         taken_back(self.epoch, self.chain.cut_above(limit), self.late, name, changes)
         if self.chain.position > limit:
             self.published = max(self.published, self.chain.position)
-            self.late = self.late.union(Intervals.of([(limit, self.published)]))
             self.chain.begin_again(limit)
-        self.late = self.late.upto(max(limit, self.published))
+        self.late = self.late.upto(limit)
+        if self.published > limit:
+            self.late = self.late.union(Intervals.of([(limit, self.published)]))
 
     @property
     def reach(self) -> int:

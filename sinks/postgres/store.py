@@ -7,7 +7,7 @@ neither waits for the other.
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import structlog
 
@@ -21,6 +21,9 @@ from tidemark.sinks.postgres.status import Conditions, note_faults
 from tidemark.sinks.postgres.transaction import UnsentDeadLetters, apply
 from tidemark.streaming.model import Bounds
 from tidemark.streaming.postgres_session import Dsn
+
+if TYPE_CHECKING:
+    from tidemark.streaming.state import Encoded  # numpy's
 
 log = structlog.get_logger(__name__)
 
@@ -133,18 +136,31 @@ class Postgres:
     def states(self, streams: Collection[str] | None = None) -> dict[str, bytes]:
         """The encoded state of `streams` (None: of all, the seed of a query without a checkpoint)."""
         names = None if streams is None else list(streams)
-        query = "select stream, state from tidemark.streams where %s::text[] is null or stream = any(%s::text[])"
         with self._reads.use() as connection:
-            return dict(connection.execute(query, (names, names)))
+            # Where an older schema has no column `retired`, the name is that of the outer query.
+            return dict(
+                connection.execute(
+                    """
+                    select s.* from (select null::bytea as retired) as older, lateral (
+                        select stream, case when retired is null then state
+                            else substr(state, 1, length(state) - 1) || retired end
+                        from tidemark.streams
+                        where %s::text[] is null or stream = any(%s::text[])
+                    ) as s
+                    """,
+                    (names, names),
+                )
+            )
 
-    def replace_states(self, states: dict[str, bytes]) -> None:
+    def replace_states(self, states: "Mapping[str, Encoded]") -> None:
         """Write states back that were changed outside a batch: only for what an operator accepted."""
         with self._batches.use() as connection, connection.transaction():
             execute(
                 connection,
-                "update tidemark.streams s set state = given.state"
-                " from unnest(%s::text[], %s::bytea[]) as given (stream, state) where s.stream = given.stream",
-                states.items(),
+                "update tidemark.streams s set state = given.state, retired = given.retired"
+                " from unnest(%s::text[], %s::bytea[], %s::bytea[]) as given (stream, state, retired)"
+                " where s.stream = given.stream",
+                ((stream, it.state, it.retired) for stream, it in states.items()),
             )
 
     def offsets(self) -> dict[str, dict[int, int]]:

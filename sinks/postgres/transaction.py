@@ -110,18 +110,19 @@ def _write_streams(connection: Connection, batch: Batch) -> None:
     execute(
         connection,
         """
-        insert into tidemark.streams as old (stream, linear, head, direction, shard, state, updated_at)
-        select stream, linear, allocated, direction, shard, state, to_timestamp(now / 1000.0)
-        from unnest(%s::text[], %s::bigint[], %s::bigint[], %s::smallint[], %s::int[], %s::bytea[], %s::bigint[])
-            as new (stream, linear, allocated, direction, shard, state, now)
+        insert into tidemark.streams as old (stream, linear, head, direction, shard, state, retired, updated_at)
+        select stream, linear, allocated, direction, shard, state, retired, to_timestamp(now / 1000.0)
+        from unnest(%s::text[], %s::bigint[], %s::bigint[], %s::smallint[], %s::int[], %s::bytea[], %s::bytea[],
+                %s::bigint[])
+            as new (stream, linear, allocated, direction, shard, state, retired, now)
         on conflict (stream) do update set
             linear = case when abs(excluded.linear) > abs(old.linear) then excluded.linear else old.linear end,
             head = case when abs(excluded.head) > abs(old.head) then excluded.head else old.head end,
             direction = excluded.direction, shard = excluded.shard, state = excluded.state,
-            updated_at = excluded.updated_at
+            retired = coalesce(excluded.retired, old.retired), updated_at = excluded.updated_at
         """,
         (
-            (s.stream, s.linear, s.allocated, s.direction, shard.shard, s.state, shard.now)
+            (s.stream, s.linear, s.allocated, s.direction, shard.shard, s.state, s.retired, shard.now)
             for shard, s in batch.streams()
         ),
     )

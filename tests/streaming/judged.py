@@ -94,9 +94,10 @@ class Core:
         for writer in batch.stream.writers.values():
             writer.chain.empty = writer.chain.empty.above(writer.position)
         effects = batch.effects()
-        if effects.state not in self.standings:
-            self.standings[effects.state] = Standing.of(batch.stream)
-        return Fed(effects.state, effects, tuple(sorted(reason for _, _, reason, _ in batch.rejected)))
+        core = batch.encoded.whole
+        if core not in self.standings:
+            self.standings[core] = Standing.of(batch.stream)
+        return Fed(core, effects, tuple(sorted(reason for _, _, reason, _ in batch.rejected)))
 
     def _facts(self, record: Record, offset: int) -> list[Fact]:
         key = record, offset

@@ -22,9 +22,9 @@ class Incarnated:
     """What is known of a writer, or of an incarnation that has not joined: each settled ID, and how.
 
     `late` says why a completion of that ID comes too late, until it came; `refused` is the highest ID that was turned
-    away although it may be true, or EVERYTHING. `denied` are IDs that the writer declared to be empty. `blurred` is set once a
-    settled range was taken in part: Tidemark keeps counts per range, so that from then on its counts of this writer are
-    upper bounds.
+    away although it may be true, or EVERYTHING. `denied` are IDs that the writer declared to be empty. `blurred` is set
+    once a settled range was taken in part: Tidemark keeps counts per range, so that from then on its counts of this
+    writer are upper bounds.
     """
 
     epoch: int
@@ -366,10 +366,10 @@ class Model:
             for at in range(1, passed + 1):
                 writer.told.setdefault(at, writer.settled[at])
             writer.published = max(writer.published, passed)
-            writer.late |= dict.fromkeys(range(id + 1, writer.published + 1), "regressed")
             writer.settled = {at: how for at, how in writer.settled.items() if at <= id}
             writer.denied = {at for at in writer.denied if at <= id}
-        writer.late = {at: why for at, why in writer.late.items() if at <= max(id, writer.published)}
+        writer.late = {at: why for at, why in writer.late.items() if at <= id}
+        writer.late |= dict.fromkeys(range(id + 1, writer.published + 1), "regressed")
 
     def _take_back(self, writer: Incarnated, name: str, low: int, high: int) -> bool:
         """Unsettle `(low, high]`, whose facts are late; whether anything was there."""

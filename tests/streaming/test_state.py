@@ -113,3 +113,20 @@ def test_a_state_of_format_2_is_read() -> None:
     assert state.decode(state.encode(shard.stream())).writers["b"].retired == 1000
     shard.feed(forced(retire("c", 9)), retire("a", 2))
     assert (shard.positions, shard.linear) == ({"a": 2, "b": 4, "c": 9}, 9)
+
+
+def test_retired_writers_are_given_apart_when_they_change() -> None:
+    """Rule 8: the table goes along where it is not kept apart yet, as with a state of format 3, and where it changed."""
+    shard = Shard()
+    assert shard.feed(join("a", 0), join("b", 0)).retired is None
+    done = shard.feed(retire("b", 0))
+    assert done.retired
+    assert shard.states[STREAM] == done.state[:-1] + done.retired
+    assert [*state.decode(done.state).writers] == ["a"]
+    assert shard.feed(rdata("a", 1, epoch=1)).retired is None
+    for parts in (state.homeless(shard.states[STREAM]), state.doubtful(shard.states[STREAM])):
+        assert parts.whole == parts.state[:-1] + (parts.retired or b"")
+    *fields, table = msgspec.msgpack.decode(shard.states[STREAM])
+    older = Shard({STREAM: msgspec.msgpack.encode([3, *fields[1:11], table, *fields[12:]])}, next_offset=9, now=9000)
+    assert older.feed(rdata("a", 2, epoch=1)).retired == done.retired
+    assert shard.feed(join("b", 2, epoch=2)).retired == b"\xc0"

@@ -117,6 +117,18 @@ def test_ids_that_were_published_are_late_when_they_come_again(shard: Shard) -> 
     assert (move.prev, move.id, move.facts) == (3, 4, 1)
 
 
+def test_what_came_again_is_late_again_where_the_database_goes_back_once_more(shard: Shard) -> None:
+    """Its ID was published in the first timeline, and no evidence of it is told twice."""
+    shard.feed(join("a", 1, 2, timeline=Timeline("db/2", "a2", "a1")))
+    again = rdata("b", 3, epoch=1)
+    assert late(shard.feed(again)) == [("b", 2, 3, "regressed")]
+    assert shard.feed(again).counts == {"duplicate": 1}
+    shard.feed(join("a", 1, 3, timeline=Timeline("db/3", "a3", "a2")))
+    assert late(shard.feed(again)) == [("b", 2, 3, "regressed")]
+    (move,) = shard.feed(join("b", 5, 2)).advances
+    assert (move.prev, move.id, move.facts) == (3, 5, 0)
+
+
 def test_a_history_that_is_not_known_shows_nothing(shard: Shard) -> None:
     """The right to read it was taken away and given back: neither is another database."""
     done = shard.feed(join("a", 5, 2, timeline=Timeline(None, "a2", "a1")))

@@ -24,6 +24,7 @@ from tidemark.streaming.effects import (
     WriterRow,
 )
 from tidemark.streaming.errors import ChainBroken, LeaseLost
+from tidemark.streaming.state import Encoded
 
 LARGEST = 2**63 - 1
 
@@ -61,6 +62,19 @@ def test_batch_is_kept_whole(store: Postgres, sql: psycopg.Connection, token: in
     assert store.states() == {"s": b"\x00s"}
     assert store.offsets() == {"facts": {0: 40}}
     assert store.last_batch() == ("query", 7)
+
+
+def test_retired_writers_are_written_when_they_change(store: Postgres, sql: psycopg.Connection, token: int) -> None:
+    """Rule 8: their table lies apart and stays where a batch has none; read, it stands where the state ends."""
+    store.apply(batch(1, stream("s", state=b"one\xc0"), stream("t", state=b"whole"), token=token))
+    assert store.states() == {"s": b"one\xc0", "t": b"whole"}
+    store.apply(batch(2, stream("s", state=b"two\xc0", retired=b"many"), token=token))
+    store.apply(batch(3, stream("s", state=b"three\xc0"), token=token))
+    assert store.states() == {"s": b"threemany", "t": b"whole"}
+    store.replace_states({"s": Encoded(b"", b"four\xc0", b"few")})
+    assert store.states(["s"]) == {"s": b"fourfew"}
+    sql.execute("alter table tidemark.streams drop column retired")  # an older schema, as a sidecar may find
+    assert store.states(["t"]) == {"t": b"whole"}
 
 
 def test_repeated_batch_writes_nothing(store: Postgres, sql: psycopg.Connection, token: int) -> None:
