@@ -54,8 +54,8 @@ def told(stored: bytes, done: StreamEffects) -> Iterator[str]:
         if was is not None and now is not None and now.chain.reach < was.chain.reach:
             reopened = True
             low, position = after.direction.signed(now.chain.position), after.direction.signed(now.position)
-            late = f"; what it completes up to {position} is late" if position != low else ""
-            yield f"{act.writer} is waited for again from {low} on{late}"
+            then = f"; what it completes up to {position} is late" if position != low else ""
+            yield f"{act.writer} is waited for again from {low} on{then}"
     for move in done.advances:
         counts = zip(("facts", "empty", "unseen", "skipped"), move.evidence.counts, strict=True)
         evidence = ", ".join(f"{name} {count}" for name, count in counts if count) or "nothing told again"

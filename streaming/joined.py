@@ -21,8 +21,8 @@ FEW = 32  # active writers of a stream that are not packed
 
 
 class Writers(MutableMapping[str, WriterState]):
-    """By name. To look a writer up opens it; to go through all of them opens all. `opened` counts the openings, `stored`
-    is the table of the retired as it is kept apart, None where it is not.
+    """By name. To look a writer up opens it; to go through all of them opens all. `opened` counts the openings;
+    `stored` is the table of the retired as it is kept apart, None where it is not.
 
     Who makes a writer active again, or sets its chain back, calls `follow`.
     """

@@ -161,8 +161,8 @@ class Look:
             self._must(not passed, f"{name}'s position passes {id}, which it has in flight")
         for name, process in world.running():
             if before.positions[name] < after.positions[name] and not world.has_gone_back_behind(process):
-                passed = range(max(before.positions[name], world.head) + 1, after.positions[name] + 1)
-                self._must(all(map(process.is_signed, passed)), f"{name}'s position passes what will be given out")
+                strange = range(max(before.positions[name], world.head) + 1, after.positions[name] + 1)
+                self._must(all(map(process.is_signed, strange)), f"{name}'s position passes what will be given out")
 
     def _counts(self, fed: Fed) -> None:
         """Rules 5 and 10: applied; or where the database went back late, if it was passed before, or others have it."""

@@ -116,7 +116,7 @@ def test_a_state_of_format_2_is_read() -> None:
 
 
 def test_retired_writers_are_given_apart_when_they_change() -> None:
-    """Rule 8: the table goes along where it is not kept apart yet, as with a state of format 3, and where it changed."""
+    """Rule 8: it goes along where it changed, and where it is not kept apart yet, as with a state of format 3."""
     shard = Shard()
     assert shard.feed(join("a", 0), join("b", 0)).retired is None
     done = shard.feed(retire("b", 0))
