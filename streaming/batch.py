@@ -30,7 +30,7 @@ from tidemark.streaming.effects import (
 )
 from tidemark.streaming.inbox import UNREAD, Fact, Inbox, Partition, inboxes_of, room, segments
 from tidemark.streaming.intervals import Ids
-from tidemark.streaming.model import Bounds, Reason, Rejected
+from tidemark.streaming.model import Bounds, Encoded, Reason, Rejected
 from tidemark.streaming.records import LIVING, Kind
 from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet, Run, TurnedAway
 from tidemark.streaming.segments import complete
@@ -91,7 +91,7 @@ class StreamBatch:
         self._bounds = bounds
         self._line_before = self.stream.line.position
         self._allocated_before = self.stream.allocated
-        self.encoded = state.Encoded(b"", b"", None)
+        self.encoded = Encoded(b"", b"", None)
 
     def feed(self, inbox: Inbox) -> None:
         places = sorted(inbox.facts.keys() | inbox.refused.keys())

@@ -6,6 +6,7 @@ only write or read import this module too.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 from zlib import crc32
 
 import msgspec
@@ -98,6 +99,18 @@ class Evidence(msgspec.Struct, array_like=True, frozen=True):
 
 
 NOTHING = Evidence()
+
+
+class Encoded(NamedTuple):
+    """A stream's state as stored by parts (`streaming.state`). `retired` is the table of retired writers, None where it
+    is as it was.
+
+    `state` holds all else, and can be read by itself; `whole` has the table in the place of its last byte.
+    """
+
+    whole: bytes
+    state: bytes
+    retired: bytes | None
 
 
 def shard_of(stream: str, shards: int) -> int:

@@ -7,8 +7,6 @@ The table of retired writers stands last. It may have ten thousand rows, and few
 and kept apart (`Encoded`).
 """
 
-from typing import NamedTuple
-
 import msgspec
 
 from tidemark.streaming.chain import Chain
@@ -17,6 +15,7 @@ from tidemark.streaming.errors import StateTooNew
 from tidemark.streaming.intervals import Intervals
 from tidemark.streaming.joined import Writers
 from tidemark.streaming.linear import LinearPosition
+from tidemark.streaming.model import Encoded
 from tidemark.streaming.packed import EMPTY, PackedTable, Pairs, StoredChain, StoredWriter
 from tidemark.streaming.runs import EVERYTHING
 from tidemark.streaming.stream import StreamState
@@ -41,17 +40,6 @@ class _Table(msgspec.Struct, array_like=True, frozen=True):
     @classmethod
     def of(cls, table: PackedTable) -> "_Table | None":
         return cls(table.columns.tobytes(), table.rows) if len(table) else None
-
-
-class Encoded(NamedTuple):
-    """A state as stored by parts. `retired` is the table of retired writers, None where it is as it was.
-
-    `state` holds all else, and can be read by itself; `whole` has the table in the place of its last byte.
-    """
-
-    whole: bytes
-    state: bytes
-    retired: bytes | None
 
 
 class _Leader(msgspec.Struct, array_like=True, frozen=True):

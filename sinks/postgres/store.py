@@ -7,7 +7,7 @@ neither waits for the other.
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import structlog
 
@@ -19,11 +19,8 @@ from tidemark.sinks.postgres.days import drop_before
 from tidemark.sinks.postgres.history import PastAdvance, PastLate, Retention
 from tidemark.sinks.postgres.status import Conditions, note_faults
 from tidemark.sinks.postgres.transaction import UnsentDeadLetters, apply
-from tidemark.streaming.model import Bounds
+from tidemark.streaming.model import Bounds, Encoded
 from tidemark.streaming.postgres_session import Dsn
-
-if TYPE_CHECKING:
-    from tidemark.streaming.state import Encoded  # numpy's
 
 log = structlog.get_logger(__name__)
 
@@ -152,7 +149,7 @@ class Postgres:
                 )
             )
 
-    def replace_states(self, states: "Mapping[str, Encoded]") -> None:
+    def replace_states(self, states: Mapping[str, Encoded]) -> None:
         """Write states back that were changed outside a batch: only for what an operator accepted."""
         with self._batches.use() as connection, connection.transaction():
             execute(

@@ -24,7 +24,7 @@ from tidemark.streaming.effects import (
     WriterRow,
 )
 from tidemark.streaming.errors import ChainBroken, LeaseLost
-from tidemark.streaming.state import Encoded
+from tidemark.streaming.model import Encoded
 
 LARGEST = 2**63 - 1
 
