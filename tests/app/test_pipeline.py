@@ -139,7 +139,7 @@ def test_an_operator_skips_a_gap_and_takes_back_a_skip_that_went_too_far(shared:
     force(shared, "skip", "forced", "A", "--prev", "4", "--id", "2000000000", "--beyond")
     shared.reaches("forced", A=2_000_000_000)
     assert "A is waited for again from 4 on" in force(shared, "join", "forced", "A", "--id", "4")
-    eventually(lambda: shared.sql("select from tidemark.skips where kind = 'JOIN'"), PATIENCE, lambda: "the act")
+    eventually(lambda: shared.sql("select id from tidemark.skips where kind = 'JOIN'"), PATIENCE, lambda: "the act")
     shared.send(replace(edge, writer="B", prev=4, id=8), replace(edge, prev=4, id=6))
     shared.reaches("forced", linear=6)
     assert shared.positions("forced") == {"A": 2_000_000_000, "B": 8, "linear": 6}
