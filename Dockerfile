@@ -1,29 +1,82 @@
-# One image for the pipeline, its sidecar, Spark's executors and the migrations. It holds everything: a start downloads nothing.
+# The image for all of it: pipeline, sidecar, Spark's executors, migrations, relays. It holds everything: a start downloads nothing.
+# `--target services` is a smaller one without Java and Spark, for sidecars, relays and migrations alone.
 # It runs as user 10001 with a read-only root; what it writes goes to TIDEMARK_HOME (/var/lib/tidemark) and /tmp: mount both.
 # BASE needs Python 3.11 or newer with venv, and Debian's package JRE, Java 17 or newer.
 ARG BASE=docker.io/library/python:3.11-slim-bookworm
 
 FROM ${BASE} AS base
-ARG JRE=openjdk-17-jre-headless
 # The versions are the Debian release's own, patched by it: a pin would only keep a fixed hole open.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends "${JRE}" tini \
+    && apt-get install --yes --no-install-recommends tini \
     && apt-get clean \
     && rm -rf /var/lib/apt/lists/* /var/log/*
 # Java asks for the name of its user, so the number needs an entry.
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /var/lib/tidemark --shell /usr/sbin/nologin tidemark \
     && install --directory --owner tidemark --group tidemark /var/lib/tidemark
 
-FROM base AS build
+FROM base AS java
+ARG JRE=openjdk-17-jre-headless
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends "${JRE}" \
+    && apt-get clean \
+    && rm -rf /var/lib/apt/lists/* /var/log/*
+
+# A Java of the modules that Spark needs: half of the package. What the package's maintainers mend comes with the next build.
+FROM base AS runtime
+ARG JDK=openjdk-17-jdk-headless
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends "${JDK}" \
+    && jlink --add-modules java.se,jdk.charsets,jdk.crypto.ec,jdk.incubator.vector,jdk.management,jdk.management.agent,jdk.naming.dns,jdk.net,jdk.security.auth,jdk.security.jgss,jdk.unsupported,jdk.zipfs \
+        --strip-java-debug-attributes --no-header-files --no-man-pages --output /opt/java \
+    && /opt/java/bin/java -Xshare:dump \
+    && cp --dereference --remove-destination /etc/ssl/certs/java/cacerts /opt/java/lib/security/cacerts
+
+# Each role's dependencies, and what of them nobody here loads taken out again: helm/tools/trim.
+FROM base AS build-services
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml constraints.txt README.md LICENSE helm/tools/requirements helm/tools/trim ./
+RUN python3 -m venv --without-pip /opt/tidemark \
+    && python3 requirements writer relay reader sidecar >runtime.txt \
+    && python3 -m pip --python /opt/tidemark/bin/python install --no-cache-dir --constraint constraints.txt --requirement runtime.txt \
+    && ./trim /opt/tidemark
+COPY .src .src
+COPY app app
+COPY sinks sinks
+COPY sources sources
+COPY streaming streaming
+RUN python3 -m pip --python /opt/tidemark/bin/python install --no-cache-dir --no-deps . \
+    && python3 -m compileall -q /opt/tidemark/lib
+
+FROM base AS services
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="tidemark-services" \
+    org.opencontainers.image.description="Tidemark's sidecar, relay and migrations, without Spark" \
+    org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.version="${VERSION}" \
+    org.opencontainers.image.revision="${REVISION}"
+COPY --from=build-services /opt/tidemark /opt/tidemark
+ENV PATH=/opt/tidemark/bin:${PATH} \
+    TIDEMARK_HOME=/var/lib/tidemark \
+    TIDEMARK_LOG_FORMAT=json \
+    TIDEMARK_SIDECAR_HOST=0.0.0.0
+WORKDIR /var/lib/tidemark
+USER 10001:10001
+EXPOSE 9464 9480
+ENTRYPOINT ["tini", "--", "tidemark"]
+CMD ["--help"]
+
+FROM java AS build
+WORKDIR /src
+COPY pyproject.toml constraints.txt README.md LICENSE helm/tools/requirements helm/tools/trim ./
 # What changes seldom comes first: with the dependencies in a layer of their own, a new version of ours builds in seconds.
 RUN python3 -m venv --without-pip /opt/tidemark \
-    && python3 -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-extras = [project["optional-dependencies"][role] for role in ("writer", "relay", "reader", "pipeline", "sidecar")]; \
-print(*project["dependencies"], *sum(extras, []), sep="\n")' >runtime.txt \
-    && python3 -m pip --python /opt/tidemark/bin/python install --no-cache-dir --constraint constraints.txt --requirement runtime.txt
+    && python3 requirements writer relay reader pipeline sidecar >runtime.txt \
+    && python3 -m pip --python /opt/tidemark/bin/python install --no-cache-dir --constraint constraints.txt --requirement runtime.txt \
+    && ./trim /opt/tidemark
 # The jars of Spark's Kafka source, by the Ivy that pyspark carries, as `tidemark up` does it.
 COPY app/stack/ivy.xml /tmp/ivy.xml
 RUN java -jar /opt/tidemark/lib/python3*/site-packages/pyspark/jars/ivy-*.jar -ivy /tmp/ivy.xml -confs connector -cache /tmp/ivy \
@@ -47,8 +100,9 @@ LABEL org.opencontainers.image.title="tidemark" \
     org.opencontainers.image.version="${VERSION}" \
     org.opencontainers.image.revision="${REVISION}" \
     org.opencontainers.image.base.name="${BASE}"
+COPY --from=runtime /opt/java /opt/java
 COPY --from=build /opt/tidemark /opt/tidemark
-ENV PATH=/opt/tidemark/bin:${PATH} \
+ENV PATH=/opt/tidemark/bin:/opt/java/bin:${PATH} \
     TIDEMARK_HOME=/var/lib/tidemark \
     TIDEMARK_SPARK_JARS=/opt/tidemark/jars/connector \
     TIDEMARK_LOG_FORMAT=json \

@@ -87,7 +87,7 @@ IMAGE_BUILD := helm/tools/build-image
 IMAGE_ARGUMENTS = VERSION=$(VERSION) REVISION=$(shell git rev-parse HEAD)
 
 .PHONY: image
-image: ## Build the image with docker, podman or buildah (IMAGE=name:tag, IMAGE_ARGUMENTS="BASE=... JRE=...")
+image: ## Build the image with docker, podman or buildah (IMAGE=name:tag, IMAGE_ARGUMENTS="BASE=... JDK=... JRE=...")
 	$(IMAGE_BUILD) . $(IMAGE) $(IMAGE_ARGUMENTS)
 
 .PHONY: dist
