@@ -21,12 +21,12 @@ from tests.shadows import ROOMS, shadowed
 ROOT = Path(__file__).parents[2]
 VERSION = version("tidemark")
 DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
-COPIED = [
+COPIED = dict.fromkeys(
     source
     for words in re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, re.MULTILINE)
     for source in shlex.split(re.sub(r"--\S+ ", "", words))[:-1]
-]
-"""What the image is built from."""
+)
+"""What the images are built from."""
 
 _PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
