@@ -127,7 +127,9 @@ class Classifier:
         yield run, "late"
 
     def _follow(self, run: Run) -> None:
-        """Settle what comes late and is open. It was counted; no evidence is told of it, and it is late no more."""
+        """Settle what comes late and is open. It was counted; no evidence is told of it, and it is late no more, unless
+        that would take more memory than pending spans may.
+        """
         for prev, id in self.chain.missing(run.start, run.end):
             if self._has_room(prev, id):
                 self.chain.settle(prev, id, NOTHING, 0, "completed", self.changes.now)
@@ -135,7 +137,8 @@ class Classifier:
                 self.chain.refuse(id)
                 return
         self.chain.declare_empty(run.empty().common(self.late))
-        self.late = self.late.without(run.start, run.end)
+        if len(self.late) < self.spans:
+            self.late = self.late.without(run.start, run.end)
 
     def _across(self, edge: Run) -> Iterator[Completed]:
         """One edge that lies in a late range in part: what lies outside is settled, as the edge says, without facts.

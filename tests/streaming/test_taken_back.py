@@ -1,12 +1,20 @@
 """An operator's act that settled what it should not have: taken back by its writer's JOIN, or by an operator."""
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from tests.streaming.builders import Shard, forced, join, position, rdata, retire, skip, void
+from tests.examples import examples
+from tests.streaming.builders import Record, Shard, forced, join, position, rdata, retire, skip, void
+from tests.streaming.protocol import Database
 from tidemark.streaming.effects import StreamEffects
+from tidemark.streaming.model import Bounds
 from tidemark.streaming.records import LIVING, Timeline
 
 FAR = 2_000_000_000
+WRITERS = ("a", "b", "c")
+writers = st.sampled_from(WRITERS)
 
 
 def late(done: StreamEffects) -> list[tuple[str, int, int, int, str]]:
@@ -110,9 +118,124 @@ def test_a_timeline_forgets_what_an_operator_settled_and_nobody_completed(shard:
     assert late(done) == []
 
 
+def test_late_ranges_have_the_bound_of_pending_spans() -> None:
+    """Rule 9: past it what came late is taken for an operator's word alone, so taken back it is waited for."""
+    shard = Shard(bounds=Bounds(pending=3))
+    shard.feed(join("a", 0), skip("a", 0, 100, beyond=True))
+    shard.feed(*(rdata("a", id, epoch=1) for id in range(2, 40, 2)))
+    assert [*shard.stream().writers["a"].late] == [(0, 1), (2, 3), (4, 100)]
+    shard.feed(forced(join("a", 0, epoch=LIVING)))
+    assert [*shard.stream().writers["a"].chain.gaps()] == [(0, 1, shard.now), (2, 3, shard.now)]
+
+
 def test_each_id_of_a_skip_comes_late_once(shard: Shard) -> None:
     """Rule 5: what is sent again is a duplicate; a fact that its writer had declared not to be there denies it."""
     shard.feed(rdata("a", 8, 6, epoch=1), position("a", 8, 11, epoch=1), void("a", 11, 12, epoch=1))
     assert shard.feed(rdata("a", 8, 6, epoch=1), position("a", 8, 11, epoch=1)).counts == {"duplicate": 2}
     assert late(shard.feed(rdata("a", 10, 8, epoch=1))) == [("a", 9, 10, 1, "announced")]
     assert shard.feed(rdata("a", 10, 8, epoch=1)).counts == {"duplicate": 1}
+
+
+class Operated(RuleBasedStateMachine):
+    """Rule 1: writers that keep the contract, and an operator who skips what is open, or was never given out, and takes
+    it back: nothing else is passed, and once all is taken back nothing is held for it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shard = Shard()
+        self.queue: list[Record] = []
+        self.signed: dict[str, set[int]] = {name: set() for name in WRITERS}
+
+    @initialize(sign=st.sampled_from([1, -1]))
+    def begin(self, sign: int) -> None:
+        self.database = Database(sign, WRITERS)
+
+    @rule(name=writers, count=st.integers(0, 4), ends=st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=5))
+    def work(self, name: str, count: int, ends: list[tuple[int, bool]]) -> None:
+        process = self.database.processes[name]
+        if not process.alive:
+            self.crash(name)
+        for _ in range(count):
+            self.database.reserve(name)
+        for which, commit in ends[: len(process.open)]:
+            if commit:
+                self.database.commit(name, which)
+                self.queue.extend(self.database.send(name, -1))
+            else:
+                self.queue.extend(self.database.roll_back(name, which))
+
+    @rule(name=writers)
+    def beat(self, name: str) -> None:
+        if self.database.processes[name].alive:
+            self.queue.extend(self.database.heartbeat(name))
+
+    @rule(name=writers)
+    def crash(self, name: str) -> None:
+        self.queue.extend(self.database.start(name))
+        self.signed[name].clear()
+        self.advance()
+
+    @rule(name=writers, at=st.integers(-4, 4), width=st.sampled_from([1, 2, 3, 50]))
+    def skip(self, name: str, at: int, width: int) -> None:
+        prev = max(0, self.database.processes[name].last + at)
+        if self.act(Record("SKIP", name, LIVING, self.database.sign * prev, self.database.sign * (prev + width))):
+            self.signed[name] |= {*range(prev + 1, prev + width + 1)}
+
+    @rule(name=writers, at=st.integers(-6, 4))
+    def take_back(self, name: str, at: int) -> None:
+        id = max(0, self.database.processes[name].last + at)
+        if self.act(Record("JOIN", name, LIVING, id=self.database.sign * id)):
+            self.signed[name] = {it for it in self.signed[name] if it <= id}
+
+    def act(self, record: Record) -> bool:
+        """Whether it was taken."""
+        self.advance()
+        self.queue.append(forced(record, beyond=True))
+        return not self.advance(acting=record)
+
+    @rule()
+    def read(self) -> None:
+        self.advance()
+
+    def advance(self, acting: Record | None = None) -> dict[int, str]:
+        """All that was sent; gives what was rejected of it."""
+        before, line = dict(self.shard.positions), abs(self.shard.linear)
+        if not self.queue:
+            return {}
+        done = self.shard.feed(*self.queue)
+        self.queue.clear()
+        assert not done.timelines
+        assert not self.shard.rejected or acting is not None
+        if acting is not None and acting.kind == "SKIP":
+            return self.shard.rejected
+        passed = {*range(line + 1, abs(self.shard.linear) + 1)}
+        running = [name for name in WRITERS if self.database.processes[name].alive]
+        assert all(id <= self.database.last_value or all(id in self.signed[name] for name in running) for id in passed)
+        for name, id in self.database.in_flight():
+            if id not in self.signed[name]:
+                assert id not in passed
+                assert not abs(before.get(name, 0)) < id <= abs(self.shard.positions[name])
+        return self.shard.rejected
+
+    def teardown(self) -> None:
+        """All is taken back, and all that is in flight ends: every chain is at the end of the sequence."""
+        self.advance()
+        for name, process in self.database.processes.items():
+            if process.alive:
+                self.act(Record("JOIN", name, LIVING))
+                self.signed[name].clear()
+        for name, process in self.database.processes.items():
+            for _ in range(len(process.open)):
+                self.queue.extend(self.database.roll_back(name, 0))
+        for name in WRITERS:
+            self.beat(name)
+        self.advance()
+        for name, process in self.database.processes.items():
+            if process.alive:
+                chain_ = self.shard.stream().writers[name].chain
+                assert (chain_.position, chain_.pending) == (self.database.last_value, [])
+
+
+Operated.TestCase.settings = settings(max_examples=examples(200), print_blob=True)
+TestOperated = Operated.TestCase
