@@ -60,13 +60,15 @@ class Intervals:
 
     def above(self, position: int) -> "Intervals":
         """What lies beyond `position`; an interval across it is cut."""
-        skip = int(np.searchsorted(self.highs, position, side="right"))
-        if skip == 0 and (not len(self) or self.lows[0] >= position):
+        if not len(self) or self.lows[0] >= position:
             return self
+        skip = int(np.searchsorted(self.highs, position, side="right"))
         return Intervals(np.maximum(self.lows[skip:], position), self.highs[skip:])
 
     def upto(self, position: int) -> "Intervals":
         """What lies at or below `position`; an interval across it is cut."""
+        if not len(self) or self.highs[-1] <= position:
+            return self
         keep = int(np.searchsorted(self.lows, position, side="left"))
         return Intervals(self.lows[:keep], np.minimum(self.highs[:keep], position))
 

@@ -8,11 +8,47 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from tests.streaming.builders import Record
-from tests.streaming.judged import Broken, Core, Look, Totals
+from tests.streaming.judged import Broken, Core, Fed, Look, Totals
 from tests.streaming.small_world import Size, World, beginning, steps
 
-Place = tuple[World, bytes]
-"""A world, and what the state machine has made of its records."""
+Place = tuple[int, bytes]
+"""A world by its number, and what the state machine has made of its records."""
+
+
+class Worlds:
+    """Each world that was met, by number, with the steps from there: many ways lead to it, and few worlds are equal to
+    their neighbours only after a long comparison.
+    """
+
+    def __init__(self, size: Size) -> None:
+        self._size = size
+        self.known: list[World] = []
+        self._numbers: dict[World, int] = {}
+        self._steps: dict[int, list[tuple[int, int | None]]] = {}
+        self.records: list[Record] = []
+        self._record_numbers: dict[Record, int] = {}
+
+    def number(self, world: World) -> int:
+        found = self._numbers.setdefault(world, len(self.known))
+        if found == len(self.known):
+            self.known.append(world)
+        return found
+
+    def steps(self, number: int) -> list[tuple[int, int | None]]:
+        """The worlds that may follow, and the record that leads there."""
+        found = self._steps.get(number)
+        if found is None:
+            found = self._steps[number] = [
+                (self.number(after), None if record is None else self._record(record))
+                for after, record in steps(self.known[number], self._size)
+            ]
+        return found
+
+    def _record(self, record: Record) -> int:
+        found = self._record_numbers.setdefault(record, len(self.records))
+        if found == len(self.records):
+            self.records.append(record)
+        return found
 
 
 @dataclass
@@ -21,51 +57,73 @@ class Exploration:
 
     size: Size
     core: Core = field(default_factory=Core)
-    came_from: dict[Place, tuple[Place, Record | None] | None] = field(default_factory=dict)
+    came_from: dict[Place, tuple[Place, int | None] | None] = field(default_factory=dict)
     ways: dict[bytes, tuple[bytes, Record]] = field(default_factory=dict)
+    worlds: Worlds = field(init=False)
+    _led: dict[tuple[bytes, int], bytes | None] = field(default_factory=dict, init=False)
+    _passed: set[tuple[int, int, int]] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        self.worlds = Worlds(self.size)
 
     def run(self) -> None:
-        first = beginning(self.size), b""
+        first = self.worlds.number(beginning(self.size)), b""
         self.came_from[first] = None
         queue = deque([first])
+        quiet: dict[int, bool] = {}
         while queue:
             place = queue.popleft()
-            world, core = place
-            if world.quiet and core and (self.size.told or world.history == 1):
+            number, core = place
+            if number not in quiet:
+                world = self.worlds.known[number]
+                quiet[number] = world.quiet and (self.size.told or world.history == 1)
+            if core and quiet[number]:
                 self._end(place)
-            for after, record in steps(world, self.size):
-                if record is not None and record.control and self._is_refused(core, record):
+            for after, record in self.worlds.steps(number):
+                led = core if record is None else self._take(place, after, record)
+                if led is None:
                     continue
-                there = after, core if record is None else self._take(place, after, record)
+                there = after, led
                 if there not in self.came_from:
                     self.came_from[there] = place, record
                     queue.append(there)
 
-    def _is_refused(self, core: bytes, act: Record) -> bool:
-        """An operator's act that cannot be is told, and nothing happens."""
-        return (core, act) not in self.core.fed and bool(self.core.batch(core, (act,)).rejected)
-
-    def _take(self, place: Place, world: World, record: Record) -> bytes:
-        """Feed one record, that `world` has just produced. Raises Broken."""
+    def _take(self, place: Place, after: int, number: int) -> bytes | None:
+        """Feed one record, that the world `after` has just produced; None for an operator's that is refused. Raises
+        Broken.
+        """
         core = place[1]
-        step = core, record
-        fed, there = None, self.core.fed.get(step)
-        if there is None:
+        fed, step = None, (core, number)
+        if step in self._led:
+            there = self._led[step]
+        else:
+            record = self.worlds.records[number]
             fed = self.core.batch(core, (record,))
-            there = self.core.fed[step] = fed.core
-        look = Look(self.size, world, place[0].heard, record, self.core.standings[core], self.core.standings[there])
+            there = self._led[step] = None if record.control and fed.rejected else fed.core
+        if there is None:
+            return None
+        moved = after, self.core.briefs[core], self.core.briefs[there]
+        if fed is not None or moved not in self._passed:
+            self._look(place, after, number, there, fed)
+            self._passed.add(moved)
+        return there
+
+    def _look(self, place: Place, after: int, number: int, there: bytes, fed: Fed | None) -> None:
+        world, record, core = self.worlds.known[after], self.worlds.records[number], place[1]
+        heard = self.worlds.known[place[0]].heard
+        look = Look(self.size, world, heard, record, self.core.standings[core], self.core.standings[there])
         try:
             look.passes_nothing_open()
             if fed is not None:  # what the record does, and may do, is the same in all worlds that produce it here
                 look.check(fed)
-                self.ways.setdefault(there, step)
+                self.core.fed[core, record] = there
+                self.ways.setdefault(there, (core, record))
         except Broken as broken:
             raise Broken(f"{broken}\n{self.story(place)}\n{record}") from None
-        return there
 
     def _end(self, place: Place) -> None:
         """Where nothing is in flight, nothing is held: a chain is where its writer is, and the line where all are."""
-        world, core = place
+        world, core = self.worlds.known[place[0]], place[1]
         stands = self.core.standings[core]
         active = {name: it.last for name, it in world.running() if not it.retired}
         if any(high > it.last for _, it in world.running() for _, high in it.signed):
@@ -109,6 +167,6 @@ class Exploration:
         """How it came to that place."""
         told: list[str] = []
         while (before := self.came_from[place]) is not None:
-            told.append(str(before[1] or place[0]))
+            told.append(str(self.worlds.known[place[0]] if before[1] is None else self.worlds.records[before[1]]))
             place = before[0]
         return "\n".join(reversed(told))

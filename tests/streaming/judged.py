@@ -34,6 +34,11 @@ class Standing:
     chains: dict[str, int]
     spans: dict[str, list[tuple[int, int, Evidence]]]
 
+    @property
+    def brief(self) -> tuple[int, ...]:
+        """The line and the positions."""
+        return self.line, *self.positions.values()
+
     def has_settled(self, name: str, id: int) -> bool:
         return id <= self.positions[name] or any(prev < id <= high for prev, high, _ in self.spans[name])
 
@@ -74,13 +79,15 @@ class Fed:
 class Core:
     """The state machine, asked each thing once.
 
-    Of the ranges that writers declared empty it is made to forget those that are passed: they tell contradictions only,
-    of which writers that keep the contract send none.
+    `briefs` numbers the line and positions of each state. Of the ranges that writers declared empty it is made to
+    forget those that are passed: they tell contradictions only, of which writers that keep the contract send none.
     """
 
     fed: dict[tuple[bytes, Record], bytes] = field(default_factory=dict)
     standings: dict[bytes, Standing] = field(default_factory=lambda: {b"": Standing.of(StreamState())})
+    briefs: dict[bytes, int] = field(default_factory=lambda: {b"": 0})
     facts: dict[tuple[Record, int], list[Fact]] = field(default_factory=dict)
+    _numbers: dict[tuple[int, ...], int] = field(default_factory=lambda: {(0, 0, 0): 0}, init=False)
 
     def batch(self, core: bytes, records: tuple[Record, ...]) -> Fed:
         batch = StreamBatch(STREAM, core or None, NOW, BOUNDS)
@@ -96,7 +103,8 @@ class Core:
         effects = batch.effects()
         core = batch.encoded.whole
         if core not in self.standings:
-            self.standings[core] = Standing.of(batch.stream)
+            stands = self.standings[core] = Standing.of(batch.stream)
+            self.briefs[core] = self._numbers.setdefault(stands.brief, len(self._numbers))
         return Fed(core, effects, tuple(sorted(reason for _, _, reason, _ in batch.rejected)))
 
     def _facts(self, record: Record, offset: int) -> list[Fact]:
