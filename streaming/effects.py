@@ -6,6 +6,7 @@ the same batch, and are stored nowhere. `Summary` and `blockers` describe a stre
 services that only read import this module too.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,6 +16,7 @@ from tidemark.streaming.model import Evidence, Rejected
 
 if TYPE_CHECKING:
     from tidemark.streaming.stream import StreamState  # numpy's, which a service that only reads does not have
+    from tidemark.streaming.writers import WriterState
 
 
 class WriterAdvance(msgspec.Struct, array_like=True, frozen=True):
@@ -200,28 +202,35 @@ def decode(data: bytes) -> ShardEffects:
 
 def blockers(stream: "StreamState") -> list[Blocker]:
     """Everything that holds a position of `stream` back, longest first. IDs come out signed."""
-    signed = stream.direction.signed
-    gaps = [
-        Blocker(name, writer.epoch, signed(low), signed(top), since, unknown=False)
-        for name, writer in stream.writers.open.items()
-        for low, top, since in writer.chain.gaps()
-    ]
-    strangers = [Blocker(name, epoch, 0, 0, held.since, unknown=True) for (name, epoch), held in stream.held.items()]
-    return sorted([*gaps, *strangers], key=lambda blocker: (blocker.since, blocker.writer, blocker.epoch))
+    return sorted(_blockers(stream, stream.writers.pending()), key=_age)
 
 
 def summarize(stream: "StreamState") -> Summary:
-    found = blockers(stream)
+    found = [*_blockers(stream, stream.writers.open.items())]
+    waiting, signed = stream.writers.waiting.values(), stream.direction.signed
     chains = [writer.chain for writer in stream.writers.open.values()] + [held.chain for held in stream.held.values()]
+    oldest = [Blocker(it.name, it.epoch, signed(it.low), signed(it.top), it.since, unknown=False) for it in waiting]
     return Summary(
-        pending=sum(span.edges for chain in chains for span in chain.pending),
-        gaps=sum(not blocker.unknown for blocker in found),
-        oldest=next(iter(found), None),
+        pending=sum(span.edges for chain in chains for span in chain.pending) + sum(it.edges for it in waiting),
+        gaps=sum(not blocker.unknown for blocker in found) + sum(it.gaps for it in waiting),
+        oldest=min([*found, *oldest], key=_age, default=None),
         unknown=sorted(f"{name}/{epoch}" for name, epoch in stream.held),
         completed=len(stream.line.completed),
         awaited=_awaited(stream),
-        transactions=stream.transactions,
     )
+
+
+def _blockers(stream: "StreamState", writers: "Iterable[tuple[str, WriterState]]") -> Iterator[Blocker]:
+    signed = stream.direction.signed
+    for name, writer in writers:
+        for low, top, since in writer.chain.gaps():
+            yield Blocker(name, writer.epoch, signed(low), signed(top), since, unknown=False)
+    for (name, epoch), held in stream.held.items():
+        yield Blocker(name, epoch, 0, 0, held.since, unknown=True)
+
+
+def _age(blocker: Blocker) -> tuple[int, str, int]:
+    return blocker.since, blocker.writer, blocker.epoch
 
 
 def _awaited(stream: "StreamState") -> str | None:

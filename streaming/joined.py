@@ -1,23 +1,25 @@
 """The writers of a stream that have joined. Pure.
 
 A batch *opens* those that it asks for; the others stay packed in two tables, of the active and of the retired, and go
-on as the bytes that they are. Open from the start is who has anything pending, since every batch reports it, and who is
-active where there are few: a table pays for many.
+on as the bytes that they are. So does, one by one, who has much pending. Open from the start is who has a little, and
+who is active where there are few: a table pays for many.
 """
 
-from collections.abc import Container, Iterator, Mapping, MutableMapping
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping
 from heapq import heapify, heappop, heappush, heapreplace, merge
 from itertools import islice
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 
 from tidemark.streaming.intervals import Ids
-from tidemark.streaming.packed import EMPTY, PackedTable
+from tidemark.streaming.packed import EMPTY, PackedTable, WaitingWriter
 from tidemark.streaming.runs import EVERYTHING
 from tidemark.streaming.writers import WriterState
 
 FEW = 32  # active writers of a stream that are not packed
+MANY = 32  # pending spans of a writer that is packed
 
 
 class Writers(MutableMapping[str, WriterState]):
@@ -32,8 +34,10 @@ class Writers(MutableMapping[str, WriterState]):
         opened: Mapping[str, WriterState] | None = None,
         active: PackedTable | None = None,
         retired: PackedTable | None = None,
+        waiting: Iterable[WaitingWriter] = (),
     ) -> None:
         self.open = dict(opened or {})
+        self.waiting = {it.name: it for it in waiting}
         self.opened = 0
         self.before = {name: (it.epoch, it.retired is not None) for name, it in self.open.items()}
         self._active = _Rest(active or EMPTY)
@@ -56,14 +60,15 @@ class Writers(MutableMapping[str, WriterState]):
         self.follow(name)
 
     def __delitem__(self, name: str) -> None:
-        if self.open.pop(name, None) is None and not (self._active.drop(name) or self._retired.drop(name)):
+        gone = self.open.pop(name, None) or self.waiting.pop(name, None)
+        if gone is None and not (self._active.drop(name) or self._retired.drop(name)):
             raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self.open, *self._active.names(), *self._retired.names()])
+        return iter([*self.open, *self.waiting, *self._active.names(), *self._retired.names()])
 
     def __len__(self) -> int:
-        return len(self.open) + len(self._active) + len(self._retired)
+        return len(self.open) + len(self.waiting) + len(self._active) + len(self._retired)
 
     def follow(self, name: str) -> None:
         """The writer's chain stands lower than before, or it is active again."""
@@ -85,18 +90,22 @@ class Writers(MutableMapping[str, WriterState]):
                 heapreplace(self._behind, (writer.chain.position, name))
             else:
                 break
-        packed = self._active.lowest()
-        if not self._behind or packed is None:
-            return self._behind[0][0] if self._behind else packed
-        return min(self._behind[0][0], packed)
+        found = [it.position for it in self.waiting.values()]
+        if self._behind:
+            found.append(self._behind[0][0])
+        if (packed := self._active.lowest()) is not None:
+            found.append(packed)
+        return min(found, default=None)
 
     def reach(self) -> int:
         """The highest ID that is settled on any chain."""
-        return max([self._active.reach(), self._retired.reach(), *(it.chain.reach for it in self.open.values())])
+        waiting, opened = (it.reach for it in self.waiting.values()), (it.chain.reach for it in self.open.values())
+        return max([self._active.reach(), self._retired.reach(), *waiting, *opened])
 
     def span(self) -> tuple[str, int, int] | None:
         """The active writer whose chain is lowest, and the lowest and the highest position of active chains."""
         found = [(it.chain.position, name) for name, it in self.open.items() if it.retired is None]
+        found.extend((it.position, it.name) for it in self.waiting.values())
         found.extend(self._active.ends())
         if not found:
             return None
@@ -108,10 +117,20 @@ class Writers(MutableMapping[str, WriterState]):
         for rest in (self._active, self._retired):
             for name in rest.beyond(id):
                 self._open(name)
+        for name in [it.name for it in self.waiting.values() if it.reach > id]:
+            self._open(name)
+        yield from self.open.items()
+
+    def pending(self) -> Iterator[tuple[str, WriterState]]:
+        """All that have anything pending, and perhaps others."""
+        for name in [*self.waiting]:
+            self._open(name)
         yield from self.open.items()
 
     def doubt(self) -> None:
         """Put all in doubt."""
+        for name in [*self.waiting]:
+            self._open(name)
         for writer in self.open.values():
             writer.chain.refuse(EVERYTHING)
         self._active.doubt()
@@ -137,11 +156,13 @@ class Writers(MutableMapping[str, WriterState]):
         found = ((int(times[at]), self._retired.name(int(packed[at]))) for at in longest)
         return [name for _, name in islice(merge(found, opened), many)]
 
-    def packed(self) -> tuple[dict[str, WriterState], PackedTable, PackedTable]:
-        """Those that stay open, the active and the retired, as a new `Writers` takes them."""
-        stay, active, retired = {}, {}, {}
+    def packed(self) -> tuple[dict[str, WriterState], PackedTable, PackedTable, list[WaitingWriter]]:
+        """Those that stay open, the active and the retired, and who waits, as a new `Writers` takes them."""
+        stay, active, retired, waiting = {}, {}, {}, dict(self.waiting)
         for name, writer in sorted(self.open.items()):
-            if writer.chain.pending:
+            if len(writer.chain.pending) >= MANY and writer.retired is None:
+                waiting[name] = WaitingWriter.of(name, writer)
+            elif writer.chain.pending:
                 stay[name] = writer
             elif writer.retired is None:
                 active[name] = writer
@@ -150,11 +171,14 @@ class Writers(MutableMapping[str, WriterState]):
         if len(active) + len(self._active) <= FEW:
             if len(self._active):
                 active |= self._active.unpacked()
-            return dict(sorted((stay | active).items())), EMPTY, self._retired.changed(retired)
-        return stay, self._active.changed(active), self._retired.changed(retired)
+            stay, table = dict(sorted((stay | active).items())), EMPTY
+        else:
+            table = self._active.changed(active)
+        return stay, table, self._retired.changed(retired), sorted(waiting.values(), key=attrgetter("name"))
 
     def _open(self, name: str) -> WriterState | None:
-        writer = self._active.take(name) or self._retired.take(name)
+        waiting = self.waiting.pop(name, None)
+        writer = waiting.writer() if waiting else self._active.take(name) or self._retired.take(name)
         if writer is not None:
             self.opened += 1
             self.open[name] = writer
@@ -162,6 +186,9 @@ class Writers(MutableMapping[str, WriterState]):
             if writer.retired is None:
                 self.follow(name)
         return writer
+
+
+_NOBODY: Ids = np.empty(0, np.int64)
 
 
 class _Rest:
@@ -217,10 +244,14 @@ class _Rest:
         return [(int(chains[at]), self.name(int(places[at]))) for at in (chains.argmin(), chains.argmax())]
 
     def beyond(self, id: int) -> list[str]:
+        if not len(self):
+            return []
         return [self.name(at) for at in self._places()[self._column("chain") > id].tolist()]
 
     def passed(self, line: int) -> tuple[Ids, Ids]:
         """The places of those whose position is `line` or lower, and when they retired."""
+        if not len(self):
+            return _NOBODY, _NOBODY
         passed = self._column("position") <= line
         return self._places()[passed], self._column("retired")[passed]
 
@@ -239,7 +270,7 @@ class _Rest:
         return None if at is None or at in self._gone else at
 
     def _places(self) -> Ids:
-        return np.flatnonzero(self._live())
+        return np.flatnonzero(self._live()) if self._gone else np.arange(len(self._table))
 
     def _column(self, name: str) -> Ids:
         column: Ids = self._table.columns[name]

@@ -7,6 +7,7 @@ table hold as numbers; their rows are copied through unread (docs/design.md, rul
 from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from functools import cached_property
+from operator import itemgetter
 
 import msgspec
 import numpy as np
@@ -88,6 +89,34 @@ class StoredWriter(msgspec.Struct, array_like=True, frozen=True):
             chain.refuse(EVERYTHING)
         late = Intervals.of(self.late)
         return WriterState(self.epoch, chain, self.retired, late, published, self.timeline, self.start)
+
+
+class WaitingWriter(msgspec.Struct, array_like=True, frozen=True):
+    """An active writer of which much is pending, as a row, and what a batch asks of it that has nothing to do with it:
+    epoch, position and reach of its chain, the edges that wait and the gaps, and the gap that is open longest.
+    """
+
+    name: str
+    epoch: int
+    position: int
+    reach: int
+    edges: int
+    gaps: int
+    low: int
+    top: int
+    since: int
+    row: bytes
+
+    @classmethod
+    def of(cls, name: str, writer: WriterState) -> "WaitingWriter":
+        chain = writer.chain
+        oldest = min(chain.gaps(), key=itemgetter(2))
+        edges = sum(span.edges for span in chain.pending)
+        row = _encoder.encode(StoredWriter.of(name, writer))
+        return cls(name, writer.epoch, chain.position, chain.reach, edges, len(chain.pending), *oldest, row)
+
+    def writer(self) -> WriterState:
+        return _rows.decode(self.row).writer()
 
 
 class _Name(msgspec.Struct, array_like=True, frozen=True):

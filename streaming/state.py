@@ -16,10 +16,10 @@ from tidemark.streaming.intervals import Intervals
 from tidemark.streaming.joined import Writers
 from tidemark.streaming.linear import LinearPosition
 from tidemark.streaming.model import Encoded
-from tidemark.streaming.packed import EMPTY, PackedTable, Pairs, StoredChain, StoredWriter
+from tidemark.streaming.packed import EMPTY, PackedTable, Pairs, StoredChain, StoredWriter, WaitingWriter
 from tidemark.streaming.runs import EVERYTHING
 from tidemark.streaming.stream import StreamState
-from tidemark.streaming.writers import HeldWriter
+from tidemark.streaming.writers import HeldWriter, HeldWriters
 
 FORMAT = 4
 
@@ -62,6 +62,7 @@ class _StoredStream(_Leader, array_like=True, frozen=True):
     began: int = 0
     here: int | None = None
     transactions: dict[str, list[str]] = {}
+    waiting: list[WaitingWriter] = []
     apart: _Table | None = None  # since format 4, the retired; stays last, so that a new field needs a new format
 
 
@@ -76,7 +77,7 @@ def encode(stream: StreamState) -> bytes:
 
 
 def encode_apart(stream: StreamState) -> Encoded:
-    writers, active, retired = stream.writers.packed()
+    writers, active, retired, waiting = stream.writers.packed()
     table = _encoder.encode(_Table.of(retired))
     state = _encoder.encode(
         _StoredStream(
@@ -99,6 +100,7 @@ def encode_apart(stream: StreamState) -> Encoded:
             stream.began,
             stream.here,
             dict(sorted(stream.transactions.items())),
+            waiting,
         )
     )
     return Encoded(state[:-1] + table, state, None if retired is stream.writers.stored else table)
@@ -114,7 +116,7 @@ def decode(data: bytes) -> StreamState:
     here = stored.here
     if here is None:
         here = sum(writer.retired is None and writer.timeline == stored.timeline for writer in writers.values())
-    joined = Writers(writers, _table(stored.active), _table(stored.apart or stored.retired))
+    joined = Writers(writers, _table(stored.active), _table(stored.apart or stored.retired), stored.waiting)
     if stored.retired is not None:
         joined.stored = None
     return StreamState(
@@ -122,7 +124,7 @@ def decode(data: bytes) -> StreamState:
         stored.home,
         LinearPosition(stored.line, Intervals.of(stored.completed)),
         joined,
-        {(held.name, held.epoch): HeldWriter(_chain(held), held.since, held.retire) for held in stored.held},
+        HeldWriters({(it.name, it.epoch): HeldWriter(_chain(it), it.since, it.retire) for it in stored.held}),
         stored.timeline,
         stored.database,
         ended,

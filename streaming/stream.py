@@ -22,6 +22,7 @@ from tidemark.streaming.runs import EVERYTHING
 from tidemark.streaming.writers import (
     CROWD,
     HeldWriter,
+    HeldWriters,
     Incarnation,
     Mark,
     WriterState,
@@ -49,7 +50,7 @@ class StreamState:
     home: int | None = None
     line: LinearPosition = field(default_factory=LinearPosition)
     writers: Writers = field(default_factory=Writers)
-    held: dict[Incarnation, HeldWriter] = field(default_factory=dict)
+    held: HeldWriters = field(default_factory=HeldWriters)
     timeline: int = 1
     database: str | None = None
     ended: int = 0
@@ -73,7 +74,7 @@ class StreamState:
         if writer is not None and writer.retired is None:
             return writer.epoch
         last = 0 if writer is None else writer.epoch
-        return max([last, *(epoch for held, epoch in self.held if held == name)])
+        return max([last, *(epoch for _, epoch in self.held.of(name))])
 
     def doubt(self) -> None:
         """A record was turned away that may be a fact of any writer, also of one that nobody knows yet."""

@@ -4,7 +4,7 @@ The functions change the writers, the line and the `Changes` that they are given
 record of its own: its evidence is the marker's (docs/design.md 3).
 """
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 
 from tidemark.streaming.chain import NOWHERE, Chain, How, Moves, Span
@@ -97,16 +97,48 @@ class HeldWriter:
     retire: int | None = None
 
 
-def place(
-    held: dict[Incarnation, HeldWriter], incarnation: Incarnation, bounds: Bounds, changes: Changes
-) -> HeldWriter | None:
+class HeldWriters(MutableMapping[Incarnation, HeldWriter]):
+    """Those that have not joined, of whatever writer and of one."""
+
+    def __init__(self, held: Mapping[Incarnation, HeldWriter] | None = None) -> None:
+        self._all: dict[Incarnation, HeldWriter] = {}
+        self._epochs: dict[str, set[int]] = {}
+        self.update(held or {})
+
+    def of(self, name: str) -> list[Incarnation]:
+        """By epoch, ascending."""
+        return [(name, epoch) for epoch in sorted(self._epochs.get(name, ()))]
+
+    def __getitem__(self, incarnation: Incarnation) -> HeldWriter:
+        return self._all[incarnation]
+
+    def __setitem__(self, incarnation: Incarnation, held: HeldWriter) -> None:
+        name, epoch = incarnation
+        self._all[incarnation] = held
+        self._epochs.setdefault(name, set()).add(epoch)
+
+    def __delitem__(self, incarnation: Incarnation) -> None:
+        name, epoch = incarnation
+        del self._all[incarnation]
+        self._epochs[name].remove(epoch)
+        if not self._epochs[name]:
+            del self._epochs[name]
+
+    def __iter__(self) -> Iterator[Incarnation]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+
+def place(held: HeldWriters, incarnation: Incarnation, bounds: Bounds, changes: Changes) -> HeldWriter | None:
     """Where the records of an incarnation wait that has not joined; None where the bound leaves no place."""
     if incarnation not in held and len(held) - (CROWD in held) >= bounds.held:
         return None
     return held.setdefault(incarnation, HeldWriter(Chain(NOWHERE), changes.now))
 
 
-def throw_out(held: dict[Incarnation, HeldWriter], incarnation: Incarnation, changes: Changes) -> int:
+def throw_out(held: HeldWriters, incarnation: Incarnation, changes: Changes) -> int:
     """Hold it no more: what it completed is late. Gives how far what was refused of it reaches."""
     chain = held.pop(incarnation).chain
     for span in chain.pending:
@@ -156,7 +188,7 @@ class Mark:
 
 
 def went_back(
-    writer: WriterState | None, held: dict[Incarnation, HeldWriter], mark: Mark, timeline: int, database: str | None
+    writer: WriterState | None, held: HeldWriters, mark: Mark, timeline: int, database: str | None
 ) -> Sign | None:
     """What in a JOIN shows that IDs beyond it may be given out again, if it was not said before; `timeline` and
     `database` are the stream's.
@@ -167,7 +199,7 @@ def went_back(
     told = mark.timeline
     if told is not None and None not in (database, told.database) and database != told.database:
         return "database"
-    earlier = (it.chain for (name, epoch), it in held.items() if name == mark.writer and epoch < mark.epoch)
+    earlier = (held[it].chain for it in held.of(mark.writer) if it[1] < mark.epoch)
     if any(chain.pending_beyond(mark.id) for chain in earlier):
         return "position"
     if writer is None or writer.timeline < timeline:
@@ -179,7 +211,7 @@ def went_back(
 
 def begin(
     writers: MutableMapping[str, WriterState],
-    held: dict[Incarnation, HeldWriter],
+    held: HeldWriters,
     mark: Mark,
     refused: int,
     changes: Changes,
@@ -196,7 +228,7 @@ def begin(
     writer = writers.setdefault(mark.writer, WriterState(mark.epoch, Chain(refused=refused)))
     writer.go_back(mark.id, mark.writer, changes)
     retire, refused = None, 0
-    for incarnation in sorted(key for key in held if key[0] == mark.writer and key[1] <= mark.epoch):
+    for incarnation in [it for it in held.of(mark.writer) if it[1] <= mark.epoch]:
         before = held.pop(incarnation)
         if incarnation[1] < mark.epoch:
             taken_back(incarnation[1], before.chain.cut_above(mark.id), EMPTY, mark.writer, changes)

@@ -7,7 +7,22 @@ from typing import Any
 
 import click
 
-from tests.bench import append, cores, flat, gap, history, latency, race, report, results, sidecar, soak, stages, writer
+from tests.bench import (
+    append,
+    cores,
+    flat,
+    gap,
+    history,
+    latency,
+    race,
+    report,
+    results,
+    sidecar,
+    soak,
+    stages,
+    standing,
+    writer,
+)
 from tests.bench.site import BenchSite, servers
 from tidemark.app import logs
 from tidemark.app.java import find_java
@@ -39,6 +54,7 @@ def everything() -> None:
         _record("writer", writer.run(site, writer.WriterPlan()))
         _record("sidecar", sidecar.run(site, sidecar.CrowdPlan()))
         _record("history", history.run(site, history.HistoryPlan()))
+        _record("standing", standing.run(site, standing.StandingPlan()))
     _record("flat", flat.run(flat.FlatPlan()))
 
 
@@ -128,6 +144,13 @@ def sidecar_(**sizes: Any) -> None:
 def history_(**sizes: Any) -> None:
     """The history in Postgres under very many busy streams."""
     _on_servers("history", lambda site: history.run(site, history.HistoryPlan(**sizes)))
+
+
+@main.command("standing")
+@_sizes(standing.StandingPlan(), "batches", "markers")
+def standing_(**sizes: Any) -> None:
+    """What a stream has and a batch does not touch."""
+    _on_servers("standing", lambda site: standing.run(site, standing.StandingPlan(**sizes)))
 
 
 @main.command("soak")

@@ -4,7 +4,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.bench import append, cores, flat, gap, history, latency, race, results, sidecar, soak, stages, writer
+from tests.bench import (
+    append,
+    cores,
+    flat,
+    gap,
+    history,
+    latency,
+    race,
+    results,
+    sidecar,
+    soak,
+    stages,
+    standing,
+    writer,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
@@ -22,6 +36,7 @@ SECTIONS: dict[str, tuple[str, Renderer]] = {
     "writer": ("What the writer's library costs a service", writer.render),
     "sidecar": ("One sidecar with 2 500 clients", sidecar.render),
     "history": ("The history in Postgres", history.render),
+    "standing": ("What a batch does not touch", standing.render),
     "soak": ("Memory over time", soak.render),
 }
 

@@ -108,9 +108,10 @@ def sent(records: Iterable[Record], first_offset: int = 0) -> list[Sent]:
 
 @contextmanager
 def packing(few: int) -> Iterator[None]:
-    """Streams with more than `few` active writers keep them packed."""
+    """Streams with more than `few` active writers keep them packed, and writers with `few` spans or more."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(joined, "FEW", few)
+        patch.setattr(joined, "MANY", max(few, 1))
         yield
 
 

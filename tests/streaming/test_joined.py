@@ -13,6 +13,7 @@ from tests.examples import examples
 from tests.streaming.builders import STREAM, Record, Sent, Shard, join, packets, packing, position, rdata, retire
 from tidemark.streaming.batch import StreamBatch
 from tidemark.streaming.chain import Chain
+from tidemark.streaming.effects import blockers
 from tidemark.streaming.inbox import inboxes_of
 from tidemark.streaming.joined import Writers
 from tidemark.streaming.model import NOTHING, Bounds
@@ -62,8 +63,8 @@ def test_packed_writers_answer_like_open_ones(steps: list[tuple[str, str, int]],
 
 
 def packed_again(writers: Writers) -> Writers:
-    opened, active, retired = writers.packed()
-    return Writers(opened, *(PackedTable(it.columns.tobytes(), it.rows) for it in (active, retired)))
+    opened, active, retired, waiting = writers.packed()
+    return Writers(opened, *(PackedTable(it.columns.tobytes(), it.rows) for it in (active, retired)), waiting)
 
 
 def change(writer: WriterState, act: str, number: int, now: int) -> None:
@@ -116,6 +117,19 @@ def test_one_record_opens_no_retired_writer() -> None:
     assert opened(shard, rdata("stranger", 6, 5, epoch=1)) == 0
 
 
+def test_a_writer_with_much_pending_is_opened_when_it_is_touched() -> None:
+    """Rule 8: it waits as bytes, in the summary as in the list of all that holds a position back."""
+    shard = Shard()
+    shard.feed(join("a", 0), join("b", 0), *(rdata("a", id, id - 1, epoch=1) for id in range(2, 202, 2)))
+    assert opened(shard, rdata("b", 1, epoch=1)) == 0
+    done = shard.feed(rdata("b", 1, epoch=1))
+    everything = blockers(shard.stream())
+    assert (done.summary.pending, done.summary.gaps, len(everything)) == (100, 100, 100)
+    assert done.summary.oldest == everything[0]
+    assert opened(shard, rdata("a", 1, epoch=1)) == 1
+    assert [(it.prev, it.id) for it in shard.feed(rdata("a", 1, epoch=1)).advances] == [(0, 2)]
+
+
 def test_a_batch_opens_the_writers_that_it_names() -> None:
     """Rule 8: three of 500 active writers and one of 500 retired ones."""
     shard = crowd(1000, 500)
@@ -135,6 +149,17 @@ def test_markers_cost_the_same_however_many_there_are(marker: Callable[[str, int
         return steps(shard, [marker(name, 5) for name in names])
 
     assert cost(400) < 5 * cost(100)
+
+
+def test_a_join_costs_the_same_however_many_never_joined() -> None:
+    """Rule 8: it asks for the incarnations of its own writer, and for no others."""
+
+    def cost(joins: int, strangers: int) -> int:
+        shard = Shard()
+        shard.feed(join("z", 0), *(rdata(f"s{number}", 9, epoch=1) for number in range(strangers)))
+        return steps(shard, [join(f"w{number}", 5) for number in range(joins)])
+
+    assert cost(60, 200) - cost(30, 200) < 1.2 * (cost(60, 0) - cost(30, 0))
 
 
 def steps(shard: Shard, records: list[Record]) -> int:
