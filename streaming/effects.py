@@ -6,7 +6,7 @@ the same batch, and are stored nowhere. `Summary` and `blockers` describe a stre
 services that only read import this module too.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,7 +16,6 @@ from tidemark.streaming.model import Evidence, Rejected
 
 if TYPE_CHECKING:
     from tidemark.streaming.stream import StreamState  # numpy's, which a service that only reads does not have
-    from tidemark.streaming.writers import WriterState
 
 
 class WriterAdvance(msgspec.Struct, array_like=True, frozen=True):
@@ -202,11 +201,12 @@ def decode(data: bytes) -> ShardEffects:
 
 def blockers(stream: "StreamState") -> list[Blocker]:
     """Everything that holds a position of `stream` back, longest first. IDs come out signed."""
-    return sorted(_blockers(stream, stream.writers.pending()), key=_age)
+    stream.writers.open_waiting()
+    return sorted(_blockers(stream), key=_age)
 
 
 def summarize(stream: "StreamState") -> Summary:
-    found = [*_blockers(stream, stream.writers.open.items())]
+    found = [*_blockers(stream)]
     waiting, signed = stream.writers.waiting.values(), stream.direction.signed
     chains = [writer.chain for writer in stream.writers.open.values()] + [held.chain for held in stream.held.values()]
     oldest = [Blocker(it.name, it.epoch, signed(it.low), signed(it.top), it.since, unknown=False) for it in waiting]
@@ -217,12 +217,13 @@ def summarize(stream: "StreamState") -> Summary:
         unknown=sorted(f"{name}/{epoch}" for name, epoch in stream.held),
         completed=len(stream.line.completed),
         awaited=_awaited(stream),
+        transactions=stream.transactions,
     )
 
 
-def _blockers(stream: "StreamState", writers: "Iterable[tuple[str, WriterState]]") -> Iterator[Blocker]:
+def _blockers(stream: "StreamState") -> Iterator[Blocker]:
     signed = stream.direction.signed
-    for name, writer in writers:
+    for name, writer in stream.writers.open.items():
         for low, top, since in writer.chain.gaps():
             yield Blocker(name, writer.epoch, signed(low), signed(top), since, unknown=False)
     for (name, epoch), held in stream.held.items():

@@ -121,16 +121,14 @@ class Writers(MutableMapping[str, WriterState]):
             self._open(name)
         yield from self.open.items()
 
-    def pending(self) -> Iterator[tuple[str, WriterState]]:
-        """All that have anything pending, and perhaps others."""
+    def open_waiting(self) -> None:
+        """Open all that have anything pending."""
         for name in [*self.waiting]:
             self._open(name)
-        yield from self.open.items()
 
     def doubt(self) -> None:
         """Put all in doubt."""
-        for name in [*self.waiting]:
-            self._open(name)
+        self.open_waiting()
         for writer in self.open.values():
             writer.chain.refuse(EVERYTHING)
         self._active.doubt()
