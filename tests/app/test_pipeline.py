@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 import redis
+from click.testing import CliRunner
 from confluent_kafka import Producer
+from msgspec.structs import replace
 
 from tests.app.proofs import dead_letters
 from tests.app.running import PATIENCE
 from tests.fix_pipeline import Site, made_site
 from tests.waiting import eventually
+from tidemark.app.cli import main
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.servers import KafkaServer, RedisServer
 from tidemark.streaming.records import Join, Position, Rdata, Record, Void, encode, row
@@ -113,6 +116,35 @@ def test_every_kind_of_bad_record_arrives_unchanged_in_the_dead_letters(shared: 
     assert eventually(arrived, PATIENCE, lambda: "all dead letters") == {
         trace: ("not_json" if trace == "no value" else trace, key, value) for trace, (key, value) in sent.items()
     }
+
+
+def force(site: Site, *words: str) -> str:
+    done = CliRunner(env=site.variables).invoke(main, ["force", *words, "--by", "ada", "--why", "host is gone"])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_an_operator_skips_a_gap_and_takes_back_a_skip_that_went_too_far(shared: Site) -> None:
+    """Rules 1 and 2: the position that was published stands, what comes below it is late, and the line waits again."""
+    edge = Rdata(stream="forced", writer="A", epoch=1, prev=3, id=4, row=NOTHING)
+    shared.send(
+        *(Join(stream="forced", writer=name, epoch=1, id=0) for name in "AB"),
+        replace(edge, prev=0, id=2),
+        edge,
+        replace(edge, writer="B", prev=0, id=5),
+    )
+    shared.reaches("forced", A=2, B=5, linear=2)
+    force(shared, "skip", "forced", "A", "--prev", "2", "--id", "3")
+    shared.reaches("forced", A=4, B=5, linear=5)
+    force(shared, "skip", "forced", "A", "--prev", "4", "--id", "2000000000", "--beyond")
+    shared.reaches("forced", A=2_000_000_000)
+    assert "A is waited for again from 4 on" in force(shared, "join", "forced", "A", "--id", "4")
+    eventually(lambda: shared.sql("select id from tidemark.skips where kind = 'JOIN'"), PATIENCE, lambda: "the act")
+    shared.send(replace(edge, writer="B", prev=5, id=8), replace(edge, prev=4, id=6))
+    shared.reaches("forced", linear=6)
+    assert shared.positions("forced") == {"A": 2_000_000_000, "B": 8, "linear": 6}
+    late = "select writer, prev, id, facts, why from tidemark.late_completions where stream = 'forced'"
+    assert shared.sql(late) == [("A", 4, 6, 1, "regressed")]
 
 
 def test_a_flushed_redis_is_filled_within_five_seconds_without_traffic(shared: Site) -> None:
