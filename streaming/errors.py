@@ -1,32 +1,10 @@
 """Every error of Tidemark, by who must act. The text of an error stands above its class, with its fields in braces."""
 
-from collections.abc import Callable
-from typing import TypeVar, dataclass_transform
-
-_Error = TypeVar("_Error", bound="TidemarkError")
+from tidemark.streaming.error_text import says
 
 
 class TidemarkError(Exception):
     """Base of all errors that Tidemark raises on purpose. Its text is one line, written for a person."""
-
-
-@dataclass_transform(eq_default=False)
-def says(text: str) -> Callable[[type[_Error]], type[_Error]]:
-    """The arguments of the error are its fields, in their order; `{it.…}` in the text is a property."""
-
-    def with_fields(error: type[_Error]) -> type[_Error]:
-        def fill(self: _Error, *given: object, **named: object) -> None:
-            vars(self).update(zip(error.__annotations__, given, strict=False), **named)  # what is left has a default
-            values = {name: getattr(self, name) for name in error.__annotations__}
-            lists = {
-                name: ", ".join(map(str, it[:20])) or "none" for name, it in values.items() if isinstance(it, list)
-            }
-            Exception.__init__(self, " ".join(text.split()).format(it=self, **(values | lists)))
-
-        error.__init__ = fill  # type: ignore[method-assign, assignment]
-        return error
-
-    return with_fields
 
 
 class Retry(TidemarkError):
@@ -121,6 +99,11 @@ class TokenFromTheFuture(Reject):
     stream: str
     token: str
     allocated: int  # the highest ID that any record of the stream named
+
+
+@says("nothing was ever told of stream {stream}: check its name; for one that is to come, wait with a longer grace")
+class StreamNotKnown(Reject):
+    stream: str
 
 
 class Stopping(TidemarkError):
@@ -272,6 +255,21 @@ class LateNeedsWriter(Stop):
     writer: str
     prev: int
     id: int
+
+
+@says("""the row with ID {id} cannot be made values of Python ({problem}): leave the column out with
+    Table(..., columns=...), read a view that casts it, or register a loader with psycopg""")
+class RowUnreadable(Stop):
+    id: str
+    problem: str
+
+
+@says("""reader {reader} of stream {stream}: the transaction of a batch was ended by what was done on its connection (a
+    COMMIT or ROLLBACK), so what came of the batch and the reader's place are no longer one; nothing of the place was
+    written: take the statement out, and see which effects of the batch are there""")
+class BatchEnded(Stop):
+    reader: str
+    stream: str
 
 
 class ExtraMissing(Stop, ImportError):

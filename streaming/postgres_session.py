@@ -3,12 +3,13 @@
 Not a pool: each of our threads owns a session, or takes its turn on one.
 """
 
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -70,6 +71,18 @@ class DatabaseUse:
     password: str = ""
     options: tuple[tuple[str, str], ...] = ()
     pooled: str = ""
+
+
+BACKEND = "select pg_backend_pid()"
+
+
+def unprepared_where_pooled(
+    connection: "psycopg.Connection[Any] | psycopg.AsyncConnection[Any]", backend: TupleRow | None
+) -> None:
+    """Prepare no statements behind a pooler, which gives its clients process IDs of its own: of one that lends sessions
+    for a transaction each, the next may not know what was prepared in the last. `backend`: the answer to `BACKEND`."""
+    if backend != (connection.info.backend_pid,):
+        connection.prepare_threshold = None
 
 
 def address(dsn: str, setting: str = "dsn") -> str:
@@ -157,6 +170,7 @@ class PostgresSession:
         self.life = 0
         self._connection: Connection | None = None
         self._lock = threading.RLock()
+        self._process = os.getpid()
 
     def __enter__(self) -> Self:
         return self
@@ -176,17 +190,20 @@ class PostgresSession:
     def close(self) -> None:
         """Close the connection; the next `use()` would open another."""
         with self._lock:
-            if self._connection is not None:
+            if self._connection is not None and self._process == os.getpid():
                 self._connection.close()
-                self._connection = None
+            self._connection = None
 
     def _live(self) -> Connection:
+        if self._process != os.getpid():
+            self._process, self._connection = os.getpid(), None  # of the process that we are a fork of: it goes on
         if self._connection is None or self._connection.closed or self._connection.broken:
             made = self._connect()
             if self._database.pooled and _is_pooled(made, self._wanted()):
                 made.close()
                 problem = "a pooler hands out its sessions by transaction"
                 raise Refused("Postgres", self.where, problem, self._database.pooled)
+            unprepared_where_pooled(made, made.execute(BACKEND).fetchone())
             for option, value in self._database.options:
                 made.execute(f"set {option} = {value}".encode())
             self._connection = made

@@ -17,6 +17,7 @@ import redis
 from psycopg import sql
 
 from tests.jvm_classes import ArchivedKafka, Archives
+from tests.services.pgbouncer import PgBouncer, pgbouncer
 from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
@@ -128,6 +129,12 @@ def migrated(postgres: PostgresServer, _migrated: str) -> Iterator[str]:
     """The DSN of a database with the schema of the sink, which only this test uses. A copy takes half as long."""
     with _made(postgres, _migrated) as dsn:
         yield dsn
+
+
+@pytest.fixture
+def pooler(home: Home, postgres: PostgresServer) -> Iterator[PgBouncer]:
+    with _started(PgBouncer(home, free_port(), postgres, pgbouncer() or "pgbouncer")) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ from tidemark.streaming.errors import BadCommand as BadCommand
 from tidemark.streaming.errors import BadRecord as BadRecord
 from tidemark.streaming.errors import BadSetting as BadSetting
 from tidemark.streaming.errors import BadToken as BadToken
+from tidemark.streaming.errors import BatchEnded as BatchEnded
 from tidemark.streaming.errors import ChainBroken as ChainBroken
 from tidemark.streaming.errors import CheckpointNotWritable as CheckpointNotWritable
 from tidemark.streaming.errors import ExtraMissing as ExtraMissing
@@ -26,6 +27,7 @@ from tidemark.streaming.errors import Reject as Reject
 from tidemark.streaming.errors import Retry as Retry
 from tidemark.streaming.errors import Rotated as Rotated
 from tidemark.streaming.errors import RowTooLarge as RowTooLarge
+from tidemark.streaming.errors import RowUnreadable as RowUnreadable
 from tidemark.streaming.errors import SchemaMismatch as SchemaMismatch
 from tidemark.streaming.errors import SequenceUnfit as SequenceUnfit
 from tidemark.streaming.errors import ShardsChanged as ShardsChanged
@@ -33,6 +35,7 @@ from tidemark.streaming.errors import SparkDied as SparkDied
 from tidemark.streaming.errors import StateTooNew as StateTooNew
 from tidemark.streaming.errors import Stop as Stop
 from tidemark.streaming.errors import Stopping as Stopping
+from tidemark.streaming.errors import StreamNotKnown as StreamNotKnown
 from tidemark.streaming.errors import TidemarkError as TidemarkError
 from tidemark.streaming.errors import TokenFromTheFuture as TokenFromTheFuture
 from tidemark.streaming.errors import TopicCompacted as TopicCompacted

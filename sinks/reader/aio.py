@@ -1,41 +1,32 @@
-"""The reader's library for asyncio: `AsyncPositions` and `AsyncReader`, of one event loop each; otherwise as `sync`."""
+"""What is published of streams, for asyncio: `AsyncPositions`, of one event loop; otherwise as `sync`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
 from typing import Any, Self, TypeVar
 
-import psycopg
 import redis.asyncio
-from psycopg.rows import TupleRow, dict_row
 
-from tidemark.sinks.reader.databases import Databases
 from tidemark.sinks.reader.events import Event, Place
 from tidemark.sinks.reader.follow import CaughtUp, Following, Mode
 from tidemark.sinks.reader.history import History
 from tidemark.sinks.reader.io import (
     Answer,
     AwaitEntry,
-    BeginTransaction,
-    CloseSessions,
-    CommitTransaction,
     Driver,
+    KeysFound,
     Pause,
     ReadHistory,
     ReadKeys,
     ReadList,
+    ReadName,
     ReadNewest,
     Request,
-    Role,
-    RunSql,
 )
-from tidemark.sinks.reader.read import Portion, ReadConfig, Reading
-from tidemark.sinks.reader.redis import TIMEOUT, await_entry, reply, seen, translated
-from tidemark.sinks.reader.sync import ReadBatch
-from tidemark.sinks.reader.table import Table
-from tidemark.sinks.reader.token import ZERO, Token
-from tidemark.sinks.reader.wait import GRACE, Recovering, Standing, WaitConfig, getting, target, waiting
+from tidemark.sinks.reader.redis import TIMEOUT, await_entry, is_filled, is_named, reply, seen, translated
+from tidemark.sinks.reader.token import Token
+from tidemark.sinks.reader.wait import GRACE, LastTold, Recovering, Standing, WaitConfig, getting, target, waiting
 from tidemark.sinks.redis.client import RedisAddress, aclose, redis_address
+from tidemark.sinks.retry import Patience
 from tidemark.streaming.errors import Unavailable
 
 R = TypeVar("R")
@@ -50,6 +41,8 @@ class AsyncPositions:
             redis_address(redis).async_client(TIMEOUT) if isinstance(redis, str | RedisAddress) else redis
         )
         self._history = None if dsn is None else History(dsn)
+        self._seen = LastTold()
+        self._patience = Patience()
 
     async def __aenter__(self) -> Self:
         return self
@@ -89,16 +82,42 @@ class AsyncPositions:
     async def carry_out(self, request: Request) -> Answer:
         match request:
             case ReadList() | ReadNewest() | ReadKeys():
+                return self._seen.never_less(request, await self._keys(request))
+            case ReadName(stream):
                 with translated(self._client):
-                    return seen(request, await reply(self._client, request))
+                    if await is_named(self._client, stream):
+                        return True
+                    filled = bool(await is_filled(self._client))
+                if self._history is None:
+                    return not filled
+                return (await asyncio.to_thread(self._history.keys, stream)).linear is not None
             case AwaitEntry():
-                with translated(self._client):
-                    await await_entry(self._client, request)
+                try:
+                    with translated(self._client):
+                        await await_entry(self._client, request)
+                except Unavailable:
+                    if self._history is None:
+                        raise
+                    await asyncio.sleep(request.seconds)
             case ReadHistory():
                 return None if self._history is None else await asyncio.to_thread(self._history.past, request)
             case Pause(seconds):
                 await asyncio.sleep(seconds)
         return None
+
+    async def _keys(self, request: ReadList | ReadNewest | ReadKeys) -> KeysFound:
+        try:
+            with translated(self._client):
+                found = seen(request, await reply(self._client, request))
+        except Unavailable as problem:
+            if self._history is None:
+                raise
+            self._patience.pause_after(problem)
+        else:
+            self._patience.succeeded()
+            if found.linear is not None or self._history is None:
+                return found
+        return await asyncio.to_thread(self._history.keys, request.stream)
 
     async def _result(self, driver: Driver[R]) -> R:
         result = await until_handed(driver, self.carry_out)
@@ -145,92 +164,3 @@ async def until_handed(driver: Driver[R], carry_out: Callable[[Request], Awaitab
             driver.failed(problem)
         else:
             driver.answered(answer)
-
-
-AsyncConnection = psycopg.AsyncConnection[TupleRow]
-
-
-class AsyncReader(AsyncIterator[ReadBatch[AsyncConnection]]):
-    """An async context manager and iterator of batches, for one task; in all else as `Reader`.
-
-    A cancelled `anext` may have lost its session in the middle: the reader is to be closed then, and another one made.
-    """
-
-    def __init__(
-        self,
-        positions: AsyncPositions,
-        stream: str,
-        table: Table,
-        *,
-        name: str,
-        source: str,
-        effects: str,
-        mode: Mode = "linear",
-        since: Token = ZERO,
-        rows: int = 1000,
-        primary: str | None = None,
-    ) -> None:
-        """Arguments as of `Reader`."""
-        self._positions = positions
-        self._databases = Databases(source, effects, primary)
-        self._name = name
-        config = ReadConfig(stream, table, name, mode, since, rows, replica=primary is not None)
-        self._driver: Driver[Portion] = Driver(Reading(config).steps())
-        self._sessions: dict[Role, AsyncConnection] = {}
-        self._trusted: set[Role] = set()
-        self._transaction: AsyncExitStack | None = None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Give back what was not committed."""
-        self._transaction = None
-        for session in self._sessions.values():
-            await session.close()
-        self._sessions.clear()
-
-    async def __anext__(self) -> ReadBatch[AsyncConnection]:
-        portion = await until_handed(self._driver, self._carry_out)
-        if portion is None:
-            raise StopAsyncIteration
-        return ReadBatch(portion.rows, self._sessions["place"], portion.late)
-
-    async def _carry_out(self, request: Request) -> Answer:
-        match request:
-            case RunSql(role, statement):
-                with self._databases.translated(role):
-                    async with (await self._session(role)).cursor(row_factory=dict_row) as cursor:
-                        await cursor.execute(statement)
-                        return await cursor.fetchall() if cursor.description else []
-            case BeginTransaction():
-                with self._databases.translated("place"):
-                    transaction = AsyncExitStack()
-                    await transaction.enter_async_context((await self._session("place")).transaction())
-                    self._transaction = transaction
-            case CommitTransaction():
-                assert self._transaction is not None
-                transaction, self._transaction = self._transaction, None
-                with self._databases.translated("place"):
-                    await transaction.aclose()
-            case CloseSessions():
-                await self.aclose()
-            case _:
-                return await self._positions.carry_out(request)
-        return None
-
-    async def _session(self, role: Role) -> AsyncConnection:
-        if role not in self._sessions:
-            try:
-                conninfo = self._databases.conninfo(role, self._name)
-                made = await psycopg.AsyncConnection.connect(conninfo, autocommit=True)
-            except psycopg.OperationalError as error:
-                if role not in self._trusted:
-                    await asyncio.to_thread(self._databases.refuse, role, error)
-                raise
-            self._sessions[role] = made
-            self._trusted.add(role)
-        return self._sessions[role]

@@ -7,16 +7,22 @@ where the primary is once the position is known: what a replica has to replay be
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import psycopg
 import structlog
 from psycopg import sql
+from psycopg.adapt import Transformer
 
-from tidemark.sinks.reader.io import Answer, Pause, Request, Role, RunSql, rows
-from tidemark.streaming.errors import Refused
+from tidemark.sinks.reader.io import Answer, Pause, Request, Role, Row, RunSql, rows
+from tidemark.streaming.errors import Refused, RowUnreadable
 from tidemark.streaming.postgres_session import address, answers, conninfo, explained, first_line
 
+AnyCursor: TypeAlias = psycopg.Cursor[Row] | psycopg.AsyncCursor[Row]
+
 _REFUSALS: Mapping[str, str] = {
+    "25P02": "a statement on the batch's connection failed and its error was swallowed: put what may fail into a"
+    " savepoint (batch.parking, or `with batch.connection.transaction()`)",
     "28": "check user and password",
     "3D": "create the database, or correct its name",
     "42501": "grant the reader's user select on the backing table, and create on its own database for the schema"
@@ -63,6 +69,22 @@ class Databases:
             case "primary":
                 assert self.primary is not None
                 return self.primary
+
+
+def unreadable(cursor: AnyCursor, request: RunSql, error: Exception) -> Exception:
+    """`RowUnreadable` for what the cursor raised as its rows were fetched, where it is about one of them."""
+    result, names = cursor.pgresult, [column.name for column in cursor.description or ()]
+    if result is None or request.id not in names:
+        return error
+    loader = Transformer(cursor)
+    loader.set_pgresult(result)
+    for number in range(result.ntuples):
+        try:
+            loader.load_row(number, tuple)
+        except Exception as problem:  # noqa: BLE001 - whatever a type's loader raises
+            id = result.get_value(number, names.index(request.id))
+            return RowUnreadable((id or b"null").decode(), f"{type(problem).__name__}: {problem}")
+    return error
 
 
 log = structlog.get_logger(__name__)

@@ -10,6 +10,8 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import structlog
+
 from tidemark.sinks.reader.events import Advance, Event, Place, Reread
 from tidemark.sinks.reader.io import (
     LONGEST_WAIT,
@@ -27,6 +29,8 @@ from tidemark.sinks.reader.io import (
 from tidemark.sinks.reader.merge import Joining, LinearEvidence
 from tidemark.sinks.reader.redis import parse
 from tidemark.sinks.reader.token import Token
+
+log = structlog.get_logger(__name__)
 
 
 class Listing:
@@ -113,6 +117,7 @@ class Following:
         self._since = since
         self._joining: Joining | None = None
         self._lines: LinearEvidence | None = None
+        self._said = False
 
     @property
     def place(self) -> Place | None:
@@ -141,6 +146,9 @@ class Following:
                 seen = yield from self._seen_of(ReadList(self._stream, seen.entries[-1]))
             self._begin(seen)
         if self._joining is None or seen.linear is None:  # Redis knows nothing: it is recovering
+            if not self._said:
+                log.warning("Nothing is known of the stream yet; waiting for it", stream=self._stream)
+            self._said = True
             yield from self._await_entry(seen)
             return
         if self._lines:

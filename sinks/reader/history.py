@@ -1,9 +1,9 @@
-"""The memory of Tidemark's Postgres of one stream: for what Redis's list does not reach back to."""
+"""Tidemark's Postgres in the place of Redis: for what its list does not reach back to, and for all of it meanwhile."""
 
 from tidemark.sinks.postgres.history import PastAdvance, PastLate
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.reader.events import Advance, Late
-from tidemark.sinks.reader.io import HistoryFound, ReadHistory
+from tidemark.sinks.reader.io import HistoryFound, KeysFound, ReadHistory
 from tidemark.streaming.postgres_session import Dsn
 
 NEWEST = 10_000  # advances of each writer that are told; what lies before them is to be read from the table
@@ -18,6 +18,13 @@ class History:
 
     def close(self) -> None:
         self._postgres.close()
+
+    def keys(self, stream: str) -> KeysFound:
+        """The positions of `stream`, as a Redis that lists nothing would tell them."""
+        found = self._postgres.positions([stream]).get(stream)
+        if found is None:
+            return KeysFound(None, {}, joined=False)
+        return KeysFound(found.linear, found.positions, found.late, found.allocated, joined=False)
 
     def past(self, request: ReadHistory) -> HistoryFound:
         place, stream = request.place, request.stream

@@ -72,6 +72,14 @@ class KeysFound:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadName(Request):
+    """Look whether there may be a stream of that name. Answered by a bool: False where Postgres, or without one a Redis
+    that is filled, has never heard of it."""
+
+    stream: str
+
+
+@dataclass(frozen=True, slots=True)
 class AwaitEntry(Request):
     """Return when the list of `stream` goes on behind the entry named `after`, or after `seconds`. No answer."""
 
@@ -109,11 +117,12 @@ class RunSql(Request):
     """Run a statement on the session of that role and give its rows, [] where it gives none.
 
     `place`: the reader's own database, inside its transaction where one is open; `source`: where the backing table
-    is read; `primary`: the server that `source` is a replica of.
+    is read; `primary`: the server that `source` is a replica of. `id` is the column that names a row in an error.
     """
 
     role: "Role"
     statement: Composed
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +142,7 @@ class CloseSessions(Request):
 
 Role = Literal["place", "source", "primary"]
 Row = dict[str, Any]
-Answer = KeysFound | HistoryFound | list[Row] | None
+Answer = KeysFound | HistoryFound | list[Row] | bool | None
 
 
 def patiently(request: Request) -> Generator[Request, Answer, Answer]:

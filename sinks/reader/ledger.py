@@ -12,7 +12,7 @@ from tidemark.sinks.reader.events import Place
 from tidemark.sinks.reader.follow import Mode
 from tidemark.sinks.reader.io import Answer, BeginTransaction, CommitTransaction, Request, Row, RunSql, rows
 from tidemark.sinks.reader.table import Range
-from tidemark.streaming.errors import ReaderModeChanged
+from tidemark.streaming.errors import BatchEnded, ReaderModeChanged
 
 _SCHEMA = files("tidemark.sinks.reader").joinpath("schema.sql").read_text("utf-8")
 
@@ -42,13 +42,13 @@ class Ledger:
     """The requests for one reader of one stream."""
 
     def __init__(self, reader: str, stream: str, mode: Mode) -> None:
-        self._reader = reader
+        self.reader = reader
         self._stream = stream
         self._mode = mode
 
     def load(self) -> Generator[Request, Answer, Kept]:
-        """The kept state; makes the schema where there is none. Raises `ReaderModeChanged`."""
-        found = yield from self._rows("select to_regclass('tidemark_reader.delivered') is not null as there")
+        """The kept state; makes the schema where there is none, and the place's row. Raises `ReaderModeChanged`."""
+        found = yield from self._rows("select to_regclass('tidemark_reader.parked') is not null as there")
         if not found[0]["there"]:
             yield BeginTransaction()
             yield from self._rows("select pg_advisory_xact_lock(hashtextextended('tidemark.reader', 0))")
@@ -58,10 +58,15 @@ class Ledger:
             "select * from tidemark_reader.places where reader = {reader} and stream = {stream}"
         )
         if not places:
+            yield from self._rows(
+                "insert into tidemark_reader.places (reader, stream, mode, linear, positions, late, owed, version)"
+                " values ({reader}, {stream}, {mode}, 0, '{{}}', 0, '[]', 0) on conflict do nothing",
+                mode=self._mode,
+            )
             return Kept()
         row = places[0]
-        if row["mode"] != self._mode:
-            raise ReaderModeChanged(self._reader, self._stream, row["mode"], self._mode)
+        if row["version"] and row["mode"] != self._mode:
+            raise ReaderModeChanged(self.reader, self._stream, row["mode"], self._mode)
         delivered = yield from self._rows(
             "select id, writer, epoch from tidemark_reader.delivered where reader = {reader} and stream = {stream}"
         )
@@ -73,32 +78,39 @@ class Ledger:
             {it["id"]: Delivered(**it) for it in delivered},
         )
 
-    def lock(self, version: int) -> Generator[Request, Answer, bool]:
-        """Whether the place still has that version; it stays so until the end of the transaction, which is open."""
-        yield from self._rows(
-            "insert into tidemark_reader.places"
-            " (reader, stream, mode, linear, positions, late, owed, version)"
-            " values ({reader}, {stream}, {mode}, 0, '{{}}', 0, '[]', 0) on conflict do nothing",
-            mode=self._mode,
+    def lock(self) -> Generator[Request, Answer, tuple[int, str] | None]:
+        """The version of the place, and the name of the open transaction, until whose end nobody else moves it; None
+        where another copy of the reader has it in hand. Waits for nobody."""
+        found = yield from self._rows(
+            "select version, txid_current()::text as transaction from tidemark_reader.places"
+            " where reader = {reader} and stream = {stream} for update skip locked"
         )
-        rows = yield from self._rows(
-            "select version from tidemark_reader.places where reader = {reader} and stream = {stream} for update"
-        )
-        return bool(rows[0]["version"] == version)
+        return (found[0]["version"], found[0]["transaction"]) if found else None
 
-    def save(self, kept: Kept, more: Iterable[Delivered], forgotten: Iterable[int]) -> Generator[Request, Answer, None]:
-        """Write the place, the facts that were `delivered` in addition, and forget others; inside the transaction."""
-        yield from self._rows(
-            "update tidemark_reader.places set linear = {linear}, positions = {positions}, late = {late},"
-            " late_part = {part}, owed = {owed}, version = {version}, updated_at = now()"
-            " where reader = {reader} and stream = {stream}",
+    def save(
+        self, kept: Kept, more: Iterable[Delivered], forgotten: Iterable[int], transaction: str
+    ) -> Generator[Request, Answer, int]:
+        """Write the place, the facts that were `delivered` in addition, and forget others; inside the transaction.
+
+        Returns the new version, which is of the clock: a database that is restored gives none again. Raises
+        `BatchEnded` where the transaction is not the one any more in which the place was locked.
+        """
+        written = yield from self._rows(
+            "update tidemark_reader.places set mode = {mode}, linear = {linear}, positions = {positions},"
+            " late = {late}, late_part = {part}, owed = {owed}, updated_at = now(),"
+            " version = greatest(version + 1, (extract(epoch from clock_timestamp()) * 1000000)::bigint)"
+            " where reader = {reader} and stream = {stream} and txid_current()::text = {transaction}"
+            " returning version",
+            mode=self._mode,
+            transaction=transaction,
             linear=kept.place.linear,
             positions=Jsonb(dict(kept.place.positions)),
             late=kept.place.late,
             part=None if kept.late_part is None else Jsonb(kept.late_part),
             owed=Jsonb([(it.writer, it.prev, it.id) for it in kept.owed]),
-            version=kept.version,
         )
+        if not written:
+            raise BatchEnded(self.reader, self._stream)
         added = [*more]
         if added:
             yield from self._rows(
@@ -115,7 +127,20 @@ class Ledger:
                 " where reader = {reader} and stream = {stream} and id = any({ids}::bigint[])",
                 ids=ids,
             )
+        return int(written[0]["version"])
+
+    def parked(self, id: int, reason: str) -> sql.Composed:
+        """The statement that parks the fact `id`."""
+        return self._statement(
+            "insert into tidemark_reader.parked (reader, stream, id, reason)"
+            " values ({reader}, {stream}, {id}, {reason})"
+            " on conflict (reader, stream, id) do update set reason = excluded.reason, parked_at = now()",
+            id=id,
+            reason=reason,
+        )
 
     def _rows(self, query: LiteralString, **values: object) -> Generator[Request, Answer, list[Row]]:
-        statement = sql.SQL(query).format(reader=self._reader, stream=self._stream, **values)
-        return (yield from rows(RunSql("place", statement)))
+        return (yield from rows(RunSql("place", self._statement(query, **values))))
+
+    def _statement(self, query: LiteralString, **values: object) -> sql.Composed:
+        return sql.SQL(query).format(reader=self.reader, stream=self._stream, **values)

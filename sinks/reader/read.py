@@ -63,42 +63,59 @@ class Portion:
 Steps = Generator[Request | Portion, Answer, None]
 
 
+BUSY = 0.5  # seconds until a copy looks again whose place another one has in hand
+
+
 class _Moved(Exception):
-    """Another copy of the reader has moved the place."""
+    """Another copy of the reader has moved the place, or (`busy`) has it in hand."""
+
+    def __init__(self, *, busy: bool) -> None:
+        self.busy = busy
 
 
 class Reading:
-    """One reader of one stream. `steps` never ends; it raises errors of the kind `Stop`."""
+    """One reader of one stream. `steps` never ends; it raises errors of the kind `Stop`.
+
+    `promised` is what it has read and committed, `usable` what is complete as far as it knows.
+    """
 
     def __init__(self, config: ReadConfig) -> None:
         self._config = config
-        self._ledger = Ledger(config.reader, config.stream, config.mode)
+        self.ledger = Ledger(config.reader, config.stream, config.mode)
         self._kept = Kept()
+        self._transaction = ""
         self._patience = Patience()
+        self.promised = self.usable = ZERO
 
     def steps(self) -> Steps:
         while True:
             try:
                 yield from self._follow()
-            except _Moved:
+            except _Moved as moved:
                 yield CommitTransaction()  # of nothing: it lets the place's row go
+                if moved.busy:
+                    yield Pause(BUSY)
             except Unavailable as problem:
                 yield CloseSessions()
                 yield Pause(self._patience.pause_after(problem))
 
     def _follow(self) -> Steps:
         """From the place that is kept, until it moves without us or a database fails."""
-        self._kept = yield from self._ledger.load()
+        self._kept = yield from self.ledger.load()
         since: Place | Token = self._kept.place
         if not self._kept.version and self._config.since != ZERO:
             since = self._config.since
             self._kept = Kept(place=Place.after(since))
+        self.promised = _least(self._kept.place)
         following = Following(self._config.stream, self._config.mode, since)
         driver: Driver[Event | CaughtUp] = Driver(following.steps())
         while True:
             events = yield from _burst(driver)
+            assert following.place is not None
+            self.usable = _token(following.place)
             if events:
                 yield from self._read(following, events)
+            self.promised = self.usable
 
     def _read(self, following: Following, events: Sequence[Event]) -> Steps:
         """Bring the place to where the follower is."""
@@ -168,8 +185,10 @@ class Reading:
     def _lock(self) -> Generator[Request, Answer, None]:
         """Begin a transaction in which nobody else moves the place. Raises `_Moved`."""
         yield BeginTransaction()
-        if not (yield from self._ledger.lock(self._kept.version)):
-            raise _Moved
+        locked = yield from self.ledger.lock()
+        if locked is None or locked[0] != self._kept.version:
+            raise _Moved(busy=locked is None)
+        self._transaction = locked[1]
 
     def _save(
         self, kept: Kept, more: Iterable[Delivered] = (), past: Iterable[int] = ()
@@ -177,13 +196,21 @@ class Reading:
         """Write the place and commit it, with all that was done in the transaction."""
         added, gone = {it.id: it for it in more}, {*past}
         delivered = {id: it for id, it in {**kept.delivered, **added}.items() if id not in gone}
-        kept = replace(
-            kept, version=self._kept.version + 1, owed=still_owed(kept.owed, kept.place), delivered=delivered
-        )
-        yield from self._ledger.save(kept, added.values(), gone)
+        kept = replace(kept, owed=still_owed(kept.owed, kept.place), delivered=delivered)
+        version = yield from self.ledger.save(kept, added.values(), gone, self._transaction)
         yield CommitTransaction()
-        self._kept = kept
+        self._kept = replace(kept, version=version)
+        self.promised = _least(kept.place)
         self._patience.succeeded()
+
+
+def _token(place: Place) -> Token:
+    return Token.of(place.linear, place.positions)
+
+
+def _least(place: Place) -> Token:
+    """Of a place among ranges that are still to be read: writers may stand below its linear position."""
+    return Token.of(min((place.linear, *place.positions.values()), key=abs), place.positions)
 
 
 def _burst(driver: Driver[Event | CaughtUp]) -> Generator[Request, Answer, list[Event]]:

@@ -17,7 +17,7 @@ from tidemark.sinks.reader.events import Advance, Late
 from tidemark.sinks.reader.io import AwaitEntry, KeysFound, ListEntry, ReadKeys, ReadList, ReadNewest
 from tidemark.sinks.redis.client import whereabouts
 from tidemark.sinks.redis.errors import FOREIGN, Remedies, redis_error
-from tidemark.sinks.redis.names import key
+from tidemark.sinks.redis.names import SENTINEL, STREAMS, key
 from tidemark.streaming.model import Evidence
 
 TIMEOUT = 5.0  # seconds for a connection or an answer
@@ -123,6 +123,16 @@ class _Noted(CoreCommands):
 
     def execute_command(self, *words: Any, **_: Any) -> None:
         self.commands.append([_text(word) if isinstance(word, bytes) else str(word) for word in words])
+
+
+def is_named(client: Any, stream: str) -> Any:
+    """Whether Redis lists the stream; of an asyncio client's, the coroutine."""
+    return client.sismember(STREAMS, stream)
+
+
+def is_filled(client: Any) -> Any:
+    """Whether a pipeline looks after this Redis; of an asyncio client's, the coroutine."""
+    return client.exists(SENTINEL)
 
 
 def await_entry(client: Any, request: AwaitEntry) -> Any:

@@ -30,3 +30,14 @@ create table if not exists tidemark_reader.delivered (
 );
 comment on table tidemark_reader.delivered is
     'Facts that were handed over where an operator had skipped: their late completion must not hand them over again';
+
+create table if not exists tidemark_reader.parked (
+    reader      text        not null,
+    stream      text        not null,
+    id          bigint      not null,
+    reason      text        not null,
+    parked_at   timestamptz not null default now(),
+    primary key (reader, stream, id)
+);
+comment on table tidemark_reader.parked is
+    'Facts that a reader passed without their effects, because its handler failed on them and parks them: for a person';

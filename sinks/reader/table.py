@@ -105,7 +105,7 @@ class TablePage:
 
 def table_page(table: Table, ranges: Sequence[Range], limit: int) -> Generator[Request, Answer, TablePage]:
     """At most `limit` rows, but all rows of a fact: a fact that has more of them makes a page of its own."""
-    found = yield from rows(RunSql("source", table.select(ranges, limit + 1)))
+    found = yield from rows(RunSql("source", table.select(ranges, limit + 1), table.id))
     if len(found) <= limit:
         return TablePage(found, [])
     following = found[-1][table.id]
@@ -113,6 +113,6 @@ def table_page(table: Table, ranges: Sequence[Range], limit: int) -> Generator[R
     if not whole:
         before = following + (1 if following < 0 else -1)
         fact = [replace(span, prev=before, id=following) for span in ranges if span.holds(following)]
-        whole = yield from rows(RunSql("source", table.select(fact)))
+        whole = yield from rows(RunSql("source", table.select(fact), table.id))
     last = whole[-1][table.id]
     return TablePage(whole, [left for span in ranges if (left := span.after(last))])

@@ -3,12 +3,23 @@
 import math
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tidemark.sinks.reader.io import LONGEST_WAIT, Answer, AwaitEntry, KeysFound, Pause, ReadKeys, Request
+from tidemark.sinks.reader.io import (
+    LONGEST_WAIT,
+    Answer,
+    AwaitEntry,
+    KeysFound,
+    Pause,
+    ReadKeys,
+    ReadList,
+    ReadName,
+    ReadNewest,
+    Request,
+)
 from tidemark.sinks.reader.token import Token
-from tidemark.streaming.direction import beyond
-from tidemark.streaming.errors import NotReached, TokenFromTheFuture, Unavailable
+from tidemark.streaming.direction import beyond, farther
+from tidemark.streaming.errors import NotReached, Reject, StreamNotKnown, TokenFromTheFuture, Unavailable
 
 GRACE = 5.0
 PAUSE = 0.2  # seconds until a Redis that is away is asked again
@@ -23,7 +34,10 @@ class Recovering:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The published positions. `allocated` is the highest ID that any record of the stream named; None: unknown."""
+    """The published positions. `allocated` is the highest ID that any record of the stream named; None: unknown.
+
+    What is current is a range, from `promised` to `usable`.
+    """
 
     stream: str
     linear: int
@@ -33,6 +47,18 @@ class Standing:
     @property
     def token(self) -> Token:
         return Token.of(self.linear, self.vector)
+
+    @property
+    def promised(self) -> int:
+        """The minimum of what is current: every ID up to it is complete, whoever wrote it, so whoever waits for one
+        may be promised it."""
+        return self.linear
+
+    @property
+    def usable(self) -> int:
+        """Its maximum: beyond `promised` the facts of single writers are complete, each up to its position, and may be
+        used already; this is the farthest."""
+        return self.token.farthest()
 
     def reached(self, token: Token) -> bool:
         """Whether all that `token` stands for is complete."""
@@ -45,6 +71,28 @@ def standing(stream: str, seen: KeysFound) -> Standing | Recovering:
     return Standing(stream, seen.linear, seen.positions, seen.allocated)
 
 
+class LastTold:
+    """The positions that were told last: a Redis that lost its last writes tells less, and Postgres more than Redis."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, KeysFound] = {}
+
+    def never_less(self, request: ReadList | ReadNewest | ReadKeys, found: KeysFound) -> KeysFound:
+        """What was found, with no position below what was told before (docs/design.md, rule 2). Of a list the positions
+        belong together with its entries, and who follows it looks for himself."""
+        before = self._last.get(request.stream)
+        if not isinstance(request, ReadKeys) or found.linear is None:
+            return found
+        if before is not None and before.linear is not None:
+            found = replace(
+                found,
+                linear=farther(found.linear, before.linear),
+                positions={name: farther(at, before.positions.get(name, at)) for name, at in found.positions.items()},
+            )
+        self._last[request.stream] = found
+        return found
+
+
 def getting(stream: str) -> Generator[Request | Standing | Recovering, Answer, None]:
     """Gives one `Standing` or `Recovering`."""
     seen = yield ReadKeys(stream)
@@ -55,7 +103,8 @@ def getting(stream: str) -> Generator[Request | Standing | Recovering, Answer, N
 @dataclass(frozen=True, slots=True)
 class WaitConfig:
     """Seconds to wait for a token: at most `timeout` (None: for ever), and at most `grace` while it is ahead of all
-    that Tidemark has heard of. It may be so for a moment: what a writer reserved, its next heartbeat announces."""
+    that Tidemark has heard of, be it the stream itself. It may be so for a moment: what a writer reserved, its next
+    heartbeat announces."""
 
     timeout: float | None
     grace: float
@@ -72,28 +121,33 @@ def waiting(
     while True:
         try:
             seen = yield ReadKeys(stream)
+            assert isinstance(seen, KeysFound)
+            named = seen.linear is not None or (yield ReadName(stream))
         except Unavailable:
             left = deadline - clock()
             if left <= 0:
                 raise
             yield Pause(min(PAUSE, left))
             continue
-        assert isinstance(seen, KeysFound)
         stands = standing(stream, seen)
         if isinstance(stands, Standing) and stands.reached(token):
             yield stands
             return
         now = clock()
-        if seen.allocated is None or not beyond(token.farthest(), seen.allocated):
+        if named and (seen.allocated is None or not beyond(token.farthest(), seen.allocated)):
             ahead_since = None
-        elif ahead_since is None:
-            ahead_since = now
-        elif now - ahead_since >= config.grace:
-            raise TokenFromTheFuture(stream, str(token), seen.allocated)
+        else:
+            ahead_since = now if ahead_since is None else ahead_since
+            if now - ahead_since >= config.grace:
+                raise _ahead(stream, token, seen.allocated)
         if now >= deadline:
             text = str(stands.token) if isinstance(stands, Standing) else None
             raise NotReached(stream, str(token), text, deadline - began)
         yield AwaitEntry(stream, seen.last, min(LONGEST_WAIT, deadline - now))
+
+
+def _ahead(stream: str, token: Token, allocated: int | None) -> Reject:
+    return StreamNotKnown(stream) if allocated is None else TokenFromTheFuture(stream, str(token), allocated)
 
 
 def target(until: Token | str | int, writer: str | None) -> Token:

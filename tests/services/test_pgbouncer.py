@@ -2,19 +2,15 @@
 
 import subprocess
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
-import pytest
 
-from tests.services.pgbouncer import CONNECTIONS, PgBouncer, pgbouncer
+from tests.services.pgbouncer import CONNECTIONS, PgBouncer
 from tests.services.shop import TIDEMARK, Shop
 from tests.waiting import eventually
 from tidemark.app.settings import child_environment
-from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer
 
 CLIENTS, EACH = 24, 12
@@ -29,16 +25,6 @@ union all select count(*) from pg_locks where locktype = 'advisory' and pid = pg
 union all select count(*) from pg_prepared_statements
 """
 """What a session may have of its own; the five settings are those of a client that PgBouncer gives back to it."""
-
-
-@pytest.fixture
-def pooler(home: Home, postgres: PostgresServer) -> Iterator[PgBouncer]:
-    server = PgBouncer(home, free_port(), postgres, pgbouncer() or "pgbouncer")
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
 
 
 def test_what_many_clients_commit_is_told(shop: Shop, pooler: PgBouncer, postgres: PostgresServer) -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import indent
 
 import psycopg
 
@@ -15,8 +16,9 @@ from tests.waiting import eventually
 
 
 def test_the_examples_run_as_they_stand(pipeline: Pipeline, redis_url: str, dsn: str, sql: psycopg.Connection) -> None:
-    """The service sums three orders and ends when told to; tokens and advances are shown."""
-    loop, look, follow = re.findall(r"```python\n(.*?)```", Path("docs/reader.md").read_text(), re.DOTALL)
+    """The service sums three orders and ends when told to, and parks one where it may; tokens and
+    advances are shown."""
+    loop, parking, look, follow = re.findall(r"```python\n(.*?)```", Path("docs/reader.md").read_text(), re.DOTALL)
     named = {"SHOP_DSN": dsn, "BOOKS_DSN": dsn, "TIDEMARK_REDIS_URL": redis_url, "TIDEMARK_POSTGRES_DSN": dsn}
     environment = {**os.environ, **named}
     sql.execute("create table orders (id bigint primary key, total integer not null)")
@@ -26,6 +28,24 @@ def test_the_examples_run_as_they_stand(pipeline: Pipeline, redis_url: str, dsn:
     try:
         eventually(lambda: sql.execute("select to_regclass('sums')").fetchone() != (None,))
         eventually(lambda: sql.execute("select total from sums").fetchone() == (54,))
+        service.send_signal(signal.SIGTERM)
+        assert service.wait(10) == 0
+    finally:
+        service.kill()
+        service.wait()
+    sql.execute("update sums set total = 0")
+    sql.execute("drop schema tidemark_reader cascade")
+    book = (
+        "def book(row, connection):\n"
+        "    connection.execute('update sums set total = total + %s', [row['total']])\n"
+        "    if row['id'] == 1:\n"
+        "        raise KeyError('id')\n"
+    )
+    parks = book + loop[: loop.index("    for batch in")] + indent(parking, "    ")
+    service = subprocess.Popen([sys.executable, "-c", parks], env=environment, stdout=subprocess.DEVNULL)
+    try:
+        eventually(lambda: sql.execute("select total from sums").fetchone() == (14,))
+        assert sql.execute("select id, reason from tidemark_reader.parked").fetchall() == [(1, "KeyError: 'id'")]
         service.send_signal(signal.SIGTERM)
         assert service.wait(10) == 0
     finally:

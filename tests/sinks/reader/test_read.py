@@ -10,6 +10,7 @@ from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import ReadingService, effect
 from tests.waiting import eventually
+from tidemark.app.stack.servers import RedisServer
 from tidemark.sinks.reader import Place, Positions, Reader, Table, Token
 from tidemark.sinks.redis.names import key
 from tidemark.streaming.effects import LateCompletion as LateEffect
@@ -295,6 +296,46 @@ def test_source_that_was_set_back_repeats_its_ids(service: ReadingService, pipel
     pipeline.publish(stream("s", linear=3, linear_prev=3, late=[late(2, 1, 3, "regressed", 2)]))
     service.until(lambda: service.place().late > 0, mode=mode, rows=1)
     assert service.ids(late=True) == [2, 3]
+
+
+def test_reader_goes_on_without_redis(either: ReadingService, pipeline: Pipeline, redis_server: RedisServer) -> None:
+    """With the address of Tidemark's Postgres it reads what is committed there, and then with Redis again; all once."""
+    either.write(1)
+    pipeline.move("w", 0, 1)
+    with either.running() as alive:
+        eventually(lambda: either.ids() == [1] or not alive())
+        redis_server.kill()
+        try:
+            either.write(2)
+            pipeline.commit(stream("s", advance("w", 1, 2), linear=2))
+            eventually(lambda: either.ids() == [1, 2] or not alive())
+        finally:
+            redis_server.start()
+        pipeline.mirror.refill()
+        either.write(3)
+        pipeline.move("w", 2, 3)
+        eventually(lambda: either.ids() == [1, 2, 3] or not alive())
+    assert either.ids() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("mode", ["linear", "vector"])
+def test_pipeline_that_went_back_is_waited_for(
+    service: ReadingService, pipeline: Pipeline, keys: Any, mode: str
+) -> None:
+    """Tidemark's Postgres and Redis were restored: the reader stands ahead, and goes on when they pass its place."""
+    service.write(*range(1, 8))
+    pipeline.move("w", 0, 5)
+    service.until(lambda: len(service.ids()) == 5, mode=mode)
+    keys.flushall()
+    service.sql.execute(
+        "truncate tidemark.streams, tidemark.stream_positions, tidemark.packed_advances, tidemark.writer_numbers"
+    )
+    pipeline.move("w", 0, 3)
+    with service.running(mode=mode) as alive:
+        pipeline.move("w", 3, 4)
+        pipeline.move("w", 4, 7)
+        eventually(lambda: len(service.ids()) == 7 or not alive())
+    assert service.ids() == [*range(1, 8)]
 
 
 def test_late_range_needs_the_writers_column(service: ReadingService, pipeline: Pipeline) -> None:

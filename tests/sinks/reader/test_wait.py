@@ -14,7 +14,15 @@ from tests.sinks.reader.given import Pipeline, later
 from tidemark.app.stack.servers import RedisServer
 from tidemark.sinks.reader import AsyncPositions, Positions, Recovering, Standing, Token
 from tidemark.sinks.redis.names import key
-from tidemark.streaming.errors import BadSetting, BadToken, NotReached, Refused, TokenFromTheFuture, Unavailable
+from tidemark.streaming.errors import (
+    BadSetting,
+    BadToken,
+    NotReached,
+    Refused,
+    StreamNotKnown,
+    TokenFromTheFuture,
+    Unavailable,
+)
 
 
 class Both:
@@ -113,6 +121,47 @@ def test_token_from_the_future_is_an_error(either: Any, pipeline: Pipeline, keys
     with pytest.raises(TokenFromTheFuture, match="have come to 4") as caught:
         either.wait("s", "m3~w.5", timeout=30, grace=0.3)
     assert caught.value.allocated == 4
+
+
+def test_stream_that_nobody_heard_of_is_said(either: Any, pipeline: Pipeline) -> None:
+    """With a grace of 0 at once; one whose first fact is to come may be given time."""
+    pipeline.mirror.lost()  # leaves the stamp by which a Redis is known that somebody fills
+    with pytest.raises(StreamNotKnown, match="check its name"):
+        either.wait("s", 5, grace=0)
+    with later(0.5, lambda: pipeline.move("w", 0, 5)):
+        assert either.wait("s", 5, timeout=20).linear == 5
+
+
+def test_redis_that_is_not_filled_yet_may_know_the_stream_later(either: Any, pipeline: Pipeline) -> None:
+    """Without the pipeline's stamp it may have lost everything: nobody can say that the stream is not there."""
+    with pytest.raises(NotReached, match="knows nothing"):
+        either.wait("s", 5, timeout=0.3, grace=0)
+
+
+def test_postgres_tells_what_is_unknown(pipeline: Pipeline, redis_url: str, dsn: str, keys: Any) -> None:
+    """With its address an empty Redis is done without, and its word counts for streams that are not there."""
+    pipeline.move("w", 0, 3)
+    keys.flushall()
+    with Positions(redis_url, dsn) as positions:
+        assert positions.get("s") == Standing("s", 3, {"w": 3}, 3)
+        with pytest.raises(StreamNotKnown):
+            positions.wait("another", 1, grace=0)
+
+
+def test_current_is_told_as_a_range(either: Any, pipeline: Pipeline) -> None:
+    """Everything up to the minimum may be promised; up to the maximum there are facts to use."""
+    pipeline.publish(stream("s", advance("first", 0, 9), advance("second", 0, 7), linear=7))
+    found = either.get("s")
+    assert (found.promised, found.usable) == (7, 9)
+
+
+def test_positions_do_not_go_back(pipeline: Pipeline, positions: Positions, keys: Any) -> None:
+    """Rule 2: where Redis fails over to a replica that lacks the last writes, `get` tells what it told before."""
+    pipeline.publish(stream("s", advance("first", 0, 9), advance("second", 0, 7), linear=7))
+    before = positions.get("s")
+    keys.set(key("s", "linear"), "3")
+    keys.hset(key("s", "positions"), "first", "5")
+    assert positions.get("s") == before
 
 
 def test_token_may_run_ahead_for_a_moment(either: Any, pipeline: Pipeline, keys: Any) -> None:

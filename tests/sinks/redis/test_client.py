@@ -93,6 +93,30 @@ def test_what_is_published_is_read_by_all(address: RedisAddress) -> None:
     asyncio.run(ask())
 
 
+@pytest.mark.redis
+def test_a_reader_of_a_cluster_needs_few_rights(clustered: RedisAddress, redis_cluster: list[Node]) -> None:
+    """Those of docs/reader.md."""
+    with Redis(RedisConfig(clustered)) as sink:
+        publish(sink)
+    rights = "+@read +multi +exec +eval +command +cluster|slots +cluster|shards +readonly"
+    for node in redis_cluster:
+        node.cli("acl", "setuser", "reader", "on", ">pw", "~tidemark:*", *rights.split())
+    try:
+        address = RedisAddress(clustered.url.replace("://", "://reader:pw@"))
+        with Positions(address) as positions:
+            assert positions.wait("stream3", 7, timeout=5).linear == 7
+
+        async def ask() -> None:
+            async with AsyncPositions(address) as positions:
+                assert (await positions.wait("stream4", 7, timeout=5)).linear == 7
+                assert await anext(positions.follow("stream5", since="m0"))
+
+        asyncio.run(ask())
+    finally:
+        for node in redis_cluster:
+            node.cli("acl", "deluser", "reader")
+
+
 def test_a_stream_whose_keys_hold_something_else_hides_no_other(address: RedisAddress) -> None:
     """The pipeline shows the others, the sidecar reads them, neither takes Redis for away; who asks for that stream is
     told what is wrong with it."""
