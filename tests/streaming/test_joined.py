@@ -64,7 +64,8 @@ def test_packed_writers_answer_like_open_ones(steps: list[tuple[str, str, int]],
 
 def packed_again(writers: Writers) -> Writers:
     opened, active, retired, waiting = writers.packed()
-    return Writers(opened, *(PackedTable(it.columns.tobytes(), it.rows) for it in (active, retired)), waiting)
+    active, retired = (PackedTable(it.columns.tobytes(), it.rows) for it in (active, retired))
+    return Writers(opened, active, retired, waiting)
 
 
 def change(writer: WriterState, act: str, number: int, now: int) -> None:
