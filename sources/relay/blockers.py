@@ -21,11 +21,16 @@ class OpenTransaction:
     query: str
 
     def __str__(self) -> str:
+        return f"{self.stream}: {self.who}" + (f": {self.query or '-'}" if self.pid is not None else "")
+
+    @property
+    def who(self) -> str:
+        """Without its query, whose values are the service's own."""
         since = "" if self.since is None else f" since {self.since:%Y-%m-%d %H:%M:%S%z}"
         if self.pid is None:
-            return f"{self.stream}: prepared transaction {self.gid or '?'}{since}, user {self.user or '-'}"
+            return f"prepared transaction {self.gid or '?'}{since}, user {self.user or '-'}"
         who = f"user {self.user or '-'}, application {self.application or '-'}"
-        return f"{self.stream}: pid {self.pid}{since}, {self.state or 'state not shown'}, {who}: {self.query or '-'}"
+        return f"pid {self.pid}{since}, {self.state or 'state not shown'}, {who}"
 
 
 def blockers(connection: Connection) -> list[OpenTransaction]:

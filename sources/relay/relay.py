@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import structlog
@@ -21,6 +22,7 @@ from tidemark.sources.relay.blockers import blockers
 from tidemark.sources.relay.database import SCHEMA
 from tidemark.sources.relay.decider import Decided, Decider
 from tidemark.sources.relay.metrics import RelayMetrics
+from tidemark.sources.relay.reports import Reports
 from tidemark.sources.relay.told import told
 from tidemark.streaming import records
 from tidemark.streaming.errors import BadSetting, Refused, Retry
@@ -84,6 +86,7 @@ class AppendRelay:
         self._strangers: dict[int, set[str]] = {}
         self._due: deque[Decided] = deque()
         self._flying: list[_InFlight] = []
+        self._reports = Reports(())
 
     def run(self) -> None:
         """Raises `Stop` where a person must decide, and what a server refuses before it ever worked."""
@@ -133,6 +136,7 @@ class AppendRelay:
             self._metrics.heartbeat.set_to_current_time()
             self._metrics.relaying.set(1)
             decider = Decider(connection, streams)
+            self._reports = Reports(streams)
             self._due.clear()
             self._flying = []
             try:
@@ -210,8 +214,11 @@ class AppendRelay:
             self._metrics.undecided.labels(name).set(count)
         for name, count in decider.kept.items():
             self._metrics.kept.labels(name).set(count)
-        since = [each.since.timestamp() for each in blockers(connection) if each.since] if decider.open else []
+        found = blockers(connection) if decider.open else []
+        since = [each.since.timestamp() for each in found if each.since]
         self._metrics.oldest.set(max(0.0, time.time() - min(since)) if since else 0.0)
+        for report in self._reports.due(found, datetime.now(UTC)):
+            self._producer.send(report.stream, records.encode(report))
 
 
 def _parts(decided: Decided) -> Iterator[Decided]:

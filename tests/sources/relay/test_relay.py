@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import psycopg
 import pytest
@@ -20,6 +21,7 @@ from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import FOR_EVER, RecordProducer
 from tidemark.sources.relay import relay as relaying
+from tidemark.sources.relay import reports
 from tidemark.sources.relay.database import session_of
 from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.sources.relay.relay import AppendRelay
@@ -211,6 +213,25 @@ def test_each_writer_has_a_position(ready: str, sql: psycopg.Connection, run: Ru
     assert verdict.rejected == {}
     assert verdict.announced == {"orders": {1, 2, 3, 4, 5, 6}}
     assert len({*verdict.positions("orders").values()}) == 1
+
+
+def test_who_holds_a_stream_is_told(
+    ready: str, sql: psycopg.Connection, run: Run, judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pipeline learns which transaction keeps the position where it is, and when it does no more."""
+    monkeypatch.setattr(reports, "WORTH_TELLING", timedelta(0))
+    run()
+
+    def transactions() -> list[str]:
+        return judge.verdict().transactions("orders").get("shop", [])
+
+    with open_transaction(ready) as held:
+        append(sql)
+        eventually(lambda: any(f"pid {held.info.backend_pid} since" in line for line in transactions()))
+        held.commit()
+    eventually(lambda: transactions() == [])
+    eventually(lambda: settled(sql))
+    agrees(judge, sql, {1, 2})
 
 
 def test_while_kafka_is_away_memory_is_bounded(

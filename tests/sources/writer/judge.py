@@ -34,6 +34,10 @@ class Verdict:
         known = state.decode(self.states[stream]).writers if stream in self.states else {}
         return {name: known[name].position for name in known}
 
+    def transactions(self, stream: str) -> dict[str, list[str]]:
+        """Who holds open IDs, by writer."""
+        return self.effects[stream].summary.transactions if stream in self.effects else {}
+
     def kinds(self, stream: str = "orders") -> list[tuple[str, int, int | str]]:
         """Kind, epoch and ID of every record, in order."""
         return [

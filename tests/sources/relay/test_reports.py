@@ -1,0 +1,67 @@
+"""What is told of open transactions, without a database."""
+
+from datetime import UTC, datetime, timedelta
+
+from tidemark.sources.relay.blockers import OpenTransaction
+from tidemark.sources.relay.join import Told, ToldWriter
+from tidemark.sources.relay.looks import AppendStream
+from tidemark.sources.relay.reports import Reports
+from tidemark.streaming.direction import Direction
+from tidemark.streaming.records import LONGEST_TRANSACTION, MOST_TRANSACTIONS, Timeline
+
+NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
+
+
+def told(name: str = "orders") -> Told:
+    own = ToldWriter("shop", 7, 0, joined=True, numbers=frozenset())
+    return Told(AppendStream(1, name, Direction.FORWARD), 1, 0, Timeline("d", "s"), "shop", {"shop": own})
+
+
+def held(
+    pid: int | None, seconds: float = 60, stream: str = "orders", application: str = "checkout"
+) -> OpenTransaction:
+    began = NOW - timedelta(seconds=seconds)
+    gid = None if pid is not None else "two"
+    return OpenTransaction(stream, pid, gid, "web", application, "idle in transaction", began, "insert 'secret'")
+
+
+def said(reports: Reports, *found: OpenTransaction) -> dict[str, list[str]]:
+    return {record.stream: record.transactions for record in reports.due(found, NOW)}
+
+
+def test_who_holds_a_stream_is_told_once_and_when_it_changes() -> None:
+    """At first also that nobody does, for a relay before may have named some; then nothing until others hold it."""
+    reports = Reports([told(), told("items")])
+    assert said(reports) == {"orders": [], "items": []}
+    assert said(reports) == {}
+    line = "pid 7 since 2026-03-01 11:59:00+0000, idle in transaction, user web, application checkout"
+    assert said(reports, held(7)) == {"orders": [line]}
+    assert said(reports, held(7)) == {}
+    assert said(reports, held(7), held(None)) == {
+        "orders": [line, "prepared transaction two since 2026-03-01 11:59:00+0000, user web"]
+    }
+    assert said(reports) == {"orders": []}
+
+
+def test_it_is_told_in_the_name_and_epoch_of_the_database() -> None:
+    """Only a writer that has joined may say who holds its IDs."""
+    (record,) = Reports([told()]).due([held(7)], NOW)
+    assert (record.stream, record.writer, record.epoch) == ("orders", "shop", 7)
+
+
+def test_what_transactions_usually_take_is_not_told() -> None:
+    """Short ones come and go; of each a record would be one for every fact."""
+    assert said(Reports([told()]), held(7, seconds=1)) == {"orders": []}
+
+
+def test_no_query_leaves_the_database() -> None:
+    """Its values are the service's own."""
+    assert "secret" not in str(said(Reports([told()]), held(7), held(None)))
+
+
+def test_what_is_told_has_a_bound() -> None:
+    """Of very many the oldest are named, the others counted; no line is longer than the pipeline takes."""
+    (lines,) = said(Reports([told()]), *(held(pid, application="x" * 900) for pid in range(30))).values()
+    assert len(lines) == MOST_TRANSACTIONS
+    assert lines[-1] == f"and {30 - MOST_TRANSACTIONS + 1} more"
+    assert max(map(len, lines)) == LONGEST_TRANSACTION
