@@ -5,7 +5,7 @@ A test that stops or kills a server starts it again before it ends. The jars are
 
 import itertools
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -86,8 +86,8 @@ class Unsynced(PostgresServer):
     def command(self) -> Sequence[str]:
         return [*super().command(), "-c", "fsync=off", "-c", "max_prepared_transactions=10"]
 
-    def run_first(self, command: Sequence[str]) -> None:
-        super().run_first([*command, "--no-sync"])
+    def run_first(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        super().run_first([*command, "--no-sync"], environment)
 
 
 @pytest.fixture(scope="session")

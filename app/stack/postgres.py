@@ -11,6 +11,7 @@ import secrets
 import shutil
 import signal
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 import psycopg
@@ -39,33 +40,29 @@ class PostgresServer(ServerProcess):
 
     def __init__(self, home: Home, port: int) -> None:
         super().__init__(home, port)
-        self._data = home.data(self.name) / "18"
+        self.data = home.data(self.name) / "18"
         self._password_file = home.data(self.name) / "password"
 
     def dsn(self, database: str = DATABASE) -> str:
         """A connection URL of the superuser; good to know before the server runs."""
-        return f"postgresql://{_USER}:{self._password()}@{LOOPBACK}:{self.port}/{database}"
+        return f"postgresql://{_USER}:{self.password()}@{LOOPBACK}:{self.port}/{database}"
 
     @property
     def libpq(self) -> Mapping[str, str]:
         """The variables by which psql and the drivers of most languages find the stack's database."""
-        port, password = str(self.port), self._password()
+        port, password = str(self.port), self.password()
         return {"PGHOST": LOOPBACK, "PGPORT": port, "PGDATABASE": DATABASE, "PGUSER": _USER, "PGPASSWORD": password}
 
     def prepare(self) -> None:
-        if self._data.exists():
+        if self.data.exists():
             return
         # Made beside its place and moved there when it is whole: one that was cut short looks finished to Postgres.
-        new = self._data.with_name("new")
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir(mode=0o700)
-        if os.geteuid() == 0:
-            os.chown(new, *_nobody())
-        self._password()
+        new = self.new_directory()
+        self.password()
         arguments = ["-D", str(new), "-U", _USER, "--encoding=UTF8", "--no-locale", "--no-instructions"]
         arguments += ["--auth=scram-sha-256", f"--pwfile={self._password_file}"]
         self.run_first([*as_ordinary_user(), postgres_program("initdb"), *arguments])
-        new.rename(self._data)
+        new.rename(self.data)
 
     def command(self) -> Sequence[str]:
         settings = {
@@ -75,7 +72,7 @@ class PostgresServer(ServerProcess):
             "unix_socket_directories": "",
         }
         options = [word for key, value in settings.items() for word in ("-c", f"{key}={value}")]
-        return [*as_ordinary_user(), postgres_program("postgres"), "-D", str(self._data), *options]
+        return [*as_ordinary_user(), postgres_program("postgres"), "-D", str(self.data), *options]
 
     def answers(self) -> bool:
         """Also creates the stack's database, which is part of being ready."""
@@ -88,7 +85,16 @@ class PostgresServer(ServerProcess):
             return False
         return True
 
-    def _password(self) -> str:
+    def new_directory(self) -> Path:
+        """An empty one beside the data, which Postgres's programs may fill."""
+        new = self.data.with_name("new")
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(mode=0o700)
+        if os.geteuid() == 0:
+            os.chown(new, *_nobody())
+        return new
+
+    def password(self) -> str:
         if not self._password_file.exists():
             self._password_file.touch(mode=0o600)
             self._password_file.write_text(secrets.token_urlsafe(16))

@@ -64,10 +64,12 @@ class ServerProcess(ABC):
         """The whole environment of the process; None is ours."""
         return None
 
-    def run_first(self, command: Sequence[str]) -> None:
+    def run_first(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         """Run a command of `prepare` to its end, into the server's log; raises `StartFailed`."""
         with self.home.log(self.name).open("ab") as log:
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False)
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, check=False
+            )
         if done.returncode != 0:
             raise StartFailed(self.name, f"its preparation ended with code {done.returncode}", self.log_tail())
 

@@ -1,51 +1,25 @@
 """Reading from a streaming replica: nothing is read before the replica shows what the position promises."""
 
-import os
-import shutil
 import time
 from collections.abc import Iterator
 
 import psycopg
 import pytest
 
-from tests.fix_servers import Unsynced
 from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import ReadingService
 from tests.waiting import eventually
-from tidemark.app.stack import postgres as stack
-from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.server import free_port
+from tidemark.app.stack.replica import Replica
 from tidemark.sinks.reader.databases import end_of_records
 
 SEGMENT = 16 * 1024 * 1024
 
 
-class Replica(Unsynced):
-    """A hot standby of `primary`, made with pg_basebackup; its roles and passwords are the primary's."""
-
-    def __init__(self, home: Home, port: int, primary: PostgresServer) -> None:
-        super().__init__(home, port)
-        self._primary = primary
-
-    def prepare(self) -> None:
-        if self._data.exists():
-            return
-        shutil.copy(self._primary._password_file, self._password_file)
-        self._data.mkdir(mode=0o700)
-        if os.geteuid() == 0:
-            os.chown(self._data, *stack._nobody())
-        source = ["-d", self._primary.dsn("postgres"), "-D", str(self._data)]
-        self.run_first(
-            [*stack.as_ordinary_user(), stack.postgres_program("pg_basebackup"), *source, "-R", "-c", "fast"]
-        )
-
-
 @pytest.fixture(scope="module")
-def replica(postgres: PostgresServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
-    directory = tmp_path_factory.mktemp("replica")
-    directory.chmod(0o755)
-    server = Replica(Home(directory), free_port(), postgres)
+def replica(postgres: PostgresServer) -> Iterator[Replica]:
+    server = Replica(postgres)
+    server.copy(follows=True)
     server.start()
     try:
         yield server

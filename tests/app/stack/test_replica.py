@@ -1,0 +1,88 @@
+"""A real standby and a real backup of a Postgres, which take its place."""
+
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+
+from tests.fix_servers import Unsynced
+from tidemark.app.stack.home import Home
+from tidemark.app.stack.postgres import PostgresServer
+from tidemark.app.stack.replica import Replica
+from tidemark.app.stack.server import free_port
+
+pytestmark = pytest.mark.postgres
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresServer]:
+    """One of its own: others' would lose what they committed."""
+    server = Unsynced(Home(tmp_path_factory.mktemp("origin")), free_port())
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def origin(server: PostgresServer) -> PostgresServer:
+    """With the empty table `kept`."""
+    ask(server, "drop table if exists kept")
+    ask(server, "create table kept (n int)")
+    return server
+
+
+def ask(server: PostgresServer, statement: str) -> list[tuple[object, ...]]:
+    with psycopg.connect(server.dsn(), autocommit=True) as connection:
+        cursor = connection.execute(statement.encode())
+        return cursor.fetchall() if cursor.description else []
+
+
+HISTORY = (
+    "select s.system_identifier::text || '/' || c.timeline_id from pg_control_system() s, pg_control_checkpoint() c"
+)
+
+
+def test_a_standby_takes_over_with_all_or_without_what_it_had_not_heard(origin: PostgresServer) -> None:
+    """A synchronous one loses nothing; one that lagged loses what was committed since; each begins a timeline."""
+    histories = [ask(origin, HISTORY)]
+    for lags, n in ((False, 1), (True, 2)):
+        replica = Replica(origin)
+        replica.copy(follows=True)
+        replica.start()
+        replica.stream(synchronous=not lags)
+        if lags:
+            replica.fall_behind()
+        ask(origin, f"insert into kept values ({n})")
+        replica.promote()
+        replica.succeed()
+        origin.start()
+        assert ask(origin, "select n from kept") == [(1,)]
+        histories.append(ask(origin, HISTORY))
+        ask(origin, "insert into kept values (3)")  # nothing waits for a standby that is gone
+        ask(origin, "delete from kept where n = 3")
+    assert len({str(it) for it in histories}) == 3
+
+
+def test_an_image_is_put_back_with_the_history_that_it_had(origin: PostgresServer) -> None:
+    """What was written since is gone, and the server cannot be told from the one before."""
+    before = ask(origin, HISTORY)
+    replica = Replica(origin)
+    replica.copy(follows=False)
+    ask(origin, "insert into kept values (1)")
+    replica.start()
+    assert ask(replica, "select n from kept") == []
+    replica.succeed()
+    origin.start()
+    assert (ask(origin, "select n from kept"), ask(origin, HISTORY)) == ([], before)
+
+
+def test_a_replica_that_is_given_up_leaves_the_origin_as_it_was(origin: PostgresServer) -> None:
+    """It neither stands still nor waits for a standby."""
+    replica = Replica(origin)
+    replica.copy(follows=True)
+    replica.start()
+    replica.stream(synchronous=True)
+    replica.freeze_origin()
+    replica.discard()
+    ask(origin, "insert into kept values (1)")
+    assert ask(origin, "select n from kept") == [(1,)]
