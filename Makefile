@@ -51,6 +51,10 @@ cluster-test: setup ## Run the pipeline on a Spark cluster of two workers, one o
 languages-test: setup ## Run the services in Go, Java and Node that docs/writing.md shows; what is not installed is skipped
 	$(BIN)/pytest tests/services/check_registries.py
 
+.PHONY: torture
+torture: setup ## Let everything befall a stack of its own for ten minutes, and hold what was read against what was written
+	$(BIN)/pytest -s tests/torture
+
 .PHONY: append-torture
 append-torture: setup ## Try what tidemark.append and its relay promise with forty times as many examples (half an hour)
 	$(BIN)/pytest -n 2 --hypothesis-profile long tests/sources/relay

@@ -182,7 +182,8 @@ def simulate(
 ) -> None:
     """Write and read with real processes that roll back, hang, die, pause, join late and retire.
 
-    Faults: rollback, hang, crash, pause, late, retire, reader; of the local stack: pipeline, redis.
+    Faults: rollback, hang, crash, pause, late, retire, reader; of the local stack: pipeline, redis, kafka,
+    postgres-crash, failover, restore. For the last three the services get a Postgres of their own.
     """
     from tidemark.app.simulation.simulate import Play, run
     from tidemark.sources.simulator.script import Players, faults

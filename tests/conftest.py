@@ -16,8 +16,8 @@ pytest_plugins = [
     "tests.fix_spark",
 ]
 
-# Too long for every run; named, they run: `make cluster-test`, `make worlds`.
-collect_ignore = ["cluster", "worlds"]
+# Too long for every run; named, they run: `make cluster-test`, `make worlds`, `make torture`.
+collect_ignore = ["cluster", "torture", "worlds"]
 
 # In the background of a script SIGINT is ignored, and would be in every process that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

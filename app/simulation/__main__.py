@@ -1,4 +1,4 @@
-"""One process of a play: `python -m tidemark.app.simulation writer ROLE` or `... reader ROLE`; a role is JSON.
+"""One process of a play: `python -m tidemark.app.simulation`, which is told its part by the first line of its input.
 
 It ends in peace at SIGTERM (a writer retires at SIGUSR1), and when its standard input ends: then its director is dead.
 Ctrl-C of a terminal is for the director alone.
@@ -15,26 +15,25 @@ import msgspec
 from tidemark.app import logs
 from tidemark.app.settings import load
 from tidemark.app.simulation import reading
+from tidemark.app.simulation.company import Part
 from tidemark.sources.simulator import service
-from tidemark.sources.simulator.tables import own_database
 from tidemark.streaming.errors import TidemarkError
 
 
-def main(kind: str, role: str) -> None:
+def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ending = service.Ending()
     signal.signal(signal.SIGTERM, _calls(ending.stop))
     signal.signal(signal.SIGUSR1, _calls(ending.retire))
+    part = msgspec.json.decode(sys.stdin.buffer.readline(), type=Part)
     threading.Thread(target=_await_orphanage, args=[ending], daemon=True).start()
     settings = load()
     logs.configure(settings)
-    dsn = own_database(settings.postgres())
-    if kind == "writer":
-        written = msgspec.json.decode(role, type=service.WriterRole)
-        service.serve(written, dsn, settings.kafka, settings.kafka_facts_topic, ending)
-    else:
-        servers = reading.ReaderServers(dsn, settings.redis, settings.postgres())
-        reading.read(msgspec.json.decode(role, type=reading.ReaderRole), servers, ending.told)
+    if part.writer:
+        service.serve(part.writer, part.facts, settings.kafka, settings.kafka_facts_topic, ending)
+    if part.reader:
+        servers = reading.ReaderServers(part.facts, part.effects, settings.redis, settings.postgres())
+        reading.read(part.reader, servers, ending.told)
 
 
 def _calls(act: Callable[[], None]) -> Callable[[int, object], None]:
@@ -47,6 +46,6 @@ def _await_orphanage(ending: service.Ending) -> None:
 
 
 try:
-    main(*sys.argv[1:])
+    main()
 except TidemarkError as error:
     sys.exit(f"Error: {error}")

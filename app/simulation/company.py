@@ -4,11 +4,12 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import structlog
@@ -22,21 +23,36 @@ from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.simulator import service
 from tidemark.sources.simulator.script import Fault, Players
 from tidemark.sources.simulator.tables import instances
+from tidemark.streaming.errors import Unavailable
 
-Kind = Literal["writer", "reader"]
+SERVERS_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a process is told, on its standard input: passwords are not for everybody to see."""
+
+    facts: str
+    effects: str
+    writer: service.WriterRole | None = None
+    reader: reading.ReaderRole | None = None
 
 
 class Actor:
     """Started at once. Its output goes to the end of `log`. It ends by itself when the director dies."""
 
-    def __init__(self, kind: Kind, role: bytes, log: Path) -> None:
+    def __init__(self, part: Part, log: Path) -> None:
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tidemark.app.simulation", kind, role.decode()],
+                [sys.executable, "-P", "-m", "tidemark.app.simulation"],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
             )
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(msgspec.json.encode(part) + b"\n")
+            self._process.stdin.flush()
 
     @property
     def ended(self) -> int | None:
@@ -75,10 +91,11 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Where the play takes place; `dsn` is that of its own database."""
+    """Where the play takes place; `facts` and `effects` are the DSNs of the services' database and of the readers'."""
 
     home: Home
-    dsn: str
+    facts: str
+    effects: str
     kafka: KafkaConnection
     topic: str
 
@@ -121,21 +138,32 @@ class Company:
     def known(self) -> set[str]:
         """All writers that plays with this prefix ever had."""
         ours = re.compile(re.escape(self.cast.writer_name(0)).removesuffix("0") + r"\d+")
-        return {name for name in instances(self.stage.dsn) if ours.fullmatch(name)}
+        return {name for name in instances(self.stage.facts) if ours.fullmatch(name)}
 
     def fence(self, name: str) -> None:
         """End what is open of it, and whatever is left of its process."""
         self._fence({name}, retire=False)
 
     def lay_to_rest(self, names: Set[str]) -> None:
-        """They will not come back, and nobody is to wait for them."""
+        """They will not come back, and nobody is to wait for them. Raises `Unavailable`."""
         self._fence(names, retire=True)
+
+    def rest_at_last(self, at_rest: Set[str]) -> None:
+        """Lay all others to rest, though a server may still be on its way back. Raises `Unavailable` in the end."""
+        deadline = time.monotonic() + SERVERS_SECONDS
+        while True:
+            try:
+                return self.lay_to_rest(self.known() - at_rest)
+            except Unavailable:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(1.0)
 
     def _fence(self, names: Set[str], *, retire: bool) -> None:
         """Of a writer that died before it began its first epoch there is nothing to fence."""
         for name in sorted(names & self.known()):
             order = FenceOrder(name, terminate=True, retire=retire)
-            fence_writer(self.stage.dsn, self.stage.kafka, self.stage.topic, order, _noted)
+            fence_writer(self.stage.facts, self.stage.kafka, self.stage.topic, order, _noted)
 
     def _writer(self, member: Member) -> Actor:
         role = service.WriterRole(
@@ -145,14 +173,14 @@ class Company:
             self.cast.rate / self.cast.writers,
             f"{self.seed} {member.name} {member.incarnation}",
         )
-        return Actor("writer", msgspec.json.encode(role), self._log(member))
+        return self._actor(member, Part(self.stage.facts, self.stage.effects, writer=role))
 
     def _reader(self, mode: Mode, member: Member) -> Actor:
         role = reading.ReaderRole(mode, self.cast.stream_names())
-        return Actor("reader", msgspec.json.encode(role), self._log(member))
+        return self._actor(member, Part(self.stage.facts, self.stage.effects, reader=role))
 
-    def _log(self, member: Member) -> Path:
-        return self.stage.home.log(f"simulate-{member.name}")
+    def _actor(self, member: Member, part: Part) -> Actor:
+        return Actor(part, self.stage.home.log(f"simulate-{member.name}"))
 
 
 def _noted(text: str) -> None:

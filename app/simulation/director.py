@@ -8,13 +8,17 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
 from tidemark.app.simulation.company import Actor, Company, Member
-from tidemark.sources.simulator.script import Act, Fault
-from tidemark.streaming.errors import TidemarkError
+from tidemark.app.simulation.replacing import Replacing
+from tidemark.sources.simulator.script import OF_SERVERS, Act, Fault
+from tidemark.streaming.errors import TidemarkError, Unavailable
+
+if TYPE_CHECKING:  # it needs what comes with the local stack
+    from tidemark.app.simulation.servers import Servers
 
 log = structlog.get_logger(__name__)
 
@@ -35,13 +39,18 @@ class NotFenced(TidemarkError):
 
 
 class Director:
-    """`open`, then acts and ticks, then `silence`; `abandon` in any case, so that no process is left."""
+    """`open`, then acts and ticks, then `silence`; `abandon` in any case, so that no process is left.
 
-    def __init__(self, company: Company) -> None:
+    `servers` are for the faults of Postgres servers.
+    """
+
+    def __init__(self, company: Company, servers: "Servers | None" = None) -> None:
         self.company = company
+        self._servers = servers
         self.done: Counter[Fault] = Counter()
         """How often each act was carried out."""
         self._plan = sched.scheduler(time.monotonic)
+        self._replacing = None if servers is None else Replacing(servers, self._plan, self._befell, self._running)
         self._readers = self.company.readers()
         self._writers: list[Member] = []
         self._leaving: dict[str, Actor] = {}
@@ -72,16 +81,34 @@ class Director:
                 who = self._join(act)
             case Fault.RETIRE:
                 who = self._retire(act)
-            case Fault.PIPELINE | Fault.REDIS:
+            case Fault.PIPELINE | Fault.REDIS | Fault.KAFKA:
                 who = self._kill_server(act.fault.value)
+            case Fault.POSTGRES_CRASH:
+                who = self._servers.crash() if self._servers else ""
+            case Fault.FAILOVER | Fault.RESTORE:
+                if self._replacing:
+                    self._replacing.begin(act)
+                return
             case _:
                 raise ValueError(f"{act.fault} happens inside transactions")
         if who:
-            log.info("It befell", fault=act.fault.value, who=who)
-            self.done[act.fault] += 1
+            self._befell(act.fault, who)
+        elif act.fault in OF_SERVERS and self.company.stage.home.stack_env.exists():  # it is on its way back
+            self._plan.enter(AGAIN_AFTER, 0, partial(self.befall, act))
+
+    @property
+    def owes(self) -> bool:
+        """Whether a server is still to be replaced."""
+        return self._replacing is not None and self._replacing.owed > 0
+
+    def _befell(self, fault: Fault, who: str) -> None:
+        log.info("It befell", fault=fault.value, who=who)
+        self.done[fault] += 1
 
     def tick(self) -> None:
         """What is due; who ended by itself is started again."""
+        if self._replacing:
+            self._replacing.tick()
         self._plan.run(blocking=False)
         for member in [*self._readers, *self._writers]:
             if member.actor and (code := member.actor.ended) is not None:
@@ -92,13 +119,15 @@ class Director:
             if actor.ended is not None:
                 del self._leaving[name]
                 self._retired.add(name)
-                if actor.ended != 0:  # perhaps signalled before it could handle that
-                    self.company.lay_to_rest({name})
+                if actor.ended != 0:  # perhaps signalled before it could handle that, or a server was away
+                    self._lay_to_rest(name)
 
     def silence(self) -> None:
         """The end of the writers: what is open ends, everyone retires, and the dead are laid to rest."""
         for event in self._plan.queue:
             self._plan.cancel(event)
+        if self._replacing:
+            self._replacing.end()
         deadline = time.monotonic() + END_SECONDS
         for _, actor in self._frozen:
             actor.thaw()
@@ -116,7 +145,7 @@ class Director:
                 raise NotFenced(name)
         at_rest = self._retired | {name for name, actor in leaving.items() if actor.ended == 0}
         self._writers = []
-        self.company.lay_to_rest(self.company.known() - at_rest)
+        self.company.rest_at_last(at_rest)
         for reader in self._readers:
             if reader.actor is None:
                 reader.begin()
@@ -156,21 +185,41 @@ class Director:
         actor.freeze()
         self._frozen.append((member.name, actor))
         self._plan.enter(FENCE_AFTER, 0, partial(self._replace, member))
-        self._plan.enter(FENCE_AFTER + act.spell, 1, partial(self._thaw, member.name, actor))
+        self._plan.enter(FENCE_AFTER + act.spell, 1, partial(self._thaw, member.name, actor, self._times_back))
         return member.name
 
     def _replace(self, member: Member) -> None:
-        self.company.fence(member.name)
-        member.begin()
+        try:
+            self.company.fence(member.name)
+        except Unavailable:
+            self._plan.enter(AGAIN_AFTER, 0, partial(self._replace, member))
+        else:
+            member.begin()
 
-    def _thaw(self, name: str, actor: Actor) -> None:
+    def _lay_to_rest(self, name: str) -> None:
+        if name not in self._retired:  # it has come back
+            return
+        try:
+            self.company.lay_to_rest({name})
+        except Unavailable:
+            self._plan.enter(AGAIN_AFTER, 0, partial(self._lay_to_rest, name))
+
+    def _thaw(self, name: str, actor: Actor, times_back: int) -> None:
         actor.thaw()
-        self._plan.enter(END_SECONDS, 0, partial(self._require_end, name, actor))
+        self._plan.enter(END_SECONDS, 0, partial(self._require_end, name, actor, times_back))
 
-    def _require_end(self, name: str, actor: Actor) -> None:
-        if actor.ended is None:
+    def _require_end(self, name: str, actor: Actor, times_back: int) -> None:
+        """A database that went back may have lost the fence: then the next start of its replacement ends it."""
+        if actor.ended is not None:
+            self._frozen.remove((name, actor))
+        elif times_back != self._times_back:
+            self._plan.enter(END_SECONDS, 0, partial(self._require_end, name, actor, self._times_back))
+        else:
             raise NotFenced(name)
-        self._frozen.remove((name, actor))
+
+    @property
+    def _times_back(self) -> int:
+        return self._replacing.times if self._replacing else 0
 
     def _join(self, act: Act) -> str:
         present = {writer.name for writer in self._writers} | self._leaving.keys()

@@ -23,9 +23,10 @@ class ReaderRole:
 
 @dataclass(frozen=True, slots=True)
 class ReaderServers:
-    """`dsn` is that of facts and effects, `tidemark` that of Tidemark's own database."""
+    """DSNs: `facts` of the services' database, `effects` of the readers', `tidemark` of Tidemark's own."""
 
-    dsn: str
+    facts: str
+    effects: str
     redis: RedisAddress
     tidemark: str
 
@@ -36,21 +37,31 @@ def read(role: ReaderRole, servers: ReaderServers, stopping: threading.Event) ->
         Positions(servers.redis, servers.tidemark) as positions,
         ThreadPoolExecutor(len(role.streams)) as pool,
     ):
-        work = [pool.submit(_read, role.mode, stream, positions, servers.dsn, stopping) for stream in role.streams]
+        work = [pool.submit(_read, role.mode, stream, positions, servers, stopping) for stream in role.streams]
         wait(work, return_when=FIRST_EXCEPTION)
         stopping.set()
     for each in work:
         each.result()
 
 
-def _read(mode: Mode, stream: str, positions: Positions, dsn: str, stopping: threading.Event) -> None:
+def _read(mode: Mode, stream: str, positions: Positions, servers: ReaderServers, stopping: threading.Event) -> None:
     table = Table(f"demo.{stream}", id="stream_id", writer="writer", then=["part"])
     with Reader(
-        positions, stream, table, name=mode, source=dsn, effects=dsn, mode=mode, rows=200, stopping=stopping
+        positions,
+        stream,
+        table,
+        name=mode,
+        source=servers.facts,
+        effects=servers.effects,
+        mode=mode,
+        rows=200,
+        stopping=stopping,
     ) as reader:
         for batch in reader:
             with batch.connection.cursor() as cursor:
+                late = batch.late.number if batch.late else None
                 cursor.executemany(
-                    "insert into demo.effects (reader, stream, stream_id, part, writer) values (%s, %s, %s, %s, %s)",
-                    [(mode, stream, row["stream_id"], row["part"], row["writer"]) for row in batch.rows],
+                    "insert into demo.effects (reader, stream, stream_id, writer, mark, late)"
+                    " values (%s, %s, %s, %s, %s, %s)",
+                    [(mode, stream, row["stream_id"], row["writer"], row["mark"], late) for row in batch.rows],
                 )

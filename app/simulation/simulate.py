@@ -5,26 +5,34 @@ The truth is what the writers have committed in their tables. See `sources.simul
 
 import signal
 import time
-from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from threading import Event
+from typing import TYPE_CHECKING
 
 import click
 
 from tidemark.app.settings import Settings
 from tidemark.app.simulation.company import Company, Stage
+from tidemark.app.simulation.comparison import Count
 from tidemark.app.simulation.director import Director
-from tidemark.app.simulation.verification import Count, EffectsDiffer, Verification
+from tidemark.app.simulation.verification import EffectsDiffer, Verification
 from tidemark.app.stack.home import Home
+from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.reader import Positions, Standing
 from tidemark.sources.simulator import tables
-from tidemark.sources.simulator.script import Fault, Players, script
+from tidemark.sources.simulator.script import OF_DATABASES, Fault, Players, script
 from tidemark.sources.topics import Topics
-from tidemark.streaming.errors import Stop
+from tidemark.streaming.errors import Stop, TidemarkError, Unavailable
+from tidemark.streaming.state import decode
+
+if TYPE_CHECKING:  # it needs what comes with the local stack
+    from tidemark.app.simulation.servers import Servers
 
 TICK_SECONDS = 0.1
 REPORT_SECONDS = 5.0
+ENDING_SECONDS = 60.0  # for what has begun
 CATCH_UP_SECONDS = 120.0  # a pipeline that was killed takes half a minute to come back on a busy machine
 
 
@@ -35,6 +43,17 @@ class StreamTaken(Stop):
         super().__init__(
             f"Tidemark knows the stream {stream} already, and the simulator has not written it:"
             " choose other streams with --prefix NAME"
+        )
+        self.stream = stream
+
+
+class LossUntold(TidemarkError):
+    """A database went back, readers had read facts that are no more, and nothing tells of it."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(
+            f"facts of {stream} were read and then lost with their database, and their IDs were given out again:"
+            " there is neither a late completion nor a new timeline"
         )
         self.stream = stream
 
@@ -53,13 +72,27 @@ def run(settings: Settings, play: Play, *, verify: bool) -> None:
     """Play to the end, or until SIGTERM or Ctrl-C; a second one of these ends the process at once.
 
     Raises `EffectsDiffer` where `verify` finds, in the end or meanwhile, that a reader missed, doubled or disordered
-    facts; `StreamTaken`, `TopicMissing`, `NotFenced`, `Unavailable`.
+    facts, and `LossUntold` where nobody was told that some were lost; `StreamTaken`, `TopicMissing`, `NotFenced`,
+    `AlreadyRunning`, `StartFailed`, `Unavailable`.
     """
-    stage = _stage(settings, play.cast)
-    stopping = _stop_on_signals()
-    with Verification(stage.dsn, play.cast.stream_names()) as verification, _directed(stage, play) as director:
+    with ExitStack() as stack:
+        own = None
+        if play.faults & OF_DATABASES:
+            from tidemark.app.simulation.servers import ServicesPostgres  # noqa: PLC0415 - it comes with the local stack
+
+            own = stack.enter_context(ServicesPostgres(Home(settings.home)))
+        stage = _stage(settings, play.cast, own.server.dsn() if own else settings.postgres())
+        stopping = _stop_on_signals()
+        before = timelines(settings.postgres()) if own else {}
+        verification = stack.enter_context(Verification(stage.facts, stage.effects, play.cast.stream_list()))
+        servers = stack.enter_context(closing(own.with_stack(settings, verification))) if own else None
+        director = stack.enter_context(_directed(stage, play, servers))
         for now in _until_over(director, play, stopping):
-            counts = verification.counts()
+            try:
+                counts = verification.counts()
+            except Unavailable as problem:
+                click.echo(f"{now:6.0f} s  {problem}")
+                continue
             click.echo(f"{now:6.0f} s  {'; '.join(map(str, counts))}")
             if verify and not all(count.right for count in counts):
                 raise EffectsDiffer(counts)
@@ -68,25 +101,35 @@ def run(settings: Settings, play: Play, *, verify: bool) -> None:
         director.silence()
         if verify:
             _conclude(director, verification)
+            if own:
+                _require_told(verification.lost, verification.late, before, timelines(settings.postgres()))
 
 
-def _stage(settings: Settings, cast: Players) -> Stage:
-    """Everything that the play needs, made where it is missing."""
+def _stage(settings: Settings, cast: Players, services: str) -> Stage:
+    """Everything that the play needs, made where it is missing; `services` is the DSN of their server."""
     Topics(settings.kafka).describe([settings.kafka_facts_topic])
-    dsn = tables.make_database(settings.postgres())
+    facts, effects = tables.make_database(services), tables.make_database(settings.postgres())
+    tables.prepare_writing(facts)
     streams = cast.stream_list()
     with Positions(settings.redis) as positions:
-        for stream in tables.missing(dsn, streams):
+        for stream in tables.missing(facts, streams):
             # A sequence that starts anew below known positions would look like a database set back (docs/design.md 3).
             if isinstance(positions.get(stream.name), Standing):
                 raise StreamTaken(stream.name)
-    tables.make(dsn, streams)
-    return Stage(Home(settings.home), dsn, settings.kafka, settings.kafka_facts_topic)
+    tables.make_facts(facts, streams)
+    tables.make_effects(effects)
+    return Stage(Home(settings.home), facts, effects, settings.kafka, settings.kafka_facts_topic)
+
+
+def timelines(dsn: str) -> dict[str, int]:
+    """The number of each stream's timeline, as Tidemark's Postgres has it."""
+    with Postgres(PostgresConfig(lambda: dsn)) as postgres:
+        return {stream: decode(data).timeline for stream, data in postgres.states().items()}
 
 
 @contextmanager
-def _directed(stage: Stage, play: Play) -> Iterator[Director]:
-    director = Director(Company(stage, play.cast, play.faults, play.seed))
+def _directed(stage: Stage, play: Play, servers: "Servers | None") -> Iterator[Director]:
+    director = Director(Company(stage, play.cast, play.faults, play.seed), servers)
     try:
         director.open()
         yield director
@@ -95,12 +138,15 @@ def _directed(stage: Stage, play: Play) -> Iterator[Director]:
 
 
 def _until_over(director: Director, play: Play, stopping: Event) -> Iterator[float]:
-    """Let everything happen; gives the play's time (s) whenever a report is due."""
+    """Let everything happen, to its end; gives the play's time (s) whenever a report is due."""
     began, reported = time.monotonic(), 0.0
     acts = script(play.seed, play.faults, play.seconds)
     act = next(acts, None)
-    while (now := time.monotonic() - began) < play.seconds and not stopping.wait(TICK_SECONDS):
-        while act is not None and act.at <= now:
+    while not stopping.wait(TICK_SECONDS):
+        now = time.monotonic() - began
+        if now >= play.seconds + (ENDING_SECONDS if director.owes else 0.0):
+            return
+        while act is not None and act.at <= min(now, play.seconds):
             director.befall(act)
             act = next(acts, None)
         director.tick()
@@ -112,20 +158,30 @@ def _until_over(director: Director, play: Play, stopping: Event) -> Iterator[flo
 def _conclude(director: Director, verification: Verification) -> None:
     """Wait until the readers have read everything; print how each did. Raises `EffectsDiffer`."""
     deadline = time.monotonic() + CATCH_UP_SECONDS
-    counts = verification.counts()
-    while not all(count.complete for count in counts) and time.monotonic() < deadline:
+    counts: list[Count] = []
+    while not (counts and all(count.complete for count in counts)) and time.monotonic() < deadline:
         director.tick()
         time.sleep(TICK_SECONDS)
-        counts = verification.counts()
+        with suppress(Unavailable):
+            counts = verification.counts()
+    counts = verification.counts(final=True)
     click.echo(table(counts))
     if not all(count.complete for count in counts):
         raise EffectsDiffer(counts)
 
 
+def _require_told(lost: Set[str], late: Set[str], before: Mapping[str, int], after: Mapping[str, int]) -> None:
+    """Raise `LossUntold` for the first stream that gave out again what readers had read, and nobody was told."""
+    for stream in sorted(lost - late):
+        if after.get(stream, 1) == before.get(stream, 1):
+            raise LossUntold(stream)
+
+
 def table(counts: Sequence[Count]) -> str:
     """For people: a line for each reader."""
-    lines = [f"{'READER':8}{'WRITTEN':>10}{'READ':>10}{'MISSED':>8}{'DOUBLED':>9}{'OUT OF ORDER':>14}"]
-    lines += [f"{it.reader:8}{it.written:10}{it.read:10}{it.missed:8}{it.doubled:9}{it.disordered:14}" for it in counts]
+    columns = ("WRITTEN", "READ", "MISSED", "DOUBLED", "OUT OF ORDER", "LATE", "AGAIN", "LOST")
+    lines = [" ".join(["READER  ", *(f"{column:>12}" for column in columns)])]
+    lines += [" ".join([f"{it.reader:8}", *(f"{figure:12}" for figure in it.figures)]) for it in counts]
     return "\n".join(lines)
 
 

@@ -1,183 +1,192 @@
-"""Holds what readers did against the truth: the facts that were committed, and the effects of each reader, in one look.
+"""Holds what readers did against the truth: the facts that were committed, and the effects of each reader.
 
 It knows nothing of positions but where a reader says that it stands. What was found to be right is deleted, so that a
-play may go on for ever.
+play may go on for ever. Facts and effects are in two databases, and each may go back: then what was deleted is deleted
+again, before anybody else sees it (`services_go_back`, `readers_go_back`).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from threading import Lock
+from typing import Any, Self
 
 from psycopg import sql
 
+from tidemark.app.simulation.comparison import Comparison, Count, FactRow, HandedRow, Stand
 from tidemark.sinks.reader.follow import Mode
+from tidemark.sources.simulator import tables
+from tidemark.sources.writer import Stream
 from tidemark.sources.writer.database import session_of
 from tidemark.streaming.errors import TidemarkError
 from tidemark.streaming.postgres_session import Connection
 
 READERS: tuple[Mode, ...] = ("vector", "linear")
+APPLICATION = "tidemark simulate --verify"
 
 
 class EffectsDiffer(TidemarkError):
     """Some reader missed, doubled or disordered facts."""
 
-    def __init__(self, counts: "Sequence[Count]") -> None:
+    def __init__(self, counts: Sequence[Count]) -> None:
         wrong = "; ".join(str(count) for count in counts if not count.right)
         super().__init__(f"what was read is not what was written: {wrong}")
         self.counts = counts
 
 
-@dataclass(frozen=True, slots=True)
-class Count:
-    """Facts of all streams, for one reader. `missed` are those that it passed without reading them.
+class Verification:
+    """A context manager. `facts` and `effects` are the DSNs of the services' database and of the readers'.
 
-    `doubled` are facts of which it was handed more rows than there are, `disordered` rows below an earlier one (of the
-    same writer, for the vector).
+    Any thread may call it. Methods raise `Unavailable` where a database does not answer.
     """
 
-    reader: str
-    written: int
-    read: int
-    missed: int
-    doubled: int
-    disordered: int
-
-    @property
-    def right(self) -> bool:
-        return not (self.missed or self.doubled or self.disordered)
-
-    @property
-    def complete(self) -> bool:
-        return self.right and self.read == self.written
-
-    def __str__(self) -> str:
-        return (
-            f"{self.reader}: {self.written} facts written, {self.read} read, {self.missed} missed,"
-            f" {self.doubled} doubled, {self.disordered} out of order"
-        )
-
-
-_COUNTS = """
-with written as (
-    select stream_id, writer, count(*) as rows from {facts} group by stream_id, writer
-), handed as (
-    select stream_id, count(*) as rows from demo.effects
-    where reader = {reader} and stream = {stream} group by stream_id
-), place as (
-    select linear, positions from tidemark_reader.places where reader = {reader} and stream = {stream}
-), in_order as (
-    select abs(stream_id) as id, max(abs(stream_id)) over (
-        {partition} order by number rows between unbounded preceding and 1 preceding
-    ) as before
-    from demo.effects where reader = {reader} and stream = {stream}
-)
-select
-    count(written.stream_id),
-    count(*) filter (where handed.rows >= written.rows),
-    count(*) filter (
-        where written.rows > coalesce(handed.rows, 0) and abs(written.stream_id) <=
-            (select abs(coalesce((positions ->> written.writer)::bigint, linear)) from place)
-    ),
-    count(*) filter (where handed.rows > coalesce(written.rows, 0)),
-    (select count(*) from in_order where id < before)
-from written full join handed using (stream_id)
-"""
-
-
-_FORGOTTEN = """
-with readers as (
-    select unnest({readers}::text[]) as reader
-), reached as (
-    select abs(linear) as id from tidemark_reader.places where reader = {slowest} and stream = {stream}
-), read_by_all as (
-    select not exists (
-        select from {facts} fact cross join readers
-        where abs(fact.stream_id) <= (select id from reached) and not exists (
-            select from demo.effects effect
-            where (effect.reader, effect.stream, effect.stream_id, effect.part)
-                = (readers.reader, {stream}, fact.stream_id, fact.part)
-        )
-    ) as so
-), facts as (
-    delete from {facts} where abs(stream_id) <= (select id from reached) and (select so from read_by_all)
-    returning stream_id
-), effects as (
-    delete from demo.effects where stream = {stream} and abs(stream_id) <= (select id from reached)
-        and (select so from read_by_all)
-)
-insert into demo.compared (reader, stream, facts)
-select reader, {stream}, (select count(distinct stream_id) from facts) from readers
-on conflict (reader, stream) do update set facts = compared.facts + excluded.facts
-"""
-
-
-class Verification:
-    """A context manager, for one thread. `dsn` is that of the play's database."""
-
-    def __init__(self, dsn: str, streams: Sequence[str]) -> None:
-        self._session = session_of(dsn, "tidemark simulate --verify")
+    def __init__(self, facts: str, effects: str, streams: Sequence[Stream]) -> None:
+        self._facts = session_of(facts, APPLICATION)
+        self._effects = session_of(effects, APPLICATION)
         self._streams = streams
+        self._lock = Lock()
+        self._compared: dict[str, set[Hashable]] = {stream.name: set() for stream in streams}
+        """Marks of rows that were found to be right, and deleted; or are to be."""
+        self._deleted: dict[str, list[Hashable]] = {}
+        """Those of them that the services' database may still hold."""
+        self._forgotten: dict[tuple[Mode, str], Count] = {}
+        self._back: dict[str, int] = {}
+        self.lost: set[str] = set()
+        """Streams whose database may give IDs out again that readers have read."""
+        self.late: set[str] = set()
+        """Streams of which readers were handed late completions after their database went back."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._session.close()
+        self._facts.close()
+        self._effects.close()
 
-    def counts(self) -> list[Count]:
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Nothing is compared meanwhile; for the thread that calls the next two."""
+        with self._lock:
+            yield
+
+    def services_go_back(self, dsn: str) -> None:
+        """At `dsn` is what the services' database is going to be; nobody else uses it yet."""
+        heads = tables.allocated(dsn, self._streams)
+        with closing(session_of(dsn, APPLICATION)) as session, session.use() as connection:
+            for stream, marks in self._compared.items():
+                _delete(connection, _facts_of(stream), [*marks])
+        self._back = {stream: min(head, self._back.get(stream, head)) for stream, head in heads.items()}
+
+    def readers_go_back(self, dsn: str) -> None:
+        """The same for the readers' database, with their places."""
+        with closing(session_of(dsn, APPLICATION)) as session, session.use() as connection:
+            for marks in self._compared.values():
+                _delete(connection, _EFFECTS, [*marks])
+
+    def counts(self, *, final: bool = False) -> list[Count]:
         """How each reader does, over all streams, since the database was made; nothing before the first has begun.
 
-        Raises `Unavailable`.
-
-        Forgets what all readers have read and the linear one has passed: whoever is handed some of it again is handed
-        what is not there, which counts as doubled.
+        With `final` nothing is late any more. Forgets what all readers have read and the linear one has passed:
+        whoever is handed some of it again is handed what is not there, which counts as doubled.
         """
-        with self._session.use() as connection, connection.transaction():
-            connection.execute("set transaction isolation level repeatable read")
-            if not self._begun(connection):
-                return [Count(reader, 0, 0, 0, 0, 0) for reader in READERS]
-            counts = {reader: [self._count(connection, reader, each) for each in self._streams] for reader in READERS}
-            for stream, *of in zip(self._streams, *counts.values(), strict=True):
-                if all(count.right for count in of):
-                    connection.execute(
-                        sql.SQL(_FORGOTTEN).format(
-                            facts=sql.Identifier("demo", stream),
-                            readers=list(READERS),
-                            slowest="linear",
-                            stream=stream,
-                        )
+        with self._lock:
+            with self._effects.use() as connection, connection.transaction():
+                connection.execute("set transaction isolation level repeatable read")
+                if not _begun(connection):
+                    return [Count(reader, 0, 0) for reader in READERS]
+                self._load(connection)
+                stands = {key: _stand(connection, *key) for key in self._forgotten}
+                handed = {key: _handed(connection, *key) for key in self._forgotten}
+            # Later than the effects: whatever a reader has passed by then was committed before.
+            with self._facts.use() as connection:
+                for stream, marks in [*self._deleted.items()]:
+                    _delete(connection, _facts_of(stream), marks)
+                    del self._deleted[stream]
+                facts = {stream.name: _committed(connection, stream.name) for stream in self._streams}
+            counts = {reader: Count(reader, 0, 0) for reader in READERS}
+            for stream, rows in facts.items():
+                of = [
+                    Comparison(
+                        reader, rows, handed[reader, stream], stands[reader, stream], self._back.get(stream), final
                     )
-        return [_sum(reader, of) for reader, of in counts.items()]
+                    for reader in READERS
+                ]
+                self._note_lost(stream, of)
+                for it in of:
+                    counts[it.reader] += it.count() + self._forgotten[it.reader, stream]
+                if all(comparison.count().right for comparison in of):
+                    self._forget(stream, of)
+        return [*counts.values()]
 
-    def _begun(self, connection: Connection) -> bool:
-        """Whether any reader has made its table of places."""
-        row = connection.execute("select to_regclass('tidemark_reader.places') is not null").fetchone()
-        return row is not None and bool(row[0])
+    def _note_lost(self, stream: str, of: Sequence[Comparison]) -> None:
+        back = self._back.get(stream)
+        if back is not None:
+            if any(id > back for comparison in of for id in comparison.strangers):
+                self.lost.add(stream)
+            if any(row.late for comparison in of for row in comparison.handed):
+                self.late.add(stream)
 
-    def _count(self, connection: Connection, reader: str, stream: str) -> Count:
-        row = connection.execute(
-            sql.SQL(_COUNTS).format(
-                facts=sql.Identifier("demo", stream),
-                reader=reader,
-                stream=stream,
-                partition=sql.SQL("partition by writer" if reader == "vector" else ""),
-            )
-        ).fetchone()
-        assert row is not None
-        forgotten = connection.execute(
-            "select facts from demo.compared where reader = %s and stream = %s", [reader, stream]
-        ).fetchone()
-        before = 0 if forgotten is None else forgotten[0]
-        written, read, missed, doubled, disordered = row
-        return Count(reader, before + written, before + read, missed, doubled, disordered)
+    def _forget(self, stream: str, of: Sequence[Comparison]) -> None:
+        reached = min(comparison.stand.linear for comparison in of if comparison.reader == "linear")
+        done = [comparison.up_to(reached) for comparison in of]
+        counts = {it.reader: self._forgotten[it.reader, stream] + it.count() for it in done}
+        if not done[0].facts or not all(count.complete for count in counts.values()):
+            return
+        rows = {row.mark for row in done[0].facts}
+        marks = [*rows.union(*(it.marks for it in done))]
+        with self._effects.use() as connection, connection.transaction():
+            _delete(connection, _EFFECTS, marks)
+            for reader, count in counts.items():
+                connection.execute(
+                    "insert into demo.compared (reader, stream, facts) values (%s, %s, %s)"
+                    " on conflict (reader, stream) do update set facts = excluded.facts",
+                    [reader, stream, count.written],
+                )
+        self._forgotten.update({(reader, stream): count for reader, count in counts.items()})
+        self._compared[stream].update(marks)
+        self._deleted[stream] = marks
+
+    def _load(self, connection: Connection) -> None:
+        """What earlier plays compared; from then on we know better than a database that went back."""
+        if not self._forgotten:
+            rows = connection.execute("select reader, stream, facts from demo.compared").fetchall()
+            found = {(reader, stream): facts for reader, stream, facts in rows}
+            for key in [(reader, stream.name) for reader in READERS for stream in self._streams]:
+                self._forgotten[key] = Count(key[0], found.get(key, 0), found.get(key, 0))
 
 
-def _sum(reader: str, counts: Sequence[Count]) -> Count:
-    return Count(
-        reader,
-        sum(count.written for count in counts),
-        sum(count.read for count in counts),
-        sum(count.missed for count in counts),
-        sum(count.doubled for count in counts),
-        sum(count.disordered for count in counts),
+_EFFECTS = sql.Identifier("demo", "effects")
+
+
+def _facts_of(stream: str) -> sql.Identifier:
+    return sql.Identifier("demo", stream)
+
+
+def _delete(connection: Connection, table: sql.Identifier, marks: Sequence[Hashable]) -> None:
+    connection.execute(sql.SQL("delete from {} where mark = any(%s)").format(table), [marks])
+
+
+def _begun(connection: Connection) -> bool:
+    """Whether any reader has made its table of places."""
+    row = connection.execute("select to_regclass('tidemark_reader.places') is not null").fetchone()
+    return row is not None and bool(row[0])
+
+
+def _stand(connection: Connection, reader: Mode, stream: str) -> Stand:
+    row: tuple[int, Mapping[str, Any]] | None = connection.execute(
+        "select linear, positions from tidemark_reader.places where reader = %s and stream = %s", [reader, stream]
+    ).fetchone()
+    return Stand(abs(row[0]), {writer: abs(id) for writer, id in row[1].items()}) if row else Stand(0, {})
+
+
+def _handed(connection: Connection, reader: Mode, stream: str) -> list[HandedRow]:
+    rows = connection.execute(
+        "select abs(stream_id), writer, mark, late is not null from demo.effects"
+        " where reader = %s and stream = %s order by number",
+        [reader, stream],
     )
+    return [HandedRow(*row) for row in rows]
+
+
+def _committed(connection: Connection, stream: str) -> list[FactRow]:
+    rows = connection.execute(sql.SQL("select abs(stream_id), writer, mark from {}").format(_facts_of(stream)))
+    return [FactRow(*row) for row in rows]

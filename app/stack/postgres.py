@@ -41,6 +41,7 @@ class PostgresServer(ServerProcess):
     def __init__(self, home: Home, port: int) -> None:
         super().__init__(home, port)
         self.data = home.data(self.name) / "18"
+        self.replaced = self.data.with_name("replaced")
         self._password_file = home.data(self.name) / "password"
 
     def dsn(self, database: str = DATABASE) -> str:
@@ -54,7 +55,10 @@ class PostgresServer(ServerProcess):
         return {"PGHOST": LOOPBACK, "PGPORT": port, "PGDATABASE": DATABASE, "PGUSER": _USER, "PGPASSWORD": password}
 
     def prepare(self) -> None:
+        if self.replaced.exists() and not self.data.exists():  # a replacement that was cut short
+            self.replaced.rename(self.data)
         if self.data.exists():
+            self._forget_standbys()
             return
         # Made beside its place and moved there when it is whole: one that was cut short looks finished to Postgres.
         new = self.new_directory()
@@ -84,6 +88,12 @@ class PostgresServer(ServerProcess):
         except psycopg.OperationalError:
             return False
         return True
+
+    def _forget_standbys(self) -> None:
+        """A play that was killed may have left the order that every commit waits for a standby, which is gone."""
+        settings = self.data / "postgresql.auto.conf"
+        lines = settings.read_text().splitlines(keepends=True)
+        settings.write_text("".join(line for line in lines if not line.startswith("synchronous_standby_names")))
 
     def new_directory(self) -> Path:
         """An empty one beside the data, which Postgres's programs may fill."""

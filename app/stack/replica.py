@@ -17,7 +17,7 @@ import psycopg
 from tidemark.app.settings import child_environment
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer, as_ordinary_user, postgres_program
-from tidemark.app.stack.server import LOOPBACK, StartFailed, free_port, process_of
+from tidemark.app.stack.server import StartFailed, free_port, process_of
 
 POLL_SECONDS = 0.05
 STREAMING_SECONDS = 30.0
@@ -47,12 +47,9 @@ class Replica(PostgresServer):
         self._password_file.write_text(self._origin.password())
         shutil.rmtree(self.data, ignore_errors=True)
         new = self.new_directory()
-        arguments = ["-d", f"host={LOOPBACK} port={self._origin.port} user=postgres", "-D", str(new)]
-        arguments += ["--checkpoint=fast", "--no-sync", *(["--write-recovery-conf"] if follows else [])]
-        self.run_first(
-            [*as_ordinary_user(), postgres_program("pg_basebackup"), *arguments],
-            child_environment({"PGPASSWORD": self._origin.password()}),
-        )
+        arguments = ["-D", str(new), "--checkpoint=fast", "--no-sync", *(["--write-recovery-conf"] if follows else [])]
+        command = [*as_ordinary_user(), postgres_program("pg_basebackup"), *arguments]
+        self.run_first(command, child_environment(self._origin.libpq))
         new.rename(self.data)
 
     def stream(self, *, synchronous: bool) -> None:
@@ -85,20 +82,25 @@ class Replica(PostgresServer):
     def succeed(self) -> None:
         """Take the origin's place: it is killed, and who starts it again finds the data of the replica."""
         self.stop()
-        lost = self._origin.data.with_name("lost")
-        shutil.rmtree(lost, ignore_errors=True)
-        self._origin.data.rename(lost)
+        shutil.rmtree(self._origin.replaced, ignore_errors=True)
+        self._origin.data.rename(self._origin.replaced)
         self.data.rename(self._origin.data)
         psutil.wait_procs(self._signal_origin(signal.SIGKILL), timeout=10)
-        shutil.rmtree(lost, ignore_errors=True)
+        shutil.rmtree(self._origin.replaced, ignore_errors=True)
 
     def discard(self) -> None:
-        """Nothing came of it: the origin goes on alone. Never raises."""
+        """Nothing came of it: the origin goes on alone; waited for where it is away."""
         self.kill()
         self._signal_origin(signal.SIGCONT)
-        with suppress(psycopg.Error):
+        self._until(self._goes_on_alone)
+
+    def _goes_on_alone(self) -> bool:
+        try:
             self._tell_origin("alter system reset synchronous_standby_names")
             self._tell_origin("select pg_reload_conf()")
+        except psycopg.OperationalError:
+            return False
+        return True
 
     def _signal_origin(self, number: signal.Signals) -> list[psutil.Process]:
         """The postmaster before its children, so that it has no more of them; but killed, it has none."""

@@ -38,10 +38,21 @@ class Fault(StrEnum):
     """The pipeline of the local stack is killed; `tidemark up` starts it again."""
     REDIS = "redis"
     """The same for Redis."""
+    KAFKA = "kafka"
+    """The same for the broker."""
+    POSTGRES_CRASH = "postgres-crash"
+    """A Postgres, the services' or Tidemark's, is killed or stopped at once, and started again."""
+    FAILOVER = "failover"
+    """A standby takes the place of a Postgres, with everything that was committed or without the newest of it."""
+    RESTORE = "restore"
+    """The services' Postgres is put back to a backup of a few seconds before."""
 
 
 ALL = frozenset(Fault)
-OF_PROCESSES = ALL - {Fault.PIPELINE, Fault.REDIS}
+OF_DATABASES = frozenset({Fault.POSTGRES_CRASH, Fault.FAILOVER, Fault.RESTORE})
+"""What takes a server of the services' own."""
+OF_SERVERS = OF_DATABASES | {Fault.PIPELINE, Fault.REDIS, Fault.KAFKA}
+OF_PROCESSES = ALL - OF_SERVERS
 """Everything that the play does to its own processes."""
 
 
@@ -110,6 +121,10 @@ _HABITS: dict[Fault, tuple[float, tuple[float, float]]] = {
     Fault.READER: (30.0, (0.2, 4.0)),
     Fault.PIPELINE: (75.0, (0.0, 0.0)),
     Fault.REDIS: (45.0, (0.0, 0.0)),
+    Fault.KAFKA: (90.0, (0.0, 0.0)),
+    Fault.POSTGRES_CRASH: (45.0, (0.0, 0.0)),
+    Fault.FAILOVER: (40.0, (0.5, 5.0)),
+    Fault.RESTORE: (45.0, (2.0, 10.0)),
 }
 
 

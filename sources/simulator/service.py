@@ -14,16 +14,21 @@ from random import Random
 from typing import Any
 
 import psycopg
+import structlog
 from prometheus_client import CollectorRegistry
 from psycopg import sql
 
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.simulator.script import Fault
 from tidemark.sources.writer import Facts, Stream, Writer
+from tidemark.streaming.errors import Retry
+
+log = structlog.get_logger(__name__)
 
 CONNECTIONS = 3
 TRANSACTION_SECONDS = 0.03  # mean, between the reservation and the end
 HANG_SECONDS = (1.5, 6.0)
+RECONNECT_SECONDS = 0.2
 ROLLBACKS = 0.1
 HANGS = 0.01
 
@@ -80,6 +85,16 @@ class _Hand:
         self._told = told
 
     def work(self) -> None:
+        """A service outlives its database: what was open is lost, and the next transaction has another connection."""
+        while not self._told.is_set():
+            try:
+                self._work_connected()
+            except (psycopg.OperationalError, psycopg.InterfaceError, psycopg.Rollback, Retry) as problem:
+                # psycopg lets its Rollback out where the connection is gone that was to be rolled back.
+                log.warning("A transaction broke off", problem=str(problem))
+                self._told.wait(RECONNECT_SECONDS)
+
+    def _work_connected(self) -> None:
         with psycopg.connect(self._dsn, autocommit=True) as connection:
             while not self._told.wait(self._random.expovariate(self._role.rate / CONNECTIONS)):
                 self._transact(connection)

@@ -1,7 +1,7 @@
-"""The tables of a play, in a database of its own beside Tidemark's: facts (the truth) and readers' effects."""
+"""The tables of a play: the services' with the facts (the truth), the readers' with effects, each in its database."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -12,18 +12,20 @@ from tidemark.streaming.postgres_session import Connection
 
 APPLICATION = "tidemark simulate"
 
-_COMMON = """
+_EFFECTS = """
 create schema if not exists demo;
 create table if not exists demo.effects (
     number      bigint  generated always as identity primary key,
     reader      text    not null,
     stream      text    not null,
     stream_id   bigint  not null,
-    part        integer not null,
-    writer      text    not null
+    writer      text    not null,
+    mark        uuid    not null,
+    late        bigint
 );
-create index if not exists effects_by_reader on demo.effects (reader, stream, stream_id);
+create index if not exists effects_by_stream on demo.effects (stream, reader, number);
 comment on table demo.effects is 'What came of each row that a reader was handed, in the order in which it was';
+comment on column demo.effects.late is 'The number of the late completion that it was handed over for';
 create table if not exists demo.compared (
     reader      text    not null,
     stream      text    not null,
@@ -39,9 +41,11 @@ create table if not exists {table} (
     part        integer not null,
     writer      text    not null,
     written_at  timestamptz not null,
+    mark        uuid    not null default gen_random_uuid(),
     primary key (stream_id, part)
 );
 create index if not exists {by_writer} on {table} (writer, stream_id);
+comment on column {table}.mark is 'Tells a row from one that had its ID before the database was put back';
 """
 
 
@@ -51,16 +55,19 @@ def own_database(dsn: str) -> str:
 
 
 def make_database(dsn: str) -> str:
-    """Make it where it is missing, with the writer's schema; its DSN. Raises `Unavailable` and `Refused`."""
+    """Make it where it is missing; its DSN. Raises `Unavailable` and `Refused`."""
     own = own_database(dsn)
     name = str(conninfo_to_dict(own)["dbname"])
     with _using(dsn) as connection:
         if not connection.execute("select 1 from pg_database where datname = %s", [name]).fetchone():
             connection.execute(sql.SQL("create database {}").format(sql.Identifier(name)))
-    session = session_of(own, APPLICATION)
-    SCHEMA.migrate(session)
-    session.close()
     return own
+
+
+def prepare_writing(dsn: str) -> None:
+    """Make or update the writer's schema."""
+    with closing(session_of(dsn, APPLICATION)) as session:
+        SCHEMA.migrate(session)
 
 
 def missing(dsn: str, streams: Iterable[Stream]) -> list[Stream]:
@@ -69,10 +76,10 @@ def missing(dsn: str, streams: Iterable[Stream]) -> list[Stream]:
         return [stream for stream in streams if sequences.inspect(connection, stream.sequence) is None]
 
 
-def make(dsn: str, streams: Iterable[Stream]) -> None:
-    """Make the tables, and the sequences of streams that have none."""
+def make_facts(dsn: str, streams: Iterable[Stream]) -> None:
+    """Make the services' tables, and the sequences of streams that have none."""
     with _using(dsn) as connection, connection.transaction():
-        connection.execute(_COMMON)
+        connection.execute("create schema if not exists demo")
         for stream in streams:
             connection.execute(
                 sql.SQL(_FACTS).format(
@@ -83,6 +90,19 @@ def make(dsn: str, streams: Iterable[Stream]) -> None:
                 sequences.create(connection, stream.sequence, stream.towards)
 
 
+def make_effects(dsn: str) -> None:
+    """Make the readers' tables."""
+    with _using(dsn) as connection, connection.transaction():
+        connection.execute(_EFFECTS)
+
+
+def allocated(dsn: str, streams: Iterable[Stream]) -> dict[str, int]:
+    """Up to where each stream's IDs were given out, as magnitudes."""
+    with _using(dsn) as connection:
+        oids = sequences.require(connection, streams)
+        return sequences.allocated(connection, {it.name: (oids[it.name], it.towards) for it in streams})
+
+
 def instances(dsn: str) -> list[str]:
     """Every writer that ever wrote there."""
     with _using(dsn) as connection:
@@ -91,9 +111,5 @@ def instances(dsn: str) -> list[str]:
 
 @contextmanager
 def _using(dsn: str) -> Iterator[Connection]:
-    session = session_of(dsn, APPLICATION)
-    try:
-        with session.use() as connection:
-            yield connection
-    finally:
-        session.close()
+    with closing(session_of(dsn, APPLICATION)) as session, session.use() as connection:
+        yield connection

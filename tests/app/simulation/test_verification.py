@@ -7,7 +7,8 @@ import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
-from tidemark.app.simulation.verification import Count, Verification
+from tidemark.app.simulation.comparison import Count
+from tidemark.app.simulation.verification import Verification
 from tidemark.sources.simulator import tables
 from tidemark.sources.simulator.script import Players
 
@@ -29,11 +30,16 @@ class World:
                     [id, part, writer],
                 )
 
-    def read(self, *ids: int, reader: str, writer: str = "first", part: int = 1) -> None:
+    def read(self, *ids: int, reader: str, writer: str = "first") -> None:
+        """The first row of each, or one that nobody wrote."""
         for id in ids:
             self._connection.execute(
-                "insert into demo.effects (reader, stream, stream_id, part, writer) values (%s, 'events', %s, %s, %s)",
-                [reader, id, part, writer],
+                """
+                insert into demo.effects (reader, stream, stream_id, writer, mark) values (%(reader)s, 'events', %(id)s,
+                    %(writer)s, coalesce((select mark from demo.events where stream_id = %(id)s and part = 1),
+                        gen_random_uuid()))
+                """,
+                {"reader": reader, "id": id, "writer": writer},
             )
 
     def stand(self, reader: str, linear: int, **positions: int) -> None:
@@ -53,8 +59,9 @@ class World:
 @pytest.fixture
 def world(database: str) -> Iterator[World]:
     dsn = tables.make_database(database)
-    tables.make(dsn, [STREAM])
-    with psycopg.connect(dsn, autocommit=True) as connection, Verification(dsn, [STREAM.name]) as verification:
+    tables.make_facts(dsn, [STREAM])
+    tables.make_effects(dsn)
+    with psycopg.connect(dsn, autocommit=True) as connection, Verification(dsn, dsn, [STREAM]) as verification:
         connection.execute(files("tidemark.sinks.reader").joinpath("schema.sql").read_bytes())
         yield World(connection, verification)
 

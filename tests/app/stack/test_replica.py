@@ -76,8 +76,8 @@ def test_an_image_is_put_back_with_the_history_that_it_had(origin: PostgresServe
     assert (ask(origin, "select n from kept"), ask(origin, HISTORY)) == ([], before)
 
 
-def test_a_replica_that_is_given_up_leaves_the_origin_as_it_was(origin: PostgresServer) -> None:
-    """It neither stands still nor waits for a standby."""
+def test_an_origin_goes_on_alone(origin: PostgresServer) -> None:
+    """Without a replica that was given up; and after a start, at whatever step whoever made it was killed."""
     replica = Replica(origin)
     replica.copy(follows=True)
     replica.start()
@@ -85,4 +85,9 @@ def test_a_replica_that_is_given_up_leaves_the_origin_as_it_was(origin: Postgres
     replica.freeze_origin()
     replica.discard()
     ask(origin, "insert into kept values (1)")
-    assert ask(origin, "select n from kept") == [(1,)]
+    ask(origin, "alter system set synchronous_standby_names = '*'")
+    origin.stop()
+    origin.data.rename(origin.replaced)
+    origin.start()
+    ask(origin, "insert into kept values (2)")
+    assert ask(origin, "select n from kept") == [(1,), (2,)]
