@@ -35,6 +35,7 @@ LONGEST = ({"terminal", "site"}, {"spark", "guarded_kafka", "base_install", "sha
 """Fixtures by how long the tests take that have them. Modules that have the first begin first, so that no process of
 `pytest -n --dist loadfile` is left with one in the end."""
 
+LONG = "long"
 ANY = "server"
 INSTALL = "apt-get install --no-install-recommends"
 PROGRAMS = {"java", "spark-submit", "postgres", "redis-server", "chromium"}
@@ -97,6 +98,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for server, fixtures in SERVERS.items():
         config.addinivalue_line("markers", f"{server}: starts it, by the fixture {' or '.join(sorted(fixtures))}")
     config.addinivalue_line("markers", f"{ANY}: starts any server")
+    config.addinivalue_line("markers", f"{LONG}: computes for a minute; begins while others wait for what servers need")
     strict = os.environ.get("CI") == "true"
     config.stash[_missing] = [need for need in NEEDS if not (need.met() or (strict and need.everywhere))]
 
@@ -125,6 +127,8 @@ def _module(item: pytest.Item) -> Path:
 
 
 def _rank(item: pytest.Item) -> int:
+    if item.get_closest_marker(LONG):
+        return -1
     used = _used(item)
     return next((rank for rank, fixtures in enumerate(LONGEST) if used & fixtures), len(LONGEST))
 

@@ -307,7 +307,8 @@ class Model:
         )
         for at in range(1, passed + 1):
             writer.told.setdefault(at, writer.settled[at])
-        writer.settled = {at: how for at, how in writer.settled.items() if at not in forced}
+        # What was passed was told then: of it nothing is told again, also where the database goes back later.
+        writer.settled = {at: BARE if at <= passed else how for at, how in writer.settled.items() if at not in forced}
         writer.late = {at: why for at, why in writer.late.items() if at <= max(id, writer.published)}
         return True
 

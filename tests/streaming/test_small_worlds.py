@@ -25,6 +25,8 @@ from tidemark.streaming.runs import Marker, Run
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import Mark, WriterState
 
+pytestmark = pytest.mark.long
+
 SMALL = [
     Size(ids=1, retirements=1),
     Size(ids=2, beats=0, rollbacks=0, restarts=0),

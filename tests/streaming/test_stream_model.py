@@ -254,3 +254,17 @@ class Compared(RuleBasedStateMachine):
 
 Compared.TestCase.settings = settings(max_examples=examples(200), print_blob=True)
 TestCompared = Compared.TestCase
+
+
+def test_what_was_told_before_it_was_taken_back_is_not_late() -> None:
+    """A fact that an advance has told stays told where a database goes back after an operator's act was taken back."""
+    compared = Compared()
+    compared.begin(sign=1, few=0)
+    act = Hint("JOIN", "c", 2, 0, 1)
+    compared.babble(seen=[Hint("RDATA", "c", 0, 0, 1)])
+    for _ in range(2):
+        compared.operate(beyond=False, hint=act, living=False)
+    compared.babble(seen=[Hint("RDATA", "a", 0, 0, 1), Hint("RDATA", "c", 2, 0, 2)])
+    compared.flush(seed=0)
+    compared.work(count=0, ends=[], name="a")
+    compared.teardown()
