@@ -1,6 +1,7 @@
 """`tidemark simulate` as the torture machine: real writers, readers, servers and kills, in a stack of its own."""
 
 import re
+from collections.abc import Set
 
 import redis
 
@@ -16,20 +17,29 @@ CATCH_UP_SECONDS = 240.0
 
 def test_nothing_is_missed_doubled_or_disordered_whatever_dies(terminal: Terminal) -> None:
     """Writers that roll back, hang, die, are replaced while they stand still, join late and retire; readers, pipeline,
-    Redis, Kafka and both Postgres servers killed, a standby promoted, a backup put back: both readers read every fact
-    that is there exactly once, in order, and what is not there any more is told."""
-    require_right(terminal, SECONDS)
+    Redis, Kafka and both Postgres servers killed: both readers read every fact exactly once, in order. Databases that
+    go back are for `make torture`."""
+    require_right(terminal, SECONDS, set(Fault) - {Fault.FAILOVER, Fault.RESTORE})
 
 
-def require_right(terminal: Terminal, seconds: int) -> str:
-    """Play with all faults in a stack of its own; each comes, and in the end everything was read. What it said."""
+def require_right(terminal: Terminal, seconds: int, faults: Set[Fault]) -> str:
+    """Play with `faults` in a stack of its own; each comes, and in the end everything was read. What it said."""
     with terminal.up():
-        words = ["simulate", "--seconds", str(seconds), "--rate", "60", "--faults", "all", "--verify"]
+        words = [
+            "simulate",
+            "--seconds",
+            str(seconds),
+            "--rate",
+            "60",
+            "--faults",
+            ",".join(sorted(faults)),
+            "--verify",
+        ]
         done = terminal.run(*words, patience=seconds + CATCH_UP_SECONDS)
     told = done.stdout.decode()
     assert done.returncode == 0, told + done.stderr.decode()
     befell = next(line for line in told.splitlines() if line.startswith("the play is over"))
-    assert {fault for fault in set(Fault) - {Fault.ROLLBACK, Fault.HANG} if f" x {fault}" not in befell} == set()
+    assert {fault for fault in faults - {Fault.ROLLBACK, Fault.HANG} if f" x {fault}" not in befell} == set()
     for reader in ("vector", "linear"):
         found = re.search(rf"^{reader} +(\d+) +(\d+) +0 +0 +0 +\d+ +\d+ +\d+$", told, re.MULTILINE)
         assert found, told
