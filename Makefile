@@ -60,7 +60,7 @@ append-torture: setup ## Try what tidemark.append and its relay promise with for
 	$(BIN)/pytest -n 2 --hypothesis-profile long tests/sources/relay
 
 .PHONY: worlds
-worlds: setup ## Go through every order of events in a world of two writers (a little over two minutes on a core, 1 GB)
+worlds: setup ## Go through every order of events in a world of two writers (two minutes on a core, 1 GB)
 	$(BIN)/pytest tests/worlds
 
 .PHONY: lint
