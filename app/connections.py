@@ -31,9 +31,12 @@ def host_port(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+LOOPBACK = ("127.0.0.1", "::1")
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches an address that a socket listens on."""
-    return host in {"127.0.0.1", "::1"}
+    return host in LOOPBACK
 
 
 def _is_host_port(text: str) -> str:

@@ -66,7 +66,7 @@ def _force(kind: str, *, dry_run: bool, **fields: Any) -> None:
     act = force.KINDS[kind](**{name: value for name, value in fields.items() if value is not None})
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
-        stored = postgres.states().get(act.stream)
+        stored = postgres.states([act.stream]).get(act.stream)
     if stored is None:
         raise CommandFailed(f"there is no stream {act.stream}; `tidemark status` shows all")
     done = force.attempt(stored, act, int(time.time() * 1000))

@@ -21,7 +21,7 @@ from tidemark.app.lines.speaker import ChannelConfig
 from tidemark.app.read_side.opened import ReadSide, ReadSideConfig, opened
 from tidemark.app.settings import Settings
 from tidemark.app.sidecar.admission import AdmissionConfig, admission
-from tidemark.app.sidecar.hosts import LOOPBACK
+from tidemark.app.sidecar.hosts import THIS_MACHINE
 from tidemark.app.sidecar.service import Limits
 from tidemark.app.sidecar.site import SiteConfig, site
 from tidemark.sources.tail import Tail
@@ -58,7 +58,7 @@ def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises Stop where a person must decide."""
     servers = ReadSideConfig(settings.redis, settings.postgres)
     limits = Limits(settings.sidecar_held, settings.sidecar_wait_seconds)
-    hosts = settings.sidecar_names or (LOOPBACK if is_loopback(settings.sidecar_host) else ())
+    hosts = settings.sidecar_names or (THIS_MACHINE if is_loopback(settings.sidecar_host) else ())
     config = SiteConfig(settings.sidecar_tokens, settings.sidecar_origins, hosts, limits)
     asyncio.run(_require_welcome(servers))
     # What uvicorn complains of reaches the client, or our log, in another way.

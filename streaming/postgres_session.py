@@ -146,7 +146,7 @@ def _is_pooled(connection: Connection, wanted: str) -> bool:
 
 
 def _process(connection: Connection) -> int:
-    row = connection.execute("select pg_backend_pid()", prepare=False).fetchone()
+    row = connection.execute(BACKEND, prepare=False).fetchone()
     assert row is not None
     return int(row[0])
 

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tidemark.app.connections import LOOPBACK
 from tidemark.app.sidecar.admission import PROBES
 from tidemark.app.sidecar.problems import WrongHost
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+THIS_MACHINE = ("localhost", *LOOPBACK)
 
 
 class Hosts:

@@ -16,7 +16,6 @@ from typing import Self
 
 import psutil
 import psycopg
-import structlog
 from psycopg.conninfo import conninfo_to_dict
 
 from tidemark.app.settings import Settings
@@ -27,8 +26,6 @@ from tidemark.app.stack.replica import Replica
 from tidemark.app.stack.server import free_port, process_of
 from tidemark.sources.simulator.tables import own_database
 from tidemark.streaming.errors import TidemarkError
-
-log = structlog.get_logger(__name__)
 
 
 class Whose(StrEnum):

@@ -111,9 +111,10 @@ class Verification:
                     for reader in READERS
                 ]
                 self._note_lost(stream, of)
-                for it in of:
-                    counts[it.reader] += it.count() + self._forgotten[it.reader, stream]
-                if all(comparison.count().right for comparison in of):
+                found = [comparison.count() for comparison in of]
+                for comparison, count in zip(of, found, strict=True):
+                    counts[comparison.reader] += count + self._forgotten[comparison.reader, stream]
+                if all(count.right for count in found):
                     self._forget(stream, of)
         return [*counts.values()]
 

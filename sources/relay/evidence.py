@@ -135,7 +135,7 @@ class StreamEvidence:
         present = Intervals.from_ids(np.sort(np.fromiter(found, np.int64, len(found))))
         voids, kept = EMPTY, list[_Mark]()
         for mark in self._marks:
-            covered = _common(mark.unread, asked)
+            covered = mark.unread.common(asked)
             missing = covered.difference(present)
             absent = mark.absent
             if mark.waiting:
@@ -151,10 +151,6 @@ class StreamEvidence:
 
 def _transactions(holders: Collection[Holder]) -> set[int]:
     return {transaction for transaction, _ in holders}
-
-
-def _common(one: Intervals, other: Intervals) -> Intervals:
-    return Intervals.of(part for low, high in one for part in other.within(low, high))
 
 
 def ids_of(voids: Intervals) -> Iterator[int]:

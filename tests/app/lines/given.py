@@ -21,6 +21,16 @@ Address = tuple[str, int]
 NOWHERE = ReadSideConfig("redis://127.0.0.1:1/0", "postgresql://127.0.0.1:1/none")
 """For a server that is to know of no stream."""
 MIB = 1 << 20
+RELAYED = [
+    "USER_SYNC worker1 @a:b start 1500000000000",
+    "CLEAR_USER_SYNC worker1",
+    "FEDERATION_ACK master 1234",
+    "REMOTE_SERVER_UP example.org",
+    'USER_IP {"user": "@a:b"}',
+    "LOCK_RELEASED worker1 name key",
+    "NEW_ACTIVE_TASK 17",
+    "CANCEL_TASK 17",
+]
 
 
 @dataclass(frozen=True)
