@@ -2,20 +2,26 @@
 
 Of which process, its `Health` says. Alive: not caught in a loop that no longer goes round. Waiting for a server or for
 one's turn is life: ending a process that waits mends nothing.
+
+Each connection has a thread and one request. Both are bounded, so that whoever connects and says nothing, or reads
+nothing, takes neither threads nor memory, and keeps no probe out.
 """
 
+import io
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Protocol
-from wsgiref.simple_server import WSGIRequestHandler, make_server
+from typing import TYPE_CHECKING, Any, Protocol, cast
+from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
+from tidemark.app.crowd import Waiting, crowding
 from tidemark.streaming.errors import BadSetting
 
 if TYPE_CHECKING:
@@ -35,9 +41,23 @@ class Health(Protocol):
         """What it waits for, None while it does what it is for."""
 
 
+@dataclass(frozen=True, slots=True)
+class ProbesConfig:
+    """`connections` at once; `bytes` of a request's head; seconds until one `asked`, and until it was `answered`."""
+
+    connections: int = 32
+    bytes: int = 16 << 10
+    asked: float = 5.0
+    answered: float = 15.0
+
+
 @contextmanager
 def served(
-    setting: str, address: tuple[str, int], health: Health, now: Callable[[], float] = time.time
+    setting: str,
+    address: tuple[str, int],
+    health: Health,
+    now: Callable[[], float] = time.time,
+    bounds: ProbesConfig | None = None,
 ) -> Iterator[int]:
     """Answer at `address` from threads of our own, as long as this is entered; the port.
 
@@ -45,9 +65,10 @@ def served(
     """
     host, port = address
     try:
-        server = make_server(host, port, _application(health, now), _server_class(host), handler_class=_Silent)
+        server = _ProbesServer(address, bounds or ProbesConfig())
     except OSError as error:
         raise BadSetting(setting, f"cannot listen on {host}:{port}: {error.strerror}") from None
+    server.set_app(_application(health, now))
     thread = threading.Thread(target=server.serve_forever, name="probes", daemon=True)
     thread.start()
     try:
@@ -86,11 +107,90 @@ def _verdict(start_response: "StartResponse", problem: str | None) -> list[bytes
     return [f"{problem or 'ok'}\n".encode()]
 
 
-def _server_class(host: str) -> type[ThreadingWSGIServer]:
-    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-    return type("ProbesServer", (ThreadingWSGIServer,), {"address_family": family})
+@dataclass(slots=True)
+class _AskedConnection:
+    address: str
+    since: float
+    asked: bool = False
 
 
-class _Silent(WSGIRequestHandler):
+class _ProbesServer(ThreadingWSGIServer):
+    request_queue_size = 1024
+
+    def __init__(self, address: tuple[str, int], bounds: ProbesConfig) -> None:
+        self.address_family = socket.getaddrinfo(address[0], None, type=socket.SOCK_STREAM)[0][0]
+        self.bounds = bounds
+        self._lock = threading.Lock()
+        self._connections: dict[socket.socket, _AskedConnection] = {}
+        super().__init__(address, _AskedOnce)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            if len(self._connections) >= self.bounds.connections:
+                self._make_room()
+            self._connections[request] = _AskedConnection(client_address[0], time.monotonic())
+        super().process_request(request, client_address)
+
+    def asked(self, request: socket.socket) -> None:
+        """Its head has come."""
+        with self._lock:
+            if request in self._connections:
+                self._connections[request].asked = True
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._connections.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Called about twice a second."""
+        now = time.monotonic()
+        with self._lock:
+            for request, it in [*self._connections.items()]:
+                if now - it.since >= (self.bounds.answered if it.asked else self.bounds.asked):
+                    self._cut(request)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients that went away, or were cut, are nobody's trouble."""
+
+    def _make_room(self) -> None:
+        found = self._connections.items()
+        silent = [Waiting(request, it.address, it.since) for request, it in found if not it.asked]
+        self._cut(crowding(silent) or next(iter(self._connections)))
+
+    def _cut(self, request: socket.socket) -> None:
+        """Its thread, which waits to read or to write, then ends it."""
+        del self._connections[request]
+        with suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
+
+
+class _Head(io.RawIOBase):
+    """What a connection says, up to a bound: behind that it seems to have ended."""
+
+    def __init__(self, connection: socket.socket, left: int) -> None:
+        self._connection = connection
+        self._left = left
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        read = self._connection.recv_into(buffer, min(len(buffer), self._left)) if self._left else 0
+        self._left -= read
+        return read
+
+
+class _AskedOnce(WSGIRequestHandler):
+    def setup(self) -> None:
+        super().setup()
+        self._ours = cast(_ProbesServer, self.server)
+        self.rfile = io.BufferedReader(_Head(self.connection, self._ours.bounds.bytes))
+
+    def parse_request(self) -> bool:
+        is_one = super().parse_request()
+        self._ours.asked(self.connection)
+        return is_one
+
     def log_message(self, *_: object) -> None:
         """Every probe would be a line."""

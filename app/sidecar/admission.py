@@ -6,7 +6,6 @@ whose next head has not come makes room; and probes are answered however many re
 """
 
 from asyncio import Protocol, TimerHandle, Transport
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from typing import Any, cast
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from tidemark.app.crowd import Waiting, crowding
 from tidemark.app.sidecar.problems import Busy, response
 
 PROBES = (b"/livez", b"/readyz", b"/metrics")
@@ -133,13 +133,9 @@ class AdmittedConnection(HttpToolsProtocol):
 
 
 def _make_room(connections: Iterable[AdmittedConnection]) -> None:
-    """End the connection that waits longest for a head, of the address that has most such connections."""
-    waiting = [(it.waits_since, it) for it in connections if it.waits_since is not None]
-    if not waiting:
-        return
-    (address, _), *_ = Counter(it.address for _, it in waiting).most_common(1)
-    _, oldest = min(((since, it) for since, it in waiting if it.address == address), key=lambda found: found[0])
-    oldest.abort()
+    waiting = [Waiting(it, it.address, it.waits_since) for it in connections if it.waits_since is not None]
+    if (oldest := crowding(waiting)) is not None:
+        oldest.abort()
 
 
 async def _busy(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,12 +1,17 @@
 """Scrapes and probes over a real socket: of the pipeline's process, and of a relay's."""
 
+import socket
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
+import psutil
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 
+from tests.waiting import eventually
 from tidemark.app import metrics, probes, relay
 from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.streaming.errors import BadSetting
@@ -105,3 +110,81 @@ def test_a_relay_whose_loop_stands_still_is_not_alive(relay_url: str, relaying: 
     relaying.relaying.set(1)
     relaying.heartbeat.set(NOW - relay.STALE_SECONDS)
     assert states(relay_url) == [503, 200]
+
+
+QUICK = probes.ProbesConfig(connections=8, asked=0.2, answered=0.4)
+
+
+@pytest.fixture
+def bounded(health: metrics.PipelineHealth) -> Iterator[str]:
+    with probes.served("TIDEMARK_METRICS_PORT", ANYWHERE, health, bounds=QUICK) as port:
+        yield f"http://127.0.0.1:{port}"
+
+
+def connected(url: str, sent: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
+    made = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 10, source_address=(source, 0))
+    made.sendall(sent)
+    return made
+
+
+def is_ended(it: socket.socket) -> bool:
+    """Whether the server ended it; what it said is thrown away."""
+    it.setblocking(False)
+    try:
+        while it.recv(1 << 16):
+            continue
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+    return True
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /li", b"GET /metrics HTTP/1.1\r\nhost: x\r\n"])
+def test_half_open_connections_take_few_threads_and_keep_no_probe_out(url: str, sent: bytes) -> None:
+    """Four hundred that say nothing, or half of something: each newcomer ends the oldest one of them."""
+    before = threading.active_count()
+    with ExitStack() as crowd:
+        for _ in range(400):
+            crowd.enter_context(connected(url, sent, source="127.0.0.2"))
+        early = connected(url)  # of another address than the crowd
+        crowd.callback(early.close)
+        for _ in range(40):
+            crowd.enter_context(connected(url, sent, source="127.0.0.2"))
+        assert states(url) == [200, 503]
+        assert not is_ended(early)
+        eventually(lambda: threading.active_count() - before <= probes.ProbesConfig().connections)
+
+
+def test_request_that_does_not_come_is_not_waited_for(bounded: str) -> None:
+    """Neither one that says nothing nor one that says a little every now and then."""
+    with connected(bounded) as silent, connected(bounded, b"GET /livez") as slow:
+        eventually(lambda: is_ended(silent))
+        eventually(lambda: is_ended(slow))
+
+
+def test_client_that_reads_nothing_is_cut(bounded: str, health: metrics.PipelineHealth) -> None:
+    """Its answer, which is longer than what the system keeps for it, holds a thread for a while and no longer."""
+    gauge = Gauge("long", "An answer of some MiB.", ["of"], registry=health.registry)
+    for number in range(1000):
+        gauge.labels(f"{number:010000}").set(1)
+    before = threading.active_count()
+    try:
+        with ExitStack() as crowd:
+            for _ in range(QUICK.connections):
+                crowd.enter_context(connected(bounded, b"GET /metrics HTTP/1.1\r\n\r\n"))
+            assert asked(f"{bounded}/livez") == (200, "ok")
+            eventually(lambda: threading.active_count() == before)
+    finally:
+        health.registry.unregister(gauge)
+
+
+def test_head_without_end_fills_no_memory(url: str) -> None:
+    """What comes behind the bound is not read."""
+    before = psutil.Process().memory_info().rss
+    with connected(url, b"GET /livez HTTP/1.1\r\n") as it:
+        with suppress(OSError):
+            for _ in range(500):
+                it.sendall(b"a: " + b"b" * 65_000 + b"\r\n")
+        eventually(lambda: is_ended(it))
+    assert psutil.Process().memory_info().rss - before < 10_000_000
