@@ -86,6 +86,7 @@ pictures: setup ## Take the pictures of the live page that docs/ shows
 ##@ Ship
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 IMAGE := tidemark:$(VERSION)
+SERVICES_IMAGE := tidemark-services:$(VERSION)
 # A command that is given a directory and a name, and builds the image. It may be another one where images are built elsewhere.
 IMAGE_BUILD := helm/tools/build-image
 IMAGE_ARGUMENTS = VERSION=$(VERSION) REVISION=$(shell git rev-parse HEAD)
@@ -93,6 +94,10 @@ IMAGE_ARGUMENTS = VERSION=$(VERSION) REVISION=$(shell git rev-parse HEAD)
 .PHONY: image
 image: ## Build the image with docker, podman or buildah (IMAGE=name:tag, IMAGE_ARGUMENTS="BASE=... JDK=... JRE=...")
 	$(IMAGE_BUILD) . $(IMAGE) $(IMAGE_ARGUMENTS)
+
+.PHONY: services-image
+services-image: ## Build the smaller image without Spark: sidecars, relays and migrations (SERVICES_IMAGE=name:tag)
+	TARGET=services $(IMAGE_BUILD) . $(SERVICES_IMAGE) $(IMAGE_ARGUMENTS)
 
 .PHONY: dist
 dist: setup ## Build the wheel and the source distribution into dist/

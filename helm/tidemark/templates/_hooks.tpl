@@ -2,16 +2,12 @@
 
 {{/* (dict "root" $ "component" "migrations" "weight" 0) */}}
 {{- define "tidemark.hookMetadata" -}}
-name: {{ include "tidemark.fullname" .root }}-{{ .component }}
-namespace: {{ .root.Release.Namespace }}
-labels:
-  {{- include "tidemark.labels" . | nindent 2 }}
-annotations:
-  helm.sh/hook: pre-install,pre-upgrade
-  helm.sh/hook-weight: {{ .weight | quote }}
-  # One that failed stays until the next try, and helm shows its log.
-  helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
-  helm.sh/hook-output-log-policy: hook-failed
+{{- /* One that failed stays until the next try, and helm shows its log. */ -}}
+{{ include "tidemark.metadata" (merge (dict "suffix" (print "-" .component) "annotations" (dict
+  "helm.sh/hook" "pre-install,pre-upgrade"
+  "helm.sh/hook-weight" (toString .weight)
+  "helm.sh/hook-delete-policy" "before-hook-creation,hook-succeeded"
+  "helm.sh/hook-output-log-policy" "hook-failed")) .) }}
 {{- end -}}
 
 {{/* The beginning of a hook Job's spec: (dict "root" $ "container" "migrate"), the container that does the work. */}}

@@ -33,6 +33,24 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end }}
 {{- end -}}
 
+{{/*
+The metadata of an object: (dict "root" $ "component" "pipeline" "suffix" "-pipeline"). `name` instead of `suffix` is the
+whole name; `namespace`, `labels` and `annotations` are the object's own, and win over the common ones.
+*/}}
+{{- define "tidemark.metadata" -}}
+name: {{ .name | default (print (include "tidemark.fullname" .root) (default "" .suffix)) }}
+namespace: {{ .namespace | default .root.Release.Namespace }}
+labels:
+  {{- include "tidemark.labels" . | nindent 2 }}
+  {{- with .labels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with merge (dict) (.annotations | default dict) .root.Values.commonAnnotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
 {{/* Every pod that serves positions, the pipeline's included: what the one Service selects. */}}
 {{- define "tidemark.servesLabels" -}}
 app.kubernetes.io/name: {{ include "tidemark.name" . }}
@@ -41,10 +59,19 @@ tidemark/serves: positions
 {{- end -}}
 
 {{- define "tidemark.image" -}}
-{{- if .Values.image.digest -}}
-{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- include "tidemark.imageOf" (dict "root" . "image" .Values.image) -}}
+{{- end -}}
+
+{{/* Of whatever needs no Spark. */}}
+{{- define "tidemark.servicesImage" -}}
+{{- include "tidemark.imageOf" (dict "root" . "image" (ternary .Values.image .Values.servicesImage (empty .Values.servicesImage.repository))) -}}
+{{- end -}}
+
+{{- define "tidemark.imageOf" -}}
+{{- if .image.digest -}}
+{{ .image.repository }}@{{ .image.digest }}
 {{- else -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{ .image.repository }}:{{ .image.tag | default .root.Chart.AppVersion }}
 {{- end -}}
 {{- end -}}
 

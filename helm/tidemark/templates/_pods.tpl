@@ -39,9 +39,18 @@ priorityClassName: {{ . }}
 {{- end }}
 {{- end -}}
 
-{{/* The beginning of a container of ours. */}}
-{{- define "tidemark.containerBasics" -}}
+{{/* The beginning of a container that needs Spark, and of one that does not. */}}
+{{- define "tidemark.sparkContainer" -}}
 image: {{ include "tidemark.image" . }}
+{{ include "tidemark.containerBasics" . }}
+{{- end -}}
+
+{{- define "tidemark.serviceContainer" -}}
+image: {{ include "tidemark.servicesImage" . }}
+{{ include "tidemark.containerBasics" . }}
+{{- end -}}
+
+{{- define "tidemark.containerBasics" -}}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 securityContext:
   {{- include "tidemark.containerSecurity" . | nindent 2 }}

@@ -1,7 +1,7 @@
 {{/* Brings the schema up to date. Waits for Postgres: as a hook for a time, as an init container for ever. */}}
 {{- define "tidemark.migrations.container" -}}
 - name: migrate
-  {{- include "tidemark.containerBasics" . | nindent 2 }}
+  {{- include "tidemark.serviceContainer" . | nindent 2 }}
   args: [migrate, --wait, {{ ternary (.Values.migrations.timeoutSeconds | toString) "inf" (eq .Values.migrations.mode "hook") | quote }}]
   env:
     {{- include "tidemark.env" (dict "root" . "role" "migrations") | trim | nindent 4 }}

@@ -9,7 +9,7 @@
 
 {{/* The container: (dict "root" $ "role" "relay" "database" .) with the defaults in it, and what it is started with. */}}
 {{- define "tidemark.relay.container" -}}
-{{- include "tidemark.containerBasics" .root }}
+{{- include "tidemark.serviceContainer" .root }}
 args:
   {{- toYaml .args | nindent 2 }}
 env:

@@ -11,7 +11,7 @@ Your containers then ask http://127.0.0.1:9480. The pod needs fsGroup 10001 wher
 */}}
 {{- define "tidemark.sidecar.container" -}}
 - name: sidecar
-  {{- include "tidemark.containerBasics" . | nindent 2 }}
+  {{- include "tidemark.serviceContainer" . | nindent 2 }}
   args: [sidecar]
   env:
     {{- include "tidemark.env" (dict "root" . "role" "sidecar") | trim | nindent 4 }}

@@ -4,10 +4,7 @@
 apiVersion: v1
 kind: Service
 metadata:
-  name: {{ include "tidemark.fullname" .root }}-{{ .server }}
-  namespace: {{ .root.Release.Namespace }}
-  labels:
-    {{- include "tidemark.labels" (dict "root" .root "component" (print "trial-" .server)) | nindent 4 }}
+  {{- include "tidemark.metadata" (dict "root" .root "component" (print "trial-" .server) "suffix" (print "-" .server)) | nindent 2 }}
 spec:
   clusterIP: None
   # Kafka must reach itself by this name before it is ready.
@@ -26,13 +23,9 @@ spec:
 apiVersion: apps/v1
 kind: StatefulSet
 metadata:
-  name: {{ include "tidemark.fullname" .root }}-{{ .server }}
-  namespace: {{ .root.Release.Namespace }}
-  labels:
-    {{- include "tidemark.labels" $labels | nindent 4 }}
-  annotations:
-    # The official images know these users, and not ours.
-    kube-score/ignore: container-security-context-user-group-id
+  {{- /* The official images know these users, and not ours. */}}
+  {{- include "tidemark.metadata" (merge (dict "suffix" (print "-" .server)
+    "annotations" (dict "kube-score/ignore" "container-security-context-user-group-id")) $labels) | nindent 2 }}
 spec:
   replicas: 1
   serviceName: {{ include "tidemark.fullname" .root }}-{{ .server }}
@@ -49,9 +42,7 @@ spec:
       terminationGracePeriodSeconds: 10
       {{- with .root.Values.image.pullSecrets }}
       imagePullSecrets:
-        {{- range . }}
-        - name: {{ . }}
-        {{- end }}
+        {{- toYaml . | nindent 8 }}
       {{- end }}
       securityContext:
         runAsNonRoot: true
