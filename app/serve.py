@@ -34,7 +34,7 @@ LAST_SECONDS = 3  # that open requests have at SIGTERM
 
 @asynccontextmanager
 async def lines(settings: Settings, read_side: ReadSide, listening: socket.socket) -> AsyncIterator[None]:
-    """The line protocol, on a socket that listens and on the channel of Redis where there is one."""
+    """The line protocol, on a socket that listens, among sidecars, and on the channel of Redis where there is one."""
 
     def tail() -> Tail:
         return Tail(settings.kafka, settings.kafka_facts_topic)
@@ -47,9 +47,8 @@ async def lines(settings: Settings, read_side: ReadSide, listening: socket.socke
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(hub.open())
         await stack.enter_async_context(server.serving(listening))
-        if settings.sidecar_channel is not None:
-            channel = Channel(hub, server, read_side.live.client, ChannelConfig(settings.sidecar_channel))
-            await stack.enter_async_context(channel.open())
+        spoken = None if settings.sidecar_channel is None else ChannelConfig(settings.sidecar_channel)
+        await stack.enter_async_context(Channel(hub, server, read_side.live.client, spoken).open())
         log.info("The line protocol listens", host=host, port=port, channel=settings.sidecar_channel)
         yield
 

@@ -32,7 +32,7 @@ class SidecarSettings(BaseSettings):
     )
     sidecar_tcp_connections: Positive = Field(1000, description="Clients of the line protocol served at once.")
     sidecar_name: Annotated[str, Field(pattern=r"^\S{1,255}$")] = Field(
-        "tidemark", description="Name of the server, which the line protocol begins with."
+        "tidemark", description="Name of the server, which the line protocol begins with; sidecars of one name relay."
     )
     sidecar_channel: Annotated[str | None, Field(pattern=r"^\S{1,255}$")] = Field(
         None, description="Channel of Redis on which sidecars speak the line protocol too; without it they do not."

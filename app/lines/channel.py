@@ -1,7 +1,8 @@
-"""The line protocol on one channel of Redis, a command a message.
+"""Sidecars among each other, and the line protocol on a channel of Redis, a command a message.
 
-Every sidecar relays commands, in both directions; positions are announced by one alone (`speaker`). Nothing is resent:
-a command that came while Redis was away is lost, as the protocol allows.
+Every sidecar relays commands, in both directions, so that they reach the clients of all; positions are announced by one
+alone, and only on a channel that was asked for (`speaker`). Nothing is resent: a command that came while Redis was away
+is lost, as the protocol allows.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from tidemark.app.lines.speaker import ChannelConfig, Speaker
 from tidemark.app.read_side.notifications import listen
 from tidemark.app.read_side.tasks import ended
 from tidemark.sinks.reader.redis import translated
+from tidemark.sinks.redis.names import lines_channel
 from tidemark.streaming.errors import BadCommand, Stop, Unavailable
 
 log = structlog.get_logger(__name__)
@@ -27,21 +29,24 @@ WAITING = 10_000  # commands that may wait for Redis
 
 
 class Channel:
-    """For one event loop; `client` is of redis.asyncio and decodes what it reads."""
+    """For one event loop; `client` is of redis.asyncio and decodes what it reads. Without a `config` it is a channel of
+    the sidecars' own, for what they relay: of those that call themselves by one name."""
 
-    def __init__(self, hub: Hub, server: LineServer, client: Any, config: ChannelConfig) -> None:
+    def __init__(self, hub: Hub, server: LineServer, client: Any, config: ChannelConfig | None) -> None:
         self._server = server
         self._client = client
-        self._name = config.channel
-        self._speaker = Speaker(hub, client, config)
+        self._name = lines_channel(server.config.name) if config is None else config.channel
+        self._speaker = None if config is None else Speaker(hub, client, config)
         self._outgoing: asyncio.Queue[RelayedCommand] = asyncio.Queue(WAITING)
         self._echoes: Counter[str] = Counter()
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         self._server.on_relayed = self._send
-        listening = listen(self._client, self._subscribe, self._receive)
-        tasks = [asyncio.create_task(it) for it in (listening, self._publish(), self._speaker.run())]
+        running = [listen(self._client, self._subscribe, self._receive), self._publish()]
+        if self._speaker is not None:
+            running.append(self._speaker.run())
+        tasks = [asyncio.create_task(it) for it in running]
         try:
             yield
         finally:
@@ -53,15 +58,22 @@ class Channel:
             self._outgoing.put_nowait(command)
 
     async def _publish(self) -> None:
+        problem = None
         while True:
             line = str(await self._outgoing.get())
+            if len(self._echoes) >= WAITING:  # we may publish, and not subscribe
+                self._echoes.clear()
             self._echoes[line] += 1  # before it comes back to us
             try:
                 with translated(self._client):
                     await self._client.publish(self._name, line)
-            except (Unavailable, Stop) as problem:
+                problem = None
+            except (Unavailable, Stop) as error:
                 self._is_echo(line)
-                log.warning("A relayed command did not reach the channel of Redis", problem=str(problem))
+                if problem is None:
+                    log.warning("Relayed commands do not reach other sidecars", channel=self._name, problem=str(error))
+                problem = error
+                self._outgoing = asyncio.Queue(WAITING)  # a server that is deaf must not make them old
 
     async def _subscribe(self, pubsub: Any) -> None:
         await pubsub.subscribe(self._name)
@@ -77,7 +89,7 @@ class Channel:
             log.info("Something on the channel of Redis is no command", problem=str(problem))
             return
         match command:
-            case ReplicateCommand():
+            case ReplicateCommand() if self._speaker is not None:
                 self._speaker.replicate()
             case RelayedCommand():
                 self._server.relay(command)

@@ -23,6 +23,11 @@ def channel(stream: str) -> str:
     return f"tidemark:{tag(stream)}"
 
 
+def lines_channel(server: str) -> str:
+    """Where sidecars of the line protocol that call themselves `server` pass commands on to each other."""
+    return f"tidemark:lines:{server}"
+
+
 def stream_of(channel: str) -> str:
     """The stream of a channel that matches `CHANNELS`."""
     return channel.removeprefix("tidemark:{").removesuffix("}").replace("{>", "}").replace("{<", "{")

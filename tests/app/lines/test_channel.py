@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import redis
+from structlog.testing import capture_logs
 
 from tests.app.lines.given import client, served
+from tests.fix_servers import deaf
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
@@ -21,10 +23,12 @@ from tidemark.app.lines import hub as hub_module
 from tidemark.app.lines import speaker as speaker_module
 from tidemark.app.lines.channel import Channel
 from tidemark.app.lines.hub import Hub
-from tidemark.app.lines.server import LineServer
+from tidemark.app.lines.server import LineServer, LineServerConfig
 from tidemark.app.lines.speaker import ANSWER_EVERY, ChannelConfig
 from tidemark.app.read_side.opened import ReadSide, ReadSideConfig
 from tidemark.app.settings import child_environment
+from tidemark.app.stack.servers import RedisServer
+from tidemark.sinks.redis.names import lines_channel
 
 TERMS = ChannelConfig("example.org", lease=0.6)
 
@@ -140,6 +144,69 @@ def test_relayed_commands_pass_in_both_directions(servers: ReadSideConfig, worke
         assert first.quiet(0.1)
         assert beside.quiet(0.1)
         assert other.quiet(0.1)
+
+
+def relayed(read_side: ReadSide, hub: Hub, server: LineServer) -> AbstractAsyncContextManager[None]:
+    """Where no channel was asked for."""
+    return Channel(hub, server, read_side.live.client, None).open()
+
+
+def listeners(worker: ChannelWorker, name: str, count: int) -> None:
+    """Wait until so many sidecars that are called `name` hear each other."""
+    channel = lines_channel(name)
+    eventually(lambda: worker.redis.pubsub_numsub(channel)[0][1] == count)
+
+
+def test_relayed_commands_reach_the_clients_of_every_sidecar(servers: ReadSideConfig, worker: ChannelWorker) -> None:
+    """Also where no channel was asked for; each other client hears them once, and those of another server never."""
+    another = LineServerConfig(name="another")
+    with (
+        served(servers, beside=relayed) as one,
+        served(servers, beside=relayed) as two,
+        served(servers, another, beside=relayed) as three,
+        client(one) as first,
+        client(one) as beside,
+        client(two) as other,
+        client(three) as stranger,
+    ):
+        listeners(worker, "tidemark", 2)
+        listeners(worker, "another", 1)
+        assert all(it.line() for it in (first, beside, other, stranger))
+        first.send("USER_SYNC w @a:b start 1 DEVICE", "REPLICATE")
+        assert beside.said() == other.said() == "USER_SYNC w @a:b start 1 DEVICE"
+        other.send("USER_IP b")
+        assert first.said() == beside.said() == "USER_IP b"
+        assert other.quiet(0.2)
+        assert beside.quiet(0.1)
+        assert stranger.quiet(0.1)
+        assert worker.hears(0.1) is None
+
+
+def test_relayed_commands_do_not_grow_old(
+    servers: ReadSideConfig, worker: ChannelWorker, redis_server: RedisServer
+) -> None:
+    """What was sent while Redis did not answer is not passed on when it does: others would take it for news. Clients of
+    the same sidecar have it at once."""
+    with (
+        capture_logs() as logs,
+        served(servers, beside=relayed) as one,
+        served(servers, beside=relayed) as two,
+        client(one) as first,
+        client(one) as beside,
+        client(two) as other,
+    ):
+        listeners(worker, "tidemark", 2)
+        assert all(it.line() for it in (first, beside, other))
+        with deaf(redis_server):
+            first.send(*(f"USER_IP {number}" for number in range(100)))
+            assert beside.lines(100)[-1] == "USER_IP 99"
+            eventually(lambda: any("do not reach" in line["event"] for line in logs))
+        listeners(worker, "tidemark", 2)
+        first.send("USER_IP new")
+        heard = [other.said()]
+        while heard[-1] != "USER_IP new":
+            heard.append(other.said())
+        assert len(heard) <= 3
 
 
 def test_speaker_that_ends_gives_its_place_away(
