@@ -5,10 +5,12 @@ The only module that knows both `app.sidecar` and `app.lines`; they share one re
 
 import asyncio
 import logging
-import signal
+import os
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from types import FrameType
 
 import structlog
 import uvicorn
@@ -19,6 +21,7 @@ from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer, LineServerConfig
 from tidemark.app.lines.speaker import ChannelConfig
 from tidemark.app.read_side.opened import ReadSide, ReadSideConfig, opened
+from tidemark.app.read_side.tasks import ended
 from tidemark.app.settings import Settings
 from tidemark.app.sidecar.admission import AdmissionConfig, admission
 from tidemark.app.sidecar.hosts import THIS_MACHINE
@@ -30,10 +33,43 @@ from tidemark.streaming.errors import BadSetting, Unavailable
 log = structlog.get_logger(__name__)
 
 LAST_SECONDS = 3  # that open requests have at SIGTERM
+HANGS_SECONDS = 6.0  # after SIGTERM: then a server that does not answer is not waited for
+
+
+class StoppedServer(uvicorn.Server):
+    """At SIGTERM and SIGINT it takes nobody any more, sets `stopping`, and returns once all that is open has ended, or
+    after `LAST_SECONDS`. uvicorn would raise the signal again, and so end the process with another code than 0."""
+
+    def __init__(self, config: uvicorn.Config, stopping: asyncio.Event) -> None:
+        super().__init__(config)
+        self._stopping = stopping
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            self.should_exit = True
+            _end_at_last()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._stopping.set()
+        await super().shutdown(sockets)
+
+
+def _end_at_last() -> None:
+    """Threads that wait for a server that is deaf are left behind: nothing that they hold outlives the process."""
+
+    def end() -> None:
+        log.warning("Ended, without waiting for servers that do not answer")
+        os._exit(0)
+
+    timer = threading.Timer(HANGS_SECONDS, end)
+    timer.daemon = True
+    timer.start()
 
 
 @asynccontextmanager
-async def lines(settings: Settings, read_side: ReadSide, listening: socket.socket) -> AsyncIterator[None]:
+async def lines(
+    settings: Settings, read_side: ReadSide, listening: socket.socket, stopping: asyncio.Event
+) -> AsyncIterator[None]:
     """The line protocol, on a socket that listens, among sidecars, and on the channel of Redis where there is one."""
 
     def tail() -> Tail:
@@ -49,8 +85,15 @@ async def lines(settings: Settings, read_side: ReadSide, listening: socket.socke
         await stack.enter_async_context(server.serving(listening))
         spoken = None if settings.sidecar_channel is None else ChannelConfig(settings.sidecar_channel)
         await stack.enter_async_context(Channel(hub, server, read_side.live.client, spoken).open())
+        telling = asyncio.create_task(_tell(server, stopping))
+        stack.push_async_callback(ended, telling)
         log.info("The line protocol listens", host=host, port=port, channel=settings.sidecar_channel)
         yield
+
+
+async def _tell(server: LineServer, stopping: asyncio.Event) -> None:
+    await stopping.wait()
+    server.stop()
 
 
 def run(settings: Settings) -> None:
@@ -59,6 +102,7 @@ def run(settings: Settings) -> None:
     limits = Limits(settings.sidecar_held, settings.sidecar_wait_seconds)
     hosts = settings.sidecar_names or (THIS_MACHINE if is_loopback(settings.sidecar_host) else ())
     config = SiteConfig(settings.sidecar_tokens, settings.sidecar_origins, hosts, limits)
+    stopping = asyncio.Event()
     asyncio.run(_require_welcome(servers))
     # What uvicorn complains of reaches the client, or our log, in another way.
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
@@ -70,16 +114,15 @@ def run(settings: Settings) -> None:
         if config.tokens_file is None and not is_loopback(host):
             log.warning("Whoever reaches this address may read; TIDEMARK_SIDECAR_TOKENS keeps them out")
         uvicorn_config = uvicorn.Config(
-            site(servers, config, lambda read_side: lines(settings, read_side, lines_listening)),
+            site(servers, config, stopping, lambda read_side: lines(settings, read_side, lines_listening, stopping)),
             log_config=None,
             access_log=False,
             server_header=False,
             http=admission(AdmissionConfig(settings.sidecar_connections)),
             timeout_graceful_shutdown=LAST_SECONDS,
         )
-        server = _stopped_by_signals(uvicorn.Server(uvicorn_config))
         log.info("The sidecar listens", host=host, port=port)
-        server.run(sockets=[listening])
+        StoppedServer(uvicorn_config, stopping).run(sockets=[listening])
     log.info("Ended")
 
 
@@ -97,14 +140,3 @@ def _listening(variable: str, host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise BadSetting(variable, f"cannot listen on {host}:{port}: {error.strerror}") from None
-
-
-def _stopped_by_signals(server: uvicorn.Server) -> uvicorn.Server:
-    """uvicorn raises each signal again once it has ended; these handlers take it, so that the process ends with 0."""
-
-    def stop(*_: object) -> None:
-        server.should_exit = True
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    return server

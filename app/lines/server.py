@@ -62,6 +62,7 @@ class LineServer:
         self.config = config
         self.on_relayed: Callable[[RelayedCommand], None] = lambda _: None
         self._hub = hub
+        self._listening: asyncio.Server | None = None
         self._connections: set[_Connection] = set()
         self._replicating: set[_Connection] = set()  # since they sent REPLICATE
         self._unanswered: set[_Connection] = set()
@@ -72,21 +73,26 @@ class LineServer:
     async def serving(self, listening: socket.socket) -> AsyncIterator[None]:
         """Serve on a socket that listens. Clients that are connected at the end are told so."""
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: _Connection(self), sock=listening, backlog=1024)
+        self._listening = await loop.create_server(lambda: _Connection(self), sock=listening, backlog=1024)
         clock = asyncio.create_task(self._tick())
         try:
             yield
         finally:
             await ended(clock)
-            server.close()
-            for connection in [*self._connections]:
-                connection.end()
+            self.stop()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_SECONDS):
                     while self._connections:
                         await asyncio.sleep(0.01)
             for connection in [*self._connections]:
                 connection.cut()
+
+    def stop(self) -> None:
+        """Take no more clients, and tell those that are there. May be called again."""
+        if self._listening is not None:
+            self._listening.close()
+        for connection in [*self._connections]:
+            connection.end()
 
     def relay(self, command: RelayedCommand, sender: "_Connection | None" = None) -> int:
         """Send it to every client but its sender; gives how many these are."""

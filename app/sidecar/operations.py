@@ -26,6 +26,7 @@ from tidemark.app.sidecar.problems import (
     Busy,
     NotYet,
     RecoveringProblem,
+    Stops,
     Unauthorized,
     UnknownStream,
 )
@@ -182,6 +183,8 @@ async def wait(call: OperationCall) -> Response:
                     " database"
                 )
                 raise Ahead(detail, await _position(call))
+            if call.service.stopping.is_set():
+                raise Stops
             if now >= deadline:
                 raise NotYet(f"{call.stream} did not reach {token} in {now - began:.1f} s", await _position(call))
             await wait_for_notification(notified, min(LONGEST_WAIT, deadline - now))

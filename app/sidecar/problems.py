@@ -8,7 +8,8 @@ Problem                     400 to 503; `type` is a name that stays, told as a U
 ├── NotYet                  412 a wait was over
 ├── Ahead                   409 a token is beyond all that was allocated
 ├── Busy                    429 this process serves as many as it may
-└── Recovering              503 nobody can say now
+├── Recovering              503 nobody can say now
+└── Stops                   503 this process ends
 """
 
 from collections.abc import Mapping
@@ -102,6 +103,16 @@ class RecoveringProblem(Problem):
     type = "recovering"
     title = "Nobody can say at the moment"
     headers: ClassVar[dict[str, str]] = {"Retry-After": "1"}
+
+
+class Stops(Problem):
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    type = "stopping"
+    title = "This sidecar stops"
+    headers: ClassVar[dict[str, str]] = {"Retry-After": "1"}
+
+    def __init__(self) -> None:
+        super().__init__("ask another sidecar, or the one that takes its place")
 
 
 async def answered(_: Request, problem: Exception) -> Response:

@@ -1,5 +1,6 @@
 """What a request may use: the read side, what watchers see, and how many requests may be held open."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -46,11 +47,13 @@ class Service:
     watch: Watch
     limiter: Limiter
     longest_wait: float
+    stopping: asyncio.Event
+    """Set when the process ends: what is held open is answered then."""
 
 
 @asynccontextmanager
-async def serving(read_side: ReadSide, limits: Limits) -> AsyncIterator[Service]:
+async def serving(read_side: ReadSide, limits: Limits, stopping: asyncio.Event) -> AsyncIterator[Service]:
     """The service on a read side that stays open for longer."""
     watch = Watch(read_side)
     async with watch.running():
-        yield Service(read_side, watch, Limiter(limits.held), limits.wait)
+        yield Service(read_side, watch, Limiter(limits.held), limits.wait, stopping)

@@ -4,6 +4,7 @@ Bearer tokens stand in a file, one a line, which is read again when it changes. 
 be rotated: add the new one, move the clients, remove the old one.
 """
 
+import asyncio
 import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -107,15 +108,21 @@ Beside = Callable[[ReadSide], AbstractAsyncContextManager[None]]
 """What runs on the same read side while the site does."""
 
 
-def site(servers: ReadSideConfig, config: SiteConfig, beside: Beside = lambda _: nullcontext()) -> Starlette:
-    """Raises `BadSetting`. Servers are first asked when the application starts."""
+def site(
+    servers: ReadSideConfig,
+    config: SiteConfig,
+    stopping: asyncio.Event,
+    beside: Beside = lambda _: nullcontext(),
+) -> Starlette:
+    """Raises `BadSetting`. Servers are first asked when the application starts. Once `stopping` is set, it ends what it
+    holds open."""
     tokens = None if config.tokens_file is None else Tokens(config.tokens_file)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with (
             opened(servers) as read_side,
-            serving(read_side, config.limits) as service,
+            serving(read_side, config.limits, stopping) as service,
             beside(read_side),
         ):
             app.state.service = service

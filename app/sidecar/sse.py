@@ -8,6 +8,8 @@ import msgspec
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from tidemark.app.sidecar.problems import Stops
+
 MEDIA_TYPE = "text/event-stream"
 
 
@@ -18,21 +20,36 @@ def block(body: msgspec.Struct, name: str | None = None) -> bytes:
 
 class EventStream(StreamingResponse):
     """Closes `resources` when the client is gone, and leaves a client for which `cut_off` is set: sending to one that
-    does not read waits for ever."""
+    does not read waits for ever. Where the process stops, it ends as a whole answer does, so that nothing on the way
+    takes it for a failure."""
 
     def __init__(self, texts: AsyncIterator[str | bytes], cut_off: asyncio.Event, resources: ExitStack) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(texts, media_type=MEDIA_TYPE, headers=headers)
         self._cut_off = cut_off
         self._resources = resources
+        self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stopping: asyncio.Event = scope["app"].state.service.stopping
         with self._resources:
             serving = asyncio.create_task(super().__call__(scope, receive, send))
-            cut = asyncio.create_task(self._cut_off.wait())
+            ends = [asyncio.create_task(event.wait()) for event in (self._cut_off, stopping)]
             try:
-                await asyncio.wait({serving, cut}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({serving, *ends}, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for task in (serving, cut):
+                for task in (serving, *ends):
                     task.cancel()
-                await asyncio.gather(serving, cut, return_exceptions=True)
+                await asyncio.gather(serving, *ends, return_exceptions=True)
+            if serving.cancelled() and stopping.is_set() and not self._cut_off.is_set():
+                await self._end(scope, receive, send)
+
+    async def stream_response(self, send: Send) -> None:
+        self._begun = True
+        await super().stream_response(send)
+
+    async def _end(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._begun:
+            await send({"type": "http.response.body", "body": b": this sidecar stops\n\n", "more_body": False})
+        else:
+            await Stops().response()(scope, receive, send)

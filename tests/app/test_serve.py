@@ -1,21 +1,28 @@
 """`tidemark sidecar` as a process of its own, started as the local stack starts it."""
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.request import urlopen
 
+import httpx
 import pytest
 
 from tests.app.lines import given as lines
 from tests.app.sidecar.given import At, moved
+from tests.fix_servers import deaf
 from tests.sinks.reader.given import Pipeline
+from tests.waiting import eventually
 from tidemark.app.connections import host_port
 from tidemark.app.settings import child_environment
 from tidemark.app.stack.home import Home
+from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import free_port
-from tidemark.app.stack.servers import SidecarProcess
+from tidemark.app.stack.servers import RedisServer, SidecarProcess
 
 
 @pytest.fixture
@@ -44,6 +51,69 @@ def test_process_serves_until_it_is_told_to_end(
     finally:
         server.stop()
     assert server.returncode == 0, server.log_tail()
+
+
+def test_clients_are_told_when_it_stops(pipeline: Pipeline, variables: Mapping[str, str], tmp_path: Path) -> None:
+    """Event streams end as whole answers do, a wait is answered, and line clients hear why; nobody new is taken."""
+    pipeline.publish(moved("s", 7, w=At(0, 7)))
+    server = SidecarProcess(Home(tmp_path), int(variables["TIDEMARK_SIDECAR_PORT"]), variables)
+    server.start()
+    address = host_port(variables["TIDEMARK_SIDECAR_TCP"])
+    try:
+        with (
+            httpx.Client(base_url=server.url, timeout=20) as client,
+            ThreadPoolExecutor(1) as other,
+            client.stream("GET", "/v1/events") as events,
+            client.stream("GET", "/v1/watch") as watch,
+            lines.client(address, "REPLICATE") as one,
+        ):
+            told, seen = events.iter_text(), watch.iter_text()
+            assert "snapshot" in next(it for it in told if "event" in it)
+            assert next(seen)
+            assert one.said() == "POSITION s w 7 7"
+            waiting = other.submit(client.get, "/v1/streams/s/wait?token=m8")
+            eventually(lambda: 'open{operation="wait"} 1.0' in client.get("/metrics").text)
+            assert server.pid is not None
+            os.kill(server.pid, signal.SIGTERM)
+            assert "".join(told).endswith(": this sidecar stops\n\n")
+            assert "".join(seen).endswith(": this sidecar stops\n\n")
+            assert waiting.result().status_code == 503
+            assert waiting.result().json()["type"] == "urn:tidemark:problem:stopping"
+            assert (one.said(), one.line()) == ("ERROR server stopping", None)
+            with pytest.raises(httpx.ConnectError):
+                client.get("/livez")
+    finally:
+        server.stop()
+    assert server.returncode == 0, server.log_tail()
+    assert "without waiting" not in server.log_tail()
+
+
+def test_it_ends_whatever_hangs(
+    pipeline: Pipeline,
+    variables: Mapping[str, str],
+    tmp_path: Path,
+    postgres: PostgresServer,
+    redis_server: RedisServer,
+) -> None:
+    """Requests are held by servers that take connections and never answer: SIGTERM is obeyed, with 0, all the same."""
+    pipeline.publish(moved("s", 7, w=At(0, 7)))
+    spoken = {**variables, "TIDEMARK_SIDECAR_CHANNEL": "example.org"}
+    server = SidecarProcess(Home(tmp_path), int(variables["TIDEMARK_SIDECAR_PORT"]), spoken)
+    server.start()
+    try:
+        with (
+            httpx.Client(base_url=server.url, timeout=20) as client,
+            client.stream("GET", "/v1/events") as events,
+            lines.client(host_port(variables["TIDEMARK_SIDECAR_TCP"]), "REPLICATE") as one,
+        ):
+            assert next(events.iter_text())
+            assert one.said() == "POSITION s w 7 7"
+            with deaf(postgres), deaf(redis_server):
+                assert client.get("/readyz").json()["problems"]
+                server.stop(seconds=15)
+                assert server.returncode == 0, server.log_tail()
+    finally:
+        server.stop()
 
 
 @pytest.mark.parametrize(

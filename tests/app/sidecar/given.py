@@ -1,5 +1,6 @@
 """A sidecar that runs beside a test, and streams with a true state, so that it can tell who holds them back."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import uvicorn
 from tests.sinks.given import NOW, advance, stream
 from tests.waiting import eventually
 from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.serve import StoppedServer
 from tidemark.app.sidecar.admission import AdmissionConfig, admission
 from tidemark.app.sidecar.site import SiteConfig, site
 from tidemark.streaming import state
@@ -47,15 +49,16 @@ def sidecar(
     servers: ReadSideConfig, terms: SiteConfig | None = None, port: int = 0, admitted: AdmissionConfig | None = None
 ) -> Iterator[SidecarClient]:
     """In a thread of this process; on a port of its own, or where another one was."""
+    stopping = asyncio.Event()
     config = uvicorn.Config(
-        site(servers, terms or SiteConfig()),
+        site(servers, terms or SiteConfig(), stopping),
         port=port,
         log_config=None,
         access_log=False,
         http=admission(admitted or AdmissionConfig()),
         timeout_graceful_shutdown=1,
     )
-    server = uvicorn.Server(config)
+    server = StoppedServer(config, stopping)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:

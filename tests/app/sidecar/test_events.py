@@ -5,9 +5,11 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.applications import Starlette
 
 from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.fix_servers import away
@@ -222,7 +224,9 @@ def test_client_that_does_not_read_is_left() -> None:
         held = ExitStack()
         held.callback(left.append, "gone")
         stream = EventStream(texts(), listener.cut_off, held)
-        serving = asyncio.create_task(stream({"type": "http"}, receive, stuck))
+        app = Starlette()
+        app.state.service = SimpleNamespace(stopping=asyncio.Event())
+        serving = asyncio.create_task(stream({"type": "http", "app": app}, receive, stuck))
         for _ in range(3):
             assert not listener.cut_off.is_set()
             listener.give("s", Appeared())

@@ -65,6 +65,10 @@ Your containers then ask http://127.0.0.1:9480. The pod needs fsGroup 10001 wher
     httpGet: {path: /readyz, port: http}
     periodSeconds: 5
     timeoutSeconds: 3
+  lifecycle:
+    preStop:
+      # It serves until nobody is sent here any more; then it tells those that are left.
+      exec: {command: [sleep, "5"]}
   resources:
     {{- toYaml .Values.sidecar.resources | nindent 4 }}
   volumeMounts:
