@@ -18,6 +18,11 @@ class Unavailable(Retry):
     problem: str
 
 
+@says("{what} at {where} is slow: {problem}")
+class Slow(Unavailable):
+    pass  # with one question, and it answers others
+
+
 @says("the lease was taken over: ours has token {held}, the newest is {now}")
 class LeaseLost(Retry):  # nothing of ours may be published any more: docs/design.md, rule 6
     held: int

@@ -16,7 +16,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import PGconn, Ping
 from psycopg.rows import TupleRow
 
-from tidemark.streaming.errors import BadSetting, Refused, TidemarkError, Unavailable
+from tidemark.streaming.errors import BadSetting, Refused, Slow, TidemarkError, Unavailable
 
 Connection = psycopg.Connection[TupleRow]
 
@@ -34,12 +34,12 @@ _DEFAULTS = {
 
 # SQLSTATE classes and codes that the world mends: lost connections, resources, rolled back by the server, restarts.
 _RETRIED_CLASSES = ("08", "40", "53", "58")
+_SLOW = "57014"  # statement time-out
 _RETRIED_CODES = {
     "25006",  # read only: a replica that is about to be promoted, or a server in maintenance
     "25P03",  # idle in transaction for too long
     "25P04",  # transaction for too long
     "55P03",  # lock not available
-    "57014",  # statement time-out
     "57P01",  # administrator's shutdown
     "57P02",  # crash of another backend
     "57P03",  # starting up or shutting down
@@ -107,6 +107,8 @@ def explained(error: psycopg.Error, where: str, refusals: Mapping[str, str]) -> 
         return Unavailable("Postgres", where, first_line(error)) if lost else error
     if code[:2] in _RETRIED_CLASSES or code in _RETRIED_CODES:
         return Unavailable("Postgres", where, first_line(error))
+    if code == _SLOW:
+        return Slow("Postgres", where, first_line(error))
     do = refusals.get(code) or refusals.get(code[:2])
     return Refused("Postgres", where, first_line(error), do) if do else error
 

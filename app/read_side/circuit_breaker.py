@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import structlog
 
-from tidemark.streaming.errors import Stop, TidemarkError, Unavailable
+from tidemark.streaming.errors import Slow, Stop, TidemarkError, Unavailable
 
 log = structlog.get_logger(__name__)
 
@@ -15,7 +15,8 @@ TIMES = 2  # as long as the failure took: so that a server that never answers co
 
 
 class CircuitBreaker:
-    """One per server. A server that refuses us is away too, as far as a request is concerned."""
+    """One per server. A server that refuses us is away too, as far as a request is concerned; one that was slow with
+    one question is not."""
 
     def __init__(self, what: str, now: Callable[[], float] = time.monotonic) -> None:
         self._what = what
@@ -33,6 +34,8 @@ class CircuitBreaker:
         began = self._now()
         try:
             yield
+        except Slow:
+            raise
         except (Unavailable, Stop) as problem:
             if self.problem is None:
                 log.warning(f"{self._what} is away", problem=str(problem))

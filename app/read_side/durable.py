@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,12 +14,13 @@ from tidemark.sinks.reader.history import History
 from tidemark.sinks.reader.io import HistoryFound, ReadHistory
 from tidemark.streaming import state
 from tidemark.streaming.effects import Blocker, blockers, summarize
-from tidemark.streaming.errors import StateTooNew, Unavailable
+from tidemark.streaming.errors import Slow, StateTooNew, Unavailable
 from tidemark.streaming.stream import StreamState
 
 T = TypeVar("T")
 
 PATIENCE = 2.0  # seconds that a request waits for Postgres; its thread goes on
+PAST_PATIENCE = 10.0  # seconds for a page of the history, which takes its turn after others
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class Durable:
         self.circuit_breaker = CircuitBreaker("Postgres")
         self._postgres = postgres
         self._history = history
+        # Of its own: who reads the past keeps nobody waiting who asks for the present.
+        self._past = ThreadPoolExecutor(1, "history")
         self._reading: set[asyncio.Future[Any]] = set()
         self._closed = False
 
@@ -66,6 +70,7 @@ class Durable:
         self._closed = True
         if self._reading:
             await asyncio.wait(self._reading)
+        self._past.shutdown()
 
     async def check(self) -> None:
         """Raise `SchemaMismatch` or `VersionSkew` where the pipeline's versions are none that we can read."""
@@ -96,24 +101,44 @@ class Durable:
         return await self._read(lambda: _read_so_far(self._postgres, topic))
 
     async def history(self, request: ReadHistory) -> HistoryFound:
-        return await self._read(lambda: self._history.past(request))
+        return await self._read_past(lambda: self._history.past(request))
+
+    async def _read_past(self, read: Callable[[], T]) -> T:
+        """Raises `Slow` too: Postgres is there, and has more to do than it can."""
+        self._ask()
+        with self.circuit_breaker.guarding():
+            work = self._past.submit(read)
+            try:
+                return await asyncio.wait_for(asyncio.shield(self._begun(asyncio.wrap_future(work))), PAST_PATIENCE)
+            except TimeoutError:
+                problem = f"the history was not read within {PAST_PATIENCE:g} s; ask again"
+                raise Slow("Postgres", self._postgres.where, problem) from None
+            finally:
+                work.cancel()  # where it has not begun, and nobody waits for it any more
 
     async def _read(self, read: Callable[[], T]) -> T:
-        if self._closed:
-            raise Unavailable("Postgres", self._postgres.where, "this process ends")
+        self._ask()
         with self.circuit_breaker.guarding():
-            reading = asyncio.get_running_loop().run_in_executor(None, read)
-            self._reading.add(reading)
-            reading.add_done_callback(self._ended)
+            reading = self._begun(asyncio.get_running_loop().run_in_executor(None, read))
             try:
                 return await asyncio.wait_for(asyncio.shield(reading), PATIENCE)
             except TimeoutError:
                 problem = f"no answer within {PATIENCE:g} s"
                 raise Unavailable("Postgres", self._postgres.where, problem) from None
 
+    def _ask(self) -> None:
+        if self._closed:
+            raise Unavailable("Postgres", self._postgres.where, "this process ends")
+
+    def _begun(self, reading: "asyncio.Future[T]") -> "asyncio.Future[T]":
+        self._reading.add(reading)
+        reading.add_done_callback(self._ended)
+        return reading
+
     def _ended(self, reading: asyncio.Future[Any]) -> None:
         self._reading.discard(reading)
-        reading.exception()  # looked at, because whoever waited for it may have gone
+        if not reading.cancelled():
+            reading.exception()  # looked at, because whoever waited for it may have gone
 
 
 def _read_so_far(postgres: Postgres, topic: str) -> ReadSoFar:

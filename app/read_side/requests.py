@@ -70,7 +70,7 @@ class HistoryPage:
 
 async def history_page(requests: RequestHandler, stream: str, since: Place | Token, limit: int) -> HistoryPage | None:
     """At most `limit` events after `since`; None where nobody knows the stream. Raises `Unavailable`."""
-    following = Following(stream, "vector", since)
+    following = Following(stream, "vector", since, limit)
     driver: Driver[Event | CaughtUp] = Driver(following.steps())
     events: list[Event] = []
     while len(events) < limit:

@@ -26,6 +26,7 @@ from tidemark.app.sidecar.problems import (
     Busy,
     NotYet,
     RecoveringProblem,
+    SlowAnswer,
     Stops,
     Unauthorized,
     UnknownStream,
@@ -35,7 +36,7 @@ from tidemark.sinks.reader.io import LONGEST_WAIT
 from tidemark.sinks.reader.token import Token
 from tidemark.sinks.reader.wait import GRACE
 from tidemark.streaming.direction import beyond
-from tidemark.streaming.errors import BadToken, Stop, Unavailable
+from tidemark.streaming.errors import BadToken, Slow, Stop, Unavailable
 
 PLAIN = "text/plain"
 Limit = Annotated[int, Meta(ge=1, le=10_000)]
@@ -129,6 +130,8 @@ async def advances(call: OperationCall) -> Response:
         if isinstance(since, Token) and (known := await call.service.read_side.snapshots.positions(call.stream)):
             since.compare(Token.of(known.linear, known.vector))  # a stream does not turn round
         found = await history_page(call.service.read_side.requests, call.stream, since, query.limit)
+    except Slow as problem:
+        raise SlowAnswer(str(problem)) from None
     except (Unavailable, Stop) as problem:
         raise RecoveringProblem(str(problem)) from None
     except BadToken as problem:
@@ -241,7 +244,7 @@ OPERATIONS = [
         advances,
         moves.AdvancesAnswer,
         query=AdvancesQuery,
-        problems=(BadRequest, Unauthorized, UnknownStream, RecoveringProblem),
+        problems=(BadRequest, Unauthorized, UnknownStream, RecoveringProblem, SlowAnswer),
     ),
     Operation(
         "/v1/streams/{stream}/wait",

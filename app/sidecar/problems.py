@@ -9,7 +9,8 @@ Problem                     400 to 503; `type` is a name that stays, told as a U
 ├── Ahead                   409 a token is beyond all that was allocated
 ├── Busy                    429 this process serves as many as it may
 ├── Recovering              503 nobody can say now
-└── Stops                   503 this process ends
+├── Stops                   503 this process ends
+└── SlowAnswer              504 Postgres is there, and was not done with this in time
 """
 
 from collections.abc import Mapping
@@ -113,6 +114,13 @@ class Stops(Problem):
 
     def __init__(self) -> None:
         super().__init__("ask another sidecar, or the one that takes its place")
+
+
+class SlowAnswer(Problem):
+    status = HTTPStatus.GATEWAY_TIMEOUT
+    type = "slow"
+    title = "Postgres was not done with this in time"
+    headers: ClassVar[dict[str, str]] = {"Retry-After": "5"}
 
 
 async def answered(_: Request, problem: Exception) -> Response:

@@ -6,10 +6,10 @@ There is no index by writer, which would cost more than that: `stream_positions.
 newest advance, and each advance that of the one before it, so that a chain is read without its neighbours.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta
-from typing import LiteralString
+from typing import Literal, LiteralString
 
 from tidemark.sinks.port import Batch
 from tidemark.sinks.postgres.database import execute
@@ -55,84 +55,133 @@ def places(batch: Batch) -> Iterator[tuple[str, WriterAdvance, int, int]]:
             number += 1
 
 
-_CHAIN: LiteralString = """
-with recursive known as materialized (
-    select k.*, n.number, p.advanced
-    from unnest(%s::text[], %s::text[], %s::bigint[]) as k (stream, writer, position)
-    join tidemark.writer_numbers n using (stream, writer)
-    join tidemark.stream_positions p using (stream, writer)
-), chain as (
-    select stream, writer, position, number, advanced as before, 9223372036854775807 as prev, 0::bigint as epoch,
-        0::bigint as id, 0::bigint as facts, 0::bigint as empty, 0::bigint as unseen, 0::bigint as skipped,
-        0::bigint as linear, 0::bigint as batch, null::timestamptz as time, 0 as length
-    from known
-    union all
-    select stream, writer, position, number, a.*, length + 1
-    from chain cross join lateral (
-        select p.before[i], p.ids[i] - p.spans[i], p.epochs[i], p.ids[i], coalesce(p.facts[i], abs(p.spans[i])),
-            coalesce(p.empty[i], 0), coalesce(p.unseen[i], 0), coalesce(p.skipped[i], 0),
-            p.ids[i] - coalesce(p.ahead[i], 0), p.batch, p.time
-        from tidemark.packed_advances p cross join lateral array_position(p.writers, chain.number) as i
-        where p.time = to_timestamp((chain.before / 4096) / 1000.0) and p.part = mod(chain.before, 4096)
-            and i is not null and abs(p.ids[i]) <= abs(chain.prev)
-        order by abs(p.ids[i]) desc limit 1
-    ) a (before, prev, epoch, id, facts, empty, unseen, skipped, linear, batch, time)
-    where abs(a.id) > abs(position) and length < %s
-)
-select stream, writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch,
-    (extract(epoch from time) * 1000)::bigint
-from chain where length > 0
-"""
-
-_UNPACKED: LiteralString = """
+_CHAINS: LiteralString = """
 select known.stream, known.writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch,
     (extract(epoch from time) * 1000)::bigint
 from unnest(%s::text[], %s::text[], %s::bigint[]) as known (stream, writer, position)
-cross join lateral (
-    select a.* from tidemark.{table} a
+cross join lateral (select * from ({parts}) parts order by abs(id) limit %s) a
+limit %s
+"""
+
+# From its newest advance back: one chain after the other, so that a limit ends the reading.
+_PACKED: LiteralString = """(
+    with recursive chain as (
+        select n.number, p.advanced as before, 9223372036854775807 as prev, 0::bigint as epoch,
+            0::bigint as id, 0::bigint as facts, 0::bigint as empty, 0::bigint as unseen, 0::bigint as skipped,
+            0::bigint as linear, 0::bigint as batch, null::timestamptz as time, 0 as length
+        from tidemark.writer_numbers n join tidemark.stream_positions p using (stream, writer)
+        where (stream, writer) = (known.stream, known.writer)
+        union all
+        select number, a.*, length + 1
+        from chain cross join lateral (
+            select p.before[i], p.ids[i] - p.spans[i], p.epochs[i], p.ids[i], coalesce(p.facts[i], abs(p.spans[i])),
+                coalesce(p.empty[i], 0), coalesce(p.unseen[i], 0), coalesce(p.skipped[i], 0),
+                p.ids[i] - coalesce(p.ahead[i], 0), p.batch, p.time
+            from tidemark.packed_advances p cross join lateral array_position(p.writers, chain.number) as i
+            where p.time = to_timestamp((chain.before / 4096) / 1000.0) and p.part = mod(chain.before, 4096)
+                and i is not null and abs(p.ids[i]) <= abs(chain.prev)
+            order by abs(p.ids[i]) desc limit 1
+        ) a (before, prev, epoch, id, facts, empty, unseen, skipped, linear, batch, time)
+        where abs(a.id) > abs(known.position) and length < %s
+    )
+    select epoch, prev, id, facts, empty, unseen, skipped, linear, batch, time from chain where length > 0
+) union all """
+
+_SINGLE: LiteralString = """(
+    select epoch, prev, id, facts, empty, unseen, skipped, linear, batch, time from tidemark.{table} a
     where (a.stream, a.writer) = (known.stream, known.writer) and abs(a.id) > abs(known.position)
     order by abs(a.id) desc limit %s
-) a (stream, writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch, time)
-"""
+)"""
 
 
 def advances_since(
-    connection: Connection, known: Iterable[tuple[str, str, int]], newest: int
+    connection: Connection, known: Iterable[tuple[str, str, int]], newest: int, most: int | None = None
 ) -> dict[tuple[str, str], list[PastAdvance]]:
-    """Of each (stream, writer, position) the advances beyond that position, oldest first, at most the `newest`."""
-    known = list(known)
+    """Of each (stream, writer, position) the advances beyond that position, oldest first, at most the `newest`.
+
+    Where there are `most` of them in all, the last chain may be cut off behind its last advance, and chains that are
+    not there may have been left out.
+    """
     # A schema before 7, of a pipeline that is older than we are, has single advances only.
     packed = connection.execute("select 1 where to_regclass('tidemark.packed_advances') is not null").fetchone()
-    table = "unpacked_advances" if packed else "position_advances"
+    if packed:
+        statement = _CHAINS.format(parts=_PACKED + _SINGLE.format(table="unpacked_advances"))
+    else:
+        statement = _CHAINS.format(parts=_SINGLE.format(table="position_advances"))
     found: dict[tuple[str, str], list[PastAdvance]] = {}
-    for statement in (*([_CHAIN] if packed else []), _UNPACKED.format(table=table)):
-        rows = execute(connection, statement, known, newest)
-        for stream, writer, epoch, prev, id_, facts, empty, unseen, skipped, linear, batch, at in rows or ():
-            advance = WriterAdvance(writer, epoch, prev, id_, facts, empty, unseen, skipped, at)
-            found.setdefault((stream, writer), []).append(PastAdvance(advance, linear, batch, at))
+    rows = execute(connection, statement, known, *([newest] * (2 if packed else 1)), most, most)
+    for stream, writer, epoch, prev, id_, facts, empty, unseen, skipped, linear, batch, at in rows or ():
+        advance = WriterAdvance(writer, epoch, prev, id_, facts, empty, unseen, skipped, at)
+        found.setdefault((stream, writer), []).append(PastAdvance(advance, linear, batch, at))
     for chain in found.values():
-        chain.sort(key=lambda past: abs(past.advance.id))
         del chain[:-newest]
     return found
 
 
-def late_since(connection: Connection, known: Iterable[tuple[str, int]], newest: int) -> dict[str, list[PastLate]]:
-    """Of each (stream, number) the late completions after that number, oldest first, at most the `newest`."""
+@dataclass(frozen=True, slots=True)
+class PageBounds:
+    """At most `most` advances and as many late completions, of those that are the `newest` of their writer; `seconds`
+    is what one statement may take."""
+
+    newest: int
+    most: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PastPage:
+    """`chains`: by writer, how far its advances lead, and those of them that are still kept. Where there is `more`,
+    writers are left out, or late completions."""
+
+    chains: dict[str, tuple[int, list[PastAdvance]]]
+    late: list[PastLate]
+    more: bool
+
+
+def page_after(
+    connection: Connection, stream: str, standing: Callable[[str], int], late: int, bounds: PageBounds
+) -> PastPage:
+    """What was published of `stream` beyond where each writer is `standing`, and of late completions after `late`."""
+    with connection.transaction():
+        connection.execute("select set_config('statement_timeout', %s, true)", (f"{bounds.seconds * 1000:.0f}",))
+        # Positions before advances: a writer may not seem to stand where its advances do not lead yet.
+        writers = connection.execute(
+            "select writer, position from tidemark.stream_positions where stream = %s", (stream,)
+        )
+        moved = {name: at for name, at in writers.fetchall() if abs(at) > abs(standing(name))}
+        known = [(stream, name, standing(name)) for name in moved]
+        found = advances_since(connection, known, bounds.newest, bounds.most)
+        lates = late_since(connection, [(stream, late)], bounds.most, "oldest").get(stream, [])
+    cut = sum(map(len, found.values())) == bounds.most
+    chains = {name: (moved[name], advances) for (_, name), advances in found.items()}
+    if cut:
+        name, (_, advances) = chains.popitem()
+        chains[name] = (advances[-1].advance.id, advances)
+    else:
+        chains |= {name: (at, []) for name, at in moved.items() if name not in chains}
+    return PastPage(chains, lates, cut or len(lates) == bounds.most)
+
+
+def late_since(
+    connection: Connection, known: Iterable[tuple[str, int]], most: int, which: Literal["newest", "oldest"] = "newest"
+) -> dict[str, list[PastLate]]:
+    """Of each (stream, number) the late completions after that number, oldest first, at most so many of them."""
     found: dict[str, list[PastLate]] = {}
+    order: LiteralString = "desc" if which == "newest" else "asc"
     rows = execute(
         connection,
-        """
+        f"""
         select stream, late.number, writer, epoch, prev, id, facts, why, batch,
             (extract(epoch from time) * 1000)::bigint
         from unnest(%s::text[], %s::bigint[]) as known (stream, number)
         cross join lateral (
             select l.number, writer, epoch, prev, id, facts, why, batch, time from tidemark.late_completions l
-            where l.stream = known.stream and l.number > known.number order by l.number desc limit %s
+            where l.stream = known.stream and l.number > known.number order by l.number {order} limit %s
         ) late
         order by stream, late.number
         """,
         known,
-        newest,
+        most,
     )
     for stream, number, writer, epoch, prev, id_, facts, why, batch, at in rows or ():
         late = LateCompletion(writer, epoch, prev, id_, facts, why)

@@ -4,7 +4,7 @@ Two sessions: one for the batches (the thread of foreachBatch), one for everythi
 neither waits for the other.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Self
@@ -16,7 +16,7 @@ from tidemark.sinks.postgres import history, transaction
 from tidemark.sinks.postgres.advances import forget_retired
 from tidemark.sinks.postgres.database import READABLE, SCHEMA, execute, session_of
 from tidemark.sinks.postgres.days import drop_before
-from tidemark.sinks.postgres.history import PastAdvance, PastLate, Retention
+from tidemark.sinks.postgres.history import PageBounds, PastAdvance, PastLate, PastPage, Retention
 from tidemark.sinks.postgres.status import Conditions, note_faults
 from tidemark.sinks.postgres.transaction import UnsentDeadLetters, apply
 from tidemark.streaming.model import Bounds, Encoded
@@ -232,11 +232,9 @@ class Postgres:
                     found[stream].positions[writer] = position
         return found
 
-    def writers(self, stream: str) -> dict[str, int]:
-        """Every writer that the stream ever had, the forgotten ones too, with its position."""
+    def page_after(self, stream: str, standing: Callable[[str], int], late: int, bounds: PageBounds) -> PastPage:
         with self._reads.use() as connection:
-            query = "select writer, position from tidemark.stream_positions where stream = %s"
-            return dict(connection.execute(query, (stream,)))
+            return history.page_after(connection, stream, standing, late, bounds)
 
     def advances_since(
         self, known: Iterable[tuple[str, str, int]], newest: int

@@ -32,14 +32,19 @@ from tidemark.sinks.reader.token import Token
 
 log = structlog.get_logger(__name__)
 
+PAGE = 5000  # advances that Postgres is asked for at once: what is in hand is not let grow, and servers answer in time
+
 
 class Listing:
-    """Call `misses`, `remember` where it says so, then `take`, and `complete` where the list does not go on."""
+    """Call `misses`, `remember` where it says so, then `take`, and `complete` where the list does not go on.
 
-    def __init__(self, joining: Joining) -> None:
+    `completed`: the reader stands where the positions said that came with the list's newest entry.
+    """
+
+    def __init__(self, joining: Joining, *, completed: bool) -> None:
         self._joining = joining
-        self._recalled = False
-        self._completed = False
+        self.recalled = False  # Postgres has told all that it knows
+        self._completed = completed
         self._seam = False  # the list has shown an entry that was handed over before: nothing was cut off behind it
 
     def misses(self, seen: KeysFound) -> bool:
@@ -48,7 +53,7 @@ class Listing:
         True of every list at first: it holds neither what was cut off nor writers that came and went.
         """
         if not self._completed:
-            return not self._recalled
+            return not self.recalled
         trial = Joining(self._joining.place)
         for item in map(parse, seen.entries):
             if isinstance(item, Advance):
@@ -60,8 +65,8 @@ class Listing:
         return not seen.more and trial.behind(seen.positions, seen.late)
 
     def remember(self, past: HistoryFound) -> Iterator[Event]:
-        """Take in what Postgres knows: everything that was published before it was asked."""
-        self._recalled = True
+        """Take in a page of what Postgres knows: with the last one, all that was published before it was asked."""
+        self.recalled = not past.more
         for writer, (position, advances) in past.chains.items():
             for advance in advances:
                 yield from self._joining.advance(advance)
@@ -76,7 +81,7 @@ class Listing:
                 self._seam = self._seam or not new
                 yield from new
             elif item is not None:
-                if not (self._recalled or self._completed or self._seam):
+                if not (self.recalled or self._completed or self._seam):
                     yield from self._joining.lose_late(item.number - 1)
                 new_late = [*self._joining.complete(item)]
                 self._seam = self._seam or not new_late
@@ -87,7 +92,7 @@ class Listing:
         assert seen.linear is not None
         for writer, position in seen.positions.items():
             yield from self._joining.reach(writer, position)
-        if not (self._recalled or self._completed):
+        if not (self.recalled or self._completed):
             yield from self._joining.sweep(seen.linear, seen.positions)
         yield from self._joining.lose_late(seen.late)
         self._joining.settle(seen.linear, seen.positions)
@@ -111,7 +116,8 @@ class Following:
     A token says nothing of late completions: those that are known at the first reading are not handed over then.
     """
 
-    def __init__(self, stream: str, mode: Mode, since: Place | Token | None) -> None:
+    def __init__(self, stream: str, mode: Mode, since: Place | Token | None, page: int = PAGE) -> None:
+        self._page = page
         self._stream = stream
         self._mode = mode
         self._since = since
@@ -138,8 +144,9 @@ class Following:
 
     def _follow_list(self) -> Steps:
         """Until the list is not the one any more that we read so far."""
-        # Who begins with what is published now needs nothing of the list but its end; the line needs what is above it.
-        ends = self._joining is None and self._since is None and self._mode == "vector"
+        # Of writers Postgres tells all that came before the list's end; the line needs what the list holds above it.
+        ends = self._mode == "vector"
+        fresh = self._joining is None and self._since is None
         seen = yield from self._seen_of(ReadNewest(self._stream) if ends else ReadList(self._stream, None))
         if self._joining is None and seen.linear is not None:
             while self._since is None and seen.more:
@@ -153,11 +160,17 @@ class Following:
             return
         if self._lines:
             self._lines.doubt()
-        listing = Listing(self._joining)
+        listing = Listing(self._joining, completed=ends and fresh)
         after: ListEntry | None = None
+        if ends and not fresh:
+            yield from self._recall(listing, self._joining)
+            if self._joining.behind(seen.positions, seen.late) or not listing.recalled:
+                seen = yield from self._seen_of(ReadList(self._stream, None))
+        if seen.linear is None:
+            return
         while True:
-            if listing.misses(seen) and (past := (yield from self._recall(self._joining))) is not None:
-                yield from self._handed(listing.remember(past))
+            if listing.misses(seen):
+                yield from self._recall(listing, self._joining)
             yield from self._handed(listing.take(seen.entries))
             if seen.entries:
                 after = seen.entries[-1]
@@ -200,10 +213,16 @@ class Following:
         assert isinstance(seen, KeysFound)
         return seen
 
-    def _recall(self, joining: Joining) -> Generator[Request, Answer, HistoryFound | None]:
-        past = yield from patiently(ReadHistory(self._stream, joining.place))
-        assert past is None or isinstance(past, HistoryFound)
-        return past
+    def _recall(self, listing: Listing, joining: Joining) -> Generator[Request | Event, Answer, None]:
+        """Ask Postgres, page after page."""
+        while True:
+            past = yield from patiently(ReadHistory(self._stream, joining.place, self._page))
+            if past is None:
+                return
+            assert isinstance(past, HistoryFound)
+            yield from self._handed(listing.remember(past))
+            if not past.more:
+                return
 
     def _await_entry(self, seen: KeysFound) -> Generator[Request, Answer, None]:
         yield from patiently(AwaitEntry(self._stream, seen.last, LONGEST_WAIT))

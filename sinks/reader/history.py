@@ -1,12 +1,13 @@
 """Tidemark's Postgres in the place of Redis: for what its list does not reach back to, and for all of it meanwhile."""
 
-from tidemark.sinks.postgres.history import PastAdvance, PastLate
+from tidemark.sinks.postgres.history import PageBounds, PastAdvance, PastLate
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.reader.events import Advance, Late
 from tidemark.sinks.reader.io import HistoryFound, KeysFound, ReadHistory
 from tidemark.streaming.postgres_session import Dsn
 
 NEWEST = 10_000  # advances of each writer that are told; what lies before them is to be read from the table
+SECONDS = 4.0  # that one statement may take: it is bounded, so more shows a server that has too much to do
 
 
 class History:
@@ -28,17 +29,16 @@ class History:
 
     def past(self, request: ReadHistory) -> HistoryFound:
         place, stream = request.place, request.stream
-        # Positions before advances: a writer may not seem to stand where its advances do not lead yet.
-        writers = self._postgres.writers(stream)
-        known = [(stream, writer, place.positions.get(writer, place.linear)) for writer in writers]
-        advances = self._postgres.advances_since(known, NEWEST)
-        late = self._postgres.late_since([(stream, place.late)], 2**31)
+        page = self._postgres.page_after(
+            stream,
+            lambda writer: place.positions.get(writer, place.linear),
+            place.late,
+            PageBounds(NEWEST, request.most, SECONDS),
+        )
         return HistoryFound(
-            chains={
-                writer: (position, [_advance(past) for past in advances.get((stream, writer), ())])
-                for writer, position in writers.items()
-            },
-            late=[_late(past) for past in late.get(stream, ())],
+            chains={writer: (upto, [*map(_advance, advances)]) for writer, (upto, advances) in page.chains.items()},
+            late=[*map(_late, page.late)],
+            more=page.more,
         )
 
 

@@ -90,19 +90,25 @@ class AwaitEntry(Request):
 
 @dataclass(frozen=True, slots=True)
 class ReadHistory(Request):
-    """Read what Postgres knows of `stream` beyond `place`. Answered by `HistoryFound`, or None without a Postgres."""
+    """Read what Postgres knows of `stream` beyond `place`, at most so many advances, and as many late completions.
+    Answered by `HistoryFound`, or None without a Postgres."""
 
     stream: str
     place: Place
+    most: int
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryFound:
-    """`chains` has every writer that Postgres ever heard of: its position, and those of its newest advances up to
-    there that are still kept, oldest first. `late`, oldest first, has all late completions after the place's."""
+    """`chains` has every writer that stands beyond the place: its position, and those of its newest advances up to
+    there that are still kept, oldest first. `late`, oldest first, are late completions after the place's.
+
+    `more`: that was not all, and the next page begins behind it. A position is then perhaps one on the way.
+    """
 
     chains: Mapping[str, tuple[int, Sequence[Advance]]] = field(default_factory=dict)
     late: Sequence[Late] = ()
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,19 @@
 """What moved a stream and what holds it back, over HTTP, with lists that are lost and servers that are stopped."""
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
+import psycopg
 import pytest
 
 from tests.app.sidecar.given import At, SidecarClient, moved
 from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
+from tests.waiting import eventually
 from tidemark.app.stack.servers import RedisServer
+from tidemark.sinks.postgres.history import PageBounds, PastPage
+from tidemark.sinks.postgres.store import Postgres
 
 
 def pages(client: SidecarClient, since: str, limit: int) -> list[Any]:
@@ -64,6 +69,57 @@ def test_stopped_redis_does_not_lose_the_history(
     before = pages(client, "m0", 2)
     with away(redis_server):
         assert pages(client, "m0", 2) == before
+
+
+def test_page_of_many_writers_asks_postgres_for_no_more(
+    pipeline: Pipeline, client: SidecarClient, keys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit of an answer is the one of the statement: 50 writers do not make a small page a large reading."""
+    for id in range(1, 5):
+        pipeline.publish(moved("s", id, **{f"w{number}": At(id - 1, id) for number in range(50)}))
+    asked: list[PageBounds] = []
+    page_after = Postgres.page_after
+
+    def noted(self: Postgres, *arguments: Any) -> PastPage:
+        asked.append(arguments[-1])
+        return page_after(self, *arguments)
+
+    monkeypatch.setattr(Postgres, "page_after", noted)
+    assert len(client.json("/v1/streams/s/advances?limit=1")["moves"]) == 1
+    assert [it.most for it in asked] == [1]
+    found = pages(client, "m0", 7)
+    assert len({(it["writer"], it["prev"]) for it in found}) == len(found) == 200
+    assert {it.most for it in asked[1:]} == {7}
+
+
+def test_slow_history_is_no_outage(
+    pipeline: Pipeline, client: SidecarClient, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that Postgres is not done with in time is told so, as 504; everybody else is answered by it meanwhile."""
+    grow(pipeline, 3)
+    monkeypatch.setattr("tidemark.sinks.reader.history.SECONDS", 0.2)
+    with psycopg.connect(dsn) as maintenance:
+        maintenance.execute("lock table tidemark.packed_advances in access exclusive mode")
+        problem = client.json("/v1/streams/s/advances", 504)
+        assert problem["type"] == "urn:tidemark:problem:slow"
+        assert client.json("/readyz")["problems"] == []
+        assert 'server_up{server="postgres"} 1.0' in client.get("/metrics").text
+    assert len(pages(client, "m0", 100)) == 3
+
+
+def test_those_who_read_the_past_keep_nobody_waiting(pipeline: Pipeline, client: SidecarClient, dsn: str) -> None:
+    """While ten clients wait for a history that does not come, Postgres answers all other questions."""
+    grow(pipeline, 3)
+    with ThreadPoolExecutor(10) as pool, psycopg.connect(dsn) as maintenance:
+        maintenance.execute("lock table tidemark.packed_advances in access exclusive mode")
+        asking = [pool.submit(client.get, "/v1/streams/s/advances") for _ in range(10)]
+        waiting = "select count(*) from pg_stat_activity where wait_event_type = 'Lock'"
+        with psycopg.connect(dsn, autocommit=True) as sql:
+            eventually(lambda: sql.execute(waiting).fetchone() != (0,))
+        assert client.json("/v1/pipeline")["problems"] == []
+        assert client.json("/v1/streams/s/gaps")["total"] == 0
+        maintenance.rollback()
+        assert {it.result().status_code for it in asking} == {200}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -17,7 +18,7 @@ from tests.sinks.given import NOW, advance, batch, stream
 from tests.waiting import eventually
 from tidemark.sinks.postgres import history
 from tidemark.sinks.postgres.database import SCHEMA, migrate, session_of
-from tidemark.sinks.postgres.history import Retention
+from tidemark.sinks.postgres.history import PageBounds, PastPage, Retention
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.streaming.effects import Forced, Gap, GapClosed, LateCompletion, WriterAdvance
@@ -150,6 +151,71 @@ def test_chain_is_read_from_a_position_on(store: Postgres, token: int) -> None:
         assert ("s", "x") not in found
 
 
+def pages(store: Postgres, most: int) -> list[PastPage]:
+    """All pages of stream `s`, each asked for where the one before ended."""
+    found: list[PastPage] = []
+    standing: dict[str, int] = defaultdict(int)
+    late = 0
+    while not found or found[-1].more:
+        found.append(store.page_after("s", standing.__getitem__, late, PageBounds(100, most, 60)))
+        standing |= {writer: upto for writer, (upto, _) in found[-1].chains.items()}
+        late = found[-1].late[-1].number if found[-1].late else late
+    return found
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 7, 100])
+def test_history_is_read_in_pages(store: Postgres, token: int, most: int) -> None:
+    """Rule 3 page after page: every advance and every late completion comes once, in order, in pages of that size."""
+    late = [LateCompletion("w0", 1, n, n + 1, 1, "skipped") for n in range(3)]
+    for number in range(1, 6):
+        moved = [advance(f"w{writer}", number - 1, number) for writer in range(3)]
+        store.apply(batch(number, stream("s", *moved, late=late if number == 3 else []), token=token))
+    found = pages(store, most)
+    assert all(sum(len(chain) for _, chain in page.chains.values()) <= most for page in found)
+    assert all(len(page.late) <= most for page in found)
+    assert sum(len(page.late) for page in found) == 3
+    for writer in range(3):
+        chains = [page.chains.get(f"w{writer}", (0, []))[1] for page in found]
+        assert [past.advance.id for chain in chains for past in chain] == [1, 2, 3, 4, 5]
+
+
+def test_writer_whose_history_is_gone_is_named_in_a_page(store: Postgres, sql: psycopg.Connection, token: int) -> None:
+    """Its position comes without advances, so that readers know what they have to read again."""
+    store.apply(batch(1, stream("s", advance("gone", 0, 4), advance("w", 0, 4)), token=token))
+    sql.execute("delete from tidemark.packed_advances")
+    store.apply(batch(2, stream("s", advance("w", 4, 5)), token=token))
+    (page,) = pages(store, 100)
+    assert page.chains["gone"] == (4, [])
+    assert (page.chains["w"][0], [past.advance.prev for past in page.chains["w"][1]]) == (5, [4])
+
+
+def test_limit_ends_the_reading(store: Postgres, sql: psycopg.Connection, token: int) -> None:
+    """Who asks for one advance of fifty writers makes Postgres walk along one writer's chain."""
+    for number in range(1, 9):
+        moved = [advance(f"w{writer}", number - 1, number) for writer in range(50)]
+        store.apply(batch(number, stream("s", *moved), token=token))
+
+    def fetched() -> int:
+        sql.execute("select pg_stat_clear_snapshot()")
+        return int(rows(sql, "select sum(idx_tup_fetch) from pg_stat_user_tables where relname like 'packed%%'")[0][0])
+
+    def page(most: int) -> int:
+        store.close()  # a session that ends tells what it did
+        eventually(
+            lambda: (
+                rows(sql, "select count(*) from pg_stat_activity where application_name ~ 'reads|batches'") == [(0,)]
+            )
+        )
+        before = fetched()
+        found = store.page_after("s", lambda _: 0, 0, PageBounds(100, most, 60))
+        assert sum(len(chain) for _, chain in found.chains.values()) == min(most, 400)
+        store.close()
+        eventually(lambda: fetched() > before)
+        return fetched() - before
+
+    assert page(1) < page(1000) / 10
+
+
 def test_reader_asks_in_plain_sql(store: Postgres, sql: psycopg.Connection, token: int) -> None:
     """A member of tidemark_reader is told why a stream stood where it stood at a time."""
     for number, (prev, id_) in enumerate([(0, 4), (4, 7), (7, 9)]):
@@ -206,8 +272,8 @@ def test_history_of_an_older_schema_stays(single_advances: str) -> None:
         for newest in (3, 100):
             found = store.advances_since([("s", "w", 0)], newest)["s", "w"]
             assert [(it.advance.prev, it.advance.id) for it in found] == chain[-newest:]
-        older_sidecars = history._UNPACKED.format(table="position_advances")
-        asked = sql.execute(older_sidecars.encode(), (["s"], ["w"], [5], 3)).fetchall()
+        older_sidecars = history._CHAINS.format(parts=history._SINGLE.format(table="position_advances"))
+        asked = sql.execute(older_sidecars.encode(), (["s"], ["w"], [5], 3, None, None)).fetchall()
         assert sorted(it[3:5] for it in asked) == chain[-3:]
         assert viewed(sql) == chain
         assert rows(sql, "select prev, id from tidemark.advances_of('s') order by id") == chain

@@ -6,7 +6,7 @@ Every write to `StreamModel` is the world's; `answer` is a shell's answer. Magni
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tidemark.sinks.reader.events import Advance, Late
+from tidemark.sinks.reader.events import Advance, Late, Place
 from tidemark.sinks.reader.io import (
     Answer,
     HistoryFound,
@@ -19,6 +19,7 @@ from tidemark.sinks.reader.io import (
     Request,
 )
 from tidemark.sinks.reader.redis import parse
+from tidemark.streaming.direction import beyond
 
 Fields = dict[str, str]
 
@@ -295,11 +296,23 @@ class StreamModel:
             case ReadKeys():
                 return self._seen([], joined=True, more=False)
             case ReadHistory(place=place) if postgres:
-                past = {name: (position, self._advances(name)) for name, position in self.positions.items()}
-                late = [parse(ListEntry("", it)) for _, it in self.history if it["kind"] == "LATE"]
-                return HistoryFound(past, [it for it in late if isinstance(it, Late) and it.number > place.late])
+                return self._page(place)
             case _:
                 return None
+
+    def _page(self, place: Place, most: int = 3) -> HistoryFound:
+        """What `sinks.postgres.history.page_after` gives."""
+        chains: dict[str, tuple[int, list[Advance]]] = {}
+        left = most
+        for name, position in self.positions.items():
+            here = place.positions.get(name, place.linear)
+            if left and beyond(position, here):
+                found = [it for it in self._advances(name) if beyond(it.id, here)][:left]
+                left -= len(found)
+                chains[name] = (position if left else found[-1].id, found)
+        late = [parse(ListEntry("", it)) for _, it in self.history if it["kind"] == "LATE"]
+        lates = [it for it in late if isinstance(it, Late) and it.number > place.late][:most]
+        return HistoryFound(chains, lates, more=not left or len(lates) == most)
 
     def _advances(self, name: str) -> list[Advance]:
         items = [parse(ListEntry("", it)) for who, it in self.history if who == name and it["kind"] == "POSITION"]
