@@ -8,10 +8,9 @@ FROM ${BASE} AS base
 # The versions are the Debian release's own, patched by it: a pin would only keep a fixed hole open.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends tini \
+    && apt-get install --yes --no-install-recommends binutils ca-certificates tini tzdata \
     && apt-get clean \
     && rm -rf /var/lib/apt/lists/* /var/log/*
-# Java asks for the name of its user, so the number needs an entry.
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /var/lib/tidemark --shell /usr/sbin/nologin tidemark \
     && install --directory --owner tidemark --group tidemark /var/lib/tidemark
 
@@ -19,7 +18,7 @@ FROM base AS java
 ARG JRE=openjdk-17-jre-headless
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends "${JRE}" \
+    && apt-get install --yes --no-install-recommends "${JRE}" libnss-wrapper \
     && apt-get clean \
     && rm -rf /var/lib/apt/lists/* /var/log/*
 
@@ -31,6 +30,7 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends "${JDK}" \
     && jlink --add-modules java.se,jdk.charsets,jdk.crypto.ec,jdk.incubator.vector,jdk.management,jdk.management.agent,jdk.naming.dns,jdk.net,jdk.security.auth,jdk.security.jgss,jdk.unsupported,jdk.zipfs \
         --strip-java-debug-attributes --no-header-files --no-man-pages --output /opt/java \
+    && rm -f /opt/java/lib/libawt_xawt.so /opt/java/lib/libjawt.so /opt/java/lib/libsplashscreen.so \
     && /opt/java/bin/java -Xshare:dump \
     && cp --dereference --remove-destination /etc/ssl/certs/java/cacerts /opt/java/lib/security/cacerts
 
@@ -49,8 +49,12 @@ COPY sources sources
 COPY streaming streaming
 RUN python3 -m pip --python /opt/tidemark/bin/python install --no-cache-dir --no-deps . \
     && python3 -m compileall -q /opt/tidemark/lib
+COPY helm/tools/root.py /tmp/
+RUN python3 /tmp/root.py /root-of-image /opt/tidemark tini sh cat env head id ls sleep tail \
+    && install --directory --owner tidemark --group tidemark /root-of-image/var/lib/tidemark
 
-FROM base AS services
+# No package manager and no Perl: what runs, and what that loads (helm/tools/root.py).
+FROM scratch AS services
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="tidemark-services" \
@@ -58,8 +62,10 @@ LABEL org.opencontainers.image.title="tidemark-services" \
     org.opencontainers.image.licenses="Apache-2.0" \
     org.opencontainers.image.version="${VERSION}" \
     org.opencontainers.image.revision="${REVISION}"
+COPY --from=build-services /root-of-image /
 COPY --from=build-services /opt/tidemark /opt/tidemark
-ENV PATH=/opt/tidemark/bin:${PATH} \
+ENV PATH=/opt/tidemark/bin:/usr/local/bin:/usr/bin:/bin \
+    LANG=C.UTF-8 \
     TIDEMARK_HOME=/var/lib/tidemark \
     TIDEMARK_LOG_FORMAT=json \
     TIDEMARK_SIDECAR_HOST=0.0.0.0
@@ -89,8 +95,14 @@ COPY streaming streaming
 RUN python3 -m pip --python /opt/tidemark/bin/python install --no-cache-dir --no-deps . \
     && python3 -m compileall -q /opt/tidemark/lib
 COPY --chmod=755 helm/tools/executor /opt/tidemark/bin/tidemark-executor
+COPY --chmod=755 helm/tools/named-user /opt/tidemark/bin/named-user
+COPY --from=runtime /opt/java /opt/java
+COPY helm/tools/root.py /tmp/
+# pyspark starts its JVM by scripts of bash.
+RUN python3 /tmp/root.py /root-of-image /opt/tidemark,/opt/java tini sh cat env head id ls sleep tail bash dirname /usr/lib/*/libnss_wrapper.so \
+    && install --directory --owner tidemark --group tidemark /root-of-image/var/lib/tidemark
 
-FROM base
+FROM scratch
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 ARG BASE
@@ -100,9 +112,11 @@ LABEL org.opencontainers.image.title="tidemark" \
     org.opencontainers.image.version="${VERSION}" \
     org.opencontainers.image.revision="${REVISION}" \
     org.opencontainers.image.base.name="${BASE}"
+COPY --from=build /root-of-image /
 COPY --from=runtime /opt/java /opt/java
 COPY --from=build /opt/tidemark /opt/tidemark
-ENV PATH=/opt/tidemark/bin:/opt/java/bin:${PATH} \
+ENV PATH=/opt/tidemark/bin:/opt/java/bin:/usr/local/bin:/usr/bin:/bin \
+    LANG=C.UTF-8 \
     TIDEMARK_HOME=/var/lib/tidemark \
     TIDEMARK_SPARK_JARS=/opt/tidemark/jars/connector \
     TIDEMARK_LOG_FORMAT=json \
@@ -112,5 +126,5 @@ WORKDIR /var/lib/tidemark
 USER 10001:10001
 EXPOSE 9464 9480
 # Spark's JVM has children that it does not wait for: tini does.
-ENTRYPOINT ["tini", "--", "tidemark"]
+ENTRYPOINT ["tini", "--", "named-user", "tidemark"]
 CMD ["--help"]
