@@ -3,7 +3,9 @@
 No group and no commits: who reads says where to begin, and begins anew after every error.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import pairwise
 from typing import Self
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
@@ -11,7 +13,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.streaming.errors import BadRecord, TopicMissing, Unavailable
 from tidemark.streaming.kafka_errors import ErrorListener
-from tidemark.streaming.records import Record, Topic, read
+from tidemark.streaming.records import FactRun, Rdata, Record, Topic, Void, read
 
 AT_ONCE = 2_000  # records that one call gives at most
 _GONE = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
@@ -54,12 +56,12 @@ class Tail:
 
     def read(self, seconds: float) -> list[tuple[int, Record]]:
         """The records that came, each with its partition, as soon as one did; none after `seconds`. A partition's are
-        in order and without a hole, but for bad ones, which count for nothing."""
+        in order and without a hole, but for bad ones, which count for nothing; of a RUN each edge is a record."""
         assert self._consumer is not None, "begin first"
         try:
             first = self._consumer.poll(seconds)
             messages = [] if first is None else [first, *self._consumer.consume(AT_ONCE - 1, 0)]
-            records = [found for message in messages if (found := self._record(message))]
+            records = [found for message in messages for found in self._records(message)]
             self._errors.raise_refusal()
         except KafkaException as error:
             raise self._errors.explain(error.args[0]) from error
@@ -95,12 +97,26 @@ class Tail:
         consumer.assign(places)
         return whole
 
-    def _record(self, message: Message) -> tuple[int, Record] | None:
+    def _records(self, message: Message) -> Iterator[tuple[int, Record]]:
         if (error := message.error()) is not None:
             if error.code() in _GONE:
                 raise Unavailable("Kafka", self._connection.bootstrap, "retention removed records before we read them")
             raise KafkaException(error)
-        try:
-            return message.partition(), read(message.value(), message.key(), Topic.FACTS)
-        except BadRecord:
-            return None
+        with suppress(BadRecord):
+            for record in singles(read(message.value(), message.key(), Topic.FACTS)):
+                yield message.partition(), record
+
+
+def singles(record: Record) -> Iterator[Record]:
+    """The records of which each says one thing, and which together say what `record` does."""
+    if not isinstance(record, FactRun):
+        yield record
+        return
+    stream, writer, epoch = record.stream, record.writer, record.epoch
+    for (prev, id), rows in zip(pairwise([record.prev, *record.ids]), record.rows, strict=True):
+        if not rows:
+            yield Void(stream=stream, writer=writer, epoch=epoch, prev=prev, id=id)
+            continue
+        for row in rows[:-1]:
+            yield Rdata(stream=stream, writer=writer, epoch=epoch, id="batch", row=row)
+        yield Rdata(stream=stream, writer=writer, epoch=epoch, prev=prev, id=id, row=rows[-1])

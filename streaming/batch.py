@@ -64,7 +64,7 @@ def advance(
         now,
         streams,
         [
-            Rejected(topic, partition, reason, np.sort(np.concatenate(offsets)).tobytes())
+            Rejected(topic, partition, reason, np.unique(np.concatenate(offsets)).tobytes())
             for (topic, partition, reason), offsets in sorted(rejected.items())
         ],
         _progress(packets),

@@ -5,6 +5,7 @@ Where a record that may be a fact is turned away, what its writer settles next m
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -24,12 +25,14 @@ class _AnyRecord(msgspec.Struct):
     writer: Raw = _NOTHING
     epoch: Raw = _NOTHING
     id: Raw = _NOTHING
+    ids: Raw = _NOTHING
     by: Raw = _NOTHING
 
 
 _object: Final = msgspec.json.Decoder(_AnyRecord)
 _text: Final = msgspec.json.Decoder(str)
 _number: Final = msgspec.json.Decoder(int)
+_numbers: Final = msgspec.json.Decoder(list[int])
 
 _EDGES: Final = {Kind.RDATA.name, Kind.VOID.name, Kind.POSITION.name}
 
@@ -52,19 +55,24 @@ def claims(value: bytes, key: bytes, topic: Topic, offset: int) -> Iterator[Turn
     if is_name(stream):
         writer, epoch = _string(found.writer), 0 if found.epoch is _NOTHING else _integer(found.epoch)
         if is_writer(writer) and epoch is not None and 0 <= epoch <= MAX_ID:
-            yield TurnedAway(stream, writer, epoch, _reach(kind, found.id), offset)
+            yield TurnedAway(stream, writer, epoch, _reach(kind, found), offset)
         else:
             yield TurnedAway(stream, None, 0, EVERYTHING, offset)
     if keyed != stream and is_name(keyed):
         yield TurnedAway(keyed, None, 0, EVERYTHING, offset, only_known=is_name(stream))
 
 
-def _reach(kind: str, id: Raw) -> int:
+def _reach(kind: str, found: _AnyRecord) -> int:
     """Up to where the fact may be."""
     if kind == Kind.JOIN.name:
         return 0
-    number = abs(_integer(id) or 0)
-    return number if kind in _EDGES and 0 < number <= MAX_ID else EVERYTHING
+    number = 0
+    if kind == Kind.RUN.name:
+        with suppress(ValueError):
+            number = max(map(abs, _numbers.decode(found.ids)), default=0)
+    elif kind in _EDGES:
+        number = abs(_integer(found.id) or 0)
+    return number if 0 < number <= MAX_ID else EVERYTHING
 
 
 def _string(raw: Raw) -> str:

@@ -5,17 +5,19 @@ begins with `{` and ends with `}`. A newline inside a JSON string is refused by 
 in a string; between `}` and `{` no JSON value goes on, so it never lies in a value either. Each message then holds one
 record or more, and as many records as messages came out: one each.
 
-Where that does not come out, the batch is decoded value by value, at twice the cost. What is not a plain edge or row
-then goes to `records.read`, which alone gives reasons: a bad record costs itself, and its neighbours some time at most.
+Where that does not come out, the batch is decoded value by value, at twice the cost. What is not a plain edge, row or
+run of facts then goes to `records.read`, which alone gives reasons: a bad record costs itself, and its neighbours some
+time at most.
 """
 
+import gc
 from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import starmap
-from typing import Final
+from itertools import chain, compress, starmap
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -29,7 +31,7 @@ from tidemark.streaming.frames import Frames, Incarnations
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.model import Reason
 from tidemark.streaming.records import Kind, Topic
-from tidemark.streaming.runs import TurnedAway
+from tidemark.streaming.runs import Mask, TurnedAway
 
 # Codes in the column `kinds` beside those of `Kind`.
 ROW: Final = 3
@@ -38,7 +40,8 @@ REJECTED: Final = 7
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """One row per edge or batch row, in the order of arrival; `prevs` and `ids` with their sign.
+    """One row per edge or batch row, in the order of arrival; `prevs` and `ids` with their sign; those of a RUN share
+    their offset.
 
     `kinds` are codes of `Kind`, or `ROW`, whose `prevs` and `ids` mean nothing. `incarnations` are numbers.
     """
@@ -50,10 +53,13 @@ class Edges:
     offsets: Ids
     times: Ids
 
-    def where(self, chosen: npt.NDArray[np.bool_]) -> "Edges":
+    def where(self, chosen: Mask) -> "Edges":
         if chosen.all():
             return self  # the usual case
-        return Edges(*(getattr(self, name)[chosen] for name in self.__slots__))
+        return self.at(chosen)
+
+    def at(self, places: Mask | npt.NDArray[np.intp]) -> "Edges":
+        return Edges(*(getattr(self, name)[places] for name in self.__slots__))
 
 
 # -- the records as the shortcut sees them: the types of `records`, a bit stricter, and the same attributes in all
@@ -91,6 +97,18 @@ class _AnyFact(_Line, kw_only=True, gc=False, tag=Kind.RDATA.name):
     row: msgspec.Raw
 
 
+class _FactRun(_Line, kw_only=True, tag=Kind.RUN.name):
+    id: records.Id = 0
+    ids: list[records.Id]
+    rows: list[list[_Object | str | int | float | bool | None]]
+
+
+class _AnyFactRun(_Line, kw_only=True, tag=Kind.RUN.name):
+    id: records.Id = 0
+    ids: list[records.Id]
+    rows: list[list[msgspec.Raw]]
+
+
 class _Void(_Line, gc=False, tag=Kind.VOID.name): ...
 
 
@@ -107,11 +125,13 @@ class _Open(_Line, kw_only=True, gc=False, tag=Kind.OPEN.name):
     id: records.Id = 0
 
 
-_LINES: Final = (_Fact, _AnyFact, _Void, _Position, _Join, _Retire, _Open)
+_LINES: Final = (_Fact, _AnyFact, _FactRun, _AnyFactRun, _Void, _Position, _Join, _Retire, _Open)
 _CODES: Final[dict[type[_Line], int]] = {line: Kind[str(line.__struct_config__.tag)].value for line in _LINES}
-_decoder: Final[msgspec.json.Decoder[_Line]] = msgspec.json.Decoder(_Fact | _Void | _Position | _Join | _Retire | _Open)
+_decoder: Final[msgspec.json.Decoder[_Line]] = msgspec.json.Decoder(
+    _Fact | _FactRun | _Void | _Position | _Join | _Retire | _Open
+)
 _decoder_of_any_row: Final[msgspec.json.Decoder[_Line]] = msgspec.json.Decoder(
-    _AnyFact | _Void | _Position | _Join | _Retire | _Open
+    _AnyFact | _AnyFactRun | _Void | _Position | _Join | _Retire | _Open
 )
 _UNDECIDED: Final = _Retire(stream="", writer="", id=0)  # in the place of a record that only `records.read` can judge
 
@@ -126,6 +146,12 @@ def _lines(frames: Frames) -> Sequence[_Line]:
                 if len(lines) == len(frames):
                     return lines
     return [_line(frames.value(at)) for at in range(len(frames))]
+
+
+def _beyond(prevs: Ids, ids: Ids) -> Mask:
+    """Which IDs are farther from 0 than their `prev`, on the same side; none of those without a `prev`."""
+    beyond: Mask = ((prevs >= 0) & (prevs < ids)) | ((prevs <= 0) & (prevs > ids))
+    return beyond
 
 
 def _is_utf8(text: memoryview) -> bool:
@@ -146,6 +172,20 @@ def _line(value: bytes) -> _Line:
         return _UNDECIDED
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without Python's garbage collector, in the whole process: it would go through the lists in RUN records again and
+    again, at the price of all else here, and finds no cycle.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class Decoder:
     """The records of a task from one Kafka partition, decoded batch by batch. Not for use by several threads.
 
@@ -164,8 +204,15 @@ class Decoder:
 
     def add(self, frames: Frames) -> None:
         """Decode what came of one partition in one batch."""
+        with _no_collection():
+            self._add(frames)
+
+    def _add(self, frames: Frames) -> None:
         lines = _lines(frames) if self.topic is Topic.FACTS else [_UNDECIDED] * len(frames)
         edges, certain = self._from_lines(lines, frames)
+        runs = certain & (edges.kinds == Kind.RUN.value)
+        if runs.any():
+            certain[runs] = self._unfold([*compress(lines, runs)], edges.where(runs))
         for at in np.flatnonzero(~certain).tolist():
             self._read(edges, frames, at)
         self._edges.append(edges.where(edges.kinds <= ROW))
@@ -175,10 +222,35 @@ class Decoder:
         """All edges and batch rows, in the order of their offsets."""
         edges = Edges(*(np.concatenate([getattr(part, name) for part in self._edges]) for name in Edges.__slots__))
         if np.any(edges.offsets[1:] < edges.offsets[:-1]):
-            return Edges(*(getattr(edges, name)[np.argsort(edges.offsets)] for name in Edges.__slots__))
+            return edges.at(np.argsort(edges.offsets, kind="stable"))
         return edges
 
-    def _from_lines(self, lines: Sequence[_Line], frames: Frames) -> tuple[Edges, npt.NDArray[np.bool_]]:
+    def _unfold(self, runs: Sequence[Any], whose: Edges) -> Mask:
+        """Keep what is in RUN records, of which `whose` has one row each; gives which of them are without fault."""
+        even = np.fromiter((0 < len(run.ids) == len(run.rows) for run in runs), np.bool_, len(runs))
+        runs, whose = [*compress(runs, even)], whose.where(even)
+        if not runs:
+            return even
+        counts = np.fromiter((len(run.ids) for run in runs), np.int64, len(runs))
+        total = int(counts.sum())
+        ids = np.fromiter(chain.from_iterable(run.ids for run in runs), np.int64, total)
+        rows = np.fromiter(map(len, chain.from_iterable(run.rows for run in runs)), np.int64, total)
+        firsts = np.cumsum(counts) - counts
+        prevs = np.roll(ids, 1)
+        prevs[firsts] = [run.prev for run in runs]
+        chained: Mask = np.logical_and.reduceat(_beyond(prevs, ids), firsts)
+        kinds = np.where(rows > 0, Kind.RDATA, Kind.VOID).astype(np.uint8)
+        of = np.repeat(np.arange(len(runs)), counts)
+        edges = Edges(whose.incarnations[of], kinds, prevs, ids, whose.offsets[of], whose.times[of])
+        kept = chained[of]
+        self._edges.append(edges.where(kept))
+        more = np.repeat(np.arange(total), np.where(kept, np.maximum(rows, 1) - 1, 0))
+        if len(more):
+            self._edges.append(replace(edges, kinds=np.full(total, ROW, np.uint8)).at(more))
+        even[even] = chained
+        return even
+
+    def _from_lines(self, lines: Sequence[_Line], frames: Frames) -> tuple[Edges, Mask]:
         """A row for each line, and which of them are certain to be what `records.read` would make of it."""
         count = len(lines)
         numbers = np.fromiter(self._numbers(lines), np.int64, count)
@@ -189,9 +261,8 @@ class Decoder:
         prevs = np.where(facts & (prevs == _NO_PREV), ids - np.sign(ids), prevs)
         rows = facts & (ids == _BATCH)
         kinds[rows] = ROW
-        beyond = ((prevs >= 0) & (prevs < ids)) | ((prevs <= 0) & (prevs > ids))  # never so without a prev
         right_key = frames.have_keys(self.incarnations.keys(), numbers)
-        certain = right_key & (rows | (beyond & (kinds < ROW)))
+        certain = right_key & (rows | (_beyond(prevs, ids) & (kinds < ROW)) | (kinds == Kind.RUN.value))
         return Edges(numbers, kinds, prevs, ids, frames.offsets, frames.times), certain
 
     def _numbers(self, lines: Sequence[_Line]) -> list[int]:
@@ -221,5 +292,8 @@ class Decoder:
                 edges.kinds[at] = ROW
             case records.Rdata():
                 edges.kinds[at], edges.prevs[at], edges.ids[at] = Kind.RDATA, records.start(record), record.id
+            case records.FactRun():
+                edges.kinds[at] = Kind.RUN
+                self._unfold([record], edges.at(np.array([at])))
             case records.Void() | records.Position():
                 edges.kinds[at], edges.prevs[at], edges.ids[at] = records.kind_of(record), record.prev, record.id

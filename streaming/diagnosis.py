@@ -1,7 +1,8 @@
 """Why the decoder refused a value, found out step by step. Pure."""
 
 import re
-from typing import Any, Final, Literal
+from collections.abc import Iterator
+from typing import Any, Final, Literal, get_args
 
 import msgspec
 from msgspec import Raw
@@ -9,13 +10,14 @@ from msgspec import Raw
 from tidemark.streaming import records
 from tidemark.streaming.errors import BadRecord
 from tidemark.streaming.model import Reason
+from tidemark.streaming.records import Record
 
-_ALL: Final = (records.Rdata, records.Void, records.Position, records.Join, records.Retire, records.Skip, records.Open)
-_KINDS: Final = {str(kind.__struct_config__.tag): kind for kind in _ALL}
+_KINDS: Final = {str(kind.__struct_config__.tag): kind for kind in get_args(Record)}
 _FIELDS: Final = {kind: msgspec.structs.fields(kind) for kind in _KINDS.values()}
 _INTEGER = re.compile(rb"-?[0-9]+")
 
 _any = msgspec.json.Decoder(Raw)
+_list = msgspec.json.Decoder(list[Raw])
 _object = msgspec.json.Decoder(dict[str, Raw])
 _text = msgspec.json.Decoder(str)
 _id = msgspec.json.Decoder(records.Id)
@@ -24,6 +26,7 @@ _TYPES: Final[dict[str, msgspec.json.Decoder[Any]]] = {
     "stream": _text,
     "writer": _text,
     "row": _any,
+    "rows": msgspec.json.Decoder(list[list[Raw]]),
     "transactions": msgspec.json.Decoder(_FIELDS[records.Open][-1].type),
     "unseen": msgspec.json.Decoder(bool),
     "beyond": msgspec.json.Decoder(bool),
@@ -59,8 +62,9 @@ def diagnosis(value: bytes, error: Exception) -> BadRecord:
         if not _is_of_its_type(kind, name, raw):
             return BadRecord(Reason.WRONG_TYPE, f"{name} is {_shown(raw)}")
     for name, raw in given.items():
-        if _INTEGER.fullmatch(raw) and not _takes(_id, raw):
-            return BadRecord(Reason.OUT_OF_64_BITS, f"{name} is {_shown(raw)}")
+        for place, number in _integers(name, raw):
+            if not _takes(_id, number):
+                return BadRecord(Reason.OUT_OF_64_BITS, f"{place} is {_shown(number)}")
     if given.get("epoch", b"").startswith(b"-"):
         return BadRecord(Reason.NEGATIVE_EPOCH, f"epoch is {_shown(given['epoch'])}")
     return BadRecord(Reason.WRONG_TYPE, str(error))  # a field given twice, wrong the first time
@@ -69,7 +73,19 @@ def diagnosis(value: bytes, error: Exception) -> BadRecord:
 def _is_of_its_type(kind: type[records.Record], name: str, raw: bytes) -> bool:
     if name in _TYPES:
         return _takes(_TYPES[name], raw)
+    if name == "ids":
+        return _takes(_list, raw) and 0 < len(_list.decode(raw)) == len([*_integers(name, raw)])
     return _INTEGER.fullmatch(raw) is not None or (kind is records.Rdata and name == "id" and _takes(_batch, raw))
+
+
+def _integers(name: str, raw: bytes) -> Iterator[tuple[str, bytes]]:
+    """The integers in a field, each with what it is called."""
+    if name == "ids":
+        for index, entry in enumerate(map(bytes, _list.decode(raw))):
+            if _INTEGER.fullmatch(entry):
+                yield f"ids[{index}]", entry
+    elif _INTEGER.fullmatch(raw):
+        yield name, raw
 
 
 def _takes(decoder: msgspec.json.Decoder[Any], raw: bytes) -> bool:

@@ -43,6 +43,7 @@ class Reason(StrEnum):
     BAD_NAME = "bad_name"
     KEY_MISMATCH = "key_mismatch"
     WRONG_TOPIC = "wrong_topic"
+    UNEVEN_RUN = "uneven_run"
     # found while decoding or against the stream's direction
     MIXED_SIGN = "mixed_sign"
     # found against the stream's state

@@ -9,6 +9,7 @@ whatever they hold. IDs keep their sign here.
 
 import re
 from enum import Enum, IntEnum
+from itertools import pairwise
 from typing import Annotated, Final, Literal, Protocol, TypeVar
 
 import msgspec
@@ -60,7 +61,7 @@ class Topic(Enum):
 class Kind(IntEnum):
     """The kinds of records (docs/design.md 3): `kind` on Kafka is the name; columns, runs and markers hold the number.
 
-    Up to POSITION they are edges, and from JOIN on markers, OPEN apart. 3 and 7 are for `streaming.decode`.
+    Up to POSITION they are edges, and from JOIN on markers, OPEN and RUN apart. 3 and 7 are for `streaming.decode`.
     """
 
     RDATA = 0
@@ -70,6 +71,7 @@ class Kind(IntEnum):
     RETIRE = 5
     SKIP = 6
     OPEN = 8
+    RUN = 9
 
 
 class _Record(msgspec.Struct, kw_only=True, frozen=True, gc=False, omit_defaults=True, tag_field="kind"):
@@ -116,6 +118,16 @@ class Position(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.POSITION.name):
     id: Id
 
 
+class FactRun(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.RUN.name):
+    """A chain of edges in one record, which means what its edges mean one by one: edge `i` is `(ids[i-1], ids[i]]`, the
+    first `(prev, ids[0]]`. `rows[i]` are the rows of that fact, one or several; none: the ID was rolled back.
+    """
+
+    prev: Id
+    ids: Annotated[list[Id], Meta(min_length=1)]
+    rows: list[list[Raw]]
+
+
 class Timeline(msgspec.Struct, frozen=True):
     """Which history of its database a writer joined in.
 
@@ -160,7 +172,7 @@ class Open(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.OPEN.name):
 
 
 Marker = Join | Retire | Skip
-Record = Rdata | Void | Position | Open | Marker
+Record = Rdata | Void | Position | FactRun | Open | Marker
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
@@ -225,6 +237,8 @@ def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
         _check_range(record.prev, record.id)
     elif isinstance(record, Rdata) and record.id != "batch":
         _check_range(start(record), record.id)
+    elif isinstance(record, FactRun):
+        _check_chain(record)
     return record
 
 
@@ -262,8 +276,15 @@ def _check_topic(record: Record, topic: Topic) -> None:
         raise BadRecord(Reason.WRONG_TOPIC, f"{kind} by an operator belongs on the control topic")
 
 
-def _check_range(prev: int, top: int) -> None:
+def _check_chain(run: FactRun) -> None:
+    if len(run.rows) != len(run.ids):
+        raise BadRecord(Reason.UNEVEN_RUN, f"there are {len(run.ids)} ids and rows for {len(run.rows)}")
+    for index, (prev, id) in enumerate(pairwise([run.prev, *run.ids])):
+        _check_range(prev, id, f"ids[{index}]")
+
+
+def _check_range(prev: int, top: int, name: str = "id") -> None:
     if prev * top < 0:
-        raise BadRecord(Reason.MIXED_SIGN, f"prev {prev} and id {top} lie on different sides of 0")
+        raise BadRecord(Reason.MIXED_SIGN, f"prev {prev} and {name} {top} lie on different sides of 0")
     if abs(top) <= abs(prev):
-        raise BadRecord(Reason.ID_NOT_BEYOND_PREV, f"id {top} is not beyond prev {prev}")
+        raise BadRecord(Reason.ID_NOT_BEYOND_PREV, f"{name} {top} is not beyond prev {prev}")

@@ -1,6 +1,7 @@
 """A running pipeline, seen from outside: what a reader, an operator and an orchestrator see."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tests.waiting import eventually
 from tidemark.app.cli import main
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.servers import KafkaServer, RedisServer
-from tidemark.streaming.records import Join, Position, Rdata, Record, Void, encode, row
+from tidemark.streaming.records import FactRun, Join, Position, Rdata, Record, Void, encode, row
 
 NOTHING = row({})
 
@@ -62,6 +63,18 @@ def test_one_writer_holds_the_line_and_not_the_other(shared: Site) -> None:
     shared.reaches("pair", A=5, B=5, linear=5)
 
 
+def test_facts_that_come_in_one_record_count_one_by_one(shared: Site) -> None:
+    """Of a RUN the edges that are known are duplicates, the others move the position, and a hole holds it."""
+    run = partial(FactRun, stream="runs", writer="w")
+    shared.send(
+        Rdata(stream="runs", writer="w", id=2, row=NOTHING), run(prev=0, ids=[1, 2, 3], rows=[[NOTHING], [], []])
+    )
+    shared.reaches("runs", w=3, linear=3)
+    shared.send(run(prev=4, ids=[6, 7], rows=[[NOTHING, NOTHING], []]))
+    shared.send(run(prev=3, ids=[4], rows=[[NOTHING]]))
+    shared.reaches("runs", w=7, linear=7)
+
+
 BAD = {
     "not_json": (b"strange", b"{not json"),
     "not_an_object": (b"strange", b"[]"),
@@ -77,6 +90,7 @@ BAD = {
     "bad_name": (b"a b", b'{"kind":"JOIN","stream":"a b","writer":"w","epoch":1,"id":2}'),
     "key_mismatch": (b"other", b'{"kind":"JOIN","stream":"strange","writer":"w","epoch":1,"id":2}'),
     "wrong_topic": (b"strange", b'{"kind":"SKIP","stream":"strange","writer":"w","prev":0,"id":2}'),
+    "uneven_run": (b"strange", b'{"kind":"RUN","stream":"strange","writer":"w","prev":0,"ids":[1,2],"rows":[[]]}'),
     "mixed_sign": (b"strange", b'{"kind":"VOID","stream":"strange","writer":"w","prev":-1,"id":2}'),
     "zombie": (b"undead", b'{"kind":"RDATA","stream":"undead","writer":"w","epoch":1,"id":9,"row":null}'),
     "conflict": (b"undead", b'{"kind":"VOID","stream":"undead","writer":"w","epoch":2,"prev":5,"id":8}'),

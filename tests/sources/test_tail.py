@@ -12,7 +12,7 @@ from tidemark.sources.producer import RecordProducer
 from tidemark.sources.tail import Tail
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming.errors import TopicMissing, Unavailable
-from tidemark.streaming.records import Rdata, Record, encode, row
+from tidemark.streaming.records import FactRun, Rdata, Record, Void, encode, row
 
 
 @pytest.fixture
@@ -64,6 +64,22 @@ def test_records_come_from_the_given_place_on(producer: RecordProducer, tail: Ta
     assert tail.begin({0: 2}) == {0: False}
     assert read(tail, 2) == [2, 3]
     assert tail.read(0.01) == []
+
+
+def test_facts_of_one_record_come_one_by_one(producer: RecordProducer, tail: Tail) -> None:
+    """A RUN is given as the records that say the same, each row of a fact with its own."""
+    one, other = row("a"), row("b")
+    sent(
+        producer,
+        encode(FactRun(stream="s", writer="w", epoch=2, prev=3, ids=[5, 6, 9], rows=[[one], [], [one, other]])),
+    )
+    assert tail.begin({}) == {0: True}
+    assert eventually(lambda: tail.read(0.2)) == [
+        (0, Rdata(stream="s", writer="w", epoch=2, prev=3, id=5, row=one)),
+        (0, Void(stream="s", writer="w", epoch=2, prev=5, id=6)),
+        (0, Rdata(stream="s", writer="w", epoch=2, id="batch", row=one)),
+        (0, Rdata(stream="s", writer="w", epoch=2, prev=6, id=9, row=other)),
+    ]
 
 
 def test_place_that_is_gone_is_told(producer: RecordProducer, tail: Tail) -> None:

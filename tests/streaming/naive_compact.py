@@ -1,6 +1,6 @@
 """The reference for compaction: the same packets' content, record by record and with plain loops."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -75,7 +75,7 @@ class Compacted:
     """What all packets of a Kafka partition say together; `runs` are group, chain, oldest and newest time."""
 
     runs: set[tuple[Group, Chain, int, int]] = field(default_factory=set)
-    rows: set[tuple[str, str, int, int, int]] = field(default_factory=set)
+    rows: Counter[tuple[str, str, int, int, int]] = field(default_factory=Counter)
     markers: list[tuple[object, ...]] = field(default_factory=list)
     rejected: dict[str, list[int]] = field(default_factory=dict)
 
@@ -98,8 +98,17 @@ def compact(messages: Iterable[Message]) -> Compacted:
         if isinstance(record, records.Marker | records.Open):
             result.markers.append(_marker(record, message))
             segments[record.stream] += not isinstance(record, records.Skip)
+        elif isinstance(record, records.FactRun):
+            group = Group(record.stream, record.writer, record.epoch, Direction.of(record.ids[0]), segment)
+            for prev, id, rows in zip([record.prev, *record.ids], record.ids, record.rows, strict=False):
+                kind = Kind.RDATA if rows else Kind.VOID
+                groups[group].append(Edge(abs(prev), abs(id), kind, message.offset))
+                if len(rows) > 1:
+                    of = record.stream, record.writer, record.epoch, segment, message.offset
+                    result.rows[of] += len(rows) - 1
+            times[message.offset] = message.time
         elif isinstance(record.id, str):
-            result.rows.add((record.stream, record.writer, record.epoch, segment, message.offset))
+            result.rows[record.stream, record.writer, record.epoch, segment, message.offset] += 1
         else:
             prev = records.start(record) if isinstance(record, records.Rdata) else record.prev
             kind = Kind[str(record.__struct_config__.tag)]

@@ -2,7 +2,7 @@
 
 import json
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.streaming import naive_compact as naive
+from tests.streaming.builders import Framed, Shard, packed
 from tests.streaming.naive_compact import CONTROL, FACTS, Message, message
 from tests.streaming.test_records import BAD, GOOD
 from tidemark.streaming import records
 from tidemark.streaming.compact import compactor
 from tidemark.streaming.direction import Direction
+from tidemark.streaming.effects import ShardEffects
+from tidemark.streaming.errors import BadRecord
 from tidemark.streaming.model import Reason, shard_of
 from tidemark.streaming.records import Topic
 from tidemark.streaming.runs import Packet
@@ -55,7 +58,7 @@ def logs(draw: st.DrawFn) -> list[Message]:
     random = draw(st.randoms(use_true_random=False))
     streams, writers, epochs = ["events", "caches"][: draw(st.integers(1, 2))], "ab"[: draw(st.integers(1, 2))], [1, 0]
     highest, widest = draw(st.integers(2, 40)), draw(st.integers(1, 3))
-    kinds = ["RDATA", "VOID", "POSITION"] * draw(st.integers(1, 30)) + ["JOIN", "RETIRE", "ROW", "OPEN"]
+    kinds = ["RDATA", "VOID", "POSITION", "RUN"] * draw(st.integers(1, 30)) + ["JOIN", "RETIRE", "ROW", "OPEN"]
     odd_in = draw(st.sampled_from([0, 0, 2, 30]))
     offset = draw(st.integers(0, 10))
     log: list[Message] = []
@@ -70,6 +73,12 @@ def logs(draw: st.DrawFn) -> list[Message]:
             record |= {"kind": "RDATA", "id": "batch"}
         if width == 1 and kind == "RDATA":
             del record["prev"]
+        if kind == "RUN":
+            record["ids"], record["rows"] = [], []
+            for width in random.choices(range(1, widest + 1), k=random.randint(1, 6)):
+                prev += width
+                record["ids"].append(sign * prev)
+                record["rows"].append([record["row"]] * random.choice([0, 1, 1, 1, 2, 3]))
         value: bytes | None = json.dumps(record).encode()
         key = record["stream"].encode()
         if odd_in and not random.randrange(odd_in):
@@ -84,6 +93,53 @@ def logs(draw: st.DrawFn) -> list[Message]:
 def test_fast_and_naive_compaction_agree(log: list[Message], batch_size: int) -> None:
     """Runs, rows, markers and rejected records are those of the record-by-record reference, however Arrow cuts it."""
     assert compacted(log, batch_size) == naive.compact(log)
+
+
+@settings(max_examples=examples(300))
+@given(logs(), st.integers(1, 130))
+def test_runs_on_the_wire_mean_what_their_edges_mean(log: list[Message], cut: int) -> None:
+    """A log and the same with a record for each edge have equal effects, in batches that end at the same places: but
+    for offsets, and for each dead letter, which is one record."""
+    whole, apart = Shard(), Shard()
+    for first in range(0, len(log), cut):
+        batch = log[first : first + cut]
+        one = whole.feed_packets(packed(map(frame, batch)))
+        other = apart.feed_packets(packed(map(frame, [part for it in batch for part in parts(it)])))
+        assert one.streams == other.streams
+        assert dead_letters(one, room=1) == dead_letters(other, ROOM)
+
+
+def frame(it: Message) -> Framed:
+    return it.offset, it.time, it.partition, it.key, it.value
+
+
+ROOM = 1000  # offsets for the parts of a record
+
+
+def parts(it: Message) -> Iterator[Message]:
+    """The records that say one thing each, at offsets of their own."""
+    for part, value in enumerate(singles(it)):
+        yield replace(it, value=value, offset=ROOM * it.offset + part)
+
+
+def dead_letters(done: ShardEffects, room: int) -> set[tuple[str, int]]:
+    return {(it.reason, at // room) for it in done.rejected for at in np.frombuffer(it.offsets, np.int64).tolist()}
+
+
+def singles(it: Message) -> list[bytes | None]:
+    try:
+        record = records.read(it.value, it.key, Topic.FACTS)
+    except BadRecord:
+        return [it.value]
+    if not isinstance(record, records.FactRun):
+        return [it.value]
+    whose = {"stream": record.stream, "writer": record.writer, "epoch": record.epoch}
+    found: list[dict[str, object]] = []
+    for prev, id, rows in zip([record.prev, *record.ids], record.ids, record.rows, strict=False):
+        edge = {**whose, "prev": prev, "id": id}
+        found.extend({**whose, "kind": "RDATA", "id": "batch", "row": row} for row in rows[:-1])
+        found.append({**edge, "kind": "RDATA", "row": rows[-1]} if rows else {**edge, "kind": "VOID"})
+    return [msgspec.json.encode(it) for it in found]
 
 
 @given(logs())

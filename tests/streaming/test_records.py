@@ -15,6 +15,7 @@ NUMBERED = {"kind": "RDATA", "stream": "events", "writer": "w1", "epoch": 3, "pr
 VOID = {"kind": "VOID", "stream": "events", "writer": "w1", "prev": 4, "id": 7}
 JOIN = {"kind": "JOIN", "stream": "events", "writer": "w1", "epoch": 3, "id": 7}
 OPEN = {"kind": "OPEN", "stream": "events", "writer": "w1", "epoch": 3, "transactions": ["pid 7"]}
+RUN = {"kind": "RUN", "stream": "events", "writer": "w1", "epoch": 3, "prev": 4, "ids": [7, 9], "rows": [[{}], []]}
 SKIP = {"kind": "SKIP", "stream": "events", "writer": "w1", "prev": 4, "id": 7, "by": "ann", "why": "disk lost"}
 
 
@@ -112,10 +113,37 @@ BAD: dict[str, tuple[bytes | None, Reason]] = {
     "id of 0": (raw(NUMBERED, prev=0, id=0), Reason.ID_NOT_BEYOND_PREV),
     "id of 0 without prev": (without({**NUMBERED, "id": 0}, "prev"), Reason.ID_NOT_BEYOND_PREV),
     "id of 0 below a prev": (raw(VOID, prev=-3, id=0), Reason.ID_NOT_BEYOND_PREV),
+    "run without ids": (without(RUN, "ids"), Reason.MISSING_FIELD),
+    "run without rows": (without(RUN, "rows"), Reason.MISSING_FIELD),
+    "run without prev": (without(RUN, "prev"), Reason.MISSING_FIELD),
+    "run of nothing": (raw(RUN, ids=[], rows=[]), Reason.WRONG_TYPE),
+    "ids are one": (raw(RUN, ids=7), Reason.WRONG_TYPE),
+    "an id of a run is text": (raw(RUN, ids=[7, "9"]), Reason.WRONG_TYPE),
+    "an id of a run is a batch row's": (raw(RUN, ids=["batch", 9]), Reason.WRONG_TYPE),
+    "an id of a run is 9.0": (raw(RUN, ids=[7, 9.0]), Reason.WRONG_TYPE),
+    "an id of a run is 2^63": (raw(RUN, ids=[7, 2**63]), Reason.OUT_OF_64_BITS),
+    "an id of a run is -2^63": (raw(RUN, prev=0, ids=[-(2**63)], rows=[[]]), Reason.OUT_OF_64_BITS),
+    "rows of a run are no lists": (raw(RUN, rows=[{}, {}]), Reason.WRONG_TYPE),
+    "rows of a run are null": (raw(RUN, rows=[None, []]), Reason.WRONG_TYPE),
+    "more ids than rows": (raw(RUN, rows=[[]]), Reason.UNEVEN_RUN),
+    "more rows than ids": (raw(RUN, ids=[7]), Reason.UNEVEN_RUN),
+    "a run on the other side of 0": (raw(RUN, prev=-4), Reason.MIXED_SIGN),
+    "a run across 0": (raw(RUN, ids=[7, -9]), Reason.MIXED_SIGN),
+    "a run that goes back": (raw(RUN, ids=[7, 6]), Reason.ID_NOT_BEYOND_PREV),
+    "a run that stands still": (raw(RUN, ids=[7, 7]), Reason.ID_NOT_BEYOND_PREV),
+    "a run that begins behind its prev": (raw(RUN, prev=8), Reason.ID_NOT_BEYOND_PREV),
+    "a run of 0": (raw(RUN, prev=0, ids=[0], rows=[[]]), Reason.ID_NOT_BEYOND_PREV),
 }
 
 GOOD: dict[str, bytes] = {
     "numbered": raw(NUMBERED),
+    "run": raw(RUN),
+    "run of one": raw(RUN, ids=[7], rows=[[1]]),
+    "run of facts with several rows": raw(RUN, rows=[[{}, "x", None], [[1], {"a": [2]}]]),
+    "run of voids": raw(RUN, rows=[[], []]),
+    "backward run": raw(RUN, prev=-4, ids=[-7, -9]),
+    "run to the end": raw(RUN, ids=[7, MAX_ID]),
+    "run with an id of no meaning": raw(RUN, id="x", row=7),
     "quickest start": b'{"kind":"RDATA","stream":"events","writer":"shop","id":1,"row":{}}',
     "batch row": raw(NUMBERED, id="batch"),
     "negative": raw(NUMBERED, prev=0, id=-3),

@@ -99,6 +99,15 @@ def test_it_is_remembered_for_writers_that_join_later(*, at_once: bool) -> None:
     assert evidence(feed(shard, join("a", 5, 2))) == [("a", 2, 5, 3, 0)]
 
 
+@pytest.mark.parametrize("ids", [[3, 4], [3, "4"], [4, 2**63]])
+def test_a_run_that_was_turned_away_may_hold_facts(ids: list[object]) -> None:
+    """It names its writer and so doubts no other."""
+    shard = Shard()
+    feed(shard, join("a", 2), join("b", 2))
+    bad = record("RUN", "a", 0, prev=2, ids=ids, rows=[])
+    assert evidence(feed(shard, bad, join("a", 4, 2), join("b", 4, 2))) == [("a", 2, 4, 0, 2), ("b", 2, 4, 2, 0)]
+
+
 def test_a_key_that_is_no_name_makes_no_stream() -> None:
     """Nonsense without a usable key leaves no trace but the dead letter."""
     shard = Shard()

@@ -13,7 +13,7 @@ from tidemark.streaming import state
 from tidemark.streaming.batch import advance
 from tidemark.streaming.effects import StreamEffects
 from tidemark.streaming.model import Bounds
-from tidemark.streaming.records import Open, Rdata, Record, Topic, read
+from tidemark.streaming.records import FactRun, Open, Rdata, Record, Topic, read
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Verdict:
         return [
             (str(record.__struct_config__.tag), record.epoch, record.id)
             for record in self.records
-            if record.stream == stream and not isinstance(record, Open)
+            if record.stream == stream and not isinstance(record, Open | FactRun)
         ]
 
 
