@@ -136,7 +136,7 @@ def status(stream: str | None, *, as_json: bool) -> None:
         click.echo(status.as_table(found, time.time()) if found else "no streams yet: nothing has been read from Kafka")
 
 
-@main.command(extra="writer")
+@main.command(extra="relay")
 @click.argument("file", type=click.File("rb"), default="-")
 @click.option("--control", is_flag=True, help="Send operators' records to the control topic instead.")
 def produce(file: BinaryIO, *, control: bool) -> None:
@@ -180,9 +180,9 @@ def simulate(
     named: str | None,
     verify: bool,
 ) -> None:
-    """Write and read with real processes that roll back, hang, die, pause, join late and retire.
+    """Write and read with real processes that roll back, hang, die, pause, join late and leave.
 
-    Faults: rollback, hang, crash, pause, late, retire, reader; of the local stack: pipeline, redis, kafka,
+    Faults: rollback, hang, crash, pause, late, leave, relay, reader; of the local stack: pipeline, redis, kafka,
     postgres-crash, failover, restore. For the last three the services get a Postgres of their own.
     """
     from tidemark.app.simulation.simulate import Play, run
@@ -191,54 +191,6 @@ def simulate(
     seed = secrets.randbits(32) if seed is None else seed
     click.echo(f"playing with --seed {seed}")
     run(loaded(), Play(Players(streams, writers, rate, prefix), faults(named), seed, seconds), verify=verify)
-
-
-@main.group("writer")
-def writer_() -> None:
-    """For services that write facts with the library `tidemark.Writer`: their own database, and their dead."""
-
-
-_dsn = click.option("--dsn", help="The service's database; without it TIDEMARK_POSTGRES_DSN.")
-_dry_run = click.option("--dry-run", is_flag=True, help="Change nothing, say what would be done.")
-
-
-@writer_.command("migrate", extra="writer")
-@_dsn
-@click.option("--sequence", "names", multiple=True, help="Make this sequence, or check it; may be repeated.")
-@click.option(
-    "--direction", type=click.Choice(["forward", "backward"]), default="forward", help="Where the sequences go."
-)
-@_dry_run
-def writer_migrate(
-    dsn: str | None, names: tuple[str, ...], direction: Literal["forward", "backward"], *, dry_run: bool
-) -> None:
-    """Make or update schema and outbox in a service's database, and the sequences of its streams."""
-    from tidemark.app import writer
-
-    settings = loaded()
-    act = writer.plan if dry_run else writer.migrate
-    act(dsn or settings.postgres(), names, direction, click.echo)
-
-
-@writer_.command("fence", extra="writer")
-@click.argument("instance")
-@_dsn
-@click.option("--terminate", is_flag=True, help="End transactions that are still open, instead of waiting for them.")
-@click.option(
-    "--retire", is_flag=True, help="The writer will not come back: linear positions shall not wait for it any more."
-)
-@_dry_run
-def writer_fence(instance: str, dsn: str | None, *, terminate: bool, retire: bool, dry_run: bool) -> None:
-    """Do for the dead writer INSTANCE what its own restart would do. One that lives can write no more after it."""
-    from tidemark.app import writer
-
-    settings = loaded()
-    dsn = dsn or settings.postgres()
-    if dry_run:
-        writer.report(dsn, instance, click.echo)
-    else:
-        order = writer.FenceOrder(instance, terminate, retire)
-        writer.fence_writer(dsn, settings.kafka, settings.kafka_facts_topic, order, click.echo)
 
 
 main.add_command(force)

@@ -29,7 +29,7 @@ def _act(command: Callable[..., None]) -> Callable[..., None]:
 def force() -> None:
     """Settle IDs without their writer's evidence: say what that does, and send it to the control topic.
 
-    The last resort: restart a writer that hangs, fence one that is dead.
+    The last resort: end the transaction that is open, or restart the writer that hangs.
     """
 
 

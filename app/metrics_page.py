@@ -1,4 +1,4 @@
-"""`docs/metrics.md`, made from the metrics themselves: of pipeline, sidecar, the writer's library and relay."""
+"""`docs/metrics.md`, made from the metrics themselves: of pipeline, sidecar and relay."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,7 +8,6 @@ from prometheus_client.metrics import MetricWrapperBase
 from tidemark.app import metrics
 from tidemark.app.read_side import metrics as sidecar
 from tidemark.sources.relay.metrics import RelayMetrics
-from tidemark.sources.writer.metrics import WriterMetrics
 
 Row = tuple[str, str, Sequence[str], str]
 """Name, kind, labels, meaning."""
@@ -29,12 +28,6 @@ def page() -> str:
         "[The sidecar](sidecar.md) serves them beside its answers, at `/metrics`.",
         "",
         *_table(_rows(vars(sidecar).values())),
-        "",
-        "## The writer's library",
-        "",
-        "A service that writes with [`tidemark.Writer`](writer.md) has them in its own registry of prometheus-client.",
-        "",
-        *_table(_rows(vars(WriterMetrics(CollectorRegistry())).values())),
         "",
         "## The relay",
         "",

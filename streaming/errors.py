@@ -48,12 +48,6 @@ class NotReached(Retry):
         return f"it stands at {self.stands}" if self.stands else "Redis knows nothing of it"
 
 
-@says("writer {instance}: {problem}; its database was restored or failed over: it joins anew, repeat the transaction")
-class HistoryChanged(Retry):  # nothing was written: docs/design.md 4
-    instance: str
-    problem: str
-
-
 @says("a secret for {what} has changed")
 class Rotated(Retry):
     what: str  # whose open connections do not take the new one up
@@ -74,19 +68,17 @@ class BadRecord(Reject):
     detail: str  # what was found where
 
 
-@says("""a row of stream {stream} has {size} bytes of JSON and Kafka takes {limit}: leave in the row what readers need
-    to find the fact, or give it in several rows""")
-class RowTooLarge(Reject):
+@says("a row of stream {stream} is refused: {problem}")
+class BadRow(Reject):
     stream: str
-    size: int
-    limit: int
+    problem: str
 
 
-@says("""stream {stream}: {ids} reserved and no row given: rolled back; give a row with facts.add(stream, id, row),
-    or say facts.void(stream, id) where nothing was written""")
-class FactWithoutRow(Reject):
+@says("""this transaction has not reserved ID {id} of stream {stream}, or has completed it: reserve and complete belong
+    into one transaction, and a savepoint that is rolled back takes the ID""")
+class NotReserved(Reject):
     stream: str
-    ids: list[int]  # a commit would announce them as empty, and readers would miss whatever was written
+    id: int
 
 
 @says("{text!r} is not a token such as m7~first.9: {problem}")
@@ -216,21 +208,8 @@ class StateTooNew(Stop):
     known: int
 
 
-@says("""epoch {epoch} of writer {instance} is over: another process was started as {instance}, or an operator fenced
-    it; end this process (each process needs an instance name of its own)""")
-class WriterFenced(Stop):  # nothing was written, and nothing can be any more in this process: docs/design.md 4
-    instance: str
-    epoch: int
-
-
-@says("no writer {instance} ever started on this database; known: {known}")
-class UnknownWriter(Stop):
-    instance: str
-    known: list[str]
-
-
 @says("sequence {sequence}: {problem}; {do}")
-class SequenceUnfit(Stop):  # its IDs would not be safe to announce: docs/design.md 4
+class SequenceUnfit(Stop):  # its IDs would not be safe to announce: docs/design.md 4b
     sequence: str
     problem: str
     do: str

@@ -69,13 +69,6 @@ class Migrations:
                 if not connection.closed:
                     connection.execute("select pg_advisory_unlock(hashtextextended(%s, 0))", [lock])
 
-    def pending(self, connection: Connection) -> list[int]:
-        """The versions that `migrate` would apply. Raises `SchemaMismatch` as it does."""
-        found = self.version(connection) or 0
-        if found > self.wanted:
-            self.check(connection)
-        return [number for number in self.scripts if number > found]
-
     def version(self, connection: Connection) -> int | None:
         """The schema's version; 0 when nothing was applied yet, None where there is no table of versions."""
         name = f"tidemark.{self.table}"
@@ -109,7 +102,10 @@ class Migrations:
             connection.execute(
                 sql.SQL("alter table {} add column if not exists works_with integer").format(self._table)
             )
-        applied = self.pending(connection)
+        found = self.version(connection) or 0
+        if found > self.wanted:
+            self.check(connection)
+        applied = [number for number in self.scripts if number > found]
         for number in applied:
             name, script = self.scripts[number]
             with connection.transaction():

@@ -160,8 +160,6 @@ class PostgresSession:
     whole transaction: nothing of it was kept, or the commit's answer was lost) or `Refused`. A refusal counts only
     until the first success: credentials that worked a minute ago are waited for, because libpq does not tell a wrong
     password from a server that is out of connections.
-
-    `life` goes up with every connection: while it stays, the server cannot have crashed.
     """
 
     def __init__(self, dsn: Dsn, application: str, database: DatabaseUse) -> None:
@@ -169,7 +167,7 @@ class PostgresSession:
         self._application = application
         self._database = database
         self.where = address(self._current(), database.setting)
-        self.life = 0
+        self._worked = False
         self._connection: Connection | None = None
         self._lock = threading.RLock()
         self._process = os.getpid()
@@ -209,7 +207,7 @@ class PostgresSession:
             for option, value in self._database.options:
                 made.execute(f"set {option} = {value}".encode())
             self._connection = made
-            self.life += 1
+            self._worked = True
         return self._connection
 
     def _connect(self) -> Connection:
@@ -218,7 +216,7 @@ class PostgresSession:
         try:
             return psycopg.connect(wanted, autocommit=True)
         except psycopg.OperationalError as error:
-            if self.life:
+            if self._worked:
                 raise
             if _DISTRUST.search(str(error)):
                 do = f"check sslmode, sslrootcert, sslcert and sslkey in {setting}"

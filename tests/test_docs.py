@@ -123,7 +123,7 @@ def test_every_kind_of_record_is_explained() -> None:
         assert f"| `{kind.__struct_config__.tag}` |" in DESIGN
 
 
-@pytest.mark.parametrize("folder", ["sinks/postgres/migrations", "sources/writer/migrations"])
+@pytest.mark.parametrize("folder", ["sinks/postgres/migrations", "sources/relay/migrations"])
 def test_every_table_is_explained(folder: str) -> None:
     """What a migration makes, the design names."""
     for path in (ROOT / folder).glob("*.sql"):

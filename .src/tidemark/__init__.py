@@ -37,27 +37,21 @@ if TYPE_CHECKING:
         parse_intervals,
     )
     from tidemark.sinks.redis.client import RedisAddress
-    from tidemark.sources.kafka import KafkaConnection, OAuth
-    from tidemark.sources.writer import AsyncFacts, AsyncWriter, DirectionName, Facts, Stream, Writer
+    from tidemark.sources.client import AsyncWriter, Writer
 
 __all__ = [
     "ZERO",
     "Advance",
-    "AsyncFacts",
     "AsyncFollow",
     "AsyncPositions",
     "AsyncReader",
     "AsyncWriter",
-    "DirectionName",
     "Event",
     "Evidence",
-    "Facts",
     "Follow",
-    "KafkaConnection",
     "Late",
     "LateLost",
     "LinearMove",
-    "OAuth",
     "Order",
     "Place",
     "Positions",
@@ -67,7 +61,6 @@ __all__ = [
     "RedisAddress",
     "Reread",
     "Standing",
-    "Stream",
     "Table",
     "Token",
     "Writer",
@@ -76,12 +69,10 @@ __all__ = [
     "parse_intervals",
 ]
 
-_WRITER = {"AsyncFacts", "AsyncWriter", "DirectionName", "Facts", "Stream", "Writer"}
 _HOMES = {
-    "KafkaConnection": "tidemark.sources.kafka",
-    "OAuth": "tidemark.sources.kafka",
+    "AsyncWriter": "tidemark.sources.client",
     "RedisAddress": "tidemark.sinks.redis.client",
-    **dict.fromkeys(_WRITER, "tidemark.sources.writer"),
+    "Writer": "tidemark.sources.client",
 }
 
 
@@ -93,8 +84,7 @@ def _load(name: str) -> object:
     try:
         found: object = getattr(import_module(home), name)
     except ModuleNotFoundError as error:
-        extra = "writer" if home.startswith("tidemark.sources") else "reader"
-        raise errors.ExtraMissing.instead_of(error, f"{__name__}.{name}", extra) from error
+        raise errors.ExtraMissing.instead_of(error, f"{__name__}.{name}", "reader") from error
     globals()[name] = found
     return found
 

@@ -97,8 +97,8 @@ class Count:
 class Comparison:
     """One stream and one reader. `handed` is in the order in which it was.
 
-    `back`: the ID beyond which the database gave IDs out again, None where it never went back. What is beyond may be
-    late, so it is not `missed` until `final`.
+    `back`: the ID beyond which a database that went back tells its facts again, None where it never did. What is beyond
+    may be late, so it is not `missed` until `final`.
     """
 
     reader: Mode

@@ -1,4 +1,4 @@
-"""Directs the processes of a play: starts them, lets the script's acts befall them, and lays the writers to rest.
+"""Directs the processes of a play: starts them, lets the script's acts befall them, and ends them.
 
 One thread: `tick` is to be called often, and what it does takes at most about a second.
 """
@@ -15,7 +15,7 @@ import structlog
 from tidemark.app.simulation.company import Actor, Company, Member
 from tidemark.app.simulation.replacing import Replacing
 from tidemark.sources.simulator.script import OF_SERVERS, Act, Fault
-from tidemark.streaming.errors import TidemarkError, Unavailable
+from tidemark.sources.simulator.tables import relaying
 
 if TYPE_CHECKING:  # it needs what comes with the local stack
     from tidemark.app.simulation.servers import Servers
@@ -24,18 +24,9 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-FENCE_AFTER = 1.0  # seconds from the stop of a writer's process to its fence
 AGAIN_AFTER = 1.0  # seconds until a process that ended by itself is started again
 END_SECONDS = 40.0
-MORE_WRITERS = 2  # than there were at the beginning, at most
-
-
-class NotFenced(TidemarkError):
-    """A writer that was replaced goes on."""
-
-    def __init__(self, instance: str) -> None:
-        super().__init__(f"{instance} was replaced while it was stopped, and does not end now that it goes on")
-        self.instance = instance
+MORE_SERVICES = 2  # than there were at the beginning, at most
 
 
 class Director:
@@ -50,22 +41,20 @@ class Director:
         self.done: Counter[Fault] = Counter()
         """How often each act was carried out."""
         self._plan = sched.scheduler(time.monotonic)
-        self._replacing = None if servers is None else Replacing(servers, self._plan, self._befell, self._running)
+        self._replacing = (
+            None if servers is None else Replacing(servers, self._plan, self._befell, self._running, self._is_relayed)
+        )
+        self._relay = self.company.relay()
         self._readers = self.company.readers()
-        self._writers: list[Member] = []
-        self._leaving: dict[str, Actor] = {}
-        self._frozen: list[tuple[str, Actor]] = []
-        self._retired: set[str] = set()
+        self._services: list[Member] = []
+        self._leaving: list[Actor] = []
 
     # -- the play
 
     def open(self) -> None:
-        """Whoever an earlier play left behind is laid to rest, so that nobody waits for it."""
         cast = self.company.cast
-        names = [cast.writer_name(number) for number in range(1, cast.writers + 1)]
-        self.company.lay_to_rest(self.company.known() - set(names))
-        self._writers = [self.company.writer(name) for name in names]
-        for member in [*self._readers, *self._writers]:
+        self._services = [self.company.service(cast.writer_name(number)) for number in range(1, cast.writers + 1)]
+        for member in self._members():
             member.begin()
 
     def befall(self, act: Act) -> None:
@@ -75,12 +64,14 @@ class Director:
                 who = self._crash(self._running(), act)
             case Fault.READER:
                 who = self._crash([reader for reader in self._readers if reader.actor], act)
+            case Fault.RELAY:
+                who = self._crash_relay(act)
             case Fault.PAUSE:
                 who = self._pause(act)
             case Fault.LATE:
                 who = self._join(act)
-            case Fault.RETIRE:
-                who = self._retire(act)
+            case Fault.LEAVE:
+                who = self._leave(act)
             case Fault.PIPELINE | Fault.REDIS | Fault.KAFKA:
                 who = self._kill_server(act.fault.value)
             case Fault.POSTGRES_CRASH:
@@ -93,13 +84,16 @@ class Director:
                 raise ValueError(f"{act.fault} happens inside transactions")
         if who:
             self._befell(act.fault, who)
-        elif act.fault in OF_SERVERS and self.company.stage.home.stack_env.exists():  # it is on its way back
+        elif act.fault is Fault.RELAY or self._comes_back(act.fault):
             self._plan.enter(AGAIN_AFTER, 0, partial(self.befall, act))
 
     @property
     def owes(self) -> bool:
         """Whether a server is still to be replaced."""
         return self._replacing is not None and self._replacing.owed > 0
+
+    def _comes_back(self, fault: Fault) -> bool:
+        return fault in OF_SERVERS and self.company.stage.home.stack_env.exists()
 
     def _befell(self, fault: Fault, who: str) -> None:
         log.info("It befell", fault=fault.value, who=who)
@@ -110,63 +104,38 @@ class Director:
         if self._replacing:
             self._replacing.tick()
         self._plan.run(blocking=False)
-        for member in [*self._readers, *self._writers]:
+        for member in self._members():
             if member.actor and (code := member.actor.ended) is not None:
                 log.warning("A process ended by itself; starting it again", name=member.name, code=code)
                 member.leave()
                 self._plan.enter(AGAIN_AFTER, 0, member.begin)
-        for name, actor in [*self._leaving.items()]:
-            if actor.ended is not None:
-                del self._leaving[name]
-                self._retired.add(name)
-                if actor.ended != 0:  # perhaps signalled before it could handle that, or a server was away
-                    self._lay_to_rest(name)
 
     def silence(self) -> None:
-        """The end of the writers: what is open ends, everyone retires, and the dead are laid to rest."""
+        """The end of the services: what is open ends. Relay and readers go on."""
         for event in self._plan.queue:
             self._plan.cancel(event)
         if self._replacing:
             self._replacing.end()
-        deadline = time.monotonic() + END_SECONDS
-        for _, actor in self._frozen:
-            actor.thaw()
-            actor.retire()  # it may not have been replaced yet
-        leaving = dict(self._leaving)
-        for member in self._writers:
-            if member.actor and member.actor.ended is None:
-                leaving[member.name] = member.leave()
-                leaving[member.name].retire()
-        for actor in leaving.values():
-            if not actor.ends_within(deadline - time.monotonic()):
-                actor.kill()
-        for name, actor in self._frozen:
-            if not actor.ends_within(deadline - time.monotonic()):
-                raise NotFenced(name)
-        at_rest = self._retired | {name for name, actor in leaving.items() if actor.ended == 0}
-        self._writers = []
-        self.company.rest_at_last(at_rest)
-        for reader in self._readers:
-            if reader.actor is None:
-                reader.begin()
+        self._end([*self._leaving, *(member.leave() for member in self._running())], END_SECONDS)
+        self._services = []
+        for member in self._members():
+            if member.actor is None:
+                member.begin()
 
     def abandon(self) -> None:
         """End every process, whatever it does."""
-        for _, actor in self._frozen:
-            actor.kill()
-        actors = [member.actor for member in [*self._readers, *self._writers] if member.actor]
-        actors += self._leaving.values()
-        for actor in actors:
-            actor.stop()
-        deadline = time.monotonic() + 5.0
-        for actor in actors:
-            if not actor.ends_within(deadline - time.monotonic()):
-                actor.kill()
+        self._end([*self._leaving, *(member.actor for member in self._members() if member.actor)], 5.0)
 
     # -- acts
 
+    def _members(self) -> list[Member]:
+        return [self._relay, *self._readers, *self._services]
+
     def _running(self) -> list[Member]:
-        return [writer for writer in self._writers if writer.actor]
+        return [service for service in self._services if service.actor]
+
+    def _is_relayed(self) -> bool:
+        return self._relay.actor is not None and relaying(self.company.stage.facts)
 
     def _crash(self, among: Sequence[Member], act: Act) -> str:
         if not among:
@@ -176,73 +145,41 @@ class Director:
         self._plan.enter(act.spell, 0, member.begin)
         return member.name
 
+    def _crash_relay(self, act: Act) -> str:
+        """Not while a server is replaced: nobody would notice an image that is put back meanwhile (docs/writing.md)."""
+        if self._relay.actor is None or (self._replacing and self._replacing.at_work):
+            return ""
+        return self._crash([self._relay], act)
+
     def _pause(self, act: Act) -> str:
         running = self._running()
         if not running:
             return ""
         member = _chosen(running, act.lot)
-        actor = member.leave()
-        actor.freeze()
-        self._frozen.append((member.name, actor))
-        self._plan.enter(FENCE_AFTER, 0, partial(self._replace, member))
-        self._plan.enter(FENCE_AFTER + act.spell, 1, partial(self._thaw, member.name, actor, self._times_back))
+        assert member.actor is not None
+        member.actor.freeze()
+        self._plan.enter(act.spell, 1, member.actor.thaw)
         return member.name
 
-    def _replace(self, member: Member) -> None:
-        try:
-            self.company.fence(member.name)
-        except Unavailable:
-            self._plan.enter(AGAIN_AFTER, 0, partial(self._replace, member))
-        else:
-            member.begin()
-
-    def _lay_to_rest(self, name: str) -> None:
-        if name not in self._retired:  # it has come back
-            return
-        try:
-            self.company.lay_to_rest({name})
-        except Unavailable:
-            self._plan.enter(AGAIN_AFTER, 0, partial(self._lay_to_rest, name))
-
-    def _thaw(self, name: str, actor: Actor, times_back: int) -> None:
-        actor.thaw()
-        self._plan.enter(END_SECONDS, 0, partial(self._require_end, name, actor, times_back))
-
-    def _require_end(self, name: str, actor: Actor, times_back: int) -> None:
-        """A database that went back may have lost the fence: then the next start of its replacement ends it."""
-        if actor.ended is not None:
-            self._frozen.remove((name, actor))
-        elif times_back != self._times_back:
-            self._plan.enter(END_SECONDS, 0, partial(self._require_end, name, actor, self._times_back))
-        else:
-            raise NotFenced(name)
-
-    @property
-    def _times_back(self) -> int:
-        return self._replacing.times if self._replacing else 0
-
     def _join(self, act: Act) -> str:
-        present = {writer.name for writer in self._writers} | self._leaving.keys()
         cast = self.company.cast
-        numbers = range(1, cast.writers + MORE_WRITERS + 1)
-        free = [name for name in map(cast.writer_name, numbers) if name not in present]
+        numbers = range(1, cast.writers + MORE_SERVICES + 1)
+        free = {cast.writer_name(number) for number in numbers} - {service.name for service in self._services}
         if not free:
             return ""
-        name = _chosen(free, act.lot)
-        self._retired.discard(name)
-        member = self.company.writer(name)
-        self._writers.append(member)
+        member = self.company.service(_chosen(sorted(free), act.lot))
+        self._services.append(member)
         member.begin()
-        return name
+        return member.name
 
-    def _retire(self, act: Act) -> str:
+    def _leave(self, act: Act) -> str:
         running = self._running()
         if len(running) < 2:
             return ""
         member = _chosen(running, act.lot)
-        self._writers.remove(member)
-        self._leaving[member.name] = member.leave()
-        self._leaving[member.name].retire()
+        self._services.remove(member)
+        self._leaving.append(member.leave())
+        self._leaving[-1].stop()
         return member.name
 
     def _kill_server(self, name: str) -> str:
@@ -253,6 +190,15 @@ class Director:
             return ""
         process.kill()
         return name
+
+    def _end(self, actors: Sequence[Actor], seconds: float) -> None:
+        for actor in actors:
+            actor.thaw()
+            actor.stop()
+        deadline = time.monotonic() + seconds
+        for actor in actors:
+            if not actor.ends_within(deadline - time.monotonic()):
+                actor.kill()
 
 
 def _chosen(among: Sequence[T], lot: float) -> T:

@@ -22,7 +22,8 @@ AGAIN_AFTER = 2.0  # seconds until a fault is tried again whose server is away, 
 class Replacing:
     """For the director's thread; what takes long is done aside.
 
-    `plan` is the director's, `befell` counts what was done, and `running` gives the writers that run.
+    `plan` is the director's, `befell` counts what was done, `running` gives the services that run, and `relayed`
+    whether a relay works on their database.
     """
 
     def __init__(
@@ -31,18 +32,22 @@ class Replacing:
         plan: sched.scheduler,
         befell: Callable[[Fault, str], None],
         running: Callable[[], list[Member]],
+        relayed: Callable[[], bool],
     ) -> None:
         self._servers = servers
         self._plan = plan
         self._befell = befell
         self._running = running
-        self.times = 0
-        """How often a server was replaced."""
+        self._relayed = relayed
         self.owed = 0
         """Acts that have begun, or wait for another to end."""
         self._restores = 0
         self._stopped: Sequence[Member] = ()
         self._in_hand: Replacement | None = None
+
+    @property
+    def at_work(self) -> bool:
+        return self._in_hand is not None
 
     def tick(self) -> None:
         self._servers.tick()
@@ -70,9 +75,12 @@ class Replacing:
             self._in_hand.give_up()
 
     def _switch(self, act: Act) -> None:
-        """At every other restore the services are stopped first."""
+        """At every other restore the services are stopped first; the relay has to remember what it told."""
         assert self._in_hand is not None
         if act.fault is Fault.RESTORE:
+            if not self._relayed():
+                self._plan.enter(AGAIN_AFTER, 0, partial(self._switch, act))
+                return
             self._restores += 1
             self._stopped = () if self._restores % 2 else self._running()
         for member in self._stopped:
@@ -80,7 +88,10 @@ class Replacing:
         self._work(self._in_hand.switch, partial(self._switched, act), act)
 
     def _switched(self, act: Act) -> None:
-        self.times += 1
+        """Until a relay has noticed, a restore is not over."""
+        if act.fault is Fault.RESTORE and not self._relayed():
+            self._plan.enter(AGAIN_AFTER, 0, partial(self._switched, act))
+            return
         self.owed -= 1
         self._befell(act.fault, f"{self._in_hand}{', with the services down' if self._stopped else ''}")
         self._let_go()

@@ -72,8 +72,8 @@ def run(settings: Settings, play: Play, *, verify: bool) -> None:
     """Play to the end, or until SIGTERM or Ctrl-C; a second one of these ends the process at once.
 
     Raises `EffectsDiffer` where `verify` finds, in the end or meanwhile, that a reader missed, doubled or disordered
-    facts, and `LossUntold` where nobody was told that some were lost; `StreamTaken`, `TopicMissing`, `NotFenced`,
-    `AlreadyRunning`, `StartFailed`, `Unavailable`.
+    facts, and `LossUntold` where nobody was told that some were lost; `StreamTaken`, `TopicMissing`, `AlreadyRunning`,
+    `StartFailed`, `Unavailable`.
     """
     with ExitStack() as stack:
         own = None
@@ -113,12 +113,12 @@ def _stage(settings: Settings, cast: Players, services: str) -> Stage:
     streams = cast.stream_list()
     with Positions(settings.redis) as positions:
         for stream in tables.missing(facts, streams):
-            # A sequence that starts anew below known positions would look like a database set back (docs/design.md 3).
+            # IDs that begin anew below known positions would look like a database set back (docs/design.md 3).
             if isinstance(positions.get(stream.name), Standing):
                 raise StreamTaken(stream.name)
     tables.make_facts(facts, streams)
     tables.make_effects(effects)
-    return Stage(Home(settings.home), facts, effects, settings.kafka, settings.kafka_facts_topic)
+    return Stage(Home(settings.home), facts, effects)
 
 
 def timelines(dsn: str) -> dict[str, int]:

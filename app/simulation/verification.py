@@ -14,9 +14,9 @@ from psycopg import sql
 
 from tidemark.app.simulation.comparison import Comparison, Count, FactRow, HandedRow, Stand
 from tidemark.sinks.reader.follow import Mode
+from tidemark.sources.relay.database import session_of
 from tidemark.sources.simulator import tables
-from tidemark.sources.writer import Stream
-from tidemark.sources.writer.database import session_of
+from tidemark.sources.simulator.script import PlayedStream
 from tidemark.streaming.errors import TidemarkError
 from tidemark.streaming.postgres_session import Connection
 
@@ -39,7 +39,7 @@ class Verification:
     Any thread may call it. Methods raise `Unavailable` where a database does not answer.
     """
 
-    def __init__(self, facts: str, effects: str, streams: Sequence[Stream]) -> None:
+    def __init__(self, facts: str, effects: str, streams: Sequence[PlayedStream]) -> None:
         self._facts = session_of(facts, APPLICATION)
         self._effects = session_of(effects, APPLICATION)
         self._streams = streams
@@ -50,6 +50,9 @@ class Verification:
         """Those of them that the services' database may still hold."""
         self._forgotten: dict[tuple[Mode, str], Count] = {}
         self._back: dict[str, int] = {}
+        """Behind which the facts of a database that went back are told again."""
+        self._heads: dict[str, int] = {}
+        """Behind which its IDs are given out again."""
         self.lost: set[str] = set()
         """Streams whose database may give IDs out again that readers have read."""
         self.late: set[str] = set()
@@ -70,11 +73,12 @@ class Verification:
 
     def services_go_back(self, dsn: str) -> None:
         """At `dsn` is what the services' database is going to be; nobody else uses it yet."""
-        heads = tables.allocated(dsn, self._streams)
+        found = tables.reached(dsn)
         with closing(session_of(dsn, APPLICATION)) as session, session.use() as connection:
             for stream, marks in self._compared.items():
                 _delete(connection, _facts_of(stream), [*marks])
-        self._back = {stream: min(head, self._back.get(stream, head)) for stream, head in heads.items()}
+        self._back = {stream: min(floor, self._back.get(stream, floor)) for stream, (floor, _) in found.items()}
+        self._heads = {stream: min(head, self._heads.get(stream, head)) for stream, (_, head) in found.items()}
 
     def readers_go_back(self, dsn: str) -> None:
         """The same for the readers' database, with their places."""
@@ -119,9 +123,9 @@ class Verification:
         return [*counts.values()]
 
     def _note_lost(self, stream: str, of: Sequence[Comparison]) -> None:
-        back = self._back.get(stream)
-        if back is not None:
-            if any(id > back for comparison in of for id in comparison.strangers):
+        head = self._heads.get(stream)
+        if head is not None:
+            if any(id > head for comparison in of for id in comparison.strangers):
                 self.lost.add(stream)
             if any(row.late for comparison in of for row in comparison.handed):
                 self.late.add(stream)

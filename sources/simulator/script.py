@@ -10,7 +10,7 @@ from enum import StrEnum
 from heapq import heapify, heapreplace
 from random import Random
 
-from tidemark.sources.writer import Stream
+from tidemark.streaming.direction import DirectionName
 from tidemark.streaming.errors import BadSetting
 
 NAMES = ("events", "backfill", "account_data", "to_device", "caches")
@@ -25,13 +25,15 @@ class Fault(StrEnum):
     HANG = "hang"
     """Some transactions stay open for seconds."""
     CRASH = "crash"
-    """A writer's process is killed, and comes back with a new epoch."""
+    """A service's process is killed, and comes back."""
     PAUSE = "pause"
-    """A writer's process is stopped, fenced by an operator and replaced; then it goes on and finds out."""
+    """A service's process stands still for a while, with whatever it has open, and goes on."""
     LATE = "late"
-    """A writer joins in the middle."""
-    RETIRE = "retire"
-    """A writer leaves for good."""
+    """A service with another writer's name joins in the middle."""
+    LEAVE = "leave"
+    """A service goes, and its writer with it."""
+    RELAY = "relay"
+    """The relay's process is killed, and comes back."""
     READER = "reader"
     """A reader's process is killed, and comes back."""
     PIPELINE = "pipeline"
@@ -72,6 +74,14 @@ def faults(named: str | None) -> Set[Fault]:
 
 
 @dataclass(frozen=True, slots=True)
+class PlayedStream:
+    """A stream, whose facts are in the table of its name."""
+
+    name: str
+    direction: DirectionName = "forward"
+
+
+@dataclass(frozen=True, slots=True)
 class Players:
     """`writers` at the beginning, each of which writes every stream; `rate` is transactions per second of all of them.
 
@@ -87,19 +97,18 @@ class Players:
         if not re.fullmatch(r"[a-z0-9_]{0,40}", self.prefix):
             raise BadSetting("--prefix", f"{self.prefix!r} is not at most 40 lower-case letters, digits and _")
 
-    def stream_list(self) -> list[Stream]:
+    def stream_list(self) -> list[PlayedStream]:
         unnamed = (f"stream-{number}" for number in range(len(NAMES) + 1, self.streams + 1))
-        return [_stream(f"{self.prefix}{name}", name) for name in (*NAMES[: self.streams], *unnamed)]
+        return [
+            PlayedStream(f"{self.prefix}{name}", "backward" if name == BACKWARD else "forward")
+            for name in (*NAMES[: self.streams], *unnamed)
+        ]
 
     def stream_names(self) -> list[str]:
         return [stream.name for stream in self.stream_list()]
 
     def writer_name(self, number: int) -> str:
         return f"{self.prefix}writer-{number}"
-
-
-def _stream(name: str, role: str) -> Stream:
-    return Stream(name, f"demo.{name}_id_seq", "backward" if role == BACKWARD else "forward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +126,8 @@ _HABITS: dict[Fault, tuple[float, tuple[float, float]]] = {
     Fault.CRASH: (20.0, (0.2, 4.0)),
     Fault.PAUSE: (45.0, (3.0, 8.0)),
     Fault.LATE: (30.0, (0.0, 0.0)),
-    Fault.RETIRE: (40.0, (0.0, 0.0)),
+    Fault.LEAVE: (40.0, (0.0, 0.0)),
+    Fault.RELAY: (25.0, (0.2, 4.0)),
     Fault.READER: (30.0, (0.2, 4.0)),
     Fault.PIPELINE: (75.0, (0.0, 0.0)),
     Fault.REDIS: (45.0, (0.0, 0.0)),

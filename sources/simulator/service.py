@@ -1,4 +1,4 @@
-"""A service that writes facts with `sources.writer`, as a service would: the life of one process, until it is stopped.
+"""A service that writes facts with `tidemark.Writer`: the life of one process, until it is stopped.
 
 What it writes is in its tables and in Tidemark's streams, row for row. Its transactions complete out of order, because
 several connections are at work; some roll back and some hang, where the play has these faults.
@@ -15,13 +15,10 @@ from typing import Any
 
 import psycopg
 import structlog
-from prometheus_client import CollectorRegistry
 from psycopg import sql
 
-from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.simulator.script import Fault
-from tidemark.sources.writer import Facts, Stream, Writer
-from tidemark.streaming.errors import Retry
+from tidemark.sources.client import Writer
+from tidemark.sources.simulator.script import Fault, PlayedStream
 
 log = structlog.get_logger(__name__)
 
@@ -34,53 +31,34 @@ HANGS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class WriterRole:
-    """The part of one writer's process. `rate` is its transactions per second; `seed` makes its transactions."""
+class ServiceRole:
+    """The part of one process, which writes as `writer`. `rate`: transactions per second; `seed` makes them."""
 
-    instance: str
-    streams: Sequence[Stream]
+    writer: str
+    streams: Sequence[PlayedStream]
     faults: Set[Fault]
     rate: float
     seed: str
 
 
-class Ending:
-    """The order to a process to end; for signal handlers, too."""
-
-    def __init__(self) -> None:
-        self.told = threading.Event()
-        self.retiring = False
-
-    def stop(self) -> None:
-        self.told.set()
-
-    def retire(self) -> None:
-        self.retiring = True
-        self.told.set()
-
-
-def serve(role: WriterRole, dsn: str, kafka: KafkaConnection, topic: str, ending: Ending) -> None:
-    """Write until the end. Raises `WriterFenced` where a successor has taken over, and what any writer raises."""
-    registry = CollectorRegistry()  # nobody scrapes a process that lives for seconds
-    with Writer(dsn, kafka, instance=role.instance, streams=role.streams, topic=topic, registry=registry) as writer:
-        hands = [_Hand(role, number, writer, dsn, ending.told) for number in range(CONNECTIONS)]
-        with ThreadPoolExecutor(CONNECTIONS) as pool:
-            work = [pool.submit(hand.work) for hand in hands]
-            wait(work, return_when=FIRST_EXCEPTION)
-            ending.told.set()
-        for each in work:
-            each.result()
-        if ending.retiring:
-            writer.retire()
+def serve(role: ServiceRole, dsn: str, told: threading.Event) -> None:
+    """Write until `told` is set. Raises what the database refuses."""
+    hands = [_Hand(role, number, dsn, told) for number in range(CONNECTIONS)]
+    with ThreadPoolExecutor(CONNECTIONS) as pool:
+        work = [pool.submit(hand.work) for hand in hands]
+        wait(work, return_when=FIRST_EXCEPTION)
+        told.set()
+    for each in work:
+        each.result()
 
 
 class _Hand:
     """One connection at work, on a thread of its own."""
 
-    def __init__(self, role: WriterRole, number: int, writer: Writer, dsn: str, told: threading.Event) -> None:
+    def __init__(self, role: ServiceRole, number: int, dsn: str, told: threading.Event) -> None:
         self._role = role
         self._random = Random(f"{role.seed} {number}")
-        self._writer = writer
+        self._writer = Writer(role.writer)
         self._dsn = dsn
         self._told = told
 
@@ -89,7 +67,7 @@ class _Hand:
         while not self._told.is_set():
             try:
                 self._work_connected()
-            except (psycopg.OperationalError, psycopg.InterfaceError, psycopg.Rollback, Retry) as problem:
+            except (psycopg.OperationalError, psycopg.InterfaceError, psycopg.Rollback) as problem:
                 # psycopg lets its Rollback out where the connection is gone that was to be rolled back.
                 log.warning("A transaction broke off", problem=str(problem))
                 self._told.wait(RECONNECT_SECONDS)
@@ -105,27 +83,38 @@ class _Hand:
         undone = Fault.ROLLBACK in self._role.faults and chance < ROLLBACKS
         savepoints = undone and chance < ROLLBACKS / 4
         with connection.transaction() if savepoints else nullcontext():
-            with self._writer.transaction(connection) as facts:
-                self._write(connection, facts)
+            with connection.transaction():
+                self._write(connection)
                 self._dwell()
                 if undone:
                     raise psycopg.Rollback
             if savepoints:
-                with self._writer.transaction(connection) as facts:
-                    self._write(connection, facts)
+                with connection.transaction():
+                    self._write(connection)
 
-    def _write(self, connection: psycopg.Connection[Any], facts: Facts) -> None:
+    def _write(self, connection: psycopg.Connection[Any]) -> None:
         """Usually one fact of one row; some of several rows, some facts of several streams."""
         several = min(2, len(self._role.streams))
         for stream in self._random.sample(self._role.streams, self._random.choice((1, 1, 1, several))):
-            insert = sql.SQL("insert into {} (stream_id, part, writer, written_at) values (%s, %s, %s, now())").format(
-                sql.Identifier("demo", stream.name)
-            )
-            for id in facts.reserve_many(stream.name, self._random.choice((1, 1, 1, 3))):
-                parts = range(1, self._random.choice((1, 1, 1, 3)) + 1)
-                for part in parts:
-                    connection.execute(insert, [id, part, self._role.instance])
-                facts.add(stream.name, id, *({"part": part} for part in parts))
+            count, parts = self._random.choice((1, 1, 1, 3)), [{"part": 1}]
+            if count > 1:
+                for id in self._writer.append_many(connection, stream.name, parts * count):
+                    self._insert(connection, stream.name, id, parts)
+            elif self._random.random() < 0.5:
+                self._insert(connection, stream.name, self._writer.append(connection, stream.name, *parts), parts)
+            else:
+                id = self._writer.reserve(connection, stream.name)
+                parts = [{"part": part} for part in range(1, self._random.choice((1, 3)) + 1)]
+                self._insert(connection, stream.name, id, parts)
+                self._writer.complete(connection, stream.name, id, *parts)
+
+    def _insert(
+        self, connection: psycopg.Connection[Any], stream: str, id: int, parts: Sequence[dict[str, int]]
+    ) -> None:
+        insert = sql.SQL("insert into {} (stream_id, part, writer, written_at) values (%s, %s, %s, now())")
+        for row in parts:
+            into = insert.format(sql.Identifier("demo", stream))
+            connection.execute(into, [id, row["part"], self._role.writer])
 
     def _dwell(self) -> None:
         """The transaction takes its time; a hanging one is cut short when the process is to end."""

@@ -6,8 +6,10 @@ from contextlib import closing, contextmanager
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from tidemark.sources.writer import Stream, fence, sequences
-from tidemark.sources.writer.database import SCHEMA, session_of
+from tidemark.sources.relay import looks
+from tidemark.sources.relay.database import SCHEMA, session_of
+from tidemark.sources.simulator.script import PlayedStream
+from tidemark.streaming.errors import Unavailable
 from tidemark.streaming.postgres_session import Connection
 
 APPLICATION = "tidemark simulate"
@@ -65,19 +67,20 @@ def make_database(dsn: str) -> str:
 
 
 def prepare_writing(dsn: str) -> None:
-    """Make or update the writer's schema."""
+    """Make or update what the services' writers and the relay need."""
     with closing(session_of(dsn, APPLICATION)) as session:
         SCHEMA.migrate(session)
 
 
-def missing(dsn: str, streams: Iterable[Stream]) -> list[Stream]:
-    """The streams that have no sequence yet."""
+def missing(dsn: str, streams: Iterable[PlayedStream]) -> list[PlayedStream]:
+    """The streams that are not made yet."""
     with _using(dsn) as connection:
-        return [stream for stream in streams if sequences.inspect(connection, stream.sequence) is None]
+        known = {name for (name,) in connection.execute("select stream from tidemark.append_streams").fetchall()}
+    return [stream for stream in streams if stream.name not in known]
 
 
-def make_facts(dsn: str, streams: Iterable[Stream]) -> None:
-    """Make the services' tables, and the sequences of streams that have none."""
+def make_facts(dsn: str, streams: Iterable[PlayedStream]) -> None:
+    """Make the streams, and the services' tables."""
     with _using(dsn) as connection, connection.transaction():
         connection.execute("create schema if not exists demo")
         for stream in streams:
@@ -86,8 +89,7 @@ def make_facts(dsn: str, streams: Iterable[Stream]) -> None:
                     table=sql.Identifier("demo", stream.name), by_writer=sql.Identifier(f"{stream.name}_by_writer")
                 )
             )
-            if sequences.inspect(connection, stream.sequence) is None:
-                sequences.create(connection, stream.sequence, stream.towards)
+            connection.execute("select tidemark.create_stream(%s, %s)", [stream.name, stream.direction])
 
 
 def make_effects(dsn: str) -> None:
@@ -96,17 +98,28 @@ def make_effects(dsn: str) -> None:
         connection.execute(_EFFECTS)
 
 
-def allocated(dsn: str, streams: Iterable[Stream]) -> dict[str, int]:
-    """Up to where each stream's IDs were given out, as magnitudes."""
+def reached(dsn: str) -> dict[str, tuple[int, int]]:
+    """Up to where each stream's IDs are decided, and up to where they were given out, as magnitudes."""
     with _using(dsn) as connection:
-        oids = sequences.require(connection, streams)
-        return sequences.allocated(connection, {it.name: (oids[it.name], it.towards) for it in streams})
+        rows = connection.execute(
+            "select stream, abs(floor), abs(coalesce(pg_sequence_last_value(ids), s.after))"
+            " from tidemark.append_progress join tidemark.append_streams s using (number)"
+        ).fetchall()
+    return {stream: (floor, head) for stream, floor, head in rows}
 
 
-def instances(dsn: str) -> list[str]:
-    """Every writer that ever wrote there."""
-    with _using(dsn) as connection:
-        return fence.known(connection)
+def relaying(dsn: str) -> bool:
+    """Whether a relay works on the database."""
+    try:
+        with _using(dsn) as connection:
+            row = connection.execute(
+                "select exists (select from pg_locks where locktype = 'advisory' and classid = %s and objid = 0"
+                " and objsubid = 2 and database = (select oid from pg_database where datname = current_database()))",
+                [looks.LOCK],
+            ).fetchone()
+    except Unavailable:
+        return False
+    return row is not None and bool(row[0])
 
 
 @contextmanager

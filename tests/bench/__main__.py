@@ -21,7 +21,6 @@ from tests.bench import (
     soak,
     stages,
     standing,
-    writer,
 )
 from tests.bench.site import BenchSite, servers
 from tidemark.app import logs
@@ -51,7 +50,6 @@ def everything() -> None:
         _record("latency", latency.run(site, latency.LatencyPlan()))
         _record("gap", gap.run(site, gap.GapPlan()))
         _record("append", append.run(site, append.AppendPlan()))
-        _record("writer", writer.run(site, writer.WriterPlan()))
         _record("sidecar", sidecar.run(site, sidecar.CrowdPlan()))
         _record("history", history.run(site, history.HistoryPlan()))
         _record("standing", standing.run(site, standing.StandingPlan()))
@@ -123,13 +121,6 @@ def flat_(**sizes: Any) -> None:
 def append_(**sizes: Any) -> None:
     """A service's transactions with `tidemark.append` and without, and the relay."""
     _on_servers("append", lambda site: append.run(site, append.AppendPlan(**sizes)))
-
-
-@main.command("writer")
-@_sizes(writer.WriterPlan(), "seconds", "rounds")
-def writer_(**sizes: Any) -> None:
-    """A service's transactions with the writer's library and without."""
-    _on_servers("writer", lambda site: writer.run(site, writer.WriterPlan(**sizes)))
 
 
 @main.command("sidecar")

@@ -1,10 +1,12 @@
 """What `tidemark.append` costs a service's transaction, and how quick and how strong the relay behind it is."""
 
+import json
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -16,15 +18,17 @@ from confluent_kafka import Consumer, TopicPartition
 
 from tests.bench.site import BenchSite
 from tests.bench.table import table
-from tests.bench.writer import rate
 from tidemark.app.settings import child_environment
+from tidemark.sources.client import Writer
 from tidemark.sources.relay.database import SCHEMA, session_of
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming import records
 from tidemark.streaming.records import Rdata
 
 WANTED = {"share": 0.75, "many": 0.5, "latency": 25.0, "drain": 50_000}
-_ROW = '{"total": 40, "items": ["pen", "paper"], "customer": "ada"}'
+_FACT = {"total": 40, "items": ["pen", "paper"], "customer": "ada"}
+_ROW = json.dumps(_FACT)
+_INSERT = "insert into orders (id, total) values (1000000000 + %s, 40)"
 _BARE = "insert into orders (id, total) values (nextval('bare_ids'), 40)"
 _APPEND = """
 with made as (select tidemark.append('orders', %s) as id)
@@ -49,13 +53,12 @@ def run(site: BenchSite, plan: AppendPlan) -> dict[str, Any]:
     Topics(site.connection).create_missing([TopicPlan(topic, 1, 3_600_000)])
     rates: dict[str, dict[str, list[float]]] = {}
     for threads in (1, 8):
-        found = rates[str(threads)] = {"bare": [], "append": []}
+        found = rates[str(threads)] = {name: [] for name in _WAYS}
         for number in range(1, plan.rounds + 1):
-            found["bare"].append(rate(dsn, _bare, threads, plan.seconds))
-            found["append"].append(rate(dsn, _append, threads, plan.seconds))
-            click.echo(
-                f"{threads} threads, round {number}: {found['bare'][-1]:.0f} {found['append'][-1]:.0f}", err=True
-            )
+            for name, transact in _WAYS.items():
+                found[name].append(_rate(dsn, transact, threads, plan.seconds))
+            told = ", ".join(f"{name} {of[-1]:.0f}/s" for name, of in found.items())
+            click.echo(f"{threads} threads, round {number}: {told}", err=True)
     with psycopg.connect(dsn, autocommit=True) as connection:
         many = [_many(connection) for _ in range(5)]
         click.echo(f"20 000 facts: {median(many):.3f} s", err=True)
@@ -85,17 +88,19 @@ def run(site: BenchSite, plan: AppendPlan) -> dict[str, Any]:
 def render(figures: Mapping[str, Any]) -> list[str]:
     rows = []
     for threads, found in figures["threads"].items():
-        bare, append = median(found["bare"]), median(found["append"])
-        rows.append([threads, f"{bare:,.0f}", f"{append:,.0f} ({append / bare:.2f})"])
+        bare, *others = (median(found[name]) for name in _WAYS)
+        rows.append([threads, f"{bare:,.0f}", *(f"{each:,.0f} ({each / bare:.2f})" for each in others)])
     latency = figures["latency"]
     return [
         "A service inserts one row per transaction into its Postgres: BEGIN, INSERT, COMMIT. With `tidemark.append` the"
-        f" INSERT's own statement appends a fact too. Medians of runs of {figures['seconds']:.0f} s in turns, all"
-        f" servers on the same machine; in brackets the share of bare, wanted {WANTED['share']}.",
+        " INSERT's own statement appends a fact too; `Writer.append` of Python takes a statement more. Medians of runs"
+        f" of {figures['seconds']:.0f} s in turns, all servers on the same machine; in brackets the share of bare,"
+        f" wanted {WANTED['share']} for the first.",
         "",
-        *table(["connections", "bare, transactions/s", "with `append`"], rows),
+        *table(["connections", "bare, transactions/s", "`tidemark.append`", "`Writer.append`"], rows),
         "",
-        f"- 20 000 facts by one `append_many`, with its COMMIT: {figures['many']:.2f} s (wanted {WANTED['many']}).",
+        f"- 20 000 facts by one `Writer.append_many`, with its COMMIT: {figures['many']:.2f} s (wanted"
+        f" {WANTED['many']}).",
         f"- A backlog of {figures['backlog']:,} facts, by one relay: {figures['drained']:,.0f} facts/s until they are"
         f" in Kafka (wanted {WANTED['drain']:,.0f}).",
         f"- From COMMIT to a consumer of Kafka, at {figures['per_second']} facts/s: p50 {latency['p50']:.0f} ms, p99"
@@ -113,12 +118,44 @@ def _append(connection: Connection) -> None:
         connection.execute(_APPEND, [_ROW])
 
 
+def _client(connection: Connection) -> None:
+    with connection.transaction():
+        connection.execute(_INSERT, [Writer().append(connection, "orders", _FACT)])
+
+
+_WAYS = {"bare": _bare, "append": _append, "client": _client}
+
+
+def _rate(dsn: str, transact: Callable[[Connection], None], threads: int, seconds: float) -> float:
+    """Transactions per second, after a second that does not count."""
+    counts = [0] * threads
+    ready, over = threading.Barrier(threads + 1), threading.Event()
+    with ExitStack() as stack:
+        connections = [stack.enter_context(psycopg.connect(dsn)) for _ in range(threads)]
+
+        def work(number: int) -> None:
+            ready.wait()
+            while not over.is_set():
+                transact(connections[number])
+                counts[number] += 1
+
+        workers = [threading.Thread(target=work, args=[number]) for number in range(threads)]
+        for worker in workers:
+            worker.start()
+        ready.wait()
+        time.sleep(1)
+        began, before = time.perf_counter(), sum(counts)
+        time.sleep(seconds)
+        rate = (sum(counts) - before) / (time.perf_counter() - began)
+        over.set()
+        for worker in workers:
+            worker.join()
+    return rate
+
+
 def _many(connection: Connection) -> float:
     began = time.perf_counter()
-    connection.execute(
-        "select tidemark.append_many('orders', array(select jsonb_array_elements(%s::jsonb)))",
-        [f"[{','.join([_ROW] * 20_000)}]"],
-    )
+    Writer().append_many(connection, "orders", [_FACT] * 20_000)
     return time.perf_counter() - began
 
 

@@ -17,7 +17,6 @@ from tests.bench import (
     soak,
     stages,
     standing,
-    writer,
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
@@ -33,7 +32,6 @@ SECTIONS: dict[str, tuple[str, Renderer]] = {
     "gap": ("One gap with a million pending IDs", gap.render),
     "flat": ("100 million IDs", flat.render),
     "append": ("What `tidemark.append` costs a service", append.render),
-    "writer": ("What the writer's library costs a service", writer.render),
     "sidecar": ("One sidecar with 2 500 clients", sidecar.render),
     "history": ("The history in Postgres", history.render),
     "standing": ("What a batch does not touch", standing.render),

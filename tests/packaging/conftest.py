@@ -122,11 +122,6 @@ def base_install(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Envir
 
 
 @pytest.fixture(scope="session")
-def writer_install(base_install: Environment, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    return base_install.with_also(tmp_path_factory.mktemp("writer") / "environment", f"{wheel}[writer]")
-
-
-@pytest.fixture(scope="session")
 def reader_install(base_install: Environment, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     return base_install.with_also(tmp_path_factory.mktemp("reader") / "environment", f"{wheel}[reader]")
 

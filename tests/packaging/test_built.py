@@ -52,7 +52,7 @@ def test_image_has_the_libraries_of_every_role_but_the_local_stack() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     roles = [requirement for role in whole for requirement in extras[role]]
-    assert set(whole) == {"writer", "relay", "reader", "pipeline", "sidecar"}
+    assert set(whole) == {"relay", "reader", "pipeline", "sidecar"}
     required = succeeds(sys.executable, ROOT / "helm/tools/requirements", *whole).split("\n")
     assert set(required) == {*project["dependencies"], *roles, ""}
     (installed,) = re.findall(r"^ +'\.\[(.*)\]'$", (ROOT / "helm/tools/sbom").read_text(), re.MULTILINE)

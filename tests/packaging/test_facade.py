@@ -9,7 +9,7 @@ import pytest
 import tidemark
 from tidemark import errors
 from tidemark.sinks import reader
-from tidemark.sources import writer
+from tidemark.sources import client
 
 HEAVY = {"confluent_kafka", "numpy", "pandas", "psycopg", "pyarrow", "pydantic", "pyspark", "redis"}
 
@@ -33,7 +33,7 @@ def test_importing_is_quick_and_loads_no_library_of_others() -> None:
 @pytest.mark.parametrize(
     ("names", "unused"),
     [
-        ("Writer, AsyncWriter, Stream, KafkaConnection", {"numpy", "pandas", "pyarrow", "pyspark", "redis"}),
+        ("Writer, AsyncWriter", {"confluent_kafka", "numpy", "pandas", "pyarrow", "pyspark", "redis"}),
         ("Reader, AsyncReader, Positions, Token", {"confluent_kafka", "numpy", "pandas", "pyarrow", "pyspark"}),
     ],
 )
@@ -45,11 +45,11 @@ def test_a_library_loads_nothing_of_another_role(names: str, unused: set[str]) -
 
 def test_everything_that_the_libraries_offer_is_offered() -> None:
     """Whoever follows the documentation needs no deeper import."""
-    offered = {*writer.__all__, *reader.__all__, "KafkaConnection", "OAuth", "RedisAddress", "errors"}
+    offered = {*reader.__all__, "AsyncWriter", "RedisAddress", "Writer", "errors"}
     assert set(tidemark.__all__) == offered
     assert all(getattr(tidemark, name) for name in offered)
     assert dir(tidemark) == sorted(tidemark.__all__)
-    assert tidemark.Writer is writer.Writer
+    assert tidemark.Writer is client.Writer
 
 
 def test_every_error_can_be_caught() -> None:

@@ -9,19 +9,19 @@ import pytest
 from tests.packaging.conftest import VERSION, Environment, build, copy_of_the_tree
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
-from tests.sources.writer.judge import Judge
-from tidemark.app.stack.servers import KafkaServer
-from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.topics import TopicPlan, Topics
+from tests.sources.relay.world import prepared_schema
 
 ARRAYS_AND_SPARK = ["numpy", "pandas", "pyarrow", "pyspark"]
 CONSUMER = """
 import psycopg
-from tidemark import KafkaConnection, Positions, Reader, Table, Token, Writer, errors
+from tidemark import AsyncWriter, Positions, Reader, Table, Token, Writer, errors
 
-def write(dsn: str, kafka: KafkaConnection, connection: psycopg.Connection) -> int:
-    with Writer(dsn, kafka, instance="shop-1", streams=["orders"]) as writer, writer.transaction(connection) as facts:
-        return facts.append("orders", {"total": 40})
+def write(connection: psycopg.Connection) -> int:
+    ids = Writer("web").append_many(connection, "orders", [1, 2])
+    return Writer().append(connection, "orders", {"total": 40}) + ids[0]
+
+async def write_too(connection: psycopg.AsyncConnection) -> int:
+    return await AsyncWriter().append(connection, "orders", {"total": 40})
 
 def read(positions: Positions, dsn: str) -> None:
     with Reader(positions, "orders", Table("orders", id="id"), name="books", source=dsn, effects=dsn) as reader:
@@ -39,10 +39,8 @@ import os
 import psycopg
 from tidemark import Writer
 
-dsn, kafka, topic = os.environ["DSN"], os.environ["KAFKA"], os.environ["TOPIC"]
-with Writer(dsn, kafka, instance="shop-1", streams=["orders"], topic=topic) as writer:
-    with psycopg.connect(dsn) as connection, writer.transaction(connection) as facts:
-        print(facts.write("orders", {"total": 40}, "insert into orders (id, total) values (%(id)s, 40)"))
+with psycopg.connect(os.environ["DSN"]) as connection:
+    print(Writer().append(connection, "orders", {"total": 40}))
 """
 READ = """
 import os
@@ -80,9 +78,7 @@ def test_our_rooms_cannot_be_imported_by_their_own_names(base_install: Environme
         ("topics", "pipeline"),
         ("sidecar", "sidecar"),
         ("status", "sidecar"),
-        ("produce", "writer"),
-        ("writer migrate", "writer"),
-        ("writer fence shop-1", "writer"),
+        ("produce", "relay"),
         ("relay", "relay"),
         ("relay migrate", "relay"),
         ("up", "local"),
@@ -100,7 +96,7 @@ def test_command_without_its_extra_says_which_to_install(
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(("name", "extra"), [("Writer", "writer"), ("Reader", "reader"), ("RedisAddress", "reader")])
+@pytest.mark.parametrize(("name", "extra"), [("Reader", "reader"), ("RedisAddress", "reader")])
 def test_import_without_its_extra_says_which_to_install(
     name: str, extra: str, base_install: Environment, tmp_path: Path
 ) -> None:
@@ -124,21 +120,14 @@ def test_base_shows_settings_and_migrates_even_out_of_an_archive(
     assert done.stdout.splitlines()[1].startswith("applied 1")
 
 
-def test_writer_alone_writes_a_fact(
-    writer_install: Environment, database: str, kafka: KafkaServer, prefix: str, tmp_path: Path
-) -> None:
-    """From `tidemark writer migrate` to a position that is exact, without Spark, arrays or Redis."""
-    assert not writer_install.finds(["redis", *ARRAYS_AND_SPARK], tmp_path)
-    connection = KafkaConnection(kafka.bootstrap_servers)
-    Topics(connection).create_missing([TopicPlan(prefix, 1, 3_600_000)])
-    migrate = "-m", "tidemark", "writer", "migrate", "--dsn", database, "--sequence", "orders_id_seq"
-    assert "made sequence" in writer_install.run(writer_install.python, *migrate, cwd=tmp_path).stdout
-    with psycopg.connect(database, autocommit=True) as sql:
-        sql.execute("create table orders (id bigint primary key, total integer not null)")
-        given = {"DSN": database, "KAFKA": kafka.bootstrap_servers, "TOPIC": prefix}
-        done = writer_install.run(writer_install.python, "-c", WRITE, cwd=tmp_path, **given)
-        assert (done.stdout.splitlines()[-1], done.stderr) == ("1", "")
-        assert Judge(connection, prefix).agrees(sql).position("orders") == 1
+def test_a_fact_is_written_without_any_extra(base_install: Environment, database: str, tmp_path: Path) -> None:
+    """Nothing but psycopg beside it: no Kafka, Redis, arrays or Spark."""
+    assert not base_install.finds(["confluent_kafka", "redis", *ARRAYS_AND_SPARK], tmp_path)
+    with prepared_schema(database), psycopg.connect(database, autocommit=True) as sql:
+        sql.execute("select tidemark.create_stream('orders')")
+        done = base_install.run(base_install.python, "-c", WRITE, cwd=tmp_path, DSN=database)
+        assert (done.stdout, done.stderr) == ("1\n", "")
+        assert sql.execute("select rows from tidemark.append_outbox").fetchall() == [(['{"total": 40}'],)]
 
 
 def test_reader_alone_reads(
@@ -166,9 +155,9 @@ def test_editable_installation_follows_the_checkout(base_install: Environment, t
     _mypy_knows_every_name(editable, tmp_path)
 
 
-def test_strict_type_checkers_know_every_name(writer_install: Environment, tmp_path: Path) -> None:
+def test_strict_type_checkers_know_every_name(base_install: Environment, tmp_path: Path) -> None:
     """`mypy --strict` of a service finds nothing; what is wrong in one, it finds."""
-    _mypy_knows_every_name(writer_install, tmp_path)
+    _mypy_knows_every_name(base_install, tmp_path)
 
 
 def _mypy_knows_every_name(environment: Environment, place: Path) -> None:

@@ -8,9 +8,8 @@ import pytest
 from packaging.requirements import Requirement
 
 ENTRIES = {
-    "": ["app.config", "app.lines.listen", "app.logs", "sinks.postgres.database"],
-    "writer": ["app.produce", "app.writer", "sources.writer"],
-    "relay": ["app.relay"],
+    "": ["app.config", "app.lines.listen", "app.logs", "sinks.postgres.database", "sources.client"],
+    "relay": ["app.produce", "app.relay"],
     "reader": ["sinks.reader"],
     "pipeline": ["app.pipeline", "app.start"],
     "sidecar": ["app.force", "app.serve", "app.status"],

@@ -12,7 +12,7 @@ import msgspec
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
-from tests.sources.writer.judge import Judge
+from tests.sources.relay.judge import Judge
 from tests.waiting import eventually
 from tidemark.app.settings import child_environment
 from tidemark.app.stack.servers import KafkaServer

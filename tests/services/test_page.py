@@ -8,6 +8,7 @@ from tests.services.programs import HERE
 from tests.services.shop import PAGE
 
 PROGRAMS = {
+    "Python (psycopg)": "python/orders_writer.py",
     "SQLAlchemy": "python/orders_sqlalchemy.py",
     "Django": "python/orders_django.py",
     "asyncpg": "python/orders_asyncpg.py",

@@ -9,6 +9,7 @@ import psycopg
 from tests.services.pgbouncer import CONNECTIONS, PgBouncer
 from tests.services.shop import TIDEMARK, Shop
 from tests.waiting import eventually
+from tidemark import Writer
 from tidemark.app.settings import child_environment
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.servers import KafkaServer
@@ -54,9 +55,10 @@ def _serve(dsn: str, number: int, half: threading.Semaphore) -> None:
                         _place(connection, number)
                     with connection.transaction():
                         _place(connection, number)
-                        connection.execute("savepoint again")  # psycopg's own would hide that the server is gone
+                        # psycopg's own would hide that the server is gone
+                        connection.execute("savepoint again", prepare=False)
                         _place(connection, number)
-                        connection.execute("rollback to again")
+                        connection.execute("rollback to again", prepare=False)
                     done += 1
                     if done == EACH // 2:
                         half.release()
@@ -68,15 +70,20 @@ def _serve(dsn: str, number: int, half: threading.Semaphore) -> None:
 
 def _connected(dsn: str) -> psycopg.Connection | None:
     try:
-        connection = psycopg.connect(dsn, autocommit=True, prepare_threshold=None)
-        connection.execute("select 1")
+        connection = psycopg.connect(dsn, autocommit=True, prepare_threshold=0)
+        connection.execute("select 1", prepare=False)
     except psycopg.Error:
         return None
     return connection
 
 
 def _place(connection: psycopg.Connection, total: int) -> None:
-    connection.execute(PLACE, [f'{{"total": {total}}}', total])
+    """In SQL, or with the client, which prepares nothing though the connection would."""
+    if total % 2:
+        connection.execute(PLACE, [f'{{"total": {total}}}', total], prepare=False)
+    else:
+        id = Writer().append(connection, "orders", {"total": total})
+        connection.execute("insert into orders (stream_id, total) values (%s, %s)", [id, total], prepare=False)
 
 
 def _leaked(pooler: PgBouncer, shop: Shop) -> set[tuple[int]]:

@@ -16,9 +16,9 @@ CATCH_UP_SECONDS = 240.0
 
 
 def test_nothing_is_missed_doubled_or_disordered_whatever_dies(terminal: Terminal) -> None:
-    """Writers that roll back, hang, die, are replaced while they stand still, join late and retire; readers, pipeline,
-    Redis, Kafka and both Postgres servers killed: both readers read every fact exactly once, in order. Databases that
-    go back are for `make torture`."""
+    """Services that roll back, hang, die, stand still, join late and leave; their relay, readers, pipeline, Redis,
+    Kafka and both Postgres servers killed: both readers read every fact exactly once, in order. Databases that go back
+    are for `make torture`."""
     require_right(terminal, SECONDS, set(Fault) - {Fault.FAILOVER, Fault.RESTORE})
 
 
@@ -51,7 +51,7 @@ def require_right(terminal: Terminal, seconds: int, faults: Set[Fault]) -> str:
 def test_streams_that_tidemark_knows_are_not_begun_anew(
     kafka: KafkaServer, redis_url: str, database: str, prefix: str, terminal: Terminal
 ) -> None:
-    """A sequence that begins below known positions would look like a database set back: another prefix is asked for."""
+    """IDs that begin below known positions would look like a database set back: another prefix is asked for."""
     Topics(KafkaConnection(kafka.bootstrap_servers)).create_missing([TopicPlan(prefix, 2, 3_600_000)])
     with redis.Redis.from_url(redis_url) as client:
         client.set("tidemark:{events}:linear", 7)

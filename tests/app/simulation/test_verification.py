@@ -59,6 +59,7 @@ class World:
 @pytest.fixture
 def world(database: str) -> Iterator[World]:
     dsn = tables.make_database(database)
+    tables.prepare_writing(dsn)
     tables.make_facts(dsn, [STREAM])
     tables.make_effects(dsn)
     with psycopg.connect(dsn, autocommit=True) as connection, Verification(dsn, dsn, [STREAM]) as verification:

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from prometheus_client import CollectorRegistry
 
 from tests.fix_servers import away
-from tests.sources.writer.judge import Judge
+from tests.sources.relay.judge import Judge
 from tests.waiting import eventually
 from tidemark.app.cli import main
 from tidemark.app.settings import child_environment

@@ -30,7 +30,7 @@ function gaps(stream) {
     since: Math.min(...it.gaps.map((gap) => seconds(gap.since))),
     what: `owes ${range(it.gaps[0].low, it.gaps[0].top)}`,
     more: further(it),
-    how: named(it) ?? `A transaction of ${it.writer} is still open, or the process is gone; then tidemark writer fence settles it.`,
+    how: named(it) ?? `A transaction of ${it.writer} is still open, or its process is gone: start that again.`,
   }));
 }
 
@@ -66,7 +66,7 @@ function silent(stream, since) {
     since,
     what: `has said nothing beyond ${last}`,
     more: "the linear position waits for it, gap or no gap",
-    how: named(writer) ?? `Is ${writer.writer} running? Its heartbeat is missing; if it is gone for good, tidemark writer fence --retire.`,
+    how: named(writer) ?? `Is ${writer.writer} running, or the relay of its database? If it is gone for good, tidemark force retire.`,
   }];
 }
 

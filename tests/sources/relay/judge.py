@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import psycopg
 from confluent_kafka import Consumer, Message, TopicPartition
 
 from tests.streaming.builders import packed
@@ -26,7 +25,7 @@ class Verdict:
     rejected: dict[str, int]
     announced: dict[str, set[int]] = field(default_factory=dict)
 
-    def position(self, stream: str, writer: str = "shop-1") -> int:
+    def position(self, stream: str, writer: str) -> int:
         return state.decode(self.states[stream]).writers[writer].position
 
     def positions(self, stream: str) -> dict[str, int]:
@@ -69,22 +68,6 @@ class Judge:
 
     def verdict(self) -> Verdict:
         return judged([(message.key(), message.value()) for message in self.messages()])
-
-    def agrees(self, sql: psycopg.Connection, writer: str = "shop-1") -> Verdict:
-        """The position of the one writer of `orders` passed every ID, and each committed fact was announced and counted
-        once; nothing that did not commit was. To be called when the writer has nothing to tell any more.
-        """
-        verdict = self.verdict()
-        truth = {id for (id,) in sql.execute("select id from orders").fetchall()}
-        row = sql.execute("select last_value from orders_id_seq").fetchone()
-        assert row is not None
-        assert verdict.announced.get("orders", set()) == truth
-        assert verdict.position("orders", writer) == row[0]
-        moves = verdict.effects["orders"].advances
-        assert sum(move.facts for move in moves) == len(truth)
-        assert sum(move.unseen + move.skipped for move in moves) == 0
-        assert sql.execute("select count(*) from tidemark.outbox").fetchone() == (0,)
-        return verdict
 
 
 def judged(messages: Sequence[tuple[bytes, bytes]]) -> Verdict:

@@ -1,0 +1,266 @@
+"""Facts out of Python, on the caller's own connection and in its transaction: the SQL functions of docs/writing.md.
+
+    writer = Writer("checkout")
+    with psycopg.connect(...) as connection:
+        id = writer.append(connection, "orders", {"order": 17})
+        connection.execute("insert into orders (id) values (%s)", [id])
+
+A writer holds nothing but its name: any number of threads, tasks, forks and processes may use it, and it never begins
+or ends a transaction of the caller's. Each call is one round trip, and prepares no statement, for poolers.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import psycopg
+from psycopg.rows import tuple_row
+
+from tidemark.streaming.errors import BadRow, BadSetting, NotReserved, Refused
+from tidemark.streaming.postgres_session import address, first_line
+from tidemark.streaming.records import is_name, is_writer, why_no_name
+from tidemark.streaming.records import row as encoded
+
+MOST_BYTES = 900_000
+"""JSON of a row: what Kafka takes by default (1 MB) less room for the rest of the record."""
+DEEPEST = 256
+"""Nesting of a row that not every reader of JSON takes any more."""
+
+_ROWS = "array(select jsonb_array_elements(%s::jsonb))"
+_APPEND = f"select tidemark.append_as(%s, %s, variadic {_ROWS})"
+_APPEND_MANY = f"select tidemark.append_many(%s, {_ROWS}, writer => %s)"
+_RESERVE = "select tidemark.reserve(%s, writer => %s)"
+_COMPLETE = f"select tidemark.complete(%s, %s::bigint, variadic {_ROWS})"
+
+_MIGRATE = "run `tidemark relay migrate` there"
+_REFUSALS = {
+    "3F000": _MIGRATE,
+    "42883": _MIGRATE,
+    "42501": "grant the user the role tidemark_append",
+    "42704": "make the stream, once, as the owner of the schema: select tidemark.create_stream(...)",
+}
+_OF_ROWS = {"22P02", "22P05", "54000", "54001"}
+_NOT_RESERVED = "55000"
+
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[][{}]')
+
+_Driver = TypeVar("_Driver", psycopg.Connection[Any], psycopg.AsyncConnection[Any])
+
+
+class Writer:
+    """Appends under a name of its own, which has a position of its own; without one as the database itself.
+
+    `connection` is one of psycopg's, a Session or Connection of SQLAlchemy on psycopg, or Django's. What it raises
+    itself comes as it is. Beside that: `BadRow`, `NotReserved`, and `Refused` where the database lacks the stream, the
+    functions or the right. After any error the transaction can only be rolled back, but for those rows that are
+    found to be wrong before they are sent.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        self._calls = _Calls(_writer(name))
+
+    def append(self, connection: object, stream: str, *rows: object) -> int:
+        """A fact with these rows (any JSON) happened, if this transaction commits; its stream ID."""
+        return int(_run(connection, self._calls.append(stream, rows)))
+
+    def append_many(self, connection: object, stream: str, rows: Iterable[object]) -> list[int]:
+        """A fact for each of the rows; their IDs in that order."""
+        return list(_run(connection, self._calls.append_many(stream, rows)))
+
+    def reserve(self, connection: object, stream: str) -> int:
+        """The next ID, for `complete` in the same transaction; without that it is an ID without a fact."""
+        return int(_run(connection, self._calls.reserve(stream)))
+
+    def complete(self, connection: object, stream: str, id: int, *rows: object) -> None:
+        """The fact with these rows has the reserved ID, if this transaction commits."""
+        _run(connection, self._calls.complete(stream, id, rows))
+
+
+class AsyncWriter:
+    """`Writer` for psycopg's AsyncConnection, and for SQLAlchemy's AsyncSession and AsyncConnection on it."""
+
+    def __init__(self, name: str | None = None) -> None:
+        self._calls = _Calls(_writer(name))
+
+    async def append(self, connection: object, stream: str, *rows: object) -> int:
+        return int(await _run_async(connection, self._calls.append(stream, rows)))
+
+    async def append_many(self, connection: object, stream: str, rows: Iterable[object]) -> list[int]:
+        return list(await _run_async(connection, self._calls.append_many(stream, rows)))
+
+    async def reserve(self, connection: object, stream: str) -> int:
+        return int(await _run_async(connection, self._calls.reserve(stream)))
+
+    async def complete(self, connection: object, stream: str, id: int, *rows: object) -> None:
+        await _run_async(connection, self._calls.complete(stream, id, rows))
+
+
+def _writer(name: str | None) -> str:
+    if name is not None and not is_writer(name):
+        raise BadSetting("writer", why_no_name(name))
+    return name or ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A statement of one row and one column; `id` is the one that it would complete."""
+
+    statement: str
+    params: Sequence[object]
+    stream: str
+    id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    writer: str
+
+    def append(self, stream: str, rows: Sequence[object]) -> _Call:
+        return _Call(_APPEND, [self.writer, stream, _array(stream, rows)], _known(stream))
+
+    def append_many(self, stream: str, rows: Iterable[object]) -> _Call:
+        if isinstance(rows, str | bytes | Mapping):
+            raise TypeError(f"append_many takes rows, not one {type(rows).__name__}")
+        return _Call(_APPEND_MANY, [stream, _array(stream, rows), self.writer], _known(stream))
+
+    def reserve(self, stream: str) -> _Call:
+        return _Call(_RESERVE, [stream, self.writer], _known(stream))
+
+    def complete(self, stream: str, id: int, rows: Sequence[object]) -> _Call:
+        return _Call(_COMPLETE, [stream, id, _array(stream, rows)], _known(stream), id)
+
+
+def _known(stream: str) -> str:
+    if not is_name(stream):
+        raise BadSetting("stream", why_no_name(stream))
+    return stream
+
+
+def _array(stream: str, rows: Iterable[object]) -> str:
+    """One text with all of them: an array of Postgres takes psycopg longer to make than all the rest."""
+    bodies = []
+    for row in rows:
+        try:
+            body = bytes(encoded(row))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadRow(stream, f"it is no JSON: {error}") from error
+        if problem := _problem(row, body):
+            raise BadRow(stream, problem)
+        bodies.append(body)
+    return (b"[" + b",".join(bodies) + b"]").decode()
+
+
+def _problem(row: object, body: bytes) -> str:
+    """Why the row could not be told, or nothing; looks closely only where something could be wrong."""
+    if len(body) > MOST_BYTES:
+        return f"it has {len(body)} bytes of JSON, and Kafka takes {MOST_BYTES}"
+    if b"null" in body and not _finite(row):
+        return "NaN and Infinity are no JSON"
+    if body.count(b"[") + body.count(b"{") >= DEEPEST and _depth(body) >= DEEPEST:
+        return f"it is nested {DEEPEST} deep or deeper, which not every reader of JSON takes"
+    return ""
+
+
+def _finite(row: object) -> bool:
+    """Whether no number in it is NaN or infinite: msgspec would say null for those, and nothing."""
+    found = [msgspec.to_builtins(row)]
+    while found:
+        match found.pop():
+            case float(number):
+                if not math.isfinite(number):
+                    return False
+            case dict(entries):
+                found += entries.values()
+            case list(items) | tuple(items):
+                found += items
+    return True
+
+
+def _depth(body: bytes) -> int:
+    deepest = depth = 0
+    for token in _TOKEN.findall(body):
+        depth += 1 if token in b"[{" else -1 if token in b"]}" else 0
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _run(given: object, call: _Call) -> Any:
+    driver = _driver(given)
+    try:
+        cursor = psycopg.Cursor(driver, row_factory=tuple_row)
+        row = cursor.execute(call.statement.encode(), call.params, prepare=False).fetchone()
+    except psycopg.Error as error:
+        if (explained := _explained(error, driver, call)) is not None:
+            raise explained from error
+        raise
+    return row and row[0]
+
+
+async def _run_async(given: object, call: _Call) -> Any:
+    driver = await _async_driver(given)
+    try:
+        cursor = psycopg.AsyncCursor(driver, row_factory=tuple_row)
+        await cursor.execute(call.statement.encode(), call.params, prepare=False)
+        row = await cursor.fetchone()
+    except psycopg.Error as error:
+        if (explained := _explained(error, driver, call)) is not None:
+            raise explained from error
+        raise
+    return row and row[0]
+
+
+def _driver(given: Any) -> psycopg.Connection[Any]:
+    if isinstance(given, psycopg.Connection):
+        return given
+    found = given
+    if callable(getattr(given, "connection", None)):  # a Session of SQLAlchemy
+        found = given.connection()
+    if hasattr(found, "in_transaction"):  # a Connection of SQLAlchemy, which begins at its own first statement
+        if not found.in_transaction():
+            found.begin()
+        found = found.connection.driver_connection
+    elif hasattr(found, "ensure_connection"):  # Django's
+        with found.cursor() as cursor:
+            found = cursor.connection
+    return _checked(found, psycopg.Connection)
+
+
+async def _async_driver(given: Any) -> psycopg.AsyncConnection[Any]:
+    if isinstance(given, psycopg.AsyncConnection):
+        return given
+    found = given
+    if hasattr(given, "run_sync") and not hasattr(given, "get_raw_connection"):  # an AsyncSession of SQLAlchemy
+        found = await given.connection()
+    if hasattr(found, "get_raw_connection"):  # an AsyncConnection of SQLAlchemy
+        if not found.in_transaction():
+            await found.begin()
+        found = (await found.get_raw_connection()).driver_connection
+    return _checked(found, psycopg.AsyncConnection)
+
+
+def _checked(found: object, wanted: type[_Driver]) -> _Driver:
+    if isinstance(found, wanted):
+        return found
+    kind = f"{type(found).__module__}.{type(found).__qualname__}"
+    raise TypeError(
+        f"{kind} is no psycopg.{wanted.__name__}, nor one of SQLAlchemy or Django on top of that: use"
+        f" {'AsyncWriter' if isinstance(found, psycopg.AsyncConnection) else 'SELECT tidemark.append(...)'}"
+    )
+
+
+def _explained(
+    error: psycopg.Error, driver: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], call: _Call
+) -> Exception | None:
+    """What to raise instead, None for what has nothing to do with writing facts."""
+    code = error.sqlstate or ""
+    if code in _OF_ROWS:
+        return BadRow(call.stream, first_line(error))
+    if code == _NOT_RESERVED and call.id is not None:
+        return NotReserved(call.stream, call.id)
+    if code in _REFUSALS:
+        do = (code == "42704" and error.diag.message_hint) or _REFUSALS[code]
+        return Refused("Postgres", address(driver.info.dsn), first_line(error), do)
+    return None
