@@ -5,8 +5,10 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry
+from psycopg import errors
 
 from tidemark.app import probes
 from tidemark.app.connections import host_port
@@ -19,11 +21,18 @@ from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.sources.relay.relay import AppendRelay
 from tidemark.sources.topics import Topics
 from tidemark.streaming.direction import DirectionName
-from tidemark.streaming.errors import BadSetting, Stopping
-from tidemark.streaming.postgres_session import Dsn
+from tidemark.streaming.error_text import says
+from tidemark.streaming.errors import BadSetting, Refused, Stopping, Unavailable
+from tidemark.streaming.postgres_session import Dsn, PostgresSession, first_line
 from tidemark.streaming.records import is_name, why_no_name
 
 Say = Callable[[str], None]
+
+
+@says("{what} is not possible yet: {problem}")
+class OthersFirst(Unavailable):
+    """Transactions or a relay have to do something before."""
+
 
 # The loop goes round twenty times a second; only a server that does not answer may hold it up for so long.
 STALE_SECONDS = 60.0
@@ -107,6 +116,58 @@ def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say
                     {"name": name, "direction": direction},
                 ).fetchone()
                 say(f"{'made stream' if made and made[0] else 'there is stream'} {name}")
+
+
+@dataclass(frozen=True, slots=True)
+class RetireOrder:
+    """Which writer retires; `stream` None: in each stream that knows it. `wait`: seconds to try for."""
+
+    writer: str
+    stream: str | None
+    wait: float
+
+
+def retire(dsn: Dsn, order: RetireOrder, halt: threading.Event, say: Say) -> None:
+    """End the writer's epochs; the relay tells so when everything below has been told.
+
+    Raises `Refused` where there is no such writer, and `OthersFirst` where it has something open, or facts of it wait.
+    """
+    with session_of(dsn, "tidemark relay retire") as session:
+        streams = [order.stream] if order.stream is not None else _streams_of(session, order.writer)
+        for stream in streams:
+            id = wait_out(partial(_retired, session, order.writer, stream), halt, order.wait)
+            say(f"{order.writer} ends at {id} of {stream}")
+        if not streams:
+            say(f"no stream has a writer {order.writer} that is not retired")
+
+
+def _streams_of(session: PostgresSession, writer: str) -> list[str]:
+    with session.use() as connection:
+        SCHEMA.check(connection)
+        rows = connection.execute(
+            """
+            select stream from tidemark.append_writers known
+            join tidemark.append_streams using (number) join tidemark.append_progress told using (number)
+            where known.writer = %s and known.state in ('joining', 'joined') and told.writer <> known.writer
+            order by stream
+            """,
+            [writer],
+        ).fetchall()
+    return [stream for (stream,) in rows]
+
+
+def _retired(session: PostgresSession, writer: str, stream: str) -> int:
+    """The ID at which the writer ends, with its sign."""
+    with session.use() as connection:
+        try:
+            row = connection.execute("select tidemark.retire_writer(%s, %s)", [writer, stream]).fetchone()
+        except (errors.ObjectInUse, errors.ObjectNotInPrerequisiteState) as error:
+            raise OthersFirst(f"the end of {writer}", session.where, first_line(error)) from error
+        except (errors.UndefinedObject, errors.InvalidParameterValue) as error:
+            do = error.diag.message_hint or "give another name"
+            raise Refused("Postgres", session.where, first_line(error), do) from error
+    assert row is not None
+    return int(row[0])
 
 
 def blockers(dsn: str, say: Say) -> None:

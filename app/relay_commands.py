@@ -53,6 +53,24 @@ def relay_migrate(
     wait_out(lambda: relay.migrate(where, streams, direction, click.echo), threading.Event(), wait)
 
 
+@relay.command("retire", extra="relay")
+@_dsn
+@click.argument("writer")
+@click.argument("stream", required=False)
+@waiting
+@click.pass_obj
+def relay_retire(given: str | None, dsn: str | None, writer: str, stream: str | None, *, wait: float) -> None:
+    """End WRITER, a name given to append_as that nobody uses any more, in STREAM or in all that know it.
+
+    Readers and positions wait for it no more. If it appends again it begins anew.
+    """
+    from tidemark.app import relay
+
+    settings = loaded()
+    order = relay.RetireOrder(writer, stream, wait)
+    relay.retire(dsn or given or settings.postgres, order, threading.Event(), click.echo)
+
+
 @relay.command("blockers", extra="relay")
 @_dsn
 @click.pass_obj

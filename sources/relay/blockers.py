@@ -9,9 +9,13 @@ from tidemark.streaming.postgres_session import Connection
 
 @dataclass(frozen=True, slots=True)
 class OpenTransaction:
-    """`pid` is None for a prepared one, which `gid` names. What this user may not see is empty."""
+    """`pid` is None for a prepared one, which `gid` names. What this user may not see is empty.
+
+    `writer`: in whose name it has appended, several where they share a lock; empty where no fact of that name was told.
+    """
 
     stream: str
+    writer: str
     pid: int | None
     gid: str | None
     user: str
@@ -27,17 +31,28 @@ class OpenTransaction:
     def who(self) -> str:
         """Without its query, whose values are the service's own."""
         since = "" if self.since is None else f" since {self.since:%Y-%m-%d %H:%M:%S%z}"
+        writer = f"writer {self.writer or 'not told yet'}"
         if self.pid is None:
-            return f"prepared transaction {self.gid or '?'}{since}, user {self.user or '-'}"
+            return f"{writer}, prepared transaction {self.gid or '?'}{since}, user {self.user or '-'}"
         who = f"user {self.user or '-'}, application {self.application or '-'}"
-        return f"pid {self.pid}{since}, {self.state or 'state not shown'}, {who}"
+        return f"{writer}, pid {self.pid}{since}, {self.state or 'state not shown'}, {who}"
 
 
 def blockers(connection: Connection) -> list[OpenTransaction]:
     """The open transactions that hold a stream, the oldest first."""
     rows = connection.execute(
         """
-        select streams.stream, held.pid, prepared.gid, coalesce(activity.usename, prepared.owner, ''),
+        select streams.stream,
+            coalesce((
+                select string_agg(known.writer, ' or ' order by known.writer)
+                from (
+                    select writer, writer as called from tidemark.append_writers where number = streams.number
+                    union all
+                    select told.writer, '' from tidemark.append_progress as told where number = streams.number
+                ) as known
+                where hashtext(known.called)::oid = held.objid
+            ), ''),
+            held.pid, prepared.gid, coalesce(activity.usename, prepared.owner, ''),
             coalesce(activity.application_name, ''), coalesce(activity.state, ''),
             coalesce(activity.xact_start, prepared.prepared),
             coalesce(regexp_replace(left(activity.query, 300), '\\s+', ' ', 'g'), '')
@@ -49,7 +64,7 @@ def blockers(connection: Connection) -> list[OpenTransaction]:
         left join pg_prepared_xacts prepared on prepared.transaction = own.transactionid
         where held.locktype = 'advisory' and held.objsubid = 2 and held.granted
             and held.database = (select oid from pg_database where datname = current_database())
-        order by 7 nulls first, 1
+        order by 8 nulls first, 1, 2
         """,
         [LOCK],
     ).fetchall()

@@ -42,12 +42,20 @@ class Decided:
 
 @dataclass(slots=True)
 class _Stream:
-    """`lines` where there are several writers; a single one's line is cut at every ID."""
+    """`lines` where there are several writers; a single one's line is cut at every ID. `ended`: where, by writer."""
 
     told: Told
     evidence: StreamEvidence
     lines: Lines | None
     acknowledged: Intervals = field(default=EMPTY)
+    ended: dict[str, int] = field(default_factory=dict)
+
+    def end(self, writer: str, id: int) -> None:
+        """The writer has nothing between the floor and `id`, and joins again before anything beyond it is told."""
+        known = self.told.writers.get(writer)
+        if known is not None and known.last < id and writer not in self.ended and self.lines is not None:
+            self.ended[writer] = id
+            self.lines.end(writer)
 
     def open_to(self, writer: str) -> Intervals:
         """The database's own line passes nothing that anybody may have: so it guards the linear position."""
@@ -65,8 +73,9 @@ class Decider:
         self._streams = {each.stream.number: _begun(each) for each in told}
         self.outrun = False
         """Streams, writers, epochs or floors are others than these: begin anew."""
-        self.strangers: dict[int, set[str]] = {}
-        """By number of the stream: writers that have appended and are not known."""
+        self.strangers: dict[int, dict[str, int]] = {}
+        """By number of the stream: writers that have appended and are not known, or have ended; nothing of them lies
+        between the floor and the ID."""
 
     @property
     def open(self) -> list[AppendStream]:
@@ -147,9 +156,13 @@ class Decider:
         if (page.version, page.floor) != (each.told.version, each.evidence.floor):
             self.outrun = True
             return []
+        for fact in page.facts:
+            for writer in fact.ends:
+                each.end(writer, fact.id)
         names = {each.told.name_of(fact.writer) for fact in page.facts}
-        if strangers := names - each.told.writers.keys():
-            self.strangers.setdefault(each.told.stream.number, set()).update(strangers)
+        if strangers := names - (each.told.writers.keys() - each.ended.keys()):
+            found = {writer: each.ended.get(writer, 0) for writer in strangers}
+            self.strangers.setdefault(each.told.stream.number, {}).update(found)
             self.outrun = True
             return []
         voids = each.evidence.read(asked.upto(page.upto), [fact.id for fact in page.facts])
@@ -183,7 +196,10 @@ class Decider:
                 each.lines.acknowledged(writer, ids)
 
     def settle(self) -> Generator[str]:
-        """Raise the floors to where everything is in Kafka, and delete the rows below."""
+        """Raise the floors to where everything is in Kafka, and delete the rows below.
+
+        A writer that ended there is to be retired: begin anew.
+        """
         for each in self._streams.values():
             floor = each.evidence.floor
             reached = each.acknowledged.reach(floor)
@@ -198,6 +214,7 @@ class Decider:
                 each.acknowledged = each.acknowledged.above(reached)
                 if each.lines is not None:
                     each.lines.settled(reached)
+                self.outrun |= any(id <= reached for id in each.ended.values())
 
 
 def _begun(told: Told) -> _Stream:

@@ -6,33 +6,38 @@ a new one begin, with a JOIN of each writer at the floor of what is there now. A
 found, at the floor of then: nothing of it lies below.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from tidemark.sources.relay.looks import BEAT, AppendStream
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.errors import BadSetting, Unavailable
 from tidemark.streaming.postgres_session import Connection
-from tidemark.streaming.records import Join, Timeline
+from tidemark.streaming.records import Join, Retire, Timeline
 
 
 @dataclass(frozen=True, slots=True)
 class ToldWriter:
-    """Its line was last cut at `last` (a magnitude), at or below the floor. `joined`: Kafka has the JOIN.
+    """Its line was last cut at `last` (a magnitude), beyond the floor only where its epoch before has ended there.
 
-    `numbers` are those by which its locks are known, which others may have too.
+    `state` is the database's word: whether Kafka has the JOIN, and that its epoch has ended. `numbers` are those by
+    which its locks are known, which others may have too.
     """
 
     name: str
     epoch: int
     last: int
-    joined: bool
+    state: Literal["joining", "joined", "retiring"]
     numbers: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A stream; everything up to `floor` (a magnitude) is decided. `own` is the database's own name among `writers`."""
+    """A stream; everything up to `floor` (a magnitude) is decided. `own` is the database's own name among `writers`.
+
+    Of the writers in `retiring` nothing follows in their epochs.
+    """
 
     stream: AppendStream
     version: int
@@ -40,10 +45,15 @@ class Told:
     timeline: Timeline
     own: str
     writers: Mapping[str, ToldWriter]
+    retiring: Sequence[ToldWriter] = ()
 
     def name_of(self, writer: str) -> str:
         """As Kafka knows it who is called so in the outbox."""
         return self.own if writer in {"", BEAT} else writer
+
+    def acts(self) -> list[Join | Retire]:
+        """Those that Kafka does not have: the database's own JOIN first."""
+        return [*self.joins(), *self._retires()]
 
     def joins(self) -> list[Join]:
         """Those that Kafka does not have, the database's own first.
@@ -61,8 +71,12 @@ class Told:
                 timeline=self.timeline,
             )
             for each in sorted(self.writers.values(), key=lambda it: (it.name != self.own, it.name))
-            if not each.joined
+            if each.state == "joining"
         ]
+
+    def _retires(self) -> list[Retire]:
+        signed, stream = self.stream.towards.signed, self.stream.name
+        return [Retire(stream=stream, writer=it.name, epoch=it.epoch, id=signed(it.last)) for it in self.retiring]
 
 
 def history(connection: Connection, where: str) -> str:
@@ -88,8 +102,8 @@ def history(connection: Connection, where: str) -> str:
 
 Remembered = Mapping[int, tuple[str | None, int]]
 """Token and floor (a magnitude) by number of the stream, as a relay saw them in the database before."""
-Strangers = Mapping[int, Collection[str]]
-"""By number of the stream: writers that a relay has found and does not know."""
+Strangers = Mapping[int, Mapping[str, int]]
+"""By number of the stream: writers that a relay has found and does not know, or whose epoch has ended at that ID."""
 
 
 def begin(
@@ -112,8 +126,8 @@ def begin(
             """
             select number, stream, direction, version, abs(floor), start, kept.after, kept.writer,
                 jsonb_agg(
-                    jsonb_build_array(known.writer, epoch, abs(last), joined, hashtext(known.writer) & 4294967295)
-                ),
+                    jsonb_build_array(known.writer, epoch, abs(last), state, hashtext(known.writer) & 4294967295)
+                ) filter (where known.state <> 'retired'),
                 hashtext('') & 4294967295
             from tidemark.append_progress kept
             join tidemark.append_streams using (number) join tidemark.append_writers known using (number)
@@ -125,12 +139,14 @@ def begin(
         if own != writer:
             raise BadSetting("writer", f"stream {name} of this database was told as {own!r}, not as {writer!r}")
         known = [
-            ToldWriter(each, epoch, last, is_joined, frozenset({hashed, unnamed} if each == own else {hashed}))
-            for each, epoch, last, is_joined, hashed in writers
+            ToldWriter(each, epoch, last, state, frozenset({hashed, unnamed} if each == own else {hashed}))
+            for each, epoch, last, state, hashed in writers
         ]
+        retiring = [each for each in known if each.state == "retiring"]
+        living = {each.name: each for each in known if each.state != "retiring"}
         stream = AppendStream(number, name, Direction(sign))
         timeline = Timeline(database, start, after)
-        found.append(Told(stream, version, floor, timeline, own, {each.name: each for each in known}))
+        found.append(Told(stream, version, floor, timeline, own, living, retiring))
     return found
 
 
@@ -143,7 +159,7 @@ def _turn(connection: Connection, database: str, writer: str, remembered: Rememb
             set version = version + 1, database = %(database)s, start = gen_random_uuid()::text,
                 after = case when exists (
                     select from tidemark.append_writers known
-                    where (known.number, known.writer) = (old.number, old.writer) and known.joined
+                    where (known.number, known.writer) = (old.number, old.writer) and known.state = 'joined'
                 ) then old.start else old.after end,
                 writer = coalesce(old.writer, %(writer)s)
             where old.database is distinct from %(database)s or exists (
@@ -154,8 +170,8 @@ def _turn(connection: Connection, database: str, writer: str, remembered: Rememb
             returning number, writer, floor
         ), again as (
             update tidemark.append_writers as old
-            set epoch = greatest(old.epoch + 1, %(now)s), last = turned.floor, joined = false
-            from turned where turned.number = old.number
+            set epoch = greatest(old.epoch + 1, %(now)s), last = turned.floor, state = 'joining'
+            from turned where turned.number = old.number and old.state in ('joining', 'joined')
         )
         insert into tidemark.append_writers (number, writer, epoch, last)
         select number, writer, %(now)s, floor from turned
@@ -172,18 +188,27 @@ def _turn(connection: Connection, database: str, writer: str, remembered: Rememb
     )
 
 
-def _introduce(connection: Connection, number: int, names: Collection[str]) -> None:
+def _introduce(connection: Connection, number: int, found: Mapping[str, int]) -> None:
     """Note who has appended, in the transaction that makes other relays begin anew: they do not know its line."""
     connection.execute(
         """
         with raised as (
             update tidemark.append_progress set version = version + 1 where number = %(number)s returning number, floor
+        ), given as (
+            select number, name, ended, direction * greatest(abs(floor), ended) as last
+            from raised join tidemark.append_streams using (number),
+                unnest(%(names)s::text[], %(ended)s::bigint[]) as found (name, ended)
+        ), again as (
+            update tidemark.append_writers as old
+            set epoch = greatest(old.epoch + 1, %(now)s), last = given.last, state = 'joining'
+            from given where (old.number, old.writer) = (given.number, given.name)
+                and (old.state in ('retiring', 'retired') or abs(old.last) < given.ended)
         )
         insert into tidemark.append_writers (number, writer, epoch, last)
-        select number, name, %(now)s, floor from raised, unnest(%(names)s::text[]) as name
+        select number, name, %(now)s, last from given
         on conflict do nothing
         """,
-        {"number": number, "names": [*names], "now": _now(connection)},
+        {"number": number, "names": [*found], "ended": [*found.values()], "now": _now(connection)},
     )
 
 
@@ -194,14 +219,15 @@ def _now(connection: Connection) -> int:
     return int(row[0])
 
 
-def joined(connection: Connection, told: Sequence[Told]) -> None:
-    """Kafka has acknowledged their JOINs."""
+def acknowledged(connection: Connection, told: Sequence[Told]) -> None:
+    """Kafka has their JOINs and RETIREs."""
     connection.cursor().executemany(
-        "update tidemark.append_writers set joined = true where number = %s and writer = %s and epoch = %s",
+        "update tidemark.append_writers set state = case state when 'joining' then 'joined' else 'retired' end"
+        " where (number, writer, epoch, state) = (%s, %s, %s, %s)",
         [
-            (each.stream.number, writer.name, writer.epoch)
+            (each.stream.number, writer.name, writer.epoch, writer.state)
             for each in told
-            for writer in each.writers.values()
-            if not writer.joined
+            for writer in [*each.writers.values(), *each.retiring]
+            if writer.state != "joined"
         ],
     )

@@ -29,7 +29,7 @@ class _WriterLine:
 
 
 class Lines:
-    """`lasts`: by writer where its line was last cut, at or below the floor; all of it up to there is in Kafka."""
+    """`lasts`: by writer where its line was last cut; all of it up to there is in Kafka."""
 
     def __init__(self, lasts: Mapping[str, int]) -> None:
         self._lines = {writer: _WriterLine(last) for writer, last in lasts.items()}
@@ -52,6 +52,11 @@ class Lines:
         self._beats.sort()
         self.beaten = self._beats[-1]
         self._gappy.update(self._lines)
+
+    def end(self, writer: str) -> None:
+        """Its line goes no further, and is told by a RETIRE or a JOIN."""
+        self._lines.pop(writer, None)
+        self._gappy.discard(writer)
 
     def behind(self, head: int) -> bool:
         """Whether a line ends below `head`, and no beat is on its way."""
@@ -81,8 +86,8 @@ class Lines:
 
     def acknowledged(self, writer: str, ids: Intervals) -> None:
         """Kafka has these edges of the writer."""
-        line = self._lines[writer]
-        line.acknowledged = line.acknowledged.union(ids)
+        if (line := self._lines.get(writer)) is not None:
+            line.acknowledged = line.acknowledged.union(ids)
 
     def floor(self, reached: int) -> int:
         """The highest ID up to `reached` below which every line is in Kafka, as far as it is cut there."""

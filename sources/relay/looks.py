@@ -32,13 +32,22 @@ class AppendStream:
 class AppendedFact:
     """`id` is a magnitude; `rows` are JSON, and none where no fact has the ID; `bytes` is what its records take.
 
-    `writer` is empty for the database itself.
+    `writer` is empty for the database itself. Of a beat the rows are the names of writers that end there.
     """
 
     id: int
     rows: Sequence[str]
     bytes: int
     writer: str = ""
+
+    @property
+    def void(self) -> bool:
+        return not self.rows or self.writer == BEAT
+
+    @property
+    def ends(self) -> Sequence[str]:
+        """The writers whose epochs end at this ID."""
+        return self.rows if self.writer == BEAT else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +162,8 @@ def beat(connection: Connection, stream: AppendStream) -> None:
 def raise_floor(connection: Connection, stream: AppendStream, version: int, old: int, new: int) -> bool:
     """Kafka has all up to `new`: its rows go, in the transaction that says so, and with where each line was last cut.
 
-    The database's own line is cut at every ID that is no named writer's. Gives False where another relay was here.
+    The database's own line is cut at every ID that is no named writer's. Writers that end there are to be retired.
+    Gives False where another relay was here.
     """
     lows, highs = signed(stream, Intervals.of([(old, new)]))
     rows = connection.execute(
@@ -165,7 +175,9 @@ def raise_floor(connection: Connection, stream: AppendStream, version: int, old:
         ), gone as (
             delete from tidemark.append_outbox
             where number = (select number from raised) and id between %(low)s and %(high)s
-            returning abs(id) as id, writer
+            returning abs(id) as id, writer, rows
+        ), ended as (
+            select name as writer, max(id) as id from gone, unnest(rows) as name where writer = %(beat)s group by 1
         ), cut as (
             select writer, max(id) as id from gone where writer <> '' group by writer
             union all
@@ -176,13 +188,17 @@ def raise_floor(connection: Connection, stream: AppendStream, version: int, old:
                 ) as named where id = %(new)s + 1 - place
             ) as above where %(new)s - above.count > %(old)s
         ), moved as (
-            update tidemark.append_writers as kept set last = %(sign)s * cuts.id
+            update tidemark.append_writers as kept
+            set last = %(sign)s * coalesce(cuts.ended, cuts.id),
+                state = case when cuts.ended is null then kept.state else 'retiring' end
             from (
-                select known.writer, max(cut.id) as id
+                select known.writer, max(cut.id) as id, max(ended.id) filter (where ended.id > abs(known.last)) as ended
                 from tidemark.append_writers known join cut on cut.writer in (known.writer, %(beat)s)
+                left join ended on ended.writer = known.writer
                 where known.number = (select number from raised) group by 1
             ) as cuts
             where kept.number = (select number from raised) and kept.writer = cuts.writer
+                and kept.state in ('joining', 'joined') and cuts.id > abs(kept.last)
         )
         select from raised
         """,

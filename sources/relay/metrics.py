@@ -1,5 +1,7 @@
 """The relay's metrics. `docs/metrics.md` is made from this file too."""
 
+from collections.abc import Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 
@@ -55,7 +57,18 @@ class RelayMetrics:
         )
         self.oldest = Gauge(
             "tidemark_relay_oldest_transaction_seconds",
-            "How long the oldest open transaction that holds a stream has been open, 0 while there is none. Rising: it"
-            " hangs, readers wait for it; `tidemark relay blockers` names it.",
+            "How long the oldest open transaction that holds a stream has been open, by the writer in whose name it has"
+            " appended (empty: nothing of that name was told yet); none where none is open. Rising: it hangs, readers"
+            " wait for it; `tidemark relay blockers` names it.",
+            ["stream", "writer"],
             registry=registry,
         )
+        self._held: set[tuple[str, str]] = set()
+
+    def held(self, seconds: Mapping[tuple[str, str], float]) -> None:
+        """By stream and writer how long the oldest transaction is open that holds it."""
+        for gone in self._held - seconds.keys():
+            self.oldest.remove(*gone)
+        for each, age in seconds.items():
+            self.oldest.labels(*each).set(age)
+        self._held = {*seconds}

@@ -28,7 +28,7 @@ from tidemark.streaming import records
 from tidemark.streaming.errors import BadSetting, Refused, Retry
 from tidemark.streaming.intervals import EMPTY, Intervals
 from tidemark.streaming.postgres_session import Connection, PostgresSession
-from tidemark.streaming.records import is_writer, why_no_name
+from tidemark.streaming.records import Join, is_writer, why_no_name
 
 log = structlog.get_logger(__name__)
 
@@ -83,7 +83,7 @@ class AppendRelay:
         self._metrics = metrics
         self._halt = halt
         self._floors: dict[int, tuple[str | None, int]] = {}
-        self._strangers: dict[int, set[str]] = {}
+        self._strangers: dict[int, dict[str, int]] = {}
         self._due: deque[Decided] = deque()
         self._flying: list[_InFlight] = []
         self._reports = Reports(())
@@ -113,6 +113,7 @@ class AppendRelay:
             finally:
                 self._metrics.relaying.set(0)
                 self._metrics.standby.set(0)
+                self._metrics.held({})
 
     def _has_its_turn(self, connection: Connection) -> bool:
         """Wait until no other relay of this database is connected. Not in the server: that would hold a snapshot."""
@@ -151,12 +152,13 @@ class AppendRelay:
         if not is_writer(self._writer):
             raise BadSetting("writer", why_no_name(self._writer))
         found = join.begin(connection, database, self._writer, self._floors, self._strangers)
-        if joins := [record for each in found for record in each.joins()]:
-            for record in joins:
+        if acts := [record for each in found for record in each.acts()]:
+            for record in acts:
                 self._producer.send(record.stream, records.encode(record))
-                log.info("Joining", stream=record.stream, writer=record.writer, epoch=record.epoch, id=record.id)
+                what = "Joining" if isinstance(record, Join) else "Retiring"
+                log.info(what, stream=record.stream, writer=record.writer, epoch=record.epoch, id=record.id)
             self._producer.deliver(_PATIENCE)
-            join.joined(connection, found)
+            join.acknowledged(connection, found)
         return found
 
     def _work(self, connection: Connection, decider: Decider) -> None:
@@ -203,9 +205,9 @@ class AppendRelay:
         for each in [each for each in self._flying if not each.left]:
             decider.acknowledged(each.decided)
             name = each.decided.told.stream.name
-            self._metrics.facts.labels(name).inc(sum(1 for fact in each.decided.facts if fact.rows))
+            self._metrics.facts.labels(name).inc(sum(1 for fact in each.decided.facts if not fact.void))
             self._metrics.voids.labels(name).inc(
-                each.decided.voids.width() + sum(1 for fact in each.decided.facts if not fact.rows)
+                each.decided.voids.width() + sum(1 for fact in each.decided.facts if fact.void)
             )
         self._flying = [each for each in self._flying if each.left]
 
@@ -215,9 +217,13 @@ class AppendRelay:
         for name, count in decider.kept.items():
             self._metrics.kept.labels(name).set(count)
         found = blockers(connection) if decider.open else []
-        since = [each.since.timestamp() for each in found if each.since]
-        self._metrics.oldest.set(max(0.0, time.time() - min(since)) if since else 0.0)
-        for report in self._reports.due(found, datetime.now(UTC)):
+        now = datetime.now(UTC)
+        ages = dict[tuple[str, str], float]()
+        for each in found:
+            age = 0.0 if each.since is None else (now - each.since).total_seconds()
+            ages[each.stream, each.writer] = max(age, ages.get((each.stream, each.writer), 0.0))
+        self._metrics.held(ages)
+        for report in self._reports.due(found, now):
             self._producer.send(report.stream, records.encode(report))
 
 

@@ -28,7 +28,7 @@ def told(decided: Decided) -> Iterator[bytes]:
             yield void(next_void, of.own)
             next_void = next(voids, None)
         writer = of.name_of(fact.writer)
-        if not fact.rows:
+        if fact.void:
             yield void(fact.id, writer)
             continue
         epoch = of.writers[writer].epoch

@@ -39,13 +39,15 @@ create table tidemark.append_writers (
     writer      text        not null,
     epoch       bigint      not null,
     last        bigint      not null,
-    joined      boolean     not null default false,
+    state       text        not null default 'joining' check (state in ('joining', 'joined', 'retiring', 'retired')),
     primary key (number, writer)
 );
 comment on table tidemark.append_writers is 'Writers that Tidemark knows of a stream: the database, and each that has a name of its own';
 comment on column tidemark.append_writers.last is
-    'Where its line was last cut, at or below the floor: the JOIN, a fact, a void, a beat; all of it up to here is in Kafka';
-comment on column tidemark.append_writers.joined is 'Whether Kafka has acknowledged the JOIN of the epoch';
+    'Where its line was last cut: the JOIN, a fact, a void, a beat, its end; all of it up to here is in Kafka';
+comment on column tidemark.append_writers.state is
+    'Joining until Kafka has acknowledged the JOIN of the epoch; retiring since the floor has passed its end, until Kafka has
+the RETIRE. A writer that is retired and appends again joins in a higher epoch';
 
 create table tidemark.append_outbox (
     number      integer     not null,
@@ -59,7 +61,8 @@ create table tidemark.append_outbox (
 -- Every row is deleted soon: what counts is how many are dead, not their share of the few that live.
 with (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000, autovacuum_analyze_scale_factor = 0,
       autovacuum_analyze_threshold = 50000);
-comment on table tidemark.append_outbox is 'Facts that are appended and lie above the floor; rows are JSON';
+comment on table tidemark.append_outbox is 'Facts that are appended and lie above the floor';
+comment on column tidemark.append_outbox.rows is 'JSON; of a beat the names of writers that end there';
 comment on column tidemark.append_outbox.bytes is 'About what its records take';
 comment on column tidemark.append_outbox.reserved_by is 'The transaction that has reserved the ID and not completed it';
 comment on column tidemark.append_outbox.writer is
@@ -68,8 +71,8 @@ comment on column tidemark.append_outbox.writer is
 -- The next ones are for the functions behind them, whose search path they have.
 
 -- Whoever may hold an ID that is not decided holds the lock of stream and writer, shared, and has an ID of its
--- transaction: both are taken first. Nobody takes it exclusively; the relay looks who holds it. Writers with one hash
--- share a lock, and then wait for each other.
+-- transaction: both are taken first. The relay looks who holds it; only tidemark.retire_writer takes it exclusively.
+-- Writers with one hash share a lock, and then wait for each other.
 create function tidemark.take_lock(_of tidemark.append_streams, _writer text) returns void
 language plpgsql volatile
 as $$
@@ -293,12 +296,66 @@ begin
 end
 $$;
 
+-- The writer's epoch ends at the ID that this gives: whoever held an ID in its name has ended, all its facts are in Kafka,
+-- and none can come below. It waits for nobody, because whoever appends in that name would wait behind it.
+create function tidemark.retire_writer(writer text, stream text) returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+    _of tidemark.append_streams := tidemark.append_stream(retire_writer.stream);
+    _known tidemark.append_writers;
+    _holders text;
+    _id bigint;
+begin
+    if current_setting('transaction_isolation') <> 'read committed' then
+        raise exception using errcode = 'feature_not_supported',
+            message = 'a writer retires in a transaction that is READ COMMITTED',
+            hint = 'Another one does not see what was committed while it waited.';
+    end if;
+    select * into _known from tidemark.append_writers as known
+    where known.number = _of.number and known.writer = retire_writer.writer and known.state in ('joining', 'joined');
+    if not found then
+        raise exception using errcode = 'undefined_object',
+            message = format('stream %L has no writer %L', retire_writer.stream, retire_writer.writer),
+            hint = 'It is retired, or has not appended, or the relay has not looked since it did.';
+    elsif _known.writer = (select told.writer from tidemark.append_progress as told where told.number = _of.number) then
+        raise exception using errcode = 'invalid_parameter_value',
+            message = format('%L is the database itself, which speaks for all that appends there', retire_writer.writer);
+    end if;
+    perform pg_current_xact_id();
+    if not pg_try_advisory_xact_lock(1414087749 + _of.number, hashtext(_known.writer)) then
+        select string_agg(coalesce('pid ' || held.pid, 'a prepared transaction'), ', ') into _holders
+        from pg_locks as held
+        where held.locktype = 'advisory' and held.objsubid = 2 and held.granted
+            and held.classid::bigint = 1414087749 + _of.number and held.objid = hashtext(_known.writer)::oid
+            and held.database = (select oid from pg_database where datname = current_database());
+        raise exception using errcode = 'object_in_use',
+            message = format('writer %L of stream %L has an open transaction: %s',
+                _known.writer, retire_writer.stream, coalesce(_holders, 'it has ended just now')),
+            hint = '`tidemark relay blockers` says more of it.';
+    elsif exists (
+        select from tidemark.append_outbox as kept where kept.number = _of.number and kept.writer = _known.writer
+    ) then
+        raise exception using errcode = 'object_not_in_prerequisite_state',
+            message = format('facts of writer %L of stream %L wait for the relay, or for what is open below them',
+                _known.writer, retire_writer.stream);
+    end if;
+    _id := nextval(_of.ids);
+    insert into tidemark.append_outbox (number, id, rows, bytes, writer)
+    values (_of.number, _id, array[_known.writer], tidemark.append_bytes('{}'), '*');
+    return _id;
+end
+$$;
+comment on function tidemark.retire_writer is
+    'The writer holds nobody back any more, as soon as the relay has told so; if it appends again it begins anew';
+
 revoke all on function
     tidemark.take_lock(tidemark.append_streams, text), tidemark.take_id(tidemark.append_streams, text),
     tidemark.append_writer(text), tidemark.append_stream(text), tidemark.append_checked(jsonb[]),
     tidemark.append_bytes(text[]), tidemark.append_fact(text, text, jsonb[]), tidemark.append_beat(text),
     tidemark.append(text, jsonb[]), tidemark.append_as(text, text, jsonb[]), tidemark.append_many(text, jsonb[], text),
-    tidemark.reserve(text, text), tidemark.complete(text, bigint, jsonb[]), tidemark.create_stream(text, text, bigint)
+    tidemark.reserve(text, text), tidemark.complete(text, bigint, jsonb[]), tidemark.create_stream(text, text, bigint),
+    tidemark.retire_writer(text, text)
 from public;
 
 -- Two roles without login, to be granted. A user who may not create roles can still migrate: an administrator makes them
@@ -334,7 +391,7 @@ begin
         grant select on tidemark.append_streams, tidemark.relay_schema_version to tidemark_relay;
         grant select, update on tidemark.append_progress to tidemark_relay;
         grant select, insert, update on tidemark.append_writers to tidemark_relay;
-        grant execute on function tidemark.append_beat(text) to tidemark_relay;
+        grant execute on function tidemark.append_beat(text), tidemark.retire_writer(text, text) to tidemark_relay;
         grant select, delete on tidemark.append_outbox to tidemark_relay;
     end if;
 end

@@ -12,7 +12,7 @@ from hypothesis.stateful import (
 )
 
 from tests.examples import examples
-from tests.sources.relay.world import MakeDecider, World
+from tests.sources.relay.world import MakeDecider, SteppedRelay, World
 from tidemark.sources.relay.decider import Decider
 
 services = st.integers(0, 2)
@@ -53,6 +53,18 @@ class Appending(RuleBasedStateMachine):
     def complete(self, service: int, rows: int) -> None:
         if self.world.services[service].reserved:
             self.world.services[service].complete(self.world.stream, rows)
+
+    @rule(who=st.integers(0, 5), writer=st.sampled_from(["till", "web"]), relay=relays, back=st.booleans())
+    def retire(self, who: int, writer: str, relay: int, *, back: bool) -> None:
+        """Of a writer that has appended, mostly by an operator, also in a transaction of a service, whatever becomes of
+        that; and perhaps it is back at once."""
+        operator = self.world.operator
+        operator.append(self.world.stream, 1, writer)
+        self.tell(relay)
+        by = self.world.services[who] if who < len(self.world.services) else operator
+        by.retire(self.world.stream, writer)
+        if back:
+            operator.append(self.world.stream, 1, writer)
 
     @rule(service=services)
     def savepoint(self, service: int) -> None:
@@ -106,6 +118,21 @@ class Appending(RuleBasedStateMachine):
         self.relay(relay, lambda it: [it.look() for _ in range(steps)])
 
     @rule(relay=relays)
+    def tell(self, relay: int) -> None:
+        """Rounds, of which Kafka takes everything: who is new is met, joins, and is told."""
+
+        def told(it: SteppedRelay) -> None:
+            for _ in range(3):
+                it.round()
+                while it.unacknowledged:
+                    it.acknowledge(first=True)
+                it.settle()
+                if it.begun:
+                    return
+
+        self.relay(relay, told)
+
+    @rule(relay=relays)
     def acknowledge(self, relay: int) -> None:
         self.world.relays[relay].acknowledge()
 
@@ -120,6 +147,10 @@ class Appending(RuleBasedStateMachine):
     @rule(relay=relays)
     def die(self, relay: int) -> None:
         self.world.relays[relay].die()
+
+    @rule(relay=relays)
+    def break_off(self, relay: int) -> None:
+        self.world.relays[relay].break_off()
 
     def relay(self, number: int, act: object) -> None:
         assert callable(act)

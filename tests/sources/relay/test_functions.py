@@ -89,6 +89,35 @@ def test_a_writer_may_have_a_name(sql: psycopg.Connection) -> None:
     assert rows == [(1, "web"), (2, ""), (3, "till"), (4, "till"), (5, "till")]
 
 
+def test_a_writer_retires_only_where_that_is_certain(ready: str, sql: psycopg.Connection) -> None:
+    """Not one that nobody knows, nor the database itself, nor while transactions of it run, prepared ones too, or its
+    facts wait; each time it says which."""
+    call = "select tidemark.retire_writer('web', 'orders')"
+    with pytest.raises(errors.UndefinedObject, match="stream 'orders' has no writer 'web'"):
+        sql.execute(call.encode())
+    sql.execute("update tidemark.append_progress set writer = 'shop'")
+    sql.execute("insert into tidemark.append_writers select 1, name, 7, 0 from unnest(array['web', 'shop']) as name")
+    with pytest.raises(errors.InvalidParameterValue, match="'shop' is the database itself"):
+        sql.execute("select tidemark.retire_writer('shop', 'orders')")
+    with psycopg.connect(ready) as other:
+        other.execute("select tidemark.reserve('orders', 'web')")
+        with pytest.raises(errors.ObjectInUse, match=f"has an open transaction: pid {other.info.backend_pid}"):
+            sql.execute(call.encode())
+        other.execute("prepare transaction 'held'")
+        with pytest.raises(errors.ObjectInUse, match="has an open transaction: a prepared transaction"):
+            sql.execute(call.encode())
+    sql.execute("commit prepared 'held'")
+    with pytest.raises(errors.ObjectNotInPrerequisiteState, match="facts of writer 'web' of stream 'orders' wait"):
+        sql.execute(call.encode())
+    sql.execute("begin isolation level repeatable read")
+    with pytest.raises(errors.FeatureNotSupported, match="READ COMMITTED"):
+        sql.execute(call.encode())
+    sql.execute("rollback")
+    sql.execute("delete from tidemark.append_outbox")
+    assert one(sql, call) == 2
+    assert sql.execute("select rows, writer from tidemark.append_outbox").fetchall() == [(["web"], "*")]
+
+
 @pytest.mark.parametrize("name", ["*", "two words", "line\nfeed", "x" * 256, None])
 def test_a_writer_has_no_name_that_kafka_would_not_take(sql: psycopg.Connection, name: str | None) -> None:
     """A fact with it could never be told."""
@@ -190,6 +219,7 @@ def test_who_may_append_may_do_nothing_else(sql: psycopg.Connection) -> None:
             "select tidemark.create_stream('other')",
             "select tidemark.take_id(null, '')",
             "select tidemark.append_beat('orders')",
+            "select tidemark.retire_writer('web', 'orders')",
         ):
             with pytest.raises(errors.InsufficientPrivilege):
                 sql.execute(denied.encode())

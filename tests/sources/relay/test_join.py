@@ -27,7 +27,7 @@ def test_relays_that_follow_each_other_go_on_in_one_epoch(sql: psycopg.Connectio
     first, second = begun(sql), begun(sql)
     assert first == second
     assert [len(each.joins()) for each in first] == [1, 1]
-    join.joined(sql, first)
+    join.acknowledged(sql, first)
     again = begun(sql)
     assert [each.joins() for each in again] == [[], []]
     assert [each.writers["shop"].epoch for each in again] == [each.writers["shop"].epoch for each in first]
@@ -45,7 +45,7 @@ def test_a_first_join_stands_before_the_first_id(sql: psycopg.Connection) -> Non
 def test_another_history_begins_a_higher_epoch(sql: psycopg.Connection) -> None:
     """Its JOIN names the one before, at the floor, which says nothing of what is unseen."""
     before = begun(sql)
-    join.joined(sql, before)
+    join.acknowledged(sql, before)
     sql.execute("update tidemark.append_progress set floor = -9 where number = 2")
     after = begun(sql, "two")
     joins = [(old.joins()[0], new.joins()[0]) for old, new in zip(before, after, strict=True)]
@@ -65,16 +65,16 @@ def test_a_join_that_may_not_have_arrived_is_not_followed(sql: psycopg.Connectio
 
 def test_a_writer_joins_at_the_floor_where_it_is_found(sql: psycopg.Connection) -> None:
     """Whoever finds it first says where; in another history all join anew, the database first."""
-    join.joined(sql, begun(sql))
+    join.acknowledged(sql, begun(sql))
     sql.execute("update tidemark.append_progress set floor = 5 where number = 1")
-    found = join.begin(sql, "one", "shop", None, {1: {"web"}})
+    found = join.begin(sql, "one", "shop", None, {1: {"web": 0}})
     sql.execute("update tidemark.append_progress set floor = 9 where number = 1")
-    again = join.begin(sql, "one", "shop", None, {1: {"web", "till"}})
+    again = join.begin(sql, "one", "shop", None, {1: {"web": 0, "till": 0}})
     assert [(each.writer, each.id, each.unseen) for each in found[0].joins()] == [("web", 5, False)]
     assert [(each.writer, each.id) for each in again[0].joins()] == [("till", 9), ("web", 5)]
     assert again[0].version > found[0].version
     assert found[1] == again[1]
-    join.joined(sql, again)
+    join.acknowledged(sql, again)
     turned = begun(sql, "two")
     assert [(each.writer, each.id) for each in turned[0].joins()] == [("shop", 9), ("till", 9), ("web", 9)]
 

@@ -1,6 +1,6 @@
 """What each part of the order is for: a few steps after which the oracle is content, and without that part is not."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -134,16 +134,21 @@ def sessions_only(connection: Connection, running: Collection[int]) -> dict[int,
 real_holders = looks.holders
 
 
-def unnoticed(connection: Connection, number: int, names: Collection[str]) -> None:
+def unnoticed(connection: Connection, number: int, found: Mapping[str, int]) -> None:
     """Other relays go on with the writers that they know."""
-    real_introduce(connection, number, names)
+    real_introduce(connection, number, found)
     connection.execute("update tidemark.append_progress set version = version - 1 where number = %s", [number])
 
 
-def unheard(connection: Connection, number: int, names: Collection[str]) -> None:
+def unheard(connection: Connection, number: int, found: Mapping[str, int]) -> None:
     """What a writer has told is told before Kafka has its JOIN."""
-    real_introduce(connection, number, names)
-    connection.execute("update tidemark.append_writers set joined = true where number = %s", [number])
+    real_introduce(connection, number, found)
+    connection.execute("update tidemark.append_writers set state = 'joined' where number = %s", [number])
+
+
+def at_the_floor(connection: Connection, number: int, found: Mapping[str, int]) -> None:
+    """A writer that is back joins where it has told more already."""
+    real_introduce(connection, number, dict.fromkeys(found, 0))
 
 
 real_introduce = join._introduce
@@ -356,6 +361,60 @@ def met_late(world: World) -> None:
     world.finish()
 
 
+def retired_and_back(world: World) -> None:
+    """A writer retires, while an ID below is open and beats have told more of it, and appends again; then once more,
+    when its RETIRE has been told."""
+    (holding, service, _), (relay, other) = world.services, world.relays
+    for writer in ("till", "web"):
+        service.append(world.stream, 1, writer)
+    relay.finish()
+    holding.begin("read committed", "on")
+    holding.append(world.stream, 1, "till")
+    service.append(world.stream, 1)
+    relay.round()
+    relay.beat()
+    for _ in range(3):
+        relay.round()
+    service.retire(world.stream, "web")
+    relay.round()
+    service.append(world.stream, 1, "web")
+    for each in (relay, other, relay):
+        each.round()
+    holding.run("commit")
+    holding.end()
+    relay.finish()
+    service.retire(world.stream, "web")
+    relay.finish()
+    assert world.core.retired == {"web"}
+    service.append(world.stream, 1, "web")
+    world.finish()
+
+
+def retiring_while_open(world: World) -> None:
+    """Somebody retires a writer that has an ID open; only what holds it keeps that from being done."""
+    relay, (holding, service, _) = world.relays[0], world.services
+    service.append(world.stream, 1, "web")
+    relay.finish()
+    holding.begin("read committed", "on")
+    holding.append(world.stream, 1, "web")
+    service.retire(world.stream, "web")
+    for _ in range(3):
+        relay.round()
+    holding.run("commit")
+    holding.end()
+    world.finish()
+
+
+def retiring_before_it_is_told(world: World) -> None:
+    """Somebody retires a writer whose fact Kafka does not have."""
+    relay, service = world.relays[0], world.services[0]
+    service.append(world.stream, 1, "web")
+    relay.finish()
+    service.append(world.stream, 1, "web")
+    service.retire(world.stream, "web")
+    world.finish()
+
+
 Scene = Callable[[World], None]
 DECIDERS: list[tuple[Scene, MakeDecider]] = [
     (head_first, HeadLast),
@@ -377,10 +436,18 @@ FUNCTIONS = [
     (open_long, "take_lock", "perform pg_advisory_xact_lock_shared(1414087749 + _of.number, hashtext(_writer));", ""),
     (overtaken, "take_lock", "hashtext(_writer)", "hashtext('')"),
     (completed_by_another, "complete", "and kept.reserved_by = pg_current_xact_id()", ""),
+    (retiring_while_open, "retire_writer", "pg_try_advisory_xact_lock(1", "pg_try_advisory_xact_lock_shared(1"),
+    (
+        retiring_before_it_is_told,
+        "retire_writer",
+        "kept.number = _of.number and kept.writer = _known.writer",
+        "false",
+    ),
 ]
 JOINS: list[tuple[Scene, str, Any]] = [
     (met_late, "_introduce", unnoticed),
     (overtaken, "_introduce", unheard),
+    (retired_and_back, "_introduce", at_the_floor),
 ]
 SCENES: dict[str, Scene] = {
     scene.__name__: scene
@@ -388,7 +455,7 @@ SCENES: dict[str, Scene] = {
         *(scene for scene, _ in DECIDERS),
         *(scene for scene, *_ in LOOKS),
         *(scene for scene, *_ in JOINS),
-        completed_by_another,
+        *(scene for scene, *_ in FUNCTIONS),
     )
 }
 

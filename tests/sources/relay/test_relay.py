@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -26,7 +27,9 @@ from tidemark.sources.relay.database import session_of
 from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.sources.relay.relay import AppendRelay
 from tidemark.sources.topics import TopicPlan, Topics
+from tidemark.streaming import state
 from tidemark.streaming.errors import BadSetting
+from tidemark.streaming.stream import StreamState
 
 
 @pytest.fixture
@@ -140,6 +143,12 @@ def rolled_back(sql: psycopg.Connection) -> None:
         append(sql)
 
 
+def waits(sql: psycopg.Connection) -> bool:
+    """Whether `tidemark relay retire` has asked."""
+    asked = "select from pg_stat_activity where application_name = 'tidemark relay retire' and query ~ 'retire_writer'"
+    return sql.execute(asked.encode()).fetchone() is not None
+
+
 @contextmanager
 def open_transaction(dsn: str) -> Iterator[psycopg.Connection]:
     with psycopg.connect(dsn, application_name="checkout") as connection:
@@ -162,7 +171,9 @@ def test_positions_equal_the_truth(ready: str, sql: psycopg.Connection, run: Run
         eventually(lambda: first.metric("tidemark_relay_facts_total", stream="orders") == 20_002)
         # It may own the ID that was rolled back too, for all that can be known from outside.
         eventually(lambda: first.metric("tidemark_relay_undecided_ids", stream="orders") in {1, 2})
-        eventually(lambda: (first.metric("tidemark_relay_oldest_transaction_seconds") or 0) > 0)
+        eventually(
+            lambda: (first.metric("tidemark_relay_oldest_transaction_seconds", stream="orders", writer="shop") or 0) > 0
+        )
         second = run()
         sql.execute("select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'tidemark relay'")
         held.commit()
@@ -213,6 +224,45 @@ def test_each_writer_has_a_position(ready: str, sql: psycopg.Connection, run: Ru
     assert verdict.rejected == {}
     assert verdict.announced == {"orders": {1, 2, 3, 4, 5, 6}}
     assert len({*verdict.positions("orders").values()}) == 1
+
+
+def test_a_writer_that_is_retired_holds_nobody_back(
+    ready: str, sql: psycopg.Connection, run: Run, judge: Judge
+) -> None:
+    """The command waits for what the name has open, and the line then for it no more; if it appends again it joins anew
+    and is waited for again."""
+    run()
+    append(sql)
+    sql.execute("select tidemark.append_as('pod-1', 'orders', '1')")
+    eventually(lambda: settled(sql))
+
+    def retire(*words: str) -> str:
+        done = CliRunner().invoke(main, ["relay", "retire", "pod-1", *words, "--dsn", ready])
+        assert done.exit_code in {0, 1}, done.output
+        return done.output
+
+    with psycopg.connect(ready) as held:
+        held.execute("select tidemark.append_as('pod-1', 'orders', '1')")
+        assert f"'pod-1' of stream 'orders' has an open transaction: pid {held.info.backend_pid}" in retire("orders")
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(retire, "--wait", "60")
+            eventually(lambda: waits(sql))
+            held.commit()
+            assert "pod-1 ends at " in waiting.result(60)
+
+    def orders() -> StreamState:
+        return state.decode(judge.verdict().states["orders"])
+
+    eventually(lambda: orders().writers["pod-1"].retired is not None, 30)
+    assert retire() == "no stream has a writer pod-1 that is not retired\n"
+    facts = append(sql)
+    eventually(lambda: settled(sql), 30)
+    assert orders().line.position >= max(facts)
+    sql.execute("select tidemark.append_as('pod-1', 'orders', '1')")
+    eventually(lambda: orders().writers["pod-1"].retired is None, 30)
+    eventually(lambda: settled(sql), 30)
+    assert judge.verdict().rejected == {}
+    assert judge.verdict().effects["orders"].late == []
 
 
 def test_who_holds_a_stream_is_told(
@@ -298,7 +348,7 @@ def test_command_line(ready: str, kafka: KafkaServer, topic: str, judge: Judge) 
         try:
             with open_transaction(ready) as held:
                 line = said("blockers")
-                assert line.startswith(f"orders: pid {held.info.backend_pid} since 20")
+                assert line.startswith(f"orders: writer not told yet, pid {held.info.backend_pid} since 20")
                 assert "idle in transaction, user postgres, application checkout: select tidemark.append_many" in line
                 held.commit()
                 eventually(lambda: settled(held), 30)

@@ -13,7 +13,7 @@ NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 
 
 def told(name: str = "orders") -> Told:
-    own = ToldWriter("shop", 7, 0, joined=True, numbers=frozenset())
+    own = ToldWriter("shop", 7, 0, "joined", frozenset())
     return Told(AppendStream(1, name, Direction.FORWARD), 1, 0, Timeline("d", "s"), "shop", {"shop": own})
 
 
@@ -22,7 +22,9 @@ def held(
 ) -> OpenTransaction:
     began = NOW - timedelta(seconds=seconds)
     gid = None if pid is not None else "two"
-    return OpenTransaction(stream, pid, gid, "web", application, "idle in transaction", began, "insert 'secret'")
+    return OpenTransaction(
+        stream, "till", pid, gid, "web", application, "idle in transaction", began, "insert 'secret'"
+    )
 
 
 def said(reports: Reports, *found: OpenTransaction) -> dict[str, list[str]]:
@@ -34,11 +36,11 @@ def test_who_holds_a_stream_is_told_once_and_when_it_changes() -> None:
     reports = Reports([told(), told("items")])
     assert said(reports) == {"orders": [], "items": []}
     assert said(reports) == {}
-    line = "pid 7 since 2026-03-01 11:59:00+0000, idle in transaction, user web, application checkout"
+    line = "writer till, pid 7 since 2026-03-01 11:59:00+0000, idle in transaction, user web, application checkout"
     assert said(reports, held(7)) == {"orders": [line]}
     assert said(reports, held(7)) == {}
     assert said(reports, held(7), held(None)) == {
-        "orders": [line, "prepared transaction two since 2026-03-01 11:59:00+0000, user web"]
+        "orders": [line, "writer till, prepared transaction two since 2026-03-01 11:59:00+0000, user web"]
     }
     assert said(reports) == {"orders": []}
 

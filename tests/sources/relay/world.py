@@ -22,7 +22,7 @@ from tidemark.streaming import records
 from tidemark.streaming.batch import advance
 from tidemark.streaming.model import Bounds
 from tidemark.streaming.postgres_session import Connection, PostgresSession
-from tidemark.streaming.records import Rdata, Void
+from tidemark.streaming.records import Join, Rdata, Void
 from tidemark.streaming.state import decode
 
 WRITER = "shop"
@@ -47,7 +47,8 @@ class Service:
     def run(self, statement: str, *arguments: object) -> int | None:
         """The number that it gives. Whatever fails ends the transaction."""
         if self._connection is None or self._connection.closed:
-            self._connection = psycopg.connect(self._dsn, autocommit=True)
+            # One thread plays all: who waits behind a writer that retires in an open transaction would wait for ever.
+            self._connection = psycopg.connect(self._dsn, autocommit=True, options="-c lock_timeout=50")
         try:
             found = self._connection.execute(statement.encode(), arguments)
             row = found.fetchone() if found.description else None
@@ -101,6 +102,9 @@ class Service:
         if self.open:
             self.run("insert into truth values (%s, %s, %s, %s)", stream, id, rows, writer)
 
+    def retire(self, stream: str, writer: str) -> None:
+        self.run("select tidemark.retire_writer(%s, %s)", writer, stream)
+
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
@@ -113,7 +117,7 @@ class SteppedRelay:
         self._dsn = dsn
         self._make = make
         self._sent = sent
-        self._strangers: dict[int, set[str]] = {}
+        self._strangers: dict[int, dict[str, int]] = {}
         self._session: PostgresSession | None = None
         self._decider: Decider | None = None
         self._steps: Iterator[object] | None = None
@@ -200,12 +204,28 @@ class SteppedRelay:
         if self._decider is None:
             self._session = self._session or session_of(self._dsn, "relay")
             with self._session.use() as connection:
-                found = join.begin(connection, "here", WRITER, None, self._strangers)
-                self._strangers = {}
-                self._sent([records.encode(record) for each in found for record in each.joins()])
-                join.joined(connection, found)
+                found = self._acted(connection)
+                join.acknowledged(connection, found)
                 self._decider = self._make(connection, found)
         return self._decider
+
+    @property
+    def begun(self) -> bool:
+        """Whether nobody and nothing new was found since it began."""
+        return self._decider is not None
+
+    def break_off(self) -> None:
+        """It dies before the database knows that writers have joined or are retired."""
+        if self._decider is None:
+            with suppress(psycopg.Error), session_of(self._dsn, "relay") as session, session.use() as connection:
+                self._acted(connection)
+        self.die()
+
+    def _acted(self, connection: Connection) -> list[Told]:
+        found = join.begin(connection, "here", WRITER, None, self._strangers)
+        self._strangers = {}
+        self._sent([records.encode(record) for each in found for record in each.acts()])
+        return found
 
     def _beats(self) -> bool:
         assert self._decider is not None
@@ -231,6 +251,7 @@ class World:
         self._admin.execute("select tidemark.create_stream(%s, %s)", [self.stream, direction])
         self.services = [Service(dsn) for _ in range(3)]
         self.bystander = Service(dsn)
+        self.operator = Service(dsn)
         self.relays = [SteppedRelay(dsn, make, self._send) for _ in range(2)]
         self.prepared: list[str] = []
         self.core = Core(self.stream)
@@ -258,7 +279,7 @@ class World:
                 victim.execute("select 1")
             victim.close()
         eventually(self._answers)
-        for service in [*self.services, self.bystander]:
+        for service in [*self.services, self.bystander, self.operator]:
             service.close()
             service.end()
 
@@ -283,7 +304,7 @@ class World:
                 assert abs(id) > core.line, f"{id} of {name} is not told, and the line is at {core.line}"
                 position = core.positions.get(name, 0)
                 assert abs(id) > position, f"{id} is not told, and {name} is at {position}"
-        assert core.rejected == {}
+        assert core.rejected.keys() <= {"zombie"}, core.rejected
         assert core.late == 0
 
     def finish(self) -> None:
@@ -308,13 +329,15 @@ class World:
         assert floor == head
         assert self._admin.execute("select count(*) from tidemark.append_outbox").fetchone() == (0,)
         assert self.core.line == head
-        assert {*self.core.positions.values()} <= {head}
+        assert {position for name, position in self.core.positions.items() if name not in self.core.retired} == {head}
         assert {*self.core.positions} >= {*facts.values()}
+        ended = "select writer from tidemark.append_writers where state <> 'joined'"
+        assert {name for (name,) in self._admin.execute(ended).fetchall()} == self.core.retired
 
     def close(self) -> None:
         for relay in self.relays:
             relay.die()
-        for service in [*self.services, self.bystander]:
+        for service in [*self.services, self.bystander, self.operator]:
             service.close()
         for gid in [*self.prepared]:
             self.resolve(gid, "rollback")
@@ -336,7 +359,7 @@ class Core:
         self._stream = stream
         self._states: dict[str, bytes] = {}
         self._next = 0
-        self._rows: dict[int, int] = {}
+        self._epochs: dict[str, int] = {}
         self.facts: dict[int, int] = {}
         self.writers: dict[int, str] = {}
         self.voids: set[int] = set()
@@ -344,6 +367,7 @@ class Core:
         self.late = 0
         self.line = 0
         self.positions: dict[str, int] = {}
+        self.retired: set[str] = set()
 
     def take(self, values: list[bytes]) -> None:
         if not values:
@@ -353,8 +377,11 @@ class Core:
             if isinstance(record, Rdata):
                 batch += 1
                 if isinstance(record.id, int):
-                    self.facts[record.id], self.writers[record.id] = batch, record.writer
+                    if record.epoch >= self._epochs.get(record.writer, 0):
+                        self.facts[record.id], self.writers[record.id] = batch, record.writer
                     batch = 0
+            elif isinstance(record, Join):
+                self._epochs[record.writer] = max(record.epoch, self._epochs.get(record.writer, 0))
             elif isinstance(record, Void):
                 self.voids.add(record.id)
         key = self._stream.encode()
@@ -367,6 +394,7 @@ class Core:
         state = decode(self._states[self._stream])
         self.line = state.line.position
         self.positions = {name: state.writers[name].position for name in state.writers}
+        self.retired = {name for name in state.writers if state.writers[name].retired is not None}
 
 
 @contextmanager
