@@ -10,7 +10,8 @@ from tidemark.app.read_side.circuit_breaker import CircuitBreaker
 from tidemark.app.versions import require_neighbour
 from tidemark.sinks.postgres.status import Condition, LateCount
 from tidemark.sinks.postgres.store import Postgres, StreamPositions
-from tidemark.sinks.reader.history import History
+from tidemark.sinks.postgres.tail import ChangesSince, DurableMark
+from tidemark.sinks.reader.history import History, Missed
 from tidemark.sinks.reader.io import HistoryFound, ReadHistory
 from tidemark.streaming import state
 from tidemark.streaming.effects import Blocker, blockers, summarize
@@ -100,8 +101,15 @@ class Durable:
     async def read_so_far(self, topic: str) -> ReadSoFar:
         return await self._read(lambda: _read_so_far(self._postgres, topic))
 
+    async def changes(self, since: DurableMark | None, streams: Collection[str] | None) -> ChangesSince:
+        """Since a mark (None: ever), of `streams` (None: of all)."""
+        return await self._read(lambda: self._postgres.changes(since, streams))
+
     async def history(self, request: ReadHistory) -> HistoryFound:
         return await self._read_past(lambda: self._history.past(request))
+
+    async def missed(self, since: DurableMark, most: int) -> Missed | None:
+        return await self._read_past(lambda: self._history.missed(since, most))
 
     async def _read_past(self, read: Callable[[], T]) -> T:
         """Raises `Slow` too: Postgres is there, and has more to do than it can."""

@@ -5,16 +5,18 @@ off, and goes on later from where it stood.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 import structlog
 
+from tidemark.app.read_side.durable import Durable
 from tidemark.app.read_side.notifications import Notifications
 from tidemark.app.read_side.requests import RequestHandler
-from tidemark.app.read_side.slices import Appeared, Begun, Item, Listener, Slice
+from tidemark.app.read_side.slices import Appeared, Begun, Item, Listener, Slice, ToldUpTo
 from tidemark.app.read_side.snapshots import Known, Snapshots
 from tidemark.app.read_side.tasks import ended
+from tidemark.sinks.postgres.tail import ChangesSince, Moved
 from tidemark.sinks.reader.events import Event, Place
 from tidemark.sinks.reader.follow import CaughtUp, Following
 from tidemark.sinks.reader.io import (
@@ -56,11 +58,13 @@ class Feed:
             listener.give(self._stream, Begun(self._place))
         self.listeners.add(listener)
 
-    def compare(self, known: Known) -> None:
-        """Read again where more is known of the stream than was given to listeners."""
+    def compare(self, known: Known | Moved) -> bool:
+        """Whether all that is known of the stream was given to listeners; read again where it was not."""
         place = self._place
-        if place is None or beyond(known.linear, place.linear) or known.late > place.late or _beyond(known, place):
-            self._notifications.notify(self._stream)
+        if place is not None and known.reached(place.linear, place.positions, place.late):
+            return True
+        self._notifications.notify(self._stream)
+        return False
 
     def stop(self) -> None:
         self._task.cancel()
@@ -125,17 +129,19 @@ class Feed:
             listener.give(self._stream, item)
 
 
-def _beyond(known: Known, place: Place) -> bool:
-    return any(beyond(id, place.positions.get(writer, place.linear)) for writer, id in known.vector.items())
-
-
 class Feeds:
     """For one event loop."""
 
-    def __init__(self, requests: RequestHandler, notifications: Notifications, snapshots: Snapshots) -> None:
+    def __init__(
+        self, requests: RequestHandler, notifications: Notifications, snapshots: Snapshots, durable: Durable
+    ) -> None:
         self._requests = requests
         self._notifications = notifications
         self._snapshots = snapshots
+        self._durable = durable
+        self._changes: ChangesSince | None = None  # what is waited for until it was given, or the last that was
+        self._given = False
+        self._came = 0  # listeners, so far
         self._feeds: dict[str, Feed] = {}
         self._to_all: set[Listener] = set()
 
@@ -153,6 +159,8 @@ class Feeds:
     @contextmanager
     def listening(self, listener: Listener, streams: Iterable[str]) -> Iterator[None]:
         """`listener` is given what moves `streams` while the block runs."""
+        # Whoever is new has to be given what was not followed before, too.
+        self._changes, self._came = None, self._came + 1
         try:
             for stream in streams:
                 self._add(listener, stream)
@@ -179,20 +187,56 @@ class Feeds:
 
     async def _compare(self) -> None:
         """Notifications may be lost, and a linear position moves without one: so all followed streams are read
-        together, once a second."""
+        together, once a second. So is what Postgres took in: Redis may have gone back, or not been written."""
         while True:
             await asyncio.sleep(LONGEST_WAIT)
             if followed := list(self._feeds):
                 for stream, known in (await self._snapshots.known(followed)).items():
                     if stream in self._feeds:
                         self._feeds[stream].compare(known)
+                with suppress(Unavailable, Refused, SchemaMismatch):
+                    await self._compare_with_postgres(followed)
+
+    async def _compare_with_postgres(self, followed: Sequence[str]) -> None:
+        before, came = self._changes, self._came
+        # What was waited for since the last time is for Postgres to tell, where Redis still does not.
+        behind = {} if before is None or self._given else self._missing(before)
+        self._requests.behind = behind
+        if before is not None and not behind:
+            self._tell(before)
+        changes = await self._durable.changes(
+            None if before is None else before.mark, None if self._to_all else followed
+        )
+        for stream in changes.streams:
+            self._appear(stream)
+        if self._came == came and not behind and (before is None or changes.mark != before.mark):
+            self._changes, self._given = changes, False
+            if not self._missing(changes):
+                self._tell(changes)
+
+    def _missing(self, changes: ChangesSince) -> dict[str, Moved]:
+        """What of the changes was not given to those who follow those streams."""
+        return {
+            stream: moved
+            for stream, moved in changes.streams.items()
+            if stream in self._feeds and not self._feeds[stream].compare(moved)
+        }
+
+    def _tell(self, changes: ChangesSince) -> None:
+        if not self._given:
+            self._given = True
+            for listener in {it for feed in self._feeds.values() for it in feed.listeners if it.marks}:
+                listener.give("", ToldUpTo(changes.mark))
 
     async def _discover(self) -> None:
         while True:
             await asyncio.sleep(DISCOVER_EVERY)
             if self._to_all:
                 for stream in await self._snapshots.names():
-                    for listener in self._to_all:
-                        if stream not in self._feeds or listener not in self._feeds[stream].listeners:
-                            listener.give(stream, Appeared())
-                            self._add(listener, stream)
+                    self._appear(stream)
+
+    def _appear(self, stream: str) -> None:
+        for listener in self._to_all:
+            if stream not in self._feeds or listener not in self._feeds[stream].listeners:
+                listener.give(stream, Appeared())
+                self._add(listener, stream)

@@ -10,6 +10,7 @@ from tidemark.app.read_side.feeds import Feeds
 from tidemark.app.read_side.live import Live
 from tidemark.app.read_side.notifications import Notifications
 from tidemark.app.read_side.requests import RequestHandler
+from tidemark.app.read_side.resumption import Resumptions
 from tidemark.app.read_side.snapshots import Highest, Snapshots
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.reader.history import History
@@ -36,6 +37,7 @@ class ReadSide:
     notifications: Notifications
     requests: RequestHandler
     feeds: Feeds
+    resumptions: Resumptions
 
     async def problems(self) -> list[str]:
         """Ask Redis and Postgres; a text for each that does not answer, or refuses us."""
@@ -59,9 +61,10 @@ async def opened(config: ReadSideConfig) -> AsyncIterator[ReadSide]:
         snapshots = Snapshots(live, durable, Highest(), time.monotonic)
         notifications = Notifications(live)
         requests = RequestHandler(live, durable)
-        feeds = Feeds(requests, notifications, snapshots)
+        feeds = Feeds(requests, notifications, snapshots, durable)
         async with notifications.listening(), feeds.running():
-            yield ReadSide(live, durable, snapshots, notifications, requests, feeds)
+            resumptions = Resumptions(requests, durable)
+            yield ReadSide(live, durable, snapshots, notifications, requests, feeds, resumptions)
     finally:
         await live.aclose()
         await durable.aclose()

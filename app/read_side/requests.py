@@ -5,10 +5,12 @@ takes the advances from the history, so nothing is missing either way.
 """
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tidemark.app.read_side.durable import Durable
 from tidemark.app.read_side.live import Live
+from tidemark.sinks.postgres.tail import Moved
 from tidemark.sinks.reader.events import Event, Place
 from tidemark.sinks.reader.follow import CaughtUp, Following
 from tidemark.sinks.reader.io import (
@@ -32,6 +34,8 @@ class RequestHandler:
     """For one event loop. Raises `Unavailable` where neither server answers."""
 
     def __init__(self, live: Live, durable: Durable) -> None:
+        self.behind: Mapping[str, Moved] = {}
+        """Streams of which Redis did not show what Postgres had, for a while."""
         self._live = live
         self._durable = durable
 
@@ -50,7 +54,8 @@ class RequestHandler:
             found = await self._live.read(request)
         except (Unavailable, Stop):
             return await self._stored(request.stream)
-        if found.linear is not None:
+        behind = self.behind.get(request.stream)
+        if found.linear is not None and (behind is None or behind.reached(found.linear, found.positions, found.late)):
             return found
         return await self._stored(request.stream)
 
@@ -68,24 +73,32 @@ class HistoryPage:
     complete: bool
 
 
-async def history_page(requests: RequestHandler, stream: str, since: Place | Token, limit: int) -> HistoryPage | None:
-    """At most `limit` events after `since`; None where nobody knows the stream. Raises `Unavailable`."""
-    following = Following(stream, "vector", since, limit)
-    driver: Driver[Event | CaughtUp] = Driver(following.steps())
-    events: list[Event] = []
-    while len(events) < limit:
-        step = driver.step()
-        match step:
-            case CaughtUp():
-                break
-            case AwaitEntry():  # before it has caught up: it waits for a stream that does not exist
-                return None
-            case Request():
-                driver.answered(await requests.carry_out(step))
-            case None:
-                raise AssertionError("a follower does not end")
-            case _:
-                driver.handed_over()
-                events.append(step)
-    assert following.place is not None
-    return HistoryPage(events, following.place, len(events) < limit)
+class Past:
+    """What was published of `stream` after `since`, page by page; for one task at a time."""
+
+    def __init__(self, requests: RequestHandler, stream: str, since: Place | Token, limit: int) -> None:
+        self._requests = requests
+        self._limit = limit
+        self._following = Following(stream, "vector", since, limit)
+        self._driver: Driver[Event | CaughtUp] = Driver(self._following.steps())
+        self._events: list[Event] = []
+
+    async def page(self) -> HistoryPage | None:
+        """At most `limit` events; None where nobody knows the stream. Raises `Unavailable`; may be called again."""
+        while len(self._events) < self._limit:
+            step = self._driver.step()
+            match step:
+                case CaughtUp():
+                    break
+                case AwaitEntry():  # before it has caught up: it waits for a stream that does not exist
+                    return None
+                case Request():
+                    self._driver.answered(await self._requests.carry_out(step))
+                case None:
+                    raise AssertionError("a follower does not end")
+                case _:
+                    self._driver.handed_over()
+                    self._events.append(step)
+        events, self._events = self._events, []
+        assert self._following.place is not None
+        return HistoryPage(events, self._following.place, len(events) < self._limit)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from tidemark.sinks.postgres.tail import DurableMark
 from tidemark.sinks.reader.events import Event, Place
 from tidemark.streaming.direction import beyond
 
@@ -54,7 +55,14 @@ class Slice:
         return encoded
 
 
-Item = Begun | Appeared | Slice
+@dataclass(frozen=True, slots=True)
+class ToldUpTo:
+    """All that Postgres published up to `mark`, of every stream that the listener follows, was given before."""
+
+    mark: DurableMark
+
+
+Item = Begun | Appeared | Slice | ToldUpTo
 
 
 class Listener:
@@ -62,6 +70,8 @@ class Listener:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.cut_off = asyncio.Event()
+        self.marks = False
+        """Whether it is given `ToldUpTo` items."""
         self._now = now
         self._items: deque[tuple[float, str, Item]] = deque()
         self._given = asyncio.Event()

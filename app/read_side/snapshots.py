@@ -1,25 +1,30 @@
 """Snapshots: where streams stand now, from Redis, else from Postgres, else from memory; never less than before.
 
 A Redis that was restored from an older copy, or a Postgres that lags behind, may say less than this process has
-answered already. What was true stays true (docs/design.md, rule 2), so the farther of both is answered.
+answered already. What was true stays true (docs/design.md, rule 2), so the farther of both is answered. And a Redis
+that a failover set back may say less than was published before: Postgres, which never does, is read beside it once a
+second.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from tidemark.app.read_side.coalescer import Coalescer
 from tidemark.app.read_side.durable import Details, Durable
 from tidemark.app.read_side.live import Live
+from tidemark.sinks.postgres.tail import Moved
 from tidemark.streaming.direction import beyond, farther
 from tidemark.streaming.errors import Stop, Unavailable
 
 DETAILS_AGE = 1.0  # seconds for which details are not read again: they take decoding
+BESIDE_AGE = 1.0  # seconds for which Postgres is not asked again for what Redis tells
 NAMES_AGE = 10.0  # seconds for which Postgres is not asked for names again: Redis may lack some while it is filled
-DETAILS_PATIENCE = 0.25  # seconds that an answer waits for details
+DETAILS_PATIENCE = 0.25  # seconds that an answer waits for details, and for what Postgres says beside Redis
 
 Source = Literal["redis", "postgres", "memory"]
 
@@ -35,6 +40,10 @@ class Known:
     allocated: int | None
     source: Source
     read_at: float
+
+    def reached(self, linear: int, positions: Mapping[str, int], late: int) -> bool:
+        """Whether somebody who stands there stands here, or beyond."""
+        return Moved(self.linear, 0, self.late, self.vector).reached(linear, positions, late)
 
 
 class Highest:
@@ -56,11 +65,11 @@ class Highest:
         before = self._streams.get(stream)
         if before is not None:
             linear = farther(found.linear, before.linear)
-            vector = {
+            vector: Mapping[str, int] = {
                 writer: farther(position, before.vector.get(writer, position))
                 for writer, position in found.vector.items()
             }
-            vector |= {
+            vector = {**vector} | {
                 writer: position
                 for writer, position in before.vector.items()
                 if writer not in found.vector and beyond(position, linear)
@@ -70,7 +79,11 @@ class Highest:
                 if found.allocated is None or beyond(before.allocated or 0, found.allocated)
                 else found.allocated
             )
-            found = replace(found, linear=linear, vector=vector, late=max(found.late, before.late), allocated=allocated)
+            source = found.source if (linear, vector) == (found.linear, found.vector) else before.source
+            late = max(found.late, before.late)
+            if vector == before.vector:
+                vector = before.vector  # the same object, of which there may be many thousands
+            found = replace(found, linear=linear, vector=vector, late=late, allocated=allocated, source=source)
         self._streams[stream] = found
         return found
 
@@ -104,6 +117,8 @@ class Snapshots:
         self._now = now
         self._positions = Coalescer(self._read_positions)
         self._details = Coalescer(self._read_details)
+        self._stored = Coalescer(self._read_stored)
+        self._stored_at: dict[str, float] = {}
         self._detailed: dict[str, tuple[Details, float]] = {}
         self._names: frozenset[str] = frozenset()
         self._named_at = -NAMES_AGE
@@ -129,19 +144,34 @@ class Snapshots:
         """In the order of `streams`; what was read is not older than this call, but for details."""
         found = await self._positions.get(streams)
         stale = [name for name in streams if self._is_stale(name) and found[name].exists is not False]
-        if stale:
-            with suppress(TimeoutError):  # they come with a later answer then
-                await asyncio.wait_for(self._details.get(stale), DETAILS_PATIENCE)
+        await asyncio.gather(self._look(self._details, stale), self._beside(found))
         return [self._detailed_now(found[name]) for name in streams]
 
     async def positions(self, stream: str) -> Known | None:
         """The stream's positions alone; None: nobody can say."""
-        return (await self._positions.get([stream]))[stream].known
+        found = await self._positions.get([stream])
+        await self._beside(found)
+        return self._detailed_now(found[stream]).known
 
     async def known(self, streams: Collection[str]) -> dict[str, Known]:
         """Their positions alone, without streams of which nobody can say."""
         found = await self._positions.get(streams)
         return {name: known for name in sorted(streams) if (known := found[name].known) is not None}
+
+    async def _beside(self, found: Mapping[str, Snapshot]) -> None:
+        """Look what Postgres says of what Redis told."""
+        now = self._now()
+        due = [
+            name
+            for name, it in found.items()
+            if it.known and it.known.source == "redis" and now - self._stored_at.get(name, -math.inf) >= BESIDE_AGE
+        ]
+        await self._look(self._stored, due)
+
+    async def _look(self, reads: Coalescer[str, Any], streams: Collection[str]) -> None:
+        if streams:
+            with suppress(TimeoutError):  # it comes with a later answer then
+                await asyncio.wait_for(reads.get(streams), DETAILS_PATIENCE)
 
     def _detailed_now(self, found: Snapshot) -> Snapshot:
         # What was answered since we read may be more.
@@ -184,6 +214,13 @@ class Snapshots:
         return {
             name: Known(it.linear, it.positions, it.late, it.allocated, "postgres", now) for name, it in stored.items()
         }
+
+    async def _read_stored(self, streams: Collection[str]) -> Mapping[str, Known]:
+        self._stored_at |= dict.fromkeys(streams, self._now())
+        with suppress(Unavailable, Stop):
+            found = await self._from_postgres(streams)
+            return {name: self._highest.raised(name, known) for name, known in found.items()}
+        return {}
 
     def _is_stale(self, stream: str) -> bool:
         detailed = self._detailed.get(stream)

@@ -1,6 +1,7 @@
 """Where a reader stands, as one word of text that it gives back to go on. Opaque to clients. Pure."""
 
 import binascii
+import re
 import zlib
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ import msgspec
 
 from tidemark.app.sidecar.answers import StreamId
 from tidemark.app.sidecar.problems import BadRequest
+from tidemark.sinks.postgres.tail import DurableMark
 from tidemark.sinks.reader.events import Place
 from tidemark.sinks.reader.token import Token
 from tidemark.streaming.errors import BadToken
@@ -23,6 +25,7 @@ class _Place(msgspec.Struct, array_like=True, frozen=True):
     late: StreamId
 
 
+_MARK = re.compile(r"t([0-9]{1,19})\.([0-9]{1,15})", re.ASCII)
 _places = msgspec.msgpack.Decoder(dict[str, _Place])
 
 
@@ -41,6 +44,20 @@ def places(text: str) -> dict[str, Place]:
     except (ValueError, binascii.Error, zlib.error, msgspec.MsgspecError):
         raise BadRequest(f"{text[:80]!r} is none that this interface gave out") from None
     return {stream: Place(it.linear, it.positions, it.late) for stream, it in stored.items()}
+
+
+def of_mark(mark: DurableMark) -> str:
+    return f"t{mark.lease}.{mark.time}"
+
+
+def resumed(text: str) -> dict[str, Place] | DurableMark:
+    """What an event's ID says: a place in each stream, or a mark. Raises `BadRequest`."""
+    if text.startswith("t"):
+        found = _MARK.fullmatch(text)
+        if found is None or any(int(it) >= 1 << 63 for it in found.groups()):
+            raise BadRequest(f"{text[:80]!r} is none that this interface gave out")
+        return DurableMark(int(found[1]), int(found[2]))
+    return places(text)
 
 
 def since(stream: str, text: str) -> Place | Token:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.notifications import wait_for_notification
-from tidemark.app.read_side.requests import HistoryPage, history_page
+from tidemark.app.read_side.requests import HistoryPage, Past
 from tidemark.app.read_side.snapshots import Snapshot
 from tidemark.app.sidecar import answers, cursor, moves
 from tidemark.app.sidecar.answers import blocker, described, tag
@@ -129,7 +129,7 @@ async def advances(call: OperationCall) -> Response:
     try:
         if isinstance(since, Token) and (known := await call.service.read_side.snapshots.positions(call.stream)):
             since.compare(Token.of(known.linear, known.vector))  # a stream does not turn round
-        found = await history_page(call.service.read_side.requests, call.stream, since, query.limit)
+        found = await Past(call.service.read_side.requests, call.stream, since, query.limit).page()
     except Slow as problem:
         raise SlowAnswer(str(problem)) from None
     except (Unavailable, Stop) as problem:

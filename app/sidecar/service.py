@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.opened import ReadSide
+from tidemark.app.sidecar.events_client import SnapshotTexts
 from tidemark.app.sidecar.problems import Busy
 from tidemark.app.sidecar.watch import Watch
 
@@ -45,6 +46,7 @@ class Service:
 
     read_side: ReadSide
     watch: Watch
+    snapshot_texts: SnapshotTexts
     limiter: Limiter
     longest_wait: float
     stopping: asyncio.Event
@@ -56,4 +58,4 @@ async def serving(read_side: ReadSide, limits: Limits, stopping: asyncio.Event) 
     """The service on a read side that stays open for longer."""
     watch = Watch(read_side)
     async with watch.running():
-        yield Service(read_side, watch, Limiter(limits.held), limits.wait, stopping)
+        yield Service(read_side, watch, SnapshotTexts(read_side.snapshots), Limiter(limits.held), limits.wait, stopping)

@@ -12,12 +12,13 @@ from typing import Self
 import structlog
 
 from tidemark.sinks.port import Batch, Committed
-from tidemark.sinks.postgres import history, transaction
+from tidemark.sinks.postgres import history, tail, transaction
 from tidemark.sinks.postgres.advances import forget_retired
 from tidemark.sinks.postgres.database import READABLE, SCHEMA, execute, session_of
 from tidemark.sinks.postgres.days import drop_before
 from tidemark.sinks.postgres.history import PageBounds, PastAdvance, PastLate, PastPage, Retention
 from tidemark.sinks.postgres.status import Conditions, note_faults
+from tidemark.sinks.postgres.tail import ChangesSince, DurableMark, PastMoves
 from tidemark.sinks.postgres.transaction import UnsentDeadLetters, apply
 from tidemark.streaming.model import Bounds, Encoded
 from tidemark.streaming.postgres_session import Dsn
@@ -241,6 +242,14 @@ class Postgres:
     ) -> dict[tuple[str, str], list[PastAdvance]]:
         with self._reads.use() as connection:
             return history.advances_since(connection, known, newest)
+
+    def changes(self, since: DurableMark | None, streams: Collection[str] | None) -> ChangesSince:
+        with self._reads.use() as connection:
+            return tail.changes(connection, since, streams)
+
+    def missed(self, since: DurableMark, most: int, seconds: float) -> PastMoves | None:
+        with self._reads.use() as connection:
+            return tail.missed(connection, since, most, seconds)
 
     def late_since(self, known: Iterable[tuple[str, int]], newest: int) -> dict[str, list[PastLate]]:
         with self._reads.use() as connection:

@@ -1,7 +1,11 @@
 """Tidemark's Postgres in the place of Redis: for what its list does not reach back to, and for all of it meanwhile."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 from tidemark.sinks.postgres.history import PageBounds, PastAdvance, PastLate
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
+from tidemark.sinks.postgres.tail import DurableMark, Moved
 from tidemark.sinks.reader.events import Advance, Late
 from tidemark.sinks.reader.io import HistoryFound, KeysFound, ReadHistory
 from tidemark.streaming.postgres_session import Dsn
@@ -40,6 +44,30 @@ class History:
             late=[*map(_late, page.late)],
             more=page.more,
         )
+
+    def missed(self, since: DurableMark, most: int) -> "Missed | None":
+        """What moved any stream since a mark; None where that is more than `most` advances, or not kept any more."""
+        found = self._postgres.missed(since, most, SECONDS)
+        if found is None:
+            return None
+        return Missed(
+            {
+                stream: [
+                    *sorted(map(_advance, found.advances.get(stream, ())), key=lambda it: abs(it.id)),
+                    *map(_late, found.late.get(stream, ())),
+                ]
+                for stream in found.streams
+            },
+            found.streams,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """The events of each stream to which anything was done, in order per writer, and where it stands."""
+
+    events: Mapping[str, Sequence[Advance | Late]]
+    streams: Mapping[str, Moved]
 
 
 def _advance(past: PastAdvance) -> Advance:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import redis
 import uvicorn
 
 from tests.sinks.given import NOW, advance, stream
@@ -97,3 +98,13 @@ def moved(name: str, linear: int, **writers: At) -> StreamEffects:
 def _chain(at: At) -> Chain:
     pending = [] if at.pending is None else [Span(at.pending - 1, at.pending, Evidence(facts=1), 1, at.since)]
     return Chain(at.id, pending)
+
+
+@contextmanager
+def set_back(redis_url: str, stream: str) -> Iterator[None]:
+    """After the block Redis has the stream as it was before: a replica without the newest writes took over."""
+    with redis.Redis.from_url(redis_url) as keys:
+        before = {name: keys.dump(name) for name in keys.keys(f"tidemark:{{{stream}}}:*")}
+        yield
+        for name, value in before.items():
+            keys.restore(name, 0, value, replace=True)

@@ -3,15 +3,17 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import psycopg
 import pytest
 from starlette.applications import Starlette
 
-from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
+from tests.app.sidecar.given import At, SidecarClient, moved, set_back, sidecar
 from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
@@ -21,6 +23,7 @@ from tidemark.app.sidecar.service import Limits
 from tidemark.app.sidecar.site import SiteConfig
 from tidemark.app.sidecar.sse import EventStream
 from tidemark.app.stack.servers import RedisServer
+from tidemark.sinks.postgres.store import Postgres
 
 
 @dataclass
@@ -188,9 +191,140 @@ def test_two_clients_hear_the_same(pipeline: Pipeline, client: SidecarClient) ->
             assert one.ranges(1) == two.ranges(1) == [("s", 2, 3)]
 
 
-def test_wrong_last_event_id_is_refused(client: SidecarClient) -> None:
+@pytest.mark.parametrize("last", ["17", "t", "t1", "t1.x", "t1.2.3", "t99999999999999999999.1", "t1.-5"])
+def test_wrong_last_event_id_is_refused(client: SidecarClient, last: str) -> None:
     """An ID of somebody else's is a problem, not a silent beginning."""
-    assert client.json("/v1/events", 400, headers={"Last-Event-ID": "17"})["type"] == "urn:tidemark:problem:bad-request"
+    assert client.json("/v1/events", 400, headers={"Last-Event-ID": last})["type"] == "urn:tidemark:problem:bad-request"
+
+
+def test_redis_that_went_back_delays_no_events_for_long(
+    pipeline: Pipeline, servers: ReadSideConfig, redis_url: str
+) -> None:
+    """What a failover of Redis lost is told from Postgres, with its evidence, and what follows then joins it."""
+    grow(pipeline, 0, 2)
+    with sidecar(servers) as client, heard(client, stream="s") as events:
+        events.next()
+        with set_back(redis_url, "s"):
+            committed = [pipeline.commit(moved("s", id, w=At(id - 1, id))) for id in (3, 4)]
+        assert events.ranges(2) == [("s", 2, 3), ("s", 3, 4)]
+        for made, applied in committed:
+            pipeline.mirror.publish(made, applied)
+        grow(pipeline, 4, 5)
+        assert events.ranges(1) == [("s", 4, 5)]
+
+
+def grow_many(pipeline: Pipeline, count: int, prev: int, first: int = 0) -> None:
+    pipeline.publish(*(moved(f"s{number}", prev + 1, w=At(prev, prev + 1)) for number in range(first, count)))
+
+
+def told(events: EventsHeard, wanted: set[tuple[str, int, int]]) -> None:
+    """Return once all these moves came, of which some may have come before."""
+    while wanted:
+        wanted -= set(events.ranges(1))
+
+
+def marked(events: EventsHeard) -> str:
+    """The next ID that is another than the last."""
+    before = events.last_id
+    for line in events.lines:
+        if line.startswith("id: "):
+            events.last_id = line.removeprefix("id: ")
+            if events.last_id != before:
+                return events.last_id
+    raise AssertionError("the connection ended")
+
+
+def test_many_streams_are_resumed_by_a_short_id(pipeline: Pipeline, servers: ReadSideConfig, keys: Any) -> None:
+    """However many streams there are, with whatever names, the ID is short, and another sidecar goes on from there
+    without a hole: streams that appeared meanwhile and a Redis that lost its data included."""
+    long = "s" * 255
+    pipeline.publish(moved(long, 1, w=At(0, 1)))
+    grow_many(pipeline, 30, 0)
+    with sidecar(servers) as client, heard(client) as events:
+        assert {events.next()[0] for _ in range(31)} == {"snapshot"}
+        grow_many(pipeline, 30, 1)
+        told(events, {(f"s{number}", 1, 2) for number in range(30)})
+        last = marked(events)
+        assert len(last) < 50
+    grow_many(pipeline, 30, 2)
+    pipeline.publish(moved(long, 2, w=At(1, 2)), moved("new", 1, w=At(0, 1)))
+    grow_many(pipeline, 10, 3)
+    keys.flushall()
+    with sidecar(servers) as client, heard(client, last) as again:
+        wanted = {(f"s{number}", 2, 3) for number in range(30)} | {(f"s{number}", 3, 4) for number in range(10)}
+        told(again, wanted | {(long, 1, 2), ("new", 0, 1)})
+        pipeline.mirror.refill()
+        grow_many(pipeline, 10, 4)
+        told(again, {(f"s{number}", 4, 5) for number in range(10)})
+
+
+def test_mark_waits_for_what_redis_was_not_given(pipeline: Pipeline, servers: ReadSideConfig) -> None:
+    """Rule 3 up to the client: no ID stands for a move that it was not told."""
+    grow_many(pipeline, 12, 0)
+    with sidecar(servers) as client, heard(client) as events:
+        for _ in range(12):
+            events.next()
+        first = marked(events)
+        pipeline.commit(moved("s3", 2, w=At(1, 2)))  # and the pipeline dies
+        name, data = events.next()
+        assert events.last_id == first
+        assert (name, data["stream"], data["prev"], data["id"]) == ("advance", "s3", 1, 2)
+        assert marked(events) != first
+
+
+@pytest.mark.parametrize("last", ["t1.0", "t1.999999999999999"])
+def test_mark_that_is_not_known_begins_with_snapshots(pipeline: Pipeline, client: SidecarClient, last: str) -> None:
+    """One of before all that is kept, or of another database: the client is told where everything stands."""
+    grow_many(pipeline, 12, 0)
+    with heard(client, last) as events:
+        assert {events.next()[0] for _ in range(12)} == {"snapshot"}
+
+
+def test_too_much_that_was_missed_is_told_as_snapshots(
+    pipeline: Pipeline, servers: ReadSideConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who was away for long is told where all stands, in place of each move in between."""
+    grow_many(pipeline, 12, 0)
+    with sidecar(servers) as client, heard(client) as events:
+        last = marked(events)
+    grow_many(pipeline, 12, 1)
+    monkeypatch.setattr("tidemark.app.read_side.resumption.MOST", 11)
+    with sidecar(servers) as client, heard(client, last) as again:
+        assert {again.next()[0] for _ in range(12)} == {"snapshot"}
+
+
+def test_those_who_come_back_together_are_read_for_once(
+    pipeline: Pipeline, servers: ReadSideConfig, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty clients at nearly the same place wait for a few readings, and each is told what it missed itself."""
+    lasts = []
+    with sidecar(servers) as client:
+        for id in range(1, 21):
+            grow(pipeline, id - 1, id)
+            with heard(client, stream="s") as events:
+                lasts.append(marked(events))
+    grow(pipeline, 20, 22)
+    asked: list[Any] = []
+    page_after = Postgres.page_after
+
+    def noted(self: Postgres, *arguments: Any) -> Any:
+        asked.append(arguments)
+        return page_after(self, *arguments)
+
+    monkeypatch.setattr(Postgres, "page_after", noted)
+
+    def resumed(client: SidecarClient, place: int) -> list[tuple[str, int, int]]:
+        with heard(client, lasts[place - 1], stream="s") as events:
+            return events.ranges(22 - place)
+
+    with sidecar(servers) as client, ThreadPoolExecutor(20) as pool, psycopg.connect(dsn) as maintenance:
+        maintenance.execute("lock table tidemark.packed_advances in access exclusive mode")
+        found = [pool.submit(resumed, client, place) for place in range(1, 21)]
+        eventually(lambda: client.held_open("events") == 20)
+        maintenance.rollback()
+        for place, ranges in enumerate(found, 1):
+            assert ranges.result() == [("s", id, id + 1) for id in range(place, 22)]
+    assert len(asked) < 10
 
 
 def test_place_is_free_when_a_client_left(pipeline: Pipeline, servers: ReadSideConfig) -> None:

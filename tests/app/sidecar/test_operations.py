@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
+from tests.app.sidecar.given import At, SidecarClient, moved, set_back, sidecar
 from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
@@ -35,6 +35,16 @@ def test_all_that_is_known_of_a_stream(pipeline: Pipeline, client: SidecarClient
         "open_transactions": {"first": ["pid 7"]},
         "source": "redis",
     }
+
+
+def test_redis_that_went_back_hides_nothing(pipeline: Pipeline, servers: ReadSideConfig, redis_url: str) -> None:
+    """A failover of Redis lost what Postgres holds: also a sidecar that knew nothing of it tells all of it."""
+    pipeline.publish(moved("s", 50, w=At(0, 50)))
+    with set_back(redis_url, "s"):
+        pipeline.publish(moved("s", 100, w=At(50, 100)))
+    with sidecar(servers) as client:
+        found = client.json("/v1/streams/s")
+        assert (found["token"], found["vector"], found["source"]) == ("m100", {"w": 100}, "postgres")
 
 
 def test_all_streams_are_listed(pipeline: Pipeline, client: SidecarClient) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
+from tests.app.sidecar.given import At, SidecarClient, moved, set_back, sidecar
 from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline, later
 from tests.waiting import eventually
@@ -62,6 +62,17 @@ def test_wait_goes_on_without_redis(pipeline: Pipeline, client: SidecarClient, r
         with later(0.3, lambda: pipeline.commit(moved("s", 9, w=At(3, 9)))):
             found = client.json(WAIT, params={"token": "m9", "timeout": 20})
         assert (found["token"], found["source"]) == ("m9", "postgres")
+
+
+def test_redis_that_went_back_makes_no_token_one_of_the_future(
+    pipeline: Pipeline, servers: ReadSideConfig, redis_url: str
+) -> None:
+    """Postgres has come to 9, so a sidecar that finds a Redis at 3 neither waits for 9 nor refuses it."""
+    pipeline.publish(moved("s", 3, w=At(0, 3)))
+    with set_back(redis_url, "s"):
+        pipeline.publish(moved("s", 9, w=At(3, 9)))
+    with sidecar(servers) as client:
+        assert client.json(WAIT, params={"token": "m9", "timeout": 20})["token"] == "m9"
 
 
 def test_only_so_many_are_held_open(pipeline: Pipeline, servers: ReadSideConfig) -> None:

@@ -1,0 +1,246 @@
+"""One client of `/v1/events`, and what it is sent.
+
+An event's ID says where the client stands, for any sidecar to go on from there (`Last-Event-ID`). Where few streams are
+followed, it holds the client's place in each of them. Where many are, it names a mark: a moment up to which everything
+that Postgres published was told, which is as long for a million streams as for ten.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+
+from tidemark.app.read_side.opened import ReadSide
+from tidemark.app.read_side.resumption import MissedPage
+from tidemark.app.read_side.slices import Appeared, Begun, Item, Listener, Slice, ToldUpTo
+from tidemark.app.read_side.snapshots import Snapshots
+from tidemark.app.sidecar import cursor, moves
+from tidemark.app.sidecar.answers import described
+from tidemark.app.sidecar.sse import block
+from tidemark.sinks.postgres.tail import DurableMark
+from tidemark.sinks.reader import events
+from tidemark.sinks.reader.events import Place
+from tidemark.sinks.reader.merge import Joining
+from tidemark.streaming.direction import beyond
+from tidemark.streaming.errors import Stop, Unavailable
+
+KEEP_ALIVE = 15.0  # seconds without an event, after which a comment shows that the connection lives
+RETRY = 1000, 3000  # ms after which a client comes back: not all of them at once
+FEW = 8  # streams, up to which an ID holds a place in each
+LONGEST_ID = 16_000  # characters, which servers take in a header
+TOGETHER = 200  # slices that are sent in one piece
+AT_ONCE = 100  # streams whose snapshots are: others have their turn in between
+SHARED_FOR = 5.0  # seconds
+
+
+class SnapshotTexts:
+    """Snapshots as they are sent, encoded once for all clients that come at the same time. For one event loop."""
+
+    def __init__(self, snapshots: Snapshots) -> None:
+        self._snapshots = snapshots
+        self._texts: dict[str, tuple[float, Place, bytes]] = {}
+        self._cleared = time.monotonic()
+
+    async def get(self, streams: Sequence[str], since: float) -> list[tuple[str, Place, bytes]]:
+        """Of each stream, as it was read not before `since` (s, monotonic): where it stood, and its event."""
+        now = time.monotonic()
+        if now - self._cleared > SHARED_FOR:
+            self._texts, self._cleared = {}, now
+        texts = self._texts
+        if missing := [name for name in streams if name not in texts or texts[name][0] < since]:
+            for snapshot in await self._snapshots.get(missing):
+                known = snapshot.known
+                place = Place() if known is None else Place(known.linear, known.vector, known.late)
+                text = block(described(snapshot, time.monotonic()), "snapshot")
+                texts[snapshot.stream] = now, place, text
+        return [(name, *texts[name][1:]) for name in streams]
+
+
+class EventsClient:
+    """Its `places` by stream, and the texts that it is sent.
+
+    As soon as it has caught up with a follower, its place is the follower's own `Place` object: then it takes slices as
+    they are encoded for all, and comparing by identity is enough.
+    """
+
+    def __init__(
+        self,
+        read_side: ReadSide,
+        snapshots: SnapshotTexts,
+        listener: Listener,
+        resumed: Mapping[str, Place] | DurableMark,
+    ) -> None:
+        """`resumed`: what its last ID says. The listener listens already."""
+        self._read_side = read_side
+        self._texts = snapshots
+        self._listener = listener
+        self._resumed = resumed
+        self._came = time.monotonic()
+        self._places: dict[str, Place] = {}
+
+    async def texts(self, streams: list[str]) -> AsyncIterator[bytes]:
+        yield b"retry: %d\n\n" % random.randint(*RETRY)
+        if isinstance(self._resumed, DurableMark):
+            async for text in self._missed_since(self._resumed, streams):
+                yield text
+        else:
+            for stream in streams:
+                if stream in self._resumed:
+                    async for text in self._missed(stream, self._resumed[stream]):
+                        yield text
+        others = [stream for stream in streams if stream not in self._places]
+        for start in range(0, len(others), AT_ONCE):
+            yield b"".join(await self._snapshots(others[start : start + AT_ONCE], self._came))
+        self._count()
+        if self._places and not self._listener.marks:
+            yield b": at\n" + self._id(None) + b"\n"
+        while not self._listener.cut_off.is_set():
+            if await self._listener.waited(KEEP_ALIVE):
+                if text := await self._next():
+                    yield text
+            else:
+                yield b": still here\n\n"
+
+    async def _missed(self, stream: str, place: Place) -> AsyncIterator[bytes]:
+        """What moved the stream while the client was away."""
+        self._places[stream] = place
+        joining = Joining(place)
+        page: MissedPage | None = None
+        while page is None or not page.complete:
+            try:
+                page = await (page.next() if page else self._read_side.resumptions.missed(stream, joining.place))
+            except (Unavailable, Stop):
+                yield b": waiting for Redis or Postgres\n\n"
+                await asyncio.sleep(1.0)
+                continue
+            if page is None:  # nobody knows the stream
+                return
+            yield b"".join(_taken(joining, stream, page))
+        joining.settle(page.place.linear, page.place.positions)
+        if beyond(page.place.linear, place.linear):
+            yield _line(stream, page.place.linear)
+        self._places[stream] = page.place if joining.place == page.place else joining.place
+
+    async def _missed_since(self, mark: DurableMark, streams: list[str]) -> AsyncIterator[bytes]:
+        """What moved all streams since the mark; nothing, and no places, where that is not known any more."""
+        while True:
+            try:
+                # Positions before moves, which then lead to them and perhaps beyond.
+                known = await self._read_side.snapshots.known(streams)
+                missed = await self._read_side.resumptions.since(mark)
+            except (Unavailable, Stop):
+                yield b": waiting for Postgres\n\n"
+                await asyncio.sleep(1.0)
+                continue
+            break
+        if missed is None:
+            return
+        for stream, stands in known.items():
+            place = Place(stands.linear, stands.vector, stands.late)
+            if stream in missed.events:
+                joining = Joining(place)
+                for event in missed.events[stream]:
+                    all(_fed(joining, event))
+                place = joining.place
+                if stream not in missed.encoded:
+                    blocks = [block(moves.described(stream, event)) for event in missed.events[stream]]
+                    missed.encoded[stream] = b"".join([*blocks, _line(stream, missed.streams[stream].linear)])
+                yield missed.encoded[stream]
+            self._places[stream] = place
+
+    async def _snapshots(self, streams: Sequence[str], since: float) -> list[bytes]:
+        blocks = []
+        for stream, place, text in await self._texts.get(streams, since):
+            self._places[stream] = place
+            blocks.append(text)
+        return blocks
+
+    def _count(self) -> None:
+        if len(self._places) > FEW:
+            self._listener.marks = True
+
+    async def _next(self) -> bytes:
+        """The items given to the listener meanwhile, with an ID behind them where one is known; may be empty."""
+        blocks: list[bytes] = []
+        last: Item | None = None
+        for stream, item in self._listener.take(TOGETHER):
+            last = item
+            if isinstance(item, ToldUpTo):
+                blocks.append(b": at\nid: %s\n\n" % cursor.of_mark(item.mark).encode())
+            elif isinstance(item, Appeared):
+                blocks += await self._snapshots([stream], time.monotonic())
+                self._count()
+            elif isinstance(item, Slice) and self._places[stream] is item.before:
+                self._places[stream] = item.after
+                blocks += item.once(_blocks)
+            else:
+                blocks += self._joined(stream, item)
+        if blocks and not self._listener.marks:
+            blocks[-1] = self._id(last) + blocks[-1]
+        return b"".join(blocks)
+
+    def _joined(self, stream: str, item: Begun | Slice) -> list[bytes]:
+        """What is new to a client that stands elsewhere than the follower did: before it, or ahead."""
+        place = self._places[stream]
+        joining = Joining(place)
+        found: list[events.Event]
+        match item:
+            case Begun(after):
+                found = [event for it in after.positions.items() for event in joining.reach(*it)]
+            case Slice(after=after):
+                found = [new for event in item.events for new in _fed(joining, event)]
+        blocks = [block(moves.described(stream, event)) for event in found]
+        joining.settle(after.linear, after.positions)
+        if beyond(after.linear, place.linear):
+            blocks.append(_line(stream, after.linear))
+        self._places[stream] = after if joining.place == after else joining.place
+        return blocks
+
+    def _id(self, last: Item | None) -> bytes:
+        if isinstance(last, Slice) and len(self._places) == 1 and last.after is self._places[last.stream]:
+            text = last.once(_id)
+        else:
+            text = cursor.of_places(self._places).encode()
+        if len(text) > LONGEST_ID:
+            self._listener.marks = True
+            return b""
+        return b"id: %s\n" % text
+
+
+def _blocks(piece: Slice) -> tuple[bytes, bytes]:
+    """The slice as server-sent events, the last one apart from the others: it is the one that may carry an ID."""
+    blocks = [block(moves.described(piece.stream, event)) for event in piece.events]
+    if piece.linear is not None:
+        blocks.append(_line(piece.stream, piece.linear))
+    return b"".join(blocks[:-1]), blocks[-1]
+
+
+def _id(piece: Slice) -> bytes:
+    """Where a client stands behind this slice that follows nothing but its stream."""
+    return cursor.of_places({piece.stream: piece.after}).encode()
+
+
+def _fed(joining: Joining, event: events.Event) -> Iterable[events.Event]:
+    match event:
+        case events.Advance():
+            return joining.advance(event)
+        case events.Reread(writer=str() as writer):
+            return joining.reach(writer, event.id)
+        case events.Late():
+            return joining.complete(event)
+        case events.LateLost():
+            return joining.lose_late(event.number)
+    return [event]
+
+
+def _line(stream: str, linear: int) -> bytes:
+    return block(moves.LinearMoveAnswer(stream=stream, linear=linear))
+
+
+def _taken(joining: Joining, stream: str, page: MissedPage) -> Iterable[bytes]:
+    """What of the page is new to a client that stands where `joining` does."""
+    if not page.encoded:
+        page.encoded = [block(moves.described(stream, event)) for event in page.events]
+    for event, text in zip(page.events, page.encoded, strict=True):
+        for new in _fed(joining, event):
+            yield text if new is event else block(moves.described(stream, new))
