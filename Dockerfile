@@ -98,8 +98,9 @@ COPY --chmod=755 helm/tools/executor /opt/tidemark/bin/tidemark-executor
 COPY --chmod=755 helm/tools/named-user /opt/tidemark/bin/named-user
 COPY --from=runtime /opt/java /opt/java
 COPY helm/tools/root.py /tmp/
-# pyspark starts its JVM by scripts of bash.
-RUN python3 /tmp/root.py /root-of-image /opt/tidemark,/opt/java tini sh cat env head id ls sleep tail bash dirname /usr/lib/*/libnss_wrapper.so \
+# pyspark starts its JVM by scripts of bash, and Hadoop has chmod, ls and others do its work on files.
+# hadolint ignore=SC2046,DL4006
+RUN python3 /tmp/root.py /root-of-image /opt/tidemark,/opt/java tini sh bash $(dpkg -L coreutils | grep /bin/) /usr/lib/*/libnss_wrapper.so \
     && install --directory --owner tidemark --group tidemark /root-of-image/var/lib/tidemark
 
 FROM scratch
