@@ -19,6 +19,7 @@ from tidemark.sources.relay import blockers as found_blockers
 from tidemark.sources.relay.database import SCHEMA, session_of
 from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.sources.relay.relay import AppendRelay
+from tidemark.sources.relay.told import MOST_FACTS
 from tidemark.sources.topics import Topics
 from tidemark.streaming.direction import DirectionName
 from tidemark.streaming.error_text import says
@@ -40,11 +41,15 @@ STALE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RelayPlan:
-    """`writer` is what Tidemark calls the database, None for its own name; `metrics` an address to serve them on."""
+    """`writer` is what Tidemark calls the database, None for its own name; `metrics` an address to serve them on.
+
+    `wire` 2: facts share a record where several wait, which a pipeline or sidecar that is too old refuses.
+    """
 
     dsn: Dsn
     writer: str | None
     metrics: str | None
+    wire: int = 1
 
 
 def run(settings: Settings, plan: RelayPlan) -> None:
@@ -65,6 +70,7 @@ def run(settings: Settings, plan: RelayPlan) -> None:
             plan.writer,
             metrics,
             halt,
+            MOST_FACTS if plan.wire > 1 else 1,
         ).run()
 
 

@@ -64,7 +64,7 @@ class _InFlight:
 class AppendRelay:
     """Runs in the thread that calls `run`, until `halt` is set.
 
-    `writer` is what Tidemark calls the database, None for its own name.
+    `writer` is what Tidemark calls the database, None for its own name. A record has `most_facts` of a backlog.
     """
 
     def __init__(
@@ -74,8 +74,10 @@ class AppendRelay:
         writer: str | None,
         metrics: RelayMetrics,
         halt: threading.Event,
+        most_facts: int = 1,
     ) -> None:
         self._session = session
+        self._most_facts = most_facts
         self._make_producer = producer
         self._producer = producer()
         self._given = writer
@@ -192,7 +194,7 @@ class AppendRelay:
         return MOST_BYTES - sum(each.bytes for each in self._flying)
 
     def _send(self, decided: Decided) -> None:
-        values = [*told(decided)]
+        values = [*told(decided, self._most_facts)]
         size = sum(fact.bytes for fact in decided.facts)
         size += _VOID_BYTES * (decided.voids.width() + len(decided.announced))
         parcel = _InFlight(decided, size, len(values))

@@ -1,45 +1,86 @@
-"""The records of what is decided (docs/design.md 3): no two relays cut them differently, whenever they look."""
+"""The records of what is decided (docs/design.md 3): no two relays cut its edges differently, whenever they look.
 
-from collections.abc import Iterator
+How many edges share a record is another matter: that means the same, however many.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from msgspec import Raw
 
 from tidemark.sources.relay.decider import Decided
 from tidemark.sources.relay.evidence import ids_of
 from tidemark.streaming import records
-from tidemark.streaming.records import Position, Rdata, Void
+from tidemark.streaming.records import FactRun, Position, Rdata, Void
+
+MOST_FACTS = 200
+MOST_BYTES = 256 * 1024
+"""Of a RUN: a fact that is larger has a record of its own."""
+_VOID_BYTES = 30
 
 
-def told(decided: Decided) -> Iterator[bytes]:
+@dataclass(frozen=True, slots=True)
+class _ToldEdge:
+    """`(id - 1, id]`; without rows for a void. `bytes` is what it takes in a record, about."""
+
+    writer: str
+    id: int
+    rows: Sequence[str]
+    bytes: int
+
+
+def told(decided: Decided, most: int = 1) -> Iterator[bytes]:
     """A record for each row of each fact, the last with its number, one for each ID without a fact, and one for each
     range that is announced; IDs of facts and voids ascend.
+
+    Neighbouring IDs of one writer share a record, at `most` so many.
     """
     of, stream = decided.told, decided.told.stream.name
     signed = of.stream.towards.signed
 
-    def void(id: int, writer: str) -> bytes:
-        epoch = of.writers[writer].epoch
-        return records.encode(Void(stream=stream, writer=writer, epoch=epoch, prev=signed(id - 1), id=signed(id)))
-
-    voids = ids_of(decided.voids)
-    next_void = next(voids, None)
-    for fact in decided.facts:
-        while next_void is not None and next_void < fact.id:
-            yield void(next_void, of.own)
-            next_void = next(voids, None)
-        writer = of.name_of(fact.writer)
-        if fact.void:
-            yield void(fact.id, writer)
-            continue
-        epoch = of.writers[writer].epoch
-        *first, last = fact.rows
-        for body in first:
-            yield records.encode(Rdata(stream=stream, writer=writer, epoch=epoch, id="batch", row=Raw(body)))
-        yield records.encode(Rdata(stream=stream, writer=writer, epoch=epoch, id=signed(fact.id), row=Raw(last)))
-    while next_void is not None:
-        yield void(next_void, of.own)
-        next_void = next(voids, None)
+    for chain in _chains(decided, most):
+        writer, epoch = chain[0].writer, of.writers[chain[0].writer].epoch
+        prev, ids = signed(chain[0].id - 1), [signed(edge.id) for edge in chain]
+        if len(chain) > 1:
+            rows = [[Raw(body) for body in edge.rows] for edge in chain]
+            yield records.encode(FactRun(stream=stream, writer=writer, epoch=epoch, prev=prev, ids=ids, rows=rows))
+        elif not chain[0].rows:
+            yield records.encode(Void(stream=stream, writer=writer, epoch=epoch, prev=prev, id=ids[0]))
+        else:
+            *first, last = chain[0].rows
+            for body in first:
+                yield records.encode(Rdata(stream=stream, writer=writer, epoch=epoch, id="batch", row=Raw(body)))
+            yield records.encode(Rdata(stream=stream, writer=writer, epoch=epoch, id=ids[0], row=Raw(last)))
     for each in decided.announced:
         epoch = of.writers[each.writer].epoch
         prev, id = signed(each.prev), signed(each.id)
         yield records.encode(Position(stream=stream, writer=each.writer, epoch=epoch, prev=prev, id=id))
+
+
+def _chains(decided: Decided, most: int) -> Iterator[list[_ToldEdge]]:
+    chain: list[_ToldEdge] = []
+    size = 0
+    for edge in _edges(decided):
+        if chain:
+            joins = edge.writer == chain[0].writer and edge.id == chain[-1].id + 1
+            if not (joins and len(chain) < most and size + edge.bytes <= MOST_BYTES):
+                yield chain
+                chain, size = [], 0
+        chain.append(edge)
+        size += edge.bytes
+    if chain:
+        yield chain
+
+
+def _edges(decided: Decided) -> Iterator[_ToldEdge]:
+    """Of facts and voids, by their IDs."""
+    voids = ids_of(decided.voids)
+    next_void = next(voids, None)
+    for fact in decided.facts:
+        while next_void is not None and next_void < fact.id:
+            yield _ToldEdge(decided.told.own, next_void, (), _VOID_BYTES)
+            next_void = next(voids, None)
+        yield _ToldEdge(decided.told.name_of(fact.writer), fact.id, () if fact.void else fact.rows, fact.bytes)
+    while next_void is not None:
+        yield _ToldEdge(decided.told.own, next_void, (), _VOID_BYTES)
+        next_void = next(voids, None)

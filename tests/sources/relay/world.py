@@ -18,6 +18,7 @@ from tidemark.sources.relay.database import SCHEMA, session_of
 from tidemark.sources.relay.decider import Decided, Decider
 from tidemark.sources.relay.join import Told
 from tidemark.sources.relay.told import told
+from tidemark.sources.tail import singles
 from tidemark.streaming import records
 from tidemark.streaming.batch import advance
 from tidemark.streaming.model import Bounds
@@ -113,10 +114,11 @@ class Service:
 class SteppedRelay:
     """A relay that takes a step at a time; after an error of its connection it begins anew, as a process would."""
 
-    def __init__(self, dsn: str, make: MakeDecider, sent: Callable[[list[bytes]], None]) -> None:
+    def __init__(self, dsn: str, make: MakeDecider, sent: Callable[[list[bytes]], None], most_facts: int) -> None:
         self._dsn = dsn
         self._make = make
         self._sent = sent
+        self._most_facts = most_facts
         self._strangers: dict[int, dict[str, int]] = {}
         self._session: PostgresSession | None = None
         self._decider: Decider | None = None
@@ -140,7 +142,7 @@ class SteppedRelay:
             except StopIteration as over:
                 self._steps = None
                 for decided in over.value:
-                    self._sent([*told(decided)])
+                    self._sent([*told(decided, self._most_facts)])
                     self.unacknowledged.append(decided)
                 self._give_way()
                 return True
@@ -163,7 +165,7 @@ class SteppedRelay:
         self.round()
         for decided in self.unacknowledged:
             if not decided.announced:
-                sent([*told(decided)])
+                sent([*told(decided, self._most_facts)])
                 self.begin().acknowledged(decided)
         self.settle()
         self.die()
@@ -252,7 +254,7 @@ class World:
         self.services = [Service(dsn) for _ in range(3)]
         self.bystander = Service(dsn)
         self.operator = Service(dsn)
-        self.relays = [SteppedRelay(dsn, make, self._send) for _ in range(2)]
+        self.relays = [SteppedRelay(dsn, make, self._send, most_facts) for most_facts in (1, 3)]
         self.prepared: list[str] = []
         self.core = Core(self.stream)
 
@@ -373,7 +375,7 @@ class Core:
         if not values:
             return
         batch = 0
-        for record in map(records.decode, values):
+        for record in (one for value in values for one in singles(records.decode(value))):
             if isinstance(record, Rdata):
                 batch += 1
                 if isinstance(record.id, int):
