@@ -1,15 +1,19 @@
 """The live page in a real Chromium, on a real sidecar with real servers behind it."""
 
 import re
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from msgspec.structs import replace
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from tests.app.lines.given import NOWHERE
 from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.needs import CHROMIUM, chromium
 from tests.sinks.given import batch, rejected
@@ -184,6 +188,76 @@ def test_rejected_and_late_records_are_told(pipeline: Pipeline, page: Page) -> N
     says(page, ".late", "1 late")
     said = r"Records were rejected, the last \d+ s ago: 3 zombie, 1 conflict in all\."
     expect(page.locator("#notices li")).to_have_text(re.compile(said), timeout=PATIENCE)
+
+
+def test_numbers_are_grouped_and_strips_say_where_they_begin(pipeline: Pipeline, page: Page) -> None:
+    """Also beyond 2^53, and of a strip both ends; a command stands there by itself."""
+    low, high, since = 12_345_678, 9_007_199_254_740_993, int((time.time() - 60) * 1000)
+    writers = {"shop": At(0, low, pending=low + 9, since=since), "web": At(0, high)}
+    pipeline.publish(moved("orders", low, **writers))
+    says(page, "#subline", re.compile(r"owes 12,345,679\.\.12,345,686, for 1 min"))
+    says(page, ".numbers div:first-child dd", "12,345,678")
+    says(page, ".verb", "tidemark relay blockers")
+    says(page, ".ends .allocated", "allocated to 9,007,199,254,740,993")
+    expect(page.locator(".ends .first")).to_have_text(re.compile(r"from [\d,]+"))
+    assert page.locator(".lane .position").all_text_contents() == ["12,345,678", "9,007,199,254,740,993"]
+
+
+def test_commands_are_whole_and_safe_for_a_shell(page: Page) -> None:
+    """Whatever streams and writers are called: what is copied says what it seems to."""
+    judged = """async ([stream, writer]) => {
+      const { judge } = await import("/page/verdict.js");
+      const silent = { writer, position: 7, reach: 7, gaps: [], transactions: [], retired: false };
+      const said = { stream, state: "known", linear: 7, allocated: 9, writers: [silent], unknown_writers: [] };
+      return judge(said, { still: 0 }, 100).troubles[0].verb;
+    }"""
+    for names in (["orders", "shop"], ["a'b", "$(reboot)"], ["-rf", 'x;"`']):
+        words = shlex.split(page.evaluate(judged, names))
+        assert words[:7] == ["tidemark", "force", "retire", "--by", "$USER", "--why", "gone for good"]
+        assert words[7:] == [*(["--"] if names[0].startswith("-") else []), *names]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_parts_of_a_strip_can_be_told_apart(page: Page, scheme: Literal["light", "dark"]) -> None:
+    """By their brightness alone: what is complete, what is complete above the linear position, and the rest."""
+    page.emulate_media(color_scheme=scheme)
+    parts = [brightness(page, f".swatch.{name}") for name in ("complete", "settled", "open")]
+    for one, other in pairwise(sorted(parts)):
+        assert (other + 0.05) / (one + 0.05) > 1.9
+
+
+def brightness(page: Page, selector: str) -> float:
+    """The relative luminance of its background, as WCAG has it."""
+    colour = page.locator(selector).evaluate("it => getComputedStyle(it).backgroundColor")
+    channels = [int(it) / 255 for it in re.findall(r"\d+", colour)[:3]]
+    linear = [it / 12.92 if it <= 0.04045 else ((it + 0.055) / 1.055) ** 2.4 for it in channels]
+    return sum(weight * it for weight, it in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_a_phone_shows_no_hints_for_keys(browser: Browser, client: SidecarClient) -> None:
+    """It has no keyboard; what it means to be held is told there too, and nothing is wider than the screen."""
+    with browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True) as context:
+        page = context.new_page()
+        page.goto(str(client.base_url))
+        says(page, "#headline", "No stream yet")
+        expect(page.locator(".keys")).to_be_hidden()
+        expect(page.locator("footer")).to_contain_text("Held: something is missing")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_pages_do_not_come_back_all_at_once(browser: Browser) -> None:
+    """Between half and one and a half times a pause, by chance."""
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.add_init_script(
+            "window.pauses = []; const set = setTimeout; Math.random = () => 1;"
+            "window.setTimeout = (act, pause) => { pauses.push(pause); return set(act, pause); };"
+        )
+        with sidecar(NOWHERE) as client:
+            page.goto(str(client.base_url))
+            says(page, "#headline", "No stream yet")
+        says(page, "#headline", "No connection to the sidecar")
+        assert 750 in page.evaluate("pauses")
 
 
 def test_files_are_guarded_and_kept(client: SidecarClient) -> None:

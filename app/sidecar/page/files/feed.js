@@ -28,7 +28,8 @@ export class Feed {
     }
     if (reason === null) return;
     this.#told.lost(reason);
-    this.#retry = setTimeout(() => this.open(), PAUSES[Math.min(this.#tries++, PAUSES.length - 1)]);
+    const pause = PAUSES[Math.min(this.#tries++, PAUSES.length - 1)];
+    this.#retry = setTimeout(() => this.open(), pause * (0.5 + Math.random())); // not all pages at once
   }
 
   // Returns why the connection ended; null: not to be tried again before there is a token.

@@ -2,7 +2,7 @@
 
 import { sentence } from "./verdict.js";
 import { Scale, ofWriter, paint, whole } from "./strip.js";
-import { age, count, rate } from "./words.js";
+import { age, count, grouped, rate } from "./words.js";
 
 const STATES = { held: "held", waiting: "waits", moving: "moving", complete: "complete", recovering: "recovering" };
 let rows = 0;
@@ -71,7 +71,7 @@ export class Row {
     this.#rate = motion.rate;
     this.element.dataset.state = verdict.state;
     this.#say("state", STATES[verdict.state] + (verdict.since === null ? "" : ` ${age(now - verdict.since)}`));
-    this.#say("linear", stream.linear === null ? "not known" : String(stream.linear));
+    this.#say("linear", stream.linear === null ? "not known" : grouped(stream.linear));
     this.#say("behind", verdict.behind === null ? "–" : count(verdict.behind));
     this.#say("rate", stream.linear === null ? "–" : rate(motion.rate));
     this.#say("late", stream.late ? `${stream.late.count}${stream.late.count < 100 ? "" : "+"} late` : "");
@@ -82,7 +82,7 @@ export class Row {
 
   #told(verdict, now) {
     if (this.stream.linear === null) return `${this.name} is recovering`;
-    if (!verdict.troubles.length) return `${this.name} is complete up to ${this.stream.linear}`;
+    if (!verdict.troubles.length) return `${this.name} is complete up to ${grouped(this.stream.linear)}`;
     return verdict.troubles.map((it) => sentence(it, now)).join("; ");
   }
 
@@ -102,7 +102,9 @@ export class Row {
     lanes.ariaLabel = `Writers of ${this.name}`;
     resized(lanes, this.stream.writers.length, lane);
     this.stream.writers.forEach((it, at) => place(lanes.children[at], it, scale));
-    text(child(child(details, "p", "ends"), "span", "allocated"), `allocated to ${this.verdict.allocated}`);
+    const ends = child(details, "p", "ends");
+    text(child(ends, "span", "first"), `from ${grouped(scale.first)}`);
+    text(child(ends, "span", "allocated"), `allocated to ${grouped(this.verdict.allocated)}`);
   }
 
   #say(part, said) {
@@ -114,15 +116,16 @@ export class Row {
 
 function trouble() {
   const item = element("li", "trouble");
-  item.append(element("strong"), element("span", "more"), element("span", "how"));
+  item.append(element("strong"), element("span", "more"), element("span", "how"), element("code", "verb"));
   return item;
 }
 
 function tell(item, it, now) {
-  const [what, more, how] = item.children;
+  const [what, more, how, verb] = item.children;
   text(what, sentence(it, now));
   text(more, it.more);
   text(how, it.how);
+  text(verb, it.verb ?? "");
 }
 
 function lane() {
@@ -137,9 +140,9 @@ function place(item, writer, scale) {
   const [name, strip, position] = item.children;
   text(name, writer.writer);
   name.title = writer.epoch === null ? writer.writer : `${writer.writer}, epoch ${writer.epoch}`;
-  text(position, String(writer.position));
+  text(position, grouped(writer.position));
   item.classList.toggle("retired", writer.retired === true);
-  strip.ariaLabel = `${writer.writer} at ${writer.position}${writer.retired ? ", retired" : ""}`;
+  strip.ariaLabel = `${writer.writer} at ${grouped(writer.position)}${writer.retired ? ", retired" : ""}`;
   paint(strip, ofWriter(writer, scale));
 }
 

@@ -1,12 +1,12 @@
 // Strips: IDs drawn to scale, from a little below the oldest position of a stream to its highest allocated ID.
 
-import { ahead, farthest, nearest } from "./ids.js";
+import { ahead, before, farthest, nearest } from "./ids.js";
 
 const RECENT = 10; // seconds whose IDs are shown below the oldest position: who is a moment behind looks so
 const FEWEST = 20; // IDs that are shown there
 const PART = 0.06; // of a strip that they fill at least
 
-// Where IDs of a stream lie on its strips, in per cent. `rate` is in IDs a second.
+// Where IDs of a stream lie on its strips, in per cent. `rate` is in IDs a second; the strips begin behind the ID `first`.
 export class Scale {
   #low;
   #below;
@@ -16,8 +16,10 @@ export class Scale {
     const active = stream.writers.filter((it) => it.retired !== true);
     this.#low = nearest([stream.linear, ...active.map((it) => it.position)]);
     const above = ahead(allocated, this.#low);
-    this.#below = Math.max(RECENT * rate, FEWEST, above * (PART / (1 - PART)));
-    this.#whole = this.#below + above;
+    const below = Math.ceil(Math.max(RECENT * rate, FEWEST, above * (PART / (1 - PART))));
+    this.first = before(this.#low, below);
+    this.#below = ahead(this.#low, this.first);
+    this.#whole = Math.max(1, this.#below + above);
   }
 
   at(id) {

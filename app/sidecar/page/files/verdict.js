@@ -1,7 +1,7 @@
 // What is the matter with a stream, from what is known of it. No page in here.
 
 import { ahead, farthest, nearest, range } from "./ids.js";
-import { age, counted } from "./words.js";
+import { age, counted, grouped } from "./words.js";
 
 export const HELD_AFTER = 10; // seconds that something may be missing: what a transaction takes is none of our business
 const MOVING = 10; // seconds after a move in which a stream counts as moving
@@ -30,13 +30,22 @@ function gaps(stream) {
     since: Math.min(...it.gaps.map((gap) => seconds(gap.since))),
     what: `owes ${range(it.gaps[0].low, it.gaps[0].top)}`,
     more: further(it),
-    how: named(it) ?? `A transaction of ${it.writer} is still open, or its process is gone: start that again.`,
+    ...(named(it) ?? {
+      how: `A transaction of ${it.writer} is still open, or its process is gone: start that again. In its database, this names who holds it:`,
+      verb: "tidemark relay blockers",
+    }),
   }));
 }
 
 // Who holds the open IDs of `writer`; null where it does not tell.
 function named(writer) {
-  return writer.transactions.length ? `Open: ${writer.transactions.join("; ")}` : null;
+  return writer.transactions.length ? { how: `Open: ${writer.transactions.join("; ")}` } : null;
+}
+
+// Names as a shell takes them for one argument each, and none for an option.
+function words(...names) {
+  const quoted = names.map((it) => (/^[\w@%+=:,./-]+$/.test(it) ? it : `'${it.replaceAll("'", "'\\''")}'`));
+  return [...(names.some((it) => it.startsWith("-")) ? ["--"] : []), ...quoted].join(" ");
 }
 
 function further(writer) {
@@ -64,9 +73,12 @@ function silent(stream, since) {
   return [{
     writer: writer.writer,
     since,
-    what: `has said nothing beyond ${last}`,
+    what: `has said nothing beyond ${grouped(last)}`,
     more: "the linear position waits for it, gap or no gap",
-    how: named(writer) ?? `Is ${writer.writer} running, or the relay of its database? If it is gone for good, tidemark force retire.`,
+    ...(named(writer) ?? {
+      how: `Is ${writer.writer} running, or the relay of its database? If it is gone for good:`,
+      verb: `tidemark force retire --by "$USER" --why "gone for good" ${words(stream.stream, writer.writer)}`,
+    }),
   }];
 }
 

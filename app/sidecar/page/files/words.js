@@ -20,6 +20,11 @@ export function count(number) {
   return number < 100_000 ? whole.format(number) : short.format(number);
 }
 
+// A stream ID, whole: a Number or a BigInt.
+export function grouped(id) {
+  return whole.format(id);
+}
+
 export function rate(perSecond) {
   if (perSecond === 0) return "0";
   return perSecond < 9.95 ? perSecond.toFixed(1) : count(perSecond);
