@@ -163,6 +163,7 @@ class StreamBatch:
             unseen=marker.unseen,
             forced=marker.by is not None,
             timeline=marker.timeline,
+            told=marker.told,
         )
         if marker.kind is Kind.JOIN:
             return self.stream.join(mark, self.changes)

@@ -29,6 +29,7 @@ _TYPES: Final[dict[str, msgspec.json.Decoder[Any]]] = {
     "rows": msgspec.json.Decoder(list[list[Raw]]),
     "transactions": msgspec.json.Decoder(_FIELDS[records.Open][-1].type),
     "unseen": msgspec.json.Decoder(bool),
+    "told": msgspec.json.Decoder(records.Id | None),
     "beyond": msgspec.json.Decoder(bool),
     "timeline": msgspec.json.Decoder(records.Timeline | None),
     "by": msgspec.json.Decoder(str | None),

@@ -143,10 +143,15 @@ class Timeline(msgspec.Struct, frozen=True):
 
 
 class Join(_ActRecord, kw_only=True, frozen=True, tag=Kind.JOIN.name):
-    """A new epoch begins; all of the writer's up to `id` is complete. `unseen`: it may hold facts never announced."""
+    """A new epoch begins; all of the writer's up to `id` is complete. `unseen`: it may hold facts never announced.
+
+    `told`: its epochs before have told nothing beyond it, as far as its database knows, where none of what they told up
+    to there is lost; the new one tells what lies beyond `id` again.
+    """
 
     id: Id
     unseen: bool = False
+    told: Id | None = None
     timeline: Timeline | None = None
 
 
@@ -239,6 +244,8 @@ def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
         _check_range(start(record), record.id)
     elif isinstance(record, FactRun):
         _check_chain(record)
+    elif isinstance(record, Join) and (record.told or 0) * record.id < 0:
+        raise BadRecord(Reason.MIXED_SIGN, f"told {record.told} and id {record.id} lie on different sides of 0")
     return record
 
 

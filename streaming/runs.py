@@ -58,8 +58,8 @@ class Marker(msgspec.Struct, array_like=True, frozen=True):
     """A JOIN, RETIRE, SKIP or OPEN; `by` and `why` are set where it came from the control topic, else None.
 
     `epoch` is LIVING where an operator gave none. `prev` is only of meaning for a SKIP. `direction` is unknown where
-    `id` is 0. `beyond`: an operator knows that `id` lies past what the stream has allocated.
-    `transactions` are those of an OPEN, which has no `id`.
+    `id` and `told` are 0. `beyond`: an operator knows that `id` lies past what the stream has allocated.
+    `transactions` are those of an OPEN, which has no `id`. `told` is that of a JOIN, 0 where it says none.
     """
 
     stream: str
@@ -77,6 +77,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True):
     timeline: Timeline | None = None
     beyond: bool = False
     transactions: list[str] = []
+    told: int = 0
 
     @classmethod
     def of(cls, record: records.Marker | records.Open, offset: int, time: int) -> "Marker":
@@ -96,6 +97,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True):
                 time=time,
                 transactions=record.transactions,
             )
+        told = (record.told or 0) if isinstance(record, records.Join) and record.by is None else 0
         return cls(
             record.stream,
             record.writer,
@@ -103,7 +105,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True):
             records.kind_of(record),
             abs(record.prev) if isinstance(record, records.Skip) else 0,
             abs(record.id),
-            Direction.of(record.id),
+            Direction.of(record.id or told),
             record.unseen if isinstance(record, records.Join) else False,
             record.by,
             record.why,
@@ -111,6 +113,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True):
             time,
             record.timeline if isinstance(record, records.Join) else None,
             record.beyond,
+            told=abs(told),
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tidemark.streaming.chain import NOWHERE, Chain
-from tidemark.streaming.changes import Changes, TimelineBegun
+from tidemark.streaming.changes import Changes, Sign, TimelineBegun
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.joined import Writers
 from tidemark.streaming.linear import LinearPosition
@@ -209,20 +209,11 @@ class StreamState:
         """Begin the epoch of a JOIN, and a new timeline first where it shows that the database went back."""
         known = self.writers.get(mark.writer)
         if (why := went_back(known, self.held, mark, self.timeline, self.database)) is not None:
-            self.timeline, self.began = self.timeline + 1, mark.id
-            self.here, self.ended = 0, min(self.ended, mark.id)
-            position = known.position if known is not None else 0
-            begun = TimelineBegun(mark.writer, mark.epoch, mark.id, position, self.timeline, why)
-            changes.timelines.append(begun)
-            for name, writer in self.writers.beyond(mark.id):
-                writer.go_back(mark.id, name, changes)
-                self.writers.follow(name)
-                changes.touch(name, mark.time)
-            changes.counts["forgotten"] += self.line.forget_above(mark.id)
-        elif known is not None and known.retired is not None and known.chain.position > mark.id:
+            self._begin_timeline(mark, known.position if known is not None else 0, why, changes)
+        elif known is not None and known.retired is not None and known.chain.position > mark.stands:
             # An operator retired it there, and it never was.
-            beyond = [it for name, it in self.writers.beyond(mark.id) if it.retired is not None and it is not known]
-            self.ended = max([min(self.ended, mark.id), *(self.passed(it) for it in beyond)])
+            beyond = [it for name, it in self.writers.beyond(mark.stands) if it.retired is not None and it is not known]
+            self.ended = max([min(self.ended, mark.stands), *(self.passed(it) for it in beyond)])
         self.transactions.pop(mark.writer, None)
         self.here += known is None or known.retired is not None or known.timeline < self.timeline
         writer, retire = begin(self.writers, self.held, mark, self.refused, changes)
@@ -231,6 +222,22 @@ class StreamState:
         if mark.timeline is not None:
             self.database = mark.timeline.database or self.database
         return writer, retire
+
+    def _begin_timeline(self, mark: Mark, position: int, why: Sign, changes: Changes) -> None:
+        """Writers that have joined by the same start are in it already; `position` is that of the one that joins."""
+        limit = mark.stands
+        self.timeline, self.began = self.timeline + 1, limit
+        self.here, self.ended = 0, min(self.ended, limit)
+        changes.timelines.append(TimelineBegun(mark.writer, mark.epoch, limit, position, self.timeline, why))
+        for name, writer in self.writers.beyond(limit):
+            writer.go_back(limit, name, changes)
+            self.writers.follow(name)
+            changes.touch(name, mark.time)
+        changes.counts["forgotten"] += self.line.forget_above(limit)
+        if mark.timeline is not None:
+            for writer in [it for it in self.writers.values() if it.start == mark.timeline.start]:
+                writer.timeline = self.timeline
+                self.here += writer.retired is None
 
     def _end(self, writer: WriterState, mark: Mark, changes: Changes) -> None:
         settle(writer, 0, mark, "retired", changes)

@@ -165,7 +165,10 @@ class HeldRows:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A JOIN or RETIRE of one incarnation at `id`. `forced`: by an operator, without the writer's evidence."""
+    """A JOIN or RETIRE of one incarnation at `id`. `forced`: by an operator, without the writer's evidence.
+
+    `told`: its epochs before told nothing beyond it, as its database knows, and 0 where it does not say.
+    """
 
     writer: str
     epoch: int
@@ -174,6 +177,12 @@ class Mark:
     unseen: bool = False
     forced: bool = False
     timeline: Timeline | None = None
+    told: int = 0
+
+    @property
+    def stands(self) -> int:
+        """Up to here no ID is given out again, whatever shows that the database went back."""
+        return max(self.id, self.told)
 
     def evidence(self, low: int, high: int, refused: int) -> Evidence:
         """How the open range `(low, high]` counts that this marker settles.
@@ -190,8 +199,8 @@ class Mark:
 def went_back(
     writer: WriterState | None, held: HeldWriters, mark: Mark, timeline: int, database: str | None
 ) -> Sign | None:
-    """What in a JOIN shows that IDs beyond it may be given out again, if it was not said before; `timeline` and
-    `database` are the stream's.
+    """What in a JOIN shows that IDs beyond `mark.stands` may be given out again, if it was not said before; `timeline`
+    and `database` are the stream's.
 
     A JOIN below the line, or below another writer's position, shows nothing: it read what was allocated before
     the others went on. Nor does that of a writer which had not joined in this timeline: it went back with the others.
@@ -200,11 +209,11 @@ def went_back(
     if told is not None and None not in (database, told.database) and database != told.database:
         return "database"
     earlier = (held[it].chain for it in held.of(mark.writer) if it[1] < mark.epoch)
-    if any(chain.pending_beyond(mark.id) for chain in earlier):
+    if any(chain.pending_beyond(mark.stands) for chain in earlier):
         return "position"
     if writer is None or writer.timeline < timeline:
         return None
-    if mark.id < writer.reach:
+    if mark.stands < writer.reach:
         return "position"
     return "start" if told is not None and writer.start not in (None, told.after, told.start) else None
 
@@ -222,24 +231,25 @@ def begin(
     for all that was turned away of earlier epochs, but not for what came of its own epoch before it, and not for what
     has no order against it or cannot be told from others.
 
-    What earlier epochs completed up to the JOIN stays as evidence; what they left open there is settled by it.
-    What they completed beyond it was taken back with the writer's database (docs/design.md 3): it is late.
+    What earlier epochs completed up to `mark.stands` stays as evidence; what they left open up to the JOIN is settled
+    by it. What they completed beyond was taken back with the writer's database (docs/design.md 3): it is late.
     """
     writer = writers.setdefault(mark.writer, WriterState(mark.epoch, Chain(refused=refused)))
-    writer.go_back(mark.id, mark.writer, changes)
+    writer.go_back(mark.stands, mark.writer, changes)
     retire, refused = None, 0
     for incarnation in [it for it in held.of(mark.writer) if it[1] <= mark.epoch]:
         before = held.pop(incarnation)
         if incarnation[1] < mark.epoch:
-            taken_back(incarnation[1], before.chain.cut_above(mark.id), EMPTY, mark.writer, changes)
+            taken_back(incarnation[1], before.chain.cut_above(mark.stands), EMPTY, mark.writer, changes)
         else:
             retire, refused = before.retire, before.chain.refused
-            taken_back(mark.epoch, before.chain.within(mark.id, writer.published), EMPTY, mark.writer, changes)
+            for low, high in writer.late.above(mark.id):
+                taken_back(mark.epoch, before.chain.within(low, high), EMPTY, mark.writer, changes)
         writer.chain.adopt(before.chain, writer.published)
     # What was skipped there may come of the epoch that ends here only.
     writer.chain.declare_empty(writer.late.upto(mark.id))
     writer.epoch, writer.retired = mark.epoch, None
-    writer.late = Intervals.of([(mark.id, writer.published)]) if mark.id < writer.published else EMPTY
+    writer.late = writer.late.above(mark.id)
     settle(writer, 0, mark, "joined", changes)
     if not changes.elsewhere and CROWD not in held:
         writer.chain.refused = refused

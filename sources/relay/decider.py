@@ -88,11 +88,6 @@ class Decider:
         return any(each.evidence.unseen for each in self._streams.values())
 
     @property
-    def floors(self) -> dict[int, tuple[str | None, int]]:
-        """Token and floor by number of the stream, as the database has them at least."""
-        return {number: (each.told.timeline.start, each.evidence.floor) for number, each in self._streams.items()}
-
-    @property
     def undecided(self) -> dict[str, int]:
         """By stream: how many IDs are given out and not decided."""
         return {each.told.stream.name: each.evidence.undecided for each in self._streams.values()}
@@ -138,7 +133,9 @@ class Decider:
                 decided.append(Decided(each.told, [], EMPTY, announced))
         if decided:
             yield "durable"
-            looks.make_durable(self._connection)
+            streams = {each.told.stream for each in decided}
+            heads_told = {it.told.stream: it.evidence.head for it in looked if it.told.stream in streams}
+            looks.note_told(self._connection, heads_told)
         return decided
 
     def _wants(self, each: _Stream, heads: dict[int, int]) -> bool:

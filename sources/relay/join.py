@@ -1,9 +1,10 @@
 """The epochs in which a database is told: one from the first time on, and a new one for each timeline.
 
 What is told follows from the database alone, so a relay that begins needs no epoch of its own: it goes on in the one
-that stands there. Only where the database is another than that in which the epoch began (restored, or failed over) does
-a new one begin, with a JOIN of each writer at the floor of what is there now. A writer joins when its first fact is
-found, at the floor of then: nothing of it lies below.
+that stands there. Only where the server or the database is another than that in which the epoch began (started again,
+restored, or failed over) does a new one begin, with a JOIN of each writer at the floor of what is there now. It says
+how far the database knows that it was told: Tidemark, which knows how far it was, sees by that whether an older disk
+was put back. A writer joins when its first fact is found, at the floor of then: nothing of it lies below.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,8 @@ class ToldWriter:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A stream; everything up to `floor` (a magnitude) is decided. `own` is the database's own name among `writers`.
+    """A stream; everything up to `floor` is decided, and nothing beyond `upto` was told before (magnitudes). `own` is
+    the database's own name among `writers`.
 
     Of the writers in `retiring` nothing follows in their epochs.
     """
@@ -42,6 +44,7 @@ class Told:
     stream: AppendStream
     version: int
     floor: int
+    upto: int
     timeline: Timeline
     own: str
     writers: Mapping[str, ToldWriter]
@@ -68,6 +71,7 @@ class Told:
                 epoch=each.epoch,
                 id=self.stream.towards.signed(each.last),
                 unseen=first and each.last > 0 and each.name == self.own,
+                told=None if first else self.stream.towards.signed(self.upto),
                 timeline=self.timeline,
             )
             for each in sorted(self.writers.values(), key=lambda it: (it.name != self.own, it.name))
@@ -79,11 +83,19 @@ class Told:
         return [Retire(stream=stream, writer=it.name, epoch=it.epoch, id=signed(it.last)) for it in self.retiring]
 
 
-def history(connection: Connection, where: str) -> str:
-    """What changes where the database is another: server, timeline, database, its table (a restore makes it anew).
+@dataclass(frozen=True, slots=True)
+class ServerHistory:
+    """`database` changes where the database is another: system, timeline, database, its table (a restore makes it
+    anew). A disk image that is put back has the same; but it has a `server` that began later.
+    """
 
-    The timeline is that of the log that is being written; pg_control_checkpoint() tells of a promotion only after the
-    next checkpoint. Raises `Unavailable` on a standby.
+    database: str
+    server: str
+
+
+def history(connection: Connection, where: str) -> ServerHistory:
+    """The timeline is that of the log that is being written; pg_control_checkpoint() tells of a promotion only after
+    the next checkpoint. Raises `Unavailable` on a standby.
     """
     row = connection.execute("select pg_is_in_recovery()").fetchone()
     if row is None or row[0]:
@@ -92,39 +104,37 @@ def history(connection: Connection, where: str) -> str:
         """
         select format('%s/%s/%s/%s', system_identifier, left(pg_walfile_name(pg_current_wal_insert_lsn()), 8),
             (select oid from pg_database where datname = current_database()),
-            'tidemark.append_outbox'::regclass::oid)
+            'tidemark.append_outbox'::regclass::oid), extract(epoch from pg_postmaster_start_time())::text
         from pg_control_system()
         """
     ).fetchone()
     assert row is not None
-    return str(row[0])
+    return ServerHistory(*row)
 
 
-Remembered = Mapping[int, tuple[str | None, int]]
-"""Token and floor (a magnitude) by number of the stream, as a relay saw them in the database before."""
 Strangers = Mapping[int, Mapping[str, int]]
 """By number of the stream: writers that a relay has found and does not know, or whose epoch has ended at that ID."""
 
 
 def begin(
     connection: Connection,
-    database: str,
+    history: ServerHistory,
     writer: str,
-    remembered: Remembered | None = None,
     strangers: Strangers | None = None,
 ) -> list[Told]:
     """All streams, with their writers in their epochs of this history. Any number of relays may call it, in any order.
 
-    A floor below one that is remembered with the same token is another history too: a disk image was put back. Raises
-    `BadSetting` where the streams are known to Tidemark by another name.
+    Raises `BadSetting` where the streams are known to Tidemark by another name.
     """
     with connection.transaction():
-        _turn(connection, database, writer, remembered or {})
+        _turn(connection, history, writer)
         for number, names in (strangers or {}).items():
             _introduce(connection, number, names)
         rows = connection.execute(
             """
-            select number, stream, direction, version, abs(floor), start, kept.after, kept.writer,
+            select number, stream, direction, version, abs(floor),
+                coalesce((select max(upto) from tidemark.append_told told where told.number = kept.number), 0),
+                start, kept.after, kept.writer,
                 jsonb_agg(
                     jsonb_build_array(known.writer, epoch, abs(last), state, hashtext(known.writer) & 4294967295)
                 ) filter (where known.state <> 'retired'),
@@ -135,7 +145,7 @@ def begin(
             """
         ).fetchall()
     found = []
-    for number, name, sign, version, floor, start, after, own, writers, unnamed in rows:
+    for number, name, sign, version, floor, upto, start, after, own, writers, unnamed in rows:
         if own != writer:
             raise BadSetting("writer", f"stream {name} of this database was told as {own!r}, not as {writer!r}")
         known = [
@@ -145,28 +155,27 @@ def begin(
         retiring = [each for each in known if each.state == "retiring"]
         living = {each.name: each for each in known if each.state != "retiring"}
         stream = AppendStream(number, name, Direction(sign))
-        timeline = Timeline(database, start, after)
-        found.append(Told(stream, version, floor, timeline, own, living, retiring))
+        timeline = Timeline(history.database, start, after)
+        found.append(Told(stream, version, floor, upto, timeline, own, living, retiring))
     return found
 
 
-def _turn(connection: Connection, database: str, writer: str, remembered: Remembered) -> None:
-    """Begin new epochs where the history is another one, and the first of a stream."""
+def _turn(connection: Connection, history: ServerHistory, writer: str) -> None:
+    """Begin new epochs where the history is another one, and the first of a stream.
+
+    A start of which Kafka may not have every JOIN is begun again with the same tokens.
+    """
     connection.execute(
         """
-        with turned as (
+        with broken as (
+            select number from tidemark.append_writers where state = 'joining'
+        ), turned as (
             update tidemark.append_progress as old
-            set version = version + 1, database = %(database)s, start = gen_random_uuid()::text,
-                after = case when exists (
-                    select from tidemark.append_writers known
-                    where (known.number, known.writer) = (old.number, old.writer) and known.state = 'joined'
-                ) then old.start else old.after end,
+            set version = version + 1, database = %(database)s, server = %(server)s,
+                start = case when number in (table broken) then old.start else gen_random_uuid()::text end,
+                after = case when number in (table broken) then old.after else old.start end,
                 writer = coalesce(old.writer, %(writer)s)
-            where old.database is distinct from %(database)s or exists (
-                select from unnest(%(numbers)s::integer[], %(starts)s::text[], %(floors)s::bigint[])
-                    as known (number, start, floor)
-                where (known.number, known.start) = (old.number, old.start) and known.floor > abs(old.floor)
-            )
+            where (old.database, old.server) is distinct from (%(database)s, %(server)s)
             returning number, writer, floor
         ), again as (
             update tidemark.append_writers as old
@@ -178,12 +187,10 @@ def _turn(connection: Connection, database: str, writer: str, remembered: Rememb
         where (number, writer) not in (select number, writer from tidemark.append_writers)
         """,
         {
-            "database": database,
+            "database": history.database,
+            "server": history.server,
             "writer": writer,
             "now": _now(connection),
-            "numbers": [*remembered],
-            "starts": [start for start, _ in remembered.values()],
-            "floors": [floor for _, floor in remembered.values()],
         },
     )
 

@@ -3,7 +3,7 @@
 The order in which they are asked is the proof: see `sources.relay.evidence` and `sources.relay.decider`.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from tidemark.sources.relay.evidence import Holder
@@ -146,12 +146,22 @@ def page(connection: Connection, stream: AppendStream, asked: Intervals, most_by
     return Page(facts, int(asked.highs[-1]) if whole else facts[-1].id, floor, version, size)
 
 
-def make_durable(connection: Connection) -> None:
-    """All that the server has done so far survives a crash: this writes to its log and waits for the disk.
+def note_told(connection: Connection, heads: Mapping[AppendStream, int]) -> None:
+    """What is about to be told of these streams lies at or below the heads; all that the server has done so far
+    survives a crash: this writes to its log and waits for the disk.
 
     `nextval` is durable only with a later commit, and so is what a transaction commits that does not wait itself.
     """
-    connection.execute("select pg_logical_emit_message(true, 'tidemark.relay', '')")
+    connection.execute(
+        """
+        with noted as (
+            insert into tidemark.append_told (number, upto) select unnest(%s::integer[]), unnest(%s::bigint[])
+            on conflict do nothing
+        )
+        select pg_logical_emit_message(true, 'tidemark.relay', '')
+        """,
+        [[stream.number for stream in heads], [*heads.values()]],
+    )
 
 
 def beat(connection: Connection, stream: AppendStream) -> None:
@@ -176,6 +186,9 @@ def raise_floor(connection: Connection, stream: AppendStream, version: int, old:
             delete from tidemark.append_outbox
             where number = (select number from raised) and id between %(low)s and %(high)s
             returning abs(id) as id, writer, rows
+        ), surpassed as (
+            delete from tidemark.append_told
+            where number = (select number from raised) and upto >= %(old)s and upto < %(new)s
         ), ended as (
             select name as writer, max(id) as id from gone, unnest(rows) as name where writer = %(beat)s group by 1
         ), cut as (

@@ -84,7 +84,6 @@ class AppendRelay:
         self._writer = writer or ""
         self._metrics = metrics
         self._halt = halt
-        self._floors: dict[int, tuple[str | None, int]] = {}
         self._strangers: dict[int, dict[str, int]] = {}
         self._due: deque[Decided] = deque()
         self._flying: list[_InFlight] = []
@@ -145,15 +144,14 @@ class AppendRelay:
             try:
                 self._work(connection, decider)
             finally:
-                self._floors |= decider.floors
                 self._strangers = decider.strangers
 
     def _joined(self, connection: Connection) -> list[join.Told]:
-        database = join.history(connection, self._session.where)
+        history = join.history(connection, self._session.where)
         self._writer = self._given or connection.info.dbname
         if not is_writer(self._writer):
             raise BadSetting("writer", why_no_name(self._writer))
-        found = join.begin(connection, database, self._writer, self._floors, self._strangers)
+        found = join.begin(connection, history, self._writer, self._strangers)
         if acts := [record for each in found for record in each.acts()]:
             for record in acts:
                 self._producer.send(record.stream, records.encode(record))

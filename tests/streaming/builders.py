@@ -46,6 +46,7 @@ class Record:
     timeline: Timeline | None = None
     beyond: bool = False
     transactions: tuple[str, ...] = ()
+    told: int = 0
 
     @property
     def control(self) -> bool:
@@ -73,8 +74,10 @@ def row(writer: str, epoch: int = 0) -> Record:
     return Record("ROW", writer, epoch)
 
 
-def join(writer: str, id: int, epoch: int = 1, *, unseen: bool = False, timeline: Timeline | None = None) -> Record:
-    return Record("JOIN", writer, epoch, id=id, unseen=unseen, timeline=timeline)
+def join(
+    writer: str, id: int, epoch: int = 1, *, unseen: bool = False, timeline: Timeline | None = None, told: int = 0
+) -> Record:
+    return Record("JOIN", writer, epoch, id=id, unseen=unseen, timeline=timeline, told=told)
 
 
 def retire(writer: str, id: int, epoch: int = 1) -> Record:
@@ -145,6 +148,7 @@ def _packet(item: Sent) -> Packet:
     elif record.kind == "ROW":
         rows.append(BatchRows(record.stream, record.writer, record.epoch, zero, offset, offset))
     else:
+        told = 0 if record.control else record.told
         markers.append(
             Marker(
                 record.stream,
@@ -153,7 +157,7 @@ def _packet(item: Sent) -> Packet:
                 Kind[record.kind],
                 abs(record.prev),
                 abs(record.id),
-                Direction.of(record.id),
+                Direction.of(record.id or told),
                 record.unseen,
                 record.by,
                 "because" if record.control else None,
@@ -162,6 +166,7 @@ def _packet(item: Sent) -> Packet:
                 record.timeline,
                 record.beyond,
                 [*record.transactions],
+                abs(told),
             )
         )
     return Packet(_topic(record), record.partition, record.role, offset + 1, runs, rows, markers, [])
@@ -215,6 +220,8 @@ def as_json(record: Record) -> bytes:
         value |= {"unseen": record.unseen}
     if record.timeline is not None:
         value |= {"timeline": record.timeline}
+    if record.told:
+        value |= {"told": record.told}
     if record.by is not None:
         value |= {"by": record.by, "why": "because"}
     if record.beyond:

@@ -142,7 +142,8 @@ class Model:
         if not record.control and self.home not in (None, record.partition):
             self.astray(record)
             return "rejected: wrong_partition"
-        sign = (record.id > 0) - (record.id < 0)
+        named = record.id or (0 if record.control else record.told)
+        sign = (named > 0) - (named < 0)
         if sign * self.direction < 0:
             return "rejected: mixed_sign"
         if record.epoch == LIVING:
@@ -314,31 +315,32 @@ class Model:
 
     def _begin(self, record: Record) -> tuple[Incarnated, int | None]:
         id, name = abs(record.id), record.writer
-        why = self._went_back(record)
+        stands = max(id, _told(record))
+        why = self._went_back(record, stands)
         if why is not None:
-            self.timeline, self.began = self.timeline + 1, id
+            self.timeline, self.began = self.timeline + 1, stands
             position = self.writers[name].position if name in self.writers else 0
-            self.timelines.append((name, record.epoch, id, position, why))
+            self.timelines.append((name, record.epoch, stands, position, why))
             for other, known in self.writers.items():
-                self._go_back(known, other, id)
-            self.done = {at for at in self.done if at <= id}
+                self._go_back(known, other, stands)
+                if record.timeline is not None and known.start == record.timeline.start:
+                    known.timeline = self.timeline
+            self.done = {at for at in self.done if at <= stands}
         writer, retire = self.writers.setdefault(name, Incarnated(record.epoch, refused=self.refused)), None
         refused = 0
-        self._go_back(writer, name, id)
+        self._go_back(writer, name, stands)
         for key in sorted(self.held):
             if key[0] == name and key[1] <= record.epoch:
                 held = self.held.pop(key)
                 if key[1] < record.epoch:
-                    self._take_back(held, name, id, held.reach)
+                    self._take_back(held, name, stands, held.reach)
                 else:
                     retire, refused = held.retire, held.refused
-                    gone = Incarnated(0, dict(held.settled))
-                    self._take_back(gone, name, id, writer.published)
-                    writer.blurred |= gone.blurred
+                    self._come_again(writer, name, held, id)
                 writer.adopt(held)
         writer.denied |= {at for at in writer.late if at <= id}
         writer.epoch, writer.retired, writer.timeline = record.epoch, False, self.timeline
-        writer.late = dict.fromkeys(range(id + 1, writer.published + 1), "regressed")
+        writer.late = {at: why for at, why in writer.late.items() if at > id}
         if record.timeline is not None:
             self.database, writer.start = record.timeline.database, record.timeline.start
         self._settle(writer, 0, id, _how(record))
@@ -346,8 +348,19 @@ class Model:
             writer.refused = refused
         return writer, retire
 
-    def _went_back(self, record: Record) -> str | None:
-        id, writer, told = abs(record.id), self.writers.get(record.writer), record.timeline
+    def _come_again(self, writer: Incarnated, name: str, held: Incarnated, id: int) -> None:
+        """What an incarnation completed beyond its own JOIN is late where its IDs were published, or skipped."""
+        gone = Incarnated(0, dict(held.settled))
+        for at in writer.late:
+            if at > id:
+                self._take_back(gone, name, at - 1, at)
+        late = {at for at in writer.late if at > id}
+        for prev, top in held.ranges():
+            writer.blurred |= 0 < len(late & {*range(prev + 1, top + 1)}) < top - prev
+
+    def _went_back(self, record: Record, id: int) -> str | None:
+        """`id`: up to here its database says that nothing is given out again."""
+        writer, told = self.writers.get(record.writer), record.timeline
         held = [it for key, it in self.held.items() if key[0] == record.writer and key[1] < record.epoch]
         if told is not None and self.database not in (None, told.database):
             return "database"
@@ -454,6 +467,10 @@ class Model:
             if how == SKIPPED:
                 writer.late.setdefault(at, "skipped")
         return bool(open_)
+
+
+def _told(record: Record) -> int:
+    return 0 if record.control else abs(record.told)
 
 
 def _how(record: Record) -> str:

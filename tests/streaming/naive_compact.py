@@ -127,16 +127,19 @@ def _marker(record: records.Marker | records.Open, message: Message) -> tuple[ob
     if isinstance(record, records.Open):
         nothing = (0, 0, Direction.UNKNOWN, False, None, None)
         who = record.stream, record.writer, record.epoch, "OPEN"
-        return (*who, *nothing, message.offset, message.time, None, False, record.transactions)
+        return (*who, *nothing, message.offset, message.time, None, False, record.transactions, 0)
     prev = record.prev if isinstance(record, records.Skip) else 0
     unseen = isinstance(record, records.Join) and record.unseen
     name = type(record).__name__.upper()
+    told = (record.told or 0) if isinstance(record, records.Join) and record.by is None else 0
+    direction = Direction.of(record.id or told)
     return (
-        *(record.stream, record.writer, record.epoch, name, abs(prev), abs(record.id), Direction.of(record.id), unseen),
+        *(record.stream, record.writer, record.epoch, name, abs(prev), abs(record.id), direction, unseen),
         *(record.by, record.why, message.offset, message.time),
         record.timeline if isinstance(record, records.Join) else None,
         record.beyond,
         [],
+        abs(told),
     )
 
 
@@ -189,7 +192,7 @@ def unpack(packets: Iterable[Packet]) -> Compacted:
     for rejected in (rejected for packet in packets for rejected in packet.rejected):
         assert rejected.reason not in result.rejected
         result.rejected[rejected.reason] = np.frombuffer(rejected.offsets, "<i8").tolist()
-    result.markers.sort(key=lambda marker: marker[-5])  # type: ignore[arg-type,return-value]  # the offset
+    result.markers.sort(key=lambda marker: marker[-6])  # type: ignore[arg-type,return-value]  # the offset
     return result
 
 

@@ -1,7 +1,7 @@
 """Writers that keep docs/design.md 3 and 4 against one sequence: what they send, and what their database holds."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.streaming.builders import Record, join, position, rdata, retire, void
 from tidemark.streaming.records import Timeline
@@ -17,7 +17,9 @@ class Transaction:
 
 @dataclass
 class Process:
-    """One writer's process; `outbox` holds committed facts that were not sent."""
+    """One writer's process; `outbox` holds committed facts that were not sent. Where a relay tells of it, `edges` are
+    what it completed beyond `joined`.
+    """
 
     name: str
     epoch: int = 0
@@ -26,6 +28,8 @@ class Process:
     open: list[Transaction] = field(default_factory=list)
     outbox: list[Record] = field(default_factory=list)
     token: str | None = None
+    edges: list[Record] = field(default_factory=list)
+    joined: int = 0
 
 
 class Database:
@@ -38,6 +42,9 @@ class Database:
         self.facts: set[tuple[str, int]] = set()
         self.history = 1
         self.starts = 0
+        self.token: str | None = None
+        self.told = 0
+        self.settled = 0
 
     def start(self, name: str) -> Iterator[Record]:
         """The fence: what was open is rolled back, the outbox is sent, then the JOIN."""
@@ -52,6 +59,45 @@ class Database:
         process.last, process.alive = self.last_value, True
         yield join(name, self.sign * self.last_value, process.epoch, timeline=timeline)
 
+    def relay_starts(self, back: int) -> Iterator[Record]:
+        """One that tells of all writers, on a server that was down (docs/design.md 4b): what was open is void. It joins
+        at a floor, `back` IDs below the lowest that is not told, and tells again what lies beyond.
+        """
+        self.starts += 1
+        timeline = Timeline("database", f"start {self.starts}", self.token)
+        floor = max(0, self._end_all(self.last_value) - back)
+        for process in self.processes.values():
+            process.alive, process.epoch = True, process.epoch + 1
+            process.joined = max([process.joined, *(abs(it.id) for it in process.edges if abs(it.id) <= floor)])
+            process.edges = [it for it in process.edges if abs(it.id) > process.joined]
+            process.last = max([process.joined, *(abs(it.id) for it in process.edges)])
+            id, told = self.sign * process.joined, self.sign * self.told
+            yield join(process.name, id, process.epoch, timeline=timeline, told=told)
+        self.token, self.told, self.settled = timeline.start, self.last_value, self.last_value
+        for process in self.processes.values():
+            yield from (replace(it, epoch=process.epoch) for it in process.edges)
+
+    def image_is_put_back(self, value: int) -> None:
+        """A disk image of a server of which a relay tells: it looks like the server that it was."""
+        self._end_all(value)
+        self.last_value, self.told = value, min(self.told, value)
+        for process in self.processes.values():
+            process.edges = [it for it in process.edges if abs(it.id) <= value]
+            process.joined, process.alive = min(process.joined, value), False
+
+    def _end_all(self, value: int) -> int:
+        """Of what is there up to `value` all that is open is void; gives up to where everything was told."""
+        unsent = [abs(record.id) for it in self.processes.values() for record in it.outbox]
+        unsent += [open_.id for it in self.processes.values() for open_ in it.open]
+        self.settled = min([self.settled, value, *(id - 1 for id in unsent)])
+        for process in self.processes.values():
+            process.outbox.clear()
+            for open_ in process.open:
+                process.edges.append(void(process.name, self.sign * open_.prev, self.sign * open_.id))
+            process.open.clear()
+            process.edges.sort(key=lambda it: abs(it.id))
+        return self.settled
+
     def reserve(self, name: str) -> None:
         process = self.processes[name]
         self.last_value += 1
@@ -63,6 +109,7 @@ class Database:
         process, done = self._end(name, which)
         self.facts.add((name, done.id))
         process.outbox.append(rdata(name, self.sign * done.id, self.sign * done.prev, process.epoch))
+        process.edges.append(process.outbox[-1])
 
     def send(self, name: str, which: int) -> Iterator[Record]:
         process = self.processes[name]
@@ -70,13 +117,15 @@ class Database:
 
     def roll_back(self, name: str, which: int) -> Iterator[Record]:
         process, done = self._end(name, which)
-        yield void(name, self.sign * done.prev, self.sign * done.id, process.epoch)
+        process.edges.append(void(name, self.sign * done.prev, self.sign * done.id, process.epoch))
+        yield process.edges[-1]
 
     def heartbeat(self, name: str) -> Iterator[Record]:
         process = self.processes[name]
         if process.last < self.last_value:
-            yield position(name, self.sign * process.last, self.sign * self.last_value, process.epoch)
+            process.edges.append(position(name, self.sign * process.last, self.sign * self.last_value, process.epoch))
             process.last = self.last_value
+            yield process.edges[-1]
 
     def retire(self, name: str) -> Iterator[Record]:
         """Stops for good, once it has nothing open and nothing to send."""

@@ -182,7 +182,7 @@ class Restored(RuleBasedStateMachine):
     def work(self, name: str, count: int, ends: list[tuple[int, bool]]) -> None:
         process = self.database.processes[name]
         if not process.alive:
-            self.queue.extend(self.database.start(name))
+            self.start(name)
         for _ in range(count):
             self.database.reserve(name)
         for which, commit in ends[: len(process.open)]:
@@ -192,6 +192,9 @@ class Restored(RuleBasedStateMachine):
                 self.queue.extend(self.database.send(name, -1))
             else:
                 self.queue.extend(self.database.roll_back(name, which))
+
+    def start(self, name: str) -> None:
+        self.queue.extend(self.database.start(name))
 
     @rule()
     def heartbeats(self) -> None:
@@ -203,11 +206,14 @@ class Restored(RuleBasedStateMachine):
     def restore(self, back: int) -> None:
         """Told by the server's own history, as by Postgres: all that was sent has been read by then."""
         self.advance()
-        self.database.restore(max(0, self.database.last_value - back), told=True)
+        self.go_back(max(0, self.database.last_value - back))
         self.passed = max(self.passed, self.linear)
         self.published = {name: abs(at) for name, at in self.shard.positions.items()}
         self.late.clear()
         self.fresh.clear()
+
+    def go_back(self, value: int) -> None:
+        self.database.restore(value, told=True)
 
     @property
     def linear(self) -> int:
@@ -229,7 +235,7 @@ class Restored(RuleBasedStateMachine):
     def teardown(self) -> None:
         """All that is in flight ends; then the line has reached the end of the sequence, or is beyond it."""
         for name in WRITERS:
-            self.queue.extend(self.database.start(name))
+            self.start(name)
         for name in WRITERS:
             self.queue.extend(self.database.heartbeat(name))
         self.advance()
@@ -238,3 +244,50 @@ class Restored(RuleBasedStateMachine):
 
 Restored.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, print_blob=True)
 TestRestored = Restored.TestCase
+
+
+class Relayed(Restored):
+    """The same where a relay tells of all writers: nothing but what it told shows that a disk image was put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = 0
+        self.lost = False
+
+    def start(self, name: str) -> None:
+        self.restart(0)
+
+    @rule(back=st.integers(0, 6))
+    def restart(self, back: int) -> None:
+        """Of the server, and so of the relay, whose floor is `back` below what it told."""
+        self.tell()
+        self.queue.extend(self.database.relay_starts(back))
+
+    def go_back(self, value: int) -> None:
+        self.database.image_is_put_back(value)
+        self.lost |= self.told > value
+        self.told = min(self.told, value)
+
+    def tell(self) -> None:
+        """Before anything is sent, the database knows up to where."""
+        self.told = max([self.told, *(abs(record.id) for record in self.queue)])
+        if self.queue:
+            self.database.told = max(self.database.told, self.database.last_value)
+
+    @property
+    def timelines(self) -> int:
+        return self.shard.stream().timeline if self.shard.states else 1
+
+    @rule()
+    def advance(self) -> None:
+        self.tell()
+        known = self.timelines
+        joined = any(record.kind == "JOIN" for record in self.queue)
+        super().advance()
+        assert self.timelines - known == (self.lost and joined)
+        if joined:
+            self.lost = False
+
+
+Relayed.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, print_blob=True)
+TestRelayed = Relayed.TestCase

@@ -1,12 +1,13 @@
 """The epochs in which a database is told."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import psycopg
 import pytest
 
-from tidemark.sources.relay import join
-from tidemark.sources.relay.join import Told
+from tidemark.sources.relay import join, looks
+from tidemark.sources.relay.join import ServerHistory, Told
 from tidemark.streaming.errors import BadSetting
 
 
@@ -18,8 +19,8 @@ def sql(ready: str) -> Iterator[psycopg.Connection]:
         yield connection
 
 
-def begun(sql: psycopg.Connection, database: str = "one") -> list[Told]:
-    return join.begin(sql, database, "shop")
+def begun(sql: psycopg.Connection, database: str = "one", server: str = "1") -> list[Told]:
+    return join.begin(sql, ServerHistory(database, server), "shop")
 
 
 def test_relays_that_follow_each_other_go_on_in_one_epoch(sql: psycopg.Connection) -> None:
@@ -57,19 +58,48 @@ def test_another_history_begins_a_higher_epoch(sql: psycopg.Connection) -> None:
 
 def test_a_join_that_may_not_have_arrived_is_not_followed(sql: psycopg.Connection) -> None:
     """The next epoch says what the broken one would have said, and what is unseen stays so."""
-    begun(sql)
+    before = begun(sql)
     after = begun(sql, "two")
     assert [each.timeline.after for each in after] == [None, None]
+    assert [each.timeline.start for each in after] == [each.timeline.start for each in before]
+    assert all(new.writers["shop"].epoch > old.writers["shop"].epoch for old, new in zip(before, after, strict=True))
     assert after[1].joins()[0].unseen
+
+
+def test_a_server_that_began_later_is_told_again_how_far_it_was(sql: psycopg.Connection) -> None:
+    """Its disk may be older. Before anything was told nothing is said of it."""
+    before = begun(sql)
+    assert [each.joins()[0].told for each in before] == [None, None]
+    join.acknowledged(sql, before)
+    orders, history = (each.stream for each in before)
+    for upto in (5, 4):
+        looks.note_told(sql, {orders: upto, history: 9})
+    assert begun(sql) == [
+        replace(old, upto=upto, writers=new.writers) for old, new, upto in zip(before, begun(sql), (5, 9), strict=True)
+    ]
+    after = begun(sql, server="2")
+    assert [(each.joins()[0].id, each.joins()[0].told) for each in after] == [(0, 5), (-7, -9)]
+    assert [each.timeline.after for each in after] == [each.timeline.start for each in before]
+
+
+def test_what_was_noted_goes_with_the_rows_below_the_floor(sql: psycopg.Connection) -> None:
+    """All but the last."""
+    (orders, _) = begun(sql)
+    for upto in (1, 3, 5, 8):
+        looks.note_told(sql, {orders.stream: upto})
+    for old, new in ((0, 3), (3, 8)):
+        assert looks.raise_floor(sql, orders.stream, orders.version, old, new)
+    rows = sql.execute("select upto from tidemark.append_told where number = %s", [orders.stream.number]).fetchall()
+    assert rows == [(8,)]
 
 
 def test_a_writer_joins_at_the_floor_where_it_is_found(sql: psycopg.Connection) -> None:
     """Whoever finds it first says where; in another history all join anew, the database first."""
     join.acknowledged(sql, begun(sql))
     sql.execute("update tidemark.append_progress set floor = 5 where number = 1")
-    found = join.begin(sql, "one", "shop", None, {1: {"web": 0}})
+    found = join.begin(sql, ServerHistory("one", "1"), "shop", {1: {"web": 0}})
     sql.execute("update tidemark.append_progress set floor = 9 where number = 1")
-    again = join.begin(sql, "one", "shop", None, {1: {"web": 0, "till": 0}})
+    again = join.begin(sql, ServerHistory("one", "1"), "shop", {1: {"web": 0, "till": 0}})
     assert [(each.writer, each.id, each.unseen) for each in found[0].joins()] == [("web", 5, False)]
     assert [(each.writer, each.id) for each in again[0].joins()] == [("till", 9), ("web", 5)]
     assert again[0].version > found[0].version
@@ -90,7 +120,7 @@ def test_a_database_keeps_its_name(sql: psycopg.Connection) -> None:
     """Under another one its facts would come twice, from two writers."""
     begun(sql)
     with pytest.raises(BadSetting, match="stream orders of this database was told as 'shop', not as 'store'"):
-        join.begin(sql, "one", "store")
+        join.begin(sql, ServerHistory("one", "1"), "store")
 
 
 def test_a_table_that_was_made_anew_is_another_history(sql: psycopg.Connection) -> None:

@@ -430,7 +430,7 @@ DECIDERS: list[tuple[Scene, MakeDecider]] = [
 LOOKS: list[tuple[Scene, str, Any]] = [
     (open_long, "end_one", lambda _: None),
     (prepared_long, "holders", sessions_only),
-    (crashed_after_telling, "make_durable", lambda _: None),
+    (crashed_after_telling, "note_told", lambda *_: None),
 ]
 FUNCTIONS = [
     (open_long, "take_lock", "perform pg_advisory_xact_lock_shared(1414087749 + _of.number, hashtext(_writer));", ""),

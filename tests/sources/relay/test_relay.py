@@ -302,23 +302,6 @@ def test_while_kafka_is_away_memory_is_bounded(
     agrees(judge, sql, facts)
 
 
-def test_a_disk_image_that_is_put_back_begins_a_new_epoch(sql: psycopg.Connection, run: Run, judge: Judge) -> None:
-    """The relay remembers how far the database was, and joins again where that is lower."""
-    run()
-    append(sql, 3)
-    eventually(lambda: settled(sql))
-    sql.execute("update tidemark.append_progress set floor = 1")
-    sql.execute("select setval('tidemark.append_ids_1', 1)")
-    sql.execute("select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'tidemark relay'")
-    eventually(lambda: len([1 for kind, _, _ in judge.verdict().kinds() if kind == "JOIN"]) == 2)
-    append(sql, 1)
-    eventually(lambda: settled(sql))
-    joins = [(epoch, id) for kind, epoch, id in judge.verdict().kinds() if kind == "JOIN"]
-    assert [id for _, id in joins] == [0, 1]
-    assert joins[0][0] < joins[1][0]
-    assert [late.why for late in judge.verdict().effects["orders"].late] == ["regressed"]
-
-
 def test_a_relay_of_another_name_stops(sql: psycopg.Connection, run: Run) -> None:
     """Its facts would come twice, from two writers."""
     first = run()

@@ -14,7 +14,7 @@ NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 
 def told(name: str = "orders") -> Told:
     own = ToldWriter("shop", 7, 0, "joined", frozenset())
-    return Told(AppendStream(1, name, Direction.FORWARD), 1, 0, Timeline("d", "s"), "shop", {"shop": own})
+    return Told(AppendStream(1, name, Direction.FORWARD), 1, 0, 0, Timeline("d", "s"), "shop", {"shop": own})
 
 
 def held(

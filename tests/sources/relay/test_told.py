@@ -20,7 +20,7 @@ from tidemark.streaming.records import FactRun, Position, Rdata, Record, Timelin
 
 def of(direction: Direction = Direction.FORWARD) -> Told:
     writers = {name: ToldWriter(name, 7, 0, "joined", frozenset()) for name in ("shop", "till")}
-    return Told(AppendStream(1, "orders", direction), 1, 0, Timeline("d", "s"), "shop", writers)
+    return Told(AppendStream(1, "orders", direction), 1, 0, 0, Timeline("d", "s"), "shop", writers)
 
 
 def fact(id: int, *rows: str, writer: str = "") -> AppendedFact:

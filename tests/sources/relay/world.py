@@ -224,7 +224,7 @@ class SteppedRelay:
         self.die()
 
     def _acted(self, connection: Connection) -> list[Told]:
-        found = join.begin(connection, "here", WRITER, None, self._strangers)
+        found = join.begin(connection, join.history(connection, "here"), WRITER, self._strangers)
         self._strangers = {}
         self._sent([records.encode(record) for each in found for record in each.acts()])
         return found
@@ -280,10 +280,18 @@ class World:
             with suppress(psycopg.Error):
                 victim.execute("select 1")
             victim.close()
+        eventually(self._has_ended)  # a connection that is made before the server has noticed goes with the others
         eventually(self._answers)
         for service in [*self.services, self.bystander, self.operator]:
             service.close()
             service.end()
+
+    def _has_ended(self) -> bool:
+        try:
+            self._admin.execute("select 1")
+        except psycopg.Error:
+            return True
+        return False
 
     def _answers(self) -> bool:
         try:
@@ -367,6 +375,9 @@ class Core:
         self.voids: set[int] = set()
         self.rejected: dict[str, int] = {}
         self.late = 0
+        self.late_ids: set[int] = set()
+        self.timelines: list[tuple[int, str]] = []
+        self.told = 0
         self.line = 0
         self.positions: dict[str, int] = {}
         self.retired: set[str] = set()
@@ -392,7 +403,11 @@ class Core:
         done = advance(0, self._states, packets, 0, Bounds())
         for bad in done.rejected:
             self.rejected[bad.reason] = self.rejected.get(bad.reason, 0) + bad.records
-        self.late += sum(len(stream.late) for stream in done.streams)
+        for stream in done.streams:
+            self.late += len(stream.late)
+            self.late_ids.update(id for it in stream.late for id in range(it.prev + 1, it.id + 1))
+            self.timelines += [(it.id, it.why) for it in stream.timelines]
+        self.told = max([self.told, *map(abs, self.facts), *map(abs, self.voids)])
         state = decode(self._states[self._stream])
         self.line = state.line.position
         self.positions = {name: state.writers[name].position for name in state.writers}

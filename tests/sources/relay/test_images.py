@@ -1,0 +1,115 @@
+"""Disk images that are put back under a relay, and what Tidemark's own core makes of it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from tests.fix_servers import Unsynced, copied, put_back
+from tests.sources.relay.world import Core, Service, SteppedRelay, prepared_schema
+from tidemark.app.stack.home import Home
+from tidemark.app.stack.postgres import PostgresServer
+from tidemark.app.stack.server import free_port
+from tidemark.sources.relay.decider import Decider
+
+pytestmark = pytest.mark.postgres
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresServer]:
+    """One of its own: others' would lose what they committed."""
+    server = Unsynced(Home(tmp_path_factory.mktemp("relayed")), free_port())
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def shop(server: PostgresServer, request: pytest.FixtureRequest) -> Iterator[str]:
+    name = f"shop_{abs(hash(request.node.name))}"
+    with psycopg.connect(server.dsn("postgres"), autocommit=True) as connection:
+        connection.execute(f"create database {name}".encode())
+    with prepared_schema(server.dsn(name)):
+        with psycopg.connect(server.dsn(name), autocommit=True) as connection:
+            connection.execute("select tidemark.create_stream('orders')")
+        yield server.dsn(name)
+
+
+class Relayed:
+    """The stream `orders`, told by one relay after the other."""
+
+    def __init__(self, dsn: str) -> None:
+        self.core = Core("orders")
+        self._dsn = dsn
+        self.service = Service(dsn)
+        self.restart()
+
+    def append(self, count: int, writer: str = "") -> list[int | None]:
+        return [self.service.append("orders", 1, writer) for _ in range(count)]
+
+    def restart(self) -> None:
+        """Services and relay, which knows nothing."""
+        self.service.close()
+        self.service = Service(self._dsn)
+        self.relay = SteppedRelay(self._dsn, Decider, self.core.take, most_facts=1)
+
+
+@pytest.mark.parametrize("writer", ["", "till"])
+@pytest.mark.parametrize("settled", [True, False])
+def test_an_image_that_is_put_back_while_no_relay_runs_begins_a_timeline(
+    server: PostgresServer, shop: str, tmp_path: Path, writer: str, *, settled: bool
+) -> None:
+    """What it gives out again beyond what it knows to be told is late, also where the services were quicker."""
+    relayed = Relayed(shop)
+    relayed.append(3, writer)
+    relayed.relay.finish()
+    if not settled:
+        relayed.append(2, writer)
+        relayed.relay.round()
+        relayed.relay.round()
+    known = relayed.core.told
+    relayed.relay.die()
+    image = copied(server, tmp_path / "image")
+    relayed.restart()
+    lost = relayed.append(4, writer)
+    relayed.relay.finish()
+    assert relayed.core.line >= 7
+    reached = relayed.core.line
+    relayed.relay.die()
+    put_back(server, image)
+    relayed.restart()
+    again = relayed.append(6, writer)
+    assert set(lost) & set(again)
+    relayed.relay.finish()
+    assert relayed.core.timelines == [(known, "position")]
+    assert {id for id in again if id and id <= reached} <= relayed.core.late_ids
+    assert min(relayed.core.late_ids) > known
+    assert relayed.core.line >= max(id for id in again if id)
+    assert relayed.core.rejected == {}
+    relayed.relay.die()
+    relayed.service.close()
+
+
+def test_a_server_that_only_began_again_begins_no_timeline(server: PostgresServer, shop: str) -> None:
+    """The relay tells again what lies beyond its floor, and nothing of it is late."""
+    relayed = Relayed(shop)
+    for settled in (True, False, False, True):
+        relayed.append(2, "till")
+        relayed.append(1)
+        if settled:
+            relayed.relay.finish()
+        else:
+            relayed.service.begin("read committed", "on")
+            relayed.append(1)
+            relayed.service.run("rollback")
+            relayed.relay.round()
+        relayed.relay.die()
+        server.stop()
+        server.start()
+        relayed.restart()
+    relayed.relay.finish()
+    assert (relayed.core.timelines, relayed.core.late, relayed.core.rejected) == ([], 0, {})
+    assert relayed.core.line >= 14
+    relayed.relay.die()
+    relayed.service.close()
