@@ -59,7 +59,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True):
 
     `epoch` is LIVING where an operator gave none. `prev` is only of meaning for a SKIP. `direction` is unknown where
     `id` and `told` are 0. `beyond`: an operator knows that `id` lies past what the stream has allocated.
-    `transactions` are those of an OPEN, which has no `id`. `told` is that of a JOIN, 0 where it says none.
+    `transactions` are those of an OPEN, which has no `id`. `told` is that of a JOIN, if it says one.
     """
 
     stream: str
@@ -77,7 +77,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True):
     timeline: Timeline | None = None
     beyond: bool = False
     transactions: list[str] = []
-    told: int = 0
+    told: int | None = None
 
     @classmethod
     def of(cls, record: records.Marker | records.Open, offset: int, time: int) -> "Marker":
@@ -97,7 +97,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True):
                 time=time,
                 transactions=record.transactions,
             )
-        told = (record.told or 0) if isinstance(record, records.Join) and record.by is None else 0
+        told = record.told if isinstance(record, records.Join) and record.by is None else None
         return cls(
             record.stream,
             record.writer,
@@ -105,7 +105,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True):
             records.kind_of(record),
             abs(record.prev) if isinstance(record, records.Skip) else 0,
             abs(record.id),
-            Direction.of(record.id or told),
+            Direction.of(record.id or told or 0),
             record.unseen if isinstance(record, records.Join) else False,
             record.by,
             record.why,
@@ -113,7 +113,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True):
             time,
             record.timeline if isinstance(record, records.Join) else None,
             record.beyond,
-            told=abs(told),
+            told=None if told is None else abs(told),
         )
 
 

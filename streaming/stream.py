@@ -224,7 +224,7 @@ class StreamState:
         return writer, retire
 
     def _begin_timeline(self, mark: Mark, position: int, why: Sign, changes: Changes) -> None:
-        """Writers that have joined by the same start are in it already; `position` is that of the one that joins."""
+        """`position` is that of the one that joins. Those whom a relay had join by the same start are in it already."""
         limit = mark.stands
         self.timeline, self.began = self.timeline + 1, limit
         self.here, self.ended = 0, min(self.ended, limit)
@@ -234,7 +234,7 @@ class StreamState:
             self.writers.follow(name)
             changes.touch(name, mark.time)
         changes.counts["forgotten"] += self.line.forget_above(limit)
-        if mark.timeline is not None:
+        if mark.timeline is not None and mark.told is not None:
             for writer in [it for it in self.writers.values() if it.start == mark.timeline.start]:
                 writer.timeline = self.timeline
                 self.here += writer.retired is None

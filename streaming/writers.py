@@ -167,7 +167,7 @@ class HeldRows:
 class Mark:
     """A JOIN or RETIRE of one incarnation at `id`. `forced`: by an operator, without the writer's evidence.
 
-    `told`: its epochs before told nothing beyond it, as its database knows, and 0 where it does not say.
+    `told`: its epochs before told nothing beyond it, as its database knows; None where it does not say.
     """
 
     writer: str
@@ -177,12 +177,12 @@ class Mark:
     unseen: bool = False
     forced: bool = False
     timeline: Timeline | None = None
-    told: int = 0
+    told: int | None = None
 
     @property
     def stands(self) -> int:
         """Up to here no ID is given out again, whatever shows that the database went back."""
-        return max(self.id, self.told)
+        return max(self.id, self.told or 0)
 
     def evidence(self, low: int, high: int, refused: int) -> Evidence:
         """How the open range `(low, high]` counts that this marker settles.
@@ -259,11 +259,14 @@ def begin(
 
 
 def taken_back(epoch: int, spans: Iterable[Span], forced: Intervals, writer: str, changes: Changes) -> None:
-    """What an earlier timeline completed, and nobody was told of, is late; nobody completed what was `forced`."""
+    """What an earlier timeline completed, and nobody was told of, is late; nobody completed what was `forced`. There is
+    nothing to tell of what holds no fact for certain.
+    """
     for span in spans:
         for low, high in forced.missing(span.prev, span.id):
-            facts = span.evidence.at_most(high - low).facts
-            changes.late.append(LateRange(writer, epoch, low, high, facts, "regressed"))
+            evidence = span.evidence.at_most(high - low)
+            if evidence.facts or evidence.unseen:
+                changes.late.append(LateRange(writer, epoch, low, high, evidence.facts, "regressed"))
 
 
 def settle(writer: WriterState, prev: int, mark: Mark, how: How, changes: Changes) -> Intervals:

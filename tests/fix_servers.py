@@ -4,9 +4,7 @@ A test that stops or kills a server starts it again before it ends. The jars are
 """
 
 import itertools
-import shutil
 import signal
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,22 +88,6 @@ class Unsynced(PostgresServer):
 
     def run_first(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         super().run_first([*command, "--no-sync"], environment)
-
-
-def copied(server: PostgresServer, to: Path) -> Path:
-    """The disk of the server, while that is down for a moment: an image as of a virtual machine."""
-    server.stop()
-    subprocess.run(["cp", "-a", server.home.data("postgres"), to], check=True)
-    server.start()
-    return to
-
-
-def put_back(server: PostgresServer, image: Path) -> None:
-    disk = server.home.data("postgres")
-    server.stop()
-    shutil.rmtree(disk)
-    subprocess.run(["cp", "-a", image, disk], check=True)
-    server.start()
 
 
 @pytest.fixture(scope="session")

@@ -46,7 +46,7 @@ class Record:
     timeline: Timeline | None = None
     beyond: bool = False
     transactions: tuple[str, ...] = ()
-    told: int = 0
+    told: int | None = None
 
     @property
     def control(self) -> bool:
@@ -75,7 +75,13 @@ def row(writer: str, epoch: int = 0) -> Record:
 
 
 def join(
-    writer: str, id: int, epoch: int = 1, *, unseen: bool = False, timeline: Timeline | None = None, told: int = 0
+    writer: str,
+    id: int,
+    epoch: int = 1,
+    *,
+    unseen: bool = False,
+    timeline: Timeline | None = None,
+    told: int | None = None,
 ) -> Record:
     return Record("JOIN", writer, epoch, id=id, unseen=unseen, timeline=timeline, told=told)
 
@@ -148,7 +154,7 @@ def _packet(item: Sent) -> Packet:
     elif record.kind == "ROW":
         rows.append(BatchRows(record.stream, record.writer, record.epoch, zero, offset, offset))
     else:
-        told = 0 if record.control else record.told
+        told = None if record.control else record.told
         markers.append(
             Marker(
                 record.stream,
@@ -157,7 +163,7 @@ def _packet(item: Sent) -> Packet:
                 Kind[record.kind],
                 abs(record.prev),
                 abs(record.id),
-                Direction.of(record.id or told),
+                Direction.of(record.id or told or 0),
                 record.unseen,
                 record.by,
                 "because" if record.control else None,
@@ -166,7 +172,7 @@ def _packet(item: Sent) -> Packet:
                 record.timeline,
                 record.beyond,
                 [*record.transactions],
-                abs(told),
+                None if told is None else abs(told),
             )
         )
     return Packet(_topic(record), record.partition, record.role, offset + 1, runs, rows, markers, [])
@@ -220,7 +226,7 @@ def as_json(record: Record) -> bytes:
         value |= {"unseen": record.unseen}
     if record.timeline is not None:
         value |= {"timeline": record.timeline}
-    if record.told:
+    if record.told is not None:
         value |= {"told": record.told}
     if record.by is not None:
         value |= {"by": record.by, "why": "because"}

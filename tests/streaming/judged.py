@@ -205,14 +205,14 @@ class Look:
             self._must(len(fed.effects.timelines) == begun, f"{'no' if begun else 'a'} timeline begins")
 
     def _takes_back(self, fed: Fed) -> None:
-        """What waited beyond the JOIN is late, as many facts as it may have had."""
+        """What waited beyond the JOIN is late where it may have facts, as many as those."""
         late = [(it.writer, it.prev, it.id, it.facts) for it in fed.effects.late]
         expected = []
         for name in WRITERS:
             if name == self.record.writer or fed.effects.timelines:
                 for prev, id, evidence in self.before.spans[name]:
                     low = max(prev, self.record.id)
-                    if low < id:
+                    if low < id and (evidence.facts or evidence.unseen):
                         expected.append((name, low, id, min(evidence.facts, id - low)))
         self._must(sorted(late) == sorted(expected), f"late is not {expected}")
         for move in fed.effects.advances:

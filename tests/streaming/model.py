@@ -142,7 +142,7 @@ class Model:
         if not record.control and self.home not in (None, record.partition):
             self.astray(record)
             return "rejected: wrong_partition"
-        named = record.id or (0 if record.control else record.told)
+        named = record.id or _told(record) or 0
         sign = (named > 0) - (named < 0)
         if sign * self.direction < 0:
             return "rejected: mixed_sign"
@@ -315,7 +315,8 @@ class Model:
 
     def _begin(self, record: Record) -> tuple[Incarnated, int | None]:
         id, name = abs(record.id), record.writer
-        stands = max(id, _told(record))
+        told = _told(record)
+        stands = max(id, abs(told or 0))
         why = self._went_back(record, stands)
         if why is not None:
             self.timeline, self.began = self.timeline + 1, stands
@@ -323,7 +324,7 @@ class Model:
             self.timelines.append((name, record.epoch, stands, position, why))
             for other, known in self.writers.items():
                 self._go_back(known, other, stands)
-                if record.timeline is not None and known.start == record.timeline.start:
+                if record.timeline is not None and told is not None and known.start == record.timeline.start:
                     known.timeline = self.timeline
             self.done = {at for at in self.done if at <= stands}
         writer, retire = self.writers.setdefault(name, Incarnated(record.epoch, refused=self.refused)), None
@@ -469,8 +470,8 @@ class Model:
         return bool(open_)
 
 
-def _told(record: Record) -> int:
-    return 0 if record.control else abs(record.told)
+def _told(record: Record) -> int | None:
+    return None if record.control else record.told
 
 
 def _how(record: Record) -> str:

@@ -181,13 +181,6 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Intervals, "without", lambda late, *_: late)
 
 
-@bent(OPERATED, "a skip is late")
-def _(patch: pytest.MonkeyPatch) -> None:
-    """Where a skip is taken back, what nobody completed is told as late."""
-    rule = writers.taken_back
-    patch.setattr(writers, "taken_back", lambda epoch, spans, _, *rest: rule(epoch, spans, EMPTY, *rest))
-
-
 @bent(BACK, "no timeline begins")
 def _(patch: pytest.MonkeyPatch) -> None:
     """A database that goes back is seen from the joiner's own position alone."""

@@ -34,7 +34,7 @@ class Hint:
     unseen: bool = False
     wrong_sign: bool = False
     partition: int = 0
-    told: int = 0
+    told: int | None = None
 
 
 def hints(kinds: str) -> st.SearchStrategy[Hint]:
@@ -48,7 +48,7 @@ def hints(kinds: str) -> st.SearchStrategy[Hint]:
         st.booleans(),
         st.sampled_from([False] * 30 + [True]),
         st.sampled_from([0] * 30 + [1]),
-        st.integers(-6, 8),
+        st.none() | st.integers(-6, 8),
     )
 
 
@@ -145,7 +145,7 @@ class Compared(RuleBasedStateMachine):
             id=sign * (prev + hint.width) if edge else sign * prev if marker else 0,
             unseen=hint.kind == "JOIN" and hint.unseen,
             partition=hint.partition,
-            told=sign * max(0, prev + hint.told) if hint.kind == "JOIN" else 0,
+            told=None if hint.told is None or hint.kind != "JOIN" else sign * max(0, prev + hint.told),
         )
 
     @precondition(lambda self: self.history)

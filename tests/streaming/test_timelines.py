@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from tests.streaming.builders import Record, Shard, join, position, rdata, retire, void
+from tests.streaming.builders import Record, Shard, join, position, rdata, retire, skip, void
 from tests.streaming.protocol import Database
 from tidemark.streaming.effects import StreamEffects
 from tidemark.streaming.model import Bounds
@@ -127,6 +127,22 @@ def test_what_came_again_is_late_again_where_the_database_goes_back_once_more(sh
     assert late(shard.feed(again)) == [("b", 2, 3, "regressed")]
     (move,) = shard.feed(join("b", 5, 2)).advances
     assert (move.prev, move.id, move.facts) == (3, 5, 0)
+
+
+def test_what_holds_no_fact_is_not_late_where_the_database_goes_back(shard: Shard) -> None:
+    """Voids and announcements are nothing to read again."""
+    shard.feed(void("b", 6, 7, epoch=1), position("b", 8, 9, epoch=1))
+    done = shard.feed(join("a", 1, 2, timeline=Timeline("db/2", "a2", "a1")))
+    assert late(done) == [("b", 4, 5, "regressed")]
+    shard.feed(join("b", 1, 2), rdata("b", 2, 1, epoch=2), void("b", 2, 3, epoch=2))
+    assert late(shard.feed(join("a", 1, 3, timeline=Timeline("db/3", "a3", "a2")))) == []
+
+
+def test_what_an_operator_skipped_beside_a_fact_is_not_late_with_it(shard: Shard) -> None:
+    """Nobody completed it, and it may be as wide as a slip of the pen."""
+    shard.feed(skip("b", 5, 2_000_000_000, beyond=True))
+    done = shard.feed(join("a", 1, 2, timeline=Timeline("db/2", "a2", "a1")))
+    assert late(done) == [("b", 4, 5, "regressed")]
 
 
 def test_a_history_that_is_not_known_shows_nothing(shard: Shard) -> None:

@@ -1,12 +1,14 @@
 """Disk images that are put back under a relay, and what Tidemark's own core makes of it."""
 
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
 import pytest
 
-from tests.fix_servers import Unsynced, copied, put_back
+from tests.fix_servers import Unsynced
 from tests.sources.relay.world import Core, Service, SteppedRelay, prepared_schema
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
@@ -34,6 +36,22 @@ def shop(server: PostgresServer, request: pytest.FixtureRequest) -> Iterator[str
         with psycopg.connect(server.dsn(name), autocommit=True) as connection:
             connection.execute("select tidemark.create_stream('orders')")
         yield server.dsn(name)
+
+
+def copied(server: PostgresServer, to: Path) -> Path:
+    """The disk of the server, while that is down for a moment: an image as of a virtual machine."""
+    server.stop()
+    subprocess.run(["cp", "-a", server.home.data("postgres"), to], check=True)
+    server.start()
+    return to
+
+
+def put_back(server: PostgresServer, image: Path) -> None:
+    disk = server.home.data("postgres")
+    server.stop()
+    shutil.rmtree(disk)
+    subprocess.run(["cp", "-a", image, disk], check=True)
+    server.start()
 
 
 class Relayed:
