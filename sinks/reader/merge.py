@@ -1,8 +1,9 @@
 """Joins what lists, history and positions say of a stream into one chain of events per writer. Pure.
 
 Whatever is fed, twice, out of a list that began anew, or with holes: each writer's events join exactly, the `prev` of
-one the `id` of the one before (docs/design.md, rule 3), and nothing is handed over twice. `LinearEvidence` makes moves
-of the linear position out of the writers' events.
+one the `id` of the one before (docs/design.md, rule 3), and nothing is handed over twice. One that was gone and comes
+back begins where the line was, as a new one does. `LinearEvidence` makes moves of the linear position out of the
+writers' events.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -127,9 +128,13 @@ class Joining:
         """No writers are left but those we know and `writers`: who comes later, begins beyond `linear`.
 
         A writer joins before it reserves, so the line cannot pass an ID of one that has not joined (docs/design.md 3).
+        Nor of one that is gone and the line has passed: it need not be known any more, or names would pile up for ever.
         """
-        self._know(writers)
+        here = {*writers}
+        self._know(here)
         self._linear = farther(linear, self._linear)
+        for gone in [it for it in self._reached if it not in here and not beyond(self._reached[it], self._linear)]:
+            del self._reached[gone]
 
     def _know(self, writers: Iterable[str]) -> None:
         for writer in writers:

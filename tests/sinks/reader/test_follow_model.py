@@ -231,6 +231,11 @@ class ModelReader:
         match event:
             case CaughtUp():
                 self.caught_up = True
+                line, shown = self.model.shown_line, self.model.shown
+                # Who is gone and was passed by the line is like one that never was: it may begin at the line.
+                self.covered = {it: at for it, at in self.covered.items() if it in shown or beyond(at, line)}
+                if self.mode == "vector":
+                    assert self.following.writers <= len(shown) + len(self.covered.keys() - shown.keys())
             case Advance():
                 self._covers(event.writer, event.prev, event.id)
                 if event.proven_empty:
