@@ -15,7 +15,6 @@ import structlog
 from tidemark.app.simulation.company import Actor, Company, Member
 from tidemark.app.simulation.replacing import Replacing
 from tidemark.sources.simulator.script import OF_SERVERS, Act, Fault
-from tidemark.sources.simulator.tables import relaying
 
 if TYPE_CHECKING:  # it needs what comes with the local stack
     from tidemark.app.simulation.servers import Servers
@@ -41,9 +40,7 @@ class Director:
         self.done: Counter[Fault] = Counter()
         """How often each act was carried out."""
         self._plan = sched.scheduler(time.monotonic)
-        self._replacing = (
-            None if servers is None else Replacing(servers, self._plan, self._befell, self._running, self._is_relayed)
-        )
+        self._replacing = None if servers is None else Replacing(servers, self._plan, self._befell, self._writing)
         self._relay = self.company.relay()
         self._readers = self.company.readers()
         self._services: list[Member] = []
@@ -65,7 +62,7 @@ class Director:
             case Fault.READER:
                 who = self._crash([reader for reader in self._readers if reader.actor], act)
             case Fault.RELAY:
-                who = self._crash_relay(act)
+                who = self._crash([self._relay] if self._relay.actor else [], act)
             case Fault.PAUSE:
                 who = self._pause(act)
             case Fault.LATE:
@@ -131,11 +128,12 @@ class Director:
     def _members(self) -> list[Member]:
         return [self._relay, *self._readers, *self._services]
 
+    def _writing(self) -> list[Member]:
+        """Who uses the services' database: services, and their relay."""
+        return [member for member in (self._relay, *self._services) if member.actor]
+
     def _running(self) -> list[Member]:
         return [service for service in self._services if service.actor]
-
-    def _is_relayed(self) -> bool:
-        return self._relay.actor is not None and relaying(self.company.stage.facts)
 
     def _crash(self, among: Sequence[Member], act: Act) -> str:
         if not among:
@@ -144,12 +142,6 @@ class Director:
         member.leave().kill()
         self._plan.enter(act.spell, 0, member.begin)
         return member.name
-
-    def _crash_relay(self, act: Act) -> str:
-        """Not while a server is replaced: nobody would notice an image that is put back meanwhile (docs/writing.md)."""
-        if self._relay.actor is None or (self._replacing and self._replacing.at_work):
-            return ""
-        return self._crash([self._relay], act)
 
     def _pause(self, act: Act) -> str:
         running = self._running()

@@ -22,8 +22,7 @@ AGAIN_AFTER = 2.0  # seconds until a fault is tried again whose server is away, 
 class Replacing:
     """For the director's thread; what takes long is done aside.
 
-    `plan` is the director's, `befell` counts what was done, `running` gives the services that run, and `relayed`
-    whether a relay works on their database.
+    `plan` is the director's, `befell` counts what was done, and `writing` gives the services and the relay that run.
     """
 
     def __init__(
@@ -31,23 +30,17 @@ class Replacing:
         servers: "Servers",
         plan: sched.scheduler,
         befell: Callable[[Fault, str], None],
-        running: Callable[[], list[Member]],
-        relayed: Callable[[], bool],
+        writing: Callable[[], list[Member]],
     ) -> None:
         self._servers = servers
         self._plan = plan
         self._befell = befell
-        self._running = running
-        self._relayed = relayed
+        self._writing = writing
         self.owed = 0
         """Acts that have begun, or wait for another to end."""
         self._restores = 0
         self._stopped: Sequence[Member] = ()
         self._in_hand: Replacement | None = None
-
-    @property
-    def at_work(self) -> bool:
-        return self._in_hand is not None
 
     def tick(self) -> None:
         self._servers.tick()
@@ -75,23 +68,16 @@ class Replacing:
             self._in_hand.give_up()
 
     def _switch(self, act: Act) -> None:
-        """At every other restore the services are stopped first; the relay has to remember what it told."""
+        """At every other restore the services are stopped first, and their relay."""
         assert self._in_hand is not None
         if act.fault is Fault.RESTORE:
-            if not self._relayed():
-                self._plan.enter(AGAIN_AFTER, 0, partial(self._switch, act))
-                return
             self._restores += 1
-            self._stopped = () if self._restores % 2 else self._running()
+            self._stopped = () if self._restores % 2 else self._writing()
         for member in self._stopped:
             member.leave().kill()
         self._work(self._in_hand.switch, partial(self._switched, act), act)
 
     def _switched(self, act: Act) -> None:
-        """Until a relay has noticed, a restore is not over."""
-        if act.fault is Fault.RESTORE and not self._relayed():
-            self._plan.enter(AGAIN_AFTER, 0, partial(self._switched, act))
-            return
         self.owed -= 1
         self._befell(act.fault, f"{self._in_hand}{', with the services down' if self._stopped else ''}")
         self._let_go()

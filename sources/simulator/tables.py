@@ -6,10 +6,8 @@ from contextlib import closing, contextmanager
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from tidemark.sources.relay import looks
 from tidemark.sources.relay.database import SCHEMA, session_of
 from tidemark.sources.simulator.script import PlayedStream
-from tidemark.streaming.errors import Unavailable
 from tidemark.streaming.postgres_session import Connection
 
 APPLICATION = "tidemark simulate"
@@ -106,20 +104,6 @@ def reached(dsn: str) -> dict[str, tuple[int, int]]:
             " from tidemark.append_progress join tidemark.append_streams s using (number)"
         ).fetchall()
     return {stream: (floor, head) for stream, floor, head in rows}
-
-
-def relaying(dsn: str) -> bool:
-    """Whether a relay works on the database."""
-    try:
-        with _using(dsn) as connection:
-            row = connection.execute(
-                "select exists (select from pg_locks where locktype = 'advisory' and classid = %s and objid = 0"
-                " and objsubid = 2 and database = (select oid from pg_database where datname = current_database()))",
-                [looks.LOCK],
-            ).fetchone()
-    except Unavailable:
-        return False
-    return row is not None and bool(row[0])
 
 
 @contextmanager
