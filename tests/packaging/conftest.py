@@ -113,11 +113,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def base_install(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """`pip install tidemark`, without any extra."""
+    """`pip install tidemark[writer]`, which is the base."""
     root = tmp_path_factory.mktemp("base")
     succeeds(sys.executable, "-m", "venv", "--without-pip", root)
     environment = Environment(root)
-    environment.install(wheel)
+    environment.install(f"{wheel}[writer]")
     return environment
 
 

@@ -9,6 +9,7 @@ from packaging.requirements import Requirement
 
 ENTRIES = {
     "": ["app.config", "app.lines.listen", "app.logs", "sinks.postgres.database", "sources.client"],
+    "writer": ["sources.client"],
     "relay": ["app.produce", "app.relay"],
     "reader": ["sinks.reader"],
     "pipeline": ["app.pipeline", "app.start"],
