@@ -145,6 +145,18 @@ def test_what_an_operator_skipped_beside_a_fact_is_not_late_with_it(shard: Shard
     assert late(done) == [("b", 4, 5, "regressed")]
 
 
+def test_a_name_that_only_the_lost_history_knew_does_not_hold_the_line_of_a_relay() -> None:
+    """It never joins again; but each ID that is given out is somebody's fact, or void, and the line goes by those."""
+    shard, first, second = Shard(), Timeline("db", "s1"), Timeline("db", "s2", "s1")
+    shard.feed(join("shop", 0, timeline=first), join("pod", 0, timeline=first), rdata("pod", 1, epoch=1))
+    shard.feed(position("shop", 0, 1, epoch=1), rdata("shop", 2, epoch=1), position("pod", 1, 2, epoch=1))
+    done = shard.feed(join("shop", 1, 2, timeline=second, told=1), rdata("shop", 2, epoch=2))
+    assert begun(done) == [("shop", 1, 2, "position")]
+    assert late(done) == [("shop", 1, 2, "regressed")]
+    shard.feed(rdata("shop", 3, epoch=2), void("shop", 3, 4, epoch=2), rdata("shop", 5, epoch=2))
+    assert (shard.positions, shard.linear) == ({"shop": 5, "pod": 2}, 5)
+
+
 def test_a_history_that_is_not_known_shows_nothing(shard: Shard) -> None:
     """The right to read it was taken away and given back: neither is another database."""
     done = shard.feed(join("a", 5, 2, timeline=Timeline(None, "a2", "a1")))
