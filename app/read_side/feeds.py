@@ -49,13 +49,16 @@ class Feed:
         self._notified = notifications.next(stream)
         self._following = Following(stream, "vector", None)
         self._place: Place | None = None
+        self._begun: Begun | None = None
         self._events: list[Event] = []
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._ended)
 
     def add(self, listener: Listener) -> None:
         if self._place is not None:
-            listener.give(self._stream, Begun(self._place))
+            if self._begun is None or self._begun.place is not self._place:
+                self._begun = Begun(self._place)
+            listener.give(self._stream, self._begun)
         self.listeners.add(listener)
 
     def compare(self, known: Known | Moved) -> bool:

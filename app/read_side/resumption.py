@@ -6,7 +6,7 @@ beyond its own.
 """
 
 import asyncio
-from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,8 +33,8 @@ class MissedPage:
         self.place = place
         self.complete = complete
         """Nothing more was published when this was read."""
-        self.encoded: list[bytes] = []
-        """The events as they are sent, by whom they are first sent."""
+        self.sent: dict[Hashable, tuple[bytes, Place]] = {}
+        """By where a client stands: what of the page it is sent, and where it stands then. Many stand at one place."""
         self._past = past
         self._next: asyncio.Task[MissedPage | None] | None = None
 

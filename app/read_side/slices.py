@@ -18,11 +18,16 @@ BUFFER = 20_000  # slices that a listener may be behind
 PATIENCE = 20.0  # seconds that a slice may wait for a listener: bounds the memory, because slices are shared
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Begun:
     """The follower stands at `place`, and all that comes now goes on from there."""
 
     place: Place
+    joins: "Joins" = field(default_factory=dict, init=False, repr=False)
+
+
+Joins = dict[int, tuple[Place, Any]]
+"""What was computed for listeners that stand elsewhere: by the identity of their place, which is kept for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,7 @@ class Slice:
     after: Place
     events: Sequence[Event]
     at: float = field(default_factory=time.monotonic)
+    joins: Joins = field(default_factory=dict, init=False, repr=False)
     _encoded: dict[Callable[["Slice"], Any], Any] = field(default_factory=dict, init=False, repr=False)
 
     @property

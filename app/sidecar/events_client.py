@@ -104,22 +104,22 @@ class EventsClient:
     async def _missed(self, stream: str, place: Place) -> AsyncIterator[bytes]:
         """What moved the stream while the client was away."""
         self._places[stream] = place
-        joining = Joining(place)
         page: MissedPage | None = None
         while page is None or not page.complete:
             try:
-                page = await (page.next() if page else self._read_side.resumptions.missed(stream, joining.place))
+                page = await (page.next() if page else self._read_side.resumptions.missed(stream, place))
             except (Unavailable, Stop):
                 yield b": waiting for Redis or Postgres\n\n"
                 await asyncio.sleep(1.0)
                 continue
             if page is None:  # nobody knows the stream
                 return
-            yield b"".join(_taken(joining, stream, page))
-        joining.settle(page.place.linear, page.place.positions)
-        if beyond(page.place.linear, place.linear):
-            yield _line(stream, page.place.linear)
-        self._places[stream] = page.place if joining.place == page.place else joining.place
+            key = place.linear, tuple(sorted(place.positions.items())), place.late
+            if key not in page.sent:
+                page.sent[key] = _taken(page, stream, place)
+            text, place = page.sent[key]
+            yield text
+        self._places[stream] = place
 
     async def _missed_since(self, mark: DurableMark, streams: list[str]) -> AsyncIterator[bytes]:
         """What moved all streams since the mark; nothing, and no places, where that is not known any more."""
@@ -174,27 +174,14 @@ class EventsClient:
                 self._places[stream] = item.after
                 blocks += item.once(_blocks)
             else:
-                blocks += self._joined(stream, item)
+                place = self._places[stream]
+                if id(place) not in item.joins:
+                    item.joins[id(place)] = place, _joined(stream, place, item)
+                new, self._places[stream] = item.joins[id(place)][1]
+                blocks += new
         if blocks and not self._listener.marks:
             blocks[-1] = self._id(last) + blocks[-1]
         return b"".join(blocks)
-
-    def _joined(self, stream: str, item: Begun | Slice) -> list[bytes]:
-        """What is new to a client that stands elsewhere than the follower did: before it, or ahead."""
-        place = self._places[stream]
-        joining = Joining(place)
-        found: list[events.Event]
-        match item:
-            case Begun(after):
-                found = [event for it in after.positions.items() for event in joining.reach(*it)]
-            case Slice(after=after):
-                found = [new for event in item.events for new in _fed(joining, event)]
-        blocks = [block(moves.described(stream, event)) for event in found]
-        joining.settle(after.linear, after.positions)
-        if beyond(after.linear, place.linear):
-            blocks.append(_line(stream, after.linear))
-        self._places[stream] = after if joining.place == after else joining.place
-        return blocks
 
     def _id(self, last: Item | None) -> bytes:
         if isinstance(last, Slice) and len(self._places) == 1 and last.after is self._places[last.stream]:
@@ -205,6 +192,24 @@ class EventsClient:
             self._listener.marks = True
             return b""
         return b"id: %s\n" % text
+
+
+def _joined(stream: str, place: Place, item: Begun | Slice) -> tuple[list[bytes], Place]:
+    """What is new to a client that stands elsewhere than the follower did, before it or ahead; and where it is then."""
+    joining = Joining(place)
+    found: list[events.Event]
+    match item:
+        case Begun(after):
+            found = [event for it in after.positions.items() for event in joining.reach(*it)]
+        case Slice(after=after):
+            found = [new for event in item.events for new in _fed(joining, event)]
+    blocks = [block(moves.described(stream, event)) for event in found]
+    joining.settle(after.linear, after.positions)
+    if beyond(after.linear, place.linear):
+        blocks.append(_line(stream, after.linear))
+    if joining.place == place:
+        return blocks, place
+    return blocks, after if joining.place == after else joining.place
 
 
 def _blocks(piece: Slice) -> tuple[bytes, bytes]:
@@ -237,10 +242,12 @@ def _line(stream: str, linear: int) -> bytes:
     return block(moves.LinearMoveAnswer(stream=stream, linear=linear))
 
 
-def _taken(joining: Joining, stream: str, page: MissedPage) -> Iterable[bytes]:
-    """What of the page is new to a client that stands where `joining` does."""
-    if not page.encoded:
-        page.encoded = [block(moves.described(stream, event)) for event in page.events]
-    for event, text in zip(page.events, page.encoded, strict=True):
-        for new in _fed(joining, event):
-            yield text if new is event else block(moves.described(stream, new))
+def _taken(page: MissedPage, stream: str, place: Place) -> tuple[bytes, Place]:
+    """What of the page is new to a client that stands at `place`, and where it stands then."""
+    joining = Joining(place)
+    blocks = [block(moves.described(stream, new)) for event in page.events for new in _fed(joining, event)]
+    if page.complete:
+        joining.settle(page.place.linear, page.place.positions)
+        if beyond(page.place.linear, place.linear):
+            blocks.append(_line(stream, page.place.linear))
+    return b"".join(blocks), page.place if joining.place == page.place else joining.place

@@ -9,6 +9,7 @@ import click
 
 from tests.bench import (
     append,
+    attacks,
     cores,
     flat,
     gap,
@@ -51,6 +52,7 @@ def everything() -> None:
         _record("gap", gap.run(site, gap.GapPlan()))
         _record("append", append.run(site, append.AppendPlan()))
         _record("sidecar", sidecar.run(site, sidecar.CrowdPlan()))
+        _record("attacks", attacks.run(site, attacks.AttackPlan()))
         _record("history", history.run(site, history.HistoryPlan()))
         _record("standing", standing.run(site, standing.StandingPlan()))
     _record("flat", flat.run(flat.FlatPlan()))
@@ -128,6 +130,13 @@ def append_(**sizes: Any) -> None:
 def sidecar_(**sizes: Any) -> None:
     """One sidecar with very many clients."""
     _on_servers("sidecar", lambda site: sidecar.run(site, sidecar.CrowdPlan(**sizes)))
+
+
+@main.command("attacks")
+@_sizes(attacks.AttackPlan(), "streams", "writers", "each", "all", "seconds", "returning", "returning_all", "away")
+def attacks_(**sizes: Any) -> None:
+    """One sidecar under attack, and with all clients coming back at once."""
+    _on_servers("attacks", lambda site: attacks.run(site, attacks.AttackPlan(**sizes)))
 
 
 @main.command("history")

@@ -6,6 +6,7 @@ from typing import Any
 
 from tests.bench import (
     append,
+    attacks,
     cores,
     flat,
     gap,
@@ -33,6 +34,7 @@ SECTIONS: dict[str, tuple[str, Renderer]] = {
     "flat": ("100 million IDs", flat.render),
     "append": ("What `tidemark.append` costs a service", append.render),
     "sidecar": ("One sidecar with 2 500 clients", sidecar.render),
+    "attacks": ("One sidecar under attack", attacks.render),
     "history": ("The history in Postgres", history.render),
     "standing": ("What a batch does not touch", standing.render),
     "soak": ("Memory over time", soak.render),

@@ -48,30 +48,30 @@ def run(site: BenchSite, plan: CrowdPlan) -> dict[str, Any]:
     names = [stream_name(number) for number in range(plan.streams)]
     stamps = site.directory("stamps")
     load = Load(dsn, url, plan.streams, plan.writers, plan.seconds)
-    with _sidecar(site, dsn, url) as (sidecar, tcp):
+    with started(site, dsn, url) as (sidecar, tcp):
         crowd = following.Crowd(sidecar.port, names, plan.each, plan.all, str(stamps / "events"))
         lines = lining.Lines(tcp, plan.streams, plan.writers, plan.lines, CHECKING, str(stamps / "lines"))
         with ExitStack() as processes:
-            publisher = processes.enter_context(_process(publishing, load))
-            _answer(publisher, dict)  # the streams are there
-            followers = processes.enter_context(_process(following, crowd))
-            liners = processes.enter_context(_process(lining, lines))
-            _answer(followers, dict)
-            _answer(liners, dict)
+            publisher = processes.enter_context(running(publishing, load))
+            answer(publisher, dict)  # the streams are there
+            followers = processes.enter_context(running(following, crowd))
+            liners = processes.enter_context(running(lining, lines))
+            answer(followers, dict)
+            answer(liners, dict)
             click.echo(f"{plan.each + plan.all + plan.lines} clients are there", err=True)
-            before = _processor_seconds(sidecar)
-            _tell(publisher, {})
-            published = _answer(publisher, publishing.PublishedLoad)
-            spent = _processor_seconds(sidecar) - before
-            _tell(followers, published.positions)
-            _tell(liners, published.positions)
-            saw, heard = _answer(followers, following.Saw), _answer(liners, lining.LinesHeard)
-        peak = _peak(sidecar)
+            before = processor_seconds(sidecar)
+            tell(publisher, {})
+            published = answer(publisher, publishing.PublishedLoad)
+            spent = processor_seconds(sidecar) - before
+            tell(followers, published.positions)
+            tell(liners, published.positions)
+            saw, heard = answer(followers, following.Saw), answer(liners, lining.LinesHeard)
+        peak = peak_of(sidecar)
         click.echo(f"{saw}, {heard}, {mib(peak)}, {spent:.1f} s of a core, {published.late:.2f} s late", err=True)
         if saw.torn or saw.lost or saw.short or heard.torn or heard.lost or heard.short:
             raise WrongResult(f"{saw}, {heard}, {sidecar.log_tail(5)}")
-        with _process(asking, asking.Questions(sidecar.port, names, plan.requests, plan.asking)) as asker:
-            answers = _answer(asker, asking.Answers)
+        with running(asking, asking.Questions(sidecar.port, names, plan.requests, plan.asking)) as asker:
+            answers = answer(asker, asking.Answers)
     return {
         "streams": plan.streams,
         "rate": load.advances_per_second,
@@ -85,12 +85,12 @@ def run(site: BenchSite, plan: CrowdPlan) -> dict[str, Any]:
         "core": spent / plan.seconds,
         "late": published.late,
         "peak": peak,
-        "latency": _percentiles(_latencies(stamps / "events", published.sent)),
-        "line_latency": _percentiles(_latencies(stamps / "lines", published.sent)),
+        "latency": percentiles(latencies(stamps / "events", published.sent)),
+        "line_latency": percentiles(latencies(stamps / "lines", published.sent)),
         "requests": plan.requests,
         "asking": plan.asking,
         "failed": answers.failed,
-        "answered": _percentiles([1000 * it for it in answers.latencies]),
+        "answered": percentiles([1000 * it for it in answers.latencies]),
     }
 
 
@@ -126,17 +126,17 @@ def _cells(percentiles: Mapping[str, float]) -> list[str]:
     return [f"{value:,.3g} ms" if value < 100 else f"{value:,.0f} ms" for value in percentiles.values()]
 
 
-def _latencies(stamps: Path, sent: Mapping[int, float]) -> list[float]:
+def latencies(stamps: Path, sent: Mapping[int, float]) -> list[float]:
     """In ms, one for each piece of news: from its newest batch's publication to its arrival."""
     return [1000 * (at - sent[int(batch)]) for batch, at in np.fromfile(stamps).reshape(-1, 2)]
 
 
-def _percentiles(values: list[float]) -> dict[str, float]:
+def percentiles(values: list[float]) -> dict[str, float]:
     return {str(p): float(np.percentile(values, p)) for p in _PERCENTILES}
 
 
 @contextmanager
-def _sidecar(site: BenchSite, dsn: str, url: str) -> Iterator[tuple[SidecarProcess, int]]:
+def started(site: BenchSite, dsn: str, url: str) -> Iterator[tuple[SidecarProcess, int]]:
     """A sidecar, and the port of its lines."""
     port, tcp, topic = free_port(), free_port(), site.fresh("sidecar")
     create(site.connection, topic, 1)
@@ -157,7 +157,7 @@ def _sidecar(site: BenchSite, dsn: str, url: str) -> Iterator[tuple[SidecarProce
 
 
 @contextmanager
-def _process(module: Any, argument: msgspec.Struct) -> Iterator[subprocess.Popen[bytes]]:
+def running(module: Any, argument: msgspec.Struct) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", module.__name__, msgspec.json.encode(argument).decode()]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
@@ -166,13 +166,13 @@ def _process(module: Any, argument: msgspec.Struct) -> Iterator[subprocess.Popen
             process.kill()
 
 
-def _tell(process: subprocess.Popen[bytes], told: Any) -> None:
+def tell(process: subprocess.Popen[bytes], told: Any) -> None:
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(told) + b"\n")
     process.stdin.flush()
 
 
-def _answer(process: subprocess.Popen[bytes], type_: type[T]) -> T:
+def answer(process: subprocess.Popen[bytes], type_: type[T]) -> T:
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
@@ -180,12 +180,12 @@ def _answer(process: subprocess.Popen[bytes], type_: type[T]) -> T:
     return msgspec.json.decode(line, type=type_)
 
 
-def _peak(sidecar: SidecarProcess) -> int:
+def peak_of(sidecar: SidecarProcess) -> int:
     """Most resident memory that it ever had, in bytes."""
     lines = Path(f"/proc/{sidecar.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
-def _processor_seconds(sidecar: SidecarProcess) -> float:
+def processor_seconds(sidecar: SidecarProcess) -> float:
     times = psutil.Process(sidecar.pid).cpu_times()
     return float(times.user + times.system)

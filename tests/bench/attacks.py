@@ -1,0 +1,192 @@
+"""One sidecar under attack from many sides at once, and with all its clients coming back at once."""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
+from typing import Any
+
+import click
+
+from tests.bench.crowd import attacking, following, publishing, returning
+from tests.bench.crowd.publishing import Load, PublishedLoad, stream_name
+from tests.bench.sidecar import answer, latencies, peak_of, percentiles, processor_seconds, running, started, tell
+from tests.bench.site import BenchSite
+from tests.bench.table import mib, table
+from tests.bench.whole import WrongResult
+
+PROBE_EVERY = 0.2  # seconds
+_PROBES = ("/livez", "/readyz")
+
+
+@dataclass(frozen=True, slots=True)
+class AttackPlan:
+    """`each` honest clients follow one stream, `all` follow all of them, for `seconds` in peace and for as many under
+    attack. Then `returning` clients, of which `returning_all` follow all streams, come back at once after `away` s."""
+
+    streams: int = 20
+    writers: int = 50
+    each: int = 190
+    all: int = 10
+    seconds: float = 30.0
+    returning: int = 1000
+    returning_all: int = 10
+    away: float = 3.0
+
+
+@dataclass
+class Probes:
+    """`seconds` of each probe; `failed`: not answered with 200."""
+
+    seconds: list[float] = field(default_factory=list)
+    failed: int = 0
+
+
+def run(site: BenchSite, plan: AttackPlan) -> dict[str, Any]:
+    return {
+        "streams": plan.streams,
+        "writers": plan.writers,
+        "clients": plan.each + plan.all,
+        "seconds": plan.seconds,
+        "returning": plan.returning,
+        "returning_all": plan.returning_all,
+        "away": plan.away,
+        "peace": _followed(site, plan, attacked=False),
+        "attack": _followed(site, plan, attacked=True),
+        "back": _returned(site, plan),
+    }
+
+
+def _followed(site: BenchSite, plan: AttackPlan, *, attacked: bool) -> dict[str, Any]:
+    dsn, url = site.database(), site.emptied_redis()
+    names = [stream_name(number) for number in range(plan.streams)]
+    stamps = site.directory("stamps") / "events"
+    load = Load(dsn, url, plan.streams, plan.writers, plan.seconds)
+    with started(site, dsn, url) as (sidecar, tcp), ExitStack() as processes:
+        publisher = processes.enter_context(running(publishing, load))
+        answer(publisher, dict)
+        crowd = following.Crowd(sidecar.port, names, plan.each, plan.all, str(stamps))
+        followers = processes.enter_context(running(following, crowd))
+        answer(followers, dict)
+        if attacked:
+            attacker = processes.enter_context(running(attacking, attacking.Attack(sidecar.port, tcp, names)))
+            answer(attacker, dict)
+        with _probed(sidecar.port) as probes:
+            tell(publisher, {})
+            published = answer(publisher, PublishedLoad)
+            tell(followers, published.positions)
+            saw = answer(followers, following.Saw)
+        done = {}
+        if attacked:
+            tell(attacker, {})
+            done = answer(attacker, dict)
+        if saw.torn or saw.lost or saw.short:
+            raise WrongResult(f"{saw}, {sidecar.log_tail(5)}")
+        found = {
+            "rate": load.advances_per_second,
+            "latency": percentiles(latencies(stamps, published.sent)),
+            "late": published.late,
+            "probe": max(probes.seconds),
+            "probes": len(probes.seconds),
+            "failed": probes.failed,
+            "peak": peak_of(sidecar),
+            "done": done,
+        }
+    click.echo(f"{'attacked' if attacked else 'in peace'}: {found}", err=True)
+    return found
+
+
+def _returned(site: BenchSite, plan: AttackPlan) -> dict[str, Any]:
+    dsn, url = site.database(), site.emptied_redis()
+    names = [stream_name(number) for number in range(plan.streams)]
+    load = Load(dsn, url, plan.streams, plan.writers, plan.seconds)
+    with started(site, dsn, url) as (sidecar, _), ExitStack() as processes:
+        publisher = processes.enter_context(running(publishing, load))
+        answer(publisher, dict)
+        crowd = returning.Returning(sidecar.port, names, plan.returning, plan.returning_all, plan.away)
+        clients = processes.enter_context(running(returning, crowd))
+        answer(clients, dict)
+        tell(publisher, {})
+        time.sleep(plan.seconds / 4)
+        with _probed(sidecar.port) as probes:
+            before = processor_seconds(sidecar)
+            tell(clients, {})
+            returned = answer(clients, returning.Returned)
+            spent = processor_seconds(sidecar) - before
+        published = answer(publisher, PublishedLoad)
+        tell(clients, published.positions)
+        saw = answer(clients, following.Saw)
+        if saw.torn or saw.lost or saw.short or returned.failed:
+            raise WrongResult(f"{saw}, {returned.failed} failed, {sidecar.log_tail(5)}")
+        found = {
+            "rate": load.advances_per_second,
+            "seconds": percentiles(returned.seconds),
+            "spent": spent,
+            "probe": max(probes.seconds),
+            "failed": probes.failed,
+            "peak": peak_of(sidecar),
+        }
+    click.echo(f"back: {found}", err=True)
+    return found
+
+
+@contextmanager
+def _probed(port: int) -> Iterator[Probes]:
+    """Ask as a kubelet does, while the block runs."""
+    probes, over = Probes(), threading.Event()
+
+    def probe() -> None:
+        while not over.wait(PROBE_EVERY):
+            for path in _PROBES:
+                began = time.monotonic()
+                connection = HTTPConnection("127.0.0.1", port, timeout=30)
+                try:
+                    connection.request("GET", path)
+                    probes.failed += connection.getresponse().status != 200
+                except (OSError, HTTPException):
+                    probes.failed += 1
+                finally:
+                    connection.close()
+                probes.seconds.append(time.monotonic() - began)
+
+    thread = threading.Thread(target=probe)
+    thread.start()
+    try:
+        yield probes
+    finally:
+        over.set()
+        thread.join()
+
+
+def render(figures: Mapping[str, Any]) -> list[str]:
+    peace, attack, back = figures["peace"], figures["attack"], figures["back"]
+    return [
+        f"{figures['clients']} clients of `/v1/events`, each of which checks every move, while {peace['rate']:,}"
+        f" advances a second of {figures['streams']} streams with {figures['writers']} writers each pass for"
+        f" {figures['seconds']:.0f} s: in peace, and while one sidecar is sent newlines without end, endless and"
+        " half-open heads, small and large pages of the history, tokens of 60 KB, and clients that come and go from the"
+        " beginning of the history, all at once. Attackers, clients and servers share the machine. Nobody lost a move.",
+        "",
+        *table(
+            ["", "to a client, p50", "p99", "slowest probe", "probes that failed", "most memory"],
+            [
+                [name, *(f"{row['latency'][p]:,.0f} ms" for p in ("50", "99")), *_condition(row)]
+                for name, row in (("in peace", peace), ("under attack", attack))
+            ],
+        ),
+        "",
+        f"{figures['returning']:,} clients, {figures['returning_all']} of which follow all streams, lose their"
+        f" connections and come back {figures['away']:.0f} s later, all at once, under the same load. Until all of them"
+        f" had been told what they missed, the sidecar took {back['spent']:.1f} s of a core:",
+        "",
+        *table(
+            ["told what they missed, p50", "highest", "slowest probe", "probes that failed", "most memory"],
+            [[*(f"{back['seconds'][p]:.2f} s" for p in ("50", "100")), *_condition(back)]],
+        ),
+    ]
+
+
+def _condition(row: Mapping[str, Any]) -> list[str]:
+    return [f"{1000 * row['probe']:,.0f} ms", f"{row['failed']}", mib(row["peak"])]

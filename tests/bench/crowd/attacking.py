@@ -1,0 +1,129 @@
+"""A process that attacks a sidecar in several ways at once, until a line comes on its input; then it says how much of
+each it did.
+
+Newlines without end on the line protocol; heads of requests without end, and half-open ones; small pages of a long
+history; tokens of 60 KB; clients of events that come and go by the hundred.
+"""
+
+import asyncio
+import random
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import uvloop
+
+from tests.bench.crowd.talk import say
+from tidemark.app.sidecar import cursor
+from tidemark.sinks.reader.events import Place
+
+PAUSE = 0.05  # seconds after an attack that was ended by the sidecar
+
+
+class Attack(msgspec.Struct, frozen=True):
+    port: int
+    tcp: int
+    streams: list[str]
+
+
+async def newlines(attack: Attack, done: Counter[str]) -> None:
+    _reader, writer = await asyncio.open_connection("127.0.0.1", attack.tcp)
+    try:
+        while True:
+            writer.write(b"\n" * 65536)
+            await writer.drain()
+    finally:
+        writer.close()
+
+
+async def endless_head(attack: Attack, done: Counter[str]) -> None:
+    _reader, writer = await asyncio.open_connection("127.0.0.1", attack.port)
+    try:
+        writer.write(b"GET /v1/streams HTTP/1.1\r\n")
+        while True:
+            writer.write(b"X-%d: %s\r\n" % (random.randrange(10**9), b"x" * 8000))
+            await writer.drain()
+    finally:
+        writer.close()
+
+
+async def half_open(attack: Attack, done: Counter[str]) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", attack.port)
+    try:
+        writer.write(b"GET /v1/streams HTTP/1.1\r\nHost: localhost\r\n")
+        await reader.read()
+    finally:
+        writer.close()
+
+
+async def page(attack: Attack, done: Counter[str]) -> None:
+    await ask(attack, f"/v1/streams/{random.choice(attack.streams)}/advances?limit=1", done)
+
+
+async def long_page(attack: Attack, done: Counter[str]) -> None:
+    await ask(attack, f"/v1/streams/{random.choice(attack.streams)}/advances?limit=10000", done)
+
+
+async def long_token(attack: Attack, done: Counter[str]) -> None:
+    token = "m1" + "".join(f"~w{number}.{number + 2}" for number in range(5000))
+    await ask(attack, f"/v1/streams/{attack.streams[0]}/wait?token={token[:60_000]}&timeout=0", done)
+
+
+async def come_and_go(attack: Attack, done: Counter[str]) -> None:
+    """From the beginning of time, so that there is something to read."""
+    stream = random.choice(attack.streams)
+    place = cursor.of_places({stream: Place()})
+    await ask(attack, f"/v1/events?stream={stream}", done, f"Last-Event-ID: {place}\r\n")
+
+
+async def ask(attack: Attack, path: str, done: Counter[str], more: str = "") -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", attack.port)
+    try:
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{more}\r\n".encode())
+        head = await asyncio.wait_for(reader.readline(), 10)
+        done[head[9:12].decode() or "closed"] += 1
+        await reader.read(100_000)
+    finally:
+        writer.close()
+
+
+_MANY: dict[Callable[[Attack, Counter[str]], Awaitable[None]], int] = {
+    newlines: 2,
+    endless_head: 2,
+    half_open: 60,
+    page: 4,
+    long_page: 1,
+    long_token: 4,
+    come_and_go: 20,
+}
+
+
+async def again_and_again(
+    act: Callable[[Attack, Counter[str]], Awaitable[None]], attack: Attack, done: Counter[str]
+) -> None:
+    while True:
+        try:
+            await act(attack, done)
+        except (OSError, TimeoutError):
+            done["cut off"] += 1
+        await asyncio.sleep(PAUSE)
+
+
+async def run(attack: Attack) -> None:
+    done: dict[str, Counter[str]] = {act.__name__: Counter() for act in _MANY}
+    acts = [
+        asyncio.create_task(again_and_again(act, attack, done[act.__name__]))
+        for act, count in _MANY.items()
+        for _ in range(count)
+    ]
+    say({})
+    await asyncio.to_thread(sys.stdin.readline)
+    for task in acts:
+        task.cancel()
+    await asyncio.gather(*acts, return_exceptions=True)
+    say(done)
+
+
+if __name__ == "__main__":
+    uvloop.run(run(msgspec.json.decode(sys.argv[1], type=Attack)))
