@@ -5,6 +5,7 @@ off, and goes on later from where it stood.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 
@@ -36,6 +37,7 @@ log = structlog.get_logger(__name__)
 
 DISCOVER_EVERY = 1.0  # seconds until new streams are looked for again
 LARGEST = 500  # events of one slice
+SHARE = 10  # reading all followed streams is due again after so many times as long as it took: there may be thousands
 
 
 class Feed:
@@ -191,12 +193,17 @@ class Feeds:
     async def _compare(self) -> None:
         """Notifications may be lost, and a linear position moves without one: so all followed streams are read
         together, once a second. So is what Postgres took in: Redis may have gone back, or not been written."""
+        due = 0.0
         while True:
             await asyncio.sleep(LONGEST_WAIT)
-            if followed := list(self._feeds):
+            followed = list(self._feeds)
+            began = time.monotonic()
+            if followed and began >= due:
                 for stream, known in (await self._snapshots.known(followed)).items():
                     if stream in self._feeds:
                         self._feeds[stream].compare(known)
+                due = began + SHARE * (time.monotonic() - began)
+            if followed:
                 with suppress(Unavailable, Refused, SchemaMismatch):
                     await self._compare_with_postgres(followed)
 

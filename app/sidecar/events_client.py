@@ -8,8 +8,9 @@ that Postgres published was told, which is as long for a million streams as for 
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 
+from tidemark.app.read_side.coalescer import Coalescer
 from tidemark.app.read_side.opened import ReadSide
 from tidemark.app.read_side.resumption import MissedPage
 from tidemark.app.read_side.slices import Appeared, Begun, Item, Listener, Slice, ToldUpTo
@@ -34,26 +35,34 @@ SHARED_FOR = 5.0  # seconds
 
 
 class SnapshotTexts:
-    """Snapshots as they are sent, encoded once for all clients that come at the same time. For one event loop."""
+    """Snapshots as they are sent, made once for all clients that come at the same time. For one event loop."""
 
     def __init__(self, snapshots: Snapshots) -> None:
         self._snapshots = snapshots
+        self._reads = Coalescer(self._read)
         self._texts: dict[str, tuple[float, Place, bytes]] = {}
         self._cleared = time.monotonic()
 
     async def get(self, streams: Sequence[str], since: float) -> list[tuple[str, Place, bytes]]:
         """Of each stream, as it was read not before `since` (s, monotonic): where it stood, and its event."""
+        found: Mapping[str, tuple[float, Place, bytes]] = self._texts
+        if missing := [name for name in streams if name not in found or found[name][0] < since]:
+            found = {**{name: found[name] for name in streams if name in found}, **await self._reads.get(missing)}
+        return [(name, *found[name][1:]) for name in streams]
+
+    async def _read(self, streams: Collection[str]) -> Mapping[str, tuple[float, Place, bytes]]:
         now = time.monotonic()
         if now - self._cleared > SHARED_FOR:
             self._texts, self._cleared = {}, now
-        texts = self._texts
-        if missing := [name for name in streams if name not in texts or texts[name][0] < since]:
-            for snapshot in await self._snapshots.get(missing):
+        names, found = list(streams), {}
+        for start in range(0, len(names), AT_ONCE):
+            for snapshot in await self._snapshots.get(names[start : start + AT_ONCE]):
                 known = snapshot.known
                 place = Place() if known is None else Place(known.linear, known.vector, known.late)
                 text = block(described(snapshot, time.monotonic()), "snapshot")
-                texts[snapshot.stream] = now, place, text
-        return [(name, *texts[name][1:]) for name in streams]
+                found[snapshot.stream] = now, place, text
+        self._texts |= found
+        return found
 
 
 class EventsClient:
