@@ -1,26 +1,39 @@
 """`make kube-test`: Tidemark on the current cluster, installed, broken, upgraded: what is published against the truth.
 
-Run as `python -m tests.helm.cluster`. Builds the image and stand-ins for the trial's servers, loads them, installs the
-trial, lets facts flow while pods die and releases change, and compares what is published with what was sent every time.
+Run as `python -m tests.helm.cluster`. Builds the images and stand-ins for the trial's servers, loads them, installs the
+trial, and lets facts flow while pods die and releases change. Redis and sidecars are watched all the time: nothing that
+either says may be beyond what was sent by then, and a gap that is open stays so, with its age, through everything.
 Prints its figures; ends with 1 at the first thing that is wrong, and leaves the release for you to look at.
 """
 
+import itertools
 import shlex
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import click
 
-from tests.helm.feed import FactsFeed, RedisWatch
-from tests.helm.kube import Kube
+from tests.helm import installs
+from tests.helm.befall import Befall, say, timed
+from tests.helm.feed import FactsFeed
+from tests.helm.kube import Kube, until
 from tests.helm.tools import CHART, ROOT, run
+from tests.helm.watch import PositionsWatch
 
 IMAGE = "localhost/tidemark:dev"
+SERVICES_IMAGE = "localhost/tidemark-services:dev"
+NEXT_IMAGE = "localhost/tidemark:next"
 SERVERS = "localhost/tidemark-servers:dev"
-STREAM = "kube-test"
-PATIENCE = 300.0
+SERVER_IMAGES = [
+    word for server in ("kafka", "postgres", "redis") for word in ("--set", f"trial.{server}.image={SERVERS}")
+]
+SILENCE = 10.0
+"""Seconds after which a client of the Service would have complained."""
 
 
 @dataclass
@@ -29,62 +42,119 @@ class Scenario:
 
     kube: Kube
     feed: FactsFeed
-    watch: RedisWatch
+    held: FactsFeed
+    """A stream with a gap that stays open over what befalls the release."""
+    watch: PositionsWatch
     values: list[str]
     """Options of helm, the same for every install and upgrade."""
-    last: int = 0
-    """The highest ID that was sent; all below it too, so it is where the stream must come to stand."""
+    standstill: float
+    """Seconds that a position may stand still while facts come."""
 
     def install(self) -> None:
         began = time.monotonic()
         self.kube.helm("install", *self.values)
         self.kube.client(IMAGE)
         self.watch.start()
-        self.last = 1
-        until("the topics are there", lambda: self.feed.sent(1, 1))
+        until("the topics are there", self.feed.first_was_sent)
         self.settled("first position")
         say("helm install -> first position", time.monotonic() - began)
+        self.kube.rolled_out()
+        pod = self.kube.living_pod(f"{self.kube.name}-pipeline-0")
+        assert not pod.restarts("sidecar"), "the sidecar did not wait for the schema"
 
     def helm_test(self) -> None:
         click.echo(self.kube.helm_test())
 
-    def holds_at_a_hole(self) -> None:
-        """All but one are complete: the stream stands right below it, and goes to the end as it comes."""
-        first, self.last = self.last + 1, self.last + 1000
-        hole = first + 500
-        self.feed.send(first, self.last, rate=0, hole=hole)
-        until(f"the stream stands below the hole at {hole}", lambda: self.watch.position == hole - 1)
-        self.feed.send(hole, hole, rate=0)
-        self.settled("the hole was filled")
-
-    def while_facts_flow(self, what: str, act: Callable[[], object]) -> None:
-        """`act` some seconds into 20 000 facts; afterwards every one of them is counted."""
-        first, self.last = self.last + 1, self.last + 20_000
-        with self.feed.flowing(first, self.last, rate=1000):
-            until("facts arrive", lambda: self.watch.position > first + 2000)
-            began = time.monotonic()
+    def through(self, what: str, act: Callable[[], object]) -> None:
+        """`act` some seconds into 20 000 facts, and over an open gap; afterwards every one of them is counted."""
+        self.held.send_with_hole(1000)
+        until("the held stream stands below its gap", lambda: self._stands(self.held))
+        gap = self._gap()
+        beyond = self.feed.last + 2000
+        with self.feed.flowing(20_000, rate=1000):
+            until("facts arrive", lambda: self.watch.position(self.feed.stream) > beyond)
+            began = self.kube.clock()
             act()
         self.kube.rolled_out()
         self.settled(what)
-        say(f"{what}: longest standstill", self.watch.longest_standstill(began))
+        ended = self.kube.clock()
+        assert self._stands(self.held), f"{what}: the line is at {self.watch.position(self.held.stream)}, over a gap"
+        assert self._gap() == gap, f"{what}: the gap was {gap}, and is {self._gap()}"
+        self.held.fill()
+        self.settled(f"{what}, gap filled")
+        self._require_truth()
+        standstill = self.watch.longest_silence("redis", self.feed.stream, began, ended)
+        silence = self.watch.longest_silence("sidecar", self.feed.stream, began, ended)
+        say(f"{what}: longest standstill", standstill)
+        say(f"{what}: longest without an answer of a sidecar", silence)
+        assert standstill < self.standstill, f"{what}: more than {self.standstill:.0f} s"
+        assert silence < SILENCE, f"{what}: more than {SILENCE:.0f} s without an answer"
 
     def settled(self, what: str) -> None:
-        """Redis, sidecar and Postgres all say what was sent, and nothing ever went back."""
-        until(f"{what}: the stream is at {self.last}", lambda: self.watch.position == self.last)
-        self.watch.require_ascending()
-        linear, vector = self.kube.over_http(STREAM)
-        assert (linear, vector) == (self.last, {"writer": self.last}), f"the sidecar says {linear} {vector}"
-        stored = self.kube.status(STREAM)
-        assert stored == self.last, f"Postgres says {stored}"
-        click.echo(f"  {what}: {self.last:,} everywhere")
+        """Redis, sidecars and Postgres all say what was sent."""
+        for feed in (self.feed, self.held):
+            if not feed.last:
+                continue
+            until(f"{what}: {feed.stream} is at {feed.settled}", partial(self._stands, feed))
+            until(f"{what}: so say the sidecars", partial(self._answered, feed))
+            stored = self.kube.status(feed.stream)
+            assert stored == feed.settled, f"Postgres says {stored}"
+        click.echo(f"  {what}: {self.feed.settled:,} and {self.held.settled:,} everywhere")
+
+    def every_move_is_chained_and_counted(self) -> None:
+        """From the beginning: each begins where the one before ended, and facts and voids are as many as were sent."""
+        for feed in (self.feed, self.held):
+            moves = list(self._advances(feed.stream))
+            assert [move["prev"] for move in moves] == [0, *(move["id"] for move in moves[:-1])]
+            assert moves[-1]["id"] == feed.settled
+            counted = {kind: sum(move[kind] for move in moves) for kind in ("facts", "empty", "unseen", "skipped")}
+            facts, void = feed.counts()
+            assert counted == {"facts": facts, "empty": void, "unseen": 0, "skipped": 0}, counted
+            click.echo(f"  {feed.stream}: {len(moves)} moves, joined exactly: {facts:,} facts, {void:,} void")
 
     def soak(self, minutes: float) -> None:
         """1 000 facts a second; then what each container takes."""
-        first, self.last = self.last + 1, self.last + int(minutes * 60_000)
-        self.feed.send(first, self.last, rate=1000)
+        self.feed.send(int(minutes * 60_000), rate=1000)
         self.settled(f"{minutes:.0f} minutes at 1,000 records/s")
         for container, text in self.kube.memory().items():
             click.echo(f"  memory of {container}: {text}")
+
+    def _stands(self, feed: FactsFeed) -> bool:
+        return self.watch.position(feed.stream) == feed.settled
+
+    def _answered(self, feed: FactsFeed) -> bool:
+        answer = self.kube.over_http(f"/v1/streams/{feed.stream}")
+        return (answer["linear"], answer["vector"]) == (feed.settled, {"writer": feed.settled})
+
+    def _gap(self) -> dict[str, Any]:
+        """The one gap of the held stream, as soon as the sidecar that is asked knows it."""
+        found: list[dict[str, Any]] = []
+
+        def told() -> bool:
+            found[:] = self.kube.over_http(f"/v1/streams/{self.held.stream}/gaps")["gaps"]
+            return [(gap["low"], gap["top"]) for gap in found] == [(self.held.hole - 1, self.held.hole)]
+
+        until("the gap is told", told)
+        return found[0]
+
+    def _advances(self, stream: str) -> list[dict[str, Any]]:
+        page = self.kube.over_http(f"/v1/streams/{stream}/advances")
+        moves = page["moves"]
+        while not page["complete"]:
+            page = self.kube.over_http(f"/v1/streams/{stream}/advances?since={page['next']}")
+            moves += page["moves"]
+        return [move for move in moves if move["kind"] == "advance"]
+
+    def _require_truth(self) -> None:
+        """Of all that was told until now: nothing beyond what had been sent, and in Redis nothing back."""
+        for feed in (self.feed, self.held):
+            for source in ("redis", "sidecar"):
+                for told in self.watch.told(source, feed.stream):
+                    may_be = feed.may_be(told.at)
+                    assert told.farthest <= may_be, f"{source} said {told} of {feed.stream}, sent was {may_be}"
+            line = [told.linear for told in self.watch.told("redis", feed.stream)]
+            back = [pair for pair in itertools.pairwise(line) if pair[0] >= pair[1]]
+            assert not back, f"positions of {feed.stream} went back: {back}"
 
 
 @click.command()
@@ -95,65 +165,72 @@ class Scenario:
     "--namespace", default="tidemark-test", show_default=True, help="Made for the test, and deleted after it."
 )
 @click.option("--soak", type=float, default=0.0, help="Minutes of steady flow, for the memory of each container.")
+@click.option("--standstill", type=float, default=90.0, show_default=True, help="Seconds that are still good.")
 @click.option("--set", "chosen", multiple=True, help="A value more, name=value: spark.master=kubernetes for instance.")
 @click.option("--images/--no-images", default=True, help="Build and load images first.")
 def main(
-    *, prefix: str, build: str, load: str, namespace: str, soak: float, chosen: tuple[str, ...], images: bool
+    *,
+    prefix: str,
+    build: str,
+    load: str,
+    namespace: str,
+    soak: float,
+    standstill: float,
+    chosen: tuple[str, ...],
+    images: bool,
 ) -> None:
-    """Install, break, upgrade, roll back, uninstall; compare positions with the truth each time."""
+    """Install, break, upgrade, roll back, uninstall; compare positions with the truth all the time."""
     if images:
-        for context, name in ((ROOT, IMAGE), (ROOT / "tests/helm/servers", SERVERS)):
-            timed(f"build {name}", partial(run, *shlex.split(build), context, name))
-            if load:
-                timed(f"load {name}", partial(run, *shlex.split(load), name))
+        built(shlex.split(build), shlex.split(load))
     kube = Kube(shlex.split(prefix), namespace, CHART)
-    scenario = Scenario(kube, FactsFeed(kube, STREAM), RedisWatch(kube, STREAM), _values(chosen))
+    feed, held = FactsFeed(kube, "kube-test"), FactsFeed(kube, "kube-test-held")
+    watch = PositionsWatch(kube, [feed.stream, held.stream])
+    values = ["-f", str(CHART / "examples/trial.yaml"), "--set", "sidecar.replicas=2", *SERVER_IMAGES]
+    values += [*image_options(IMAGE, "image"), *(word for one in chosen for word in ("--set", one))]
+    scenario = Scenario(kube, feed, held, watch, values, standstill)
+    befall = Befall(kube)
     kube.namespace_made()
     scenario.install()
     scenario.helm_test()
-    scenario.holds_at_a_hole()
     if soak:
         scenario.soak(soak)
-    pod = f"{kube.name}-pipeline-0"
-    scenario.while_facts_flow("pod killed", lambda: kube.delete_pod(pod, "--grace-period=0", "--force"))
-    scenario.while_facts_flow("process killed", lambda: kube.kill_process(pod))
-    scenario.while_facts_flow("pod drained", lambda: kube.delete_pod(pod))
-    change = ["--set", "settings.HISTORY_DAYS=3", "--set", "sidecar.replicas=1"]
-    scenario.while_facts_flow("upgrade", lambda: kube.helm("upgrade", *scenario.values, *change))
-    scenario.while_facts_flow("rollback", kube.rollback)
+    scenario.through("pod killed", befall.pod_killed)
+    scenario.through("process killed", befall.process_killed)
+    scenario.through("node drained", befall.node_drained)
+    upgrade = [*scenario.values, "--set", f"image.tag={NEXT_IMAGE.rpartition(':')[2]}"]
+    scenario.through("upgrade to another image", partial(befall.upgraded, NEXT_IMAGE, upgrade))
+    scenario.through("rollback", befall.rolled_back)
+    scenario.through("broken release", partial(befall.broken_and_rolled_back, scenario.values))
+    scenario.every_move_is_chained_and_counted()
     scenario.helm_test()
-    scenario.watch.stop()
-    timed("uninstall", kube.uninstall)
-    left = kube.left()
-    assert not left, f"the uninstall left {left}"
-    kube.namespace_deleted()
+    watch.stop()
+    timed("uninstall", kube.uninstalled)
     click.echo("every position was right")
+    installs.tried(
+        kube, [*image_options(IMAGE, "image"), *image_options(SERVICES_IMAGE, "servicesImage")], SERVER_IMAGES
+    )
+    kube.namespace_deleted()
 
 
-def _values(chosen: tuple[str, ...]) -> list[str]:
-    repository, _, tag = IMAGE.rpartition(":")
-    servers = [f"trial.{server}.image={SERVERS}" for server in ("kafka", "postgres", "redis")]
-    values = ["-f", str(CHART / "examples/trial.yaml")]
-    for one in (f"image.repository={repository}", f"image.tag={tag}", *servers, *chosen):
-        values += ["--set", one]
-    return values
+def built(build: list[str], load: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        # Another image: what it is made of is the same, and its name and digest are not.
+        Path(scratch, "Dockerfile").write_text(f"FROM {IMAGE}\nLABEL tidemark.next=yes\n")
+        commands = {
+            IMAGE: [*build, str(ROOT)],
+            SERVICES_IMAGE: ["env", "TARGET=services", *build, str(ROOT)],
+            SERVERS: [*build, str(ROOT / "tests/helm/servers")],
+            NEXT_IMAGE: [*build, scratch],
+        }
+        for name, command in commands.items():
+            timed(f"build {name}", partial(run, *command, name))
+            if load:
+                timed(f"load {name}", partial(run, *load, name))
 
 
-def say(what: str, seconds: float) -> None:
-    click.echo(f"{what:<45}{seconds:8.1f} s")
-
-
-def timed(what: str, act: Callable[[], object]) -> None:
-    began = time.monotonic()
-    act()
-    say(what, time.monotonic() - began)
-
-
-def until(what: str, true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < deadline, f"not within {PATIENCE:.0f} s: {what}"
-        time.sleep(0.1)
+def image_options(image: str, value: str) -> list[str]:
+    repository, _, tag = image.rpartition(":")
+    return ["--set", f"{value}.repository={repository}", "--set", f"{value}.tag={tag}"]
 
 
 if __name__ == "__main__":

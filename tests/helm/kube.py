@@ -2,7 +2,9 @@
 
 import json
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,54 @@ from typing import Any
 from tests.helm.tools import run, tool
 
 CLIENT = "client"
+PATIENCE = 300.0
+_ASK = """
+import sys, time, urllib.request
+for left in reversed(range(20)):
+    try:
+        print(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode())
+        break
+    except OSError:
+        if not left:
+            raise
+        time.sleep(0.5)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PodState:
+    """A pod as Kubernetes shows it."""
+
+    shown: dict[str, Any]
+
+    @property
+    def uid(self) -> str:
+        return str(self.shown["metadata"]["uid"])
+
+    @property
+    def node(self) -> str | None:
+        """None: no node takes it."""
+        node: str | None = self.shown["spec"].get("nodeName")
+        return node
+
+    @property
+    def ready(self) -> bool:
+        conditions = self.shown["status"].get("conditions", [])
+        return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+
+    def image(self, container: str) -> str:
+        return next(str(one["image"]) for one in self.shown["spec"]["containers"] if one["name"] == container)
+
+    def restarts(self, container: str) -> int:
+        return sum(int(one["restartCount"]) for one in self._statuses() if one["name"] == container)
+
+    def waits_for(self, reasons: set[str]) -> bool:
+        """Whether a container of it, an init container perhaps, does not run for one of these."""
+        return any(one["state"].get("waiting", {}).get("reason") in reasons for one in self._statuses())
+
+    def _statuses(self) -> list[dict[str, Any]]:
+        status = self.shown["status"]
+        return [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +75,33 @@ class Kube:
         return run(*self._kubectl(), *words, given=given)
 
     def helm(self, verb: str, *options: str) -> str:
-        return run(*self.prefix, tool("helm"), "-n", self.namespace, verb, self.name, self.chart, *options)
+        return run(*self._helm(), verb, self.name, self.chart, *options)
+
+    def helm_fails(self, verb: str, *options: str) -> str:
+        """All that helm prints as it fails; an AssertionError where it does not."""
+        command = [*self._helm(), verb, self.name, self.chart, *options]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+        assert done.returncode != 0, f"helm {verb} should have failed: {options}"
+        return done.stdout + done.stderr
 
     def rollback(self) -> None:
-        run(*self.prefix, tool("helm"), "-n", self.namespace, "rollback", self.name)
+        run(*self._helm(), "rollback", self.name)
 
     def helm_test(self) -> str:
-        run(*self.prefix, tool("helm"), "-n", self.namespace, "test", self.name, "--timeout", "3m")
+        run(*self._helm(), "test", self.name, "--timeout", "3m")
         return self.kubectl("logs", f"{self.name}-test").strip()
 
-    def uninstall(self) -> None:
-        run(*self.prefix, tool("helm"), "-n", self.namespace, "uninstall", self.name, "--wait", "--timeout", "3m")
+    def uninstalled(self) -> None:
+        """Nothing that bears its name is there any more."""
+        run(*self._helm(), "uninstall", self.name, "--wait", "--timeout", "3m")
+        until(f"the uninstall leaves nothing: {self.left()}", lambda: not self.left())
 
-    def left(self) -> str:
-        """What still bears the release's name. Test pods are helm's to keep, for their logs."""
-        kinds = "statefulset,deployment,service,job,configmap,secret,serviceaccount,pvc,networkpolicy"
-        return self.kubectl("get", kinds, "-l", f"app.kubernetes.io/instance={self.name}", "-o", "name").strip()
+    def left(self) -> set[str]:
+        """What still bears the release's name, of every kind there is. Test pods are helm's to keep, for their logs."""
+        kinds = self.kubectl("api-resources", "--namespaced", "--verbs=list", "-o", "name").split()
+        label = f"app.kubernetes.io/instance={self.name}"
+        found = self.kubectl("get", ",".join(kinds), "-l", label, "-o", "name", "--ignore-not-found")
+        return set(found.split()) - {f"pod/{self.name}-test"}
 
     def namespace_made(self) -> None:
         self.kubectl("create", "namespace", self.namespace)
@@ -85,20 +146,37 @@ class Kube:
             words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
 
-    def over_http(self, stream: str) -> tuple[int, dict[str, int]]:
-        """Linear position and vector, as the Service answers."""
-        url = f"http://{self.name}/v1/streams/{stream}"
-        program = f"from urllib.request import urlopen; print(urlopen({url!r}, timeout=10).read().decode())"
-        answer: dict[str, Any] = json.loads(self.kubectl("exec", CLIENT, "--", "python", "-c", program))
-        return answer["linear"], answer["vector"]
+    def over_http(self, path: str) -> dict[str, Any]:
+        """What the Service answers, within 10 s: a pod that ends may be asked once more."""
+        answer: dict[str, Any] = json.loads(self.in_client("python", "-c", _ASK, f"http://{self.name}{path}"))
+        return answer
+
+    def clock(self) -> float:
+        """Seconds since 1970, as the client's pod has them."""
+        return float(self.in_client("python", "-c", "import time; print(time.time())"))
+
+    def in_client(self, *command: str) -> str:
+        return self.kubectl("exec", CLIENT, "--", *command)
 
     def status(self, stream: str) -> int:
-        """The linear position, as Postgres has it."""
-        words = ["exec", f"{self.name}-pipeline-0", "-c", "pipeline", "--", "tidemark", "status", stream, "--json"]
-        return int(json.loads(self.kubectl(*words))["streams"][0]["linear"])
+        """The linear position, as Postgres has it; 0 for a stream that it does not know."""
+        words = ["exec", f"{self.name}-pipeline-0", "-c", "pipeline", "--", "tidemark", "status", "--json"]
+        streams = json.loads(self.kubectl(*words))["streams"]
+        return next((int(found["linear"]) for found in streams if found["stream"] == stream), 0)
 
-    def delete_pod(self, pod: str, *how: str) -> None:
-        self.kubectl("delete", "pod", pod, "--wait=false", *how)
+    def pod(self, name: str) -> PodState | None:
+        """None where there is none."""
+        text = self.kubectl("get", "pod", name, "-o", "json", "--ignore-not-found")
+        return PodState(json.loads(text)) if text.strip() else None
+
+    def living_pod(self, name: str) -> PodState:
+        """Waits for one: a StatefulSet's pod is away for a moment before the next of its name."""
+        until(f"there is a pod {name}", lambda: self.pod(name) is not None)
+        return self.pod(name) or self.living_pod(name)
+
+    def pods(self, component: str) -> list[str]:
+        labels = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component={component}"
+        return self.kubectl("get", "pods", "-l", labels, "-o", "jsonpath={.items[*].metadata.name}").split()
 
     def rolled_out(self) -> None:
         """Return when the pipeline's pod is the wanted one, and its query runs."""
@@ -109,6 +187,21 @@ class Kube:
         program = "import os, signal; os.kill(-1, signal.SIGKILL)"
         words: Sequence[str] = ["exec", pod, "-c", "pipeline", "--", "python", "-c", program]
         subprocess.run([*self._kubectl(), *words], capture_output=True, check=False)  # it kills itself too
+
+    @contextmanager
+    def draining(self, node: str, *components: str) -> Iterator[None]:
+        """The node takes no pods, and loses those of the components, while this lasts; in the end all have gone."""
+        selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component in ({','.join(components)})"
+        options = ["--pod-selector", selector, "--delete-emptydir-data", "--ignore-daemonsets", "--timeout=5m"]
+        draining = subprocess.Popen(
+            [*self._kubectl(), "drain", node, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            yield
+        finally:
+            self.kubectl("uncordon", node)
+            out, _ = draining.communicate()
+        assert draining.returncode == 0, f"the drain of {node} did not end: {out}"
 
     def memory(self) -> dict[str, str]:
         """What each container takes, as its kubelet counts it: the working set, and what of that is no file."""
@@ -125,5 +218,15 @@ class Kube:
                         )
         return found
 
+    def _helm(self) -> list[str | Path]:
+        return [*self.prefix, tool("helm"), "-n", self.namespace]
+
     def _kubectl(self) -> list[str]:
         return [*self.prefix, "kubectl", "-n", self.namespace]
+
+
+def until(what: str, true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < deadline, f"not within {PATIENCE:.0f} s: {what}"
+        time.sleep(0.1)

@@ -1,0 +1,88 @@
+"""What befalls a release in `make kube-test`. Each returns when it is seen to have happened: a kill that killed nothing
+must not pass for one that was survived."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import click
+
+from tests.helm.kube import Kube, PodState, until
+
+NO_IMAGE = {"ErrImagePull", "ErrImageNeverPull", "ImagePullBackOff", "InvalidImageName"}
+
+
+@dataclass(frozen=True, slots=True)
+class Befall:
+    kube: Kube
+
+    def pod_killed(self) -> None:
+        before = self._pod()
+        self.kube.kubectl("delete", "pod", self._name, "--wait=false", "--grace-period=0", "--force")
+        self._is_another(before)
+
+    def process_killed(self) -> None:
+        before = self._pod()
+        self.kube.kill_process(self._name)
+        until("the pipeline's container started again", lambda: self._restarts() > before.restarts("pipeline"))
+        assert self._pod().uid == before.uid, "the pod was replaced, and only its process was to die"
+
+    def node_drained(self) -> None:
+        """The pipeline's pod and all sidecars are evicted; no node takes them, or another one, until it is back."""
+        before = self._pod()
+        sidecars = self.kube.pods("sidecar")
+        assert before.node is not None
+        with self.kube.draining(before.node, "pipeline", "sidecar"):
+            self._is_another(before)
+            until("the pod waits for a node, or found another", lambda: self._pod().node != before.node)
+            # The disruption budget: one at a time, and the next when that one has a place.
+            gone = set(sidecars) - set(self.kube.pods("sidecar"))
+            click.echo(f"  drained: {len(gone)} of {len(sidecars)} sidecars gone, the pipeline on {self._pod().node}")
+            assert self._pod().node is not None or len(gone) < len(sidecars), "the drain took every sidecar"
+        left = set(sidecars) & set(self.kube.pods("sidecar"))
+        assert not left, f"the drain left {left}"
+
+    def upgraded(self, image: str, options: list[str]) -> None:
+        before = self._pod()
+        self.kube.helm("upgrade", *options)
+        self._is_another(before)
+        assert self._pod().image("pipeline") == image
+
+    def rolled_back(self) -> None:
+        before = self._pod()
+        self.kube.rollback()
+        self._is_another(before)
+        assert self._pod().image("pipeline") != before.image("pipeline")
+
+    def broken_and_rolled_back(self, options: list[str]) -> None:
+        """An image that is not there; then nothing but `helm rollback`."""
+        image = self._pod().image("pipeline")
+        self.kube.helm("upgrade", *options, "--set", "image.tag=broken")
+        until("the image is missed", lambda: self._pod().waits_for(NO_IMAGE))
+        self.kube.rollback()
+        asked = time.monotonic()
+        until("the pod is ready again", lambda: self._pod().ready and self._pod().image("pipeline") == image)
+        say("helm rollback of a broken release -> ready", time.monotonic() - asked)
+
+    @property
+    def _name(self) -> str:
+        return f"{self.kube.name}-pipeline-0"
+
+    def _pod(self) -> PodState:
+        return self.kube.living_pod(self._name)
+
+    def _restarts(self) -> int:
+        return self._pod().restarts("pipeline")
+
+    def _is_another(self, before: PodState) -> None:
+        until("the pod is another one", lambda: self._pod().uid != before.uid)
+
+
+def say(what: str, seconds: float) -> None:
+    click.echo(f"{what:<60}{seconds:8.1f} s")
+
+
+def timed(what: str, act: Callable[[], object]) -> None:
+    began = time.monotonic()
+    act()
+    say(what, time.monotonic() - began)
