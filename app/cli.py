@@ -127,7 +127,8 @@ def status(stream: str | None, *, as_json: bool) -> None:
     settings = loaded()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
-        found = status.read(postgres.states(), stream, postgres.conditions.faults())
+        conditions = postgres.conditions
+        found = status.read(postgres.states(), stream, conditions.faults(), conditions.recalls())
     if stream is not None and not found:
         raise CommandFailed(f"there is no stream {stream}; `tidemark status` shows all")
     if as_json:

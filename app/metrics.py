@@ -19,7 +19,8 @@ STALE_SECONDS = 15.0
 
 RECORDS = Counter(
     "tidemark_records",
-    "Records by outcome: applied, held (their writer never joined), duplicate, late, batch (rows without a number),"
+    "Records by outcome: applied, held (their writer never joined), put_off (too much of their writer is pending; they"
+    " come again), duplicate, late, batch (rows without a number),"
     " forgotten (completed IDs dropped at a bound). `held` or `late` rising: see `tidemark status` for the writer.",
     ["outcome"],
     registry=REGISTRY,
@@ -29,6 +30,12 @@ DEAD_LETTERS = Counter(
     "Records sent to the dead letters, by reason. Any rise means a writer that breaks the contract: read the topic,"
     " its headers name partition and offset.",
     ["reason"],
+    registry=REGISTRY,
+)
+RECALLED = Counter(
+    "tidemark_recalled_records",
+    "Records that were put off (`put_off` of tidemark_records_total) and produced to the facts topic again. Not rising"
+    " although gaps close: `tidemark status` says what hinders it.",
     registry=REGISTRY,
 )
 REGRESSIONS = Counter(

@@ -32,6 +32,7 @@ from tidemark.sinks.postgres.history import Retention
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.publisher import Publisher
+from tidemark.sinks.recaller import Recaller, RecallerConfig
 from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sources.kafka import source_options
@@ -193,6 +194,8 @@ class Attempt:
             publisher = Publisher(postgres, sinks, dead_letters, lease, stopping)
             publisher.send_unsent(start.seed.lineage)
             end_offsets = stack.enter_context(EndOffsets(topics, start.topics, self._board).running())
+            recaller = RecallerConfig(settings.kafka_facts_topic, kafka.client(), kafka.producer())
+            stack.enter_context(Recaller(recaller, postgres, lease, metrics.RECALLED.inc))
             self._batches = Batches(publisher, self._board, start.seed, start.topics)
             spark, store = self._spark.session(stopping), settings.checkpoint_store
             location = str(checkpoint.path) if store is None else stack.enter_context(folder(spark, store))

@@ -128,7 +128,9 @@ class Settings(SidecarSettings, Connections):
     history_days: Positive = Field(7, description="Days that Postgres keeps the history of advances and of gaps.")
     audit_days: Positive = Field(400, description="Days that Postgres keeps operators' acts and late completions.")
     advances_kept: Positive = Field(10_000, description="Advances that Redis keeps of each stream.")
-    pending_bound: Positive = Field(10_000, description="Intervals held back of one writer; one more is rejected.")
+    pending_bound: Positive = Field(
+        10_000, description="Intervals held back of one writer; past it, edges are put off."
+    )
     completed_bound: Positive = Field(
         10_000,
         description="Intervals of completed IDs kept above a linear position; past it that one is cautious.",

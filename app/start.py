@@ -95,6 +95,9 @@ def prepare(
 
 
 def _give_up(postgres: Postgres, read: dict[str, TopicState], offsets: Offsets, accept: Set[Acceptance]) -> None:
+    if accept & {"partitions", "loss"}:
+        put_off = [(name, it) for name, stored in postgres.states().items() for it in state.put_off(stored)]
+        postgres.give_up_recalls(put_off, f"an operator accepted {', '.join(sorted(accept))}")
     if "partitions" in accept:
         # Each stream may live in another partition now: the first record after this says which.
         postgres.replace_states({stream: state.homeless(stored) for stream, stored in postgres.states().items()})

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from tidemark.sinks.postgres.recalls import RecallStatus
 from tidemark.sinks.postgres.status import SinkFault
 from tidemark.streaming import state
 from tidemark.streaming.effects import Blocker, Summary, summarize
@@ -26,25 +27,33 @@ class WriterStatus:
 
 @dataclass(frozen=True, slots=True)
 class StreamStatus:
-    """IDs are signed. `gaps` of a writer are open ranges `(low, top]`, nearest first. `faults`: sinks without it."""
+    """IDs are signed. `gaps` of a writer are open ranges `(low, top]`, nearest first. `faults`: sinks without it.
+    `recalls`: what was put off and is on its way back.
+    """
 
     stream: str
     linear: int
     writers: list[WriterStatus]
     summary: Summary
     faults: list[SinkFault]
+    recalls: list[RecallStatus]
 
 
-def read(stored: Mapping[str, bytes], only: str | None = None, faults: Sequence[SinkFault] = ()) -> list[StreamStatus]:
+def read(
+    stored: Mapping[str, bytes],
+    only: str | None = None,
+    faults: Sequence[SinkFault] = (),
+    recalls: Sequence[RecallStatus] = (),
+) -> list[StreamStatus]:
     """From the encoded states, by stream name."""
     return [
-        _status(name, data, [fault for fault in faults if fault.stream == name])
+        _status(name, data, [it for it in faults if it.stream == name], [it for it in recalls if it.stream == name])
         for name, data in sorted(stored.items())
         if only is None or name == only
     ]
 
 
-def _status(name: str, data: bytes, faults: list[SinkFault]) -> StreamStatus:
+def _status(name: str, data: bytes, faults: list[SinkFault], recalls: list[RecallStatus]) -> StreamStatus:
     stream = state.decode(data)
     signed = stream.direction.signed
     writers = [
@@ -58,7 +67,7 @@ def _status(name: str, data: bytes, faults: list[SinkFault]) -> StreamStatus:
         )
         for writer, known in sorted(stream.writers.items())
     ]
-    return StreamStatus(name, signed(stream.line.position), writers, summarize(stream), faults)
+    return StreamStatus(name, signed(stream.line.position), writers, summarize(stream), faults, recalls)
 
 
 def as_json(streams: Sequence[StreamStatus], now: float) -> str:
@@ -87,13 +96,17 @@ def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
             "age_seconds": round(max(0.0, now - oldest.since / 1000), 1),
         },
         "open_transactions": stream.summary.transactions,
+        "put_off": stream.summary.put_off,
+        "recalled": [
+            {"writer": it.writer, "since": it.since, "gone": it.gone, "problem": it.problem} for it in stream.recalls
+        ],
         "not_shown": [{"sink": it.sink, "since": it.since, "problem": it.problem} for it in stream.faults],
     }
 
 
 def as_table(streams: Sequence[StreamStatus], now: float) -> str:
     """One line per writer; the stream's own figures stand on its first line. Below them the transactions that hold a
-    stream, where its writer tells, and sinks that lack a stream."""
+    stream, where its writer tells, what was put off of a writer, and sinks that lack a stream."""
     rows = [row for stream in streams for row in _rows(stream, now)]
     widths = [max(len(row[at]) for row in [HEADINGS, *rows]) for at in range(len(HEADINGS))]
     lines = [_line(row, widths) for row in [HEADINGS, *rows]]
@@ -104,11 +117,28 @@ def as_table(streams: Sequence[StreamStatus], now: float) -> str:
         for transaction in transactions
     ]
     lines += [
+        f"{stream.stream}: records of {name.rpartition('/')[0]} are put off: too much of it is pending; they come again"
+        for stream in streams
+        for name in stream.summary.put_off
+    ]
+    lines += [f"{it.stream}: {_recalled(it, now)}" for stream in streams for it in stream.recalls]
+    lines += [
         f"{stream.stream} is not shown in {it.sink}, for {_age(now - it.since.timestamp())}: {it.problem}"
         for stream in streams
         for it in stream.faults
     ]
     return "\n".join(lines)
+
+
+def _recalled(it: RecallStatus, now: float) -> str:
+    if it.gone:
+        why = it.problem or "retention, or its limit of size"
+        return (
+            f"up to {it.gone} records of {it.writer} that were put off are gone from partition {it.partition} ({why});"
+            " what is open waits for its next JOIN"
+        )
+    hindered = f": {it.problem}" if it.problem else ""
+    return f"records of {it.writer} that were put off come again, for {_age(now - it.since.timestamp())}{hindered}"
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:

@@ -22,6 +22,7 @@ from tidemark.streaming.effects import (
     LateCompletion,
     NewTimeline,
     Progress,
+    Recall,
     ShardEffects,
     StreamEffects,
     WriterAdvance,
@@ -88,6 +89,7 @@ class StreamBatch:
         self.changes = Changes(now)
         self.rejected: list[tuple[str, int, Reason, Ids]] = []
         self.forced: list[tuple[Marker, str, str]] = []
+        self.recalls: list[Recall] = []
         self._bounds = bounds
         self._line_before = self.stream.line.position
         self._allocated_before = self.stream.allocated
@@ -110,6 +112,9 @@ class StreamBatch:
         for (topic, partition), marker in sorted(inbox.control, key=lambda found: (found[0], found[1].offset)):
             self._mark(topic, partition, marker)
         self.stream.keep_within(self._bounds, self.changes)
+        if (home := self.stream.home) is not None:
+            recalled = self.stream.recall(self._bounds)
+            self.recalls = [Recall(name, epoch, home, it.first, it.last) for name, epoch, it in recalled]
 
     def _feed_elsewhere(self, inbox: Inbox, places: list[Partition]) -> None:
         refused = [*inbox.apart, *(it for place in places for it in inbox.claims(place))]
@@ -232,6 +237,7 @@ class StreamBatch:
             summarize(stream),
             self.encoded.state,
             self.encoded.retired,
+            self.recalls,
         )
 
 

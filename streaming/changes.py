@@ -8,7 +8,7 @@ from tidemark.streaming.intervals import Ids, Intervals
 from tidemark.streaming.model import Reason
 from tidemark.streaming.runs import Run
 
-Outcome = Literal["applied", "held", "duplicate", "late", "batch", "forgotten"]
+Outcome = Literal["applied", "held", "put_off", "duplicate", "late", "batch", "forgotten"]
 Why = Literal["skipped", "regressed", "final", "announced"]
 """Why a completion is late: an operator settled its ID, the source went back, the line or another writer had its ID
 already, or its own writer had declared its ID to be empty."""

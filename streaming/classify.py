@@ -15,6 +15,7 @@ from tidemark.streaming.chain import Chain
 from tidemark.streaming.changes import Changes, Outcome, Why
 from tidemark.streaming.intervals import EMPTY, Intervals
 from tidemark.streaming.model import NOTHING, Reason
+from tidemark.streaming.put_off import PutOff
 from tidemark.streaming.records import Kind
 from tidemark.streaming.runs import Mask, Run
 
@@ -29,7 +30,7 @@ _CLEAR, _LATE, _ACROSS = 0, 1, 2
 class Classifier:
     """Where runs go: the chain, how an accepted edge is counted, and the ranges in which completions are late.
 
-    `spans` bounds the spans that may wait on the chain; an edge that would add one more is rejected. Up to `published`
+    `spans` bounds the spans that may wait on the chain; an edge that would add one more is put off. Up to `published`
     a completion is late because the database went back, beyond because an operator skipped it. `late` shrinks by what
     has come.
     """
@@ -93,7 +94,8 @@ class Classifier:
 
     def _settle(self, run: Run) -> Iterator[Completed]:
         if not self._has_room(run.start, run.end):
-            self._refuse(run, np.ones(len(run), np.bool_), Reason.PENDING_OVERFLOW)
+            self._put_off(run)
+            self.changes.counts["put_off"] += len(run)
             return
         self.chain.settle(run.start, run.end, run.evidence(), len(run), "completed", self.changes.now)
         self.chain.declare_empty(run.empty())
@@ -116,6 +118,9 @@ class Classifier:
         self.changes.rejected.append((reason, np.sort(run.offsets[edges])))
         self.chain.refuse(int(run.ids[edges][-1]))
 
+    def _put_off(self, run: Run) -> None:
+        self.chain.wait_for_room(PutOff(run.first_offset, int(run.offsets.max()), run.start), run.end)
+
     def _late(self, run: Run) -> Iterator[Completed]:
         completed, again = run.completes, run.ids <= self.published
         self.changes.counts["duplicate"] += int(np.count_nonzero(~completed))
@@ -128,13 +133,13 @@ class Classifier:
 
     def _follow(self, run: Run) -> None:
         """Settle what comes late and is open. It was counted; no evidence is told of it, and it is late no more, unless
-        that would take more memory than pending spans may.
+        that would take more memory than pending spans may. What finds no room comes again, and is told as late again.
         """
         for prev, id in self.chain.missing(run.start, run.end):
             if self._has_room(prev, id):
                 self.chain.settle(prev, id, NOTHING, 0, "completed", self.changes.now)
             else:
-                self.chain.refuse(id)
+                self._put_off(run)
                 return
         self.chain.declare_empty(run.empty().common(self.late))
         if len(self.late) < self.spans:

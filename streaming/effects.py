@@ -82,6 +82,18 @@ class LateCompletion(msgspec.Struct, array_like=True, frozen=True):
     why: str
 
 
+class Recall(msgspec.Struct, array_like=True, frozen=True):
+    """Edges of `writer` in `epoch` that were put off for want of room may come again: they stand among the records at
+    the offsets `first` to `last` of that partition of the facts topic.
+    """
+
+    writer: str
+    epoch: int
+    partition: int
+    first: int
+    last: int
+
+
 class Forced(msgspec.Struct, array_like=True, frozen=True):
     """An operator's act from the control topic, for the audit table; `kind` is SKIP, RETIRE or JOIN."""
 
@@ -127,7 +139,7 @@ class Summary(msgspec.Struct, array_like=True, frozen=True):
     `unknown` names writers (`writer/epoch`) that are held because they never joined, `completed` counts the
     intervals of completed IDs kept above the line. `awaited` is the writer that the line waits for, with or without a
     gap: the active one that is furthest behind while others are ahead. `transactions` says who holds a writer's open
-    IDs, where it tells.
+    IDs, where it tells. `put_off` names writers (`writer/epoch`) of which edges wait in Kafka for room.
     """
 
     pending: int
@@ -137,6 +149,7 @@ class Summary(msgspec.Struct, array_like=True, frozen=True):
     completed: int
     awaited: str | None
     transactions: dict[str, list[str]] = {}
+    put_off: list[str] = []
 
 
 class StreamEffects(msgspec.Struct, array_like=True, frozen=True):
@@ -144,10 +157,10 @@ class StreamEffects(msgspec.Struct, array_like=True, frozen=True):
 
     `allocated` is the highest ID that a record of the stream has named: how far IDs are known to be given out.
 
-    `counts` holds records by outcome: `applied`, `held`, `duplicate`, `late`, `batch`, and `forgotten` (completed
-    IDs dropped at the bound). Rejected ones are in `ShardEffects.rejected`. `dropped` names retired writers that
-    left the state. `state` is the stream's new state in `streaming.state`'s encoding, without the table of its retired
-    writers; that is `retired`, where the batch changed it.
+    `counts` holds records by outcome: `applied`, `held`, `put_off`, `duplicate`, `late`, `batch`, and `forgotten`
+    (completed IDs dropped at the bound). Rejected ones are in `ShardEffects.rejected`. `dropped` names retired writers
+    that left the state. `state` is the stream's new state in `streaming.state`'s encoding, without the table of its
+    retired writers; that is `retired`, where the batch changed it.
     """
 
     stream: str
@@ -168,6 +181,7 @@ class StreamEffects(msgspec.Struct, array_like=True, frozen=True):
     summary: Summary
     state: bytes
     retired: bytes | None = None
+    recalls: list[Recall] = []
 
 
 class Progress(msgspec.Struct, array_like=True, frozen=True):
@@ -218,6 +232,11 @@ def summarize(stream: "StreamState") -> Summary:
         completed=len(stream.line.completed),
         awaited=_awaited(stream),
         transactions=stream.transactions,
+        put_off=sorted(
+            [f"{name}/{it.epoch}" for name, it in stream.writers.open.items() if it.chain.put_off]
+            + [f"{name}/{epoch}" for (name, epoch), it in stream.held.items() if it.chain.put_off]
+            + [f"{it.name}/{it.epoch}" for it in waiting if it.put_off]
+        ),
     )
 
 

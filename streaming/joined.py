@@ -160,7 +160,7 @@ class Writers(MutableMapping[str, WriterState]):
         for name, writer in sorted(self.open.items()):
             if len(writer.chain.pending) >= MANY and writer.retired is None:
                 waiting[name] = WaitingWriter.of(name, writer)
-            elif writer.chain.pending:
+            elif writer.chain.pending or writer.chain.put_off:
                 stay[name] = writer
             elif writer.retired is None:
                 active[name] = writer

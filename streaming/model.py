@@ -14,7 +14,7 @@ import msgspec
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """`pending`: spans per writer; an edge that would add one is rejected. `completed`: intervals above the line; the
+    """`pending`: spans per writer; an edge that would add one is put off. `completed`: intervals above the line; the
     highest are forgotten. `held`: incarnations that never joined; further ones are rejected. `retired`: retired
     writers; the longest retired are dropped. `retirement` (ms): after that a retired writer is dropped in any case.
     `unread`: streams of a shard of which nothing could be read yet; past that each new stream is in doubt.
@@ -52,7 +52,6 @@ class Reason(StrEnum):
     UNKNOWN_WRITER = "unknown_writer"
     BEYOND_ALLOCATED = "beyond_allocated"
     WRONG_PARTITION = "wrong_partition"
-    PENDING_OVERFLOW = "pending_overflow"
     HELD_OVERFLOW = "held_overflow"
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from tidemark.streaming.chain import Chain, Span
 from tidemark.streaming.intervals import Ids, Intervals
 from tidemark.streaming.model import Evidence
+from tidemark.streaming.put_off import PutOff
 from tidemark.streaming.runs import EVERYTHING
 from tidemark.streaming.writers import WriterState
 
@@ -38,18 +39,20 @@ class StoredChain(msgspec.Struct, array_like=True, frozen=True):
     refused: int
     pending: list[_Span]
     empty: Pairs = []  # since format 2
+    put_off: list[tuple[int, int, int]] = []  # since format 5
 
     @classmethod
     def of(cls, chain: Chain) -> "StoredChain":
         spans = [_Span(it.prev, it.id, *it.evidence.counts, it.edges, it.since) for it in chain.pending]
-        return cls(chain.position, chain.refused, spans, list(chain.empty))
+        return cls(chain.position, chain.refused, spans, list(chain.empty), list(chain.put_off))
 
     def chain(self) -> Chain:
         spans = [
             Span(it.prev, it.id, Evidence(it.facts, it.empty, it.unseen, it.skipped), it.edges, it.since)
             for it in self.pending
         ]
-        return Chain(self.position, spans, self.refused, Intervals.of(self.empty))
+        put_off = [PutOff(*it) for it in self.put_off]
+        return Chain(self.position, spans, self.refused, Intervals.of(self.empty), put_off)
 
 
 class StoredWriter(msgspec.Struct, array_like=True, frozen=True):
@@ -93,7 +96,8 @@ class StoredWriter(msgspec.Struct, array_like=True, frozen=True):
 
 class WaitingWriter(msgspec.Struct, array_like=True, frozen=True):
     """An active writer of which much is pending, as a row, and what a batch asks of it that has nothing to do with it:
-    epoch, position and reach of its chain, the edges that wait and the gaps, and the gap that is open longest.
+    epoch, position and reach of its chain, the edges that wait and the gaps, the gap that is open longest, and whether
+    anything was put off.
     """
 
     name: str
@@ -106,6 +110,7 @@ class WaitingWriter(msgspec.Struct, array_like=True, frozen=True):
     top: int
     since: int
     row: bytes
+    put_off: bool = False  # since format 5
 
     @classmethod
     def of(cls, name: str, writer: WriterState) -> "WaitingWriter":
@@ -113,7 +118,8 @@ class WaitingWriter(msgspec.Struct, array_like=True, frozen=True):
         oldest = min(chain.gaps(), key=itemgetter(2))
         edges = sum(span.edges for span in chain.pending)
         row = _encoder.encode(StoredWriter.of(name, writer))
-        return cls(name, writer.epoch, chain.position, chain.reach, edges, len(chain.pending), *oldest, row)
+        gaps, put_off = len(chain.pending), bool(chain.put_off)
+        return cls(name, writer.epoch, chain.position, chain.reach, edges, gaps, *oldest, row, put_off)
 
     def writer(self) -> WriterState:
         return _rows.decode(self.row).writer()
@@ -136,7 +142,7 @@ says."""
 
 
 class PackedTable:
-    """Writers by name, none of them with anything pending. Never changes: `changed` gives a new one."""
+    """Writers by name, none of them with anything pending or put off. Never changes: `changed` gives a new one."""
 
     def __init__(self, columns: bytes = b"", rows: bytes = b"") -> None:
         self.columns = np.frombuffer(columns, COLUMNS)

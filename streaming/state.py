@@ -7,10 +7,13 @@ The table of retired writers stands last. It may have ten thousand rows, and few
 and kept apart (`Encoded`).
 """
 
+from collections.abc import Iterator
+
 import msgspec
 
 from tidemark.streaming.chain import Chain
 from tidemark.streaming.direction import Direction
+from tidemark.streaming.effects import Recall
 from tidemark.streaming.errors import StateTooNew
 from tidemark.streaming.intervals import Intervals
 from tidemark.streaming.joined import Writers
@@ -21,7 +24,7 @@ from tidemark.streaming.runs import EVERYTHING
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import HeldWriter, HeldWriters
 
-FORMAT = 4
+FORMAT = 5
 
 
 class _Held(msgspec.Struct, array_like=True, frozen=True):
@@ -157,6 +160,7 @@ def homeless(data: bytes) -> Encoded:
     """The same state for a stream that may have moved to another Kafka partition, with all its parts."""
     stream = decode(data)
     stream.home = None
+    stream.forget_offsets()
     return _anew(stream)
 
 
@@ -164,7 +168,18 @@ def doubtful(data: bytes) -> Encoded:
     """The same state for a stream of which records may have gone before they were read, with all its parts."""
     stream = decode(data)
     stream.doubt()
+    stream.forget_offsets()
     return _anew(stream)
+
+
+def put_off(data: bytes) -> Iterator[Recall]:
+    """What is to come again once there is room."""
+    stream = decode(data)
+    stream.writers.open_waiting()
+    chains = [(name, it.epoch, it.chain) for name, it in stream.writers.open.items()]
+    for name, epoch, chain in chains + [(name, epoch, it.chain) for (name, epoch), it in stream.held.items()]:
+        for it in chain.put_off:
+            yield Recall(name, epoch, stream.home or 0, it.first, it.last)
 
 
 def _anew(stream: StreamState) -> Encoded:

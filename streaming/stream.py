@@ -8,7 +8,7 @@ Records come in *segments*: `streaming.segments` takes the edges between two nei
 stream, then `join`, `retire` or `skip` takes the marker.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tidemark.streaming.chain import NOWHERE, Chain
@@ -17,6 +17,7 @@ from tidemark.streaming.direction import Direction
 from tidemark.streaming.joined import Writers
 from tidemark.streaming.linear import LinearPosition
 from tidemark.streaming.model import Bounds, Reason
+from tidemark.streaming.put_off import PutOff
 from tidemark.streaming.records import EVERYBODY
 from tidemark.streaming.runs import EVERYTHING
 from tidemark.streaming.writers import (
@@ -183,6 +184,19 @@ class StreamState:
             self.refused = max(self.refused, chain.refused if chain.refused > chain.position else 0)
             changes.dropped.append(name)
 
+    def recall(self, bounds: Bounds) -> Iterator[tuple[str, int, PutOff]]:
+        """What comes again from Kafka, with writer and epoch: a range of each writer. Called once after a batch."""
+        for name, writer in sorted(self.writers.open.items()):
+            if (found := writer.chain.recall(bounds.pending)) is not None:
+                yield name, writer.epoch, found
+
+    def forget_offsets(self) -> None:
+        """What was put off stands elsewhere in Kafka, or nowhere: as if it had been refused."""
+        self.writers.open_waiting()
+        chains = [it.chain for it in self.writers.open.values()] + [it.chain for it in self.held.values()]
+        for chain in chains:
+            chain.put_off.clear()
+
     def settle_line(self) -> None:
         """Both halves of the line's definition; with no writer left it goes to the highest position of any.
 
@@ -241,6 +255,7 @@ class StreamState:
 
     def _end(self, writer: WriterState, mark: Mark, changes: Changes) -> None:
         settle(writer, 0, mark, "retired", changes)
+        writer.chain.put_off.clear()
         self.here -= writer.timeline == self.timeline and writer.retired is None
         self.ended = max(self.ended, self.passed(writer))
         writer.retired = changes.now

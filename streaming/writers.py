@@ -236,13 +236,14 @@ def begin(
     """
     writer = writers.setdefault(mark.writer, WriterState(mark.epoch, Chain(refused=refused)))
     writer.go_back(mark.stands, mark.writer, changes)
+    writer.chain.put_off.clear()
     retire, refused = None, 0
     for incarnation in [it for it in held.of(mark.writer) if it[1] <= mark.epoch]:
         before = held.pop(incarnation)
         if incarnation[1] < mark.epoch:
             taken_back(incarnation[1], before.chain.cut_above(mark.stands), EMPTY, mark.writer, changes)
         else:
-            retire, refused = before.retire, before.chain.refused
+            retire, refused, writer.chain.put_off = before.retire, before.chain.refused, before.chain.put_off
             for low, high in writer.late.above(mark.id):
                 taken_back(mark.epoch, before.chain.within(low, high), EMPTY, mark.writer, changes)
         writer.chain.adopt(before.chain, writer.published)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from tidemark.sinks.postgres.recalls import RecallStatus, unfinished
 from tidemark.streaming.postgres_session import Connection, PostgresSession
 
 LATE_COUNTED = 100  # late completions of one stream are counted up to here: nobody waits for more
@@ -108,6 +109,11 @@ class Conditions:
                 (list(streams), LATE_COUNTED),
             ).fetchall()
         return {stream: LateCount(count, newest) for stream, count, newest in rows}
+
+    def recalls(self) -> list[RecallStatus]:
+        """Records that were put off and are not produced again, oldest first."""
+        with self._database.use() as connection:
+            return unfinished(connection)
 
     def faults(self) -> list[SinkFault]:
         """None where the schema is of a version that does not note them."""

@@ -1,7 +1,7 @@
 """Postgres: what is true and durable. The pipeline's writes, and its reads at a start and to refill the sinks.
 
-Two sessions: one for the batches (the thread of foreachBatch), one for everything else (maintenance, probes), so that
-neither waits for the other.
+Three sessions: one for the batches (the thread of foreachBatch), one for recalls, one for everything else (maintenance,
+probes), so that none waits for another.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -12,14 +12,16 @@ from typing import Self
 import structlog
 
 from tidemark.sinks.port import Batch, Committed
-from tidemark.sinks.postgres import history, tail, transaction
+from tidemark.sinks.postgres import history, recalls, tail, transaction
 from tidemark.sinks.postgres.advances import forget_retired
 from tidemark.sinks.postgres.database import READABLE, SCHEMA, execute, session_of
 from tidemark.sinks.postgres.days import drop_before
 from tidemark.sinks.postgres.history import PageBounds, PastAdvance, PastLate, PastPage, Retention
+from tidemark.sinks.postgres.recalls import KeptRecall
 from tidemark.sinks.postgres.status import Conditions, note_faults
 from tidemark.sinks.postgres.tail import ChangesSince, DurableMark, PastMoves
 from tidemark.sinks.postgres.transaction import UnsentDeadLetters, apply
+from tidemark.streaming.effects import Recall
 from tidemark.streaming.model import Bounds, Encoded
 from tidemark.streaming.postgres_session import Dsn
 
@@ -64,6 +66,7 @@ class Postgres:
         self._config = config
         self._batches = session_of(config.dsn, "tidemark batches")
         self._reads = session_of(config.dsn, "tidemark reads")
+        self._recalls = session_of(config.dsn, "tidemark recalls")
         self.where = self._batches.where
         self.conditions = Conditions(self._reads)
 
@@ -76,6 +79,7 @@ class Postgres:
     def close(self) -> None:
         self._batches.close()
         self._reads.close()
+        self._recalls.close()
 
     def check(self) -> None:
         """Raise `SchemaMismatch` unless this Tidemark can write in the schema."""
@@ -118,6 +122,22 @@ class Postgres:
         """The dead letters of this batch are in Kafka."""
         with self._batches.use() as connection:
             transaction.forget_unsent(connection, query, batch)
+
+    def recalls(self) -> list[KeptRecall]:
+        """Records that are to be produced again and are not yet, oldest first; last those that some problem hinders."""
+        with self._recalls.use() as connection:
+            return recalls.due(connection)
+
+    def recalled(self, recall: KeptRecall, problem: str | None = None) -> None:
+        """How far that one is, and what hinders the rest."""
+        with self._recalls.use() as connection:
+            recalls.note(connection, recall, problem)
+
+    def give_up_recalls(self, put_off: Iterable[tuple[str, Recall]], why: str) -> None:
+        """The offsets of these, and of all that are kept, mean nothing any more."""
+        with self._batches.use() as connection, connection.transaction():
+            recalls.add_recalls(connection, put_off)
+            recalls.give_up(connection, why)
 
     def note_faults(self, faults: Mapping[tuple[str, str], str]) -> None:
         """What sinks cannot show, by sink and stream: the problem. For people."""

@@ -16,6 +16,7 @@ from tidemark.sinks.port import Batch, Committed
 from tidemark.sinks.postgres.advances import settled, standing, write_advances, write_writers
 from tidemark.sinks.postgres.database import execute
 from tidemark.sinks.postgres.lease import session_name
+from tidemark.sinks.postgres.recalls import add_recalls
 from tidemark.streaming.errors import ChainBroken, LeaseLost
 from tidemark.streaming.model import Rejected
 from tidemark.streaming.postgres_session import Connection
@@ -70,6 +71,7 @@ def apply(connection: Connection, batch: Batch) -> Committed:
         _write_forced(connection, batch)
         _count_rejected(connection, batch)
         keep_unsent(connection, batch)
+        _write_recalls(connection, batch)
         _write_progress(connection, batch)
         return Committed(settled=settled(advances), positions=standing(writers), late=_numbers(late))
 
@@ -212,6 +214,10 @@ def _count_rejected(connection: Connection, batch: Batch) -> None:
         """,
         ((rejected.reason, rejected.records, shard.now) for shard in batch.effects for rejected in shard.rejected),
     )
+
+
+def _write_recalls(connection: Connection, batch: Batch) -> None:
+    add_recalls(connection, ((s.stream, recall) for _, s in batch.streams() for recall in s.recalls))
 
 
 def _write_progress(connection: Connection, batch: Batch) -> None:

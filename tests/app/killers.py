@@ -2,7 +2,8 @@
 
     python -m tests.app.killers SIGKILL commit 3 pipeline ...
 
-The step is `commit`, `show` or `dead_letter` of `sinks.publisher.Publisher`; the batch counts from 1 in this process.
+The step is `commit`, `show` or `dead_letter` of `sinks.publisher.Publisher`, or `recall` of `sinks.recaller.Recaller`,
+each of which counts as a batch; the batch counts from 1 in this process.
 """
 
 import itertools
@@ -13,6 +14,7 @@ from typing import Any
 
 from tidemark.app.cli import main
 from tidemark.sinks.publisher import Publisher
+from tidemark.sinks.recaller import Recaller
 
 
 def strike(number: signal.Signals, step: str, batch: int) -> None:
@@ -20,16 +22,17 @@ def strike(number: signal.Signals, step: str, batch: int) -> None:
 
     What the signal leaves alive goes on with the step.
     """
-    proper = getattr(Publisher, step)
+    owner = Recaller if step == "recall" else Publisher
+    proper = getattr(owner, step)
     calls = itertools.count(1)
 
-    def struck(self: Publisher, *arguments: Any) -> Any:
+    def struck(self: object, *arguments: Any) -> Any:
         if next(calls) == batch:
             # To this thread: one that is sent to the process may be taken by another, while this one goes on.
             signal.pthread_kill(threading.get_ident(), number)
         return proper(self, *arguments)
 
-    setattr(Publisher, step, struck)
+    setattr(owner, step, struck)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,21 @@
 from tests.app.proofs import as_undisturbed
 from tests.fix_pipeline import Site
 from tests.play.cast import Cast
+from tidemark.streaming.records import Join, Rdata, row
+
+
+def overfull(site: Site) -> None:
+    """A chain with room for one span waits for its first ID, so that two facts are put off. When it comes, they are
+    recalled; the pipeline dies before they are in Kafka."""
+    first, *more = [Rdata(stream="full", writer="w", epoch=1, id=id, row=row({})) for id in (2, 4, 6, 1, 3, 5)]
+    site.send(Join(stream="full", writer="w", epoch=1, id=0), first, *more)
+    doomed = site.start(
+        module=("tests.app.killers", "SIGKILL", "recall", "1"), pending_bound=1, max_records_per_batch=4
+    )
+    assert doomed.ends() == -9, doomed.log()
+    assert site.sql("select writer, epoch, next, last from tidemark.recalls") == [("w", 1, 2, 3)]
+    assert site.sql("select position from tidemark.stream_positions where stream = 'full'") == [(3,)]
+
 
 FEW = 150  # records a batch: enough batches for every death
 
@@ -11,7 +26,9 @@ def test_a_kill_between_any_two_steps_of_a_batch_leaves_no_trace(site: Site) -> 
     """Rules 3, 4 and 5: killed before the commit, between commit and Redis, and between Redis and the end of the
     batch, the pipeline comes to exactly the positions, the history and the dead letters of an undisturbed run. So it
     does when Spark dies: without its Python workers the query begins again; without its JVM the process ends with code
-    1, in one line that says so, and the next one goes on where it was."""
+    1, in one line that says so, and the next one goes on where it was. What was put off, and was to come again just
+    when it was killed, comes again."""
+    overfull(site)
     play = site.play(seed=7, cast=Cast(streams=3, writers=3, rate=200.0))
     play.until(15.0)
     for step in ("commit", "show", "dead_letter"):
@@ -19,6 +36,7 @@ def test_a_kill_between_any_two_steps_of_a_batch_leaves_no_trace(site: Site) -> 
         assert doomed.ends() == -9, doomed.log()
     running = site.start()
     site.shows(play)
+    site.reaches("full", w=6)
 
     (jvm,) = running.process.children()
     for worker in jvm.children(recursive=True):

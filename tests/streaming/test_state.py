@@ -4,10 +4,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.streaming.builders import FACTS, STREAM, Shard, forced, join, position, rdata, retire, skip
+from tests.streaming.builders import FACTS, STREAM, Shard, forced, join, packing, position, rdata, retire, skip
 from tidemark.streaming import state
 from tidemark.streaming.direction import Direction
+from tidemark.streaming.effects import Recall, summarize
 from tidemark.streaming.errors import StateTooNew
+from tidemark.streaming.model import Bounds
+from tidemark.streaming.put_off import PutOff
 from tidemark.streaming.records import Topic
 from tidemark.streaming.runs import PackedRun, Packet
 from tidemark.streaming.state import FORMAT
@@ -130,3 +133,32 @@ def test_retired_writers_are_given_apart_when_they_change() -> None:
     older = Shard({STREAM: msgspec.msgpack.encode([3, *fields[1:11], table, *fields[12:]])}, next_offset=9, now=9000)
     assert older.feed(rdata("a", 2, epoch=1)).retired == done.retired
     assert shard.feed(join("b", 2, epoch=2)).retired == b"\xc0"
+
+
+def test_a_state_of_format_4_is_read() -> None:
+    """Written by the version before: a waits, and its 7 was refused for want of room; b has retired, c is unknown."""
+    old = bytes.fromhex(
+        "dc00120401000093920203920405920809909196a1630194ff00919808090100000001cd03e890cd03e8c0c201c004c0c000000180919aa1"
+        "6101000502020002cd03e8c4269aa16101940007929802030100000001cd03e89804050100000001cd03e890c09000c0c201c092c41d1500"
+        "00000004000000000000000400000000000000e803000000000000c4159aa162019404009091920004cd03e89000c0c201c0"
+    )
+    shard = Shard({STREAM: old}, next_offset=20, now=2000)
+    assert summarize(shard.stream()).put_off == []
+    shard.feed(*(rdata("a", id, epoch=1) for id in (1, 2, 4)), forced(retire("c", 9)))
+    assert (shard.positions, shard.linear) == ({"a": 5, "b": 4, "c": 9}, 5)
+    (move,) = shard.feed(join("a", 9, epoch=2)).advances
+    assert (move.unseen, move.empty) == (2, 2)
+
+
+def test_what_was_put_off_comes_back_as_it_went() -> None:
+    """Of writers that are open, packed, and held; each is named for people."""
+    with packing(0):
+        shard = Shard(bounds=Bounds(pending=1))
+        shard.feed(join("a", 0), *(rdata(name, id, epoch=1) for id in (3, 5, 7) for name in "ac"))
+        stored = shard.states[STREAM]
+        once = state.decode(stored)
+        assert state.encode(once) == stored
+        assert (summarize(once).put_off, len(once.writers.waiting)) == (["a/1", "c/1"], 1)
+        assert once.writers["a"].chain.put_off == [PutOff(3, 3, 4), PutOff(5, 5, 6)]
+        recalls = [*state.put_off(stored)]
+        assert recalls == [Recall(name, 1, 0, at, at) for name, at in (("a", 3), ("a", 5), ("c", 4), ("c", 6))]

@@ -1,17 +1,20 @@
 """What a state may hold: past each bound Tidemark holds or turns away, and never moves (docs/design.md, rule 9)."""
 
 from tests.streaming.builders import Shard, join, position, rdata, retire, row
+from tidemark.streaming.effects import Recall
 from tidemark.streaming.model import Bounds
 
 
-def test_an_edge_past_the_bound_of_pending_spans_is_rejected() -> None:
-    """Rule 9: it is dead-lettered and its gap stays open; edges that add no span still go in."""
+def test_an_edge_past_the_bound_of_pending_spans_is_put_off() -> None:
+    """Rule 9: its gap stays open; edges that add no span still go in. It comes again once there is room."""
     shard = Shard(bounds=Bounds(pending=2))
     shard.feed(join("a", 0), rdata("a", 3, 2, epoch=1), rdata("a", 6, 5, epoch=1))
-    shard.feed(rdata("a", 9, 8, epoch=1), rdata("a", 7, 6, epoch=1), rdata("a", 2, 1, epoch=1))
-    assert shard.rejected == {3: "pending_overflow"}
-    shard.feed(rdata("a", 1, epoch=1))
-    assert shard.positions == {"a": 3}
+    done = shard.feed(rdata("a", 9, 8, epoch=1), rdata("a", 7, 6, epoch=1), rdata("a", 2, 1, epoch=1))
+    assert (done.counts, done.recalls, done.summary.put_off) == ({"applied": 2, "put_off": 1}, [], ["a/1"])
+    done = shard.feed(rdata("a", 1, epoch=1))
+    assert (shard.positions, done.recalls, done.summary.put_off) == ({"a": 3}, [Recall("a", 1, 0, 3, 3)], [])
+    shard.feed(rdata("a", 9, 8, epoch=1), position("a", 3, 5, epoch=1), rdata("a", 8, 7, epoch=1))
+    assert shard.positions == {"a": 9}
 
 
 def test_a_fact_past_the_bound_is_never_called_empty() -> None:

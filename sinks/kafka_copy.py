@@ -1,0 +1,160 @@
+"""Records read from Kafka again by their offsets, and records on their way back: for dead letters and recalls.
+
+One thread at a time. All of it raises `KafkaException` or `Unavailable`; after an error the owner closes what it has.
+"""
+
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
+
+from tidemark.streaming.errors import Unavailable
+from tidemark.streaming.kafka_errors import ErrorListener
+
+Headers = Sequence[tuple[str, Any]]
+ANY_PARTITION = -1
+
+
+class Outgoing(NamedTuple):
+    """A record on its way: its own key, value and headers, and in `origin` headers of ours."""
+
+    origin: Headers = ()
+    key: Any = None
+    value: Any = b""
+    headers: Headers = ()
+    partition: int = ANY_PARTITION
+
+
+class Outbox:
+    """Records between the producer and its acknowledgement. `gone` counts those of which the topic took nothing.
+
+    `instead` says what to send in place of a record that is too large for the topic, None for nothing.
+    """
+
+    def __init__(self, producer: Producer, topic: str, instead: Callable[[Outgoing], Outgoing | None]) -> None:
+        self.gone = 0
+        self._producer = producer
+        self._topic = topic
+        self._instead = instead
+        self._too_large: list[Outgoing] = []  # seen to in `flush`, as a callback may not produce
+        self._error: KafkaError | None = None
+
+    def put(self, record: Outgoing) -> None:
+        def delivered(error: KafkaError | None, _: Message) -> None:
+            bare = not (record.key or record.value or record.headers)
+            if error is not None and error.code() == KafkaError.MSG_SIZE_TOO_LARGE and not bare:
+                self._too_large.append(record)
+            elif error is not None:
+                self._error = error
+
+        headers = [*record.headers, *record.origin]
+        while True:
+            try:
+                self._producer.produce(
+                    self._topic,
+                    key=record.key,
+                    value=record.value,
+                    headers=headers,
+                    partition=record.partition,
+                    on_delivery=delivered,
+                )
+            except BufferError:
+                self._producer.poll(0.1)
+            else:
+                self._producer.poll(0)
+                return
+
+    def put_instead(self, record: Outgoing | None) -> None:
+        self.gone += 1
+        if record is not None:
+            self.put(record)
+
+    def flush(self) -> KafkaError | None:
+        """Wait for the acknowledgements, which come or fail within the message time-out; the first failure, if any."""
+        self._await()
+        too_large, self._too_large = self._too_large, []
+        for record in too_large:
+            # The brokers refuse a whole batch for one of its records, so each gets a batch of its own.
+            self.put(record)
+            self._await()
+            if self._too_large:
+                self._too_large.clear()
+                self.put_instead(self._instead(record))
+        self._await()
+        return self._error
+
+    def _await(self) -> None:
+        while self._error is None and self._producer.flush(1.0):
+            pass
+
+
+class PartitionReader:
+    """A consumer that reads any partition from any offset on; `patience` (s) without progress is `Unavailable`."""
+
+    def __init__(self, client: Mapping[str, str], errors: ErrorListener, patience: float, isolation: str) -> None:
+        self._where = client["bootstrap.servers"]
+        self._patience = patience
+        self._consumer = Consumer(
+            {
+                **client,
+                "group.id": "tidemark-dead-letters",  # wanted by librdkafka; nothing is ever committed to it
+                "enable.auto.commit": "false",
+                "enable.auto.offset.store": "false",
+                "enable.partition.eof": "true",
+                "auto.offset.reset": "error",
+                "isolation.level": isolation,
+                "error_cb": errors,
+            }
+        )
+
+    def close(self) -> None:
+        self._consumer.close()
+
+    def offsets(self, topic: str, partition: int) -> tuple[int, int]:
+        """The oldest offset, and that of the next record that will be written."""
+        place = TopicPartition(topic, partition)
+        found: tuple[int, int] = self._consumer.get_watermark_offsets(place, timeout=self._patience, cached=False)
+        return found
+
+    def read(self, topic: str, partition: int, start: int) -> Generator[Message | None]:
+        """Records from `start` on; None at the end of the partition; stops where retention overtakes the reading."""
+        self._consumer.assign([TopicPartition(topic, partition, start)])
+        try:
+            yield from self._records(start)
+        finally:
+            self._consumer.unassign()
+
+    def _records(self, start: int) -> Iterator[Message | None]:
+        deadline = time.monotonic() + self._patience
+        while True:
+            records = self._consumer.consume(num_messages=500, timeout=0.2)
+            if records:
+                deadline = time.monotonic() + self._patience
+            elif time.monotonic() > deadline:
+                raise Unavailable("Kafka", self._where, f"no answer for records from offset {start}")
+            for record in records:
+                error = record.error()
+                if error is None:
+                    yield record
+                elif error.code() == KafkaError._PARTITION_EOF:
+                    yield None
+                    return
+                elif error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
+                    return
+                else:
+                    raise KafkaException(error)
+
+
+def producer(config: Mapping[str, str], errors: ErrorListener, patience: float) -> Producer:
+    """What it cannot deliver within `patience` (s) has failed."""
+    return Producer(
+        {
+            **config,
+            "message.timeout.ms": str(int(patience * 1000)),
+            # Before the time-out, so that a missing topic is told from brokers that are away.
+            "topic.metadata.propagation.max.ms": str(int(patience * 500)),
+            "message.max.bytes": "100000000",  # the brokers decide, not our client
+            "error_cb": errors,
+        }
+    )

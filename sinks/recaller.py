@@ -1,0 +1,171 @@
+"""The thread that brings back what was put off: it reads the records again and produces them to the topic as they were.
+
+Bytes, headers and partition are theirs, so they are fed like any record. At least once: a crash between producing and
+noting it repeats some, which are duplicates. In its own thread, since it may have to read over hours of records of
+which few come again; batches go on meanwhile.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import structlog
+from confluent_kafka import KafkaException, Producer
+
+from tidemark.sinks.kafka_copy import Outbox, Outgoing, PartitionReader, producer
+from tidemark.sinks.postgres.lease import Lease
+from tidemark.sinks.postgres.recalls import KeptRecall
+from tidemark.sinks.postgres.store import Postgres
+from tidemark.streaming.errors import LeaseLost, TidemarkError, Unavailable
+from tidemark.streaming.kafka_errors import ErrorListener
+from tidemark.streaming.put_off import is_edge
+
+log = structlog.get_logger(__name__)
+
+AGAIN = 5.0  # seconds after a problem
+
+
+@dataclass(frozen=True, slots=True)
+class RecallerConfig:
+    """`client` and `producer` are librdkafka settings and may hold a password. `patience`: seconds without progress.
+
+    Each `recall` produces at most `records` or about `volume` bytes, and reads at most `read` records. One follows
+    another after `poll` s: 10,000 records/s of what comes again leave room for what is new.
+    """
+
+    topic: str
+    client: Mapping[str, str] = field(repr=False)
+    producer: Mapping[str, str] = field(repr=False)
+    patience: float = 5.0
+    records: int = 5_000
+    volume: int = 4 << 20
+    read: int = 100_000
+    poll: float = 0.5
+
+
+class Recaller:
+    """A context manager. Problems are logged, noted for `tidemark status`, and tried again: meanwhile positions hold.
+
+    `recalled` is called with the number of records of each `recall` that were produced again.
+    """
+
+    def __init__(
+        self, config: RecallerConfig, postgres: Postgres, lease: Lease, recalled: Callable[[int], object]
+    ) -> None:
+        self._config = config
+        self._postgres = postgres
+        self._lease = lease
+        self._recalled = recalled
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="recaller", daemon=True)
+        self._errors = ErrorListener(config.client["bootstrap.servers"])
+        self._reader: PartitionReader | None = None
+        self._writer: Producer | None = None
+        self._problem = ""
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.wait(AGAIN if self._problem else self._config.poll):
+                self._look()
+        except LeaseLost as error:
+            self._lease.lose(error.now)
+        finally:
+            self.disconnect()
+
+    def _look(self) -> None:
+        recall = None
+        try:
+            self._lease.check()
+            recall = next(iter(self._postgres.recalls()), None)
+            if recall is not None:
+                self._postgres.recalled(*self.recall(recall))
+            if self._problem:
+                log.info("What was put off comes again")
+            self._problem = ""
+        except LeaseLost:
+            raise
+        except TidemarkError as error:
+            problem = str(error)
+            if problem != self._problem:  # once, not at every look
+                log.warning("Cannot bring back what was put off; trying again", problem=problem)
+            self._problem = problem
+            if recall is not None:
+                with suppress(Unavailable):
+                    self._postgres.recalled(recall, problem)
+
+    def recall(self, recall: KeptRecall) -> tuple[KeptRecall, str | None]:
+        """Produce some of it; gives what is left, once the brokers have it, and what hinders the rest."""
+        try:
+            return self._step(recall)
+        except KafkaException as error:
+            self.disconnect()
+            raise self._errors.explain(error.args[0]) from error
+        except TidemarkError:
+            self.disconnect()
+            raise
+
+    def _step(self, recall: KeptRecall) -> tuple[KeptRecall, str | None]:
+        self._errors.forget()
+        topic, problem = self._config.topic, None
+        outbox = Outbox(self._to(), topic, instead=lambda _: None)
+        oldest, end = self._from().offsets(topic, recall.partition)
+        following = min(max(recall.next, oldest), recall.last + 1)
+        gone = following - recall.next
+        sent = volume = read = 0
+        with closing(self._from().read(topic, recall.partition, following)) as records:
+            while following <= recall.last and sent < self._config.records and volume < self._config.volume:
+                record = next(records, None)
+                if record is None or record.offset() >= end:  # what lies there was produced again just now
+                    problem = "the partition ends before them, or lost them just now"
+                    break
+                key, value = record.key(), record.value()
+                if record.offset() <= recall.last and is_edge(value, key, recall.stream, recall.writer, recall.epoch):
+                    outbox.put(Outgoing((), key, value, record.headers() or (), recall.partition))
+                    sent, volume = sent + 1, volume + len(key) + len(value)
+                following, read = min(record.offset(), recall.last) + 1, read + 1
+                if read == self._config.read:
+                    break
+        if (error := outbox.flush()) is not None:
+            raise KafkaException(error)
+        self._recalled(sent - outbox.gone)
+        if gone or outbox.gone:
+            log.warning(
+                "Records that were put off cannot come again: what is open waits for the writer's next JOIN",
+                stream=recall.stream,
+                writer=recall.writer,
+                partition=recall.partition,
+                gone=gone,
+                too_large=outbox.gone,
+            )
+        return replace(recall, next=following, gone=recall.gone + gone + outbox.gone), problem
+
+    def _from(self) -> PartitionReader:
+        if self._reader is None:
+            # Of a transaction that was aborted nothing may come again: it would be produced without one.
+            self._reader = PartitionReader(
+                self._config.client, self._errors, self._config.patience, isolation="read_committed"
+            )
+        return self._reader
+
+    def _to(self) -> Producer:
+        if self._writer is None:
+            self._writer = producer(self._config.producer, self._errors, self._config.patience)
+        return self._writer
+
+    def disconnect(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+        if self._writer is not None:
+            self._writer.purge()
+            self._writer = None

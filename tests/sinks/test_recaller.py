@@ -1,0 +1,206 @@
+"""What was put off comes again, on a real Kafka and Postgres: the records as they were, and none but those."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import psycopg
+import pytest
+from confluent_kafka import Consumer, Message, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, NewTopic, ResourceType
+
+from tests.sinks.given import advance, batch, stream
+from tests.waiting import eventually
+from tidemark.app.stack.servers import KafkaServer
+from tidemark.sinks.postgres.lease import Lease
+from tidemark.sinks.postgres.recalls import KeptRecall, RecallStatus
+from tidemark.sinks.postgres.store import Postgres
+from tidemark.sinks.recaller import Recaller, RecallerConfig
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.streaming.effects import Recall, WriterRow
+from tidemark.streaming.records import FactRun, Join, Position, Rdata, Record, Retire, Void, encode, row
+
+HEADERS = [("own", b"1")]
+
+
+@pytest.fixture
+def connection(kafka: KafkaServer) -> KafkaConnection:
+    return KafkaConnection(kafka.bootstrap_servers)
+
+
+@pytest.fixture
+def admin(connection: KafkaConnection) -> AdminClient:
+    return AdminClient(connection.client())
+
+
+@pytest.fixture
+def facts(prefix: str, admin: AdminClient) -> str:
+    """A topic with two partitions."""
+    for made in admin.create_topics([NewTopic(f"{prefix}.facts", 2, 1)]).values():
+        made.result(10)
+    return f"{prefix}.facts"
+
+
+@pytest.fixture
+def config(connection: KafkaConnection, facts: str) -> RecallerConfig:
+    return RecallerConfig(facts, connection.client(), connection.producer(), poll=0.05)
+
+
+@pytest.fixture
+def recaller(config: RecallerConfig, store: Postgres, lease: Lease) -> Iterator[Recaller]:
+    """Not running: its steps are taken by the test."""
+    recaller = Recaller(config, store, lease, lambda _: None)
+    yield recaller
+    recaller.disconnect()
+
+
+def fact(id: int, writer: str = "a", epoch: int = 1, text: str = "") -> Rdata:
+    return Rdata(stream="s", writer=writer, epoch=epoch, id=id, row=row(text))
+
+
+def produce(connection: KafkaConnection, topic: str, *records: Record, **more: str) -> Producer:
+    producer = Producer(connection.producer() | more)
+    if more:
+        producer.init_transactions()
+        producer.begin_transaction()
+    for record in records:
+        producer.produce(topic, key=record.stream, value=encode(record), partition=1, headers=HEADERS)
+    producer.flush(10)
+    return producer
+
+
+def read(connection: KafkaConnection, topic: str, start: int, count: int) -> list[Message]:
+    consumer = Consumer(connection.client() | {"group.id": "test", "enable.auto.commit": "false"})
+    consumer.assign([TopicPartition(topic, 1, start)])
+    found: list[Message] = consumer.consume(count, timeout=10)
+    assert consumer.consume(1, timeout=0.3) == []
+    consumer.close()
+    return found
+
+
+def kept(first: int, last: int, **more: Any) -> KeptRecall:
+    return replace(KeptRecall(1, "s", "a", 1, 1, first, last, 0), **more)
+
+
+def test_the_writers_edges_come_again_as_they_were(connection: KafkaConnection, facts: str, recaller: Recaller) -> None:
+    """Key, value, headers and partition are the same; other writers', other epochs' and markers stay where they are."""
+    ours: list[Record] = [fact(1), Void(stream="s", writer="a", epoch=1, prev=1, id=2)]
+    ours.append(FactRun(stream="s", writer="a", epoch=1, prev=2, ids=[3, 5], rows=[[row(1), row(2)], []]))
+    ours.append(Position(stream="s", writer="a", epoch=1, prev=5, id=9))
+    others: list[Record] = [fact(3, "b"), fact(3, epoch=2), Join(stream="s", writer="a", epoch=1, id=0)]
+    others.append(Retire(stream="s", writer="a", epoch=1, id=9))
+    mixed = [fact(77), *(record for pair in zip(ours, others, strict=True) for record in pair), fact(8)]
+    produce(connection, facts, *mixed)
+    assert recaller.recall(kept(1, 8)) == (kept(9, 8), None)
+    again = read(connection, facts, 10, 4)
+    assert [it.value() for it in again] == [encode(record) for record in ours]
+    assert {(it.key(), it.partition()) for it in again} == {(b"s", 1)}
+    assert all(it.headers() == HEADERS for it in again)
+
+
+def test_what_was_aborted_does_not_come_again(connection: KafkaConnection, facts: str, recaller: Recaller) -> None:
+    """Rule 1: it never happened, and would be evidence once it is produced without its transaction."""
+    produce(connection, facts, fact(1))
+    produce(connection, facts, fact(2), **{"transactional.id": facts}).abort_transaction()
+    produce(connection, facts, fact(3))
+    assert recaller.recall(kept(0, 3)) == (kept(4, 3), None)
+    assert [it.value() for it in read(connection, facts, 4, 2)] == [encode(fact(1)), encode(fact(3))]
+
+
+def test_a_step_is_bounded(
+    connection: KafkaConnection, facts: str, config: RecallerConfig, store: Postgres, lease: Lease
+) -> None:
+    """In records, in bytes and in what is read: an hour of records of others is no reason to stop for an hour."""
+    produce(connection, facts, *(fact(id, "ab"[id % 2], text="x" * 100) for id in range(1, 9)))
+    counted: list[int] = []
+    for bounded, following in (
+        (replace(config, records=1), 2),
+        (replace(config, volume=250), 4),
+        (replace(config, read=1), 1),
+    ):
+        recaller = Recaller(bounded, store, lease, counted.append)
+        assert recaller.recall(kept(0, 7)) == (kept(following, 7), None)
+        recaller.disconnect()
+    assert counted == [1, 2, 0]
+
+
+def test_what_is_gone_is_counted_and_the_rest_comes_again(
+    connection: KafkaConnection, facts: str, recaller: Recaller, admin: AdminClient
+) -> None:
+    """Rule 9: by retention, or by a limit of size that is lower than it was; nothing is stepped over for that."""
+    large = fact(4, text=os.urandom(3000).hex())
+    produce(connection, facts, fact(1), fact(2), fact(3))
+    produce(connection, facts, large)
+    for deleted in admin.delete_records([TopicPartition(facts, 1, 2)]).values():
+        deleted.result(10)
+    lower = ConfigEntry("max.message.bytes", "300", incremental_operation=AlterConfigOpType.SET)
+    for done in admin.incremental_alter_configs(
+        [ConfigResource(ResourceType.TOPIC, facts, incremental_configs=[lower])]
+    ).values():
+        done.result(10)
+    assert recaller.recall(kept(0, 3)) == (kept(4, 3, gone=2 + 1), None)
+    assert [it.value() for it in read(connection, facts, 4, 1)] == [encode(fact(3))]
+
+
+def test_records_that_are_not_there_yet_are_waited_for(
+    connection: KafkaConnection, facts: str, recaller: Recaller
+) -> None:
+    """A broker that took over may not show for a moment what was read before: nothing is given up for that."""
+    produce(connection, facts, fact(1))
+    left, problem = recaller.recall(kept(0, 1))
+    assert (left, problem) == (kept(1, 1), "the partition ends before them, or lost them just now")
+
+
+def waiting(store: Postgres, token: int, *recalls: Recall, number: int = 1) -> None:
+    """A batch that recalls."""
+    store.apply(batch(number, stream("s", advance("a", 0, 3), recalls=[*recalls]), token=token))
+
+
+def test_the_thread_brings_back_all_that_batches_have_recalled(
+    connection: KafkaConnection, facts: str, config: RecallerConfig, store: Postgres, lease: Lease
+) -> None:
+    """Step by step, until nothing is left to do; a batch that is repeated recalls nothing twice."""
+    produce(connection, facts, *(fact(id) for id in range(1, 6)))
+    for _ in range(2):
+        waiting(store, lease.token, Recall("a", 1, 1, 0, 2), Recall("a", 1, 1, 4, 4))
+    counted: list[int] = []
+    with Recaller(replace(config, records=2), store, lease, counted.append):
+        eventually(lambda: not store.conditions.recalls(), 30, lambda: f"nothing left of {store.recalls()}")
+    assert counted == [2, 1, 1]
+    assert [it.value() for it in read(connection, facts, 5, 4)] == [encode(fact(id)) for id in (1, 2, 3, 5)]
+
+
+def test_a_problem_is_noted_and_gone_when_it_is_over(
+    facts: str, config: RecallerConfig, store: Postgres, lease: Lease, sql: psycopg.Connection
+) -> None:
+    """For whoever asks why a position holds; a recall that nothing hinders goes before."""
+    waiting(store, lease.token, Recall("a", 1, 1, 0, 2))
+    away = {"bootstrap.servers": "127.0.0.1:1", "log_level": "2"}
+    with Recaller(replace(config, client=away, producer=away, patience=0.3), store, lease, lambda _: None):
+        eventually(lambda: store.conditions.recalls()[0].problem, 30, lambda: "the problem stands there")
+    ((number,),) = sql.execute("select number from tidemark.recalls").fetchall()
+    waiting(store, lease.token, Recall("a", 1, 0, 5, 6), number=2)
+    other, hindered = store.recalls()
+    assert (other.partition, hindered.number) == (0, number)
+    store.recalled(replace(hindered, next=1))
+    assert [(it.number, it.next) for it in store.recalls()] == [(number, 1), (other.number, 5)]
+
+
+@pytest.mark.parametrize("later", [WriterRow("a", 2, 3, retired=False), WriterRow("a", 1, 3, retired=True)])
+def test_a_later_epoch_or_the_writers_end_takes_it_back(store: Postgres, lease: Lease, later: WriterRow) -> None:
+    """Its records would be zombies; what they might have told was settled by its JOIN or RETIRE."""
+    waiting(store, lease.token, Recall("a", 1, 1, 0, 2))
+    store.apply(batch(2, stream("s", writers=[later]), token=lease.token))
+    assert not store.recalls()
+    assert not store.conditions.recalls()
+
+
+def test_what_is_given_up_stays_for_people(store: Postgres, lease: Lease) -> None:
+    """Where the offsets mean nothing any more, none is read; the reason stands until the writer begins anew."""
+    waiting(store, lease.token, Recall("a", 1, 1, 0, 2))
+    store.give_up_recalls([("s", Recall("b", 1, 1, 10, 19))], "an operator accepted loss")
+    assert store.recalls() == []
+    found = [(it.writer, it.gone, it.problem) for it in store.conditions.recalls()]
+    assert found == [("a", 3, "an operator accepted loss"), ("b", 10, "an operator accepted loss")]
+    assert all(isinstance(it, RecallStatus) for it in store.conditions.recalls())
