@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from tidemark.app.sidecar import answers
 from tidemark.app.sidecar.operation import JSON, Operation, OperationCall
-from tidemark.app.sidecar.problems import MEDIA_TYPE, Problem, urn
+from tidemark.app.sidecar.problems import MEDIA_TYPE, Problem, Unauthorized, urn
 
 SCHEMAS = "#/components/schemas/"
 SUFFIX = "Answer"  # of our types, which the document leaves out
@@ -20,20 +20,22 @@ HEADERS = {
     "Last-Event-ID": "The last event's `id`: go on behind it.",
 }
 PATH = "/openapi.json"
+BEARER: Mapping[str, Any] = {"token": {"type": "http", "scheme": "bearer"}}
 
 
-def operation(others: Sequence[Operation]) -> Operation:
-    """The operation that answers the document about `others` and itself."""
+def operation(others: Sequence[Operation], security: Mapping[str, Any]) -> Operation:
+    """The operation that answers the document about `others` and itself. `security`: `BEARER`, or nothing where whoever
+    asks is answered."""
 
     async def describe(_: OperationCall) -> Response:
         return Response(text, media_type=JSON)
 
     itself = Operation(PATH, "openapi", "This document.", describe, dict[str, Any])
-    text = msgspec.json.encode(document([*others, itself]))
+    text = msgspec.json.encode(document([*others, itself], security))
     return itself
 
 
-def document(operations: Sequence[Operation]) -> dict[str, Any]:
+def document(operations: Sequence[Operation], security: Mapping[str, Any]) -> dict[str, Any]:
     types = [type_ for it in operations for type_ in (it.answers, it.query, *it.others.values())]
     schemas, components = msgspec.json.schema_components(
         [*types, answers.ProblemAnswer], ref_template=SCHEMAS + "{name}"
@@ -48,14 +50,14 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
             "description": "How far each stream may be read. IDs are signed 64-bit integers.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
-        "paths": {it.path: {"get": _described(it, known, components)} for it in operations},
+        "paths": {it.path: {"get": _described(it, known, components, security)} for it in operations},
         "components": {
             "schemas": {
                 name.removesuffix(SUFFIX): _published(schema)
                 for name, schema in components.items()
                 if name not in queries
             },
-            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+            **({"securitySchemes": security} if security else {}),
         },
     }
 
@@ -75,7 +77,9 @@ def _published(schema: Any) -> Any:
     return schema
 
 
-def _described(it: Operation, known: Mapping[str, Any], components: Mapping[str, Any]) -> dict[str, Any]:
+def _described(
+    it: Operation, known: Mapping[str, Any], components: Mapping[str, Any], security: Mapping[str, Any]
+) -> dict[str, Any]:
     answered = {"description": it.summary, "content": {it.media: {"schema": known[repr(it.answers)]}}}
     responses: dict[str, Any] = {"200": answered}
     if it.tagged:
@@ -87,7 +91,7 @@ def _described(it: Operation, known: Mapping[str, Any], components: Mapping[str,
             "description": HTTPStatus(status).phrase,
             "content": {JSON: {"schema": known[repr(type_)]}},
         }
-    for problem in it.problems:
+    for problem in [problem for problem in it.problems if security or problem is not Unauthorized]:
         responses[str(int(problem.status))] = _refusal(problem, known)
     described = {
         "operationId": it.name,
@@ -95,7 +99,7 @@ def _described(it: Operation, known: Mapping[str, Any], components: Mapping[str,
         "parameters": [*_in_path(it), *_in_query(it, components), *_in_headers(it)],
         "responses": responses,
     }
-    return described | ({"security": [{"token": []}]} if it.guarded else {})
+    return described | ({"security": [{name: []} for name in security]} if it.guarded and security else {})
 
 
 def _refusal(problem: type[Problem], known: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from tidemark.streaming.direction import beyond
 from tidemark.streaming.errors import BadToken, Slow, Stop, Unavailable
 
 PLAIN = "text/plain"
+TOKEN = r"m-?[0-9]{1,19}(~[^~]+\.-?[0-9]{1,19})*"  # told, and not held to: our own words say better what is wrong
 Limit = Annotated[int, Meta(ge=1, le=10_000)]
 SERVERS = 2  # Redis and Postgres, one of which is enough to answer; and what was read of them is still true
 
@@ -102,7 +103,13 @@ class GapsQuery(msgspec.Struct, frozen=True):
 
 
 class AdvancesQuery(msgspec.Struct, frozen=True):
-    since: Annotated[str, Meta(description="A token, or the `next` of the page before.")] = "m0"
+    since: Annotated[
+        str,
+        Meta(
+            description="A token, or the `next` of the page before.",
+            extra_json_schema={"pattern": f"^({TOKEN}|p[A-Za-z0-9_-]+)$"},
+        ),
+    ] = "m0"
     limit: Limit = 1000
 
 
@@ -153,7 +160,13 @@ def _answered(stream: str, found: HistoryPage) -> Response:
 
 
 class WaitQuery(msgspec.Struct, frozen=True):
-    token: Annotated[str, Meta(description="How far the stream shall be complete: m7, or m7~web.9.")]
+    token: Annotated[
+        str,
+        Meta(
+            description="How far the stream shall be complete: m7, or m7~web.9.",
+            extra_json_schema={"pattern": f"^{TOKEN}$"},
+        ),
+    ]
     timeout: Annotated[
         float, Meta(ge=0, description="Seconds to wait at most; cut to what the server allows, 60 by default.")
     ] = 30.0

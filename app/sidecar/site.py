@@ -89,8 +89,7 @@ class Tokens:
         return [line.encode() for line in lines if line and not line.startswith("#")]
 
 
-_DESCRIBED = [*operations.OPERATIONS, *events.OPERATIONS]
-OPERATIONS: Sequence[Operation] = [*_DESCRIBED, openapi.operation(_DESCRIBED)]
+OPERATIONS: Sequence[Operation] = [*operations.OPERATIONS, *events.OPERATIONS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +141,13 @@ def site(
                 expose_headers=["ETag"],
             )
         )
-    operations = [Route(it.path, _endpoint(it, tokens), methods=["GET"], name=it.name) for it in OPERATIONS]
+    described = openapi.operation(OPERATIONS, {} if tokens is None else openapi.BEARER)
+    offered = [*OPERATIONS, described]
     web = Starlette(
-        routes=[*operations, *page.ROUTES],
+        routes=[
+            *(Route(it.path, _endpoint(it, tokens), methods=["GET"], name=it.name) for it in offered),
+            *page.ROUTES,
+        ],
         middleware=middleware,
         exception_handlers={Problem: answered, HTTPException: framework, Exception: unexpected},
         lifespan=lifespan,

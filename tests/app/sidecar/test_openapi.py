@@ -1,24 +1,33 @@
 """The document about the interface, held against a running sidecar with generated requests."""
 
+import re
+import zlib
+from base64 import urlsafe_b64encode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from schemathesis import APIOperation
 from schemathesis.checks import CHECKS
 
 from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.sidecar.openapi import BEARER, PATH, document
+from tidemark.app.sidecar.problems import MEDIA_TYPE as PROBLEM_TYPE
 from tidemark.app.sidecar.service import Limits
 from tidemark.app.sidecar.site import OPERATIONS, SiteConfig
 from tidemark.app.sidecar.sse import MEDIA_TYPE
+from tidemark.sinks.reader import Token
 
 # An event stream does not end, and tests of its own hold it to more.
-GENERATED = sorted(it.path for it in OPERATIONS if it.media != MEDIA_TYPE)
+GENERATED = sorted([PATH, *(it.path for it in OPERATIONS if it.media != MEDIA_TYPE)])
+STREAMING = [it.path for it in OPERATIONS if it.media == MEDIA_TYPE]
 CASES = [(path, None) for path in GENERATED] + [(path, "s") for path in GENERATED if "{stream}" in path]
 
 
@@ -35,12 +44,50 @@ def guarded(pipeline: Pipeline, servers: ReadSideConfig, tmp_path: Path) -> Iter
 def test_every_operation_is_described(guarded: SidecarClient) -> None:
     """All paths, each with its problems and whether it needs a token."""
     document = guarded.json("/openapi.json")
-    assert sorted(document["paths"]) == sorted(it.path for it in OPERATIONS)
+    assert sorted(document["paths"]) == sorted([PATH, *(it.path for it in OPERATIONS)])
     wait = document["paths"]["/v1/streams/{stream}/wait"]["get"]
     assert set(wait["responses"]) == {"200", "400", "401", "404", "409", "412", "429", "503"}
     assert wait["security"]
     assert [it["name"] for it in wait["parameters"] if it["required"]] == ["stream", "token"]
     assert "security" not in document["paths"]["/livez"]["get"]
+
+
+def test_tokens_are_described_where_they_are_needed() -> None:
+    """Where everybody may ask, the document declares no security and no 401; what a token looks like it says always."""
+    bare, guarded = (str(document(OPERATIONS, security)) for security in ({}, BEARER))
+    assert "401" in guarded
+    assert not [word for word in ("401", "security", "bearer") if word in bare]
+    wait = document(OPERATIONS, {})["paths"]["/v1/streams/{stream}/wait"]["get"]["parameters"]
+    pattern = next(it["schema"]["pattern"] for it in wait if it["name"] == "token")
+    for token in ("m7", "m-7~web.-9", str(Token.of(7, {"a.b%~c": 9}))):
+        assert re.fullmatch(pattern, token)
+    assert not re.fullmatch(pattern, "7~web.9")
+
+
+@pytest.mark.parametrize("path", STREAMING)
+def test_event_streams_take_any_request(guarded: SidecarClient, path: str) -> None:
+    """Whatever stream is named, and wherever a client says that it was: an answer, and never a 500."""
+    plain = st.one_of(st.binary(), st.recursive(st.integers(-(2**63), 2**63 - 1) | st.text(), nested).map(packed))
+    places = plain.map(lambda it: "p" + urlsafe_b64encode(zlib.compress(it)).decode())
+    headers = st.one_of(places, st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=200))
+    names = st.lists(st.one_of(st.just("s"), st.text(max_size=20)), max_size=3)
+
+    @given(last=headers, streams=names)
+    @settings(max_examples=50, suppress_health_check=list(HealthCheck), database=None, deadline=None)
+    def ask(last: str, streams: list[str]) -> None:
+        with guarded.stream("GET", path, params={"stream": streams}, headers={"Last-Event-ID": last}) as answer:
+            assert answer.status_code in {200, 400, 404, 429}
+            assert answer.headers["content-type"].partition(";")[0] in {MEDIA_TYPE, PROBLEM_TYPE}
+
+    ask()
+
+
+def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+
+
+def packed(value: Any) -> bytes:
+    return msgspec.msgpack.encode(value)
 
 
 def test_running_sidecar_keeps_what_the_document_says(guarded: SidecarClient, subtests: pytest.Subtests) -> None:

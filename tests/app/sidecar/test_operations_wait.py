@@ -41,6 +41,17 @@ def test_token_beyond_anything_allocated(pipeline: Pipeline, client: SidecarClie
     assert (found["type"], found["stream"]["token"]) == ("urn:tidemark:problem:token-ahead", "m3")
 
 
+def test_a_token_carries_what_was_told_to_another_sidecar(pipeline: Pipeline, servers: ReadSideConfig) -> None:
+    """A client that meets two in turn is never told less: each waits until it is as far as the other one was."""
+    linear, token = 0, "m0"
+    with sidecar(servers) as one, sidecar(servers) as two:
+        for at, asked in enumerate((one, two, two, one, two, one), start=1):
+            pipeline.publish(moved("s", at, w=At(at - 1, at)))
+            answer = asked.json(f"/v1/streams/s/wait?token={token}&timeout=10")
+            assert answer["linear"] >= linear
+            linear, token = answer["linear"], answer["token"]
+
+
 def test_unknown_stream_is_not_waited_for(pipeline: Pipeline, client: SidecarClient) -> None:
     """404 at once: it is more likely mistyped than about to be made."""
     pipeline.publish(moved("s", 3, w=At(0, 3)))
