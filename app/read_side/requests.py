@@ -74,12 +74,15 @@ class HistoryPage:
 
 
 class Past:
-    """What was published of `stream` after `since`, page by page; for one task at a time."""
+    """What was published of `stream` after `since`, page by page; for one task at a time. Postgres is asked for so many
+    `at_once`; without it, for a page."""
 
-    def __init__(self, requests: RequestHandler, stream: str, since: Place | Token, limit: int) -> None:
+    def __init__(
+        self, requests: RequestHandler, stream: str, since: Place | Token, limit: int, at_once: int | None = None
+    ) -> None:
         self._requests = requests
         self._limit = limit
-        self._following = Following(stream, "vector", since, limit)
+        self._following = Following(stream, "vector", since, at_once or limit)
         self._driver: Driver[Event | CaughtUp] = Driver(self._following.steps())
         self._events: list[Event] = []
 

@@ -22,7 +22,8 @@ NEAR = 10_000  # IDs: who stands farther back must not make others read so much
 NEAR_MARKS = 5_000  # ms, likewise
 MOST = 100_000  # moves that are told again: snapshots are less than that
 AT_ONCE = 4  # readings
-PAGE = 1000  # events: an event loop encodes them in a few ms
+PAGE = 200  # events, some 40 KB: what is sent to a client in one piece is kept for it until it has read it
+READ = 5000  # advances that Postgres is asked for at once
 
 
 class MissedPage:
@@ -112,7 +113,7 @@ class Resumptions:
     async def _read(self, key: tuple[str, int], places: list[Place]) -> MissedPage | None:
         async with self._turns:
             del self._waiting[key]  # who comes now wants what is read from now on
-            return await _page(Past(self._requests, key[0], lowest(places), PAGE))
+            return await _page(Past(self._requests, key[0], lowest(places), PAGE, READ))
 
 
 def lowest(places: Iterable[Place]) -> Place:
