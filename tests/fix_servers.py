@@ -115,6 +115,13 @@ def database(postgres: PostgresServer) -> Iterator[str]:
         yield dsn
 
 
+@pytest.fixture
+def another_database(postgres: PostgresServer) -> Iterator[str]:
+    """The DSN of a second one."""
+    with _made(postgres, "template1") as dsn:
+        yield dsn
+
+
 @pytest.fixture(scope="session")
 def _migrated(postgres: PostgresServer) -> str:
     name = "migrated"

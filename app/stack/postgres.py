@@ -74,6 +74,10 @@ class PostgresServer(ServerProcess):
             "port": str(self.port),
             # Socket paths are limited to about 100 characters, which a home may exceed.
             "unix_socket_directories": "",
+            # A host that dies without closing its connections holds a stream only until the server notices.
+            "tcp_keepalives_idle": "10",
+            "tcp_keepalives_interval": "5",
+            "tcp_keepalives_count": "3",
         }
         options = [word for key, value in settings.items() for word in ("-c", f"{key}={value}")]
         return [*as_ordinary_user(), postgres_program("postgres"), "-D", str(self.data), *options]

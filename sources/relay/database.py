@@ -4,7 +4,7 @@ The schema is made by the files in `migrations/` and has a version of its own; s
 """
 
 from tidemark.streaming.postgres_migrations import Migrations
-from tidemark.streaming.postgres_session import DatabaseUse, Dsn, PostgresSession
+from tidemark.streaming.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
 
 COMMAND = "tidemark relay migrate"
 SCHEMA = Migrations("tidemark.sources.relay", "relay_schema_version", COMMAND)
@@ -30,6 +30,28 @@ _USE = DatabaseUse(
     # A server that crashed would not be noticed, and what it took back would be told as void.
     pooled="give the relay a direct connection to the server",
 )
+
+SILENT_SECONDS = 600.0
+"""How long a host that died without closing its connections may hold a stream without a word of warning."""
+_LINUX = 7200 + 9 * 75
+
+
+def silence(connection: Connection) -> float:
+    """Seconds for which the server takes a transaction for open whose host has died, as far as its settings say here.
+
+    Where the server leaves keepalives to its system, these are Linux's.
+    """
+    row = connection.execute(
+        """
+        select current_setting('tcp_keepalives_idle')::float, current_setting('tcp_keepalives_interval')::float,
+            current_setting('tcp_keepalives_count')::float,
+            (select setting::float / 1000 from pg_settings where name = 'idle_in_transaction_session_timeout')
+        """
+    ).fetchone()
+    assert row is not None
+    idle, interval, count, timeout = row
+    keepalives = idle + interval * count if idle and interval and count else _LINUX
+    return min(keepalives, timeout or keepalives)
 
 
 def session_of(dsn: Dsn, application: str) -> PostgresSession:

@@ -139,7 +139,9 @@ class Decider:
         return decided
 
     def _wants(self, each: _Stream, heads: dict[int, int]) -> bool:
-        head = heads.get(each.told.stream.number, 0)
+        head = heads.get(each.told.stream.number)
+        if head is None:
+            return False  # it was dropped
         if head < each.told.floor:
             name, signed = each.told.stream.name, each.told.stream.towards.signed
             raise SequenceUnfit(

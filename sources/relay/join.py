@@ -122,7 +122,8 @@ def begin(
     writer: str,
     strangers: Strangers | None = None,
 ) -> list[Told]:
-    """All streams, with their writers in their epochs of this history. Any number of relays may call it, in any order.
+    """All streams, with their writers in their epochs of this history; of a stream that was dropped only those that are
+    to be retired. Any number of relays may call it, in any order.
 
     Raises `BadSetting` where the streams are known to Tidemark by another name.
     """
@@ -137,10 +138,11 @@ def begin(
                 start, kept.after, kept.writer,
                 jsonb_agg(
                     jsonb_build_array(known.writer, epoch, abs(last), state, hashtext(known.writer) & 4294967295)
-                ) filter (where known.state <> 'retired'),
+                ),
                 hashtext('') & 4294967295
             from tidemark.append_progress kept
             join tidemark.append_streams using (number) join tidemark.append_writers known using (number)
+            where known.state = 'retiring' or (ids is not null and known.state <> 'retired')
             group by number, stream, direction order by number
             """
         ).fetchall()

@@ -69,7 +69,7 @@ def heads(connection: Connection) -> dict[AppendStream, int]:
     """
     rows = connection.execute(
         "select number, stream, direction, abs(coalesce(pg_sequence_last_value(ids), after))"
-        " from tidemark.append_streams"
+        " from tidemark.append_streams where ids is not null"
     ).fetchall()
     return {AppendStream(number, name, Direction(sign)): head for number, name, sign, head in rows}
 

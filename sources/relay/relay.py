@@ -14,12 +14,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 import structlog
-from psycopg import Error as PostgresError
 
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay import join, looks
 from tidemark.sources.relay.blockers import blockers
-from tidemark.sources.relay.database import SCHEMA
+from tidemark.sources.relay.database import SCHEMA, SILENT_SECONDS, silence
 from tidemark.sources.relay.decider import Decided, Decider
 from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.sources.relay.reports import Reports
@@ -45,6 +44,9 @@ _LINES_A_SECOND = 200
 _PAUSE, _LONGEST_PAUSE = 0.2, 5.0
 _TURN = 1.0
 """Seconds between two attempts of a relay that waits for another."""
+_SETTINGS = "tcp_keepalives_idle, tcp_keepalives_interval, tcp_keepalives_count or idle_in_transaction_session_timeout"
+LOCK_TIMEOUT = "10s"
+"""How long it waits in silence for whoever has locked its tables or sequences."""
 _PATIENCE = 30.0
 """Seconds that Kafka has to acknowledge a JOIN, before everything is begun anew."""
 
@@ -90,19 +92,23 @@ class AppendRelay:
         self._reports = Reports(())
 
     def run(self) -> None:
-        """Raises `Stop` where a person must decide, and what a server refuses before it ever worked."""
+        """Raises `Stop` where a person must decide, what a server refuses before it ever worked, and what nobody
+        expected: the process ends then, and says so, rather than to go on with half of itself."""
         pause, problem, worked = _PAUSE, "", False
         while not self._halt.is_set():
             try:
                 with self._session.use() as connection:
                     SCHEMA.check(connection)
+                    connection.execute("select set_config('lock_timeout', %s, false)", [LOCK_TIMEOUT])
                     if self._has_its_turn(connection):
+                        if not worked and (seconds := silence(connection)) > SILENT_SECONDS:
+                            log.warning("A host that dies may hold a stream for long", seconds=seconds, set=_SETTINGS)
                         worked = True
                         if problem:
                             log.info("Facts go out again")
                         pause, problem = _PAUSE, ""
                         self._relay(connection)
-            except (Retry, Refused, PostgresError) as error:
+            except (Retry, Refused) as error:
                 if isinstance(error, Refused) and not worked:
                     raise
                 if problem != (problem := str(error)):
@@ -159,7 +165,7 @@ class AppendRelay:
                 log.info(what, stream=record.stream, writer=record.writer, epoch=record.epoch, id=record.id)
             self._producer.deliver(_PATIENCE)
             join.acknowledged(connection, found)
-        return found
+        return [each for each in found if each.writers]
 
     def _work(self, connection: Connection, decider: Decider) -> None:
         pause, settled, watched, beaten = SHORTEST, time.monotonic(), 0.0, time.monotonic()

@@ -6,17 +6,29 @@ How many edges share a record is another matter: that means the same, however ma
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from msgspec import Raw
 
 from tidemark.sources.relay.decider import Decided
 from tidemark.sources.relay.evidence import ids_of
 from tidemark.streaming import records
+from tidemark.streaming.error_text import says
+from tidemark.streaming.errors import Stop
 from tidemark.streaming.records import FactRun, Position, Rdata, Void
 
 MOST_FACTS = 200
 MOST_BYTES = 256 * 1024
 """Of a RUN: a fact that is larger has a record of its own."""
 _VOID_BYTES = 30
+_decoder = msgspec.json.Decoder(Raw)
+
+
+@says("""fact {id} of stream {stream} in tidemark.append_outbox is no JSON ({problem}), so no function put it there:
+    mend its rows""")
+class FactUnfit(Stop):
+    stream: str
+    id: int
+    problem: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +37,7 @@ class _ToldEdge:
 
     writer: str
     id: int
-    rows: Sequence[str]
+    rows: Sequence[Raw]
     bytes: int
 
 
@@ -33,7 +45,8 @@ def told(decided: Decided, most: int = 1) -> Iterator[bytes]:
     """A record for each row of each fact, the last with its number, one for each ID without a fact, and one for each
     range that is announced; IDs of facts and voids ascend.
 
-    Neighbouring IDs of one writer share a record, at `most` so many.
+    Neighbouring IDs of one writer share a record, at `most` so many. Raises `FactUnfit` for what is no JSON: nobody
+    could tell it, and as a void it would be a lie.
     """
     of, stream = decided.told, decided.told.stream.name
     signed = of.stream.towards.signed
@@ -42,15 +55,15 @@ def told(decided: Decided, most: int = 1) -> Iterator[bytes]:
         writer, epoch = chain[0].writer, of.writers[chain[0].writer].epoch
         prev, ids = signed(chain[0].id - 1), [signed(edge.id) for edge in chain]
         if len(chain) > 1:
-            rows = [[Raw(body) for body in edge.rows] for edge in chain]
+            rows = [list(edge.rows) for edge in chain]
             yield records.encode(FactRun(stream=stream, writer=writer, epoch=epoch, prev=prev, ids=ids, rows=rows))
         elif not chain[0].rows:
             yield records.encode(Void(stream=stream, writer=writer, epoch=epoch, prev=prev, id=ids[0]))
         else:
             *first, last = chain[0].rows
-            for body in first:
-                yield records.encode(Rdata(stream=stream, writer=writer, epoch=epoch, id="batch", row=Raw(body)))
-            yield records.encode(Rdata(stream=stream, writer=writer, epoch=epoch, id=ids[0], row=Raw(last)))
+            for row in first:
+                yield records.encode(Rdata(stream=stream, writer=writer, epoch=epoch, id="batch", row=row))
+            yield records.encode(Rdata(stream=stream, writer=writer, epoch=epoch, id=ids[0], row=last))
     for each in decided.announced:
         epoch = of.writers[each.writer].epoch
         prev, id = signed(each.prev), signed(each.id)
@@ -80,7 +93,12 @@ def _edges(decided: Decided) -> Iterator[_ToldEdge]:
         while next_void is not None and next_void < fact.id:
             yield _ToldEdge(decided.told.own, next_void, (), _VOID_BYTES)
             next_void = next(voids, None)
-        yield _ToldEdge(decided.told.name_of(fact.writer), fact.id, () if fact.void else fact.rows, fact.bytes)
+        try:
+            rows = () if fact.void else [*map(_decoder.decode, fact.rows)]
+        except (msgspec.DecodeError, TypeError, RecursionError) as error:
+            stream = decided.told.stream
+            raise FactUnfit(stream.name, stream.towards.signed(fact.id), str(error)) from None
+        yield _ToldEdge(decided.told.name_of(fact.writer), fact.id, rows, fact.bytes)
     while next_void is not None:
         yield _ToldEdge(decided.told.own, next_void, (), _VOID_BYTES)
         next_void = next(voids, None)

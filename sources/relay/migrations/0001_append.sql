@@ -8,12 +8,12 @@ create table tidemark.append_streams (
         char_length(stream) between 1 and 255
         and stream !~ '[\u0001-\u0020\u007f-\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]'
     ),
-    ids         regclass    not null,
+    ids         regclass,
     direction   smallint    not null check (direction in (-1, 1)),
     after       bigint      not null check (after * direction >= 0)
 );
 comment on table tidemark.append_streams is 'Streams that tidemark.append knows; made by tidemark.create_stream';
-comment on column tidemark.append_streams.ids is 'The sequence of its IDs. Nothing but the functions takes from it';
+comment on column tidemark.append_streams.ids is 'The sequence of its IDs, from which only the functions take. None: the stream was dropped';
 comment on column tidemark.append_streams.after is 'Its IDs begin behind this one';
 
 -- Apart from the table above, which every append reads: what is changed often grows versions while a snapshot is old.
@@ -111,7 +111,7 @@ as $$
 declare
     _of tidemark.append_streams;
 begin
-    select * into _of from tidemark.append_streams as known where known.stream = _stream;
+    select * into _of from tidemark.append_streams as known where known.stream = _stream and known.ids is not null;
     if not found then
         raise exception using errcode = 'undefined_object',
             message = format('tidemark knows no stream %L', _stream),
@@ -253,7 +253,6 @@ language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
     _sign integer := case create_stream.direction when 'forward' then 1 when 'backward' then -1 end;
-    _number integer;
     _sequence text;
     _known tidemark.append_streams;
 begin
@@ -261,31 +260,94 @@ begin
         raise exception using errcode = 'invalid_parameter_value',
             message = 'a stream goes forward, after 0 or more, or backward, after 0 or less';
     end if;
-    insert into tidemark.append_streams (stream, ids, direction, after)
-    values (create_stream.stream, 'pg_class', _sign, create_stream.after)
-    on conflict on constraint append_streams_stream_key do nothing
-    returning number into _number;
-    if _number is null then
-        _known := tidemark.append_stream(create_stream.stream);
-        if _known.direction <> _sign then
-            raise exception using errcode = 'duplicate_object',
-                message = format('stream %L is there and goes in the other direction', create_stream.stream);
-        end if;
+    insert into tidemark.append_streams (stream, direction, after)
+    values (create_stream.stream, _sign, create_stream.after)
+    on conflict on constraint append_streams_stream_key do nothing;
+    select * into _known from tidemark.append_streams as made where made.stream = create_stream.stream for no key update;
+    if _known.direction <> _sign then
+        raise exception using errcode = 'duplicate_object',
+            message = format('stream %L is there and goes in the other direction', create_stream.stream);
+    elsif _known.ids is not null then
         return;
+    elsif abs(create_stream.after) > abs(_known.after) then
+        raise exception using errcode = 'invalid_parameter_value',
+            message = format('stream %L was dropped at ID %s: made again it goes on behind it', _known.stream, _known.after);
     end if;
-    _sequence := format('tidemark.append_ids_%s', _number);
+    _sequence := format('tidemark.append_ids_%s', _known.number);
     execute format('create sequence %s as bigint increment by %s start with %s cache 1 no cycle',
-        _sequence, _sign, create_stream.after + _sign);
+        _sequence, _sign, _known.after + _sign);
     execute format('revoke all on sequence %s from public', _sequence);
-    update tidemark.append_streams as made set ids = _sequence::regclass where made.number = _number;
-    insert into tidemark.append_progress (number, floor) values (_number, create_stream.after);
     if to_regrole('tidemark_relay') is not null then
         execute format('grant select on sequence %s to tidemark_relay', _sequence);
     end if;
+    update tidemark.append_streams as made set ids = _sequence::regclass where made.number = _known.number;
+    -- Where it was dropped the database has retired there, and joins again: a relay that has not looked since begins anew.
+    insert into tidemark.append_progress as kept (number, floor) values (_known.number, _known.after)
+    on conflict (number) do update set version = kept.version + 1;
+    update tidemark.append_writers as known
+    set epoch = greatest(known.epoch + 1, (extract(epoch from clock_timestamp()) * 1000)::bigint), state = 'joining'
+    from tidemark.append_progress as told
+    where told.number = _known.number and (known.number, known.writer) = (told.number, told.writer);
 end
 $$;
 comment on function tidemark.create_stream is
     'Makes the stream unless it is there. With `after` its IDs begin behind that one, as of a table that has rows';
+
+-- Whoever has taken an ID holds the sequence until its transaction ends, also where a savepoint gave up the lock of the
+-- writer. What is known of the stream stays, so that no ID is given out twice and no epoch comes again.
+create function tidemark.drop_stream(stream text) returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '1s'
+as $$
+declare
+    _of tidemark.append_streams := tidemark.append_stream(drop_stream.stream);
+    _head bigint;
+    _holders text;
+begin
+    if current_setting('transaction_isolation') <> 'read committed' then
+        raise exception using errcode = 'feature_not_supported',
+            message = 'a stream is dropped in a transaction that is READ COMMITTED';
+    end if;
+    select string_agg(distinct coalesce('pid ' || held.pid, 'a prepared transaction'), ', ') into _holders
+    from pg_locks as held
+    where held.locktype = 'advisory' and held.objsubid = 2 and held.granted and held.pid is distinct from pg_backend_pid()
+        and held.classid::bigint = 1414087749 + _of.number
+        and held.database = (select oid from pg_database where datname = current_database());
+    if _holders is null then
+        begin
+            execute format('alter sequence %s no cycle', _of.ids);
+        exception when lock_not_available then
+            select string_agg(distinct coalesce('pid ' || held.pid, 'a prepared transaction'), ', ') into _holders
+            from pg_locks as held
+            where held.locktype = 'relation' and held.relation = _of.ids and held.granted
+                and held.database = (select oid from pg_database where datname = current_database());
+            _holders := coalesce(_holders, 'the last has ended just now');
+        end;
+    end if;
+    if _holders is not null then
+        raise exception using errcode = 'object_in_use',
+            message = format('stream %L has open transactions: %s', drop_stream.stream, _holders),
+            hint = '`tidemark relay blockers` says more of them.';
+    end if;
+    _head := coalesce(pg_sequence_last_value(_of.ids), _of.after);
+    if exists (
+        select from tidemark.append_progress as told where told.number = _of.number and told.floor <> _head
+        union all
+        select from tidemark.append_writers as known where known.number = _of.number and known.state = 'joining'
+        union all
+        select from tidemark.append_outbox as kept where kept.number = _of.number
+    ) then
+        raise exception using errcode = 'object_not_in_prerequisite_state',
+            message = format('stream %L has what the relay has not told yet', drop_stream.stream);
+    end if;
+    update tidemark.append_streams as dropped set ids = null, after = _head where dropped.number = _of.number;
+    update tidemark.append_writers as known set state = 'retiring', last = _head
+    where known.number = _of.number and known.state = 'joined';
+    execute format('drop sequence %s', _of.ids);
+    return _head;
+end
+$$;
+comment on function tidemark.drop_stream is
+    'Nothing is appended to the stream any more; its writers retire. Made again, its IDs go on behind the one that this gives';
 
 -- For the relay: where a stream has several writers, the lines of those who are idle end here.
 create function tidemark.append_beat(stream text) returns bigint
@@ -355,7 +417,7 @@ revoke all on function
     tidemark.append_bytes(text[]), tidemark.append_fact(text, text, jsonb[]), tidemark.append_beat(text),
     tidemark.append(text, jsonb[]), tidemark.append_as(text, text, jsonb[]), tidemark.append_many(text, jsonb[], text),
     tidemark.reserve(text, text), tidemark.complete(text, bigint, jsonb[]), tidemark.create_stream(text, text, bigint),
-    tidemark.retire_writer(text, text)
+    tidemark.drop_stream(text), tidemark.retire_writer(text, text)
 from public;
 
 -- Two roles without login, to be granted. A user who may not create roles can still migrate: an administrator makes them

@@ -66,6 +66,14 @@ class Appending(RuleBasedStateMachine):
         if back:
             operator.append(self.world.stream, 1, writer)
 
+    @rule(relay=relays, step=st.booleans())
+    def drop(self, relay: int, *, step: bool) -> None:
+        """The stream is dropped and made again, and a relay may have looked in between."""
+        self.tell(relay)
+        if self.world.drop() and step:
+            self.tell(relay)
+        self.world.make_again()
+
     @rule(service=services)
     def savepoint(self, service: int) -> None:
         found = self.world.services[service]

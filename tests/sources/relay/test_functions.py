@@ -118,6 +118,31 @@ def test_a_writer_retires_only_where_that_is_certain(ready: str, sql: psycopg.Co
     assert sql.execute("select rows, writer from tidemark.append_outbox").fetchall() == [(["web"], "*")]
 
 
+def test_a_stream_ends_where_all_of_it_is_told(ready: str, sql: psycopg.Connection) -> None:
+    """Not while a transaction has an ID of it, which is named, or the relay something to tell. Then nobody appends to
+    it, and made again it goes on behind its last ID, in its direction."""
+    call = "select tidemark.drop_stream('history')"
+    with psycopg.connect(ready) as other:
+        other.execute("select tidemark.append('history', '1')")
+        with pytest.raises(errors.ObjectInUse, match=f"'history' has open transactions: pid {other.info.backend_pid}"):
+            sql.execute(call.encode())
+        other.rollback()
+    with pytest.raises(errors.ObjectNotInPrerequisiteState, match="'history' has what the relay has not told yet"):
+        sql.execute(call.encode())
+    sql.execute("update tidemark.append_progress set floor = -1 where number = 2")
+    assert one(sql, call) == -1
+    for gone in (call, "select tidemark.append('history', '1')", "select tidemark.reserve('history')"):
+        with pytest.raises(errors.UndefinedObject, match="knows no stream 'history'"):
+            sql.execute(gone.encode())
+    with pytest.raises(errors.DuplicateObject, match="goes in the other direction"):
+        sql.execute("select tidemark.create_stream('history')")
+    with pytest.raises(errors.InvalidParameterValue, match="dropped at ID -1"):
+        sql.execute("select tidemark.create_stream('history', 'backward', -9)")
+    sql.execute("select tidemark.create_stream('history', 'backward')")
+    assert one(sql, "select tidemark.append('history', '1')") == -2
+    assert one(sql, "select tidemark.append('orders', '1')") == 1
+
+
 @pytest.mark.parametrize("name", ["*", "two words", "line\nfeed", "x" * 256, None])
 def test_a_writer_has_no_name_that_kafka_would_not_take(sql: psycopg.Connection, name: str | None) -> None:
     """A fact with it could never be told."""
@@ -220,6 +245,7 @@ def test_who_may_append_may_do_nothing_else(sql: psycopg.Connection) -> None:
             "select tidemark.take_id(null, '')",
             "select tidemark.append_beat('orders')",
             "select tidemark.retire_writer('web', 'orders')",
+            "select tidemark.drop_stream('orders')",
         ):
             with pytest.raises(errors.InsufficientPrivilege):
                 sql.execute(denied.encode())

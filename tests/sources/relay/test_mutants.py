@@ -8,7 +8,7 @@ from unittest.mock import patch
 import psycopg
 import pytest
 
-from tests.sources.relay.world import MakeDecider, World
+from tests.sources.relay.world import WRITER, MakeDecider, World
 from tidemark.sources.relay import join, looks
 from tidemark.sources.relay.decider import Decided, Decider, Steps, _Stream
 from tidemark.sources.relay.evidence import Holder, StreamEvidence
@@ -390,6 +390,54 @@ def retired_and_back(world: World) -> None:
     world.finish()
 
 
+def dropped_and_made_again(world: World) -> None:
+    """A stream is dropped, which nobody can append to then, and is made again, once before that was told and once
+    after."""
+    (one, other), service = world.relays, world.services[0]
+    for writer in ("", "web"):
+        service.append(world.stream, 1, writer)
+    one.finish()
+    assert world.drop()
+    assert service.append(world.stream, 1) is None
+    world.make_again()
+    service.append(world.stream, 1, "web")
+    one.finish()
+    assert world.drop()
+    other.finish()
+    assert world.core.retired == {WRITER, "web"}
+    world.make_again()
+    service.append(world.stream, 1)
+    one.finish()
+    world.finish()
+
+
+def dropped_while_open(world: World) -> None:
+    """Somebody drops a stream of which IDs are open, and one of which no row is left after a savepoint."""
+    relay, (holding, service, _) = world.relays[0], world.services
+    service.append(world.stream, 1)
+    relay.finish()
+    holding.begin("read committed", "on")
+    holding.run("savepoint one")
+    holding.append(world.stream, 1)
+    holding.run("rollback to one")
+    assert not world.drop()
+    holding.append(world.stream, 1)
+    assert not world.drop()
+    world.prepare(holding)
+    assert not world.drop()
+    world.resolve(world.prepared[0], "commit")
+    assert not world.drop()
+    relay.finish()
+    service.begin("read committed", "on")
+    service.append(world.stream, 1)
+    service.run("rollback")
+    service.end()
+    assert not world.drop()
+    relay.finish()
+    assert world.drop()
+    world.finish()
+
+
 def retiring_while_open(world: World) -> None:
     """Somebody retires a writer that has an ID open; only what holds it keeps that from being done."""
     relay, (holding, service, _) = world.relays[0], world.services
@@ -437,6 +485,8 @@ FUNCTIONS = [
     (overtaken, "take_lock", "hashtext(_writer)", "hashtext('')"),
     (completed_by_another, "complete", "and kept.reserved_by = pg_current_xact_id()", ""),
     (retiring_while_open, "retire_writer", "pg_try_advisory_xact_lock(1", "pg_try_advisory_xact_lock_shared(1"),
+    (dropped_and_made_again, "create_stream", "_known.after + _sign", "_sign"),
+    (dropped_while_open, "drop_stream", "told.number = _of.number and told.floor <> _head", "false"),
     (
         retiring_before_it_is_told,
         "retire_writer",

@@ -12,23 +12,28 @@ import psycopg
 import pytest
 from click.testing import CliRunner
 from prometheus_client import CollectorRegistry
+from psycopg.conninfo import make_conninfo
 
 from tests.fix_servers import away
 from tests.sources.relay.judge import Judge
 from tests.waiting import eventually
 from tidemark.app.cli import main
 from tidemark.app.settings import child_environment
+from tidemark.app.stack.postgres import postgres_program
 from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import FOR_EVER, RecordProducer
 from tidemark.sources.relay import relay as relaying
 from tidemark.sources.relay import reports
-from tidemark.sources.relay.database import session_of
+from tidemark.sources.relay.database import SILENT_SECONDS, session_of, silence
+from tidemark.sources.relay.decider import Decider
 from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.sources.relay.relay import AppendRelay
+from tidemark.sources.relay.told import FactUnfit
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming import state
 from tidemark.streaming.errors import BadSetting
+from tidemark.streaming.postgres_session import Dsn
 from tidemark.streaming.stream import StreamState
 
 
@@ -54,7 +59,7 @@ def sql(ready: str) -> Iterator[psycopg.Connection]:
 class Running:
     """A relay in a thread; `failure` is what it ended with."""
 
-    def __init__(self, dsn: str, kafka: KafkaServer, topic: str, writer: str) -> None:
+    def __init__(self, dsn: Dsn, kafka: KafkaServer, topic: str, writer: str) -> None:
         self.halt = threading.Event()
         self.metrics = RelayMetrics(CollectorRegistry())
         self.failure: BaseException | None = None
@@ -98,8 +103,8 @@ def run(ready: str, kafka: KafkaServer, topic: str) -> Iterator[Run]:
     """Starts relays, which end with the test."""
     started: list[Running] = []
 
-    def run(writer: str = "shop") -> Running:
-        started.append(Running(ready, kafka, topic, writer))
+    def run(writer: str = "shop", dsn: Dsn = ready) -> Running:
+        started.append(Running(dsn, kafka, topic, writer))
         return started[-1]
 
     yield run
@@ -165,7 +170,7 @@ def test_positions_equal_the_truth(ready: str, sql: psycopg.Connection, run: Run
     rolled_back(sql)
     with open_transaction(ready) as held:
         facts |= append(sql, 20_000)
-        row = sql.execute("select tidemark.append('orders', '1', '[2]', '{}')").fetchone()
+        row = sql.execute("select tidemark.append('orders', '1', %s::jsonb, '{}')", ["[" * 255 + "]" * 255]).fetchone()
         assert row is not None
         facts |= {row[0]}
         eventually(lambda: first.metric("tidemark_relay_facts_total", stream="orders") == 20_002)
@@ -287,19 +292,136 @@ def test_who_holds_a_stream_is_told(
 def test_while_kafka_is_away_memory_is_bounded(
     sql: psycopg.Connection, run: Run, judge: Judge, kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some is in flight, the rest waits in the database; stopping does not wait for Kafka, and nothing is lost."""
-    monkeypatch.setattr(relaying, "MOST_BYTES", 20_000)
+    """Some is in flight, not more than a row of 800 kB beyond the bound; the rest waits in the database. Stopping does
+    not wait for Kafka, and nothing is lost."""
+    monkeypatch.setattr(relaying, "MOST_BYTES", 2_000_000)
     first = run()
     facts = append(sql)
     eventually(lambda: settled(sql))
     with away(kafka):
         facts |= append(sql, 5000)
-        eventually(lambda: len(first.relay._flying) > 0)
-        assert sum(len(each.decided.facts) for each in first.relay._flying) < 300
+        for _ in range(12):
+            row = sql.execute("select tidemark.append('orders', to_jsonb(repeat('x', 800000)))").fetchone()
+            assert row is not None
+            facts |= {row[0]}
+        eventually(lambda: first.relay._room() <= 0)
+        assert sum(each.bytes for each in first.relay._flying) < 2_000_000 + 900_000
         first.stop()
     run()
     eventually(lambda: settled(sql), 60)
     agrees(judge, sql, facts)
+
+
+def test_a_stream_that_is_dropped_is_retired(
+    ready: str, sql: psycopg.Connection, run: Run, judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where that stays open for long: the relay says that it waits, and goes on when it is over."""
+    monkeypatch.setattr(relaying, "LOCK_TIMEOUT", "100ms")
+    relay = run()
+    append(sql)
+    eventually(lambda: settled(sql))
+    with psycopg.connect(ready) as operator:
+        operator.execute("select tidemark.drop_stream('orders')")
+        eventually(lambda: relay.metric("tidemark_relay_relaying") == 0)
+        operator.commit()
+    eventually(lambda: judge.verdict().kinds()[-1][0] == "RETIRE", 30)
+    sql.execute("select tidemark.create_stream('orders')")
+    facts = {1} | append(sql)
+    assert facts == {1, 2}
+    eventually(lambda: settled(sql), 30)
+    verdict = judge.verdict()
+    assert [kind for kind, _, _ in verdict.kinds()] == ["JOIN", "RDATA", "RETIRE", "JOIN", "RDATA"]
+    assert verdict.position("orders", "shop") == 2
+    assert verdict.effects["orders"].late == []
+
+
+def test_a_user_that_may_relay_and_nothing_else(ready: str, sql: psycopg.Connection, run: Run, judge: Judge) -> None:
+    """The role is enough for all it does; who connects may change while it runs, as its password may."""
+    for user in ("relay_one", "relay_two"):
+        sql.execute(f"drop role if exists {user}".encode())
+        sql.execute(f"create role {user} login password 'x' in role tidemark_relay".encode())
+    now = ["relay_one"]
+    run(dsn=lambda: make_conninfo(ready, user=now[0], password="x"))
+    sql.execute("select tidemark.append_as('web', 'orders', '1')")
+    eventually(lambda: settled(sql))
+    sql.execute("select tidemark.retire_writer('web', 'orders')")
+    eventually(lambda: settled(sql))
+    now[0] = "relay_two"
+    sql.execute("drop owned by relay_one")
+    sql.execute("alter role relay_one nologin")
+    sql.execute("select pg_terminate_backend(pid) from pg_stat_activity where usename = 'relay_one'")
+    sql.execute("select tidemark.append('orders', '2')")
+    eventually(lambda: settled(sql), 30)
+    assert sql.execute("select from pg_stat_activity where usename = 'relay_two'").fetchone() is not None
+    verdict = judge.verdict()
+    assert len(verdict.announced["orders"]) == 2
+    assert verdict.rejected == {}
+
+
+def test_a_dump_that_is_restored_elsewhere_is_another_history(
+    ready: str, sql: psycopg.Connection, run: Run, judge: Judge, another_database: str
+) -> None:
+    """Its IDs go on where those of the dump ended, whatever the sequence's number is there, and are told in a timeline
+    of their own."""
+    run()
+    append(sql, 3)
+    eventually(lambda: settled(sql))
+    dump = subprocess.run([postgres_program("pg_dump"), ready], capture_output=True, check=True).stdout
+    append(sql, 2)
+    eventually(lambda: settled(sql))
+    psql = [postgres_program("psql"), "-q", "-v", "ON_ERROR_STOP=1", another_database]
+    subprocess.run(psql, input=dump, check=True, stdout=subprocess.DEVNULL)
+    run(dsn=another_database)
+    with psycopg.connect(another_database, autocommit=True) as restored:
+        assert append(restored) == {4}
+        eventually(lambda: settled(restored), 30)
+    verdict = judge.verdict()
+    assert [id for kind, _, id in verdict.kinds() if kind == "JOIN"] == [0, 3]
+    assert [(late.why, late.prev, late.id) for late in verdict.effects["orders"].late] == [("regressed", 3, 4)]
+
+
+@pytest.mark.parametrize("rows", ["{", "1 2", None])
+def test_a_fact_that_is_no_json_stops_the_relay(sql: psycopg.Connection, run: Run, rows: str | None) -> None:
+    """No function put it there. It names the fact, and tells it neither so nor as void."""
+    relay = run()
+    eventually(lambda: relay.metric("tidemark_relay_relaying") == 1)
+    values = "nextval('tidemark.append_ids_1'), array[%s], 0)"
+    sql.execute(f"insert into tidemark.append_outbox (number, id, rows, bytes) values (1, {values}".encode(), [rows])
+    failure = relay.ended()
+    assert isinstance(failure, FactUnfit)
+    assert str(failure).startswith("fact 1 of stream orders in tidemark.append_outbox is no JSON")
+    assert not settled(sql)
+
+
+def test_what_nobody_expected_ends_the_relay(
+    sql: psycopg.Connection, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not go on with half of itself, and its metric says that it does not relay; nor with a table that somebody
+    has changed."""
+    relay = run()
+    eventually(lambda: relay.metric("tidemark_relay_relaying") == 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(Decider, "round", lambda *_: 1 / 0)
+        assert isinstance(relay.ended(), ZeroDivisionError)
+    assert relay.metric("tidemark_relay_relaying") == 0
+    relay = run()
+    eventually(lambda: relay.metric("tidemark_relay_relaying") == 1)
+    sql.execute("alter table tidemark.append_progress rename column version to versions")
+    append(sql)
+    assert isinstance(relay.ended(), psycopg.Error)
+
+
+def test_a_server_that_notices_no_dead_host_is_warned_of(ready: str, sql: psycopg.Connection) -> None:
+    """By how long it would take; either setting is enough."""
+    assert silence(sql) == 25
+
+    def elsewhere(option: str, value: str) -> float:
+        sql.execute(f"alter database {sql.info.dbname} set {option} = {value}".encode())
+        with psycopg.connect(ready) as connection:
+            return silence(connection)
+
+    assert elsewhere("tcp_keepalives_idle", "7200") == 7215 > SILENT_SECONDS
+    assert elsewhere("idle_in_transaction_session_timeout", "'1min'") == 60
 
 
 def test_a_relay_of_another_name_stops(sql: psycopg.Connection, run: Run) -> None:

@@ -208,7 +208,7 @@ class SteppedRelay:
             with self._session.use() as connection:
                 found = self._acted(connection)
                 join.acknowledged(connection, found)
-                self._decider = self._make(connection, found)
+                self._decider = self._make(connection, [each for each in found if each.writers])
         return self._decider
 
     @property
@@ -245,6 +245,7 @@ class World:
 
     def __init__(self, dsn: str, make: MakeDecider = Decider, *, direction: str = "forward") -> None:
         self.stream = f"orders-{next(_names)}"
+        self._direction = direction
         self.dsn = dsn
         self._admin = psycopg.connect(dsn, autocommit=True)
         self._admin.execute("delete from tidemark.append_outbox")
@@ -257,6 +258,14 @@ class World:
         self.relays = [SteppedRelay(dsn, make, self._send, most_facts) for most_facts in (1, 3)]
         self.prepared: list[str] = []
         self.core = Core(self.stream)
+
+    def drop(self) -> bool:
+        """Whether it was possible."""
+        return self.operator.run("select tidemark.drop_stream(%s)", self.stream) is not None
+
+    def make_again(self) -> None:
+        """Made again, if it was dropped."""
+        self.operator.run("select tidemark.create_stream(%s, %s)", self.stream, self._direction)
 
     def prepare(self, service: Service) -> None:
         gid = f"{self.stream}-{next(_names)}"
@@ -319,6 +328,7 @@ class World:
 
     def finish(self) -> None:
         """All transactions end, a relay that knows nothing goes over everything; then all is told, once and right."""
+        self.make_again()
         for service in self.services:
             service.run("commit")
             service.end()
@@ -332,8 +342,8 @@ class World:
         facts = {id: writer or WRITER for id, (rows, writer) in self._truth().items() if rows}
         assert facts == self.core.writers
         [(head, floor)] = self._admin.execute(
-            "select abs(coalesce(pg_sequence_last_value(ids), 0)), abs(floor)"
-            " from tidemark.append_streams join tidemark.append_progress using (number)"
+            "select abs(coalesce(pg_sequence_last_value(ids), s.after)), abs(floor)"
+            " from tidemark.append_streams s join tidemark.append_progress using (number)"
         ).fetchall()
         assert {abs(id) for id in facts} | {abs(id) for id in self.core.voids} == {*range(1, head + 1)}
         assert floor == head
