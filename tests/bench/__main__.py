@@ -15,6 +15,7 @@ from tests.bench import (
     gap,
     history,
     latency,
+    outbox,
     race,
     report,
     results,
@@ -123,6 +124,13 @@ def flat_(**sizes: Any) -> None:
 def append_(**sizes: Any) -> None:
     """A service's transactions with `tidemark.append` and without, and the relay."""
     _on_servers("append", lambda site: append.run(site, append.AppendPlan(**sizes)))
+
+
+@main.command("outbox")
+@_sizes(outbox.OutboxPlan(), "seconds", "after", "per_second", "backlog")
+def outbox_(**sizes: Any) -> None:
+    """How large the outbox and the relay grow, also with Kafka away for an hour."""
+    _on_servers("outbox", lambda site: outbox.run(site, outbox.OutboxPlan(**sizes)))
 
 
 @main.command("sidecar")

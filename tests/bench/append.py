@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 import numpy as np
+import psutil
 import psycopg
 from confluent_kafka import Consumer, TopicPartition
 
@@ -49,7 +50,7 @@ class AppendPlan:
 
 
 def run(site: BenchSite, plan: AppendPlan) -> dict[str, Any]:
-    dsn, topic = _prepared(site.database()), site.fresh("append")
+    dsn, topic = prepared(site.database()), site.fresh("append")
     Topics(site.connection).create_missing([TopicPlan(topic, 1, 3_600_000)])
     rates: dict[str, dict[str, list[float]]] = {}
     for threads in (1, 8):
@@ -60,28 +61,31 @@ def run(site: BenchSite, plan: AppendPlan) -> dict[str, Any]:
             told = ", ".join(f"{name} {of[-1]:.0f}/s" for name, of in found.items())
             click.echo(f"{threads} threads, round {number}: {told}", err=True)
     with psycopg.connect(dsn, autocommit=True) as connection:
-        many = [_many(connection) for _ in range(5)]
-        click.echo(f"20 000 facts: {median(many):.3f} s", err=True)
+        together = [many(connection) for _ in range(5)]
+        click.echo(f"20 000 facts: {median(together):.3f} s", err=True)
         connection.execute("truncate tidemark.append_outbox")
         connection.execute(
             "update tidemark.append_progress set floor = pg_sequence_last_value('tidemark.append_ids_1')"
         )
         for _ in range(plan.backlog // 20_000):
-            _many(connection)
-        with _relay(site, dsn, topic):
+            many(connection)
+        with relay(site, dsn, topic) as process:
             drained = _drained(site, topic, plan.backlog)
             click.echo(f"backlog: {drained:.0f} facts/s", err=True)
             latencies = _latencies(site, connection, topic, plan.per_second)
+            idle = _idle(process)
+            click.echo(f"idle: {idle:.4f} of a core", err=True)
     p50, p99 = np.percentile(latencies, [50, 99]).tolist()
     click.echo(f"from COMMIT to a consumer: p50 {p50:.1f} ms, p99 {p99:.1f} ms", err=True)
     return {
         "seconds": plan.seconds,
         "threads": rates,
-        "many": median(many),
+        "many": median(together),
         "backlog": plan.backlog,
         "drained": drained,
         "per_second": plan.per_second,
         "latency": {"p50": p50, "p99": p99},
+        "idle": idle,
     }
 
 
@@ -105,7 +109,17 @@ def render(figures: Mapping[str, Any]) -> list[str]:
         f" in Kafka (wanted {WANTED['drain']:,.0f}).",
         f"- From COMMIT to a consumer of Kafka, at {figures['per_second']} facts/s: p50 {latency['p50']:.0f} ms, p99"
         f" {latency['p99']:.0f} ms (wanted p50 {WANTED['latency']:.0f}, to Kafka's acknowledgement).",
+        f"- The relay takes {100 * figures['idle']:.1f} % of a core while nothing happens.",
     ]
+
+
+def _idle(process: psutil.Process) -> float:
+    """The share of a core that the relay takes while nothing happens, over 20 s."""
+    time.sleep(3)
+    before = process.cpu_times()
+    time.sleep(20)
+    after = process.cpu_times()
+    return float(after.user + after.system - before.user - before.system) / 20
 
 
 def _bare(connection: Connection) -> None:
@@ -153,13 +167,15 @@ def _rate(dsn: str, transact: Callable[[Connection], None], threads: int, second
     return rate
 
 
-def _many(connection: Connection) -> float:
+def many(connection: Connection, count: int = 20_000) -> float:
+    """Append so many facts in one transaction; the seconds that it takes."""
     began = time.perf_counter()
-    Writer().append_many(connection, "orders", [_FACT] * 20_000)
+    Writer().append_many(connection, "orders", [_FACT] * count)
     return time.perf_counter() - began
 
 
-def _prepared(dsn: str) -> str:
+def prepared(dsn: str) -> str:
+    """With the functions, a stream `orders` and a table of the service."""
     with session_of(dsn, "bench") as session:
         SCHEMA.migrate(session)
         with session.use() as connection:
@@ -170,7 +186,7 @@ def _prepared(dsn: str) -> str:
 
 
 @contextmanager
-def _relay(site: BenchSite, dsn: str, topic: str) -> Iterator[None]:
+def relay(site: BenchSite, dsn: str, topic: str) -> Iterator[psutil.Process]:
     changes = {
         "TIDEMARK_POSTGRES_DSN": dsn,
         "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": site.connection.bootstrap,
@@ -179,7 +195,7 @@ def _relay(site: BenchSite, dsn: str, topic: str) -> Iterator[None]:
     }
     with subprocess.Popen([sys.executable, "-m", "tidemark", "relay"], env=child_environment(changes)) as process:
         try:
-            yield
+            yield psutil.Process(process.pid)
         finally:
             process.terminate()
 
