@@ -45,7 +45,7 @@ class Count:
 
     `doubled` are facts of which it was handed more rows than there are, `disordered` rows below an earlier one (of the
     same writer, for the vector). What a database that went back explains is none of them: `late` facts came with their
-    late completion, `again` are those of them that had been read after the database went back and before that, and
+    late completion, `again` are those of them that had been read before, and
     `lost` were read, and are not there any more.
     """
 
@@ -98,7 +98,7 @@ class Comparison:
     """One stream and one reader. `handed` is in the order in which it was.
 
     `back`: the ID beyond which a database that went back tells its facts again, None where it never did. What is beyond
-    may be late, so it is not `missed` until `final`.
+    may be late, so it is not `missed` until `final`; it went back `times` times, and is late each time.
     """
 
     reader: Mode
@@ -107,6 +107,7 @@ class Comparison:
     stand: Stand
     back: int | None
     final: bool = False
+    times: int = 1
 
     def count(self) -> Count:
         return Count(
@@ -147,15 +148,15 @@ class Comparison:
 
     @cached_property
     def _doubled(self) -> set[int]:
-        return _more_than_once(self.handed)
+        return _more_often(1, self.handed)
 
     @cached_property
     def _again(self) -> set[int]:
-        """Read in its order after the database went back, and then for its late completion."""
+        """Read in its order, and then for its late completions, one for each time that the database went back."""
         if self.back is None:
             return set()
-        wrong = _more_than_once(row for row in self.handed if not row.late)
-        wrong |= _more_than_once(row for row in self.handed if row.late)
+        wrong = _more_often(1, (row for row in self.handed if not row.late))
+        wrong |= _more_often(self.times, (row for row in self.handed if row.late))
         return {id for id in self._doubled - wrong if id > self.back}
 
     def _disordered(self) -> int:
@@ -169,6 +170,6 @@ class Comparison:
         return below
 
 
-def _more_than_once(rows: Iterable[HandedRow]) -> set[int]:
-    times = Counter((row.id, row.mark) for row in rows)
-    return {id for (id, _), count in times.items() if count > 1}
+def _more_often(times: int, rows: Iterable[HandedRow]) -> set[int]:
+    counted = Counter((row.id, row.mark) for row in rows)
+    return {id for (id, _), count in counted.items() if count > times}

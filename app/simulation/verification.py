@@ -51,6 +51,7 @@ class Verification:
         self._forgotten: dict[tuple[Mode, str], Count] = {}
         self._back: dict[str, int] = {}
         """Behind which the facts of a database that went back are told again."""
+        self._times = 0
         self._heads: dict[str, int] = {}
         """Behind which its IDs are given out again."""
         self.lost: set[str] = set()
@@ -74,6 +75,7 @@ class Verification:
     def services_go_back(self, dsn: str) -> None:
         """At `dsn` is what the services' database is going to be; nobody else uses it yet."""
         found = tables.reached(dsn)
+        self._times += 1
         with closing(session_of(dsn, APPLICATION)) as session, session.use() as connection:
             for stream, marks in self._compared.items():
                 _delete(connection, _facts_of(stream), [*marks])
@@ -110,7 +112,8 @@ class Verification:
             for stream, rows in facts.items():
                 of = [
                     Comparison(
-                        reader, rows, handed[reader, stream], stands[reader, stream], self._back.get(stream), final
+                        *(reader, rows, handed[reader, stream], stands[reader, stream]),
+                        *(self._back.get(stream), final, self._times),
                     )
                     for reader in READERS
                 ]

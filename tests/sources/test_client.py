@@ -49,7 +49,7 @@ def test_what_it_writes_is_there_when_the_caller_commits(dsn: str, connection: p
     assert writer.append_many(connection, "orders", [{"n": n} for n in range(3)]) == [4, 5, 6]
     assert writer.append_many(connection, "orders", []) == []
     id = writer.reserve(connection, "orders")
-    writer.complete(connection, "orders", id, "é", "second")
+    writer.complete(connection, "orders", id, {'é\\"\n{},': "NULL"}, "second")
     assert Writer().append_many(connection, "history", iter([1, 2])) == [-1, -2]
     assert outbox(dsn) == []
     connection.commit()
@@ -60,7 +60,7 @@ def test_what_it_writes_is_there_when_the_caller_commits(dsn: str, connection: p
         (4, "web", ['{"n": 0}']),
         (5, "web", ['{"n": 1}']),
         (6, "web", ['{"n": 2}']),
-        (7, "web", ['"é"', '"second"']),
+        (7, "web", [r'{"é\\\"\n{},": "NULL"}', '"second"']),
     ]
     assert [row for row in outbox(dsn) if row[0] < 0] == [(-1, "", ["1"]), (-2, "", ["2"])]
 

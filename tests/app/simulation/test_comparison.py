@@ -54,6 +54,14 @@ def test_late_news_of_what_was_read_meanwhile_comes_again() -> None:
     assert compared(now, [*twice, *handed(3, of="new")], 3, back=2).count().doubled == 1
 
 
+def test_what_is_told_again_comes_late_each_time() -> None:
+    """A database that went back twice tells what it had not settled twice, and no more often."""
+    read = handed(3) + handed(3, 3, late=True)
+    assert compared(facts(3), read, 3, back=2).count().doubled == 1
+    assert replace(compared(facts(3), read, 3, back=2), times=2).count().again == 1
+    assert replace(compared(facts(3), [*read, *handed(3, late=True)], 3, back=2), times=2).count().doubled == 1
+
+
 @pytest.mark.parametrize(("back", "doubled", "lost"), [(None, 1, 0), (2, 0, 1)])
 def test_a_row_that_nobody_wrote_is_lost_only_where_something_was(back: int | None, doubled: int, lost: int) -> None:
     """A reader that makes rows up is told from a database that lost them."""
