@@ -6,7 +6,6 @@ answered from threads of `app.probes`.
 """
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence, Set
@@ -23,6 +22,7 @@ from tidemark.app import engine, metrics, probes
 from tidemark.app.batches import Batches
 from tidemark.app.board import Board, EndOffsets
 from tidemark.app.settings import Settings
+from tidemark.app.signals import told_to_end
 from tidemark.app.start import Start, prepare
 from tidemark.app.versions import OURS, require_successor
 from tidemark.sinks.dead_letters import DeadLetters, DeadLettersConfig
@@ -73,7 +73,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
     `accept` holds what an operator gives up for this start: `partitions`, `loss`, `shards`. Raises Stop where a person
     must decide, and QueryFailed where the query fails again and again.
     """
-    stopping = _stop_on_signals()
+    stopping = told_to_end(_leave_late)
     board = Board(streams=settings.labelled_streams, writers=settings.labelled_writers)
     metrics.REGISTRY.register(board)
     health = metrics.PipelineHealth()
@@ -270,23 +270,9 @@ class Attempt:
             self._stopping.wait(0.5)
 
 
-def _stop_on_signals() -> threading.Event:
-    """The event that SIGTERM and SIGINT set. The process has `LAST_SECONDS` from then on."""
-    stopping = threading.Event()
-
-    def stop(*_: object) -> None:
-        if not stopping.is_set():
-            stopping.set()
-            deadline = threading.Timer(LAST_SECONDS, _leave)
-            deadline.daemon = True
-            deadline.start()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    return stopping
-
-
-def _leave() -> None:
+def _leave_late() -> None:
+    """End the process where it has not ended `LAST_SECONDS` after it was told to."""
+    time.sleep(LAST_SECONDS)
     log.warning("Left what still waited for a server; the next start does it again")
     os._exit(0)
 

@@ -1,6 +1,5 @@
 """`tidemark relay`: sends what was appended in a service's database to Kafka; prepares it; names who holds it."""
 
-import signal
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -13,6 +12,7 @@ from psycopg import errors
 from tidemark.app import probes
 from tidemark.app.connections import host_port
 from tidemark.app.settings import Settings
+from tidemark.app.signals import told_to_end
 from tidemark.sinks.retry import wait_out
 from tidemark.sources.producer import FOR_EVER, RecordProducer
 from tidemark.sources.relay import blockers as found_blockers
@@ -23,7 +23,7 @@ from tidemark.sources.relay.told import MOST_FACTS
 from tidemark.sources.topics import Topics
 from tidemark.streaming.direction import DirectionName
 from tidemark.streaming.error_text import says
-from tidemark.streaming.errors import BadSetting, Refused, Stopping, Unavailable
+from tidemark.streaming.errors import BadSetting, Refused, Stopping, TopicMissing, Unavailable
 from tidemark.streaming.postgres_session import Dsn, PostgresSession, first_line
 from tidemark.streaming.records import is_name, why_no_name
 
@@ -54,15 +54,13 @@ class RelayPlan:
 
 def run(settings: Settings, plan: RelayPlan) -> None:
     """Relay until SIGTERM or SIGINT. Raises `Stop` where a person must decide."""
-    halt = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: halt.set())
+    halt = told_to_end()
     metrics = RelayMetrics(CollectorRegistry())
     with ExitStack() as stack:
         stack.enter_context(suppress(Stopping))
         if plan.metrics is not None:
             stack.enter_context(probes.served("--metrics", _address(plan.metrics), RelayHealth(metrics)))
-        wait_out(lambda: Topics(settings.kafka).describe([settings.kafka_facts_topic]), halt)
+        wait_out(lambda: _find_topic(settings), halt)
         session = stack.enter_context(session_of(plan.dsn, "tidemark relay"))
         AppendRelay(
             session,
@@ -72,6 +70,14 @@ def run(settings: Settings, plan: RelayPlan) -> None:
             halt,
             MOST_FACTS if plan.wire > 1 else 1,
         ).run()
+
+
+def _find_topic(settings: Settings) -> None:
+    """Raises `Unavailable` also where there is no such topic: whoever makes it may begin after the relay."""
+    try:
+        Topics(settings.kafka).describe([settings.kafka_facts_topic])
+    except TopicMissing as problem:
+        raise Unavailable("the facts topic", settings.kafka.bootstrap, str(problem)) from problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import msgspec
 
 from tidemark.app import logs, relay
 from tidemark.app.settings import load
+from tidemark.app.signals import told_to_end
 from tidemark.app.simulation import reading
 from tidemark.app.simulation.company import Part
 from tidemark.sources.simulator import service
@@ -21,8 +22,7 @@ from tidemark.streaming.errors import TidemarkError
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    told = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: told.set())
+    told = told_to_end(numbers=[signal.SIGTERM])
     part = msgspec.json.decode(sys.stdin.buffer.readline(), type=Part)
     threading.Thread(target=_await_orphanage, daemon=True).start()
     settings = load()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tidemark.app.settings import Settings
+from tidemark.app.signals import told_to_end
 from tidemark.app.simulation.company import Company, Stage
 from tidemark.app.simulation.comparison import Count
 from tidemark.app.simulation.director import Director
@@ -82,7 +83,7 @@ def run(settings: Settings, play: Play, *, verify: bool) -> None:
 
             own = stack.enter_context(ServicesPostgres(Home(settings.home)))
         stage = _stage(settings, play.cast, own.server.dsn() if own else settings.postgres())
-        stopping = _stop_on_signals()
+        stopping = told_to_end(again=signal.SIG_DFL)
         before = timelines(settings.postgres()) if own else {}
         verification = stack.enter_context(Verification(stage.facts, stage.effects, play.cast.stream_list()))
         servers = stack.enter_context(closing(own.with_stack(settings, verification))) if own else None
@@ -183,15 +184,3 @@ def table(counts: Sequence[Count]) -> str:
     lines = [" ".join(["READER  ", *(f"{column:>12}" for column in columns)])]
     lines += [" ".join([f"{it.reader:8}", *(f"{figure:12}" for figure in it.figures)]) for it in counts]
     return "\n".join(lines)
-
-
-def _stop_on_signals() -> Event:
-    stopping = Event()
-
-    def stop(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        stopping.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    return stopping

@@ -461,3 +461,27 @@ def test_command_line(ready: str, kafka: KafkaServer, topic: str, judge: Judge) 
             process.terminate()
         assert process.wait(20) == 0
     assert judge.verdict().announced == {"orders": {1}}
+
+
+def test_a_relay_waits_for_whoever_makes_its_topic(ready: str, kafka: KafkaServer, prefix: str) -> None:
+    """As where a chart starts it beside the pipeline; it says what it waits for."""
+    settings = {
+        "TIDEMARK_POSTGRES_DSN": ready,
+        "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": kafka.bootstrap_servers,
+        "TIDEMARK_KAFKA_FACTS_TOPIC": prefix,
+    }
+    command = [sys.executable, "-m", "tidemark", "relay"]
+    with (
+        psycopg.connect(ready, autocommit=True) as sql,
+        subprocess.Popen(command, env=child_environment(settings), stderr=subprocess.PIPE, text=True) as process,
+    ):
+        try:
+            sql.execute("select tidemark.create_stream('orders')")
+            append(sql)
+            assert process.stderr is not None
+            assert any("Waiting for the facts topic" in line for line in process.stderr)
+            Topics(KafkaConnection(kafka.bootstrap_servers)).create_missing([TopicPlan(prefix, 1, 3_600_000)])
+            eventually(lambda: settled(sql), 30)
+        finally:
+            process.terminate()
+        assert process.wait(20) == 0
