@@ -7,8 +7,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
 from typing import Generic, TypeVar
 
-from tidemark.streaming.errors import TidemarkError
-
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 Read = Callable[[Collection[K]], Awaitable[Mapping[K, T]]]
@@ -46,7 +44,7 @@ class Coalescer(Generic[K, T]):
             assert here is not None
             try:
                 here.answer.set_result(await self._read(here.asked))
-            except TidemarkError as problem:
+            except Exception as problem:  # noqa: BLE001 - whoever asked raises it
                 here.answer.set_exception(problem)
                 here.answer.exception()  # everybody who asked may be gone
             except BaseException:
