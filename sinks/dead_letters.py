@@ -116,7 +116,7 @@ class DeadLetters:
         reader = self._from()
         pending = list(reversed(wanted))
         while pending:
-            first, end = reader.offsets(topic, partition)
+            first, end = reader.offsets(topic, partition, known=pending[0])
             while pending and not first <= pending[-1] < end:
                 yield pending.pop(), None
             if not pending:

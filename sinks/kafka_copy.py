@@ -111,11 +111,18 @@ class PartitionReader:
     def close(self) -> None:
         self._consumer.close()
 
-    def offsets(self, topic: str, partition: int) -> tuple[int, int]:
-        """The oldest offset, and that of the next record that will be written."""
-        place = TopicPartition(topic, partition)
-        found: tuple[int, int] = self._consumer.get_watermark_offsets(place, timeout=self._patience, cached=False)
-        return found
+    def offsets(self, topic: str, partition: int, known: int = -1) -> tuple[int, int]:
+        """The oldest offset, and that of the next record that will be written.
+
+        Waits within the patience until that lies behind `known`, where a record was: a broker that has just begun does
+        not show its newest records at once.
+        """
+        place, deadline = TopicPartition(topic, partition), time.monotonic() + self._patience
+        while True:
+            found: tuple[int, int] = self._consumer.get_watermark_offsets(place, timeout=self._patience, cached=False)
+            if found[1] > known or time.monotonic() > deadline:
+                return found
+            time.sleep(0.1)
 
     def read(self, topic: str, partition: int, start: int) -> Generator[Message | None]:
         """Records from `start` on; None at the end of the partition; stops where retention overtakes the reading."""

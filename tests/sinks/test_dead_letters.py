@@ -145,6 +145,18 @@ def test_kafka_that_was_away_is_asked_again(
     assert [it.value() for it in read(connection, dead, 2)] == [b"0", b"1"]
 
 
+def test_a_record_that_the_broker_does_not_show_yet_is_waited_for(
+    connection: KafkaConnection, facts: str, dead: str, dead_letters: DeadLetters
+) -> None:
+    """As after a start that was no clean one: what the query has read was there, so it is not gone."""
+    produce(connection, facts, [b"0"])
+    later = threading.Timer(1.0, produce, (connection, facts, [b"1"]))
+    later.start()
+    assert dead_letters.send([rejected(facts, "not_json", [0, 1])]).gone == 0
+    later.join()
+    assert [it.value() for it in read(connection, dead, 2)] == [b"0", b"1"]
+
+
 def test_letters_that_a_lost_checkpoint_left_are_sent_by_the_next_query(
     connection: KafkaConnection,
     facts: str,
