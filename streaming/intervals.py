@@ -127,6 +127,24 @@ class Intervals:
             return int(self.highs[at])
         return position
 
+    def pack(self) -> bytes:
+        """Little of them, whatever their number: the size of a step, the first bound, and the steps to all others."""
+        if not len(self):
+            return b""
+        bounds = np.column_stack((self.lows, self.highs)).ravel()
+        steps = np.diff(bounds)
+        size = np.min_scalar_type(int(steps.max())).itemsize
+        return bytes([size]) + bounds[:1].astype("<i8").tobytes() + steps.astype(f"<u{size}").tobytes()
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> Self:
+        if not packed:
+            return cls(_NONE, _NONE)
+        first = np.frombuffer(packed, "<i8", 1, offset=1)
+        steps = np.frombuffer(packed, f"<u{packed[0]}", offset=9).astype(np.int64)
+        bounds = np.cumsum(np.concatenate((first, steps)))
+        return cls(bounds[::2], bounds[1::2])
+
     def width(self) -> int:
         """How many IDs the set holds."""
         return int((self.highs - self.lows).sum())

@@ -53,7 +53,7 @@ class _StoredStream(_Leader, array_like=True, frozen=True):
     direction: int
     home: int | None
     line: int
-    completed: Pairs
+    completed: bytes | Pairs  # pairs up to format 4
     writers: list[StoredWriter]
     held: list[_Held]
     timeline: int = 1
@@ -88,7 +88,7 @@ def encode_apart(stream: StreamState) -> Encoded:
             stream.direction,
             stream.home,
             stream.line.position,
-            list(stream.line.completed),
+            stream.line.completed.pack(),
             [StoredWriter.of(name, writer) for name, writer in writers.items()],
             [
                 _Held(name, epoch, StoredChain.of(held.chain), held.since, held.retire, doubt=False)
@@ -125,7 +125,7 @@ def decode(data: bytes) -> StreamState:
     return StreamState(
         Direction(stored.direction),
         stored.home,
-        LinearPosition(stored.line, Intervals.of(stored.completed)),
+        LinearPosition(stored.line, _completed(stored.completed)),
         joined,
         HeldWriters({(it.name, it.epoch): HeldWriter(_chain(it), it.since, it.retire) for it in stored.held}),
         stored.timeline,
@@ -136,6 +136,10 @@ def decode(data: bytes) -> StreamState:
         here,
         stored.transactions,
     )
+
+
+def _completed(stored: bytes | Pairs) -> Intervals:
+    return Intervals.unpack(stored) if isinstance(stored, bytes) else Intervals.of(stored)
 
 
 def _chain(held: _Held) -> Chain:

@@ -95,7 +95,7 @@ def test_fast_and_naive_compaction_agree(log: list[Message], batch_size: int) ->
     assert compacted(log, batch_size) == naive.compact(log)
 
 
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(100))
 @given(logs(), st.integers(1, 130))
 def test_runs_on_the_wire_mean_what_their_edges_mean(log: list[Message], cut: int) -> None:
     """A log and the same with a record for each edge have equal effects, in batches that end at the same places: but

@@ -73,3 +73,17 @@ def test_the_empty_set_holds_nothing() -> None:
 def test_the_lowest_are_kept() -> None:
     """What a bound cuts off are the highest."""
     assert [*Intervals.of([(0, 1), (4, 5), (8, 9)]).lowest(2)] == [(0, 1), (4, 5)]
+
+
+@given(pairs, st.sampled_from([1, 300, 10**12, 2**56]), st.sampled_from([0, 10**12, 2**62]))
+def test_what_is_packed_comes_back(raw: Pairs, scale: int, first: int) -> None:
+    """Whatever the bounds and the steps between them; equal sets give equal bytes."""
+    intervals = Intervals.of((first + low * scale, first + high * scale) for low, high in raw)
+    assert Intervals.unpack(intervals.pack()) == intervals
+    assert Intervals.of(reversed([*intervals])).pack() == intervals.pack()
+
+
+def test_packed_intervals_are_small() -> None:
+    """Ten thousand near one another take two bytes each, whatever the first."""
+    low = 10**15
+    assert len(Intervals.of((low + 9 * at, low + 9 * at + 4) for at in range(10_000)).pack()) == 20_008
