@@ -19,6 +19,7 @@ from tests.bench import (
     race,
     report,
     results,
+    runs,
     sidecar,
     soak,
     stages,
@@ -49,6 +50,7 @@ def everything() -> None:
         _record("stages", stages.run(site, stages.StagesPlan()))
         _record("cores", cores.run(site, cores.CoresPlan()))
         _record("streams", race.run(site, race.STREAMS))
+        _record("runs", runs.run(site, runs.RunsPlan()))
         _record("latency", latency.run(site, latency.LatencyPlan()))
         _record("gap", gap.run(site, gap.GapPlan()))
         _record("append", append.run(site, append.AppendPlan()))
@@ -82,6 +84,13 @@ def throughput(**sizes: Any) -> None:
 def streams(**sizes: Any) -> None:
     """10 000 streams: Tidemark and its ceiling."""
     _on_servers("streams", lambda site: race.run(site, replace(race.STREAMS, **sizes)))
+
+
+@main.command("runs")
+@_sizes(runs.RunsPlan(), "facts", "batch", "warm_batches", "rounds")
+def runs_(**sizes: Any) -> None:
+    """Facts one to a Kafka record, and many."""
+    _on_servers("runs", lambda site: runs.run(site, runs.RunsPlan(**sizes)))
 
 
 @main.command("stages")

@@ -4,7 +4,7 @@ import pytest
 from tests.bench.competitors.gaps import GapBuffer
 from tests.bench.latency import MoveTimes
 from tests.bench.workload import Completions, Rendering, Shape, WritersAtWork
-from tidemark.streaming.records import Topic, read
+from tidemark.streaming.records import FactRun, Topic, read
 
 SHAPES = [Shape(streams=3, writers=4), Shape(streams=50, writers=2, in_flight=0.5), Shape(streams=1, writers=1)]
 
@@ -38,6 +38,29 @@ def test_the_records_are_good_and_lead_a_tracker_to_the_end(shape: Shape) -> Non
     for stream in range(shape.streams):
         for writer, position in play.positions(stream).items():
             assert gaps.positions[shape.stream(stream), writer] == position
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_many_facts_in_a_record_are_the_same_facts(shape: Shape) -> None:
+    """Each edge and each void once, and no more in a record than asked for."""
+    rendering = Rendering(shape)
+    for edges in played(WritersAtWork(shape)):
+        records = [(key, read(value, rendering.keys[key], Topic.FACTS)) for key, value in rendering.runs(edges, 7)]
+        runs = [record for _, record in records if isinstance(record, FactRun)]
+        assert len(runs) == len(records)
+        assert all(len(run.ids) <= 7 for run in runs)
+        found = [
+            (run.stream, run.writer, prev, id_, not rows)
+            for run in runs
+            for prev, id_, rows in zip([run.prev, *run.ids], run.ids, run.rows, strict=False)
+        ]
+        owners = [divmod(owner, shape.writers) for owner in edges.owner.tolist()]
+        assert sorted(found) == sorted(
+            (shape.stream(stream), shape.writer(writer), prev, id_, bool(kind))
+            for (stream, writer), prev, id_, kind in zip(
+                owners, edges.prev.tolist(), edges.id.tolist(), edges.kind.tolist(), strict=True
+            )
+        )
 
 
 def test_facts_complete_out_of_order() -> None:

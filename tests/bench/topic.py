@@ -16,13 +16,14 @@ _STEP = 50_000
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A filled topic; `play` knows what the positions are once all of it was read."""
+    """A filled topic; `play` knows what the positions are once all of it was read. `facts` counts voids too."""
 
     name: str
     partitions: int
     records: int
     bytes: int
     play: WritersAtWork
+    facts: int
 
 
 def create(connection: KafkaConnection, topic: str, partitions: int) -> None:
@@ -33,15 +34,21 @@ def create(connection: KafkaConnection, topic: str, partitions: int) -> None:
 class Sender:
     """Sends to one topic. A stream's records go to the partition `stream number % partitions`, so that the partitions
     are equally full; a producer would choose by the key, and Tidemark only minds that a stream stays in one.
+
+    A record has at most `together` facts; more than one make it a RUN.
     """
 
-    def __init__(self, connection: KafkaConnection, topic: str, partitions: int, shape: Shape) -> None:
+    def __init__(
+        self, connection: KafkaConnection, topic: str, partitions: int, shape: Shape, together: int = 1
+    ) -> None:
+        self._together = together
         self._producer = Producer(connection.producer() | {"queue.buffering.max.messages": str(4 * _STEP)})
         self._topic = topic
         self._partitions = partitions
         self._rendering = Rendering(shape)
         self.records = 0
         self.bytes = 0
+        self.facts = 0
 
     def join(self) -> None:
         """Send one JOIN per writer: what stands first in a topic."""
@@ -50,7 +57,11 @@ class Sender:
 
     def send(self, edges: Completions) -> None:
         """Returns when everything was handed to the client; `flush` waits for the broker."""
-        self._send(self._rendering.streams(edges), self._rendering.values(edges))
+        if self._together > 1:
+            self._send(*zip(*self._rendering.runs(edges, self._together), strict=True))
+        else:
+            self._send(self._rendering.streams(edges), self._rendering.values(edges))
+        self.facts += len(edges)
 
     def _send(self, streams: Iterable[int], values: Iterable[bytes]) -> None:
         parts: dict[int, list[dict[str, Any]]] = defaultdict(list)
@@ -80,13 +91,16 @@ def fill(
     records: int,
     partitions: int,
     keep: Callable[[Completions], Completions] = lambda edges: edges,
+    together: int = 1,
 ) -> Loaded:
-    """Make `topic` and fill it with `records`, the JOINs included; `keep` may leave some out."""
+    """Make `topic` and fill it with `records`, the JOINs included; `keep` may leave some out. They are counted as if
+    each had one fact, and not `together`.
+    """
     create(connection, topic, partitions)
-    play, sender = WritersAtWork(shape), Sender(connection, topic, partitions, shape)
+    play, sender = WritersAtWork(shape), Sender(connection, topic, partitions, shape, together)
     sender.join()
     for begun in range(sender.records, records, _STEP):
         sender.send(keep(play.step(min(_STEP, records - begun))))
     sender.send(keep(play.finish()))
     sender.flush()
-    return Loaded(topic, partitions, sender.records, sender.bytes, play)
+    return Loaded(topic, partitions, sender.records, sender.bytes, play, sender.facts)

@@ -159,14 +159,42 @@ class Rendering:
             for number, prev, id_ in zip(numbers, edges.prev.tolist(), ids, strict=True)
         ]
 
+    def runs(self, edges: Completions, most: int) -> list[tuple[int, bytes]]:
+        """Stream and value of RUN records, which hold the same edges: what follows one another, at `most` so many."""
+        edges = edges.pick(np.lexsort((edges.id, edges.owner)))
+        chained = (np.diff(edges.owner, prepend=-1) == 0) & (edges.prev == np.roll(edges.id, 1))
+        begins = np.flatnonzero(~chained)
+        places = np.arange(len(edges)) - np.repeat(begins, np.diff(begins, append=len(edges)))
+        firsts = np.flatnonzero(places % most == 0)
+        ids, voids, rows = edges.id.tolist(), (edges.kind == VOID).tolist(), self._rows
+        found = []
+        for first, stop, owner, prev in zip(
+            firsts.tolist(),
+            [*firsts[1:].tolist(), len(ids)],
+            edges.owner[firsts].tolist(),
+            edges.prev[firsts].tolist(),
+            strict=True,
+        ):
+            facts = (
+                b"[]" if void else b'[{"event_id":"$%s"}]' % rows[id_ % _ROWS]
+                for id_, void in zip(ids[first:stop], voids[first:stop], strict=True)
+            )
+            numbers = ",".join(map(str, ids[first:stop])).encode()
+            head = b'{"kind":"RUN",%s,"prev":%d,"ids":[%s],"rows":[' % (self._names(owner), prev, numbers)
+            found.append((owner // self._shape.writers, head + b",".join(facts) + b"]}"))
+        return found
+
     def streams(self, edges: Completions) -> list[int]:
         streams: list[int] = (edges.owner // self._shape.writers).tolist()
         return streams
 
     def _template(self, owner: int, kind: int) -> bytes:
-        stream, writer = divmod(owner, self._shape.writers)
-        names = f'"stream":"{self._shape.stream(stream)}","writer":"{self._shape.writer(writer)}","epoch":1'
+        names = self._names(owner)
         if kind == VOID:
             # %.0s takes the row and prints nothing: all templates are filled alike.
-            return f'{{"kind":"VOID",{names},"prev":%d,"id":%d%.0s}}'.encode()
-        return f'{{"kind":"RDATA",{names},"prev":%d,"id":%d,"row":{{"event_id":"$%s"}}}}'.encode()
+            return b'{"kind":"VOID",' + names + b',"prev":%d,"id":%d%.0s}'
+        return b'{"kind":"RDATA",' + names + b',"prev":%d,"id":%d,"row":{"event_id":"$%s"}}'
+
+    def _names(self, owner: int) -> bytes:
+        stream, writer = divmod(owner, self._shape.writers)
+        return f'"stream":"{self._shape.stream(stream)}","writer":"{self._shape.writer(writer)}","epoch":1'.encode()
