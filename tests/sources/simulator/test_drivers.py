@@ -1,0 +1,82 @@
+"""The services' ways to a database: all of them do the same, and say in one way that a transaction is lost."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+import psycopg
+import pytest
+
+from tidemark.sources.simulator.drivers import (
+    BrokenOff,
+    Driver,
+    Undone,
+    by_asyncpg,
+    by_psycopg,
+    by_sqlalchemy,
+    installed,
+)
+from tidemark.sources.simulator.script import PlayedStream
+from tidemark.sources.simulator.tables import make_facts, prepare_writing
+
+DRIVERS = [by_psycopg, by_sqlalchemy, by_asyncpg]
+
+
+@pytest.fixture
+def sql(database: str) -> Iterator[psycopg.Connection]:
+    prepare_writing(database)
+    make_facts(database, [PlayedStream("events", "forward")])
+    with psycopg.connect(database, autocommit=True) as connection:
+        yield connection
+
+
+def test_all_drivers_are_there_for_the_tests() -> None:
+    """Where one is not installed the plays would do without it, and nobody would know."""
+    assert installed() == DRIVERS
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_transactions_and_savepoints_are_the_caller_s(sql: psycopg.Connection, database: str, driver: Driver) -> None:
+    """What is undone leaves nothing, what is around it stands; each way of writing gives facts."""
+    with driver(database, "web") as connection:
+        with connection.transaction():
+            with suppress(Undone), connection.transaction():
+                connection.insert("events", connection.append("events", {"part": 1}), 1)
+                raise Undone
+            with connection.transaction():
+                for id in connection.append_many("events", [{"part": 1}, {"part": 1}]):
+                    connection.insert("events", id, 1)
+        with connection.transaction():
+            id = connection.reserve("events")
+            for part in (1, 2):
+                connection.insert("events", id, part)
+            connection.complete("events", id, {"part": 1}, {"part": 2})
+    rows = sql.execute("select stream_id, part, writer from demo.events order by stream_id, part").fetchall()
+    assert rows == [(2, 1, "web"), (3, 1, "web"), (4, 1, "web"), (4, 2, "web")]
+    facts = sql.execute("select abs(id), cardinality(rows) from tidemark.append_outbox order by 1").fetchall()
+    assert [(id, count) for id, count in facts if count] == [(2, 1), (3, 1), (4, 2)]
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("undone", [False, True])
+def test_a_connection_that_is_cut_breaks_off(
+    sql: psycopg.Connection, database: str, driver: Driver, undone: bool
+) -> None:
+    """Whether the transaction was to stand or not; and nothing of it stands."""
+
+    def work() -> None:
+        with driver(database, "web") as connection:
+            for _ in range(2):  # where it was to be undone the next statement says so
+                with suppress(Undone), connection.transaction():
+                    connection.insert("events", connection.append("events", {"part": 1}), 1)
+                    sql.execute(
+                        "select pg_terminate_backend(pid, 5000) from pg_stat_activity"
+                        " where datname = current_database() and pid <> pg_backend_pid()"
+                    )
+                    if undone:
+                        raise Undone
+
+    with pytest.raises(BrokenOff):
+        work()
+    assert sql.execute("select from demo.events").fetchall() == []
+    with pytest.raises(BrokenOff), driver("host=127.0.0.1 port=1 dbname=none user=none", "web"):
+        pass
