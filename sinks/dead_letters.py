@@ -10,11 +10,10 @@ from typing import Self
 
 import numpy as np
 import structlog
-from confluent_kafka import KafkaError, KafkaException, Message, Producer
+from confluent_kafka import KafkaError, KafkaException, Message
 
-from tidemark.sinks.kafka_copy import Headers, Outbox, Outgoing, PartitionReader, producer
+from tidemark.sinks.kafka_copy import Headers, KafkaConnections, Outbox, Outgoing
 from tidemark.streaming.errors import TidemarkError, TopicMissing
-from tidemark.streaming.kafka_errors import ErrorListener
 from tidemark.streaming.model import Rejected
 
 log = structlog.get_logger(__name__)
@@ -45,9 +44,8 @@ class DeadLetters:
 
     def __init__(self, config: DeadLettersConfig) -> None:
         self._config = config
-        self._reader: PartitionReader | None = None
-        self._writer: Producer | None = None
-        self._errors = ErrorListener(config.client["bootstrap.servers"])
+        # Nothing is asked for but what the query has read, so all of it was committed.
+        self._kafka = KafkaConnections(config.client, config.producer, config.patience, "read_uncommitted")
 
     def __enter__(self) -> Self:
         return self
@@ -57,12 +55,7 @@ class DeadLetters:
 
     def close(self) -> None:
         """Drop both connections, and what is still unsent with them; the next call opens new ones."""
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
-        if self._writer is not None:
-            self._writer.purge()
-            self._writer = None
+        self._kafka.close()
 
     def send(self, rejected: Sequence[Rejected]) -> DeadLettered:
         """Send every rejected record on and wait until the brokers have them.
@@ -84,12 +77,12 @@ class DeadLetters:
             raise
 
     def _send(self, rejected: Sequence[Rejected]) -> DeadLettered:
-        self._errors.forget()
+        self._kafka.errors.forget()
         reasons: dict[tuple[str, int], dict[int, str]] = {}
         for item in rejected:
             wanted = reasons.setdefault((item.topic, item.partition), {})
             wanted.update(dict.fromkeys(np.frombuffer(item.offsets, "<i8").tolist(), item.reason))
-        outbox = Outbox(self._to(), self._config.topic, instead=_too_large)
+        outbox = Outbox(self._kafka.writer(), self._config.topic, instead=_too_large)
         sent = 0
         for (topic, partition), wanted in reasons.items():
             before = outbox.gone
@@ -113,7 +106,7 @@ class DeadLetters:
 
     def _records(self, topic: str, partition: int, wanted: Sequence[int]) -> Iterator[tuple[int, Message | None]]:
         """Each wanted offset (ascending) with its record, None where there is no such record any more."""
-        reader = self._from()
+        reader = self._kafka.reader()
         pending = list(reversed(wanted))
         while pending:
             first, end = reader.offsets(topic, partition, known=pending[0])
@@ -131,23 +124,10 @@ class DeadLetters:
                     if not pending or (here is not None and pending[-1] - here > FAR):
                         break
 
-    def _from(self) -> PartitionReader:
-        if self._reader is None:
-            # Nothing is asked for but what the query has read, so all of it was committed.
-            self._reader = PartitionReader(
-                self._config.client, self._errors, self._config.patience, isolation="read_uncommitted"
-            )
-        return self._reader
-
-    def _to(self) -> Producer:
-        if self._writer is None:
-            self._writer = producer(self._config.producer, self._errors, self._config.patience)
-        return self._writer
-
     def _explained(self, error: KafkaError) -> TidemarkError:
         if error.code() in (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC):
             return TopicMissing(self._config.topic)
-        return self._errors.explain(error)
+        return self._kafka.errors.explain(error)
 
 
 def _without_record(letter: Outgoing, why: str) -> Outgoing:

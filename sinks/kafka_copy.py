@@ -153,15 +153,44 @@ class PartitionReader:
                     raise KafkaException(error)
 
 
-def producer(config: Mapping[str, str], errors: ErrorListener, patience: float) -> Producer:
-    """What it cannot deliver within `patience` (s) has failed."""
-    return Producer(
-        {
-            **config,
-            "message.timeout.ms": str(int(patience * 1000)),
-            # Before the time-out, so that a missing topic is told from brokers that are away.
-            "topic.metadata.propagation.max.ms": str(int(patience * 500)),
-            "message.max.bytes": "100000000",  # the brokers decide, not our client
-            "error_cb": errors,
-        }
-    )
+class KafkaConnections:
+    """Both directions, each connected when it is first asked for; `errors` hears of both. The producer's records fail
+    after `patience` (s); `isolation` is the reader's.
+    """
+
+    def __init__(self, client: Mapping[str, str], producer: Mapping[str, str], patience: float, isolation: str) -> None:
+        self.errors = ErrorListener(client["bootstrap.servers"])
+        self._client = client
+        self._producer = producer
+        self._patience = patience
+        self._isolation = isolation
+        self._reader: PartitionReader | None = None
+        self._writer: Producer | None = None
+
+    def reader(self) -> PartitionReader:
+        if self._reader is None:
+            self._reader = PartitionReader(self._client, self.errors, self._patience, self._isolation)
+        return self._reader
+
+    def writer(self) -> Producer:
+        if self._writer is None:
+            self._writer = Producer(
+                {
+                    **self._producer,
+                    "message.timeout.ms": str(int(self._patience * 1000)),
+                    # Before the time-out, so that a missing topic is told from brokers that are away.
+                    "topic.metadata.propagation.max.ms": str(int(self._patience * 500)),
+                    "message.max.bytes": "100000000",  # the brokers decide, not our client
+                    "error_cb": self.errors,
+                }
+            )
+        return self._writer
+
+    def close(self) -> None:
+        """Drop both, and what is still unsent; they may be asked for again."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+        if self._writer is not None:
+            self._writer.purge()
+            self._writer = None

@@ -12,14 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 import structlog
-from confluent_kafka import KafkaException, Producer
+from confluent_kafka import KafkaException
 
-from tidemark.sinks.kafka_copy import Outbox, Outgoing, PartitionReader, producer
+from tidemark.sinks.kafka_copy import KafkaConnections, Outbox, Outgoing
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.recalls import KeptRecall
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.streaming.errors import LeaseLost, TidemarkError, Unavailable
-from tidemark.streaming.kafka_errors import ErrorListener
 from tidemark.streaming.put_off import is_edge
 
 log = structlog.get_logger(__name__)
@@ -60,9 +59,8 @@ class Recaller:
         self._recalled = recalled
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recaller", daemon=True)
-        self._errors = ErrorListener(config.client["bootstrap.servers"])
-        self._reader: PartitionReader | None = None
-        self._writer: Producer | None = None
+        # Of a transaction that was aborted nothing may come again: it would be produced without one.
+        self._kafka = KafkaConnections(config.client, config.producer, config.patience, "read_committed")
         self._problem = ""
 
     def __enter__(self) -> Self:
@@ -109,20 +107,20 @@ class Recaller:
             return self._step(recall)
         except KafkaException as error:
             self.disconnect()
-            raise self._errors.explain(error.args[0]) from error
+            raise self._kafka.errors.explain(error.args[0]) from error
         except TidemarkError:
             self.disconnect()
             raise
 
     def _step(self, recall: KeptRecall) -> tuple[KeptRecall, str | None]:
-        self._errors.forget()
+        self._kafka.errors.forget()
         topic, problem = self._config.topic, None
-        outbox = Outbox(self._to(), topic, instead=lambda _: None)
-        oldest, end = self._from().offsets(topic, recall.partition)
+        outbox = Outbox(self._kafka.writer(), topic, instead=lambda _: None)
+        oldest, end = self._kafka.reader().offsets(topic, recall.partition)
         following = min(max(recall.next, oldest), recall.last + 1)
         gone = following - recall.next
         sent = volume = read = 0
-        with closing(self._from().read(topic, recall.partition, following)) as records:
+        with closing(self._kafka.reader().read(topic, recall.partition, following)) as records:
             while following <= recall.last and sent < self._config.records and volume < self._config.volume:
                 record = next(records, None)
                 if record is None or record.offset() >= end:  # what lies there was produced again just now
@@ -149,23 +147,5 @@ class Recaller:
             )
         return replace(recall, next=following, gone=recall.gone + gone + outbox.gone), problem
 
-    def _from(self) -> PartitionReader:
-        if self._reader is None:
-            # Of a transaction that was aborted nothing may come again: it would be produced without one.
-            self._reader = PartitionReader(
-                self._config.client, self._errors, self._config.patience, isolation="read_committed"
-            )
-        return self._reader
-
-    def _to(self) -> Producer:
-        if self._writer is None:
-            self._writer = producer(self._config.producer, self._errors, self._config.patience)
-        return self._writer
-
     def disconnect(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
-        if self._writer is not None:
-            self._writer.purge()
-            self._writer = None
+        self._kafka.close()
