@@ -53,7 +53,7 @@ languages-test: setup ## Run the services in Go, Java and Node that docs/writing
 
 .PHONY: torture
 torture: setup ## Let everything befall a stack of its own for ten minutes, and hold what was read against what was written
-	$(BIN)/pytest -s tests/torture
+	$(BIN)/pytest -s -o faulthandler_timeout=1200 tests/torture
 
 .PHONY: append-torture
 append-torture: setup ## Try what tidemark.append and its relay promise with forty times as many examples (half an hour)
