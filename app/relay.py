@@ -22,17 +22,11 @@ from tidemark.sources.relay.relay import AppendRelay
 from tidemark.sources.relay.told import MOST_FACTS
 from tidemark.sources.topics import Topics
 from tidemark.streaming.direction import DirectionName
-from tidemark.streaming.error_text import says
-from tidemark.streaming.errors import BadSetting, Refused, Stopping, TopicMissing, Unavailable
+from tidemark.streaming.errors import BadSetting, OthersFirst, Refused, Stopping, TopicMissing, Unavailable
 from tidemark.streaming.postgres_session import Dsn, PostgresSession, first_line
 from tidemark.streaming.records import is_name, why_no_name
 
 Say = Callable[[str], None]
-
-
-@says("{what} is not possible yet: {problem}")
-class OthersFirst(Unavailable):
-    """Transactions or a relay have to do something before."""
 
 
 # The loop goes round twenty times a second; only a server that does not answer may hold it up for so long.

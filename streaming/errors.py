@@ -23,6 +23,11 @@ class Slow(Unavailable):
     pass  # with one question, and it answers others
 
 
+@says("{what} is not possible yet: {problem}")
+class OthersFirst(Unavailable):
+    pass  # transactions or a relay have to do something before
+
+
 @says("the lease was taken over: ours has token {held}, the newest is {now}")
 class LeaseLost(Retry):  # nothing of ours may be published any more: docs/design.md, rule 6
     held: int
@@ -213,6 +218,14 @@ class SequenceUnfit(Stop):  # its IDs would not be safe to announce: docs/design
     sequence: str
     problem: str
     do: str
+
+
+@says("""fact {id} of stream {stream} in tidemark.append_outbox is no JSON ({problem}), so no function put it there:
+    mend its rows""")
+class FactUnfit(Stop):
+    stream: str
+    id: int
+    problem: str
 
 
 @says("""reader {reader} has read stream {stream} in {was} mode and would now go on in {now} mode, which cannot tell

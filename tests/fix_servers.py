@@ -14,6 +14,7 @@ import psutil
 import psycopg
 import pytest
 import redis
+from confluent_kafka.admin import AdminClient
 from psycopg import sql
 
 from tests.jvm_classes import ArchivedKafka, Archives
@@ -26,6 +27,7 @@ from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import ServerProcess, free_port
 from tidemark.app.stack.servers import KafkaServer, RedisServer
 from tidemark.sinks.postgres.database import migrate
+from tidemark.sources.kafka import KafkaConnection
 
 S = TypeVar("S", bound=ServerProcess)
 _numbers = itertools.count(1)
@@ -90,9 +92,16 @@ class Unsynced(PostgresServer):
         super().run_first([*command, "--no-sync"], environment)
 
 
+@contextmanager
+def own_postgres(directory: Path) -> Iterator[PostgresServer]:
+    """Nobody else's: for tests by which others would lose what they committed."""
+    with _started(Unsynced(Home(directory), free_port())) as server:
+        yield server
+
+
 @pytest.fixture(scope="session")
 def postgres(home: Home) -> Iterator[PostgresServer]:
-    with _started(Unsynced(home, free_port())) as server:
+    with own_postgres(home.root) as server:
         yield server
 
 
@@ -163,6 +172,16 @@ def kafka(home: Home, java: str, jars: Path, archives: Archives) -> Iterator[Kaf
     broker = jars / BROKER
     with _started(ArchivedKafka(home, free_port(), java=java, jars=broker, options=archives.broker(broker))) as server:
         yield server
+
+
+@pytest.fixture
+def connection(kafka: KafkaServer) -> KafkaConnection:
+    return KafkaConnection(kafka.bootstrap_servers)
+
+
+@pytest.fixture
+def admin(connection: KafkaConnection) -> AdminClient:
+    return AdminClient(connection.client())
 
 
 @pytest.fixture

@@ -12,11 +12,13 @@ from tidemark.streaming.errors import BatchEnded as BatchEnded
 from tidemark.streaming.errors import ChainBroken as ChainBroken
 from tidemark.streaming.errors import CheckpointNotWritable as CheckpointNotWritable
 from tidemark.streaming.errors import ExtraMissing as ExtraMissing
+from tidemark.streaming.errors import FactUnfit as FactUnfit
 from tidemark.streaming.errors import LateNeedsWriter as LateNeedsWriter
 from tidemark.streaming.errors import LateUnknown as LateUnknown
 from tidemark.streaming.errors import LeaseLost as LeaseLost
 from tidemark.streaming.errors import NotReached as NotReached
 from tidemark.streaming.errors import NotReserved as NotReserved
+from tidemark.streaming.errors import OthersFirst as OthersFirst
 from tidemark.streaming.errors import PartitionsChanged as PartitionsChanged
 from tidemark.streaming.errors import QueryFailed as QueryFailed
 from tidemark.streaming.errors import ReaderModeChanged as ReaderModeChanged

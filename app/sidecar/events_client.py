@@ -8,6 +8,7 @@ that Postgres published was told, which is as long for a million streams as for 
 import asyncio
 import random
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 
 from tidemark.app.read_side.coalescer import Coalescer
@@ -149,7 +150,7 @@ class EventsClient:
             if stream in missed.events:
                 joining = Joining(place)
                 for event in missed.events[stream]:
-                    all(_fed(joining, event))
+                    deque(_fed(joining, event), maxlen=0)
                 place = joining.place
                 if stream not in missed.encoded:
                     blocks = [block(moves.described(stream, event)) for event in missed.events[stream]]

@@ -12,8 +12,7 @@ from msgspec import Raw
 from tidemark.sources.relay.decider import Decided
 from tidemark.sources.relay.evidence import ids_of
 from tidemark.streaming import records
-from tidemark.streaming.error_text import says
-from tidemark.streaming.errors import Stop
+from tidemark.streaming.errors import FactUnfit
 from tidemark.streaming.records import FactRun, Position, Rdata, Void
 
 MOST_FACTS = 200
@@ -21,14 +20,6 @@ MOST_BYTES = 256 * 1024
 """Of a RUN: a fact that is larger has a record of its own."""
 _VOID_BYTES = 30
 _decoder = msgspec.json.Decoder(Raw)
-
-
-@says("""fact {id} of stream {stream} in tidemark.append_outbox is no JSON ({problem}), so no function put it there:
-    mend its rows""")
-class FactUnfit(Stop):
-    stream: str
-    id: int
-    problem: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,16 +22,6 @@ from tidemark.streaming.errors import TopicMissing, Unavailable
 
 
 @pytest.fixture
-def connection(kafka: KafkaServer) -> KafkaConnection:
-    return KafkaConnection(kafka.bootstrap_servers)
-
-
-@pytest.fixture
-def admin(connection: KafkaConnection) -> AdminClient:
-    return AdminClient(connection.client())
-
-
-@pytest.fixture
 def facts(prefix: str, admin: AdminClient) -> str:
     """A topic with two partitions, and the dead letters beside it with a small limit of record size."""
     topics = [

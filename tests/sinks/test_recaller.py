@@ -12,7 +12,6 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 
 from tests.sinks.given import advance, batch, stream
 from tests.waiting import eventually
-from tidemark.app.stack.servers import KafkaServer
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.recalls import KeptRecall, RecallStatus
 from tidemark.sinks.postgres.store import Postgres
@@ -22,16 +21,6 @@ from tidemark.streaming.effects import Recall, WriterRow
 from tidemark.streaming.records import FactRun, Join, Position, Rdata, Record, Retire, Void, encode, row
 
 HEADERS = [("own", b"1")]
-
-
-@pytest.fixture
-def connection(kafka: KafkaServer) -> KafkaConnection:
-    return KafkaConnection(kafka.bootstrap_servers)
-
-
-@pytest.fixture
-def admin(connection: KafkaConnection) -> AdminClient:
-    return AdminClient(connection.client())
 
 
 @pytest.fixture

@@ -15,11 +15,6 @@ JAVA_PARTITIONS = {"21": 0, "foobar": 2, "a-little-bit-longer-string": 3}
 
 
 @pytest.fixture
-def connection(kafka: KafkaServer) -> KafkaConnection:
-    return KafkaConnection(kafka.bootstrap_servers)
-
-
-@pytest.fixture
 def topic(connection: KafkaConnection, prefix: str) -> str:
     Topics(connection).create_missing([TopicPlan(prefix, 4, 3_600_000)])
     return prefix

@@ -17,11 +17,6 @@ from tidemark.sources.topics import TopicPlan, Topics, plans
 from tidemark.streaming.errors import Refused, TopicCompacted, TopicMissing, Unavailable
 
 
-@pytest.fixture
-def connection(kafka: KafkaServer) -> KafkaConnection:
-    return KafkaConnection(kafka.bootstrap_servers)
-
-
 def test_missing_topics_are_made_once_with_the_planned_settings(connection: KafkaConnection, prefix: str) -> None:
     """A second call makes nothing; facts get their partitions, and no topic is compacted."""
     topics = Topics(connection)

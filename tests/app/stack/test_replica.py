@@ -5,22 +5,17 @@ from collections.abc import Iterator
 import psycopg
 import pytest
 
-from tests.fix_servers import Unsynced
-from tidemark.app.stack.home import Home
+from tests.fix_servers import own_postgres
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.replica import Replica
-from tidemark.app.stack.server import free_port
 
 pytestmark = pytest.mark.postgres
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresServer]:
-    """One of its own: others' would lose what they committed."""
-    server = Unsynced(Home(tmp_path_factory.mktemp("origin")), free_port())
-    server.start()
-    yield server
-    server.stop()
+    with own_postgres(tmp_path_factory.mktemp("origin")) as server:
+        yield server
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import asyncio
 import random
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import msgspec
 import uvloop
@@ -27,34 +28,34 @@ class Attack(msgspec.Struct, frozen=True):
     streams: list[str]
 
 
-async def newlines(attack: Attack, done: Counter[str]) -> None:
-    _reader, writer = await asyncio.open_connection("127.0.0.1", attack.tcp)
+@asynccontextmanager
+async def opened(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        while True:
-            writer.write(b"\n" * 65536)
-            await writer.drain()
+        yield reader, writer
     finally:
         writer.close()
 
 
+async def newlines(attack: Attack, done: Counter[str]) -> None:
+    async with opened(attack.tcp) as (_, writer):
+        while True:
+            writer.write(b"\n" * 65536)
+            await writer.drain()
+
+
 async def endless_head(attack: Attack, done: Counter[str]) -> None:
-    _reader, writer = await asyncio.open_connection("127.0.0.1", attack.port)
-    try:
+    async with opened(attack.port) as (_, writer):
         writer.write(b"GET /v1/streams HTTP/1.1\r\n")
         while True:
             writer.write(b"X-%d: %s\r\n" % (random.randrange(10**9), b"x" * 8000))
             await writer.drain()
-    finally:
-        writer.close()
 
 
 async def half_open(attack: Attack, done: Counter[str]) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", attack.port)
-    try:
+    async with opened(attack.port) as (reader, writer):
         writer.write(b"GET /v1/streams HTTP/1.1\r\nHost: localhost\r\n")
         await reader.read()
-    finally:
-        writer.close()
 
 
 async def page(attack: Attack, done: Counter[str]) -> None:
@@ -78,14 +79,11 @@ async def come_and_go(attack: Attack, done: Counter[str]) -> None:
 
 
 async def ask(attack: Attack, path: str, done: Counter[str], more: str = "") -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", attack.port)
-    try:
+    async with opened(attack.port) as (reader, writer):
         writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{more}\r\n".encode())
         head = await asyncio.wait_for(reader.readline(), 10)
         done[head[9:12].decode() or "closed"] += 1
         await reader.read(100_000)
-    finally:
-        writer.close()
 
 
 _MANY: dict[Callable[[Attack, Counter[str]], Awaitable[None]], int] = {

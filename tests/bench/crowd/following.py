@@ -8,9 +8,9 @@ import asyncio
 import sys
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlencode
 
 import msgspec
@@ -39,6 +39,16 @@ class Saw(msgspec.Struct, frozen=True):
     torn: int
     lost: int
     short: int
+
+    @classmethod
+    def of(cls, clients: "Collection[FollowingClient]", final: dict[str, int]) -> Self:
+        return cls(
+            moves=sum(client.moves for client in clients),
+            bytes=sum(client.bytes for client in clients),
+            torn=sum(client.torn for client in clients),
+            lost=sum(client.lost for client in clients),
+            short=sum(not client.stands(final) for client in clients),
+        )
 
 
 class _Move(msgspec.Struct):
@@ -113,15 +123,7 @@ async def run(crowd: Crowd) -> None:
     final = await final_positions()
     await until(lambda: all(client.stands(final) for client in clients))
     Path(crowd.stamps).write_bytes(stamps.tobytes())
-    say(
-        Saw(
-            moves=sum(client.moves for client in clients),
-            bytes=sum(client.bytes for client in clients),
-            torn=sum(client.torn for client in clients),
-            lost=sum(client.lost for client in clients),
-            short=sum(not client.stands(final) for client in clients),
-        )
-    )
+    say(Saw.of(clients, final))
 
 
 def _clients(crowd: Crowd, stamps: "array[float]") -> Iterator[FollowingClient]:

@@ -96,15 +96,7 @@ async def run(plan: Returning) -> None:
     say(Returned(seconds, len(clients) - len(seconds) + sum(isinstance(it, BaseException) for it in found)))
     final = await final_positions()
     await until(lambda: all(client.stands(final) for client in clients))
-    say(
-        Saw(
-            moves=sum(client.moves for client in clients),
-            bytes=sum(client.bytes for client in clients),
-            torn=sum(client.torn for client in clients),
-            lost=sum(client.lost for client in clients),
-            short=sum(not client.stands(final) for client in clients),
-        )
-    )
+    say(Saw.of(clients, final))
 
 
 if __name__ == "__main__":

@@ -8,11 +8,9 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tests.fix_servers import Unsynced
+from tests.fix_servers import own_postgres
 from tests.sources.relay.world import Core, Service, SteppedRelay, prepared_schema
-from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.server import free_port
 from tidemark.sources.relay.decider import Decider
 
 pytestmark = pytest.mark.postgres
@@ -20,11 +18,8 @@ pytestmark = pytest.mark.postgres
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresServer]:
-    """One of its own: others' would lose what they committed."""
-    server = Unsynced(Home(tmp_path_factory.mktemp("relayed")), free_port())
-    server.start()
-    yield server
-    server.stop()
+    with own_postgres(tmp_path_factory.mktemp("relayed")) as server:
+        yield server
 
 
 @pytest.fixture

@@ -29,10 +29,9 @@ from tidemark.sources.relay.database import SILENT_SECONDS, session_of, silence
 from tidemark.sources.relay.decider import Decider
 from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.sources.relay.relay import AppendRelay
-from tidemark.sources.relay.told import FactUnfit
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming import state
-from tidemark.streaming.errors import BadSetting
+from tidemark.streaming.errors import BadSetting, FactUnfit
 from tidemark.streaming.postgres_session import Dsn
 from tidemark.streaming.stream import StreamState
 
