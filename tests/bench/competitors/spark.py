@@ -15,6 +15,7 @@ from tidemark.sources.kafka import EARLIEST, KafkaConnection, source_options
 from tidemark.streaming.query import source
 from tidemark.streaming.spark import SparkSettings, start
 
+ROOT = Path(__file__).parents[3]
 _POLL_SECONDS = 0.1
 
 
@@ -28,6 +29,7 @@ def run(task: Task, meter: Meter, plan: Callable[[DataFrame], DataFrame]) -> Non
             jars=sorted(Path(task.jars).glob("*.jar")),
             tasks=os.cpu_count() or 1,
             local_dir=directory / "spark",
+            extra={"spark.executorEnv.PYTHONPATH": str(ROOT)},  # where its workers find the state function
         )
     )
     offsets = {task.topic: dict.fromkeys(range(task.partitions), EARLIEST)}
