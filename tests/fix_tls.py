@@ -86,17 +86,31 @@ class Front:
             await ending.wait()
 
     async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, asyncio.IncompleteReadError):
-            if self._preface:
-                if await reader.readexactly(len(self._preface)) != self._preface:
-                    writer.close()
-                    return
-                writer.write(b"S")
-                await writer.start_tls(self._context)
-            behind, back = await asyncio.open_connection(LOOPBACK, self._target)
-            async with asyncio.TaskGroup() as both:
-                both.create_task(_pump(reader, back))
-                both.create_task(_pump(behind, writer))
+        writers = [writer]
+        try:
+            with suppress(OSError, asyncio.IncompleteReadError):
+                await self._hand_on(reader, writers)
+                for each in writers:
+                    await each.wait_closed()
+        except asyncio.CancelledError:
+            # The front ends: no time for the other side to agree to the end of TLS.
+            for each in writers:
+                each.transport.abort()
+            raise
+
+    async def _hand_on(self, reader: asyncio.StreamReader, writers: list[asyncio.StreamWriter]) -> None:
+        [writer] = writers
+        if self._preface:
+            if await reader.readexactly(len(self._preface)) != self._preface:
+                writer.close()
+                return
+            writer.write(b"S")
+            await writer.start_tls(self._context)
+        behind, back = await asyncio.open_connection(LOOPBACK, self._target)
+        writers.append(back)
+        async with asyncio.TaskGroup() as both:
+            both.create_task(_pump(reader, back))
+            both.create_task(_pump(behind, writer))
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
