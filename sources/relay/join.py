@@ -71,7 +71,7 @@ class Told:
                 epoch=each.epoch,
                 id=self.stream.towards.signed(each.last),
                 unseen=first and each.last > 0 and each.name == self.own,
-                told=None if first else self.stream.towards.signed(self.upto),
+                told=self.stream.towards.signed(self.upto),
                 timeline=self.timeline,
             )
             for each in sorted(self.writers.values(), key=lambda it: (it.name != self.own, it.name))

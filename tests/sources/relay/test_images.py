@@ -126,3 +126,21 @@ def test_a_server_that_only_began_again_begins_no_timeline(server: PostgresServe
     assert relayed.core.line >= 14
     relayed.relay.die()
     relayed.service.close()
+
+
+def test_a_server_that_dies_while_its_first_writers_join_begins_no_timeline(server: PostgresServer, shop: str) -> None:
+    """Their JOINs are in Kafka and the server does not know it, so that they come again: with how far it was told."""
+    relayed = Relayed(shop)
+    relayed.append(5)
+    relayed.relay.round()
+    relayed.append(1, "till")
+    relayed.relay.round()  # it finds the stranger
+    relayed.relay.break_off()
+    server.stop()
+    server.start()
+    relayed.restart()
+    relayed.relay.finish()
+    assert (relayed.core.timelines, relayed.core.late, relayed.core.rejected) == ([], 0, {})
+    assert relayed.core.line >= 6
+    relayed.relay.die()
+    relayed.service.close()

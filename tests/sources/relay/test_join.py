@@ -67,9 +67,9 @@ def test_a_join_that_may_not_have_arrived_is_not_followed(sql: psycopg.Connectio
 
 
 def test_a_server_that_began_later_is_told_again_how_far_it_was(sql: psycopg.Connection) -> None:
-    """Its disk may be older. Before anything was told nothing is said of it."""
+    """Its disk may be older. At first nothing was told."""
     before = begun(sql)
-    assert [each.joins()[0].told for each in before] == [None, None]
+    assert [each.joins()[0].told for each in before] == [0, 0]
     join.acknowledged(sql, before)
     orders, history = (each.stream for each in before)
     for upto in (5, 4):

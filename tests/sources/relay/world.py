@@ -21,6 +21,7 @@ from tidemark.sources.relay.told import told
 from tidemark.sources.tail import singles
 from tidemark.streaming import records
 from tidemark.streaming.batch import advance
+from tidemark.streaming.errors import Unavailable
 from tidemark.streaming.model import Bounds
 from tidemark.streaming.postgres_session import Connection, PostgresSession
 from tidemark.streaming.records import Join, Rdata, Void
@@ -111,6 +112,9 @@ class Service:
             self._connection.close()
 
 
+_DIED = (psycopg.Error, Unavailable)
+
+
 class SteppedRelay:
     """A relay that takes a step at a time; after an error of its connection it begins anew, as a process would."""
 
@@ -146,7 +150,7 @@ class SteppedRelay:
                     self.unacknowledged.append(decided)
                 self._give_way()
                 return True
-        except psycopg.Error:
+        except _DIED:
             self.die()
         return False
 
@@ -177,7 +181,7 @@ class SteppedRelay:
                 for _ in self._decider.settle():
                     pass
                 self._give_way()
-        except psycopg.Error:
+        except _DIED:
             self.die()
 
     def beat(self) -> None:
@@ -185,7 +189,7 @@ class SteppedRelay:
             if self._decider is not None:
                 for _ in self._decider.beat():
                     pass
-        except psycopg.Error:
+        except _DIED:
             self.die()
 
     def finish(self) -> None:
@@ -219,7 +223,7 @@ class SteppedRelay:
     def break_off(self) -> None:
         """It dies before the database knows that writers have joined or are retired."""
         if self._decider is None:
-            with suppress(psycopg.Error), session_of(self._dsn, "relay") as session, session.use() as connection:
+            with suppress(*_DIED), session_of(self._dsn, "relay") as session, session.use() as connection:
                 self._acted(connection)
         self.die()
 
