@@ -1,12 +1,12 @@
 """What `tidemark.append` costs a service's transaction, and how quick and how strong the relay behind it is."""
 
 import json
+import re
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -20,6 +20,7 @@ from confluent_kafka import Consumer, TopicPartition
 from tests.bench.site import BenchSite
 from tests.bench.table import table
 from tidemark.app.settings import child_environment
+from tidemark.app.stack.postgres import postgres_program
 from tidemark.sources.client import Writer
 from tidemark.sources.relay.database import SCHEMA, session_of
 from tidemark.sources.topics import TopicPlan, Topics
@@ -29,12 +30,13 @@ from tidemark.streaming.records import Rdata
 WANTED = {"share": 0.75, "many": 0.5, "latency": 25.0, "drain": 50_000}
 _FACT = {"total": 40, "items": ["pen", "paper"], "customer": "ada"}
 _ROW = json.dumps(_FACT)
-_INSERT = "insert into orders (id, total) values (1000000000 + %s, 40)"
-_BARE = "insert into orders (id, total) values (nextval('bare_ids'), 40)"
-_APPEND = """
-with made as (select tidemark.append('orders', %s) as id)
-insert into orders (id, total) select 1000000000 + id, 40 from made
-"""
+_CALL = f"tidemark.append('orders', '{_ROW}')"
+_WAYS = {
+    "bare": "insert into orders (id, total) values (nextval('bare_ids'), 40);",
+    "append": f"insert into orders (id, total) values (1000000000 + {_CALL}, 40);",
+    "statement": f"select {_CALL} as id \\gset\ninsert into orders (id, total) values (1000000000 + :id, 40);",
+}
+"""What stands between BEGIN and COMMIT of a service, in the words of pgbench."""
 
 Connection = psycopg.Connection[Any]
 
@@ -53,13 +55,13 @@ def run(site: BenchSite, plan: AppendPlan) -> dict[str, Any]:
     dsn, topic = prepared(site.database()), site.fresh("append")
     Topics(site.connection).create_missing([TopicPlan(topic, 1, 3_600_000)])
     rates: dict[str, dict[str, list[float]]] = {}
-    for threads in (1, 8):
-        found = rates[str(threads)] = {name: [] for name in _WAYS}
+    for connections in (1, 8):
+        found = rates[str(connections)] = {name: [] for name in _WAYS}
         for number in range(1, plan.rounds + 1):
-            for name, transact in _WAYS.items():
-                found[name].append(_rate(dsn, transact, threads, plan.seconds))
+            for name, statements in _WAYS.items():
+                found[name].append(_rate(dsn, statements, connections, plan.seconds))
             told = ", ".join(f"{name} {of[-1]:.0f}/s" for name, of in found.items())
-            click.echo(f"{threads} threads, round {number}: {told}", err=True)
+            click.echo(f"{connections} connections, round {number}: {told}", err=True)
     with psycopg.connect(dsn, autocommit=True) as connection:
         together = [many(connection) for _ in range(5)]
         click.echo(f"20 000 facts: {median(together):.3f} s", err=True)
@@ -79,7 +81,7 @@ def run(site: BenchSite, plan: AppendPlan) -> dict[str, Any]:
     click.echo(f"from COMMIT to a consumer: p50 {p50:.1f} ms, p99 {p99:.1f} ms", err=True)
     return {
         "seconds": plan.seconds,
-        "threads": rates,
+        "connections": rates,
         "many": median(together),
         "backlog": plan.backlog,
         "drained": drained,
@@ -91,17 +93,17 @@ def run(site: BenchSite, plan: AppendPlan) -> dict[str, Any]:
 
 def render(figures: Mapping[str, Any]) -> list[str]:
     rows = []
-    for threads, found in figures["threads"].items():
+    for connections, found in figures["connections"].items():
         bare, *others = (median(found[name]) for name in _WAYS)
-        rows.append([threads, f"{bare:,.0f}", *(f"{each:,.0f} ({each / bare:.2f})" for each in others)])
+        rows.append([connections, f"{bare:,.0f}", *(f"{each:,.0f} ({each / bare:.2f})" for each in others)])
     latency = figures["latency"]
     return [
-        "A service inserts one row per transaction into its Postgres: BEGIN, INSERT, COMMIT. With `tidemark.append` the"
-        " INSERT's own statement appends a fact too; `Writer.append` of Python takes a statement more. Medians of runs"
-        f" of {figures['seconds']:.0f} s in turns, all servers on the same machine; in brackets the share of bare,"
-        f" wanted {WANTED['share']} for the first.",
+        "A service inserts one row per transaction into its Postgres: BEGIN, INSERT, COMMIT. `tidemark.append` stands in"
+        " that INSERT, or is a statement of its own, a round trip more, as `Writer.append` of Python has it. By pgbench with"
+        f" prepared statements; medians of runs of {figures['seconds']:.0f} s in turns, all servers on the same machine; in"
+        f" brackets the share of bare, wanted {WANTED['share']} for the first.",
         "",
-        *table(["connections", "bare, transactions/s", "`tidemark.append`", "`Writer.append`"], rows),
+        *table(["connections", "bare, transactions/s", "in the INSERT", "a statement more"], rows),
         "",
         f"- 20 000 facts by one `Writer.append_many`, with its COMMIT: {figures['many']:.2f} s (wanted"
         f" {WANTED['many']}).",
@@ -122,49 +124,19 @@ def _idle(process: psutil.Process) -> float:
     return float(after.user + after.system - before.user - before.system) / 20
 
 
-def _bare(connection: Connection) -> None:
-    with connection.transaction():
-        connection.execute(_BARE)
-
-
-def _append(connection: Connection) -> None:
-    with connection.transaction():
-        connection.execute(_APPEND, [_ROW])
-
-
-def _client(connection: Connection) -> None:
-    with connection.transaction():
-        connection.execute(_INSERT, [Writer().append(connection, "orders", _FACT)])
-
-
-_WAYS = {"bare": _bare, "append": _append, "client": _client}
-
-
-def _rate(dsn: str, transact: Callable[[Connection], None], threads: int, seconds: float) -> float:
-    """Transactions per second, after a second that does not count."""
-    counts = [0] * threads
-    ready, over = threading.Barrier(threads + 1), threading.Event()
-    with ExitStack() as stack:
-        connections = [stack.enter_context(psycopg.connect(dsn)) for _ in range(threads)]
-
-        def work(number: int) -> None:
-            ready.wait()
-            while not over.is_set():
-                transact(connections[number])
-                counts[number] += 1
-
-        workers = [threading.Thread(target=work, args=[number]) for number in range(threads)]
-        for worker in workers:
-            worker.start()
-        ready.wait()
-        time.sleep(1)
-        began, before = time.perf_counter(), sum(counts)
-        time.sleep(seconds)
-        rate = (sum(counts) - before) / (time.perf_counter() - began)
-        over.set()
-        for worker in workers:
-            worker.join()
-    return rate
+def _rate(dsn: str, statements: str, connections: int, seconds: float) -> float:
+    """Transactions per second."""
+    command = ["-n", "-M", "prepared", "-c", str(connections), "-j", str(min(connections, 2)), "-T", f"{seconds:.0f}"]
+    run = subprocess.run(
+        [postgres_program("pgbench"), *command, "-f", "-", dsn],
+        input=f"begin;\n{statements}\ncommit;\n",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = re.search(r"^tps = ([\d.]+)", run.stdout, re.MULTILINE)
+    assert found, run.stdout
+    return float(found[1])
 
 
 def many(connection: Connection, count: int = 20_000) -> float:

@@ -129,7 +129,10 @@ declare
     _texts text[] := _rows::text[];
     _text text;
 begin
-    if _texts is null then
+    -- Nearly always: no row is long or deep, and none is NULL.
+    if octet_length(array_to_string(_texts, '')) <= 512 and array_position(_texts, null) is null then
+        return _texts;
+    elsif _texts is null then
         raise exception using errcode = 'null_value_not_allowed', message = 'the rows are NULL';
     end if;
     foreach _text in array _texts loop
@@ -156,37 +159,42 @@ create function tidemark.append_bytes(_texts text[]) returns integer
 language sql immutable
 as $$ select 200 * cardinality(_texts) + octet_length(array_to_string(_texts, '')) $$;
 
+-- One call and few expressions, of which each costs every transaction of a service a microsecond.
 create function tidemark.append_fact(_writer text, _stream text, _rows jsonb[]) returns bigint
-language plpgsql volatile
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
-    _of tidemark.append_streams := tidemark.append_stream(_stream);
     _texts text[] := tidemark.append_checked(_rows);
-    _id bigint := tidemark.take_id(_of, _writer);
+    _number integer;
+    _ids regclass;
+    _id bigint;
 begin
+    if _writer is distinct from '' then
+        perform tidemark.append_writer(_writer);
+    end if;
+    select known.number, known.ids into _number, _ids
+    from tidemark.append_streams as known where known.stream = _stream and known.ids is not null;
+    if not found then
+        select made.number, made.ids into _number, _ids from tidemark.append_stream(_stream) as made;
+    end if;
+    -- As tidemark.take_id.
+    perform pg_current_xact_id();
+    perform pg_advisory_xact_lock_shared(1414087749 + _number, hashtext(_writer));
+    _id := nextval(_ids);
     insert into tidemark.append_outbox (number, id, rows, bytes, writer)
-    values (_of.number, _id, _texts, tidemark.append_bytes(_texts), _writer);
+    values (_number, _id, _texts, tidemark.append_bytes(_texts), _writer);
     return _id;
 end
 $$;
 
+-- This and the next become part of the statement that they stand in.
 create function tidemark.append(stream text, variadic rows jsonb[] default '{}') returns bigint
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
-as $$
-begin
-    return tidemark.append_fact('', append.stream, append.rows);
-end
-$$;
+language sql volatile return tidemark.append_fact('', stream, rows);
 comment on function tidemark.append is
     'A fact of the stream with these rows happened if this transaction commits; gives its stream ID';
 
 create function tidemark.append_as(writer text, stream text, variadic rows jsonb[] default '{}') returns bigint
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
-as $$
-begin
-    return tidemark.append_fact(tidemark.append_writer(append_as.writer), append_as.stream, append_as.rows);
-end
-$$;
+language sql volatile return tidemark.append_fact(writer, stream, rows);
 comment on function tidemark.append_as is 'The same as a writer that has a position of its own';
 
 create function tidemark.append_many(stream text, rows jsonb[], writer text default '') returns bigint[]
@@ -353,8 +361,13 @@ comment on function tidemark.drop_stream is
 create function tidemark.append_beat(stream text) returns bigint
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 as $$
+declare
+    _of tidemark.append_streams := tidemark.append_stream(append_beat.stream);
+    _id bigint := tidemark.take_id(_of, '*');
 begin
-    return tidemark.append_fact('*', append_beat.stream, '{}');
+    insert into tidemark.append_outbox (number, id, rows, bytes, writer)
+    values (_of.number, _id, '{}', tidemark.append_bytes('{}'), '*');
+    return _id;
 end
 $$;
 
@@ -443,8 +456,8 @@ begin
     if to_regrole('tidemark_append') is not null then
         grant usage on schema tidemark to tidemark_append;
         grant execute on function
-            tidemark.append(text, jsonb[]), tidemark.append_as(text, text, jsonb[]),
-            tidemark.append_many(text, jsonb[], text), tidemark.reserve(text, text),
+            tidemark.append_fact(text, text, jsonb[]), tidemark.append(text, jsonb[]),
+            tidemark.append_as(text, text, jsonb[]), tidemark.append_many(text, jsonb[], text), tidemark.reserve(text, text),
             tidemark.complete(text, bigint, jsonb[])
         to tidemark_append;
     end if;
