@@ -99,9 +99,9 @@ def render(figures: Mapping[str, Any]) -> list[str]:
     latency = figures["latency"]
     return [
         "A service inserts one row per transaction into its Postgres: BEGIN, INSERT, COMMIT. `tidemark.append` stands in"
-        " that INSERT, or is a statement of its own, a round trip more, as `Writer.append` of Python has it. By pgbench with"
-        f" prepared statements; medians of runs of {figures['seconds']:.0f} s in turns, all servers on the same machine; in"
-        f" brackets the share of bare, wanted {WANTED['share']} for the first.",
+        " that INSERT, or is a statement of its own, a round trip more, as `Writer.append` of Python has it. By pgbench"
+        f" with prepared statements; medians of runs of {figures['seconds']:.0f} s in turns, all servers on the same"
+        f" machine; in brackets the share of bare, wanted {WANTED['share']} for the first.",
         "",
         *table(["connections", "bare, transactions/s", "in the INSERT", "a statement more"], rows),
         "",
