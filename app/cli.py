@@ -99,9 +99,15 @@ def sidecar() -> None:
 @click.option("--stream", "streams", multiple=True, help="Show only this stream; may be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: a JSON object per line.")
 @click.option("--server", help="End with exit code 2 where the server has another name.")
-def listen(address: str | None, streams: tuple[str, ...], server: str | None, *, as_json: bool) -> None:
+@click.option(
+    "--tls", is_flag=True, help="Over TLS, also without TIDEMARK_SIDECAR_CA_FILE: by the system's authorities."
+)
+def listen(address: str | None, streams: tuple[str, ...], server: str | None, *, as_json: bool, tls: bool) -> None:
     """Show what a sidecar sends over the line protocol at ADDRESS (host:port; without it TIDEMARK_SIDECAR_TCP)."""
+    from functools import partial
+
     from tidemark.app.connections import host_port
+    from tidemark.app.encryption import trusting
     from tidemark.app.lines import listen
     from tidemark.app.lines.listen import Listening
 
@@ -111,7 +117,8 @@ def listen(address: str | None, streams: tuple[str, ...], server: str | None, *,
     except ValueError as problem:
         raise click.BadParameter(f"{address!r} is {problem}", param_hint="ADDRESS") from None
     show = listen.as_json if as_json else listen.coloured
-    for command in Listening(where, server).commands():
+    trust = partial(trusting, settings.sidecar_ca_file) if tls or settings.sidecar_ca_file else None
+    for command in Listening(where, server, trust).commands():
         if listen.wanted(command, streams):
             click.echo(show(command))
 

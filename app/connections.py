@@ -126,10 +126,7 @@ class Connections(BaseSettings):
 
     @model_validator(mode="after")
     def _certificate_has_its_key(self) -> Self:
-        pair = "kafka_ssl_certificate_file", "kafka_ssl_key_file"
-        missing = [name for name in pair if getattr(self, name) is None]
-        if len(missing) == 1:
-            raise ValueError(f"{' and '.join(map(variable, pair))} go together; {variable(missing[0])} is not set")
+        go_together(self, "kafka_ssl_certificate_file", "kafka_ssl_key_file")
         return self
 
     @property
@@ -181,6 +178,13 @@ class Connections(BaseSettings):
 
 def variable(name: str) -> str:
     return f"{PREFIX}{name.upper()}"
+
+
+def go_together(settings: BaseSettings, *pair: str) -> None:
+    """Raises `ValueError` where one of two is set."""
+    missing = [name for name in pair if getattr(settings, name) is None]
+    if len(missing) == 1:
+        raise ValueError(f"{' and '.join(map(variable, pair))} go together; {variable(missing[0])} is not set")
 
 
 def _text(path: Path | None) -> str | None:

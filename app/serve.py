@@ -9,13 +9,14 @@ import os
 import socket
 import threading
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from types import FrameType
 
 import structlog
 import uvicorn
 
 from tidemark.app.connections import host_port, is_loopback
+from tidemark.app.encryption import Acceptor, Certificate
 from tidemark.app.lines.channel import Channel
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer, LineServerConfig
@@ -40,14 +41,27 @@ class StoppedServer(uvicorn.Server):
     """At SIGTERM and SIGINT it takes nobody any more, sets `stopping`, and returns once all that is open has ended, or
     after `LAST_SECONDS`. uvicorn would raise the signal again, and so end the process with another code than 0."""
 
-    def __init__(self, config: uvicorn.Config, stopping: asyncio.Event) -> None:
+    def __init__(self, config: uvicorn.Config, stopping: asyncio.Event, acceptor: Acceptor | None = None) -> None:
         super().__init__(config)
         self._stopping = stopping
+        self._acceptor = acceptor
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.should_exit:
             self.should_exit = True
             _end_at_last()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._acceptor is None or sockets is None:
+            await super().startup(sockets)
+            return
+        await super().startup([])
+        self.servers = [await self._acceptor.serve(each, self._connection) for each in sockets]  # type: ignore[misc]
+
+    def _connection(self) -> asyncio.Protocol:
+        return self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._stopping.set()
@@ -68,7 +82,7 @@ def _end_at_last() -> None:
 
 @asynccontextmanager
 async def lines(
-    settings: Settings, read_side: ReadSide, listening: socket.socket, stopping: asyncio.Event
+    settings: Settings, read_side: ReadSide, listening: socket.socket, stopping: asyncio.Event, acceptor: Acceptor
 ) -> AsyncIterator[None]:
     """The line protocol, on a socket that listens, among sidecars, and on the channel of Redis where there is one."""
 
@@ -82,7 +96,7 @@ async def lines(
     server = LineServer(hub, LineServerConfig(settings.sidecar_name, settings.sidecar_tcp_connections))
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(hub.open())
-        await stack.enter_async_context(server.serving(listening))
+        await stack.enter_async_context(server.serving(listening, acceptor))
         spoken = None if settings.sidecar_channel is None else ChannelConfig(settings.sidecar_channel)
         await stack.enter_async_context(Channel(hub, server, read_side.live.client, spoken).open())
         telling = asyncio.create_task(_tell(server, stopping))
@@ -96,12 +110,20 @@ async def _tell(server: LineServer, stopping: asyncio.Event) -> None:
     server.stop()
 
 
+def _acceptor(settings: Settings) -> Acceptor:
+    """Raises `BadSetting`."""
+    if settings.sidecar_certificate_file is None or settings.sidecar_key_file is None:
+        return Acceptor()
+    return Acceptor(Certificate(settings.sidecar_certificate_file, settings.sidecar_key_file))
+
+
 def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises Stop where a person must decide."""
     servers = ReadSideConfig(settings.redis, settings.postgres)
     limits = Limits(settings.sidecar_held, settings.sidecar_wait_seconds)
     hosts = settings.sidecar_names or (THIS_MACHINE if is_loopback(settings.sidecar_host) else ())
     config = SiteConfig(settings.sidecar_tokens, settings.sidecar_origins, hosts, limits)
+    acceptor = _acceptor(settings)
     stopping = asyncio.Event()
     asyncio.run(_require_welcome(servers))
     # What uvicorn complains of reaches the client, or our log, in another way.
@@ -113,16 +135,20 @@ def run(settings: Settings) -> None:
         host, port = listening.getsockname()[:2]
         if config.tokens_file is None and not is_loopback(host):
             log.warning("Whoever reaches this address may read; TIDEMARK_SIDECAR_TOKENS keeps them out")
+
+        def beside(read_side: ReadSide) -> AbstractAsyncContextManager[None]:
+            return lines(settings, read_side, lines_listening, stopping, acceptor)
+
         uvicorn_config = uvicorn.Config(
-            site(servers, config, stopping, lambda read_side: lines(settings, read_side, lines_listening, stopping)),
+            site(servers, config, stopping, beside),
             log_config=None,
             access_log=False,
             server_header=False,
             http=admission(AdmissionConfig(settings.sidecar_connections)),
             timeout_graceful_shutdown=LAST_SECONDS,
         )
-        log.info("The sidecar listens", host=host, port=port)
-        StoppedServer(uvicorn_config, stopping).run(sockets=[listening])
+        log.info("The sidecar listens", host=host, port=port, tls=acceptor.certificate is not None)
+        StoppedServer(uvicorn_config, stopping, acceptor).run(sockets=[listening])
     log.info("Ended")
 
 

@@ -1,12 +1,12 @@
 """The settings of the sidecar: a part of `app.settings`, which reads them."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings
 
-from tidemark.app.connections import AnyPort, HostPort, Positive
+from tidemark.app.connections import AnyPort, HostPort, Positive, go_together
 
 
 class SidecarSettings(BaseSettings):
@@ -15,6 +15,15 @@ class SidecarSettings(BaseSettings):
     sidecar_tokens: Path | None = Field(
         None,
         description="File of bearer tokens, one a line, read again when it changes; without it everybody may read.",
+    )
+    sidecar_certificate_file: Path | None = Field(
+        None, description="PEM file of the certificate, with its chain, by which HTTP and lines are served with TLS."
+    )
+    sidecar_key_file: Path | None = Field(
+        None, description="PEM file of the key of that certificate; both are read again when they change."
+    )
+    sidecar_ca_file: Path | None = Field(
+        None, description="PEM file of the authority that signed it: `tidemark listen` asks with TLS then."
     )
     sidecar_cors: str = Field("", description="Web sites whose scripts may read the sidecar: https://host[,...].")
     sidecar_hosts: str = Field(
@@ -40,6 +49,11 @@ class SidecarSettings(BaseSettings):
     sidecar_rows_mib: Positive = Field(
         64, description="MiB of rows that wait for positions; past it, clients of the line protocol fetch."
     )
+
+    @model_validator(mode="after")
+    def _sidecar_certificate_has_its_key(self) -> Self:
+        go_together(self, "sidecar_certificate_file", "sidecar_key_file")
+        return self
 
     @property
     def sidecar_origins(self) -> list[str]:

@@ -5,13 +5,15 @@ first POSITION after a loss shows how far streams moved meanwhile. Lines are sho
 """
 
 import socket
+import ssl
 import time
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import suppress
 
 import click
 import msgspec
 
+from tidemark.app.encryption import CA
 from tidemark.app.lines.commands import (
     Command,
     ErrorCommand,
@@ -88,16 +90,29 @@ class AnotherServer(Stop):
         self.found = found
 
 
-class Listening:
-    """`server` is the name that SERVER must have; None: any."""
+class Untrusted(Stop):
+    def __init__(self, where: str, problem: str) -> None:
+        super().__init__(f"the certificate of {where} is refused ({problem}): check {CA} and the address")
 
-    def __init__(self, address: tuple[str, int], server: str | None = None) -> None:
+
+class Listening:
+    """`server` is the name that SERVER must have; None: any. `trust` makes our side of TLS, anew for each connection;
+    None: there is none."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        server: str | None = None,
+        trust: Callable[[], ssl.SSLContext] | None = None,
+    ) -> None:
         self._address = address
         self._where = f"{address[0]}:{address[1]}"
         self._server = server
+        self._trust = trust
 
     def commands(self) -> Generator[Command, None, None]:
-        """All that the server sends, on one connection after the other, without end. Raises `AnotherServer`."""
+        """All that the server sends, on one connection after the other, without end. Raises `AnotherServer`, and
+        `Untrusted`."""
         patience = Patience()
         while True:
             try:
@@ -107,6 +122,8 @@ class Listening:
                         patience.succeeded()
                     yield command
                 problem = "it closed the connection"
+            except ssl.SSLCertVerificationError as error:
+                raise Untrusted(self._where, error.verify_message) from None
             except OSError as error:
                 problem = str(error)
             except BadCommand as error:
@@ -116,7 +133,7 @@ class Listening:
     def _connected(self) -> Iterator[Command]:
         """The commands of one connection, until it ends."""
         splitter = Splitter(LONGEST)
-        with socket.create_connection(self._address, timeout=SILENCE) as connection:
+        with self._encrypted(socket.create_connection(self._address, timeout=SILENCE)) as connection:
             _send(connection, NameCommand("tidemark listen"), _ping(), ReplicateCommand())
             received = pinged = time.monotonic()
             while True:
@@ -135,6 +152,15 @@ class Listening:
                 if now - pinged >= PING_EVERY:
                     pinged = now
                     _send(connection, _ping())
+
+    def _encrypted(self, connection: socket.socket) -> socket.socket:
+        if self._trust is None:
+            return connection
+        try:
+            return self._trust().wrap_socket(connection, server_hostname=self._address[0])
+        except BaseException:
+            connection.close()
+            raise
 
     def _parsed(self, lines: Iterable[bytes]) -> Iterator[Command]:
         for line in lines:

@@ -14,6 +14,7 @@ from typing import Literal, cast
 
 import structlog
 
+from tidemark.app.encryption import Accepting, Acceptor
 from tidemark.app.lines.announcer import Announcement
 from tidemark.app.lines.commands import Command, ErrorCommand, RelayedCommand, Splitter, encoded
 from tidemark.app.lines.conversation import (
@@ -62,7 +63,7 @@ class LineServer:
         self.config = config
         self.on_relayed: Callable[[RelayedCommand], None] = lambda _: None
         self._hub = hub
-        self._listening: asyncio.Server | None = None
+        self._listening: Accepting | None = None
         self._connections: set[_Connection] = set()
         self._replicating: set[_Connection] = set()  # since they sent REPLICATE
         self._unanswered: set[_Connection] = set()
@@ -70,10 +71,9 @@ class LineServer:
         self._busy: deque[_Connection] = deque()  # with lines that are not taken yet
 
     @asynccontextmanager
-    async def serving(self, listening: socket.socket) -> AsyncIterator[None]:
+    async def serving(self, listening: socket.socket, acceptor: Acceptor) -> AsyncIterator[None]:
         """Serve on a socket that listens. Clients that are connected at the end are told so."""
-        loop = asyncio.get_running_loop()
-        self._listening = await loop.create_server(lambda: _Connection(self), sock=listening, backlog=1024)
+        self._listening = await acceptor.serve(listening, lambda: _Connection(self))
         clock = asyncio.create_task(self._tick())
         try:
             yield

@@ -1,7 +1,9 @@
 """`tidemark sidecar` as a process of its own, started as the local stack starts it."""
 
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -15,13 +17,15 @@ import pytest
 from tests.app.lines import given as lines
 from tests.app.sidecar.given import At, moved
 from tests.fix_servers import deaf
+from tests.fix_tls import Authority
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.connections import host_port
+from tidemark.app.encryption import trusting
 from tidemark.app.settings import child_environment
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.server import free_port
+from tidemark.app.stack.server import LOOPBACK, free_port
 from tidemark.app.stack.servers import RedisServer, SidecarProcess
 
 
@@ -116,12 +120,78 @@ def test_it_ends_whatever_hangs(
         server.stop()
 
 
+class EncryptedSidecar(SidecarProcess):
+    authority: Authority
+
+    @property
+    def url(self) -> str:
+        return f"https://{LOOPBACK}:{self.port}"
+
+    def answers(self) -> bool:
+        try:
+            return self.told("/readyz").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def told(self, path: str) -> httpx.Response:
+        """On a connection of its own."""
+        return httpx.get(self.url + path, verify=trusting(self.authority.ca_file))
+
+    def serial(self, address: tuple[str, int]) -> str:
+        """Of the certificate that is shown there."""
+        with (
+            socket.create_connection(address, timeout=10) as raw,
+            trusting(self.authority.ca_file).wrap_socket(raw, server_hostname=LOOPBACK) as encrypted,
+        ):
+            return str((encrypted.getpeercert() or {})["serialNumber"])
+
+
+def test_it_serves_with_tls_and_takes_up_another_certificate(
+    pipeline: Pipeline, variables: Mapping[str, str], tmp_path: Path, authority: Authority
+) -> None:
+    """HTTP and lines, by certificates that rotate while clients are connected; its end is in order all the same."""
+    pipeline.publish(moved("s", 7, w=At(0, 7)))
+    pem = authority.issue(LOOPBACK)
+    certificate, key = (Path(shutil.copy(path, tmp_path)) for path in (pem.certificate, pem.key))
+    files = {"TIDEMARK_SIDECAR_CERTIFICATE_FILE": str(certificate), "TIDEMARK_SIDECAR_KEY_FILE": str(key)}
+    server = EncryptedSidecar(Home(tmp_path), int(variables["TIDEMARK_SIDECAR_PORT"]), {**variables, **files})
+    server.authority = authority
+    server.start()
+    both = [(LOOPBACK, server.port), host_port(variables["TIDEMARK_SIDECAR_TCP"])]
+    try:
+        assert server.told("/v1/streams/s").json()["token"] == "m7"
+        with (
+            httpx.Client(base_url=server.url, timeout=20, verify=trusting(authority.ca_file)) as client,
+            client.stream("GET", "/v1/events") as events,
+        ):
+            told = events.iter_text()
+            assert "snapshot" in next(it for it in told if "event" in it)
+            before = server.serial(both[0])
+            renewed = authority.issue(LOOPBACK)
+            shutil.copy(renewed.certificate, certificate)
+            shutil.copy(renewed.key, key)
+            for address in both:
+                eventually(lambda address=address: server.serial(address) != before)  # type: ignore[misc]
+            pipeline.publish(moved("s", 8, w=At(7, 8)))
+            assert "advance" in next(it for it in told if "event" in it)
+            with pytest.raises(httpx.RemoteProtocolError):
+                httpx.get(server.url.replace("https", "http") + "/livez")
+            with socket.create_connection(both[0]):  # a handshake that never comes does not hold up the end
+                server.stop()
+                assert "".join(told).endswith(": this sidecar stops\n\n")
+    finally:
+        server.stop()
+    assert server.returncode == 0, server.log_tail()
+    assert "without waiting" not in server.log_tail()
+
+
 @pytest.mark.parametrize(
     ("changed", "value", "said"),
     [
         ("TIDEMARK_SIDECAR_TOKENS", "/nowhere/tokens", b"TIDEMARK_SIDECAR_TOKENS: cannot read /nowhere/tokens"),
         ("TIDEMARK_SIDECAR_TCP", "192.0.2.1:1", b"TIDEMARK_SIDECAR_TCP: cannot listen on 192.0.2.1:1"),
         ("TIDEMARK_SIDECAR_HOST", "192.0.2.1", b"TIDEMARK_SIDECAR_PORT: cannot listen on 192.0.2.1"),
+        ("TIDEMARK_SIDECAR_CERTIFICATE_FILE", "/nowhere/crt", b"TIDEMARK_SIDECAR_KEY_FILE is not set"),
     ],
 )
 def test_what_a_person_must_decide_is_one_line(

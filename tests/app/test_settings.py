@@ -92,6 +92,13 @@ def test_a_certificate_needs_its_key(setenv: SetEnv) -> None:
         load()
 
 
+def test_the_sidecars_certificate_needs_its_key(setenv: SetEnv) -> None:
+    """Half of a pair would serve without TLS; it is an error that names the other half."""
+    setenv("SIDECAR_KEY_FILE", "/etc/tide.pem")
+    with pytest.raises(BadSetting, match="TIDEMARK_SIDECAR_CERTIFICATE_FILE is not set"):
+        load()
+
+
 def test_executors_come_and_go_only_with_a_store(setenv: SetEnv) -> None:
     """They would take states with them."""
     setenv("SPARK_EXECUTORS_MOST", "5")

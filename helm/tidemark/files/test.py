@@ -2,8 +2,11 @@
 
 import json
 import os
+import socket
+import ssl
 import time
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -16,12 +19,30 @@ STREAM, WRITER = "helm-test", "helm-test"
 PATIENCE = 120.0
 
 
+class Named(ssl.SSLContext):
+    """Asks the Service, which may be called otherwise, for the name in its certificate."""
+
+    def wrap_socket(self, sock: socket.socket, *given: Any, **named: Any) -> ssl.SSLSocket:
+        return super().wrap_socket(sock, *given, **{**named, "server_hostname": os.environ["SIDECAR_NAME"]})
+
+
+def trusted() -> ssl.SSLContext | None:
+    if not os.environ["SIDECAR"].startswith("https"):
+        return None
+    ca, context = Path("/etc/tidemark/secrets/sidecar/ca.crt"), Named(ssl.PROTOCOL_TLS_CLIENT)
+    if ca.exists():
+        context.load_verify_locations(ca)
+    else:
+        context.load_default_certs()
+    return context
+
+
 def over_http(path: str) -> dict[str, object] | None:
     """None for a stream that nobody has heard of."""
     tokens = Path("/etc/tidemark/secrets/sidecar/tokens")
     headers = {"Authorization": f"Bearer {tokens.read_text().split()[0]}"} if tokens.exists() else {}
     try:
-        with urlopen(Request(os.environ["SIDECAR"] + path, headers=headers), timeout=10) as response:
+        with urlopen(Request(os.environ["SIDECAR"] + path, headers=headers), timeout=10, context=trusted()) as response:
             return dict(json.load(response))
     except HTTPError as error:
         if error.code == 404:

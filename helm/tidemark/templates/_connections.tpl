@@ -103,6 +103,12 @@ Roles: pipeline, sidecar, migrations, topics, test, and with a "database" relay 
 {{- if has .role (list "sidecar" "test") -}}
 {{- $files = append $files (list $v.sidecar.tokensSecret.name $v.sidecar.tokensSecret.key "sidecar/tokens") -}}
 {{- end -}}
+{{- if eq .role "sidecar" -}}
+{{- $files = append $files (list $v.sidecar.tls.secret.name $v.sidecar.tls.secret.certificateKey "sidecar/tls.crt") -}}
+{{- $files = append $files (list $v.sidecar.tls.secret.name $v.sidecar.tls.secret.keyKey "sidecar/tls.key") -}}
+{{- else if eq .role "test" -}}
+{{- $files = append $files (list $v.sidecar.tls.caSecret.name $v.sidecar.tls.caSecret.key "sidecar/ca.crt") -}}
+{{- end -}}
 {{- range $files -}}
 {{- if index . 0 }}
 - secret:

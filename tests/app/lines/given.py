@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import uvloop
 
+from tidemark.app.encryption import Acceptor
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer, LineServerConfig
 from tidemark.app.read_side.opened import ReadSide, ReadSideConfig, opened
@@ -57,6 +58,7 @@ def served(
     limit: int = MIB,
     port: int = 0,
     beside: Callable[[ReadSide, Hub, LineServer], AbstractAsyncContextManager[None]] | None = None,
+    acceptor: Acceptor | None = None,
 ) -> Iterator[Address]:
     """In a thread of this process, on a port of its own unless told which, as the sidecar serves it."""
     listening = socket.create_server(("127.0.0.1", port))
@@ -73,7 +75,11 @@ def served(
         async with opened(servers) as read_side:
             hub = Hub(read_side, (facts or no_facts()).tail, limit)
             server = LineServer(hub, terms or LineServerConfig())
-            async with hub.open(), server.serving(listening), (beside or nothing)(read_side, hub, server):
+            async with (
+                hub.open(),
+                server.serving(listening, acceptor or Acceptor()),
+                (beside or nothing)(read_side, hub, server),
+            ):
                 started.set()
                 await over.wait()
 

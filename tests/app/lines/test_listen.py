@@ -8,12 +8,15 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import click
 import pytest
 
 from tests.app.lines.given import NOWHERE, Address, LineClient, served
+from tests.fix_tls import Authority
 from tests.sinks.reader.given import Pipeline
+from tidemark.app.encryption import Acceptor, Certificate
 from tidemark.app.lines import listen
 from tidemark.app.lines.commands import (
     Command,
@@ -27,13 +30,14 @@ from tidemark.app.lines.commands import (
 from tidemark.app.lines.server import LineServerConfig
 from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.settings import child_environment
+from tidemark.app.stack.server import LOOPBACK
 
 
 @contextmanager
-def listening(address: Address, *words: str) -> Iterator[subprocess.Popen[str]]:
+def listening(address: Address, *words: str, ca_file: Path | None = None) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [sys.executable, "-m", "tidemark.app.cli", "listen", f"{address[0]}:{address[1]}", *words],
-        env=child_environment({}),
+        env=child_environment({} if ca_file is None else {"TIDEMARK_SIDECAR_CA_FILE": str(ca_file)}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -94,6 +98,22 @@ def test_another_server_is_told_in_one_line() -> None:
         assert process.returncode == 2
         assert error.count("\n") == 1
         assert "is server one and not two" in error
+
+
+def test_it_listens_with_tls(
+    pipeline: Pipeline, servers: ReadSideConfig, authority: Authority, stranger: Authority
+) -> None:
+    """By the authority in a file; a server that it did not sign is refused in one line, with exit code 2."""
+    pipeline.move("w", 0, 2)
+    pem = authority.issue(LOOPBACK)
+    with served(servers, acceptor=Acceptor(Certificate(pem.certificate, pem.key))) as address:
+        with listening(address, ca_file=authority.ca_file) as process:
+            assert [line(process), line(process)] == ["SERVER tidemark", "POSITION s w 2 2"]
+        with listening(address, ca_file=stranger.ca_file) as process:
+            _, error = process.communicate(timeout=20)
+            assert (process.returncode, error.count("\n")) == (2, 1), error
+            assert "is refused" in error
+            assert "TIDEMARK_SIDECAR_CA_FILE" in error
 
 
 def test_client_keeps_its_side_alive_and_leaves_a_silent_server(monkeypatch: pytest.MonkeyPatch) -> None:

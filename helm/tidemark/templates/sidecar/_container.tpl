@@ -7,7 +7,7 @@ dependencies of your own (and pipeline.enabled: false, sidecar.replicas: 0 where
     volumes:
       {{- include "tidemark.sidecar.volumes" .Subcharts.tidemark | nindent 8 }}
 
-Your containers then ask http://127.0.0.1:9480. The pod needs fsGroup 10001 where secrets are mounted.
+Your containers then ask http://127.0.0.1:9480 (https with sidecar.tls). The pod needs fsGroup 10001 where secrets are mounted.
 */}}
 {{- define "tidemark.sidecar.container" -}}
 - name: sidecar
@@ -24,6 +24,12 @@ Your containers then ask http://127.0.0.1:9480. The pod needs fsGroup 10001 wher
     {{- if .Values.sidecar.tokensSecret.name }}
     - name: TIDEMARK_SIDECAR_TOKENS
       value: /etc/tidemark/secrets/sidecar/tokens
+    {{- end }}
+    {{- if .Values.sidecar.tls.secret.name }}
+    - name: TIDEMARK_SIDECAR_CERTIFICATE_FILE
+      value: /etc/tidemark/secrets/sidecar/tls.crt
+    - name: TIDEMARK_SIDECAR_KEY_FILE
+      value: /etc/tidemark/secrets/sidecar/tls.key
     {{- end }}
     {{- with .Values.sidecar.lines }}
     {{- if .enabled }}
@@ -54,15 +60,15 @@ Your containers then ask http://127.0.0.1:9480. The pod needs fsGroup 10001 wher
       containerPort: 9481
     {{- end }}
   startupProbe:
-    httpGet: {path: /livez, port: http}
+    httpGet: {path: /livez, port: http, scheme: {{ include "tidemark.sidecar.scheme" . | upper }}}
     periodSeconds: 1
     failureThreshold: 60
   livenessProbe:
-    httpGet: {path: /livez, port: http}
+    httpGet: {path: /livez, port: http, scheme: {{ include "tidemark.sidecar.scheme" . | upper }}}
     periodSeconds: 10
     timeoutSeconds: 3
   readinessProbe:
-    httpGet: {path: /readyz, port: http}
+    httpGet: {path: /readyz, port: http, scheme: {{ include "tidemark.sidecar.scheme" . | upper }}}
     periodSeconds: 5
     timeoutSeconds: 3
   lifecycle:
@@ -80,6 +86,31 @@ Your containers then ask http://127.0.0.1:9480. The pod needs fsGroup 10001 wher
     {{- with .Values.sidecar.extraVolumeMounts }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+{{- end -}}
+
+{{/* http, or https where it has a certificate. */}}
+{{- define "tidemark.sidecar.scheme" -}}
+{{- ternary "https" "http" (ne .Values.sidecar.tls.secret.name "") -}}
+{{- end -}}
+
+{{/* The name that its certificate must have. */}}
+{{- define "tidemark.sidecar.serverName" -}}
+{{- .Values.sidecar.tls.serverName | default (printf "%s.%s.svc" (include "tidemark.fullname" .) .Release.Namespace) -}}
+{{- end -}}
+
+{{/* How it is scraped, as part of an endpoint of a monitor. */}}
+{{- define "tidemark.sidecar.scraped" -}}
+scheme: {{ include "tidemark.sidecar.scheme" . }}
+{{- if .Values.sidecar.tls.secret.name }}
+tlsConfig:
+  serverName: {{ include "tidemark.sidecar.serverName" . }}
+  {{- with .Values.sidecar.tls.caSecret }}
+  {{- if .name }}
+  ca:
+    secret: {name: {{ .name }}, key: {{ .key }}}
+  {{- end }}
+  {{- end }}
+{{- end }}
 {{- end -}}
 
 {{/* As an init container that stays: it starts before the pod's own containers and ends after them. */}}

@@ -1,0 +1,157 @@
+"""TLS of the sidecar: certificates that are wrong or rotate, and handshakes that never end."""
+
+import os
+import shutil
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from tests.app.lines.given import NOWHERE, Address, served
+from tests.fix_tls import Authority, Pem
+from tests.waiting import eventually
+from tidemark.app.encryption import Acceptor, Certificate, HandshakesConfig, trusting
+from tidemark.app.stack.server import LOOPBACK
+from tidemark.streaming.errors import BadSetting
+
+
+@pytest.fixture
+def pem(authority: Authority, tmp_path: Path) -> Pem:
+    """Of this machine, in files of the test's own."""
+    issued = authority.issue(LOOPBACK)
+    return Pem(*(Path(shutil.copy(path, tmp_path)) for path in (issued.certificate, issued.key, issued.both)))
+
+
+def _missing(pem: Pem) -> None:
+    pem.certificate.unlink()
+
+
+def _no_key(pem: Pem) -> None:
+    pem.key.unlink()
+
+
+def _a_folder(pem: Pem) -> None:
+    pem.key.unlink()
+    pem.key.mkdir()
+
+
+def _no_certificate(pem: Pem) -> None:
+    pem.certificate.write_text("hello")
+
+
+def _no_pem(pem: Pem) -> None:
+    pem.key.write_text("")
+
+
+def _swapped(pem: Pem) -> None:
+    certificate, key = pem.certificate.read_bytes(), pem.key.read_bytes()
+    pem.certificate.write_bytes(key)
+    pem.key.write_bytes(certificate)
+
+
+def _with_password(pem: Pem) -> None:
+    key = load_pem_private_key(pem.key.read_bytes(), None)
+    pem.key.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (_missing, r"TIDEMARK_SIDECAR_CERTIFICATE_FILE: cannot read .*: No such file"),
+        (_no_key, r"TIDEMARK_SIDECAR_KEY_FILE: cannot read .*: No such file"),
+        (_a_folder, r"TIDEMARK_SIDECAR_KEY_FILE: cannot read .*: Is a directory"),
+        (_no_certificate, r"TIDEMARK_SIDECAR_CERTIFICATE_FILE: there is no certificate in .*"),
+        (_no_pem, r"TIDEMARK_SIDECAR_KEY_FILE: .* cannot be used"),
+        (_swapped, r"TIDEMARK_SIDECAR_CERTIFICATE_FILE: there is no certificate in .*"),
+        (_with_password, r"TIDEMARK_SIDECAR_KEY_FILE: the key in .* has a password"),
+    ],
+)
+def test_files_that_cannot_be_used_are_told_by_their_setting(pem: Pem, spoil: Callable[[Pem], None], said: str) -> None:
+    """At the start, in one line, and without a question at the terminal."""
+    spoil(pem)
+    with pytest.raises(BadSetting, match=said) as problem:
+        Certificate(pem.certificate, pem.key)
+    assert "\n" not in str(problem.value)
+
+
+def test_the_key_of_another_certificate_is_told(pem: Pem, stranger: Authority) -> None:
+    """By the setting of the key, with both files."""
+    with pytest.raises(BadSetting, match=r"TIDEMARK_SIDECAR_KEY_FILE: the key in .* is not that of the certificate"):
+        Certificate(pem.certificate, stranger.issue(LOOPBACK).key)
+
+
+def test_a_pair_that_rotates_is_taken_up_whole(pem: Pem, authority: Authority) -> None:
+    """While only one file is new, or a file is away, the last pair stays; once a second is enough to look."""
+    clock = [0.0]
+    certificate = Certificate(pem.certificate, pem.key, lambda: clock[0])
+    first = certificate.context()
+    new = authority.issue("localhost")
+    pem.certificate.write_bytes(new.certificate.read_bytes())
+    assert certificate.context() is first
+    clock[0] = 1
+    assert certificate.context() is first
+    pem.key.unlink()
+    clock[0] = 2
+    assert certificate.context() is first
+    pem.key.write_bytes(new.key.read_bytes())
+    clock[0] = 2.5
+    assert certificate.context() is first
+    clock[0] = 3
+    assert certificate.context() is not first
+
+
+def test_an_authority_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    """By its setting."""
+    with pytest.raises(BadSetting, match=r"TIDEMARK_SIDECAR_CA_FILE: cannot read .*nowhere: No such file"):
+        trusting(tmp_path / "nowhere")
+    (tmp_path / "empty").touch()
+    with pytest.raises(BadSetting, match="TIDEMARK_SIDECAR_CA_FILE: there is no certificate"):
+        trusting(tmp_path / "empty")
+
+
+def _connected(address: Address, authority: Authority) -> ssl.SSLSocket:
+    raw = socket.create_connection(address, timeout=10)
+    return trusting(authority.ca_file).wrap_socket(raw, server_hostname=LOOPBACK)
+
+
+def _over(connection: socket.socket) -> bool:
+    """Whether the server has ended it."""
+    try:
+        return connection.recv(100) == b""
+    except (ConnectionResetError, BrokenPipeError):
+        return True
+
+
+def test_handshakes_that_say_nothing_keep_nobody_out(pem: Pem, authority: Authority) -> None:
+    """Past the bound the oldest of them gives way, and at last all do; whoever shook hands before is left alone."""
+    acceptor = Acceptor(Certificate(pem.certificate, pem.key), HandshakesConfig(open=3, seconds=1.5))
+    with served(NOWHERE, acceptor=acceptor) as address, ExitStack() as stack:
+        honest = stack.enter_context(_connected(address, authority))
+        assert honest.recv(7) == b"SERVER "
+        silent = [stack.enter_context(socket.create_connection(address, timeout=10)) for _ in range(20)]
+        assert _over(silent[0])
+        another = stack.enter_context(_connected(address, authority))
+        assert another.recv(7) == b"SERVER "
+        assert all(_over(each) for each in silent)
+        honest.sendall(b"PING 1\nNONSENSE\n")
+        eventually(lambda: b"ERROR" in honest.recv(1000))
+
+
+def test_whoever_speaks_no_tls_is_sent_away(pem: Pem) -> None:
+    """Noise, or a client without TLS, ends its own connection alone."""
+    acceptor = Acceptor(Certificate(pem.certificate, pem.key))
+    with served(NOWHERE, acceptor=acceptor) as address:
+        for said in (b"REPLICATE\n", b"GET / HTTP/1.1\r\n\r\n", os.urandom(2000)):
+            with socket.create_connection(address, timeout=10) as connection:
+                connection.sendall(said)
+                while not _over(connection):
+                    """What TLS says of it."""
