@@ -19,16 +19,16 @@ STALE_SECONDS = 15.0
 
 RECORDS = Counter(
     "tidemark_records",
-    "Records by outcome: applied, held (their writer never joined), put_off (too much of their writer is pending; they"
-    " come again), duplicate, late, batch (rows without a number),"
+    "Records by outcome, each fact of a RUN counted: applied, held (their writer never joined), put_off (too much of"
+    " their writer is pending; they come again), duplicate, late, batch (rows without a number),"
     " forgotten (completed IDs dropped at a bound). `held` or `late` rising: see `tidemark status` for the writer.",
     ["outcome"],
     registry=REGISTRY,
 )
 DEAD_LETTERS = Counter(
     "tidemark_dead_letters",
-    "Records sent to the dead letters, by reason. Any rise means a writer that breaks the contract: read the topic,"
-    " its headers name partition and offset.",
+    "Records sent to the dead letters, by reason; a RUN is one. Any rise means a writer that breaks the contract: read"
+    " the topic, its headers name partition, offset and what is wrong.",
     ["reason"],
     registry=REGISTRY,
 )

@@ -13,12 +13,14 @@ import structlog
 from confluent_kafka import KafkaError, KafkaException, Message
 
 from tidemark.sinks.kafka_copy import Headers, KafkaConnections, Outbox, Outgoing
-from tidemark.streaming.errors import TidemarkError, TopicMissing
+from tidemark.streaming.errors import BadRecord, TidemarkError, TopicMissing
 from tidemark.streaming.model import Rejected
+from tidemark.streaming.records import FactRun, Topic, read
 
 log = structlog.get_logger(__name__)
 
 FAR = 2_000  # offsets that are read and thrown away rather than sought over
+LONGEST_DETAIL = 500  # characters: it may quote the record
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +63,9 @@ class DeadLetters:
         """Send every rejected record on and wait until the brokers have them.
 
         A dead letter has the key, value and headers of its record, and the headers `reason`, `topic`, `partition`,
-        `offset`. Where retention removed the record meanwhile, or it is too large for the dead letters, the value is
-        empty and a header `gone` says why. Raises `Unavailable` (call again: all are sent again), `Refused`,
-        `TopicMissing`.
+        `offset`; where more can be said, also `detail`. Where retention removed the record meanwhile, or it is too
+        large for the dead letters, the value is empty and a header `gone` says why. Raises `Unavailable` (call again:
+        all are sent again), `Refused`, `TopicMissing`.
         """
         if not rejected:
             return DeadLettered()
@@ -78,19 +80,24 @@ class DeadLetters:
 
     def _send(self, rejected: Sequence[Rejected]) -> DeadLettered:
         self._kafka.errors.forget()
-        reasons: dict[tuple[str, int], dict[int, str]] = {}
+        found: dict[tuple[str, int], dict[int, tuple[str, int]]] = {}
         for item in rejected:
-            wanted = reasons.setdefault((item.topic, item.partition), {})
-            wanted.update(dict.fromkeys(np.frombuffer(item.offsets, "<i8").tolist(), item.reason))
+            offsets = np.frombuffer(item.offsets, "<i8")
+            ids = np.frombuffer(item.ids, "<i8") if item.ids else np.zeros_like(offsets)
+            reasons = ((item.reason, id) for id in ids.tolist())
+            found.setdefault((item.topic, item.partition), {}).update(zip(offsets.tolist(), reasons, strict=True))
         outbox = Outbox(self._kafka.writer(), self._config.topic, instead=_too_large)
         sent = 0
-        for (topic, partition), wanted in reasons.items():
+        for (topic, partition), wanted in found.items():
             before = outbox.gone
             for offset, record in self._records(topic, partition, sorted(wanted)):
-                origin = _origin(wanted[offset], topic, partition, offset)
+                reason, id = wanted[offset]
+                origin = _origin(reason, topic, partition, offset)
                 if record is None:
                     outbox.put_instead(_without_record(Outgoing(origin), "removed by retention"))
                 else:
+                    if detail := _detail(record.value(), record.key(), reason, id):
+                        origin = [*origin, ("detail", detail[:LONGEST_DETAIL].encode())]
                     outbox.put(Outgoing(origin, record.key(), record.value(), record.headers() or ()))
                 sent += 1
             if gone := outbox.gone - before:
@@ -128,6 +135,24 @@ class DeadLetters:
         if error.code() in (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC):
             return TopicMissing(self._config.topic)
         return self._kafka.errors.explain(error)
+
+
+def _detail(value: bytes | None, key: bytes | None, reason: str, id: int) -> str:
+    """What is wrong with the record, beyond its `reason`, and in which of its facts; empty where nothing more is known.
+
+    `id` is the first that does not fit what its stream holds, 0 where the record shows its fault by itself.
+    """
+    for topic in Topic:
+        try:
+            record = read(value, key, topic)
+        except BadRecord as bad:
+            if bad.reason == reason:
+                return bad.detail
+            continue
+        if id:
+            at = f"ids[{record.ids.index(id)}]" if isinstance(record, FactRun) and id in record.ids else "id"
+            return f"{at} {id} contradicts what was settled before"
+    return ""
 
 
 def _without_record(letter: Outgoing, why: str) -> Outgoing:

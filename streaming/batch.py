@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from tidemark.streaming import state
-from tidemark.streaming.changes import Changes, LateRange
+from tidemark.streaming.changes import Changes, LateRange, Refusal
 from tidemark.streaming.effects import (
     Forced,
     Gap,
@@ -46,30 +46,38 @@ def advance(
 
     The same input gives the same effects, byte for byte.
     """
-    rejected: dict[tuple[str, int, str], list[Ids]] = defaultdict(list)
+    rejected: dict[tuple[str, int, Reason], list[Refusal]] = defaultdict(list)
     for seen in packets:
         for bad in seen.rejected:
-            rejected[bad.topic, bad.partition, bad.reason].append(np.frombuffer(bad.offsets, np.int64))
+            reason = Reason(bad.reason)
+            refusal = Refusal.whole(reason, np.frombuffer(bad.offsets, np.int64))
+            rejected[bad.topic, bad.partition, reason].append(refusal)
     streams = []
     inboxes = inboxes_of(packets, states, bounds)
     crowded = bool(inboxes.keys() - states.keys()) and room(states, bounds) <= 0
     for name, inbox in sorted(inboxes.items()):
         batch = StreamBatch(name, states.get(name, UNREAD if crowded else None), now, bounds)
         batch.feed(inbox)
-        for topic, partition, reason, offsets in batch.rejected:
-            rejected[topic, partition, reason].append(offsets)
+        for topic, partition, refusal in batch.rejected:
+            rejected[topic, partition, refusal.reason].append(refusal)
         streams.append(batch.effects())
         states[name] = batch.encoded.whole
     return ShardEffects(
         shard,
         now,
         streams,
-        [
-            Rejected(topic, partition, reason, np.unique(np.concatenate(offsets)).tobytes())
-            for (topic, partition, reason), offsets in sorted(rejected.items())
-        ],
+        [_once(*place, refusals) for place, refusals in sorted(rejected.items())],
         _progress(packets),
     )
+
+
+def _once(topic: str, partition: int, reason: Reason, refusals: list[Refusal]) -> Rejected:
+    """Each record once, with the lowest of the IDs for which it was refused."""
+    offsets, ids = (np.concatenate([getattr(it, name) for it in refusals]) for name in ("offsets", "ids"))
+    order = np.lexsort((np.abs(ids), offsets))
+    offsets, firsts = np.unique(offsets[order], return_index=True)
+    ids = ids[order][firsts]
+    return Rejected(topic, partition, reason, offsets.tobytes(), ids.tobytes() if ids.any() else b"")
 
 
 def _progress(packets: list[Packet]) -> list[Progress]:
@@ -87,7 +95,7 @@ class StreamBatch:
         self.name = name
         self.stream = StreamState() if stored is None else state.decode(stored)
         self.changes = Changes(now)
-        self.rejected: list[tuple[str, int, Reason, Ids]] = []
+        self.rejected: list[tuple[str, int, Refusal]] = []
         self.forced: list[tuple[Marker, str, str]] = []
         self.recalls: list[Recall] = []
         self._bounds = bounds
@@ -136,20 +144,22 @@ class StreamBatch:
                 complete(self.stream, runs, others, self._bounds, self.changes)
             if marker is not None:
                 self._mark(topic, partition, marker)
-        self.rejected.extend((topic, partition, reason, offsets) for reason, offsets in self.changes.rejected)
+        sign = self.stream.direction.signed(1)
+        for it in self.changes.rejected:
+            self.rejected.append((topic, partition, Refusal(it.reason, it.offsets, sign * it.ids)))
         self.changes.rejected.clear()
 
     def _turn_away(self, topic: str, partition: int, items: Iterable[Fact]) -> None:
         for item in items:
-            offsets = np.array([item.offset]) if isinstance(item, Marker) else np.sort(_offsets(item))
-            self.rejected.append((topic, partition, Reason.WRONG_PARTITION, offsets))
+            offsets = np.array([item.offset]) if isinstance(item, Marker) else _offsets(item)
+            self.rejected.append((topic, partition, Refusal.whole(Reason.WRONG_PARTITION, offsets)))
 
     def _mark(self, topic: str, partition: int, marker: Marker) -> None:
         if marker.epoch == LIVING:
             marker = msgspec.structs.replace(marker, epoch=self.stream.living(marker.writer))
         refused = self._take(marker)
         if refused is not None:
-            self.rejected.append((topic, partition, refused, np.array([marker.offset])))
+            self.rejected.append((topic, partition, Refusal.whole(refused, np.array([marker.offset]))))
             return
         self.stream.face(marker.direction)
         if marker.by is not None and marker.why is not None:

@@ -4,6 +4,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from tidemark.streaming.intervals import Ids, Intervals
 from tidemark.streaming.model import Reason
 from tidemark.streaming.runs import Run
@@ -43,11 +45,26 @@ class TimelineBegun:
     why: "Sign"
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Facts refused for one reason: their offsets, ascending, and of each the ID that does not fit; 0 where it is the
+    whole record. A record that holds many facts may be here many times.
+    """
+
+    reason: Reason
+    offsets: Ids
+    ids: Ids
+
+    @classmethod
+    def whole(cls, reason: Reason, offsets: Ids) -> "Refusal":
+        return cls(reason, np.sort(offsets), np.zeros_like(offsets))
+
+
 @dataclass(slots=True)
 class Changes:
     """`now` is the batch's time (ms). `touched` maps a writer to the Kafka time (ms) of its oldest record.
 
-    `rejected` holds offsets of facts, by reason; a rejected marker is told by the return value of its method.
+    `rejected` is about facts; a rejected marker is told by the return value of its method.
     `elsewhere`: the batch also turned away what has no order against the stream's records.
     """
 
@@ -55,7 +72,7 @@ class Changes:
     elsewhere: bool = False
     counts: Counter[Outcome] = field(default_factory=Counter)
     touched: dict[str, int] = field(default_factory=dict)
-    rejected: list[tuple[Reason, Ids]] = field(default_factory=list)
+    rejected: list[Refusal] = field(default_factory=list)
     late: list[LateRange] = field(default_factory=list)
     timelines: list[TimelineBegun] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemark.streaming.chain import Chain
-from tidemark.streaming.changes import Changes, Outcome, Why
+from tidemark.streaming.changes import Changes, Outcome, Refusal, Why
 from tidemark.streaming.intervals import EMPTY, Intervals
 from tidemark.streaming.model import NOTHING, Reason
 from tidemark.streaming.put_off import PutOff
@@ -115,7 +115,9 @@ class Classifier:
             yield part, "late"
 
     def _refuse(self, run: Run, edges: Mask, reason: Reason) -> None:
-        self.changes.rejected.append((reason, np.sort(run.offsets[edges])))
+        offsets, ids = run.offsets[edges], run.ids[edges]
+        order = np.argsort(offsets, kind="stable")
+        self.changes.rejected.append(Refusal(reason, offsets[order], ids[order]))
         self.chain.refuse(int(run.ids[edges][-1]))
 
     def _put_off(self, run: Run) -> None:

@@ -56,12 +56,16 @@ class Reason(StrEnum):
 
 
 class Rejected(msgspec.Struct, array_like=True, frozen=True):
-    """Records that go to the dead letters unchanged; `offsets` are little-endian int64, ascending."""
+    """Records that go to the dead letters unchanged; `offsets` are little-endian int64, ascending.
+
+    `ids`, where there are any, are as many: the first ID of each that does not fit, 0 where it is the whole record.
+    """
 
     topic: str
     partition: int
     reason: str
     offsets: bytes
+    ids: bytes = b""
 
     @property
     def records(self) -> int:

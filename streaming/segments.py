@@ -11,7 +11,7 @@ from operator import attrgetter
 import numpy as np
 
 from tidemark.streaming.chain import Chain
-from tidemark.streaming.changes import Changes
+from tidemark.streaming.changes import Changes, Refusal
 from tidemark.streaming.classify import Classifier, Completed
 from tidemark.streaming.model import Bounds, Reason
 from tidemark.streaming.records import EVERYBODY
@@ -63,7 +63,7 @@ def _sort_out(
         if item.writer is None:
             continue
         if isinstance(item, Run) and stream.direction.opposes(item.direction):
-            changes.rejected.append((Reason.MIXED_SIGN, np.sort(item.offsets)))
+            changes.rejected.append(Refusal.whole(Reason.MIXED_SIGN, item.offsets))
             continue
         writer = stream.writers.get(item.writer)
         if writer is None and item.epoch == 0 and _is_new(stream) and not strange:
@@ -75,7 +75,7 @@ def _sort_out(
             stream.here += 1
         if writer is not None and item.epoch < writer.epoch:
             if not isinstance(item, TurnedAway):
-                changes.rejected.append((Reason.ZOMBIE, np.sort(item.offsets)))
+                changes.rejected.append(Refusal.whole(Reason.ZOMBIE, item.offsets))
             continue
         if isinstance(item, Run):
             stream.face(item.direction)
@@ -152,7 +152,7 @@ def _hold(stream: StreamState, item: Strange, bounds: Bounds, changes: Changes) 
     held = place(stream.held, (item.writer or EVERYBODY, item.epoch), bounds, changes)
     if held is None:
         if not isinstance(item, TurnedAway):
-            changes.rejected.append((Reason.HELD_OVERFLOW, np.sort(item.offsets)))
+            changes.rejected.append(Refusal.whole(Reason.HELD_OVERFLOW, item.offsets))
         return None
     if isinstance(item, Run):
         return [*Classifier(held.chain, bounds.pending, changes, "held").run(item)]

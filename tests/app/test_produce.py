@@ -10,6 +10,7 @@ from tidemark.streaming.errors import TopicMissing
 from tidemark.streaming.records import Topic
 
 FACT = b'{"kind":"RDATA","stream":"orders","writer":"shop","id":%d,"row":{}}\n'
+RUN = b'{"kind":"RUN","stream":"orders","writer":"shop","prev":0,"ids":[1,4],"rows":[[{}],[]]}\n'
 SKIP = b'{"kind":"SKIP","stream":"orders","writer":"shop","prev":3,"id":4,"by":"ann","why":"lost"}\n'
 
 
@@ -24,7 +25,7 @@ def connection(kafka: KafkaServer, prefix: str) -> KafkaConnection:
 def test_good_lines_are_sent_and_bad_ones_named_by_number(connection: KafkaConnection, prefix: str) -> None:
     """A bad line stops none of the others; blank lines are no lines; the last record's place is told."""
     refused: list[str] = []
-    lines = [FACT % 1, b"\n", b"{not json}\n", SKIP, FACT % 2]
+    lines = [FACT % 1, b"\n", b"{not json}\n", SKIP, RUN]
     produced = produce(connection, f"{prefix}.facts", Topic.FACTS, lines, refused.append)
     assert (produced.sent, produced.refused) == (2, 2)
     assert [text.split(":")[:2] for text in refused] == [["line 3", " not_json"], ["line 4", " wrong_topic"]]

@@ -55,8 +55,8 @@ def batch(number: int, *streams: StreamEffects, token: int = 1, query: str = "qu
     return Batch(query, number, token, [shard(*streams, **more)])
 
 
-def rejected(topic: str, reason: str, offsets: Iterable[int], partition: int = 0) -> Rejected:
-    return Rejected(topic, partition, reason, np.array(list(offsets), "<i8").tobytes())
+def rejected(topic: str, reason: str, offsets: Iterable[int], partition: int = 0, ids: Iterable[int] = ()) -> Rejected:
+    return Rejected(topic, partition, reason, *(np.array(list(it), "<i8").tobytes() for it in (offsets, ids)))
 
 
 def lines(path: Path) -> list[Any]:

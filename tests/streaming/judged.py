@@ -105,7 +105,7 @@ class Core:
         if core not in self.standings:
             stands = self.standings[core] = Standing.of(batch.stream)
             self.briefs[core] = self._numbers.setdefault(stands.brief, len(self._numbers))
-        return Fed(core, effects, tuple(sorted(reason for _, _, reason, _ in batch.rejected)))
+        return Fed(core, effects, tuple(sorted(refusal.reason for _, _, refusal in batch.rejected)))
 
     def _facts(self, record: Record, offset: int) -> list[Fact]:
         key = record, offset

@@ -99,7 +99,7 @@ def test_fast_and_naive_compaction_agree(log: list[Message], batch_size: int) ->
 @given(logs(), st.integers(1, 130))
 def test_runs_on_the_wire_mean_what_their_edges_mean(log: list[Message], cut: int) -> None:
     """A log and the same with a record for each edge have equal effects, in batches that end at the same places: but
-    for offsets, and for each dead letter, which is one record."""
+    for offsets, and for each dead letter, which is one record and names the first ID that does not fit."""
     whole, apart = Shard(), Shard()
     for first in range(0, len(log), cut):
         batch = log[first : first + cut]
@@ -107,6 +107,7 @@ def test_runs_on_the_wire_mean_what_their_edges_mean(log: list[Message], cut: in
         other = apart.feed_packets(packed(map(frame, [part for it in batch for part in parts(it)])))
         assert one.streams == other.streams
         assert dead_letters(one, room=1) == dead_letters(other, ROOM)
+        assert at_fault(one, room=1) == at_fault(other, ROOM)
 
 
 def frame(it: Message) -> Framed:
@@ -124,6 +125,17 @@ def parts(it: Message) -> Iterator[Message]:
 
 def dead_letters(done: ShardEffects, room: int) -> set[tuple[str, int]]:
     return {(it.reason, at // room) for it in done.rejected for at in np.frombuffer(it.offsets, np.int64).tolist()}
+
+
+def at_fault(done: ShardEffects, room: int) -> dict[tuple[str, int], int]:
+    """For each dead letter that names one, the ID that does not fit, the first of a record."""
+    found: dict[tuple[str, int], int] = {}
+    for it in done.rejected:
+        offsets, ids = np.frombuffer(it.offsets, np.int64), np.frombuffer(it.ids, np.int64)
+        for at, id in zip(offsets.tolist() if len(ids) else [], ids.tolist(), strict=True):
+            place = it.reason, at // room
+            found[place] = min(id, found.get(place, id), key=abs)
+    return found
 
 
 def singles(it: Message) -> list[bytes | None]:
