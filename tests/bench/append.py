@@ -98,7 +98,7 @@ def render(figures: Mapping[str, Any]) -> list[str]:
         rows.append([connections, f"{bare:,.0f}", *(f"{each:,.0f} ({each / bare:.2f})" for each in others)])
     latency = figures["latency"]
     return [
-        "A service inserts one row per transaction into its Postgres: BEGIN, INSERT, COMMIT. `tidemark.append` stands in"
+        "A service inserts a row per transaction into its Postgres: BEGIN, INSERT, COMMIT. `tidemark.append` stands in"
         " that INSERT, or is a statement of its own, a round trip more, as `Writer.append` of Python has it. By pgbench"
         f" with prepared statements; medians of runs of {figures['seconds']:.0f} s in turns, all servers on the same"
         f" machine; in brackets the share of bare, wanted {WANTED['share']} for the first.",
