@@ -23,6 +23,7 @@ from tidemark.sources.topics import Topics
 from tidemark.streaming import state
 from tidemark.streaming.effects import ShardEffects, StreamEffects, Summary, summarize
 from tidemark.streaming.errors import Retry, Stop, TopicMissing
+from tidemark.streaming.holders import HELD_AFTER, Holder
 
 log = structlog.get_logger(__name__)
 
@@ -60,6 +61,7 @@ class Board(Collector):
         self._entries: dict[str, BoardEntry] = {}
         self._lock = threading.Lock()
         self._now = now
+        self._began = now()
         self._streams = streams
         self._writers = writers
 
@@ -105,7 +107,8 @@ class Board(Collector):
         }
         now = self._now()
         others: list[dict[str, float]] = []
-        left, positions = self._writers, [0.0, 0.0]
+        left, positions, unnamed = self._writers, [0.0, 0.0], 0
+        held: list[tuple[float, str, Holder]] = []
         with self._lock:
             for number, (stream, entry) in enumerate(sorted(self._entries.items())):
                 named = sorted(entry.positions.items())[:left] if number < self._streams else []
@@ -115,29 +118,48 @@ class Board(Collector):
                 positions[0] += len(entry.positions) - len(named)
                 positions[1] += sum(entry.positions.values()) - sum(position for _, position in named)
                 if number < self._streams:
-                    for key, value in _values(entry, now).items():
+                    for key, value in self._values(entry, now).items():
                         families[key].add_metric([stream], value)
                 else:
-                    others.append(_values(entry, now))
+                    others.append(self._values(entry, now))
+                if entry.summary.behind is not None:
+                    found = [(self._age(it.since, now), stream, it) for it in entry.summary.behind.holders]
+                    held += [it for it in found if it[0] >= HELD_AFTER]
+                    unnamed += entry.summary.behind.count - len(entry.summary.behind.holders)
             families["together"].add_metric(["streams"], len(others))
             families["together"].add_metric(["writers"], positions[0])
         if positions[0]:
             families["position"].add_metric([OTHER_STREAMS, OTHER_WRITERS], positions[1])
+        held.sort(key=lambda it: (-it[0], it[1], it[2].writer))
+        named_holders, rest = held[: self._streams], held[self._streams :]
+        for age, stream, it in named_holders:
+            labels = [stream, it.writer, it.reason]
+            families["held"].add_metric(labels, age)
+            if it.seen:
+                families["holder_silent"].add_metric(labels, now - it.seen / 1000)
+        if rest:
+            families["held"].add_metric([OTHER_STREAMS, OTHER_WRITERS, "any"], rest[0][0])
+        families["together"].add_metric(["holders"], len(rest) + unnamed)
         for key in others[0] if others else ():
-            several = max if key == "age" else sum
+            several = max if key in ("age", "behind_seconds") else sum
             families[key].add_metric([OTHER_STREAMS], several(values[key] for values in others))
         return families.values()
 
+    def _values(self, entry: BoardEntry, now: float) -> dict[str, float]:
+        oldest, behind = entry.summary.oldest, entry.summary.behind
+        return {
+            "linear": entry.linear,
+            "pending": entry.summary.pending,
+            "gaps": entry.summary.gaps,
+            "age": self._age(oldest.since, now) if oldest else 0.0,
+            "unknown": len(entry.summary.unknown),
+            "behind": behind.ids if behind else 0,
+            "behind_seconds": self._age(behind.since, now) if behind else 0.0,
+        }
 
-def _values(entry: BoardEntry, now: float) -> dict[str, float]:
-    oldest = entry.summary.oldest
-    return {
-        "linear": entry.linear,
-        "pending": entry.summary.pending,
-        "gaps": entry.summary.gaps,
-        "age": max(0.0, now - oldest.since / 1000) if oldest else 0.0,
-        "unknown": len(entry.summary.unknown),
-    }
+    def _age(self, since: int | None, now: float) -> float:
+        """Of what nobody knows since when (a state of an earlier version), since this process looks."""
+        return max(0.0, now - (self._began if since is None else since / 1000))
 
 
 class EndOffsets:
@@ -171,8 +193,9 @@ class EndOffsets:
         while not self._closing.is_set():
             try:
                 require_same(self._topics.identities(self._remembered), self._remembered)
+                read = dict(self._board.read)  # first, so that what is read meanwhile makes no lag below 0
                 for (topic, partition), end in self._topics.end_offsets(self._partitions).items():
-                    metrics.set_offsets(topic, partition, end=end, read=self._board.read[topic, partition])
+                    metrics.set_offsets(topic, partition, end=end, read=read[topic, partition])
                 rounds, missing = rounds + 1, 0
                 if rounds % ROUNDS_PER_CHECK == 0:
                     require_uncompacted(self._topics.describe(self._remembered))

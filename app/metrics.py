@@ -86,7 +86,8 @@ KAFKA_READ = Gauge(
 )
 KAFKA_LAG = Gauge(
     "tidemark_kafka_lag_records",
-    "End minus read. Rising: the pipeline is too slow or stands still; compare with the heartbeat.",
+    "End minus read. Rising: the pipeline is too slow or stands still; compare with the heartbeat. Below 0: Kafka has"
+    " lost records that were read, or is another one.",
     ["topic", "partition"],
     registry=REGISTRY,
 )
@@ -144,6 +145,32 @@ STREAM_GAUGES = {
         "Age of the oldest gap, or of the writer held longest, counted from first sight; 0 while there is none."
         " Past what a transaction may take: `tidemark status` names the blocker.",
     ),
+    "behind": (
+        "tidemark_behind_ids",
+        ["stream"],
+        "How far the linear position is below the highest ID that a record named.",
+    ),
+    "behind_seconds": (
+        "tidemark_behind_seconds",
+        ["stream"],
+        "For how long IDs are given out that the linear position has not passed; 0 while there are none. Of a line that"
+        " follows slowly it stays about the same, of one that stands it rises with the clock: tidemark_held_by_seconds"
+        " names who.",
+    ),
+    "held": (
+        "tidemark_held_by_seconds",
+        ["stream", "writer", "reason"],
+        "For how long a writer holds the linear position of a stream back, from 10 s on: by a `gap`, by an open"
+        " `transaction` of which it tells, as `unknown` because it never joined, or `silent`, without any gap: it has"
+        " told nothing beyond its position. The longest of all streams are named, up to TIDEMARK_LABELLED_STREAMS; of"
+        " the others the longest stands for all. `tidemark status` tells more.",
+    ),
+    "holder_silent": (
+        "tidemark_holder_silent_seconds",
+        ["stream", "writer", "reason"],
+        "How long ago the newest record came of each writer in tidemark_held_by_seconds; none where none was noted."
+        " Rising: that writer is gone, or its way to Kafka; low: it lives, and is slow or waits for a transaction.",
+    ),
     "unknown": (
         "tidemark_unknown_writers",
         ["stream"],
@@ -152,7 +179,7 @@ STREAM_GAUGES = {
     "together": (
         "tidemark_without_series",
         ["what"],
-        "Streams and writers that have no series of their own, past TIDEMARK_LABELLED_STREAMS and"
+        "Streams, writers and `holders` of lines that have no series of their own, past TIDEMARK_LABELLED_STREAMS and"
         " TIDEMARK_LABELLED_WRITERS: they are the sum (of ages: the highest) in the series `other streams`. `tidemark"
         " status` names them all.",
     ),
@@ -184,7 +211,7 @@ def set_offsets(topic: str, partition: int, *, end: int, read: int) -> None:
     """The offsets of the next record to be written and of the next one to read."""
     KAFKA_END.labels(topic, partition).set(end)
     KAFKA_READ.labels(topic, partition).set(read)
-    KAFKA_LAG.labels(topic, partition).set(max(0, end - read))
+    KAFKA_LAG.labels(topic, partition).set(end - read)
 
 
 def count_batch(effects: Iterable[ShardEffects], published: Published, seconds: float) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -10,19 +11,23 @@ from tidemark.sinks.postgres.recalls import RecallStatus
 from tidemark.sinks.postgres.status import SinkFault
 from tidemark.streaming import state
 from tidemark.streaming.effects import Blocker, Summary, summarize
+from tidemark.streaming.holders import HELD_AFTER, Behind, Holder
 
-HEADINGS = ("STREAM", "LINEAR", "WRITER", "EPOCH", "POSITION", "PENDING", "OLDEST GAP")
+HEADINGS = ("STREAM", "LINEAR", "WRITER", "EPOCH", "POSITION", "PENDING", "LAST SEEN", "OLDEST GAP")
 NUMBERS = {"LINEAR", "EPOCH", "POSITION", "PENDING"}
 
 
 @dataclass(frozen=True, slots=True)
 class WriterStatus:
+    """`last_seen` is the Kafka time of the newest record of it that was read; None where none was noted."""
+
     writer: str
     epoch: int
     position: int
     retired: bool
     pending: int
     gaps: list[tuple[int, int]]
+    last_seen: datetime | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,7 @@ def _status(name: str, data: bytes, faults: list[SinkFault], recalls: list[Recal
             known.retired is not None,
             sum(span.edges for span in known.chain.pending),
             [(signed(low), signed(top)) for low, top, _ in known.chain.gaps()],
+            _moment(known.seen),
         )
         for writer, known in sorted(stream.writers.items())
     ]
@@ -71,7 +77,7 @@ def _status(name: str, data: bytes, faults: list[SinkFault], recalls: list[Recal
 
 
 def as_json(streams: Sequence[StreamStatus], now: float) -> str:
-    """One object; `now` (s since 1970) gives the age of the oldest gap."""
+    """One object; `now` (s since 1970) gives ages."""
     return msgspec.json.format(
         msgspec.json.encode({"streams": [_plain(stream, now) for stream in streams]}), indent=2
     ).decode()
@@ -95,6 +101,7 @@ def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
             "unknown": oldest.unknown,
             "age_seconds": round(max(0.0, now - oldest.since / 1000), 1),
         },
+        "behind": None if stream.summary.behind is None else _plain_behind(stream.summary.behind, now),
         "open_transactions": stream.summary.transactions,
         "put_off": stream.summary.put_off,
         "recalled": [
@@ -104,12 +111,43 @@ def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
     }
 
 
+def _plain_behind(behind: Behind, now: float) -> dict[str, Any]:
+    return {
+        "ids": behind.ids,
+        **_since(behind.since, now),
+        "held_by": [
+            {
+                "writer": it.writer,
+                "epoch": it.epoch,
+                "reason": it.reason,
+                "position": None if it.reason == "unknown" else it.position,
+                **_since(it.since, now),
+                "last_seen": _moment(it.seen),
+            }
+            for it in behind.holders
+        ],
+        "holders": behind.count,
+    }
+
+
+def _since(since: int | None, now: float) -> dict[str, Any]:
+    if since is None:
+        return {"since": None, "age_seconds": None}
+    return {"since": _moment(since), "age_seconds": round(max(0.0, now - since / 1000), 1)}
+
+
+def _moment(milliseconds: int) -> datetime | None:
+    return datetime.fromtimestamp(milliseconds / 1000, UTC) if milliseconds else None
+
+
 def as_table(streams: Sequence[StreamStatus], now: float) -> str:
-    """One line per writer; the stream's own figures stand on its first line. Below them the transactions that hold a
-    stream, where its writer tells, what was put off of a writer, and sinks that lack a stream."""
+    """One line per writer; the stream's own figures stand on its first line. Below them who holds a line, the
+    transactions that hold a stream, where its writer tells, what was put off of a writer, and sinks that lack a stream.
+    """
     rows = [row for stream in streams for row in _rows(stream, now)]
     widths = [max(len(row[at]) for row in [HEADINGS, *rows]) for at in range(len(HEADINGS))]
     lines = [_line(row, widths) for row in [HEADINGS, *rows]]
+    lines += [f"{stream.stream}: {line}" for stream in streams for line in _held(stream.summary.behind, now)]
     lines += [
         f"{stream.stream}: open at {writer}: {transaction}"
         for stream in streams
@@ -128,6 +166,30 @@ def as_table(streams: Sequence[StreamStatus], now: float) -> str:
         for it in stream.faults
     ]
     return "\n".join(lines)
+
+
+def _held(behind: Behind | None, now: float) -> Iterable[str]:
+    """Nothing of a line that waits no longer than a transaction may take."""
+    if behind is None or (behind.since is not None and now - behind.since / 1000 < HELD_AFTER):
+        return
+    age = "" if behind.since is None else f", for {_age(now - behind.since / 1000)}"
+    yield f"the line is {behind.ids} {'ID' if behind.ids == 1 else 'IDs'} behind{age}"
+    for holder in behind.holders:
+        yield f"held by {held_by(holder, now)}"
+    if (more := behind.count - len(behind.holders)) > 0:
+        yield f"and by {more} more"
+
+
+def held_by(holder: Holder, now: float) -> str:
+    """The writer, why the line waits for it, and when it was last heard of."""
+    why = {
+        "unknown": "has not joined",
+        "gap": f"owes IDs beyond {holder.position}",
+        "transaction": f"has a transaction open beyond {holder.position}",
+        "silent": f"has told nothing beyond {holder.position}",
+    }[holder.reason]
+    seen = f"last seen {_age(now - holder.seen / 1000)} ago" if holder.seen else "no record of it was noted"
+    return f"{holder.writer} (epoch {holder.epoch}), which {why}; {seen}"
 
 
 def _recalled(it: RecallStatus, now: float) -> str:
@@ -154,11 +216,12 @@ def _rows(stream: StreamStatus, now: float) -> Iterable[tuple[str, ...]]:
     oldest = "" if stream.summary.oldest is None else described(stream.summary.oldest, now)
     for writer in stream.writers:
         epoch = f"{writer.epoch} retired" if writer.retired else str(writer.epoch)
-        yield (*head, writer.writer, epoch, str(writer.position), str(writer.pending), oldest)
+        seen = "" if writer.last_seen is None else f"{_age(now - writer.last_seen.timestamp())} ago"
+        yield (*head, writer.writer, epoch, str(writer.position), str(writer.pending), seen, oldest)
         head, oldest = ["", ""], ""
     for name in stream.summary.unknown:
         writer_name, _, epoch = name.rpartition("/")
-        yield (*head, writer_name, epoch, "not joined", "", oldest)
+        yield (*head, writer_name, epoch, "not joined", "", "", oldest)
         head, oldest = ["", ""], ""
 
 

@@ -36,7 +36,7 @@ from tidemark.streaming.records import LIVING, Kind
 from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet, Run, TurnedAway
 from tidemark.streaming.segments import complete
 from tidemark.streaming.stream import StreamState
-from tidemark.streaming.writers import HeldRows, Mark
+from tidemark.streaming.writers import HeldRows, HeldWriter, Mark, WriterState
 
 
 def advance(
@@ -148,6 +148,21 @@ class StreamBatch:
         for it in self.changes.rejected:
             self.rejected.append((topic, partition, Refusal(it.reason, it.offsets, sign * it.ids)))
         self.changes.rejected.clear()
+        for item in items:
+            if not isinstance(item, TurnedAway):
+                self._note_life(item)
+
+    def _note_life(self, item: Fact) -> None:
+        """Whatever became of the record: its writer lives. Rows without a number carry no time."""
+        incarnation = item.writer, item.epoch
+        found: WriterState | HeldWriter | None = self.stream.held.get(incarnation)
+        if found is None and ((found := self.stream.writers.get(item.writer)) is None or found.epoch != item.epoch):
+            return
+        if isinstance(item, PackedRun):
+            time = item.newest
+        else:
+            time = item.time if isinstance(item, Marker) else self.changes.now
+        found.seen = max(found.seen, min(time, self.changes.now))
 
     def _turn_away(self, topic: str, partition: int, items: Iterable[Fact]) -> None:
         for item in items:
@@ -191,7 +206,8 @@ class StreamBatch:
     def effects(self) -> StreamEffects:
         """What came of it; ends the batch. `encoded` is the new state from then on."""
         stream, changes = self.stream, self.changes
-        signed = stream.direction.signed
+        signed, allocated = stream.direction.signed, stream.allocated
+        stream.line.follow(self._allocated_before, allocated, changes.now)
         advances: list[WriterAdvance] = []
         gaps: list[Gap] = []
         closed: list[GapClosed] = []
@@ -221,7 +237,7 @@ class StreamBatch:
             signed(self._line_before),
             signed(stream.line.position),
             signed(self._allocated_before),
-            signed(stream.allocated),
+            signed(allocated),
             advances,
             [
                 WriterRow(name, writer.epoch, signed(writer.position), writer.retired is not None)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tidemark.streaming.direction import Direction
+from tidemark.streaming.holders import Behind, behind
 from tidemark.streaming.model import Evidence, Rejected
 
 if TYPE_CHECKING:
@@ -137,9 +138,9 @@ class Summary(msgspec.Struct, array_like=True, frozen=True):
 
     `pending` counts completed edges above their writer's position, `oldest` is the blocker that stands longest,
     `unknown` names writers (`writer/epoch`) that are held because they never joined, `completed` counts the
-    intervals of completed IDs kept above the line. `awaited` is the writer that the line waits for, with or without a
-    gap: the active one that is furthest behind while others are ahead. `transactions` says who holds a writer's open
-    IDs, where it tells. `put_off` names writers (`writer/epoch`) of which edges wait in Kafka for room.
+    intervals of completed IDs kept above the line. `behind` says how far the line is below what is allocated and who
+    holds it there, gap or no gap; None where nobody does. `transactions` says who holds a writer's open IDs, where it
+    tells. `put_off` names writers (`writer/epoch`) of which edges wait in Kafka for room.
     """
 
     pending: int
@@ -147,7 +148,7 @@ class Summary(msgspec.Struct, array_like=True, frozen=True):
     oldest: Blocker | None
     unknown: list[str]
     completed: int
-    awaited: str | None
+    behind: Behind | None
     transactions: dict[str, list[str]] = {}
     put_off: list[str] = []
 
@@ -230,7 +231,7 @@ def summarize(stream: "StreamState") -> Summary:
         oldest=min([*found, *oldest], key=_age, default=None),
         unknown=sorted(f"{name}/{epoch}" for name, epoch in stream.held),
         completed=len(stream.line.completed),
-        awaited=_awaited(stream),
+        behind=behind(stream),
         transactions=stream.transactions,
         put_off=sorted(
             [f"{name}/{it.epoch}" for name, it in stream.writers.open.items() if it.chain.put_off]
@@ -251,10 +252,3 @@ def _blockers(stream: "StreamState") -> Iterator[Blocker]:
 
 def _age(blocker: Blocker) -> tuple[int, str, int]:
     return blocker.since, blocker.writer, blocker.epoch
-
-
-def _awaited(stream: "StreamState") -> str | None:
-    if stream.held or (span := stream.writers.span()) is None:
-        return None
-    name, _, highest = span
-    return name if highest > stream.line.position else None

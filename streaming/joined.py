@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemark.streaming.intervals import Ids
-from tidemark.streaming.packed import EMPTY, PackedTable, WaitingWriter
+from tidemark.streaming.packed import EMPTY, PackedTable, Straggler, WaitingWriter
 from tidemark.streaming.runs import EVERYTHING
 from tidemark.streaming.writers import WriterState
 
@@ -102,15 +102,18 @@ class Writers(MutableMapping[str, WriterState]):
         waiting, opened = (it.reach for it in self.waiting.values()), (it.chain.reach for it in self.open.values())
         return max([self._active.reach(), self._retired.reach(), *waiting, *opened])
 
-    def span(self) -> tuple[str, int, int] | None:
-        """The active writer whose chain is lowest, and the lowest and the highest position of active chains."""
-        found = [(it.chain.position, name) for name, it in self.open.items() if it.retired is None]
-        found.extend((it.position, it.name) for it in self.waiting.values())
-        found.extend(self._active.ends())
-        if not found:
-            return None
-        low, name = min(found)
-        return name, low, max(found)[0]
+    def stragglers(self, line: int, most: int) -> tuple[list[Straggler], int]:
+        """The lowest `most` active writers whose chains have not passed `line`, and how many there are."""
+        found, packed = self._active.stragglers(line, most)
+        found += [
+            Straggler.of(name, it) for name, it in self.open.items() if it.retired is None and it.chain.position <= line
+        ]
+        found += [
+            Straggler(it.position, it.name, it.epoch, it.since, it.seen)
+            for it in self.waiting.values()
+            if it.position <= line
+        ]
+        return sorted(found)[:most], len(found) + packed
 
     def beyond(self, id: int) -> Iterator[tuple[str, WriterState]]:
         """All that have settled anything beyond `id`, and perhaps others."""
@@ -234,12 +237,17 @@ class _Rest:
     def reach(self) -> int:
         return int(self._column("chain").max()) if len(self) else 0
 
-    def ends(self) -> list[tuple[int, str]]:
-        """Position and name of the lowest and of a highest chain."""
+    def stragglers(self, line: int, most: int) -> tuple[list[Straggler], int]:
+        """The lowest `most` whose chains have not passed `line`, the first by name of equals, and how many more."""
         if not len(self):
-            return []
-        places, chains = self._places(), self._column("chain")
-        return [(int(chains[at]), self.name(int(places[at]))) for at in (chains.argmin(), chains.argmax())]
+            return [], 0
+        chains = self._column("chain")
+        places, low = self._places()[chains <= line], chains[chains <= line]
+        if more := max(0, len(places) - most):
+            highest = np.partition(low, most - 1)[most - 1]
+            below = places[low < highest]
+            places = np.concatenate((below, places[low == highest][: most - len(below)]))
+        return [Straggler.of(self.name(at), self._table.writer(at)) for at in places.tolist()], more
 
     def beyond(self, id: int) -> list[str]:
         if not len(self):

@@ -1,19 +1,28 @@
 """The linear position and the completed IDs above it (docs/design.md 3). Pure; magnitudes only."""
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
 from tidemark.streaming.intervals import EMPTY, Ids, Intervals
 
+HEADS_KEPT = 16  # past it every second one goes, which makes what lies between look older, never younger
+
 
 @dataclass(slots=True)
 class LinearPosition:
-    """`completed` are IDs of facts and voids, of whatever writer, beyond `position`."""
+    """`completed` are IDs of facts and voids, of whatever writer, beyond `position`.
+
+    `heads` say since when the line is behind: from each time (ms) on, IDs beyond the ID before it were given out. The
+    first is the line's own; there is none where the line has come as far as they are.
+    """
 
     position: int = 0
     completed: Intervals = EMPTY
+    heads: list[tuple[int, int]] = field(default_factory=list)
 
     def final(self, ids: Ids, offsets: Ids, counts: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Which IDs are settled for good: the position has passed them, or another record, of those that were
@@ -37,6 +46,23 @@ class LinearPosition:
         """Move as far as the evidence goes: every writer is at or beyond `floor`, and completed IDs bridge the rest."""
         self.position = self.completed.reach(max(self.position, floor))
         self.completed = self.completed.above(self.position)
+
+    def follow(self, before: int, head: int, now: int) -> None:
+        """Once after a batch at `now` (ms): IDs are given out up to `head`; up to `before` they were before it."""
+        if head <= self.position:
+            self.heads = []
+            return
+        if passed := bisect_right(self.heads, self.position, key=itemgetter(0)):
+            self.heads[:passed] = [(self.position, self.heads[passed - 1][1])]
+        if not self.heads:
+            self.heads = [(self.position, now)]
+        while self.heads[-1][0] >= head:  # a database went back
+            self.heads.pop()
+        last, seen = self.heads[-1]
+        if head > before > last and now > seen:
+            self.heads.append((before, now))
+            if len(self.heads) > HEADS_KEPT:
+                del self.heads[1::2]
 
     def forget_above(self, id: int) -> int:
         """IDs beyond `id` may come again; gives how many were known to be complete."""

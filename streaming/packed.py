@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from functools import cached_property
 from operator import itemgetter
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -66,6 +67,7 @@ class StoredWriter(msgspec.Struct, array_like=True, frozen=True):
     doubt: bool  # up to format 2: whether anything may have been refused of it
     timeline: int = 1  # since format 2, like what follows
     start: str | None = None
+    seen: int = 0  # since format 6
 
     @classmethod
     def of(cls, name: str, writer: WriterState) -> "StoredWriter":
@@ -80,6 +82,7 @@ class StoredWriter(msgspec.Struct, array_like=True, frozen=True):
             doubt=False,
             timeline=writer.timeline,
             start=writer.start,
+            seen=writer.seen,
         )
 
     def writer(self) -> WriterState:
@@ -91,13 +94,13 @@ class StoredWriter(msgspec.Struct, array_like=True, frozen=True):
         if self.doubt:
             chain.refuse(EVERYTHING)
         late = Intervals.of(self.late)
-        return WriterState(self.epoch, chain, self.retired, late, published, self.timeline, self.start)
+        return WriterState(self.epoch, chain, self.retired, late, published, self.timeline, self.start, self.seen)
 
 
 class WaitingWriter(msgspec.Struct, array_like=True, frozen=True):
     """An active writer of which much is pending, as a row, and what a batch asks of it that has nothing to do with it:
-    epoch, position and reach of its chain, the edges that wait and the gaps, the gap that is open longest, and whether
-    anything was put off.
+    epoch, position and reach of its chain, the edges that wait and the gaps, the gap that is open longest, whether
+    anything was put off, and when (ms) it was last seen.
     """
 
     name: str
@@ -111,6 +114,7 @@ class WaitingWriter(msgspec.Struct, array_like=True, frozen=True):
     since: int
     row: bytes
     put_off: bool = False  # since format 5
+    seen: int = 0  # since format 6
 
     @classmethod
     def of(cls, name: str, writer: WriterState) -> "WaitingWriter":
@@ -119,10 +123,26 @@ class WaitingWriter(msgspec.Struct, array_like=True, frozen=True):
         edges = sum(span.edges for span in chain.pending)
         row = _encoder.encode(StoredWriter.of(name, writer))
         gaps, put_off = len(chain.pending), bool(chain.put_off)
-        return cls(name, writer.epoch, chain.position, chain.reach, edges, gaps, *oldest, row, put_off)
+        return cls(name, writer.epoch, chain.position, chain.reach, edges, gaps, *oldest, row, put_off, writer.seen)
 
     def writer(self) -> WriterState:
         return _rows.decode(self.row).writer()
+
+
+class Straggler(NamedTuple):
+    """An active writer by its chain: the position, and since when (ms) a gap of it is open, the longest; 0 for none.
+    `seen` is the Kafka time (ms) of its newest record."""
+
+    position: int
+    name: str
+    epoch: int
+    owing: int
+    seen: int
+
+    @classmethod
+    def of(cls, name: str, writer: WriterState) -> "Straggler":
+        owing = min((since for _, _, since in writer.chain.gaps()), default=0)
+        return cls(writer.chain.position, name, writer.epoch, owing, writer.seen)
 
 
 class _Name(msgspec.Struct, array_like=True, frozen=True):

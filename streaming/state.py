@@ -24,7 +24,7 @@ from tidemark.streaming.runs import EVERYTHING
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import HeldWriter, HeldWriters
 
-FORMAT = 5
+FORMAT = 6
 
 
 class _Held(msgspec.Struct, array_like=True, frozen=True):
@@ -34,6 +34,7 @@ class _Held(msgspec.Struct, array_like=True, frozen=True):
     since: int
     retire: int | None
     doubt: bool  # up to format 2: whether anything may have been refused of it
+    seen: int = 0  # since format 6
 
 
 class _Table(msgspec.Struct, array_like=True, frozen=True):
@@ -49,7 +50,7 @@ class _Leader(msgspec.Struct, array_like=True, frozen=True):
     format: int
 
 
-class _StoredStream(_Leader, array_like=True, frozen=True):
+class _Common(_Leader, array_like=True, frozen=True):
     direction: int
     home: int | None
     line: int
@@ -66,12 +67,24 @@ class _StoredStream(_Leader, array_like=True, frozen=True):
     here: int | None = None
     transactions: dict[str, list[str]] = {}
     waiting: list[WaitingWriter] = []
+
+
+class _StoredStream(_Common, array_like=True, frozen=True):
+    heads: Pairs = []  # since format 6
     apart: _Table | None = None  # since format 4, the retired; stays last, so that a new field needs a new format
+
+
+class _Older(_Common, array_like=True, frozen=True):
+    """Up to format 5."""
+
+    apart: _Table | None = None
+    heads: Pairs = []
 
 
 _encoder = msgspec.msgpack.Encoder()
 _leader = msgspec.msgpack.Decoder(_Leader)
 _decoder = msgspec.msgpack.Decoder(_StoredStream)
+_older = msgspec.msgpack.Decoder(_Older)
 
 
 def encode(stream: StreamState) -> bytes:
@@ -91,7 +104,7 @@ def encode_apart(stream: StreamState) -> Encoded:
             stream.line.completed.pack(),
             [StoredWriter.of(name, writer) for name, writer in writers.items()],
             [
-                _Held(name, epoch, StoredChain.of(held.chain), held.since, held.retire, doubt=False)
+                _Held(name, epoch, StoredChain.of(held.chain), held.since, held.retire, doubt=False, seen=held.seen)
                 for (name, epoch), held in sorted(stream.held.items())
             ],
             stream.timeline,
@@ -104,6 +117,7 @@ def encode_apart(stream: StreamState) -> Encoded:
             stream.here,
             dict(sorted(stream.transactions.items())),
             waiting,
+            stream.line.heads,
         )
     )
     return Encoded(state[:-1] + table, state, None if retired is stream.writers.stored else table)
@@ -125,9 +139,9 @@ def decode(data: bytes) -> StreamState:
     return StreamState(
         Direction(stored.direction),
         stored.home,
-        LinearPosition(stored.line, _completed(stored.completed)),
+        LinearPosition(stored.line, _completed(stored.completed), stored.heads),
         joined,
-        HeldWriters({(it.name, it.epoch): HeldWriter(_chain(it), it.since, it.retire) for it in stored.held}),
+        HeldWriters({(it.name, it.epoch): HeldWriter(_chain(it), it.since, it.retire, it.seen) for it in stored.held}),
         stored.timeline,
         stored.database,
         ended,
@@ -153,11 +167,11 @@ def _table(stored: _Table | None) -> PackedTable:
     return PackedTable(stored.columns, stored.rows) if stored else EMPTY
 
 
-def _decode(data: bytes) -> _StoredStream:
+def _decode(data: bytes) -> _StoredStream | _Older:
     found = _leader.decode(data).format  # first: a later format may well look like this one with more behind
     if found > FORMAT:
         raise StateTooNew(found, FORMAT)
-    return _decoder.decode(data)
+    return _decoder.decode(data) if found == FORMAT else _older.decode(data)
 
 
 def homeless(data: bytes) -> Encoded:

@@ -29,7 +29,7 @@ class WriterState:
     and the line goes by it, while the position stands until the chain has passed it. A completion in `late` is late, up
     to `published` because that was passed before, beyond because an operator skipped it; then it is late no more. So
     what is settled and in `late` rests on an operator's word alone. `timeline` is the one that it joined last, and
-    `start` the token of that start.
+    `start` the token of that start. `seen` is the Kafka time (ms) of its newest record, 0 where none was noted.
     """
 
     epoch: int
@@ -39,6 +39,7 @@ class WriterState:
     published: int = 0
     timeline: int = 1
     start: str | None = None
+    seen: int = 0
     _told: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -90,11 +91,14 @@ class WriterState:
 
 @dataclass(slots=True)
 class HeldWriter:
-    """An incarnation that has not joined, since when (ms), and the ID of its RETIRE, if it sent one."""
+    """An incarnation that has not joined, since when (ms), the ID of its RETIRE, if it sent one, and the Kafka time
+    (ms) of its newest record.
+    """
 
     chain: Chain
     since: int
     retire: int | None = None
+    seen: int = 0
 
 
 class HeldWriters(MutableMapping[Incarnation, HeldWriter]):

@@ -16,6 +16,7 @@ from tidemark.sinks.reader.io import HistoryFound, ReadHistory
 from tidemark.streaming import state
 from tidemark.streaming.effects import Blocker, blockers, summarize
 from tidemark.streaming.errors import Slow, StateTooNew, Unavailable
+from tidemark.streaming.holders import Behind
 from tidemark.streaming.stream import StreamState
 
 T = TypeVar("T")
@@ -29,9 +30,11 @@ class Details:
     """What the state of a stream says besides positions.
 
     Of the stream: `pending` completed edges above their writer's position, and `gaps`, which are also the writers that
-    never joined, longest first. Of each writer: its epoch; `reaches`, the highest settled ID, above gaps too;
-    `waiting`, its share of `pending`. `regressed` names writers whose source was set back: their gaps below their
-    position hold the linear position back. `transactions`: who holds the open IDs of a writer, by its own word.
+    never joined, longest first; `behind`, who holds the linear position below what is allocated. Of each writer: its
+    epoch; `reaches`, the highest settled ID, above gaps too; `waiting`, its share of `pending`; `seen`, the Kafka time
+    (ms) of its newest record, where one was noted. `regressed` names writers whose source was set back: their gaps
+    below their position hold the linear position back. `transactions`: who holds the open IDs of a writer, by its own
+    word.
     """
 
     epochs: Mapping[str, int]
@@ -43,6 +46,8 @@ class Details:
     regressed: frozenset[str]
     late: LateCount | None
     transactions: Mapping[str, list[str]]
+    behind: Behind | None
+    seen: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +171,11 @@ def _decoded(states: Mapping[str, bytes], late: Mapping[str, LateCount]) -> dict
 
 
 def _details(stream: StreamState, late: LateCount | None) -> Details:
-    signed = stream.direction.signed
+    signed, summary = stream.direction.signed, summarize(stream)
     return Details(
         epochs={writer: known.epoch for writer, known in stream.writers.items()},
         retired=frozenset(writer for writer, known in stream.writers.items() if known.retired is not None),
-        pending=summarize(stream).pending,
+        pending=summary.pending,
         gaps=blockers(stream),
         reaches={writer: signed(known.chain.reach) for writer, known in stream.writers.items()},
         waiting={writer: sum(span.edges for span in known.chain.pending) for writer, known in stream.writers.items()},
@@ -179,4 +184,6 @@ def _details(stream: StreamState, late: LateCount | None) -> Details:
         ),
         late=late,
         transactions=stream.transactions,
+        behind=summary.behind,
+        seen={writer: known.seen for writer, known in stream.writers.items() if known.seen},
     )

@@ -16,6 +16,7 @@ from tidemark.app.read_side.durable import Details
 from tidemark.app.read_side.snapshots import Snapshot
 from tidemark.sinks.reader.token import Token
 from tidemark.streaming.effects import Blocker
+from tidemark.streaming.holders import Behind
 
 StreamId = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=255)]
@@ -42,9 +43,39 @@ class BlockerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     since: Annotated[datetime, Meta(description="When this gap was first seen.")]
 
 
+class HolderAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A writer that holds the linear position below what is allocated, with a gap or without one."""
+
+    writer: Name
+    epoch: Annotated[int, Meta(ge=0)]
+    reason: Annotated[
+        Literal["transaction", "gap", "silent", "unknown"],
+        Meta(
+            description="`transaction`: it tells of one that is open; `gap`: it went on above IDs that it owes;"
+            " `silent`: it has told nothing beyond `position`; `unknown`: it never joined."
+        ),
+    ]
+    position: Annotated[StreamId | None, Meta(description="How far it is; null where it never joined.")]
+    since: Annotated[datetime | None, Meta(description="Since when it holds; null where that was not noted.")]
+    last_seen: Annotated[
+        datetime | None, Meta(description="Kafka's time of its newest record; null where none was noted.")
+    ]
+
+
+class BehindAnswer(msgspec.Struct, frozen=True):
+    """The linear position is below what is allocated. Of `holders` writers the ten furthest behind are named."""
+
+    ids: Annotated[int, Meta(ge=0, description="How far, in IDs.")]
+    since: Annotated[
+        datetime | None, Meta(description="When IDs beyond it were first seen; null where that was not noted.")
+    ]
+    held_by: list[HolderAnswer]
+    holders: Annotated[int, Meta(ge=0)]
+
+
 class StreamAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The positions of a stream. `epochs`, `retired`, `pending`, `blockers` and `open_transactions` come from Postgres
-    alone: null while it was never reached."""
+    """The positions of a stream. `epochs`, `retired`, `pending`, `blockers`, `behind`, `last_seen` and
+    `open_transactions` come from Postgres alone: null while it was never reached."""
 
     stream: Name
     state: State
@@ -57,6 +88,12 @@ class StreamAnswer(msgspec.Struct, frozen=True, kw_only=True):
     retired: list[str] | None
     pending: Annotated[int | None, Meta(description="Completed IDs held back by a gap.")]
     blockers: Annotated[list[BlockerAnswer] | None, Meta(description="Who holds a position back now, longest first.")]
+    behind: Annotated[
+        BehindAnswer | None, Meta(description="Null too where the linear position is as far as IDs are allocated.")
+    ]
+    last_seen: Annotated[
+        dict[str, datetime] | None, Meta(description="Of each writer, Kafka's time of its newest record, where noted.")
+    ]
     open_transactions: Annotated[
         dict[str, list[str]] | None, Meta(description="Who holds the open IDs of a writer, where it tells.")
     ]
@@ -102,6 +139,8 @@ def described(snapshot: Snapshot, now: float) -> StreamAnswer:
         retired=None if details is None else sorted(details.retired),
         pending=None if details is None else details.pending,
         blockers=None if details is None else [blocker(it) for it in holding(details)],
+        behind=None if details is None else behind(details.behind),
+        last_seen=None if details is None else {name: moment(seen) for name, seen in sorted(details.seen.items())},
         open_transactions=None if details is None else dict(sorted(details.transactions.items())),
         source=None if known is None else known.source,
         age_seconds=None if known is None else _age(now, known.read_at),
@@ -125,8 +164,29 @@ def blocker(gap: Blocker) -> BlockerAnswer:
         epoch=gap.epoch,
         low=None if gap.unknown else gap.low,
         top=None if gap.unknown else gap.top,
-        since=datetime.fromtimestamp(gap.since / 1000, UTC),
+        since=moment(gap.since),
     )
+
+
+def behind(found: Behind | None) -> BehindAnswer | None:
+    if found is None:
+        return None
+    holders = [
+        HolderAnswer(
+            writer=it.writer,
+            epoch=it.epoch,
+            reason=it.reason,
+            position=None if it.reason == "unknown" else it.position,
+            since=None if it.since is None else moment(it.since),
+            last_seen=moment(it.seen) if it.seen else None,
+        )
+        for it in found.holders
+    ]
+    return BehindAnswer(found.ids, None if found.since is None else moment(found.since), holders, found.count)
+
+
+def moment(milliseconds: int) -> datetime:
+    return datetime.fromtimestamp(milliseconds / 1000, UTC)
 
 
 def tag(body: StreamAnswer | StreamsAnswer) -> str:

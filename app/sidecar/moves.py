@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tidemark.app.sidecar.answers import BlockerAnswer, Name, StreamId
+from tidemark.app.sidecar.answers import BehindAnswer, BlockerAnswer, Name, StreamId
 from tidemark.sinks.reader import events
 
 Count = Annotated[int, Meta(ge=0)]
@@ -95,6 +95,10 @@ class GapsAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     stream: Name
     gaps: list[BlockerAnswer]
+    behind: Annotated[
+        BehindAnswer | None,
+        Meta(description="Who holds the linear position below what is allocated, gap or no gap; null: nobody does."),
+    ]
     open_transactions: Annotated[
         dict[str, list[str]], Meta(description="Who holds the open IDs of a writer, where it tells.")
     ]

@@ -18,7 +18,7 @@ from tidemark.app.read_side.notifications import wait_for_notification
 from tidemark.app.read_side.requests import HistoryPage, Past
 from tidemark.app.read_side.snapshots import Snapshot
 from tidemark.app.sidecar import answers, cursor, moves
-from tidemark.app.sidecar.answers import blocker, described, tag
+from tidemark.app.sidecar.answers import behind, blocker, described, tag
 from tidemark.app.sidecar.operation import Operation, OperationCall, json, tagged
 from tidemark.app.sidecar.problems import (
     Ahead,
@@ -123,6 +123,7 @@ async def gaps(call: OperationCall) -> Response:
         moves.GapsAnswer(
             stream=call.stream,
             gaps=[blocker(gap) for gap in details.gaps[: query.limit]],
+            behind=behind(details.behind),
             open_transactions=dict(sorted(details.transactions.items())),
             total=len(details.gaps),
             age_seconds=round(max(0.0, time.monotonic() - read_at), 3),
@@ -244,7 +245,7 @@ OPERATIONS = [
     Operation(
         "/v1/streams/{stream}/gaps",
         "gaps",
-        "What is open above the positions of a stream's writers.",
+        "What is open above the positions of a stream's writers, and who holds its linear position back.",
         gaps,
         moves.GapsAnswer,
         query=GapsQuery,

@@ -4,7 +4,7 @@ Nothing in it ages by itself, so equal text means that nothing happened; ages fo
 """
 
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Annotated
 
 import msgspec
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from tidemark.app.read_side.durable import Details
 from tidemark.app.read_side.snapshots import Known, Snapshot
-from tidemark.app.sidecar.answers import Name, Source, State, StreamId
+from tidemark.app.sidecar.answers import BehindAnswer, Name, Source, State, StreamId, behind, moment
 from tidemark.sinks.postgres.status import Condition
 from tidemark.streaming.direction import beyond, farther
 from tidemark.streaming.effects import Blocker
@@ -44,6 +44,9 @@ class WatchedWriterAnswer(msgspec.Struct, frozen=True, kw_only=True):
     gaps: Annotated[list[GapAnswer], Meta(description="Its gaps, nearest first; at most 50.")]
     hidden: Annotated[int, Meta(ge=0, description="Gaps that are left out.")]
     transactions: Annotated[list[str], Meta(description="Who holds its open IDs, where it tells.")]
+    last_seen: Annotated[
+        datetime | None, Meta(description="Kafka's time of its newest record; null where none was noted.")
+    ]
 
 
 class UnknownWriterAnswer(msgspec.Struct, frozen=True):
@@ -69,6 +72,12 @@ class WatchedStreamAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="
     allocated: Annotated[StreamId | None, Meta(description="The highest ID that any record named, as far as is known.")]
     writers: list[WatchedWriterAnswer]
     unknown_writers: list[UnknownWriterAnswer]
+    behind: Annotated[
+        BehindAnswer | None,
+        Meta(
+            description="Who holds the linear position below what is allocated; null too while Postgres was not read."
+        ),
+    ]
     late: LateSummaryAnswer | None
 
 
@@ -110,6 +119,7 @@ def watched(snapshot: Snapshot) -> WatchedStreamAnswer:
             for name, position in sorted(known.vector.items())
         ],
         unknown_writers=[] if details is None else _unknown_writers(details),
+        behind=None if details is None else behind(details.behind),
         late=None
         if details is None or details.late is None
         else LateSummaryAnswer(details.late.count, details.late.newest),
@@ -143,6 +153,7 @@ def _writer(name: str, position: int, details: Details | None, gaps: list[GapAns
         gaps=gaps[:GAPS],
         hidden=max(0, len(gaps) - GAPS),
         transactions=details.transactions.get(name, []) if details else [],
+        last_seen=moment(details.seen[name]) if details and name in details.seen else None,
     )
 
 
@@ -152,13 +163,11 @@ def _floor(name: str, known: Known, details: Details | None) -> int:
 
 
 def _gaps(blockers: Iterable[Blocker], floor: int) -> list[GapAnswer]:
-    found = [GapAnswer(farther(gap.low, floor), gap.top, _moment(gap)) for gap in blockers if beyond(gap.top, floor)]
+    found = [
+        GapAnswer(farther(gap.low, floor), gap.top, moment(gap.since)) for gap in blockers if beyond(gap.top, floor)
+    ]
     return sorted(found, key=lambda gap: abs(gap.low))
 
 
 def _unknown_writers(details: Details) -> list[UnknownWriterAnswer]:
-    return [UnknownWriterAnswer(gap.writer, gap.epoch, _moment(gap)) for gap in details.gaps if gap.unknown]
-
-
-def _moment(gap: Blocker) -> datetime:
-    return datetime.fromtimestamp(gap.since / 1000, UTC)
+    return [UnknownWriterAnswer(gap.writer, gap.epoch, moment(gap.since)) for gap in details.gaps if gap.unknown]

@@ -2,6 +2,7 @@ import pytest
 from confluent_kafka.admin import AdminClient
 from prometheus_client import CollectorRegistry
 
+from tests.streaming.builders import Shard, position
 from tests.waiting import eventually
 from tidemark.app import board as board_module
 from tidemark.app.board import Board, EndOffsets
@@ -85,7 +86,55 @@ def test_past_their_number_streams_and_writers_share_a_series() -> None:
     assert {it.labels["what"]: it.value for it in samples if it.name == "tidemark_without_series"} == {
         "streams": 4,
         "writers": 8,
+        "holders": 0,
     }
+
+
+def test_a_dead_writer_is_named_without_a_gap(scraped: tuple[Board, CollectorRegistry]) -> None:
+    """How far the line is behind in IDs and in seconds, for whom it waits, and how long that one is silent."""
+    board, registry = scraped
+    shard = Shard()
+    board.update([ShardEffects(0, 0, [shard.left_by_a_dead_writer()], [], [])])
+    holder = {"stream": "events", "writer": "w1", "reason": "silent"}
+    assert registry.get_sample_value("tidemark_behind_ids", {"stream": "events"}) == 13
+    assert registry.get_sample_value("tidemark_behind_seconds", {"stream": "events"}) == 23
+    assert registry.get_sample_value("tidemark_held_by_seconds", holder) == 23
+    assert registry.get_sample_value("tidemark_holder_silent_seconds", holder) == 25 - 0.002
+    board.load(shard.states, {})
+    assert registry.get_sample_value("tidemark_held_by_seconds", holder) == 23
+    board.update([ShardEffects(0, 0, [shard.feed(position("w1", 7, 20, epoch=1))], [], [])])
+    assert registry.get_sample_value("tidemark_held_by_seconds", holder) is None
+    assert registry.get_sample_value("tidemark_behind_ids", {"stream": "events"}) == 0
+    assert registry.get_sample_value("tidemark_behind_seconds", {"stream": "events"}) == 0
+
+
+def test_a_line_that_waits_no_longer_than_a_transaction_takes_makes_no_series() -> None:
+    """Else each scrape under traffic would name others."""
+    registry = CollectorRegistry()
+    board = Board(now=lambda: 11.0)
+    registry.register(board)
+    board.load({"events": Shard().left_by_a_dead_writer().state}, {})
+    assert registry.get_sample_value("tidemark_behind_seconds", {"stream": "events"}) == 9
+    assert "w1" not in {
+        it.labels.get("writer") for family in board.collect() for it in family.samples if "held" in it.name
+    }
+
+
+def test_past_their_number_holders_share_a_series() -> None:
+    """Those that hold longest are named, whatever their streams are called; the others are counted."""
+    registry = CollectorRegistry()
+    board = Board(now=lambda: 60.0, streams=1)
+    registry.register(board)
+    old = Shard().left_by_a_dead_writer()
+    young = Shard(now=20_000).left_by_a_dead_writer()
+    board.load({"a": young.state, "z": old.state}, {})
+    held = [sample for family in board.collect() for sample in family.samples if "held_by" in sample.name]
+    assert [(*it.labels.values(), it.value) for it in held] == [
+        ("z", "w1", "silent", 58),
+        ("other streams", "other writers", "any", 38),
+    ]
+    assert registry.get_sample_value("tidemark_without_series", {"what": "holders"}) == 1
+    assert registry.get_sample_value("tidemark_behind_ids", {"stream": "other streams"}) == 13
 
 
 def test_who_retired_has_no_series_any_more(scraped: tuple[Board, CollectorRegistry]) -> None:

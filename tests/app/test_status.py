@@ -4,7 +4,7 @@ import json
 from datetime import UTC, datetime
 
 from tests.app.sidecar.given import At, moved
-from tests.streaming.builders import Shard, join, packing, rdata
+from tests.streaming.builders import STREAM, Shard, join, opened, packing, position, rdata
 from tidemark.app import status
 from tidemark.sinks.postgres.recalls import RecallStatus
 from tidemark.sinks.postgres.status import SinkFault
@@ -35,6 +35,61 @@ def test_the_transactions_that_hold_a_stream_are_named() -> None:
     ]
     told = {it["stream"]: it["open_transactions"] for it in json.loads(status.as_json(found, 0.0))["streams"]}
     assert told == {"orders": {"shop": ["pid 7: insert", "pid 8"]}, "items": {}}
+
+
+def test_a_dead_writer_is_named_without_a_gap() -> None:
+    """The line stands below what is allocated: for whom it waits, since when, and when that writer was last seen."""
+    states = {"events": Shard().left_by_a_dead_writer().state, "quiet": moved("quiet", 3, shop=At(0, 3)).state}
+    found = status.read(states)
+    assert status.as_table(found, 302.0).splitlines()[-2:] == [
+        "events: the line is 13 IDs behind, for 5 min",
+        "events: held by w1 (epoch 1), which has told nothing beyond 7; last seen 5 min ago",
+    ]
+    events, quiet = json.loads(status.as_json(found, 302.0))["streams"]
+    assert events["behind"] == {
+        "ids": 13,
+        "since": "1970-01-01T00:00:02Z",
+        "age_seconds": 300.0,
+        "held_by": [
+            {
+                "writer": "w1",
+                "epoch": 1,
+                "reason": "silent",
+                "position": 7,
+                "since": "1970-01-01T00:00:02Z",
+                "age_seconds": 300.0,
+                "last_seen": "1970-01-01T00:00:00.002000Z",
+            }
+        ],
+        "holders": 1,
+    }
+    assert [it["last_seen"] for it in events["writers"]] == [
+        "1970-01-01T00:00:00.002000Z",
+        "1970-01-01T00:00:00.005000Z",
+    ]
+    assert quiet["behind"] is None
+
+
+def test_a_line_that_waits_no_longer_than_a_transaction_takes_is_not_told_of() -> None:
+    """Under traffic some line always waits for a moment; the JSON has it all the same."""
+    found = status.read({"events": Shard().left_by_a_dead_writer().state})
+    assert len(status.as_table(found, 11.0).splitlines()) == 3
+    assert json.loads(status.as_json(found, 11.0))["streams"][0]["behind"]["ids"] == 13
+
+
+def test_each_reason_for_which_a_line_waits_has_its_sentence() -> None:
+    """A gap, an open transaction, and a writer that never joined; of many only the furthest behind."""
+    shard = Shard()
+    shard.feed(join("a", 0), join("b", 0), join("z", 0))
+    shard.feed(rdata("a", 3, 2, epoch=1), position("z", 0, 9, epoch=1), opened("b", "pid 7"), rdata("new", 11, 10))
+    found = status.read({"events": shard.states[STREAM]})
+    assert [line for line in status.as_table(found, 60.0).splitlines() if "held by" in line] == [
+        "events: held by new (epoch 0), which has not joined; last seen 59 s ago",
+        "events: held by a (epoch 1), which owes IDs beyond 0; last seen 59 s ago",
+        "events: held by b (epoch 1), which has a transaction open beyond 0; last seen 59 s ago",
+    ]
+    shard.feed(*(join(f"w{number}", 0) for number in range(20)))
+    assert "events: and by 13 more" in status.as_table(status.read({"events": shard.states[STREAM]}), 60.0)
 
 
 def test_what_was_put_off_is_told_with_what_becomes_of_it() -> None:

@@ -266,6 +266,11 @@ class Shard:
         self.now += 1000
         return advance(0, self.states, list(batch), self.now, self.bounds)
 
+    def left_by_a_dead_writer(self) -> StreamEffects:
+        """w1 at 7 dies holding 8, w2 goes on to 20: there is no gap, and the line waits for w1 since 2 s."""
+        self.feed(join("w1", 0), join("w2", 0), rdata("w1", 7, 0, epoch=1), position("w2", 0, 7, epoch=1))
+        return self.feed(rdata("w2", 9, 7, epoch=1), position("w2", 9, 20, epoch=1))
+
     def stream(self, name: str = STREAM) -> StreamState:
         return state.decode(self.states[name])
 

@@ -100,6 +100,9 @@ class Core:
         batch.feed(inbox)
         for writer in batch.stream.writers.values():
             writer.chain.empty = writer.chain.empty.above(writer.position)
+            writer.seen = 0  # for people: no position depends on it
+        for held in batch.stream.held.values():
+            held.seen = 0
         effects = batch.effects()
         core = batch.encoded.whole
         if core not in self.standings:

@@ -17,7 +17,7 @@ from tidemark.streaming.effects import blockers
 from tidemark.streaming.inbox import inboxes_of
 from tidemark.streaming.joined import Writers
 from tidemark.streaming.model import NOTHING, Bounds
-from tidemark.streaming.packed import PackedTable, StoredWriter
+from tidemark.streaming.packed import PackedTable, StoredWriter, Straggler
 from tidemark.streaming.runs import EVERYTHING
 from tidemark.streaming.writers import WriterState
 
@@ -88,8 +88,8 @@ def assert_like(writers: Writers, plain: dict[str, WriterState], line: int, befo
     assert len(writers) == len(plain)
     assert writers.floor() == min(active.values(), default=None)
     assert writers.reach() == max((it.chain.reach for it in plain.values()), default=0)
-    low = min(active, key=lambda name: (active[name], name), default=None)
-    assert writers.span() == (low and (low, active[low], max(active.values())))
+    standing = sorted(Straggler.of(name, plain[name]) for name in active if active[name] <= line)
+    assert writers.stragglers(line, 2) == (standing[:2], len(standing))
     passed = sorted((it.retired, name) for name, it in plain.items() if it.retired and it.position <= line)
     expected = [name for at, (since, name) in enumerate(passed) if at < len(passed) - 2 or since <= before]
     assert writers.outlived(line, 2, before, ()) == expected

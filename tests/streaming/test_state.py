@@ -130,7 +130,7 @@ def test_retired_writers_are_given_apart_when_they_change() -> None:
     for parts in (state.homeless(shard.states[STREAM]), state.doubtful(shard.states[STREAM])):
         assert parts.whole == parts.state[:-1] + (parts.retired or b"")
     *fields, table = msgspec.msgpack.decode(shard.states[STREAM])
-    older = Shard({STREAM: msgspec.msgpack.encode([3, *fields[1:11], table, *fields[12:]])}, next_offset=9, now=9000)
+    older = Shard({STREAM: msgspec.msgpack.encode([3, *fields[1:11], table, *fields[12:17]])}, next_offset=9, now=9000)
     assert older.feed(rdata("a", 2, epoch=1)).retired == done.retired
     assert shard.feed(join("b", 2, epoch=2)).retired == b"\xc0"
 
@@ -148,6 +148,31 @@ def test_a_state_of_format_4_is_read() -> None:
     assert (shard.positions, shard.linear) == ({"a": 5, "b": 4, "c": 9}, 5)
     (move,) = shard.feed(join("a", 9, epoch=2)).advances
     assert (move.unseen, move.empty) == (2, 2)
+
+
+def test_a_state_of_format_5_is_read() -> None:
+    """Written by the version before: w1 is silent at 7, w3 waits above a gap. Nobody noted since when the line waits,
+    nor when anybody was last seen; the next batch does.
+    """
+    old = bytes.fromhex(
+        "dc001205010007c40c010900000000000000010101909001c00792c43a12000000000700000000000000070000000000000000000000"
+        "0000000015000000000c000000000000000c000000000000000000000000000000c4279aa2773101950700909090c09000c0c201c09a"
+        "a2773201950c00909192000790c09000c0c201c0c000000380919ba2773301070a01010709cd07d0c4209aa27733019507009198090a"
+        "0100000001cd07d09192000790c09000c0c201c0c292c41d160000000007000000000000000700000000000000e803000000000000c4"
+        "169aa17201950700909192000790cd03e89000c0c201c0"
+    )
+    shard = Shard({STREAM: old}, next_offset=20, now=2000)
+    before = summarize(shard.stream()).behind
+    assert before is not None
+    assert [(it.writer, it.reason, it.since, it.seen) for it in before.holders] == [
+        ("w1", "silent", 2000, 0),
+        ("w3", "gap", 2000, 0),
+    ]
+    after = shard.feed(position("w2", 12, 14, epoch=1)).summary.behind
+    assert after is not None
+    assert (before.ids, after.ids, after.since) == (5, 7, 3000)
+    shard.feed(position("w1", 7, 14, epoch=1), rdata("w3", 9, 7, epoch=1), retire("w3", 14))
+    assert (shard.linear, shard.stream().writers["r"].retired) == (14, 1000)
 
 
 def test_what_was_put_off_comes_back_as_it_went() -> None:

@@ -8,6 +8,7 @@ import pytest
 from tests.app.sidecar.given import At, SidecarClient, moved, set_back, sidecar
 from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
+from tests.streaming.builders import Shard
 from tests.waiting import eventually
 from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.sidecar.site import SiteConfig
@@ -32,8 +33,48 @@ def test_all_that_is_known_of_a_stream(pipeline: Pipeline, client: SidecarClient
         "retired": [],
         "pending": 1,
         "blockers": [{"writer": "first", "epoch": 1, "low": 9, "top": 11, "since": "2026-09-21T14:13:20Z"}],
+        "behind": {
+            "ids": 5,
+            "since": None,
+            "held_by": [
+                {
+                    "writer": "second",
+                    "epoch": 1,
+                    "reason": "silent",
+                    "position": 7,
+                    "since": None,
+                    "last_seen": None,
+                }
+            ],
+            "holders": 1,
+        },
+        "last_seen": {},
         "open_transactions": {"first": ["pid 7"]},
         "source": "redis",
+    }
+
+
+def test_a_dead_writer_is_named_without_a_gap(pipeline: Pipeline, client: SidecarClient) -> None:
+    """The stream and its gaps say for whom the line waits, since when, and when that writer was last seen."""
+    pipeline.publish(Shard().left_by_a_dead_writer())
+    found, gaps = client.json("/v1/streams/events"), client.json("/v1/streams/events/gaps")
+    seen = {"w1": "1970-01-01T00:00:00.002000Z", "w2": "1970-01-01T00:00:00.005000Z"}
+    assert (found["blockers"], gaps["gaps"], found["last_seen"]) == ([], [], seen)
+    assert found["behind"] == gaps["behind"]
+    assert found["behind"] == {
+        "ids": 13,
+        "since": "1970-01-01T00:00:02Z",
+        "held_by": [
+            {
+                "writer": "w1",
+                "epoch": 1,
+                "reason": "silent",
+                "position": 7,
+                "since": "1970-01-01T00:00:02Z",
+                "last_seen": seen["w1"],
+            }
+        ],
+        "holders": 1,
     }
 
 

@@ -18,6 +18,7 @@ from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.needs import CHROMIUM, chromium
 from tests.sinks.given import batch, rejected
 from tests.sinks.reader.given import Pipeline
+from tests.streaming.builders import Shard, position
 from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.sidecar.site import SiteConfig
 from tidemark.app.stack.server import free_port
@@ -93,6 +94,18 @@ def test_gap_appears_is_named_and_closes(pipeline: Pipeline, page: Page) -> None
     says(page, "#headline", "The only stream is moving")
     says(page, "#spoken", "orders is not held any more.")
     expect(page.locator(".strip .gap")).to_have_count(0)
+
+
+def test_a_dead_writer_is_named_without_a_gap(pipeline: Pipeline, page: Page) -> None:
+    """For whom the line waits, since when, when that writer was last seen, and what to do about it."""
+    shard = Shard(now=int((time.time() - 200) * 1000))
+    pipeline.publish(shard.left_by_a_dead_writer())
+    says(page, "#headline", "The only stream is held")
+    says(page, "#subline", re.compile(r"events: w1 has said nothing beyond 7, for 3 min \d+ s\."))
+    says(page, ".trouble .more", re.compile(r"the linear position waits for it, gap or no gap; last seen .* ago"))
+    says(page, ".trouble .verb", re.compile(r"tidemark force retire .* events w1"))
+    pipeline.publish(shard.feed(position("w1", 7, 20, epoch=1)))
+    says(page, "#headline", re.compile("The only stream is (moving|complete)"))
 
 
 def test_page_catches_up_when_the_sidecar_was_away(
@@ -208,7 +221,9 @@ def test_commands_are_whole_and_safe_for_a_shell(page: Page) -> None:
     judged = """async ([stream, writer]) => {
       const { judge } = await import("/page/verdict.js");
       const silent = { writer, position: 7, reach: 7, gaps: [], transactions: [], retired: false };
-      const said = { stream, state: "known", linear: 7, allocated: 9, writers: [silent], unknown_writers: [] };
+      const holder = { writer, epoch: 1, reason: "silent", position: 7, since: null, last_seen: null };
+      const behind = { ids: 2, since: null, holders: 1, held_by: [holder] };
+      const said = { stream, state: "known", linear: 7, allocated: 9, writers: [silent], unknown_writers: [], behind };
       return judge(said, { still: 0 }, 100).troubles[0].verb;
     }"""
     for names in (["orders", "shop"], ["a'b", "$(reboot)"], ["-rf", 'x;"`']):

@@ -72,6 +72,7 @@ def test_all_streams_at_first_and_then_what_changed(pipeline: Pipeline, client: 
             "gaps": [gap],
             "hidden": 0,
             "transactions": ["pid 7"],
+            "last_seen": None,
         }
         assert (told["owner"], told["problems"], told["dead_letters"]) == ("test", [], [])
         pipeline.publish(moved("s", 12, first=At(9, 12), second=At(7, 12)))

@@ -1,6 +1,6 @@
 // What is the matter with a stream, from what is known of it. No page in here.
 
-import { ahead, farthest, nearest, range } from "./ids.js";
+import { ahead, farthest, range } from "./ids.js";
 import { age, counted, grouped } from "./words.js";
 
 export const HELD_AFTER = 10; // seconds that something may be missing: what a transaction takes is none of our business
@@ -12,8 +12,7 @@ export function judge(stream, motion, now) {
   if (stream.state === "recovering") return { state: "recovering", since: null, troubles: [], allocated: null, behind: null };
   const allocated = farthest([stream.allocated ?? stream.linear, stream.linear, ...stream.writers.map((it) => it.reach)]);
   const behind = ahead(allocated, stream.linear);
-  const troubles = [...gaps(stream), ...unknownWriters(stream)];
-  if (!troubles.length && behind > 0 && now - motion.still >= HELD_AFTER) troubles.push(...silent(stream, motion.still));
+  const troubles = [...gaps(stream), ...unknownWriters(stream), ...silent(stream, motion, now)];
   troubles.sort((a, b) => a.since - b.since);
   const since = troubles[0]?.since ?? null;
   return { state: state(since, motion, now), since, troubles, allocated, behind };
@@ -39,7 +38,7 @@ function gaps(stream) {
 
 // Who holds the open IDs of `writer`; null where it does not tell.
 function named(writer) {
-  return writer.transactions.length ? { how: `Open: ${writer.transactions.join("; ")}` } : null;
+  return writer?.transactions.length ? { how: `Open: ${writer.transactions.join("; ")}` } : null;
 }
 
 // Names as a shell takes them for one argument each, and none for an option.
@@ -64,22 +63,20 @@ function unknownWriters(stream) {
   }));
 }
 
-// No gap, and yet the linear position stands below what is allocated: it waits for a writer that says nothing, not even that it is idle.
-function silent(stream, since) {
-  const active = stream.writers.filter((it) => it.retired !== true);
-  if (!active.length) return [];
-  const last = nearest(active.map((it) => it.position));
-  const writer = active.find((it) => it.position === last);
-  return [{
-    writer: writer.writer,
-    since,
-    what: `has said nothing beyond ${grouped(last)}`,
-    more: "the linear position waits for it, gap or no gap",
-    ...(named(writer) ?? {
-      how: `Is ${writer.writer} running, or the relay of its database? If it is gone for good:`,
-      verb: `tidemark force retire --by "$USER" --why "gone for good" ${words(stream.stream, writer.writer)}`,
+// Without a gap of theirs, and yet the linear position waits for them: they say nothing, not even that they are idle.
+function silent(stream, motion, now) {
+  const held = stream.behind?.held_by.filter((it) => it.reason === "silent" || it.reason === "transaction") ?? [];
+  const known = new Map(stream.writers.map((it) => [it.writer, it]));
+  return held.filter((it) => !known.get(it.writer)?.gaps.length).map((it) => ({
+    writer: it.writer,
+    since: it.since ? seconds(it.since) : motion.still,
+    what: `has said nothing beyond ${grouped(it.position)}`,
+    more: `the linear position waits for it, gap or no gap; ${it.last_seen ? `last seen ${age(now - seconds(it.last_seen))} ago` : "no record of it was noted"}`,
+    ...(named(known.get(it.writer)) ?? {
+      how: `Is ${it.writer} running, or the relay of its database? If it is gone for good:`,
+      verb: `tidemark force retire --by "$USER" --why "gone for good" ${words(stream.stream, it.writer)}`,
     }),
-  }];
+  })).filter((it) => now - it.since >= HELD_AFTER);
 }
 
 export function seconds(moment) {
