@@ -26,6 +26,7 @@ from tidemark.app.signals import told_to_end
 from tidemark.app.start import Start, prepare
 from tidemark.app.versions import OURS, require_successor
 from tidemark.sinks.dead_letters import DeadLetters, DeadLettersConfig
+from tidemark.sinks.leased_thread import LeasedThread
 from tidemark.sinks.maintenance import Maintenance, MaintenanceConfig
 from tidemark.sinks.port import Sink
 from tidemark.sinks.postgres.history import Retention
@@ -195,12 +196,12 @@ class Attempt:
             publisher.send_unsent(start.seed.lineage)
             end_offsets = stack.enter_context(EndOffsets(topics, start.topics, self._board).running())
             recaller = RecallerConfig(settings.kafka_facts_topic, kafka.client(), kafka.producer())
-            stack.enter_context(Recaller(recaller, postgres, lease, metrics.RECALLED.inc))
+            recalling = stack.enter_context(Recaller(recaller, postgres, lease, metrics.RECALLED.inc))
             self._batches = Batches(publisher, self._board, start.seed, start.topics)
             spark, store = self._spark.session(stopping), settings.checkpoint_store
             location = str(checkpoint.path) if store is None else stack.enter_context(folder(spark, store))
             running = stack.enter_context(self._query(spark, start, location, self._batches))
-            self._supervise(spark, running, lease, sinks, (self._batches, end_offsets, maintenance))
+            self._supervise(spark, running, lease, sinks, (self._batches, end_offsets, maintenance, recalling))
 
     def _sinks(self, stack: ExitStack, postgres: Postgres, lease: Lease) -> list[Sink]:
         """Where positions are shown, each in turn. One sink, one line."""
@@ -245,7 +246,7 @@ class Attempt:
         running: StreamingQuery,
         lease: Lease,
         sinks: Sequence[Sink],
-        threads: tuple[Batches, EndOffsets, Maintenance],
+        threads: Sequence[Batches | EndOffsets | LeasedThread],
     ) -> None:
         looked = time.monotonic()
         while not self._stopping.is_set():

@@ -3,16 +3,15 @@
 Spark runs no batch while no data comes, so an idle system needs it. The thread ends with the lease.
 """
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Self
 
 import structlog
 
+from tidemark.sinks.leased_thread import LeasedThread
 from tidemark.sinks.port import Sink
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
@@ -34,44 +33,25 @@ class MaintenanceConfig:
     tidy: float = 3600.0
 
 
-class Maintenance:
-    """A context manager. Problems are logged and tried again at the next poll.
-
-    `failure` is the `Stop` among them, for the thread that supervises.
-    """
+class Maintenance(LeasedThread):
+    """Problems are logged and tried again at the next poll; a `Stop` among them is the `failure`."""
 
     def __init__(self, sinks: Sequence[Sink], postgres: Postgres, lease: Lease, config: MaintenanceConfig) -> None:
+        super().__init__("maintenance", lease)
         self._sinks = sinks
         self._postgres = postgres
-        self._lease = lease
         self._config = config
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="maintenance", daemon=True)
         self._compared: dict[str, float] = {}
         self._tidy_at = -float("inf")
         self._problems: dict[str, str] = {}
         self._noted: dict[tuple[str, str], str] | None = None
-        self.failure: Stop | None = None
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._closing.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            while not self._closing.is_set():
-                for sink in self._sinks:
-                    self._try(sink.name, partial(self._mend, sink))
-                self._try("the streams that are not shown", self._note_faults)
-                self._try("Postgres's history", self._tidy)
-                self._closing.wait(self._config.poll)
-        except LeaseLost as error:
-            self._lease.lose(error.now)
-            log.info("Another query looks after the sinks now")
+    def work(self) -> float:
+        for sink in self._sinks:
+            self._try(sink.name, partial(self._mend, sink))
+        self._try("the streams that are not shown", self._note_faults)
+        self._try("Postgres's history", self._tidy)
+        return self._config.poll
 
     def _try(self, what: str, step: Callable[[], None]) -> None:
         try:

@@ -5,16 +5,15 @@ noting it repeats some, which are duplicates. In its own thread, since it may ha
 which few come again; batches go on meanwhile.
 """
 
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
-from typing import Self
 
 import structlog
 from confluent_kafka import KafkaException
 
 from tidemark.sinks.kafka_copy import KafkaConnections, Outbox, Outgoing
+from tidemark.sinks.leased_thread import LeasedThread
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.recalls import KeptRecall
 from tidemark.sinks.postgres.store import Postgres
@@ -44,8 +43,8 @@ class RecallerConfig:
     poll: float = 0.5
 
 
-class Recaller:
-    """A context manager. Problems are logged, noted for `tidemark status`, and tried again: meanwhile positions hold.
+class Recaller(LeasedThread):
+    """Problems are logged, noted for `tidemark status`, and tried again: meanwhile positions hold.
 
     `recalled` is called with the number of records of each `recall` that were produced again.
     """
@@ -53,37 +52,17 @@ class Recaller:
     def __init__(
         self, config: RecallerConfig, postgres: Postgres, lease: Lease, recalled: Callable[[int], object]
     ) -> None:
+        super().__init__("recaller", lease)
         self._config = config
         self._postgres = postgres
-        self._lease = lease
         self._recalled = recalled
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="recaller", daemon=True)
         # Of a transaction that was aborted nothing may come again: it would be produced without one.
         self._kafka = KafkaConnections(config.client, config.producer, config.patience, "read_committed")
         self._problem = ""
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._closing.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            while not self._closing.wait(AGAIN if self._problem else self._config.poll):
-                self._look()
-        except LeaseLost as error:
-            self._lease.lose(error.now)
-        finally:
-            self.disconnect()
-
-    def _look(self) -> None:
+    def work(self) -> float:
         recall = None
         try:
-            self._lease.check()
             recall = next(iter(self._postgres.recalls()), None)
             if recall is not None:
                 self._postgres.recalled(*self.recall(recall))
@@ -100,16 +79,25 @@ class Recaller:
             if recall is not None:
                 with suppress(Unavailable):
                     self._postgres.recalled(recall, problem)
+        return AGAIN if self._problem else self._config.poll
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.close()
+
+    def close(self) -> None:
+        """Its connections to Kafka."""
+        self._kafka.close()
 
     def recall(self, recall: KeptRecall) -> tuple[KeptRecall, str | None]:
         """Produce some of it; gives what is left, once the brokers have it, and what hinders the rest."""
         try:
             return self._step(recall)
         except KafkaException as error:
-            self.disconnect()
+            self._kafka.close()
             raise self._kafka.errors.explain(error.args[0]) from error
         except TidemarkError:
-            self.disconnect()
+            self._kafka.close()
             raise
 
     def _step(self, recall: KeptRecall) -> tuple[KeptRecall, str | None]:
@@ -146,6 +134,3 @@ class Recaller:
                 too_large=outbox.gone,
             )
         return replace(recall, next=following, gone=recall.gone + gone + outbox.gone), problem
-
-    def disconnect(self) -> None:
-        self._kafka.close()

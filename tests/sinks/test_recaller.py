@@ -41,7 +41,7 @@ def recaller(config: RecallerConfig, store: Postgres, lease: Lease) -> Iterator[
     """Not running: its steps are taken by the test."""
     recaller = Recaller(config, store, lease, lambda _: None)
     yield recaller
-    recaller.disconnect()
+    recaller.close()
 
 
 def fact(id: int, writer: str = "a", epoch: int = 1, text: str = "") -> Rdata:
@@ -110,7 +110,7 @@ def test_a_step_is_bounded(
     ):
         recaller = Recaller(bounded, store, lease, counted.append)
         assert recaller.recall(kept(0, 7)) == (kept(following, 7), None)
-        recaller.disconnect()
+        recaller.close()
     assert counted == [1, 2, 0]
 
 
@@ -174,6 +174,22 @@ def test_a_problem_is_noted_and_gone_when_it_is_over(
     assert (other.partition, hindered.number) == (0, number)
     store.recalled(replace(hindered, next=1))
     assert [(it.number, it.next) for it in store.recalls()] == [(number, 1), (other.number, 5)]
+
+
+def test_what_nobody_expected_is_told_to_whoever_supervises(
+    connection: KafkaConnection, facts: str, config: RecallerConfig, store: Postgres, lease: Lease
+) -> None:
+    """The thread does not end in silence, with what was put off for ever behind."""
+    produce(connection, facts, fact(1))
+    waiting(store, lease.token, Recall("a", 1, 1, 0, 0))
+    unexpected = ZeroDivisionError()
+
+    def recalled(_: int) -> None:
+        raise unexpected
+
+    with Recaller(config, store, lease, recalled) as recaller:
+        eventually(lambda: recaller.failure, 30, lambda: "the failure")
+    assert recaller.failure is unexpected
 
 
 @pytest.mark.parametrize("later", [WriterRow("a", 2, 3, retired=False), WriterRow("a", 1, 3, retired=True)])
