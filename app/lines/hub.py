@@ -146,7 +146,7 @@ class Hub:
             names = await self._read_side.snapshots.names()
             self._beginning = set(names)
             self._read_side.feeds.to_all(listener)
-            with self._read_side.feeds.listening(listener, names):
+            with self._read_side.feeds.listening(listener, names, {}):
                 for stream, known in (await self._read_side.snapshots.known(names)).items():
                     self._announce(self._announcer.catch_up(stream, known.vector))
                 # A move between that and a follower's first read could only be announced as a position to start from.

@@ -1,23 +1,24 @@
 """One follower per stream for all listeners: what moves a stream is read once and given to all of them.
 
-A follower runs while its stream has a listener. It never waits for one: a listener that does not take its items is cut
-off, and goes on later from where it stood.
+A follower runs while its stream has a listener, and for some seconds more, because clients come back. It never waits
+for a listener: one that does not take its items is cut off, and goes on later from where it stood.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 import structlog
 
 from tidemark.app.read_side.durable import Durable
 from tidemark.app.read_side.notifications import Notifications
+from tidemark.app.read_side.recent import Recalled, Recent
 from tidemark.app.read_side.requests import RequestHandler
 from tidemark.app.read_side.slices import Appeared, Begun, Item, Listener, Slice, ToldUpTo
 from tidemark.app.read_side.snapshots import Known, Snapshots
 from tidemark.app.read_side.tasks import ended
-from tidemark.sinks.postgres.tail import ChangesSince, Moved
+from tidemark.sinks.postgres.tail import ChangesSince, DurableMark, Moved
 from tidemark.sinks.reader.events import Event, Place
 from tidemark.sinks.reader.follow import CaughtUp, Following
 from tidemark.sinks.reader.io import (
@@ -37,14 +38,17 @@ log = structlog.get_logger(__name__)
 
 DISCOVER_EVERY = 1.0  # seconds until new streams are looked for again
 LARGEST = 500  # events of one slice
+LINGER = 10.0  # seconds that a stream is followed still when its last listener has gone
 SHARE = 10  # reading all followed streams is due again after so many times as long as it took: there may be thousands
 
 
 class Feed:
-    """Follows one stream for its `listeners`."""
+    """Follows one stream for its `listeners`; without any since `left` (s, monotonic)."""
 
-    def __init__(self, stream: str, requests: RequestHandler, notifications: Notifications) -> None:
+    def __init__(self, stream: str, requests: RequestHandler, notifications: Notifications, recent: Recent) -> None:
         self.listeners: set[Listener] = set()
+        self.left = 0.0
+        self._recent = recent
         self._stream = stream
         self._requests = requests
         self._notifications = notifications
@@ -56,8 +60,16 @@ class Feed:
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._ended)
 
-    def add(self, listener: Listener) -> None:
-        if self._place is not None:
+    @property
+    def broken(self) -> bool:
+        return self._task.done()
+
+    def add(self, listener: Listener, missed: Recalled | None) -> None:
+        """`missed` is what it is given first; None: it is told where the stream stands."""
+        if missed is not None:
+            for piece in missed.slices:
+                listener.give(self._stream, piece)
+        elif self._place is not None:
             if self._begun is None or self._begun.place is not self._place:
                 self._begun = Begun(self._place)
             listener.give(self._stream, self._begun)
@@ -122,9 +134,12 @@ class Feed:
         before, after, events = self._place, self._following.place, self._events
         assert after is not None
         if before is None:
+            self._recent.begin(self._stream, after)
             self._give(Begun(after))
         elif events or beyond(after.linear, before.linear):
-            self._give(Slice(self._stream, before, after, events))
+            piece = Slice(self._stream, before, after, events)
+            self._recent.keep(piece)
+            self._give(piece)
         else:
             return
         self._place, self._events = after, []
@@ -148,6 +163,7 @@ class Feeds:
         self._given = False
         self._came = 0  # listeners, so far
         self._feeds: dict[str, Feed] = {}
+        self._recent = Recent()
         self._to_all: set[Listener] = set()
 
     @asynccontextmanager
@@ -162,14 +178,18 @@ class Feeds:
                 await ended(task)
 
     @contextmanager
-    def listening(self, listener: Listener, streams: Iterable[str]) -> Iterator[None]:
-        """`listener` is given what moves `streams` while the block runs."""
+    def listening(
+        self, listener: Listener, streams: Collection[str], stands: Mapping[str, Place] | DurableMark
+    ) -> Iterator[dict[str, Place]]:
+        """`listener` is given what moves `streams` while the block runs. Gives the places from which on that joins what
+        it has: of all streams in which it `stands` somewhere, those that moved no more since than is remembered."""
         # Whoever is new has to be given what was not followed before, too.
         self._changes, self._came = None, self._came + 1
+        missed = self._missed(streams, stands)
         try:
             for stream in streams:
-                self._add(listener, stream)
-            yield
+                self._add(listener, stream, missed.get(stream))
+            yield {stream: found.place for stream, found in missed.items()}
         finally:
             self._remove(listener)
 
@@ -177,17 +197,33 @@ class Feeds:
         """Give it new streams as well, until it stops listening."""
         self._to_all.add(listener)
 
-    def _add(self, listener: Listener, stream: str) -> None:
-        if stream not in self._feeds:
-            self._feeds[stream] = Feed(stream, self._requests, self._notifications)
-        self._feeds[stream].add(listener)
+    def _missed(self, streams: Collection[str], stands: Mapping[str, Place] | DurableMark) -> dict[str, Recalled]:
+        if isinstance(stands, DurableMark):
+            return self._recent.since(stands, streams)
+        asked = {stream: stands[stream] for stream in streams if stream in stands}
+        found = {stream: self._recent.after(stream, place) for stream, place in asked.items()}
+        return {stream: missed for stream, missed in found.items() if missed is not None}
+
+    def _add(self, listener: Listener, stream: str, missed: Recalled | None = None) -> None:
+        feed = self._feeds.get(stream)
+        if feed is None or feed.broken:
+            feed = self._feeds[stream] = Feed(stream, self._requests, self._notifications, self._recent)
+        feed.add(listener, missed)
 
     def _remove(self, listener: Listener) -> None:
         self._to_all.discard(listener)
+        now = time.monotonic()
+        for feed in self._feeds.values():
+            if listener in feed.listeners:
+                feed.listeners.remove(listener)
+                feed.left = now
+
+    def _end_idle(self) -> None:
+        latest = time.monotonic() - LINGER
         for stream, feed in list(self._feeds.items()):
-            feed.listeners.discard(listener)
-            if not feed.listeners:
+            if not feed.listeners and (feed.broken or feed.left < latest):
                 feed.stop()
+                self._recent.end(stream)
                 del self._feeds[stream]
 
     async def _compare(self) -> None:
@@ -196,6 +232,8 @@ class Feeds:
         due = 0.0
         while True:
             await asyncio.sleep(LONGEST_WAIT)
+            self._end_idle()
+            self._recent.forget()
             followed = list(self._feeds)
             began = time.monotonic()
             if followed and began >= due:
@@ -235,6 +273,7 @@ class Feeds:
     def _tell(self, changes: ChangesSince) -> None:
         if not self._given:
             self._given = True
+            self._recent.told(changes.mark)
             for listener in {it for feed in self._feeds.values() for it in feed.listeners if it.marks}:
                 listener.give("", ToldUpTo(changes.mark))
 

@@ -66,11 +66,11 @@ def _begun(reading: Coroutine[Any, Any, MissedPage | None]) -> "asyncio.Task[Mis
 
 @dataclass(frozen=True, slots=True)
 class MissedMoves:
-    """What moved any stream since a mark; `encoded` by stream, by whom it is first sent."""
+    """What moved any stream since a mark; `told` by stream, by whom it is first told: the text, and where it leads."""
 
     events: Mapping[str, Sequence[Event]]
     streams: Mapping[str, Moved]
-    encoded: dict[str, bytes] = field(default_factory=dict)
+    told: dict[str, tuple[bytes, Place]] = field(default_factory=dict)
 
 
 class Resumptions:

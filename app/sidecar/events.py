@@ -36,7 +36,7 @@ async def follow(call: OperationCall) -> Response:
     query: EventsQuery = call.query
     service, read_side = call.service, call.service.read_side
     last = call.request.headers.get("last-event-id")
-    resumed = cursor.resumed(last) if last else {}
+    stands = cursor.resumed(last) if last else {}
     with ExitStack() as stack:
         stack.enter_context(service.limiter.one("events"))
         names = set(query.stream) or await read_side.snapshots.names()
@@ -47,9 +47,9 @@ async def follow(call: OperationCall) -> Response:
         listener.marks = len(names) > FEW
         if not query.stream:
             read_side.feeds.to_all(listener)
-        stack.enter_context(read_side.feeds.listening(listener, names))
+        joined = stack.enter_context(read_side.feeds.listening(listener, names, stands))
         resources = stack.pop_all()
-    client = EventsClient(read_side, service.snapshot_texts, listener, resumed)
+    client = EventsClient(read_side, service.snapshot_texts, listener, stands, joined)
     return EventStream(client.texts(sorted(names)), listener.cut_off, resources)
 
 

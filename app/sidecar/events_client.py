@@ -30,7 +30,7 @@ KEEP_ALIVE = 15.0  # seconds without an event, after which a comment shows that 
 RETRY = 1000, 3000  # ms after which a client comes back: not all of them at once
 FEW = 8  # streams, up to which an ID holds a place in each
 LONGEST_ID = 16_000  # characters, which servers take in a header
-TOGETHER = 200  # slices that are sent in one piece
+PIECE = 64 << 10  # bytes that are sent in one piece, and some more: they are kept for a client until it has read them
 AT_ONCE = 100  # streams whose snapshots are: others have their turn in between
 SHARED_FOR = 5.0  # seconds
 
@@ -78,32 +78,36 @@ class EventsClient:
         read_side: ReadSide,
         snapshots: SnapshotTexts,
         listener: Listener,
-        resumed: Mapping[str, Place] | DurableMark,
+        stands: Mapping[str, Place] | DurableMark,
+        joined: dict[str, Place],
     ) -> None:
-        """`resumed`: what its last ID says. The listener listens already."""
+        """`stands`: what its last ID says. The listener listens already; what it is given joins the places `joined`."""
         self._read_side = read_side
         self._texts = snapshots
         self._listener = listener
-        self._resumed = resumed
+        self._stands = stands
         self._came = time.monotonic()
-        self._places: dict[str, Place] = {}
+        self._places = joined
 
     async def texts(self, streams: list[str]) -> AsyncIterator[bytes]:
         yield b"retry: %d\n\n" % random.randint(*RETRY)
-        if isinstance(self._resumed, DurableMark):
-            async for text in self._missed_since(self._resumed, streams):
-                yield text
-        else:
+        if not isinstance(self._stands, DurableMark):
             for stream in streams:
-                if stream in self._resumed:
-                    async for text in self._missed(stream, self._resumed[stream]):
+                if stream in self._stands and stream not in self._places:
+                    async for text in self._missed(stream, self._stands[stream]):
                         yield text
+        elif not self._places:
+            async for text in self._missed_since(self._stands, streams):
+                yield text
         others = [stream for stream in streams if stream not in self._places]
         for start in range(0, len(others), AT_ONCE):
             yield b"".join(await self._snapshots(others[start : start + AT_ONCE], self._came))
         self._count()
-        if self._places and not self._listener.marks:
-            yield b": at\n" + self._id(None) + b"\n"
+        text = await self._next()
+        if not text and self._places and not self._listener.marks:
+            text = b": at\n" + self._id(None) + b"\n"
+        if text:
+            yield text
         while not self._listener.cut_off.is_set():
             if await self._listener.waited(KEEP_ALIVE):
                 if text := await self._next():
@@ -146,17 +150,19 @@ class EventsClient:
         if missed is None:
             return
         for stream, stands in known.items():
-            place = Place(stands.linear, stands.vector, stands.late)
-            if stream in missed.events:
-                joining = Joining(place)
+            if stream not in missed.events:
+                self._places[stream] = Place(stands.linear, stands.vector, stands.late)
+                continue
+            if stream not in missed.told:
+                joining = Joining(Place(stands.linear, stands.vector, stands.late))
                 for event in missed.events[stream]:
                     deque(_fed(joining, event), maxlen=0)
-                place = joining.place
-                if stream not in missed.encoded:
-                    blocks = [block(moves.described(stream, event)) for event in missed.events[stream]]
-                    missed.encoded[stream] = b"".join([*blocks, _line(stream, missed.streams[stream].linear)])
-                yield missed.encoded[stream]
-            self._places[stream] = place
+                blocks = [block(moves.described(stream, event)) for event in missed.events[stream]]
+                text = b"".join([*blocks, _line(stream, missed.streams[stream].linear)])
+                missed.told[stream] = text, joining.place
+            # The same place for all: what was known before this was read is among the events.
+            text, self._places[stream] = missed.told[stream]
+            yield text
 
     async def _snapshots(self, streams: Sequence[str], since: float) -> list[bytes]:
         blocks = []
@@ -173,25 +179,32 @@ class EventsClient:
         """The items given to the listener meanwhile, with an ID behind them where one is known; may be empty."""
         blocks: list[bytes] = []
         last: Item | None = None
-        for stream, item in self._listener.take(TOGETHER):
-            last = item
-            if isinstance(item, ToldUpTo):
-                blocks.append(b": at\nid: %s\n\n" % cursor.of_mark(item.mark).encode())
-            elif isinstance(item, Appeared):
-                blocks += await self._snapshots([stream], time.monotonic())
-                self._count()
-            elif isinstance(item, Slice) and self._places[stream] is item.before:
-                self._places[stream] = item.after
-                blocks += item.once(_blocks)
-            else:
-                place = self._places[stream]
-                if id(place) not in item.joins:
-                    item.joins[id(place)] = place, _joined(stream, place, item)
-                new, self._places[stream] = item.joins[id(place)][1]
-                blocks += new
+        size = 0
+        while size < PIECE and (taken := self._listener.take(1)):
+            ((stream, last),) = taken
+            new = await self._taken(stream, last)
+            size += sum(map(len, new))
+            blocks += new
         if blocks and not self._listener.marks:
             blocks[-1] = self._id(last) + blocks[-1]
         return b"".join(blocks)
+
+    async def _taken(self, stream: str, item: Item) -> Sequence[bytes]:
+        if isinstance(item, ToldUpTo):
+            return [b": at\nid: %s\n\n" % cursor.of_mark(item.mark).encode()]
+        if isinstance(item, Appeared):
+            blocks = await self._snapshots([stream], time.monotonic())
+            self._count()
+            return blocks
+        place = self._places[stream]
+        if isinstance(item, Slice) and place is item.before:
+            self._places[stream] = item.after
+            return item.once(_blocks)
+        if id(place) not in item.joins:
+            item.joins[id(place)] = place, _joined(stream, place, item)
+        found: tuple[list[bytes], Place] = item.joins[id(place)][1]
+        self._places[stream] = found[1]
+        return found[0]
 
     def _id(self, last: Item | None) -> bytes:
         if isinstance(last, Slice) and len(self._places) == 1 and last.after is self._places[last.stream]:

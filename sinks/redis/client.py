@@ -71,7 +71,9 @@ class RedisAddress:
 
     def async_client(self, timeout: float) -> Any:
         """The same for asyncio; connects when it is first used."""
-        return self._made(redis.asyncio, {**self._options(timeout), "retry": AsyncRetry(NoBackoff(), 0)}, timeout)
+        # redis-py writes each message of a channel that comes by RESP3 into a text for its log, logged or not.
+        options = {**self._options(timeout), "retry": AsyncRetry(NoBackoff(), 0), "protocol": 2}
+        return self._made(redis.asyncio, options, timeout)
 
     def _made(self, library: Any, options: Mapping[str, Any], timeout: float) -> Any:
         match self._kind:

@@ -327,6 +327,35 @@ def test_those_who_come_back_together_are_read_for_once(
     assert len(asked) < 10
 
 
+def test_who_comes_back_soon_is_told_from_memory(
+    pipeline: Pipeline, servers: ReadSideConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients of one stream and of many, who were away while it moved, cost Postgres no reading of the past, and are
+    told every move, and where they stand then."""
+    for read in ("page_after", "missed"):
+        monkeypatch.setattr(Postgres, read, lambda *_: pytest.fail("the past was read"))
+    grow(pipeline, 0, 1)
+    grow_many(pipeline, 12, 0)
+    with sidecar(servers) as client:
+        with heard(client, stream="s") as one, heard(client) as many:
+            last = marked(one)
+            for _ in range(13):
+                many.next()
+            mark = marked(many)
+        eventually(lambda: client.held_open("events") == 0)
+        grow(pipeline, 1, 3)
+        grow_many(pipeline, 12, 1)
+        with heard(client, last, stream="s") as one, heard(client, mark) as many:
+            assert one.ranges(2) == [("s", 1, 2), ("s", 2, 3)]
+            one.line(3)
+            assert one.last_id != last
+            told(many, {("s", 1, 2), ("s", 2, 3)} | {(f"s{number}", 1, 2) for number in range(12)})
+            assert marked(many) != mark
+            grow(pipeline, 3, 4)
+            assert one.ranges(1) == [("s", 3, 4)]
+            told(many, {("s", 3, 4)})
+
+
 def test_place_is_free_when_a_client_left(pipeline: Pipeline, servers: ReadSideConfig) -> None:
     """The limit counts clients that are there, not those that were."""
     grow(pipeline, 0, 1)
