@@ -143,6 +143,7 @@ def run(settings: Settings) -> None:
             site(servers, config, stopping, beside),
             log_config=None,
             access_log=False,
+            ws="none",
             server_header=False,
             http=admission(AdmissionConfig(settings.sidecar_connections)),
             timeout_graceful_shutdown=LAST_SECONDS,

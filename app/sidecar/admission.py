@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tidemark.app.crowd import Waiting, crowding
-from tidemark.app.sidecar.problems import Busy, response
+from tidemark.app.sidecar.problems import Busy, phrase, response
 
 PROBES = (b"/livez", b"/readyz", b"/metrics")
 _PIPELINED = 16  # requests that a client may send before the first of them is answered
@@ -46,7 +46,7 @@ class AdmittedConnection(HttpToolsProtocol):
         self.waits_since: float | None = None
         self._bounds = bounds
         self._deadline: TimerHandle | None = None
-        self._came = self._bytes = self._fields = 0
+        self._came = self._bytes = self._fields = self._body = 0
         self._refusal: HTTPStatus | None = None
 
     @property
@@ -80,7 +80,7 @@ class AdmittedConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._bytes = self._fields = 0
+        self._bytes = self._fields = self._body = 0
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
@@ -90,6 +90,18 @@ class AdmittedConnection(HttpToolsProtocol):
         self._fields += 1
         self._count(len(name) + len(value))
         super().on_header(name, value)
+        if name.lower() == b"content-length" and int(value) > self._bounds.bytes:
+            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+
+    def on_body(self, body: bytes) -> None:
+        """No operation reads one."""
+        self._body += len(body)
+        if self._body <= self._bounds.bytes:
+            super().on_body(body)
+        elif self.cycle.response_started:
+            self.transport.close()
+        else:
+            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
     def _count(self, size: int) -> None:
         """What is raised in here reaches `send_400_response`."""
@@ -117,7 +129,7 @@ class AdmittedConnection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         status = self._refusal or HTTPStatus.BAD_REQUEST
         body = response(status)
-        head = [f"HTTP/1.1 {status.value} {status.phrase}", "connection: close"]
+        head = [f"HTTP/1.1 {status.value} {phrase(status)}", "connection: close"]
         head += [f"{name.decode()}: {value.decode()}" for name, value in body.raw_headers]
         self.transport.write("\r\n".join([*head, "", ""]).encode() + bytes(body.body))
         self.transport.close()

@@ -25,6 +25,8 @@ from starlette.responses import Response
 from tidemark.app.sidecar import answers
 
 MEDIA_TYPE = "application/problem+json"
+NEVER_KEPT = {"Cache-Control": "no-store"}
+_RENAMED = {HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "Content Too Large"}  # by RFC 9110; Python has the name since 3.13
 
 
 def urn(type_: str) -> str:
@@ -135,12 +137,16 @@ async def framework(_: Request, problem: Exception) -> Response:
     return response(HTTPStatus(problem.status_code), problem.headers)
 
 
+def phrase(status: HTTPStatus) -> str:
+    """The same whatever Python runs."""
+    return _RENAMED.get(status, status.phrase)
+
+
 def response(status: HTTPStatus, headers: Mapping[str, str] | None = None) -> Response:
     """What HTTP itself refuses."""
-    type_ = status.phrase.lower().replace(" ", "-")
-    body = answers.ProblemAnswer(
-        type=urn(type_), title=status.phrase, status=status, detail=status.description or status.phrase
-    )
+    title = phrase(status)
+    type_ = title.lower().replace(" ", "-")
+    body = answers.ProblemAnswer(type=urn(type_), title=title, status=status, detail=status.description or title)
     return _response(body, dict(headers or {}))
 
 
@@ -152,4 +158,4 @@ async def unexpected(_: Request, __: Exception) -> Response:
 
 
 def _response(body: answers.ProblemAnswer, headers: dict[str, str]) -> Response:
-    return Response(msgspec.json.encode(body), body.status, headers, MEDIA_TYPE)
+    return Response(msgspec.json.encode(body), body.status, {**NEVER_KEPT, **headers}, MEDIA_TYPE)

@@ -15,6 +15,7 @@ from urllib.parse import unquote
 
 import structlog
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -22,14 +23,22 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.opened import ReadSide, ReadSideConfig, opened
 from tidemark.app.sidecar import events, openapi, operations, page, sse
 from tidemark.app.sidecar.hosts import Hosts
 from tidemark.app.sidecar.operation import Operation, OperationCall, parsed
-from tidemark.app.sidecar.problems import Problem, Unauthorized, UnknownStream, answered, framework, unexpected
+from tidemark.app.sidecar.problems import (
+    NEVER_KEPT,
+    Problem,
+    Unauthorized,
+    UnknownStream,
+    answered,
+    framework,
+    unexpected,
+)
 from tidemark.app.sidecar.service import Limits, Service, serving
 from tidemark.streaming.errors import BadSetting
 from tidemark.streaming.records import is_name
@@ -127,7 +136,11 @@ def site(
             app.state.service = service
             yield
 
-    middleware = [Middleware(RawPath), Middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)]
+    middleware = [
+        Middleware(NeverKept),
+        Middleware(RawPath),
+        Middleware(GZipMiddleware, minimum_size=1024, compresslevel=4),
+    ]
     if config.hosts:
         middleware.append(Middleware(Hosts, config.hosts))
     if config.origins:
@@ -154,6 +167,23 @@ def site(
     )
     web.router.redirect_slashes = False  # to wherever the client's own `Host` says
     return web
+
+
+class NeverKept:
+    """Whatever says nothing else is stored by no cache: a position that was true is an old one soon."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def said(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in NEVER_KEPT.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        await self._app(scope, receive, said)
 
 
 class RawPath:

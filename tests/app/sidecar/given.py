@@ -56,6 +56,7 @@ def sidecar(
         port=port,
         log_config=None,
         access_log=False,
+        ws="none",
         http=admission(admitted or AdmissionConfig()),
         timeout_graceful_shutdown=1,
     )

@@ -1,0 +1,122 @@
+"""What HTTP itself asks of every answer: what may be kept of it, and refusals that programs can read."""
+
+from collections.abc import Iterator
+from itertools import product
+
+import httpx
+import pytest
+
+from tests.app.lines.given import NOWHERE
+from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
+from tests.app.sidecar.test_admission import answer, connected, send_on
+from tests.sinks.reader.given import Pipeline
+from tidemark.app.sidecar.admission import AdmissionConfig
+from tidemark.app.sidecar.openapi import PATH
+from tidemark.app.sidecar.site import OPERATIONS, SiteConfig
+
+PATHS = sorted({PATH, *(it.path.format(stream="s") for it in OPERATIONS)})
+PAGE = ["/", "/page/page.js"]
+
+
+@pytest.fixture
+def alone() -> Iterator[SidecarClient]:
+    """Of a sidecar that reaches no server, and takes little."""
+    site = SiteConfig(origins=["https://ours.example"], hosts=["127.0.0.1"])
+    with sidecar(NOWHERE, site, admitted=AdmissionConfig(bytes=16_384)) as client:
+        yield client
+
+
+def is_problem(found: httpx.Response, status: int, type_: str) -> bool:
+    kind = found.headers["content-type"], found.headers["cache-control"], found.json()["type"]
+    return (found.status_code, *kind) == (
+        status,
+        "application/problem+json",
+        "no-store",
+        f"urn:tidemark:problem:{type_}",
+    )
+
+
+def test_no_answer_about_streams_is_kept(pipeline: Pipeline, client: SidecarClient) -> None:
+    """Nothing between here and a client keeps a position: what has an ETag is asked for anew, all else not stored."""
+    pipeline.publish(moved("s", 7, w=At(0, 7)))
+    for path in PATHS:
+        with client.stream("GET", path, params={"token": "m7", "stream": "s"}) as found:
+            assert found.status_code == 200, path
+            assert found.headers["cache-control"] == ("no-cache" if "etag" in found.headers else "no-store"), path
+    etag = client.get("/v1/streams/s").headers["etag"]
+    same = client.get("/v1/streams/s", headers={"If-None-Match": etag})
+    assert (same.status_code, same.headers["cache-control"]) == (304, "no-cache")
+
+
+def test_files_of_the_page_are_asked_for_anew(alone: SidecarClient) -> None:
+    """They may be kept, since they say by an ETag whether they are the same."""
+    for path in PAGE:
+        found = alone.get(path)
+        assert (found.status_code, found.headers["cache-control"]) == (200, "no-cache")
+        assert alone.get(path, headers={"If-None-Match": found.headers["etag"]}).status_code == 304
+
+
+def test_no_refusal_is_kept(alone: SidecarClient) -> None:
+    """A stream that is not there yet, a host or site that is not listed, servers that are away: it may change."""
+    assert is_problem(alone.get("/v1/streams/s"), 503, "recovering")
+    assert is_problem(alone.get("/v1/streams/s/wait"), 400, "bad-request")
+    assert is_problem(alone.get("/nothing"), 404, "not-found")
+    assert is_problem(alone.get("/page/nothing"), 404, "not-found")
+    assert is_problem(alone.get("/v1/streams", headers={"Host": "elsewhere.example"}), 421, "wrong-host")
+    asked = {"Origin": "https://theirs.example", "Access-Control-Request-Method": "GET"}
+    assert alone.options("/v1/streams", headers=asked).headers["cache-control"] == "no-store"
+
+
+def test_nothing_can_be_changed(alone: SidecarClient) -> None:
+    """405, as a problem that names what is allowed."""
+    for path, method in product([*PATHS, *PAGE], ["POST", "PUT", "DELETE", "OPTIONS"]):
+        found = alone.request(method, path, json={} if method == "POST" else None)
+        assert is_problem(found, 405, "method-not-allowed"), (method, path)
+        assert {it.strip() for it in found.headers["allow"].split(",")} == {"GET", "HEAD"}, (method, path)
+
+
+LARGE = [
+    b"content-length: 16385\r\n\r\n",
+    b"content-length: 9999999999999\r\n\r\n",
+    b"transfer-encoding: chunked\r\n\r\n4001\r\n" + b"x" * 0x4001 + b"\r\n0\r\n\r\n",
+]
+
+
+def test_large_bodies_are_refused(alone: SidecarClient) -> None:
+    """No operation reads one. 413, once, as a problem; where the answer was under way, the end."""
+    for asked, sent in product([b"GET /v1/streams/s", b"POST /v1/streams", b"GET /livez"], LARGE):
+        with connected(alone, asked + b" HTTP/1.1\r\nhost: 127.0.0.1\r\n" + sent) as it:
+            said = answer(it)
+        assert said.count(b"HTTP/1.1 ") == 1, (asked, sent)
+        if b"chunked" not in sent:
+            head, _, body = said.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 413 Content Too Large\r\n"), (asked, sent)
+            assert b"cache-control: no-store" in head
+            assert b"content-type: application/problem+json" in head
+            assert b'"type":"urn:tidemark:problem:content-too-large"' in body
+
+
+def test_body_without_end_is_left(alone: SidecarClient) -> None:
+    """Whoever goes on sending after the answer is cut off."""
+    with connected(alone, b"GET /livez HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n") as it:
+        send_on(it, b"1000\r\n" + b"x" * 0x1000 + b"\r\n", 10_000)
+        assert answer(it).count(b"HTTP/1.1 ") <= 1
+    assert alone.get("/livez").status_code == 200
+
+
+def test_small_bodies_are_let_be(alone: SidecarClient) -> None:
+    """Some clients send one with every request, and the connection goes on."""
+    for _ in range(3):
+        found = alone.request("GET", "/livez", content=b"x" * 1000)
+        assert (found.status_code, found.text) == (200, "alive\n")
+
+
+def test_what_is_no_http_is_a_problem_that_is_not_kept(alone: SidecarClient) -> None:
+    """400 and 431 come before anything of the site has seen the request."""
+    large = b"GET /livez HTTP/1.1\r\nx: " + b"x" * 20_000 + b"\r\n\r\n"
+    for sent, status in ((b"hello\r\n\r\n", b"400"), (large, b"431")):
+        with connected(alone, sent) as it:
+            head = answer(it).partition(b"\r\n\r\n")[0]
+        assert head.split(b" ")[1] == status
+        assert b"content-type: application/problem+json" in head
+        assert b"cache-control: no-store" in head
