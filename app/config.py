@@ -1,22 +1,13 @@
 """`tidemark config`: the effective settings, where each came from, and no secret."""
 
-import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any
 
 from pydantic import SecretStr
 
-from tidemark.app.connections import Shown
+from tidemark.app.connections import Shown, masked
 from tidemark.app.settings import Settings, origin_of, unknown_variables, variable_of
-
-_URL_PASSWORD = re.compile(r"(://[^:/?#]*:).*@")
-_NAMED_PASSWORD = re.compile(r"(password\s*=\s*)('(?:[^'\\]|\\.)*'|[^\s&]+)", re.IGNORECASE)
-
-
-def masked(text: str) -> str:
-    """A connection URL or a list of key=value words without its passwords."""
-    return _NAMED_PASSWORD.sub(r"\1***", _URL_PASSWORD.sub(r"\1***@", text))
 
 
 def lines(settings: Settings) -> Iterator[str]:
@@ -43,4 +34,4 @@ def _shown(name: str, value: Any) -> str:
             is_address = Shown() in Settings.model_fields[name].metadata
             return masked(value.get_secret_value()) if is_address else "***"
         case _:
-            return str(value)
+            return masked(str(value))

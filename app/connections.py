@@ -58,11 +58,27 @@ def _is_redis_url(secret: SecretStr) -> SecretStr:
     return secret
 
 
+_URL_PASSWORD = re.compile(r"(:/{1,2}[^:/?#]*:).*@")  # one slash: as a path has it
+_NAMED_PASSWORD = re.compile(r"((?:password|secret)\s*=\s*)('(?:[^'\\]|\\.)*'|[^\s&]+)", re.IGNORECASE)
+
+
+def masked(text: str) -> str:
+    """A URL, or a list of key=value words, without its passwords; any other text as it is."""
+    return _NAMED_PASSWORD.sub(r"\1***", _URL_PASSWORD.sub(r"\1***@", text))
+
+
+def _is_web_url(secret: SecretStr | None) -> SecretStr | None:
+    if secret is not None and not re.match(r"https?://", secret.get_secret_value()):
+        raise ValueError("not a URL (https://...)")
+    return secret
+
+
 @dataclass(frozen=True, slots=True)
 class Shown:
     """Of a secret: an address that may be shown, but for the passwords in it."""
 
 
+WebUrl = Annotated[SecretStr | None, AfterValidator(_is_web_url), Shown()]
 PostgresDsn = Annotated[SecretStr, AfterValidator(_is_conninfo), Shown()]
 RedisUrl = Annotated[SecretStr, AfterValidator(_is_redis_url), Shown()]
 Positive = Annotated[int, Field(ge=1)]
@@ -91,8 +107,8 @@ class Connections(BaseSettings):
     )
     kafka_username: str | None = Field(None, description="User name for PLAIN and SCRAM.")
     kafka_password: SecretStr | None = Field(None, description="Password for PLAIN and SCRAM.")
-    kafka_sasl_oauthbearer_token_endpoint_url: str | None = Field(
-        None, pattern=r"^https?://", description="OAUTHBEARER: where tokens come from, https://..."
+    kafka_sasl_oauthbearer_token_endpoint_url: WebUrl = Field(
+        None, description="OAUTHBEARER: where tokens come from, https://..."
     )
     kafka_sasl_oauthbearer_client_id: str | None = Field(None, description="OAUTHBEARER: our name there.")
     kafka_sasl_oauthbearer_client_secret: SecretStr | None = Field(None, description="OAUTHBEARER: our secret there.")
@@ -148,7 +164,7 @@ class Connections(BaseSettings):
         if self.kafka_sasl_mechanism != "OAUTHBEARER":
             return None
         return OAuth(
-            token_url=self.kafka_sasl_oauthbearer_token_endpoint_url or "",
+            token_url=self.secret("kafka_sasl_oauthbearer_token_endpoint_url") or "",
             client_id=self.kafka_sasl_oauthbearer_client_id or "",
             client_secret=self.secret("kafka_sasl_oauthbearer_client_secret") or "",
             scope=self.kafka_sasl_oauthbearer_scope,

@@ -21,9 +21,10 @@ from pydantic_settings import (
     DotEnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
 )
 
-from tidemark.app.connections import PREFIX, AnyPort, Connections, Positive, variable
+from tidemark.app.connections import PREFIX, AnyPort, Connections, Positive, masked, variable
 from tidemark.app.sidecar_settings import SidecarSettings
 from tidemark.streaming.errors import BadSetting
 from tidemark.streaming.model import Bounds
@@ -224,6 +225,8 @@ def load() -> Settings:
         return Settings()
     except ValidationError as error:
         raise _bad_setting(error) from None
+    except SettingsError:  # of the one that is JSON
+        raise BadSetting(variable_of("setting_names"), "not JSON: an object of texts is expected") from None
 
 
 def _bad_setting(error: ValidationError) -> BadSetting:
@@ -233,7 +236,7 @@ def _bad_setting(error: ValidationError) -> BadSetting:
         return BadSetting("settings", problem)
     name = str(first["loc"][0])
     field = Settings.model_fields.get(name) or Settings.model_fields["java_home"]
-    value = "the value" if is_secret(field) else repr(first["input"])
+    value = "the value" if is_secret(field) else masked(repr(first["input"]))
     return BadSetting(
         variable_of(name), f"{value} is not allowed: {problem[0].lower()}{problem[1:]} ({field.description})"
     )

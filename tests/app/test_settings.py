@@ -1,10 +1,11 @@
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tidemark.app import config
-from tidemark.app.settings import Settings, child_environment, load
+from tidemark.app.settings import Settings, child_environment, is_secret, load, variable_of
 from tidemark.streaming.errors import BadSetting
 
 
@@ -183,6 +184,58 @@ def test_config_masks_every_secret_and_says_where_values_come_from(setenv: SetEn
     assert line["TIDEMARK_REDIS_URL"].endswith("environment")
     assert line["TIDEMARK_KAFKA_PASSWORD"].endswith(str(tmp_path / "stack.env"))
     assert line["TIDEMARK_SHARDS"].endswith("default")
+
+
+SECRETS = [name for name, field in Settings.model_fields.items() if is_secret(field)]
+OTHERS = [name for name in Settings.model_fields if name not in SECRETS]
+WITH_PASSWORD = [
+    "hunter2",
+    "rediss://ada:hunter2@host:6379/0",
+    "postgresql://ada:hunter2@host/db?sslpassword=hunter2",
+    "host=db password = hunter2 oauth_client_secret='hunter2'",
+    "https://ada:hunter2@host/token",
+    "s3a://ada:hunter2@host/token",
+]
+
+
+def test_what_is_called_a_secret_is_one() -> None:
+    """By its type, that is: what may be shown of it, `config` knows. Paths name files, which are no secrets."""
+    secret = re.compile(r"(password|secret|token|key|dsn|credentials?|url)$")
+    assert {name for name in Settings.model_fields if secret.search(name)} == set(SECRETS)
+    assert {name for name, field in Settings.model_fields.items() if "SecretStr" in repr(field)} == set(SECRETS)
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_no_secret_is_ever_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    """Not by `config`, nor in the settings' own text, nor in a refusal; whether it is set or in a file."""
+    (tmp_path / "secret").touch()
+    taken = 0
+    for value in WITH_PASSWORD:
+        for variable, given in ((variable_of(name), value), (f"{variable_of(name)}_FILE", str(tmp_path / "secret"))):
+            (tmp_path / "secret").write_text(value)
+            with monkeypatch.context() as patch:
+                patch.setenv(variable, given)
+                try:
+                    settings = load()
+                except BadSetting as problem:
+                    shown = str(problem)
+                else:
+                    taken += 1
+                    shown = "\n".join(config.lines(settings)) + repr(settings) + str(settings.model_dump())
+            assert "hunter" not in shown, value
+    assert taken
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_no_password_in_an_address_is_ever_shown(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Also where a person puts it into a setting that should have none, taken or refused."""
+    for value in WITH_PASSWORD[1:]:
+        monkeypatch.setenv(variable_of(name), value)
+        try:
+            shown = "\n".join(config.lines(load()))
+        except BadSetting as problem:
+            shown = str(problem)
+        assert "hunter" not in shown, value
 
 
 def test_config_points_at_a_typing_error(setenv: SetEnv) -> None:
