@@ -1,6 +1,7 @@
 """The command line. Every command imports what it needs itself, so that `produce` does not wait for Spark.
 
-Exit codes: 0 done, 1 the command failed, 2 a person must decide (wrong usage, wrong setting, any `Stop`), 130 Ctrl-C.
+Exit codes: 0 done, 1 the command failed, 2 a person must decide (wrong usage, wrong setting, any `Stop`), 3 what was
+asked for with `--check` does not hold, 130 Ctrl-C.
 """
 
 import math
@@ -14,6 +15,8 @@ import click
 from tidemark.app.commands import CommandFailed, CommandGroup, loaded, waiting
 from tidemark.app.force_commands import force
 from tidemark.app.relay_commands import relay
+
+UNHEALTHY = 3
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -126,9 +129,13 @@ def listen(address: str | None, streams: tuple[str, ...], server: str | None, *,
 @main.command(extra="sidecar")
 @click.argument("stream", required=False)
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
-def status(stream: str | None, *, as_json: bool) -> None:
-    """Show how far every stream (or STREAM) and each of its writers are, and who holds them back."""
-    from tidemark.app import status
+@click.option(
+    "--check", is_flag=True, help="End with exit code 3 where the pipeline behind the positions has problems."
+)
+@click.pass_context
+def status(context: click.Context, stream: str | None, *, as_json: bool, check: bool) -> None:
+    """Show how far every stream (or STREAM) and its writers are, who holds them back, and how the pipeline is."""
+    from tidemark.app import health, status
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
     settings = loaded()
@@ -136,12 +143,16 @@ def status(stream: str | None, *, as_json: bool) -> None:
         postgres.check_readable()
         conditions = postgres.conditions
         found = status.read(postgres.states(), stream, conditions.faults(), conditions.recalls())
+        how = health.read(postgres, settings.kafka)
     if stream is not None and not found:
         raise CommandFailed(f"there is no stream {stream}; `tidemark status` shows all")
     if as_json:
-        click.echo(status.as_json(found, time.time()))
+        click.echo(status.as_json(found, time.time(), how))
     else:
         click.echo(status.as_table(found, time.time()) if found else "no streams yet: nothing has been read from Kafka")
+        click.echo("\n".join([how.line(), *(f"problem: {problem}" for problem in how.problems())]))
+    if check and how.problems():
+        context.exit(UNHEALTHY)
 
 
 @main.command(extra="relay")

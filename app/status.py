@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from tidemark.app.health import PipelineCondition
 from tidemark.sinks.postgres.recalls import RecallStatus
 from tidemark.sinks.postgres.status import SinkFault
 from tidemark.streaming import state
@@ -76,11 +77,10 @@ def _status(name: str, data: bytes, faults: list[SinkFault], recalls: list[Recal
     return StreamStatus(name, signed(stream.line.position), writers, summarize(stream), faults, recalls)
 
 
-def as_json(streams: Sequence[StreamStatus], now: float) -> str:
+def as_json(streams: Sequence[StreamStatus], now: float, health: PipelineCondition) -> str:
     """One object; `now` (s since 1970) gives ages."""
-    return msgspec.json.format(
-        msgspec.json.encode({"streams": [_plain(stream, now) for stream in streams]}), indent=2
-    ).decode()
+    found = {"pipeline": health.plain(), "streams": [_plain(stream, now) for stream in streams]}
+    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
 
 
 def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:

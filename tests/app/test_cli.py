@@ -51,6 +51,9 @@ def test_status_of_an_unprepared_database_says_what_to_run(database: str) -> Non
     assert _tidemark("migrate", TIDEMARK_POSTGRES_DSN=database).stdout.startswith("applied 1")
     assert _tidemark("migrate", TIDEMARK_POSTGRES_DSN=database).stdout == "the schema is up to date\n"
     assert "no streams yet" in _tidemark("status", TIDEMARK_POSTGRES_DSN=database).stdout
+    checked = _tidemark("status", "--check", TIDEMARK_POSTGRES_DSN=database)
+    assert checked.returncode == 3
+    assert "problem: no pipeline has ever run here" in checked.stdout
     unknown = _tidemark("status", "orders", TIDEMARK_POSTGRES_DSN=database)
     assert unknown.returncode == 1
     assert "there is no stream orders" in unknown.stderr

@@ -6,9 +6,12 @@ from datetime import UTC, datetime
 from tests.app.sidecar.given import At, moved
 from tests.streaming.builders import STREAM, Shard, join, opened, packing, position, rdata
 from tidemark.app import status
+from tidemark.app.health import PipelineCondition
 from tidemark.sinks.postgres.recalls import RecallStatus
-from tidemark.sinks.postgres.status import SinkFault
+from tidemark.sinks.postgres.status import Condition, SinkFault
 from tidemark.streaming.model import Bounds
+
+WELL = PipelineCondition(Condition("host:1", 12.0, 1.0, []), {("facts", 0): 0}, None)
 
 
 def test_a_stream_that_a_sink_cannot_show_is_named_with_the_answer() -> None:
@@ -17,7 +20,7 @@ def test_a_stream_that_a_sink_cannot_show_is_named_with_the_answer() -> None:
     faults = [SinkFault("redis", "}x", "WRONGTYPE", datetime.fromtimestamp(1000, UTC))]
     found = status.read(states, None, faults)
     assert status.as_table(found, 1060.0).splitlines()[-1] == "}x is not shown in redis, for 60 s: WRONGTYPE"
-    told = {it["stream"]: it["not_shown"] for it in json.loads(status.as_json(found, 1060.0))["streams"]}
+    told = {it["stream"]: it["not_shown"] for it in json.loads(status.as_json(found, 1060.0, WELL))["streams"]}
     assert told["orders"] == []
     assert [(it["sink"], it["problem"]) for it in told["}x"]] == [("redis", "WRONGTYPE")]
 
@@ -33,7 +36,7 @@ def test_the_transactions_that_hold_a_stream_are_named() -> None:
         "orders: open at shop: pid 7: insert",
         "orders: open at shop: pid 8",
     ]
-    told = {it["stream"]: it["open_transactions"] for it in json.loads(status.as_json(found, 0.0))["streams"]}
+    told = {it["stream"]: it["open_transactions"] for it in json.loads(status.as_json(found, 0.0, WELL))["streams"]}
     assert told == {"orders": {"shop": ["pid 7: insert", "pid 8"]}, "items": {}}
 
 
@@ -45,7 +48,7 @@ def test_a_dead_writer_is_named_without_a_gap() -> None:
         "events: the line is 13 IDs behind, for 5 min",
         "events: held by w1 (epoch 1), which has told nothing beyond 7; last seen 5 min ago",
     ]
-    events, quiet = json.loads(status.as_json(found, 302.0))["streams"]
+    events, quiet = json.loads(status.as_json(found, 302.0, WELL))["streams"]
     assert events["behind"] == {
         "ids": 13,
         "since": "1970-01-01T00:00:02Z",
@@ -74,7 +77,7 @@ def test_a_line_that_waits_no_longer_than_a_transaction_takes_is_not_told_of() -
     """Under traffic some line always waits for a moment; the JSON has it all the same."""
     found = status.read({"events": Shard().left_by_a_dead_writer().state})
     assert len(status.as_table(found, 11.0).splitlines()) == 3
-    assert json.loads(status.as_json(found, 11.0))["streams"][0]["behind"]["ids"] == 13
+    assert json.loads(status.as_json(found, 11.0, WELL))["streams"][0]["behind"]["ids"] == 13
 
 
 def test_each_reason_for_which_a_line_waits_has_its_sentence() -> None:
@@ -112,7 +115,7 @@ def test_what_was_put_off_is_told_with_what_becomes_of_it() -> None:
         "events: up to 7 records of job that were put off are gone from partition 3 (retention, or its limit of size);"
         " what is open waits for its next JOIN",
     ]
-    (told,) = json.loads(status.as_json(found, 1060.0))["streams"]
+    (told,) = json.loads(status.as_json(found, 1060.0, WELL))["streams"]
     assert told["put_off"] == ["shop/1"]
     assert [(it["writer"], it["gone"], it["problem"]) for it in told["recalled"]] == [
         ("web", 0, None),

@@ -1,0 +1,86 @@
+"""How the pipeline is from which positions come: the lease, the last batch, and Kafka's end against what was read.
+
+Positions stand in Postgres however dead it is, so whoever shows them says this too.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tidemark.sinks.postgres.status import Condition
+from tidemark.sinks.postgres.store import Postgres
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.topics import Topics
+from tidemark.streaming.errors import TidemarkError
+
+PATIENCE = 3.0  # seconds for Kafka: people wait for the answer
+QUIET_AFTER = 60.0  # seconds without a batch that are none of a healthy pipeline for which records wait
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineCondition:
+    """`waiting` counts records that Kafka has and nobody read, by topic and partition; below 0: it has fewer than were
+    read. None where no pipeline ever started here, or Kafka does not answer: `kafka` says what it said.
+    """
+
+    condition: Condition
+    waiting: Mapping[tuple[str, int], int] | None
+    kafka: str | None
+
+    @property
+    def records(self) -> int:
+        return sum(self.waiting.values()) if self.waiting else 0
+
+    def problems(self) -> list[str]:
+        """For people; none where positions are as new as they can be."""
+        it, found = self.condition, []
+        if it.owner is None:
+            found.append("no pipeline has ever run here")
+        elif not it.lease:
+            found.append(f"no pipeline holds the lease; the last one was {it.owner}")
+        if self.kafka is not None:
+            found.append(f"Kafka does not tell how many records wait: {self.kafka}")
+        for (topic, partition), records in sorted((self.waiting or {}).items()):
+            if records < 0:
+                found.append(f"partition {partition} of {topic} ends {-records} records before what was read of it")
+        if it.quiet is not None and it.quiet > QUIET_AFTER and self.records > 0:
+            found.append(f"no batch was applied for {it.quiet:.0f} s, although {self.records} records wait")
+        return found
+
+    def line(self) -> str:
+        """All of it in one line."""
+        it = self.condition
+        owner = f"{it.owner} holds the lease" if it.lease else "nobody holds the lease"
+        batch = "no batch yet" if it.quiet is None else f"last batch {it.quiet:.0f} s ago"
+        waiting = "unknown" if self.waiting is None else str(self.records)
+        return f"pipeline: {owner}, {batch}, records that wait in Kafka: {waiting}"
+
+    def plain(self) -> dict[str, Any]:
+        it = self.condition
+        return {
+            "owner": it.owner,
+            "lease_seconds": round(it.lease, 1),
+            "last_batch_seconds": None if it.quiet is None else round(it.quiet, 1),
+            "records_waiting": None if self.waiting is None else self.records,
+            "problems": self.problems(),
+        }
+
+
+def read(postgres: Postgres, kafka: KafkaConnection, patience: float = PATIENCE) -> PipelineCondition:
+    """Waits `patience` seconds for Kafka. Raises `Unavailable` and `Refused` of Postgres alone."""
+    condition = postgres.conditions.now()
+    topics = {name: partitions for name, (_, partitions) in postgres.remembered().topics.items()}
+    if not topics:
+        return PipelineCondition(condition, None, None)
+    known = postgres.offsets()  # first, so that what is read meanwhile makes no count below 0
+    try:
+        ends = Topics(kafka, patience).end_offsets(topics)
+    except TidemarkError as problem:
+        return PipelineCondition(condition, None, " ".join(str(problem).split()))
+    waiting = {
+        (topic, partition): ends[topic, partition] - offset
+        for topic, partitions in known.items()
+        for partition, offset in partitions.items()
+        if (topic, partition) in ends
+    }
+    return PipelineCondition(condition, waiting, None)

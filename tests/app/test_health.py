@@ -1,0 +1,67 @@
+"""How `tidemark status` tells of the pipeline from which positions come."""
+
+import pytest
+
+from tests.sinks.given import advance, batch, stream
+from tidemark.app import health
+from tidemark.app.health import PipelineCondition
+from tidemark.app.stack.servers import KafkaServer
+from tidemark.sinks.postgres.lease import Lease
+from tidemark.sinks.postgres.status import Condition
+from tidemark.sinks.postgres.store import Postgres, RememberedSetup
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.topics import TopicPlan, Topics
+
+
+def condition(owner: str | None = "host:7", lease: float = 9.0, quiet: float | None = 1.0) -> Condition:
+    return Condition(owner, lease, quiet, [])
+
+
+@pytest.mark.parametrize(
+    ("how", "problems"),
+    [
+        (PipelineCondition(condition(), {("facts", 0): 0}, None), []),
+        (PipelineCondition(condition(quiet=4000), {("facts", 0): 0}, None), []),
+        (PipelineCondition(condition(), {("facts", 0): 900}, None), []),
+        (
+            PipelineCondition(condition(quiet=4000), {("facts", 0): 2, ("facts", 1): 3}, None),
+            ["no batch was applied for 4000 s, although 5 records wait"],
+        ),
+        (PipelineCondition(condition(lease=0.0), {}, None), ["no pipeline holds the lease; the last one was host:7"]),
+        (PipelineCondition(condition(None, 0.0, None), None, None), ["no pipeline has ever run here"]),
+        (
+            PipelineCondition(condition(), {("facts", 1): -4}, None),
+            ["partition 1 of facts ends 4 records before what was read of it"],
+        ),
+        (PipelineCondition(condition(), None, "gone"), ["Kafka does not tell how many records wait: gone"]),
+    ],
+)
+def test_what_is_no_problem_and_what_is(how: PipelineCondition, problems: list[str]) -> None:
+    """A quiet stream has none, nor a pipeline that is at work; a dead one has, however good its positions look."""
+    assert how.problems() == problems
+    assert how.plain()["problems"] == problems
+
+
+def test_the_line_says_who_when_and_how_much() -> None:
+    """One line of all that positions rest on; what is not known is not called 0."""
+    well = PipelineCondition(condition(), {("facts", 0): 2}, None)
+    assert well.line() == "pipeline: host:7 holds the lease, last batch 1 s ago, records that wait in Kafka: 2"
+    dead = PipelineCondition(condition(lease=0.0, quiet=None), None, "gone")
+    assert dead.line() == "pipeline: nobody holds the lease, no batch yet, records that wait in Kafka: unknown"
+
+
+def test_kafka_is_asked_what_nobody_read(store: Postgres, lease: Lease, kafka: KafkaServer, prefix: str) -> None:
+    """Its end against the offset that the last batch left; more than it has is told, and so is a Kafka that is gone."""
+    connection = KafkaConnection(kafka.bootstrap_servers)
+    Topics(connection).create_missing([TopicPlan(prefix, 1, 1000)])
+    assert health.read(store, connection).waiting is None
+    store.remember(RememberedSetup(shards=1, topics={prefix: ("id", 1)}))
+    store.set_offsets({prefix: {0: 0}})
+    store.apply(batch(1, stream("s", advance("w", 0, 3)), token=lease.token))
+    found = health.read(store, connection, 30.0)
+    assert (found.waiting, found.kafka, found.condition.owner) == ({(prefix, 0): 0}, None, "test")
+    store.set_offsets({prefix: {0: 5}})
+    assert health.read(store, connection, 30.0).waiting == {(prefix, 0): -5}
+    away = health.read(store, KafkaConnection("127.0.0.1:1"), 0.5)
+    assert away.waiting is None
+    assert "127.0.0.1:1" in str(away.kafka)
