@@ -16,23 +16,29 @@ from tidemark.sinks.publisher import Publisher
 from tidemark.sources.start import RememberedTopic
 from tidemark.streaming.checkpoint import Seed
 from tidemark.streaming.effects import ShardEffects
-from tidemark.streaming.errors import PartitionsChanged, Stopping, TidemarkError
+from tidemark.streaming.errors import BatchCut, PartitionsChanged, Stopping, TidemarkError
 from tidemark.streaming.query import collect
 
 log = structlog.get_logger(__name__)
 
+FEWER = 8  # so many times fewer records has a batch after one that had to be cut
+
 
 class Batches:
-    """The query's sink. `seed` is what its batches began with; `topics` are those that are read.
+    """The query's sink. `seed` is what its batches began with; `topics` are those that are read; `most` is how many
+    records Spark gives a batch.
 
     After `finish` the batch in hand is completed and none begins.
     """
 
-    def __init__(self, publisher: Publisher, board: Board, seed: Seed, topics: Mapping[str, RememberedTopic]) -> None:
+    def __init__(
+        self, publisher: Publisher, board: Board, seed: Seed, topics: Mapping[str, RememberedTopic], most: int
+    ) -> None:
         self._publisher = publisher
         self._board = board
         self._seed = seed
         self._topics = topics
+        self._most = most
         self._finishing = threading.Event()
         self._in_hand = threading.Lock()
         self.failure: TidemarkError | None = None
@@ -60,11 +66,17 @@ class Batches:
         began = time.monotonic()
         effects = collect(batch)
         self._require_known_partitions(effects)
-        published = self._publisher.publish(self._seed.lineage, number, effects, self._seed.before(number))
+        cut = any(shard.cut for shard in effects)
+        # Spark takes all of a batch for done. Under another name it is none of this line of batches, so that no query
+        # goes on with this checkpoint, whenever we are killed.
+        line = f"{self._seed.lineage}.cut" if cut else self._seed.lineage
+        published = self._publisher.publish(line, number, effects, self._seed.before(number))
         self._board.update(effects)
         metrics.count_batch(effects, published, time.monotonic() - began)
         self.published += 1
         log.debug("Published a batch", batch=number, seconds=round(time.monotonic() - began, 3))
+        if cut:
+            raise BatchCut(self._most, max(1, self._most // FEWER))
 
     def _require_known_partitions(self, effects: list[ShardEffects]) -> None:
         """Spark reads a partition that is added while it runs; its streams would have two orders."""

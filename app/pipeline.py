@@ -41,7 +41,9 @@ from tidemark.sources.start import Acceptance
 from tidemark.sources.topics import Topics
 from tidemark.streaming import query
 from tidemark.streaming.checkpoint import Checkpoint, folder, locked
+from tidemark.streaming.compact import MOST_FACTS
 from tidemark.streaming.errors import (
+    BatchCut,
     ChainBroken,
     LeaseLost,
     QueryFailed,
@@ -86,8 +88,10 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
         engine.running(settings) as spark,
     ):
         failures = highest_token = 0
+        most = settings.max_records_per_batch
         while not stopping.is_set():
-            attempt = Attempt(settings, checkpoint, spark, board, health, stopping, highest_token)
+            attempt = Attempt(settings, checkpoint, spark, board, health, stopping, highest_token, most)
+            most = settings.max_records_per_batch
             try:
                 attempt.run(accept)
             except Refused as error:
@@ -98,6 +102,9 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                 failures = 0 if attempt.published else failures + 1
                 if isinstance(error, LeaseLost):
                     highest_token = max(highest_token, error.held, error.now)
+                if isinstance(error, BatchCut):
+                    most = error.fewer
+                    attempt.distrust(str(error))
                 if isinstance(error, QueryFailed | ChainBroken):
                     if failures >= FAILURES:
                         raise
@@ -125,8 +132,10 @@ class Attempt:
         health: metrics.PipelineHealth,
         stopping: threading.Event,
         highest_token: int,
+        most: int,
     ) -> None:
         self._settings = settings
+        self._most = most  # records of a batch
         self._checkpoint = checkpoint
         self._spark = spark
         self._board = board
@@ -197,7 +206,7 @@ class Attempt:
             end_offsets = stack.enter_context(EndOffsets(topics, start.topics, self._board).running())
             recaller = RecallerConfig(settings.kafka_facts_topic, kafka.client(), kafka.producer())
             recalling = stack.enter_context(Recaller(recaller, postgres, lease, metrics.RECALLED.inc))
-            self._batches = Batches(publisher, self._board, start.seed, start.topics)
+            self._batches = Batches(publisher, self._board, start.seed, start.topics, self._most)
             spark, store = self._spark.session(stopping), settings.checkpoint_store
             location = str(checkpoint.path) if store is None else stack.enter_context(folder(spark, store))
             running = stack.enter_context(self._query(spark, start, location, self._batches))
@@ -213,12 +222,13 @@ class Attempt:
     @contextmanager
     def _query(self, spark: SparkSession, start: Start, location: str, batches: Batches) -> Iterator[StreamingQuery]:
         settings = self._settings
-        options = source_options(self._kafka, start.offsets, settings.max_records_per_batch)
+        options = source_options(self._kafka, start.offsets, self._most)
         effects = query.positions(
             query.source(spark, options),
             facts=settings.kafka_facts_topic,
             control=settings.kafka_control_topic,
             shards=start.seed.shards,
+            most=max(MOST_FACTS, settings.max_records_per_batch),  # no cut of records that hold one fact each
             seeds=start.seed.states,
             bounds=settings.bounds,
         )

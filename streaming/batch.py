@@ -68,6 +68,7 @@ def advance(
         streams,
         [_once(*place, refusals) for place, refusals in sorted(rejected.items())],
         _progress(packets),
+        any(seen.cut for seen in packets),
     )
 
 

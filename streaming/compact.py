@@ -7,6 +7,9 @@ and numpy. The same records give the same packets, byte for byte, so a task may 
 
 JOIN and RETIRE records cut the records of their stream into *segments*, and no run crosses a cut
 (docs/decisions/0001-segments.md). A run also ends where the 32 bits for its offsets do not reach.
+
+Kafka's records bound a batch and RUN records hold any number of facts, so a task stops where it holds too many: it says
+so in its packets, and how far it came. What it left is read again by a query that begins anew (`app.batches`).
 """
 
 from bisect import bisect
@@ -29,6 +32,9 @@ from tidemark.streaming.model import Rejected, shard_of
 from tidemark.streaming.records import Topic
 from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet, TurnedAway
 
+MOST_FACTS = 2_000_000
+"""Of a task, as many as a batch of single records has by default: about 250 bytes each, all in all."""
+
 PACKETS = pa.schema([("shard", pa.int32()), ("packet", pa.binary())])
 
 Compactor = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
@@ -36,22 +42,31 @@ Compactor = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 _encoder = msgspec.msgpack.Encoder()
 
 
-def compactor(shards: int, facts_topic: str, control_topic: str) -> Compactor:
+def compactor(shards: int, facts_topic: str, control_topic: str, most: int = MOST_FACTS) -> Compactor:
     """The function for `mapInArrow`: from frames (`streaming.frames`) to (shard, packet)."""
-    return partial(compact, shards=shards, names={Topic.FACTS: facts_topic, Topic.CONTROL: control_topic})
+    names = {Topic.FACTS: facts_topic, Topic.CONTROL: control_topic}
+    return partial(compact, shards=shards, names=names, most=most)
 
 
-def compact(batches: Iterator[pa.RecordBatch], *, shards: int, names: dict[Topic, str]) -> Iterator[pa.RecordBatch]:
-    """One row for each Kafka partition and shard that has anything to say; each partition speaks at least once."""
+def compact(
+    batches: Iterator[pa.RecordBatch], *, shards: int, names: dict[Topic, str], most: int
+) -> Iterator[pa.RecordBatch]:
+    """One row for each Kafka partition and shard that has anything to say; each partition that was read speaks at least
+    once. With `most` facts or more the task takes no further Arrow batch.
+    """
     origins: dict[int, Decoder] = {}
+    cut = False
     for batch in batches:
+        held = sum(len(part.ids) for columns in origins.values() for part in columns.parts)
+        if cut := batch.num_rows > 0 and held >= most:
+            break
         for origin, part in _by_origin(batch):
             if origin not in origins:
                 origins[origin] = Decoder(Topic.at(origin)[0])
             origins[origin].add(part)
     for origin, columns in origins.items():
         topic, partition = Topic.at(origin)
-        packets = pack(names[topic], partition, columns, shards)
+        packets = pack(names[topic], partition, columns, shards, cut=cut)
         encoded = [_encoder.encode(packet) for packet in packets.values()]
         yield pa.record_batch([pa.array(packets, pa.int32()), pa.array(encoded, pa.binary())], schema=PACKETS)
 
@@ -69,13 +84,13 @@ def _by_origin(batch: pa.RecordBatch) -> Iterator[tuple[int, Frames]]:
 OFFSET_BITS = 32
 
 
-def pack(topic: str, partition: int, columns: Decoder, shards: int) -> dict[int, Packet]:
+def pack(topic: str, partition: int, columns: Decoder, shards: int, *, cut: bool = False) -> dict[int, Packet]:
     """The packets by shard: at least one, so that the offsets read are known. Same records, same packets."""
     packets: dict[int, Packet] = {}
 
     def packet_of(shard: int) -> Packet:
         if shard not in packets:
-            packets[shard] = Packet(topic, partition, columns.topic, columns.next_offset, [], [], [], [], [])
+            packets[shard] = Packet(topic, partition, columns.topic, columns.next_offset, [], [], [], [], [], cut)
         return packets[shard]
 
     markers = [Marker.of(*found) for found in sorted(columns.markers, key=itemgetter(1))]

@@ -190,7 +190,7 @@ class Decoder:
     """The records of a task from one Kafka partition, decoded batch by batch. Not for use by several threads.
 
     `markers` come with their offsets and times, `rejected` gives the offsets for each reason, `refused` those whose
-    facts they may be.
+    facts they may be; `parts` are what `edges` puts together.
     """
 
     def __init__(self, topic: Topic) -> None:
@@ -200,7 +200,7 @@ class Decoder:
         self.rejected: dict[Reason, list[int]] = defaultdict(list)
         self.refused: list[TurnedAway] = []
         self.next_offset = 0
-        self._edges: list[Edges] = []
+        self.parts: list[Edges] = []
 
     def add(self, frames: Frames) -> None:
         """Decode what came of one partition in one batch."""
@@ -215,12 +215,12 @@ class Decoder:
             certain[runs] = self._unfold([*compress(lines, runs)], edges.where(runs))
         for at in np.flatnonzero(~certain).tolist():
             self._read(edges, frames, at)
-        self._edges.append(edges.where(edges.kinds <= ROW))
+        self.parts.append(edges.where(edges.kinds <= ROW))
         self.next_offset = max(self.next_offset, int(frames.offsets.max()) + 1)
 
     def edges(self) -> Edges:
         """All edges and batch rows, in the order of their offsets."""
-        edges = Edges(*(np.concatenate([getattr(part, name) for part in self._edges]) for name in Edges.__slots__))
+        edges = Edges(*(np.concatenate([getattr(part, name) for part in self.parts]) for name in Edges.__slots__))
         if np.any(edges.offsets[1:] < edges.offsets[:-1]):
             return edges.at(np.argsort(edges.offsets, kind="stable"))
         return edges
@@ -243,10 +243,10 @@ class Decoder:
         of = np.repeat(np.arange(len(runs)), counts)
         edges = Edges(whose.incarnations[of], kinds, prevs, ids, whose.offsets[of], whose.times[of])
         kept = chained[of]
-        self._edges.append(edges.where(kept))
+        self.parts.append(edges.where(kept))
         more = np.repeat(np.arange(total), np.where(kept, np.maximum(rows, 1) - 1, 0))
         if len(more):
-            self._edges.append(replace(edges, kinds=np.full(total, ROW, np.uint8)).at(more))
+            self.parts.append(replace(edges, kinds=np.full(total, ROW, np.uint8)).at(more))
         even[even] = chained
         return even
 

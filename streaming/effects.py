@@ -194,13 +194,16 @@ class Progress(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ShardEffects(msgspec.Struct, array_like=True, frozen=True):
-    """One row of the query's output. `now` is the batch's time; streams are sorted by name."""
+    """One row of the query's output. `now` is the batch's time; streams are sorted by name. `cut`: `progress` ends
+    before what Spark has planned for the batch (`streaming.compact`).
+    """
 
     shard: int
     now: int
     streams: list[StreamEffects]
     rejected: list[Rejected]
     progress: list[Progress]
+    cut: bool = False
 
 
 def encode(effects: ShardEffects) -> bytes:

@@ -41,6 +41,13 @@ class ChainBroken(Retry):  # docs/design.md, rule 3
     found: str
 
 
+@says("""a batch of {records} records at most had more facts than memory has room for: what it left is read again, in
+    batches of {fewer}""")
+class BatchCut(Retry):
+    records: int
+    fewer: int
+
+
 @says("stream {stream} did not reach {token} within {seconds:g} s: {it.found}")
 class NotReached(Retry):
     stream: str

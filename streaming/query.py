@@ -71,15 +71,16 @@ def advance_shard(
 
 
 def positions(
-    records: DataFrame, *, facts: str, control: str, shards: int, seeds: dict[int, bytes], bounds: Bounds
+    records: DataFrame, *, facts: str, control: str, shards: int, most: int, seeds: dict[int, bytes], bounds: Bounds
 ) -> DataFrame:
     """From Kafka's records to one row of effects per shard and batch (`EFFECTS`).
 
-    `records` has the columns of Spark's Kafka source; `facts` and `control` name the two topics.
+    `records` has the columns of Spark's Kafka source; `facts` and `control` name the two topics; `most` as of
+    `streaming.compact`.
     """
     return (
         frames(records, control)
-        .mapInArrow(partial(compact_frames, compact=compactor(shards, facts, control)), PACKETS)
+        .mapInArrow(partial(compact_frames, compact=compactor(shards, facts, control, most)), PACKETS)
         .groupBy("shard")
         .applyInPandasWithState(
             partial(advance_shard, seeds=seeds, bounds=bounds),

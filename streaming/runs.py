@@ -137,7 +137,7 @@ class Packet(msgspec.Struct, array_like=True, frozen=True):
 
     `next_offset` is one more than the highest offset that the task read; it is the same in all packets of a task.
     Rejected records and tasks without any good record travel with the shard `partition % shards`; `refused` tells the
-    streams of those whose facts they may be.
+    streams of those whose facts they may be. `cut`: the task left the rest of its range, as it held too many facts.
     """
 
     topic: str
@@ -149,6 +149,7 @@ class Packet(msgspec.Struct, array_like=True, frozen=True):
     markers: list[Marker]
     rejected: list[Rejected]
     refused: list[TurnedAway] = []
+    cut: bool = False
 
 
 Mask = npt.NDArray[np.bool_]

@@ -41,7 +41,8 @@ SETTINGS = {
     "spark.python.unix.domain.socket.enabled": "true",
     # Arrow data is handed to Python in pieces that stay in the processor's cache.
     "spark.sql.execution.arrow.maxRecordsPerBatch": "10000",
-    "spark.sql.execution.arrow.maxBytesPerBatch": "4m",  # of RUN records a hundredth as many do
+    # Of RUN records a hundredth as many do; to single records, which never come to that size, the bound costs nothing.
+    "spark.sql.execution.arrow.maxBytesPerBatch": "4m",
     # Effects and states are binary: nothing to gain from adapting a plan with one small shuffle.
     "spark.sql.adaptive.enabled": "false",
     # Packets are packed integers already; compressing them costs a batch more than writing the rest of them.

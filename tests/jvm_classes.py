@@ -23,6 +23,7 @@ from tidemark.app.stack.home import Home
 from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer
 from tidemark.streaming import query
+from tidemark.streaming.compact import MOST_FACTS
 from tidemark.streaming.model import Bounds
 from tidemark.streaming.spark import Jvm, SparkSettings, configuration, connect
 
@@ -116,7 +117,9 @@ def run(spark: SparkSession, checkpoint: Path) -> None:
         if number >= BATCHES:
             enough.set()
 
-    effects = query.positions(made_up(spark), facts="facts", control="control", shards=4, seeds={}, bounds=Bounds())
+    effects = query.positions(
+        made_up(spark), facts="facts", control="control", shards=4, most=MOST_FACTS, seeds={}, bounds=Bounds()
+    )
     running = effects.writeStream.foreachBatch(publish).option("checkpointLocation", str(checkpoint)).start()
     while not enough.wait(0.1):
         assert running.exception() is None, running.exception()

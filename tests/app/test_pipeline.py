@@ -75,6 +75,27 @@ def test_facts_that_come_in_one_record_count_one_by_one(shared: Site) -> None:
     shared.reaches("runs", w=7, linear=7)
 
 
+def test_a_backlog_of_more_facts_than_memory_has_room_for_is_read_in_parts(shared: Site) -> None:
+    """Rules 3 and 5: 2.7 million facts in 270 records, all there at once: a batch ends where a task holds enough, the
+    query begins anew behind it with fewer records a batch, and every fact counts once."""
+    together, count = 10_000, 270
+    producer = Producer({**shared.kafka.producer(), "transactional.id": "backlog"})
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    for first in range(1, together * count, together):
+        run = FactRun(
+            stream="backlog", writer="w", prev=first - 1, ids=[*range(first, first + together)], rows=[[]] * together
+        )
+        producer.produce(shared.facts, key=b"backlog", value=encode(run))
+    producer.commit_transaction(30)
+    shared.reaches("backlog", w=together * count, linear=together * count)
+    assert shared.sql("select count(*) from tidemark.applied_batches where right(query, 4) = '.cut'") == [(1,)]
+    shared.send(Void(stream="backlog", writer="w", prev=together * count, id=together * count + 1))
+    shared.reaches("backlog", w=together * count + 1)
+    (empty,) = shared.sql("select sum(empty)::bigint from tidemark.position_advances where stream = 'backlog'")
+    assert empty == (together * count + 1,)
+
+
 BAD = {
     "not_json": (b"strange", b"{not json"),
     "not_an_object": (b"strange", b"[]"),

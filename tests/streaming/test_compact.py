@@ -18,7 +18,7 @@ from tests.streaming.builders import Framed, Shard, packed
 from tests.streaming.naive_compact import CONTROL, FACTS, Message, message
 from tests.streaming.test_records import BAD, GOOD
 from tidemark.streaming import records
-from tidemark.streaming.compact import compactor
+from tidemark.streaming.compact import MOST_FACTS, compactor
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import ShardEffects
 from tidemark.streaming.errors import BadRecord
@@ -31,9 +31,9 @@ ODD = [*(value for value, _ in BAD.values()), *GOOD.values()]
 decoder = msgspec.msgpack.Decoder(Packet)
 
 
-def packets(messages: Sequence[Message], batch_size: int = 10_000) -> list[tuple[int, Packet]]:
+def packets(messages: Sequence[Message], batch_size: int = 10_000, most: int = MOST_FACTS) -> list[tuple[int, Packet]]:
     batches = [naive.arrow(messages[at : at + batch_size]) for at in range(0, len(messages), batch_size)]
-    rows = [row for batch in compactor(SHARDS, FACTS, CONTROL)(iter(batches)) for row in batch.to_pylist()]
+    rows = [row for batch in compactor(SHARDS, FACTS, CONTROL, most)(iter(batches)) for row in batch.to_pylist()]
     return [(row["shard"], decoder.decode(row["packet"])) for row in rows]
 
 
@@ -108,6 +108,29 @@ def test_runs_on_the_wire_mean_what_their_edges_mean(log: list[Message], cut: in
         assert one.streams == other.streams
         assert dead_letters(one, room=1) == dead_letters(other, ROOM)
         assert at_fault(one, room=1) == at_fault(other, ROOM)
+
+
+@settings(max_examples=examples(50))
+@given(logs(), st.integers(1, 20), st.integers(1, 100))
+def test_a_task_that_holds_too_many_facts_says_how_far_it_came(log: list[Message], batch_size: int, most: int) -> None:
+    """It takes whole Arrow batches until it has enough, at least one; what it left comes next, and nothing twice."""
+    whole, cut = Shard(), Shard()
+    left = log
+    while left:
+        found = [packet for _, packet in packets(left, batch_size, most)]
+        done = cut.feed_packets(found)
+        (progress,) = done.progress
+        taken = [it for it in left if it.offset < progress.offset]
+        left = left[len(taken) :]
+        assert taken
+        assert done.cut == bool(left)
+        assert sum(facts(packet) for _, packet in packets(taken[:-batch_size])) < most
+        whole.feed_packets(packed(map(frame, taken)))
+    assert cut.states == whole.states
+
+
+def facts(packet: Packet) -> int:
+    return sum(len(run.kinds) for run in packet.runs) + sum(len(rows.offsets) // 4 for rows in packet.rows)
 
 
 def frame(it: Message) -> Framed:
