@@ -155,6 +155,31 @@ def status(context: click.Context, stream: str | None, *, as_json: bool, check: 
         context.exit(UNHEALTHY)
 
 
+@main.command(extra="sidecar")
+@click.argument("stream", required=False)
+@click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
+@click.option("--check", is_flag=True, help="End with exit code 3 where anything is held back.")
+@click.pass_context
+def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bool) -> None:
+    """Show every gap and silent writer of all streams (or STREAM), and the command that would settle it."""
+    from tidemark.app import gaps
+    from tidemark.sinks.postgres.store import Postgres, PostgresConfig
+
+    settings = loaded()
+    with Postgres(PostgresConfig(settings.postgres)) as postgres:
+        postgres.check_readable()
+        stored = postgres.states(None if stream is None else [stream])
+    if stream is not None and not stored:
+        raise CommandFailed(f"there is no stream {stream}; `tidemark status` shows all")
+    found = gaps.read(stored, time.time())
+    if as_json:
+        click.echo(gaps.as_json(found))
+    else:
+        click.echo(gaps.as_text(found, time.time()) if found else "nothing is held back")
+    if check and found:
+        context.exit(UNHEALTHY)
+
+
 @main.command(extra="relay")
 @click.argument("file", type=click.File("rb"), default="-")
 @click.option("--control", is_flag=True, help="Send operators' records to the control topic instead.")

@@ -70,7 +70,7 @@ def _status(name: str, data: bytes, faults: list[SinkFault], recalls: list[Recal
             known.retired is not None,
             sum(span.edges for span in known.chain.pending),
             [(signed(low), signed(top)) for low, top, _ in known.chain.gaps()],
-            _moment(known.seen),
+            moment(known.seen),
         )
         for writer, known in sorted(stream.writers.items())
     ]
@@ -122,7 +122,7 @@ def _plain_behind(behind: Behind, now: float) -> dict[str, Any]:
                 "reason": it.reason,
                 "position": None if it.reason == "unknown" else it.position,
                 **_since(it.since, now),
-                "last_seen": _moment(it.seen),
+                "last_seen": moment(it.seen),
             }
             for it in behind.holders
         ],
@@ -133,10 +133,10 @@ def _plain_behind(behind: Behind, now: float) -> dict[str, Any]:
 def _since(since: int | None, now: float) -> dict[str, Any]:
     if since is None:
         return {"since": None, "age_seconds": None}
-    return {"since": _moment(since), "age_seconds": round(max(0.0, now - since / 1000), 1)}
+    return {"since": moment(since), "age_seconds": round(max(0.0, now - since / 1000), 1)}
 
 
-def _moment(milliseconds: int) -> datetime | None:
+def moment(milliseconds: int) -> datetime | None:
     return datetime.fromtimestamp(milliseconds / 1000, UTC) if milliseconds else None
 
 
@@ -161,7 +161,7 @@ def as_table(streams: Sequence[StreamStatus], now: float) -> str:
     ]
     lines += [f"{it.stream}: {_recalled(it, now)}" for stream in streams for it in stream.recalls]
     lines += [
-        f"{stream.stream} is not shown in {it.sink}, for {_age(now - it.since.timestamp())}: {it.problem}"
+        f"{stream.stream} is not shown in {it.sink}, for {aged(now - it.since.timestamp())}: {it.problem}"
         for stream in streams
         for it in stream.faults
     ]
@@ -172,7 +172,7 @@ def _held(behind: Behind | None, now: float) -> Iterable[str]:
     """Nothing of a line that waits no longer than a transaction may take."""
     if behind is None or (behind.since is not None and now - behind.since / 1000 < HELD_AFTER):
         return
-    age = "" if behind.since is None else f", for {_age(now - behind.since / 1000)}"
+    age = "" if behind.since is None else f", for {aged(now - behind.since / 1000)}"
     yield f"the line is {behind.ids} {'ID' if behind.ids == 1 else 'IDs'} behind{age}"
     for holder in behind.holders:
         yield f"held by {held_by(holder, now)}"
@@ -188,7 +188,7 @@ def held_by(holder: Holder, now: float) -> str:
         "transaction": f"has a transaction open beyond {holder.position}",
         "silent": f"has told nothing beyond {holder.position}",
     }[holder.reason]
-    seen = f"last seen {_age(now - holder.seen / 1000)} ago" if holder.seen else "no record of it was noted"
+    seen = f"last seen {aged(now - holder.seen / 1000)} ago" if holder.seen else "no record of it was noted"
     return f"{holder.writer} (epoch {holder.epoch}), which {why}; {seen}"
 
 
@@ -200,7 +200,7 @@ def _recalled(it: RecallStatus, now: float) -> str:
             " what is open waits for its next JOIN"
         )
     hindered = f": {it.problem}" if it.problem else ""
-    return f"records of {it.writer} that were put off come again, for {_age(now - it.since.timestamp())}{hindered}"
+    return f"records of {it.writer} that were put off come again, for {aged(now - it.since.timestamp())}{hindered}"
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:
@@ -216,7 +216,7 @@ def _rows(stream: StreamStatus, now: float) -> Iterable[tuple[str, ...]]:
     oldest = "" if stream.summary.oldest is None else described(stream.summary.oldest, now)
     for writer in stream.writers:
         epoch = f"{writer.epoch} retired" if writer.retired else str(writer.epoch)
-        seen = "" if writer.last_seen is None else f"{_age(now - writer.last_seen.timestamp())} ago"
+        seen = "" if writer.last_seen is None else f"{aged(now - writer.last_seen.timestamp())} ago"
         yield (*head, writer.writer, epoch, str(writer.position), str(writer.pending), seen, oldest)
         head, oldest = ["", ""], ""
     for name in stream.summary.unknown:
@@ -227,15 +227,19 @@ def _rows(stream: StreamStatus, now: float) -> Iterable[tuple[str, ...]]:
 
 def described(blocker: Blocker, now: float) -> str:
     """Who holds what back, and for how long."""
-    age = _age(now - blocker.since / 1000)
+    age = aged(now - blocker.since / 1000)
     if blocker.unknown:
         return f"{blocker.writer} (epoch {blocker.epoch}) has not joined, for {age}"
-    first, last = (blocker.low + 1, blocker.top) if blocker.top > 0 else (blocker.low - 1, blocker.top)
-    ids = str(first) if first == last else f"{first}..{last}"
-    return f"{blocker.writer} owes {ids}, for {age}"
+    return f"{blocker.writer} owes {ids_between(blocker.low, blocker.top)}, for {age}"
 
 
-def _age(seconds: float) -> str:
+def ids_between(low: int, top: int) -> str:
+    """The signed IDs in `(low, top]`."""
+    first = low + 1 if top > 0 else low - 1
+    return str(first) if first == top else f"{first}..{top}"
+
+
+def aged(seconds: float) -> str:
     seconds = max(0, int(seconds))
     if seconds < 120:
         return f"{seconds} s"

@@ -78,6 +78,7 @@ def test_our_rooms_cannot_be_imported_by_their_own_names(base_install: Environme
         ("topics", "pipeline"),
         ("sidecar", "sidecar"),
         ("status", "sidecar"),
+        ("gaps", "sidecar"),
         ("produce", "relay"),
         ("relay", "relay"),
         ("relay migrate", "relay"),

@@ -1,0 +1,161 @@
+"""`tidemark gaps`: all that holds a position back, with what is known of it and the command that would settle it."""
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+import msgspec
+
+from tidemark.app.status import aged, ids_between, moment
+from tidemark.streaming import state
+from tidemark.streaming.holders import HELD_AFTER, behind
+from tidemark.streaming.stream import StreamState
+from tidemark.streaming.writers import HeldWriter, WriterState
+
+ALIVE = 60.0  # seconds in which a writer that lives is heard of
+SHOWN = 10  # gaps of one writer in the text; the JSON has all
+
+Verdict = Literal["open transaction", "alive", "silent", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRange:
+    """`writer` owes the IDs in `(low, top]`; without `top` it has told nothing beyond `low`, and without both it never
+    joined. IDs are signed. `waiting` IDs, `facts` of them with a fact, are complete and held back by it. `verb` settles
+    it, where the writer itself does not.
+    """
+
+    stream: str
+    writer: str
+    epoch: int
+    low: int | None
+    top: int | None
+    since: datetime | None
+    waiting: int
+    facts: int
+    last_seen: datetime | None
+    transactions: list[str]
+    verdict: Verdict
+    verb: str
+
+
+def read(stored: Mapping[str, bytes], now: float) -> list[OpenRange]:
+    """From the encoded states at `now` (s since 1970): by stream, then longest first. A line that waits for a silent
+    writer no longer than a transaction takes is left out."""
+    found: list[OpenRange] = []
+    for name, data in sorted(stored.items()):
+        of_stream = _of_stream(name, state.decode(data), now)
+        found += sorted(of_stream, key=lambda it: (it.since is not None, it.since, it.writer, abs(it.low or 0)))
+    return found
+
+
+def _of_stream(name: str, stream: StreamState, now: float) -> Iterator[OpenRange]:
+    holding = behind(stream)
+    stream.writers.open_waiting()
+    for (writer, epoch), held in stream.held.items():
+        yield _unknown(name, stream, writer, epoch, held)
+    owing = {writer: known for writer, known in stream.writers.open.items() if known.chain.pending}
+    for writer, known in owing.items():
+        yield from _gaps(name, stream, writer, known, now)
+    for it in holding.holders if holding else ():
+        if it.reason == "unknown" or it.writer in owing:
+            continue
+        if it.since is not None and now - it.since / 1000 < HELD_AFTER:
+            continue
+        transactions = stream.transactions.get(it.writer, [])
+        since, seen = None if it.since is None else moment(it.since), moment(it.seen)
+        verdict = _verdict(it.seen, transactions, now)
+        verb = _verb(verdict, name, it.writer, it.position)
+        yield OpenRange(name, it.writer, it.epoch, it.position, None, since, 0, 0, seen, transactions, verdict, verb)
+
+
+def _gaps(name: str, stream: StreamState, writer: str, known: WriterState, now: float) -> Iterator[OpenRange]:
+    signed, transactions = stream.direction.signed, stream.transactions.get(writer, [])
+    verdict = _verdict(known.seen, transactions, now)
+    verb = _verb(verdict, name, writer, signed(known.chain.reach))
+    waiting = sum(span.edges for span in known.chain.pending)
+    facts = sum(span.evidence.facts for span in known.chain.pending)
+    for (low, top, since), span in zip(known.chain.gaps(), known.chain.pending, strict=True):
+        seen = moment(known.seen)
+        yield OpenRange(
+            name,
+            writer,
+            known.epoch,
+            signed(low),
+            signed(top),
+            moment(since),
+            waiting,
+            facts,
+            seen,
+            transactions,
+            verdict,
+            verb,
+        )
+        waiting, facts = waiting - span.edges, facts - span.evidence.facts
+
+
+def _unknown(name: str, stream: StreamState, writer: str, epoch: int, held: HeldWriter) -> OpenRange:
+    chain = held.chain
+    waiting = sum(span.edges for span in chain.pending)
+    facts = sum(span.evidence.facts for span in chain.pending)
+    reach = stream.direction.signed(max(chain.reach, 0))
+    verb = _verb("unknown", name, writer, reach, epoch)
+    since, seen = moment(held.since), moment(held.seen)
+    return OpenRange(name, writer, epoch, None, None, since, waiting, facts, seen, [], "unknown", verb)
+
+
+def _verdict(seen: int, transactions: Sequence[str], now: float) -> Verdict:
+    if transactions:
+        return "open transaction"
+    return "alive" if now - seen / 1000 < ALIVE else "silent"
+
+
+def _verb(verdict: Verdict, stream: str, writer: str, id: int, epoch: int | None = None) -> str:
+    if verdict in ("open transaction", "alive"):
+        return "tidemark relay blockers"
+    named = [] if epoch is None else ["--epoch", str(epoch)]
+    names = [*(["--"] if stream.startswith("-") or writer.startswith("-") else []), stream, writer]
+    options = shlex.join([*named, f"--id={id}"])
+    return f'tidemark force retire {options} --by "$USER" --why "gone for good" {shlex.join(names)}'
+
+
+def as_json(found: Sequence[OpenRange]) -> str:
+    return msgspec.json.format(msgspec.json.encode({"gaps": found}), indent=2).decode()
+
+
+def as_text(found: Sequence[OpenRange], now: float) -> str:
+    """A line for each, and below the last one of a writer its transactions and the verb."""
+    lines: list[str] = []
+    writers: dict[tuple[str, str, int], list[OpenRange]] = {}
+    for it in found:
+        writers.setdefault((it.stream, it.writer, it.epoch), []).append(it)
+    for ranges in writers.values():
+        lines += [_line(it, now) for it in ranges[:SHOWN]]
+        if len(ranges) > SHOWN:
+            lines.append(f"{ranges[0].stream}: {ranges[0].writer} has {len(ranges) - SHOWN} gaps more")
+        lines += _remedy(ranges[0])
+    return "\n".join(lines)
+
+
+def _line(it: OpenRange, now: float) -> str:
+    if it.low is None:
+        what = "has not joined"
+    elif it.top is None:
+        what = f"has told nothing beyond {it.low}"
+    else:
+        what = f"owes {ids_between(it.low, it.top)}"
+    age = "" if it.since is None else f", for {aged(now - it.since.timestamp())}"
+    seen = "never seen" if it.last_seen is None else f"last seen {aged(now - it.last_seen.timestamp())} ago"
+    waits = f"; {it.waiting} IDs wait, {it.facts} with a fact" if it.waiting else ""
+    return f"{it.stream}: {it.writer} (epoch {it.epoch}) {what}{age}: {it.verdict}, {seen}{waits}"
+
+
+def _remedy(it: OpenRange) -> Iterable[str]:
+    yield from (f"    open: {transaction}" for transaction in it.transactions)
+    if it.verdict in ("silent", "unknown"):
+        what = "start it" if it.verdict == "silent" else "let it join"
+        yield f"    {what}; if it is gone for good: {it.verb}"
+    else:
+        yield f"    {it.verb}"

@@ -1,0 +1,76 @@
+"""`tidemark gaps` as people and programs read it."""
+
+import json
+import shlex
+
+from tests.streaming.builders import STREAM, Shard, join, opened, position, rdata
+from tidemark.app import gaps
+from tidemark.app.force import attempt
+from tidemark.streaming.records import Retire
+
+
+def test_a_dead_writer_is_listed_without_a_gap_with_what_settles_it() -> None:
+    """The command that is shown is one that the state takes, and the line goes on by it."""
+    shard = Shard()
+    shard.left_by_a_dead_writer()
+    (found,) = gaps.read(shard.states, 302.0)
+    assert gaps.as_text([found], 302.0).splitlines() == [
+        "events: w1 (epoch 1) has told nothing beyond 7, for 5 min: silent, last seen 5 min ago",
+        "    start it; if it is gone for good:"
+        ' tidemark force retire --id=7 --by "$USER" --why "gone for good" events w1',
+    ]
+    act = Retire(stream=STREAM, writer="w1", epoch=1, id=7, by="ann", why="gone")
+    assert attempt(shard.states[STREAM], act, 302_000).linear == 20
+
+
+def test_each_gap_tells_what_waits_behind_it() -> None:
+    """IDs and facts above it, up to the end of the chain; the writer lives, or says whose transaction it is."""
+    shard = Shard()
+    shard.feed(join("a", 0), rdata("a", 3, 2, epoch=1), rdata("a", 5, 4, epoch=1), position("a", 5, 9, epoch=1))
+    found = gaps.read(shard.states, 11.0)
+    assert [(it.low, it.top, it.waiting, it.facts, it.verdict) for it in found] == [
+        (0, 2, 3, 2, "alive"),
+        (3, 4, 2, 1, "alive"),
+    ]
+    shard.feed(opened("a", "pid 7: insert"))
+    lines = gaps.as_text(gaps.read(shard.states, 11.0), 11.0).splitlines()
+    assert lines == [
+        "events: a (epoch 1) owes 1..2, for 10 s: open transaction, last seen 10 s ago; 3 IDs wait, 2 with a fact",
+        "events: a (epoch 1) owes 4, for 10 s: open transaction, last seen 10 s ago; 2 IDs wait, 1 with a fact",
+        "    open: pid 7: insert",
+        "    tidemark relay blockers",
+    ]
+
+
+def test_a_writer_that_never_joined_is_listed_with_its_epoch() -> None:
+    """Its ID in the command is one at or beyond all that it completed."""
+    shard = Shard()
+    shard.feed(join("a", 0))
+    shard.feed(rdata("-new", -7, -6, epoch=4))
+    found = gaps.read(shard.states, 100.0)
+    assert [(it.writer, it.verdict, it.waiting, it.facts, it.low) for it in found if it.verdict == "unknown"] == [
+        ("-new", "unknown", 1, 1, None)
+    ]
+    verb = shlex.split(next(it.verb for it in found if it.writer == "-new"))
+    assert verb[2:6] == ["retire", "--epoch", "4", "--id=-7"]
+    assert verb[-3:] == ["--", "events", "-new"]
+    act = Retire(stream=STREAM, writer="-new", epoch=4, id=-7, by="ann", why="gone")
+    assert attempt(shard.states[STREAM], act, 100_000).summary.unknown == []
+
+
+def test_many_gaps_of_a_writer_are_counted_in_the_text_and_all_in_the_json() -> None:
+    """Ten lines and a number; a program gets each."""
+    shard = Shard()
+    shard.feed(join("a", 0), *(rdata("a", id, epoch=1) for id in range(2, 60, 2)))
+    found = gaps.read(shard.states, 5.0)
+    assert gaps.as_text(found, 5.0).splitlines()[10] == "events: a has 19 gaps more"
+    assert len(json.loads(gaps.as_json(found))["gaps"]) == 29
+
+
+def test_a_quiet_or_busy_stream_has_nothing_to_show() -> None:
+    """Nor a line that waits no longer than a transaction takes."""
+    shard = Shard()
+    shard.feed(join("a", 0), join("b", 0), position("a", 0, 4, epoch=1), position("b", 0, 4, epoch=1))
+    assert gaps.read(shard.states, 9000.0) == []
+    shard.feed(position("a", 4, 9, epoch=1))
+    assert gaps.read(shard.states, 5.0) == []
