@@ -104,9 +104,7 @@ class Settings(SidecarSettings, Connections):
         default_factory=lambda known: known["home"] / "jars" / "connector",
         description="Directory with the jars of Spark's Kafka source.",
     )
-    max_records_per_batch: Positive = Field(
-        2_000_000, description="Kafka records that one batch reads at most; with `RUN` records also facts, about."
-    )
+    max_records_per_batch: Positive = Field(2_000_000, description="Kafka records that one batch reads at most.")
     java_home: Path | None = Field(
         None, validation_alias="JAVA_HOME", description="Java to use; without it the first on the PATH."
     )

@@ -97,7 +97,7 @@ class DeadLetters:
                     outbox.put_instead(_without_record(Outgoing(origin), "removed by retention"))
                 else:
                     if detail := _detail(record.value(), record.key(), reason, id):
-                        origin = [*origin, ("detail", detail[:LONGEST_DETAIL].encode())]
+                        origin = [*origin, ("detail", detail[:LONGEST_DETAIL].encode(errors="replace"))]
                     outbox.put(Outgoing(origin, record.key(), record.value(), record.headers() or ()))
                 sent += 1
             if gone := outbox.gone - before:

@@ -61,7 +61,8 @@ def diagnosis(value: bytes, error: Exception) -> BadRecord:
     given = {field.name: fields[field.name] for field in _FIELDS[kind] if field.name in fields}
     for name, raw in given.items():
         if not _is_of_its_type(kind, name, raw):
-            return BadRecord(Reason.WRONG_TYPE, f"{name} is {_shown(raw)}")
+            place, part = _at_fault(name, raw)
+            return BadRecord(Reason.WRONG_TYPE, f"{place} is {_shown(part)}")
     for name, raw in given.items():
         for place, number in _integers(name, raw):
             if not _takes(_id, number):
@@ -77,6 +78,15 @@ def _is_of_its_type(kind: type[records.Record], name: str, raw: bytes) -> bool:
     if name == "ids":
         return _takes(_list, raw) and 0 < len(_list.decode(raw)) == len([*_integers(name, raw)])
     return _INTEGER.fullmatch(raw) is not None or (kind is records.Rdata and name == "id" and _takes(_batch, raw))
+
+
+def _at_fault(name: str, raw: bytes) -> tuple[str, bytes]:
+    """The first entry of a RUN's list that is of the wrong type, or the field as it is; with what it is called."""
+    if name in ("ids", "rows") and _takes(_list, raw):
+        for index, entry in enumerate(map(bytes, _list.decode(raw))):
+            if not (_INTEGER.fullmatch(entry) if name == "ids" else _takes(_list, entry)):
+                return f"{name}[{index}]", entry
+    return name, raw
 
 
 def _integers(name: str, raw: bytes) -> Iterator[tuple[str, bytes]]:

@@ -185,6 +185,24 @@ def test_a_bad_record_has_one_exact_reason(name: str) -> None:
     assert reason(value) == expected
 
 
+@pytest.mark.parametrize(
+    ("fields", "detail"),
+    [
+        ({"ids": [*range(5, 205), "9"], "rows": []}, 'ids[200] is "9"'),
+        ({"ids": [7, 8.0], "rows": []}, "ids[1] is 8.0"),
+        ({"rows": [[], {}]}, "rows[1] is {}"),
+        ({"ids": [7, 2**63]}, f"ids[1] is {2**63}"),
+        ({"ids": [7, 6]}, "ids[1] 6 is not beyond prev 7"),
+        ({"ids": []}, "ids is []"),
+    ],
+)
+def test_a_bad_run_says_which_of_its_facts_is_bad(fields: dict[str, Any], detail: str) -> None:
+    """One among hundreds would not be found."""
+    with pytest.raises(BadRecord) as refused:
+        read(raw(RUN, **fields))
+    assert refused.value.detail == detail
+
+
 @pytest.mark.parametrize("name", GOOD)
 def test_an_unusual_record_is_read(name: str) -> None:
     """What JSON and the contract allow is taken, however unusual it looks."""
