@@ -144,12 +144,13 @@ def _array(stream: str, rows: Iterable[object]) -> str:
     for row in rows:
         try:
             body = bytes(encoded(row))
+            text = body.decode()
         except (TypeError, ValueError, RecursionError) as error:
             raise BadRow(stream, f"it is no JSON: {error}") from error
         if problem := _problem(row, body):
             raise BadRow(stream, problem)
-        bodies.append(body.replace(b"\\", b"\\\\").replace(b'"', b'\\"'))
-    return (b'{"' + b'","'.join(bodies) + b'"}').decode() if bodies else "{}"
+        bodies.append(text.replace("\\", "\\\\").replace('"', '\\"'))
+    return '{"' + '","'.join(bodies) + '"}' if bodies else "{}"
 
 
 def _problem(row: object, body: bytes) -> str:
@@ -165,7 +166,7 @@ def _problem(row: object, body: bytes) -> str:
 
 def _finite(row: object) -> bool:
     """Whether no number in it is NaN or infinite: msgspec would say null for those, and nothing."""
-    found = [msgspec.to_builtins(row)]
+    found = [msgspec.to_builtins(row, enc_hook=lambda _: None)]  # what is JSON already, which the server reads
     while found:
         match found.pop():
             case float(number):

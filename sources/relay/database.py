@@ -16,6 +16,7 @@ _USE = DatabaseUse(
         "42P01": f"run `{COMMAND}`",
         "42883": f"run `{COMMAND}`",
         "42501": "grant the user the role tidemark_relay",
+        "22021": "move to a database WITH ENCODING 'UTF8'",
     },
     options=(
         # Its commits stand for what is announced, so they are durable whatever the database's default is.

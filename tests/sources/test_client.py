@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from uuid import UUID
 
+import msgspec
 import psycopg
 import pytest
 import sqlalchemy
@@ -98,8 +99,9 @@ def _nested(depth: int) -> list[object]:
         ("x" * 900_001, "900003 bytes"),
         (object(), "no JSON"),
         ("\ud800", "no JSON"),
+        (msgspec.Raw(b'"\xff"'), "no JSON"),
     ],
-    ids=["nan", "infinity", "in a tuple", "deep", "bottomless", "large", "object", "surrogate"],
+    ids=["nan", "infinity", "in a tuple", "deep", "bottomless", "large", "object", "surrogate", "bytes"],
 )
 def test_a_row_that_could_not_be_told_is_not_sent(connection: psycopg.Connection, row: object, says: str) -> None:
     """It is said at once, whichever way it is given, and the transaction goes on."""
@@ -117,9 +119,12 @@ def test_a_row_that_could_not_be_told_is_not_sent(connection: psycopg.Connection
 
 
 def test_what_the_server_finds_wrong_in_a_row_is_the_row(connection: psycopg.Connection) -> None:
-    """NUL is JSON, and nothing that Postgres can keep."""
-    with pytest.raises(errors.BadRow, match=r"stream orders is refused: .*Unicode"):
-        Writer().append(connection, "orders", "\0")
+    """NUL is JSON, and nothing that Postgres can keep; and of JSON that is given as it is nobody else knows."""
+    for row in ("\0", {"raw": msgspec.Raw(b"[null, NaN]")}):
+        with pytest.raises(errors.BadRow, match=r"stream orders is refused: .*(Unicode|json)"):
+            Writer().append(connection, "orders", row)
+        connection.rollback()
+    assert Writer().append(connection, "orders", msgspec.Raw(b'{"told": null}')) == 1
 
 
 @pytest.mark.parametrize("name", ["", "*", "two words", "x" * 256])

@@ -1,6 +1,16 @@
 -- What a service needs in its own database to say in any language, inside its transaction, that a fact happened
 -- (docs/design.md 4b): streams, the functions that append, and the table from which the relay reads.
 
+-- In SQL_ASCII nobody knows which characters the bytes of a row are.
+do $$
+begin
+    if getdatabaseencoding() = 'SQL_ASCII' then
+        raise exception using errcode = 'character_not_in_repertoire',
+            message = 'the encoding of this database is SQL_ASCII, in which rows may be no text';
+    end if;
+end
+$$;
+
 create table tidemark.append_streams (
     number      integer     primary key generated always as identity,
     -- As on Kafka (docs/design.md 3): no white space, no control characters.
@@ -130,10 +140,14 @@ declare
     _text text;
 begin
     -- Nearly always: no row is long or deep, and none is NULL.
-    if octet_length(array_to_string(_texts, '')) <= 512 and array_position(_texts, null) is null then
+    if array_ndims(_texts) = 1 and octet_length(array_to_string(_texts, '')) <= 512
+        and array_position(_texts, null) is null then
         return _texts;
     elsif _texts is null then
         raise exception using errcode = 'null_value_not_allowed', message = 'the rows are NULL';
+    elsif array_ndims(_texts) > 1 then
+        raise exception using errcode = 'array_subscript_error', message = 'the rows are an array of arrays',
+            hint = 'Give an array of one dimension. A row that is a list is one JSON value, such as ''[1, 2]''.';
     end if;
     foreach _text in array _texts loop
         if _text is null then

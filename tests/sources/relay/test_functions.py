@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 import psycopg
 import pytest
-from psycopg import errors
+from psycopg import conninfo, errors
 
 from tidemark.sources.relay import looks
 from tidemark.sources.relay.database import SCHEMA, session_of
+from tidemark.streaming.errors import Refused
 from tidemark.streaming.records import is_name
 
 
@@ -196,6 +197,13 @@ def test_a_rolled_back_savepoint_gives_its_lock_back(sql: psycopg.Connection) ->
         ("append('orders', null)", errors.NullValueNotAllowed, "a row is NULL"),
         ("append('orders', variadic null)", errors.NullValueNotAllowed, "the rows are NULL"),
         ("append_many('orders', null)", errors.NullValueNotAllowed, "the rows are NULL"),
+        ("append('orders', variadic '{{1, 2}, {3, 4}}')", errors.ArraySubscriptError, "array of arrays"),
+        ("append('orders', variadic array[array[to_jsonb(repeat('x', 600))]])", errors.ArraySubscriptError, "arrays"),
+        ("append_many('orders', array[array[to_jsonb(repeat('x', 600))]])", errors.ArraySubscriptError, "arrays"),
+        ("append_fact('*', 'orders', '{1}')", errors.InvalidParameterValue, "no name of a writer"),
+        ("append_fact(null, 'orders', '{1}')", errors.InvalidParameterValue, "no name of a writer"),
+        ("append_fact('', null, '{1}')", errors.UndefinedObject, "no stream NULL"),
+        ("append_fact('', 'orders', null)", errors.NullValueNotAllowed, "the rows are NULL"),
         ("append('orders', '{\"total\": NaN}')", errors.InvalidTextRepresentation, "NaN"),
         ("append('orders', repeat('[', 300)::text || repeat(']', 300))", errors.UndefinedFunction, "does not exist"),
         ("append('orders', (repeat('[', 300) || repeat(']', 300))::jsonb)", errors.ProgramLimitExceeded, "nested"),
@@ -264,6 +272,36 @@ def test_functions_ignore_the_search_path_of_their_caller(sql: psycopg.Connectio
     assert one(sql, "select tidemark.append('orders', '1')") == 1
 
 
+def test_every_call_is_one_fact_wherever_it_stands(sql: psycopg.Connection) -> None:
+    """In a default, in rows of COPY, in a statement that is prepared and its plan kept, in a view, in a cursor that
+    outlives its transaction, and where the planner would share the work. Nowhere else: not in a WITH that nobody reads.
+    """
+    appended = "select tidemark.append('orders', '1') as id"
+    sql.execute("create table placed (id bigint default tidemark.append('orders', '1'), total integer)")
+    sql.execute(f"create view facts as {appended}".encode())
+    sql.execute("set debug_parallel_query = on")
+    sql.execute("set plan_cache_mode = force_generic_plan")
+
+    sql.execute("insert into placed (total) select generate_series(1, 3)")
+    with sql.cursor() as cursor, cursor.copy("copy placed (total) from stdin") as rows:
+        rows.write("4\n5\n")
+    sql.execute(
+        "prepare place (jsonb) as with fact as (select tidemark.append('orders', $1) as id)"
+        " insert into placed select id, 6 from fact"
+    )
+    for _ in range(6):
+        sql.execute("execute place ('1')")
+    assert one(sql, "select count(*) from (select id, id from facts) as twice") == 1
+    with sql.transaction():
+        sql.execute(f"declare held cursor with hold for {appended}".encode())
+    sql.execute(f"with fact as ({appended}) insert into placed values (0, 7)".encode())
+
+    ids = [id for id, _ in outbox(sql)]
+    kept = [id for (id,) in sql.execute("select id from placed where id > 0 order by id").fetchall()]
+    assert ids == [*kept, *range(12, 14)]
+    assert one(sql, "fetch held") == 13
+
+
 def test_migrating_again_changes_nothing(ready: str, sql: psycopg.Connection) -> None:
     """Streams, facts and IDs stay; making a stream again is nothing."""
     sql.execute("select tidemark.append('orders', '1')")
@@ -271,6 +309,18 @@ def test_migrating_again_changes_nothing(ready: str, sql: psycopg.Connection) ->
         assert SCHEMA.migrate(session) == []
     sql.execute("select tidemark.create_stream('orders')")
     assert one(sql, "select tidemark.append('orders', '1')") == 2
+
+
+def test_a_database_without_an_encoding_is_refused(sql: psycopg.Connection, ready: str) -> None:
+    """In SQL_ASCII any bytes are a text, and Kafka's are UTF-8: a row of others could never be told."""
+    sql.execute("drop database if exists bytes")
+    sql.execute("create database bytes encoding 'SQL_ASCII' template template0 lc_collate 'C' lc_ctype 'C'")
+    with (
+        session_of(conninfo.make_conninfo(ready, dbname="bytes"), "test") as session,
+        pytest.raises(Refused, match=r"SQL_ASCII(.|\n)*ENCODING 'UTF8'"),
+    ):
+        SCHEMA.migrate(session)
+    sql.execute("drop database bytes with (force)")
 
 
 def test_the_head_is_never_higher_than_what_was_given_out(sql: psycopg.Connection) -> None:

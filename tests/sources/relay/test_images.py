@@ -1,4 +1,4 @@
-"""Disk images that are put back under a relay, and what Tidemark's own core makes of it."""
+"""Disk images that are put back under a relay, standbys that are promoted, and what Tidemark's own core makes of it."""
 
 import shutil
 import subprocess
@@ -11,6 +11,7 @@ import pytest
 from tests.fix_servers import own_postgres
 from tests.sources.relay.world import Core, Service, SteppedRelay, prepared_schema
 from tidemark.app.stack.postgres import PostgresServer
+from tidemark.app.stack.replica import Replica
 from tidemark.sources.relay.decider import Decider
 
 pytestmark = pytest.mark.postgres
@@ -99,6 +100,37 @@ def test_an_image_that_is_put_back_while_no_relay_runs_begins_a_timeline(
     assert {id for id in again if id and id <= reached} <= relayed.core.late_ids
     assert min(relayed.core.late_ids) > known
     assert relayed.core.line >= max(id for id in again if id)
+    assert relayed.core.rejected == {}
+    relayed.relay.die()
+    relayed.service.close()
+
+
+def test_a_standby_that_lacks_commits_begins_a_timeline(server: PostgresServer, shop: str) -> None:
+    """What was told of the commits that it lacks is given out again, and late."""
+    relayed = Relayed(shop)
+    relayed.append(3)
+    relayed.relay.finish()
+    known = relayed.core.told
+    standby = Replica(server)
+    standby.copy(follows=True)
+    standby.start()
+    standby.stream(synchronous=False)
+    standby.fall_behind()
+    lost = relayed.append(4)
+    relayed.relay.finish()
+    reached = relayed.core.line
+    relayed.relay.die()
+    relayed.service.close()
+    standby.promote()
+    standby.succeed()
+    server.start()
+    relayed.restart()
+    again = relayed.append(6)
+    relayed.relay.finish()
+    assert set(lost) <= set(again)
+    assert relayed.core.timelines == [(known, "database")]
+    assert relayed.core.late_ids == {id for id in again if id and id <= reached}
+    assert relayed.core.line == max(id for id in again if id)
     assert relayed.core.rejected == {}
     relayed.relay.die()
     relayed.service.close()

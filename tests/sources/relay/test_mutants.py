@@ -186,6 +186,19 @@ def open_long(world: World) -> None:
     world.finish()
 
 
+def reserved_long(world: World) -> None:
+    """The same with an ID that is reserved first."""
+    world.relays[0].round()
+    service = world.services[0]
+    service.begin("read committed", "on")
+    service.reserve(world.stream)
+    for _ in range(4):
+        world.relays[0].round()
+    service.complete(world.stream, 1)
+    service.run("commit")
+    world.finish()
+
+
 def prepared_long(world: World) -> None:
     """The same with a prepared transaction, which has no session any more."""
     service = world.services[0]
@@ -481,8 +494,14 @@ LOOKS: list[tuple[Scene, str, Any]] = [
     (crashed_after_telling, "note_told", lambda *_: None),
 ]
 FUNCTIONS = [
-    (open_long, "take_lock", "perform pg_advisory_xact_lock_shared(1414087749 + _of.number, hashtext(_writer));", ""),
-    (overtaken, "take_lock", "hashtext(_writer)", "hashtext('')"),
+    (open_long, "append_fact", "perform pg_advisory_xact_lock_shared(1414087749 + _number, hashtext(_writer));", ""),
+    (overtaken, "append_fact", "hashtext(_writer)", "hashtext('')"),
+    (
+        reserved_long,
+        "take_lock",
+        "perform pg_advisory_xact_lock_shared(1414087749 + _of.number, hashtext(_writer));",
+        "",
+    ),
     (completed_by_another, "complete", "and kept.reserved_by = pg_current_xact_id()", ""),
     (retiring_while_open, "retire_writer", "pg_try_advisory_xact_lock(1", "pg_try_advisory_xact_lock_shared(1"),
     (dropped_and_made_again, "create_stream", "_known.after + _sign", "_sign"),
