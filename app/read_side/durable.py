@@ -1,13 +1,14 @@
 """Postgres, as this process reads it, on threads: positions where Redis does not have them, and details always."""
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tidemark.app.read_side.circuit_breaker import CircuitBreaker
 from tidemark.app.versions import require_neighbour
+from tidemark.sinks.postgres.recalls import RecallStatus
 from tidemark.sinks.postgres.status import Condition, LateCount
 from tidemark.sinks.postgres.store import Postgres, StreamPositions
 from tidemark.sinks.postgres.tail import ChangesSince, DurableMark
@@ -34,7 +35,8 @@ class Details:
     epoch; `reaches`, the highest settled ID, above gaps too; `waiting`, its share of `pending`; `seen`, the Kafka time
     (ms) of its newest record, where one was noted. `regressed` names writers whose source was set back: their gaps
     below their position hold the linear position back. `transactions`: who holds the open IDs of a writer, by its own
-    word.
+    word. `put_off`: writers, and their epochs, of whom records found no room and wait in Kafka; `recalls`, what of that
+    is on its way back, or gone.
     """
 
     epochs: Mapping[str, int]
@@ -48,6 +50,8 @@ class Details:
     transactions: Mapping[str, list[str]]
     behind: Behind | None
     seen: Mapping[str, int]
+    put_off: Sequence[tuple[str, int]]
+    recalls: Sequence[RecallStatus]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +99,7 @@ class Durable:
 
     async def details(self, streams: Collection[str]) -> dict[str, Details]:
         """Without streams that do not exist, or whose state a later Tidemark wrote."""
-        return await self._read(
-            lambda: _decoded(self._postgres.states(streams), self._postgres.conditions.late(streams))
-        )
+        return await self._read(lambda: _read_details(self._postgres, streams))
 
     async def condition(self) -> Condition:
         """Of the pipeline."""
@@ -160,17 +162,19 @@ def _read_so_far(postgres: Postgres, topic: str) -> ReadSoFar:
     return ReadSoFar(offsets, allocated)
 
 
-def _decoded(states: Mapping[str, bytes], late: Mapping[str, LateCount]) -> dict[str, Details]:
+def _read_details(postgres: Postgres, streams: Collection[str]) -> dict[str, Details]:
+    states, late, recalls = postgres.states(streams), postgres.conditions.late(streams), postgres.conditions.recalls()
     found = {}
     for name, stored in states.items():
         try:
-            found[name] = _details(state.decode(stored), late.get(name))
+            decoded = state.decode(stored)
         except StateTooNew:
             continue
+        found[name] = _details(decoded, late.get(name), [it for it in recalls if it.stream == name])
     return found
 
 
-def _details(stream: StreamState, late: LateCount | None) -> Details:
+def _details(stream: StreamState, late: LateCount | None, recalls: Sequence[RecallStatus]) -> Details:
     signed, summary = stream.direction.signed, summarize(stream)
     return Details(
         epochs={writer: known.epoch for writer, known in stream.writers.items()},
@@ -186,4 +190,6 @@ def _details(stream: StreamState, late: LateCount | None) -> Details:
         transactions=stream.transactions,
         behind=summary.behind,
         seen={writer: known.seen for writer, known in stream.writers.items() if known.seen},
+        put_off=[(name, int(epoch)) for name, _, epoch in (it.rpartition("/") for it in summary.put_off)],
+        recalls=recalls,
     )

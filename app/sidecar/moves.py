@@ -6,7 +6,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tidemark.app.sidecar.answers import BehindAnswer, BlockerAnswer, Name, StreamId
+from tidemark.app.read_side.durable import Details
+from tidemark.app.sidecar.answers import BehindAnswer, BlockerAnswer, Name, StreamId, behind, blocker
 from tidemark.sinks.reader import events
 
 Count = Annotated[int, Meta(ge=0)]
@@ -90,6 +91,24 @@ class AdvancesAnswer(msgspec.Struct, frozen=True, kw_only=True):
     complete: bool
 
 
+class PutOffAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Records of `writer` found no room, since too much of it is pending: they wait in Kafka and come again as it
+    shrinks."""
+
+    writer: Name
+    epoch: Count
+
+
+class RecallAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Records of `writer` that were put off and come again. What is `gone` from Kafka does not, and what is open waits
+    for the writer's next JOIN."""
+
+    writer: Name
+    since: datetime
+    gone: Annotated[int, Meta(ge=0, description="How many records that may be, at most.")]
+    problem: Annotated[str | None, Meta(description="What hinders it, or why they are gone; for people.")]
+
+
 class GapsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Every open range and writer that never joined, longest first. `total` counts those that were cut off too."""
 
@@ -103,7 +122,24 @@ class GapsAnswer(msgspec.Struct, frozen=True, kw_only=True):
         dict[str, list[str]], Meta(description="Who holds the open IDs of a writer, where it tells.")
     ]
     total: Count
+    put_off: list[PutOffAnswer]
+    recalled: list[RecallAnswer]
     age_seconds: Annotated[float, Meta(ge=0)]
+
+
+def gaps(stream: str, details: Details, limit: int, age: float) -> GapsAnswer:
+    return GapsAnswer(
+        stream=stream,
+        gaps=[blocker(gap) for gap in details.gaps[:limit]],
+        behind=behind(details.behind),
+        open_transactions=dict(sorted(details.transactions.items())),
+        total=len(details.gaps),
+        put_off=[PutOffAnswer(writer=writer, epoch=epoch) for writer, epoch in details.put_off],
+        recalled=[
+            RecallAnswer(writer=it.writer, since=it.since, gone=it.gone, problem=it.problem) for it in details.recalls
+        ],
+        age_seconds=round(max(0.0, age), 3),
+    )
 
 
 def described(stream: str, event: events.Event) -> Move:

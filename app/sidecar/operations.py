@@ -18,7 +18,7 @@ from tidemark.app.read_side.notifications import wait_for_notification
 from tidemark.app.read_side.requests import HistoryPage, Past
 from tidemark.app.read_side.snapshots import Snapshot
 from tidemark.app.sidecar import answers, cursor, moves
-from tidemark.app.sidecar.answers import behind, blocker, described, tag
+from tidemark.app.sidecar.answers import described, tag
 from tidemark.app.sidecar.operation import Operation, OperationCall, json, tagged
 from tidemark.app.sidecar.problems import (
     Ahead,
@@ -119,16 +119,7 @@ async def gaps(call: OperationCall) -> Response:
     if details is None or read_at is None:
         raise RecoveringProblem("gaps come from Postgres, which does not answer")
     query: GapsQuery = call.query
-    return json(
-        moves.GapsAnswer(
-            stream=call.stream,
-            gaps=[blocker(gap) for gap in details.gaps[: query.limit]],
-            behind=behind(details.behind),
-            open_transactions=dict(sorted(details.transactions.items())),
-            total=len(details.gaps),
-            age_seconds=round(max(0.0, time.monotonic() - read_at), 3),
-        )
-    )
+    return json(moves.gaps(call.stream, details, query.limit, time.monotonic() - read_at))
 
 
 async def advances(call: OperationCall) -> Response:

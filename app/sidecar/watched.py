@@ -44,6 +44,10 @@ class WatchedWriterAnswer(msgspec.Struct, frozen=True, kw_only=True):
     gaps: Annotated[list[GapAnswer], Meta(description="Its gaps, nearest first; at most 50.")]
     hidden: Annotated[int, Meta(ge=0, description="Gaps that are left out.")]
     transactions: Annotated[list[str], Meta(description="Who holds its open IDs, where it tells.")]
+    put_off: Annotated[
+        bool, Meta(description="Whether records of it found no room, and wait in Kafka or are on their way back.")
+    ]
+    gone: Annotated[int, Meta(ge=0, description="Records of those that Kafka does not have any more, at most.")]
     last_seen: Annotated[
         datetime | None, Meta(description="Kafka's time of its newest record; null where none was noted.")
     ]
@@ -143,6 +147,7 @@ def pipeline(condition: Condition | None, problems: Sequence[str], now: datetime
 
 
 def _writer(name: str, position: int, details: Details | None, gaps: list[GapAnswer]) -> WatchedWriterAnswer:
+    recalls = [it for it in details.recalls if it.writer == name] if details else []
     return WatchedWriterAnswer(
         writer=name,
         epoch=None if details is None else details.epochs.get(name),
@@ -153,6 +158,8 @@ def _writer(name: str, position: int, details: Details | None, gaps: list[GapAns
         gaps=gaps[:GAPS],
         hidden=max(0, len(gaps) - GAPS),
         transactions=details.transactions.get(name, []) if details else [],
+        put_off=details is not None and name in {it for it, _ in details.put_off} | {it.writer for it in recalls},
+        gone=sum(it.gone for it in recalls),
         last_seen=moment(details.seen[name]) if details and name in details.seen else None,
     )
 

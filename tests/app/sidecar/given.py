@@ -25,6 +25,7 @@ from tidemark.streaming.intervals import EMPTY
 from tidemark.streaming.joined import Writers
 from tidemark.streaming.linear import LinearPosition
 from tidemark.streaming.model import Evidence
+from tidemark.streaming.put_off import PutOff
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import WriterState
 
@@ -76,13 +77,14 @@ def sidecar(
 @dataclass(frozen=True)
 class At:
     """A writer that moved from `prev` to `id`; where `pending` is given, that ID waits above a gap of one ID or more,
-    which is open since `since` (ms). `transactions` hold its open IDs, as it says."""
+    which is open since `since` (ms). `transactions` hold its open IDs, as it says. `put_off`: more found no room."""
 
     prev: int
     id: int
     pending: int | None = None
     since: int = NOW
     transactions: tuple[str, ...] = ()
+    put_off: bool = False
 
 
 def moved(name: str, linear: int, **writers: At) -> StreamEffects:
@@ -98,7 +100,7 @@ def moved(name: str, linear: int, **writers: At) -> StreamEffects:
 
 def _chain(at: At) -> Chain:
     pending = [] if at.pending is None else [Span(at.pending - 1, at.pending, Evidence(facts=1), 1, at.since)]
-    return Chain(at.id, pending)
+    return Chain(at.id, pending, put_off=[PutOff(5, 8, at.pending or at.id)] if at.put_off else [])
 
 
 @contextmanager

@@ -71,10 +71,10 @@ def focused(page: Page) -> str:
     return str(page.evaluate("document.activeElement.id || document.activeElement.textContent"))
 
 
-def held(name: str, seconds: float) -> At:
+def held(name: str, seconds: float, *, put_off: bool = False) -> At:
     """A writer that owes 8 to 11 for so long."""
     since = int((time.time() - seconds) * 1000)
-    return At(7, 7, pending=12, since=since, transactions=("pid 4711, idle in transaction",))
+    return At(7, 7, pending=12, since=since, transactions=("pid 4711, idle in transaction",), put_off=put_off)
 
 
 def test_gap_appears_is_named_and_closes(pipeline: Pipeline, page: Page) -> None:
@@ -90,7 +90,9 @@ def test_gap_appears_is_named_and_closes(pipeline: Pipeline, page: Page) -> None
     says(page, ".trouble .how", "Open: pid 4711, idle in transaction")
     expect(page.locator(".lane .gap")).to_be_visible()
     assert page.locator(".lane .strip").first.get_attribute("aria-label") == "shop at 7"
-    pipeline.publish(moved("orders", 12, shop=At(7, 12), web=At(9, 12)))
+    pipeline.publish(moved("orders", 7, shop=held("shop", 200, put_off=True), web=At(9, 10)))
+    says(page, ".trouble .more", re.compile("more of its records are put off and come again once there is room$"))
+    pipeline.publish(moved("orders", 12, shop=At(7, 12), web=At(10, 12)))
     says(page, "#headline", "The only stream is moving")
     says(page, "#spoken", "orders is not held any more.")
     expect(page.locator(".strip .gap")).to_have_count(0)

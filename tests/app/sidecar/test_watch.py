@@ -72,6 +72,8 @@ def test_all_streams_at_first_and_then_what_changed(pipeline: Pipeline, client: 
             "gaps": [gap],
             "hidden": 0,
             "transactions": ["pid 7"],
+            "put_off": False,
+            "gone": 0,
             "last_seen": None,
         }
         assert (told["owner"], told["problems"], told["dead_letters"]) == ("test", [], [])

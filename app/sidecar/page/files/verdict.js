@@ -50,7 +50,13 @@ function words(...names) {
 function further(writer) {
   const others = writer.gaps.length - 1 + writer.hidden;
   const waits = `${counted(writer.waiting, "completed ID")} ${writer.waiting === 1 ? "waits" : "wait"} behind it`;
-  return others ? `and ${counted(others, "gap")} more; ${waits}` : waits;
+  return [...(others ? [`and ${counted(others, "gap")} more`] : []), waits, ...putOff(writer)].join("; ");
+}
+
+// Of records that found no room on its chain.
+function putOff(writer) {
+  if (writer.gone) return [`up to ${counted(writer.gone, "record")} of it that were put off are gone from Kafka: what is open waits for its next JOIN`];
+  return writer.put_off ? ["more of its records are put off and come again once there is room"] : [];
 }
 
 function unknownWriters(stream) {
