@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
@@ -34,6 +35,7 @@ from tidemark.streaming.errors import BadSetting, Unavailable
 log = structlog.get_logger(__name__)
 
 LAST_SECONDS = 3  # that open requests have at SIGTERM
+TURN_SECONDS = 0.0005  # that a thread which decodes the history keeps the event loop waiting; 0.005 by default
 HANGS_SECONDS = 6.0  # after SIGTERM: then a server that does not answer is not waited for
 
 
@@ -119,6 +121,7 @@ def _acceptor(settings: Settings) -> Acceptor:
 
 def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises Stop where a person must decide."""
+    sys.setswitchinterval(TURN_SECONDS)
     servers = ReadSideConfig(settings.redis, settings.postgres)
     limits = Limits(settings.sidecar_held, settings.sidecar_wait_seconds)
     hosts = settings.sidecar_names or (THIS_MACHINE if is_loopback(settings.sidecar_host) else ())

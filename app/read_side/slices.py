@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -80,7 +79,7 @@ class Listener:
         """Whether it is given `ToldUpTo` items."""
         self._now = now
         self._items: deque[tuple[float, str, Item]] = deque()
-        self._given = asyncio.Event()
+        self._given: asyncio.Future[None] | None = None  # of the one who waits
 
     def give(self, stream: str, item: Item) -> None:
         if self.cut_off.is_set():
@@ -91,17 +90,28 @@ class Listener:
             self.cut_off.set()
         else:
             self._items.append((now, stream, item))
-            self._given.set()
+            if self._given is not None:
+                _settle(self._given)
 
     async def waited(self, seconds: float) -> bool:
-        """Return when there is something to take (True), or after `seconds`."""
+        """Return when there is something to take (True), or after `seconds`. For one task at a time."""
         if not self._items:
-            self._given.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self._given.wait()
+            # Thousands wait so, some times a second: a time-out of asyncio costs several times as much.
+            loop = asyncio.get_running_loop()
+            self._given = loop.create_future()
+            timer = loop.call_later(seconds, _settle, self._given)
+            try:
+                await self._given
+            finally:
+                self._given = None
+                timer.cancel()
         return bool(self._items)
 
     def take(self, most: int) -> list[tuple[str, Item]]:
         """What was given and not taken yet, at most so many."""
         return [self._items.popleft()[1:] for _ in range(min(most, len(self._items)))]
+
+
+def _settle(given: "asyncio.Future[None]") -> None:
+    if not given.done():
+        given.set_result(None)

@@ -2,10 +2,12 @@
 
 uvicorn's parser sets no bound to a request's head, nor to the time that it takes, and counts a connection that has said
 nothing as a request. Here a head has a bound of bytes, fields and seconds; where all places are taken, a connection
-whose next head has not come makes room; and probes are answered however many requests are open.
+whose next head has not come makes room; and probes are answered however many requests are open. Requests that come all
+at once begin by turns, so that they keep waiting neither the probes nor who is served already.
 """
 
-from asyncio import Protocol, TimerHandle, Transport
+from asyncio import AbstractEventLoop, Future, Protocol, TimerHandle, Transport
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +21,7 @@ from tidemark.app.crowd import Waiting, crowding
 from tidemark.app.sidecar.problems import Busy, phrase, response
 
 PROBES = (b"/livez", b"/readyz", b"/metrics")
+_A_TURN = 4  # requests that begin at one turn of the event loop
 _PIPELINED = 16  # requests that a client may send before the first of them is answered
 
 
@@ -35,16 +38,40 @@ class AdmissionConfig:
 
 def admission(bounds: AdmissionConfig) -> type[Protocol]:
     """For uvicorn, in place of its own class of connections."""
-    return cast(type[Protocol], partial(AdmittedConnection, bounds))
+    return cast(type[Protocol], partial(AdmittedConnection, bounds, Turns()))
+
+
+class Turns:
+    """By which requests begin, in order. For one event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Future[None]] = deque()
+
+    async def next(self, loop: AbstractEventLoop) -> None:
+        """Return when it is the caller's turn: the loop's next one where few came since the last."""
+        turn: Future[None] = loop.create_future()
+        self._waiting.append(turn)
+        if len(self._waiting) == 1:
+            loop.call_soon(self._begin, loop)
+        await turn
+
+    def _begin(self, loop: AbstractEventLoop) -> None:
+        for _ in range(min(_A_TURN, len(self._waiting))):
+            turn = self._waiting.popleft()
+            if not turn.done():  # who waited may be gone
+                turn.set_result(None)
+        if self._waiting:
+            loop.call_soon(self._begin, loop)
 
 
 class AdmittedConnection(HttpToolsProtocol):
     """`waits_since` is when it began to wait for a head (s, of the loop's clock); None while a request is served."""
 
-    def __init__(self, bounds: AdmissionConfig, **given: Any) -> None:
+    def __init__(self, bounds: AdmissionConfig, turns: Turns, **given: Any) -> None:
         super().__init__(**given)
         self.waits_since: float | None = None
         self._bounds = bounds
+        self._turns = turns
         self._deadline: TimerHandle | None = None
         self._came = self._bytes = self._fields = self._body = 0
         self._refusal: HTTPStatus | None = None
@@ -118,9 +145,15 @@ class AdmittedConnection(HttpToolsProtocol):
         if len(self.pipeline) >= _PIPELINED:
             self._refuse(HTTPStatus.TOO_MANY_REQUESTS)
         is_probe = self.url.partition(b"?")[0] in PROBES
-        free = is_probe or len(self.tasks) < self._bounds.places
-        self.app = self.config.loaded_app if free else _busy
+        if is_probe:
+            self.app = self.config.loaded_app
+        else:
+            self.app = self._served if len(self.tasks) < self._bounds.places else _busy
         super().on_headers_complete()
+
+    async def _served(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._turns.next(self.loop)
+        await self.config.loaded_app(scope, receive, send)
 
     def on_response_complete(self) -> None:
         self._wait()

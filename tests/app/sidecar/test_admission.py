@@ -1,5 +1,7 @@
 """Hostile and unlucky connections of the web server: what they may take, and what others notice of them."""
 
+import asyncio
+import itertools
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,7 +13,7 @@ import pytest
 from tests.app.lines.given import NOWHERE
 from tests.app.sidecar.given import SidecarClient, sidecar
 from tests.waiting import eventually
-from tidemark.app.sidecar.admission import AdmissionConfig
+from tidemark.app.sidecar.admission import AdmissionConfig, Turns
 from tidemark.app.sidecar.site import SiteConfig
 
 BOUNDS = AdmissionConfig(places=20, bytes=16_384, fields=50, seconds=0.5)
@@ -126,3 +128,29 @@ def is_closed(it: socket.socket) -> bool:
         return False
     except ConnectionResetError:
         return True
+
+
+def test_requests_that_come_at_once_begin_by_turns() -> None:
+    """In the order in which they came, few at each turn of the event loop; one that went away holds up nobody."""
+    begun: list[int] = []
+
+    async def request(turns: Turns, number: int) -> None:
+        await turns.next(asyncio.get_running_loop())
+        begun.append(number)
+
+    async def serve() -> list[int]:
+        turns = Turns()
+        requests = [asyncio.create_task(request(turns, number)) for number in range(100)]
+        await asyncio.sleep(0)
+        requests[50].cancel()
+        seen = []
+        while not all(it.done() for it in requests):
+            seen.append(len(begun))
+            await asyncio.sleep(0)
+        return seen
+
+    seen = asyncio.run(serve())
+    assert begun == [*range(50), *range(51, 100)]
+    assert max(after - before for before, after in itertools.pairwise(seen)) < 10
+    asyncio.run(serve())
+    assert len(begun) == 2 * 99

@@ -81,7 +81,8 @@ async def come_and_go(attack: Attack, done: Counter[str]) -> None:
 async def ask(attack: Attack, path: str, done: Counter[str], more: str = "") -> None:
     async with opened(attack.port) as (reader, writer):
         writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{more}\r\n".encode())
-        head = await asyncio.wait_for(reader.readline(), 10)
+        async with asyncio.timeout(10):  # `wait_for` may swallow that the attack is over
+            head = await reader.readline()
         done[head[9:12].decode() or "closed"] += 1
         await reader.read(100_000)
 
