@@ -1,5 +1,7 @@
 """What HTTP itself asks of every answer: what may be kept of it, and refusals that programs can read."""
 
+import zlib
+from base64 import urlsafe_b64encode
 from collections.abc import Iterator
 from itertools import product
 
@@ -102,6 +104,16 @@ def test_body_without_end_is_left(alone: SidecarClient) -> None:
         send_on(it, b"1000\r\n" + b"x" * 0x1000 + b"\r\n", 10_000)
         assert answer(it).count(b"HTTP/1.1 ") <= 1
     assert alone.get("/livez").status_code == 200
+
+
+def test_last_event_id_has_a_bound(alone: SidecarClient) -> None:
+    """One that is long, or that unpacks to much, is refused before anything is made of it."""
+    bomb = "p" + urlsafe_b64encode(zlib.compress(b"\0" * (9 << 20))).decode()
+    for last, status, type_ in (
+        (bomb, 400, "bad-request"),
+        ("p" + "A" * 20_000, 431, "request-header-fields-too-large"),
+    ):
+        assert is_problem(alone.get("/v1/events", headers={"Last-Event-ID": last}), status, type_)
 
 
 def test_small_bodies_are_let_be(alone: SidecarClient) -> None:
