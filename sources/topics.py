@@ -81,7 +81,7 @@ class Topics:
             # Another process was quicker, or the broker that was asked had not heard of the topic yet.
             expected=KafkaError.TOPIC_ALREADY_EXISTS,
         )
-        self._wait_until_known(missing)
+        self._wait_until_led(missing)
         return [name for name in missing if not isinstance(answers[name], KafkaError)]
 
     def describe(self, names: Iterable[str]) -> dict[str, TopicState]:
@@ -124,14 +124,18 @@ class Topics:
             return False
         return True
 
-    def _wait_until_known(self, names: Iterable[str]) -> None:
-        """A broker may answer "unknown topic" for a moment after the controller has made it."""
+    def _wait_until_led(self, names: Iterable[str]) -> None:
+        """A broker may not know for a moment what the controller has made, or that it leads it."""
         deadline = time.monotonic() + self._patience
         for name in names:
-            while not self._exists(name):
-                if time.monotonic() > deadline:
-                    raise TopicMissing(name)
-                time.sleep(0.05)
+            while True:
+                try:
+                    self.end_offsets({name: len(self._descriptions([name])[name].partitions)})
+                    break
+                except (TopicMissing, Unavailable):
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.05)
 
     def _descriptions(self, names: list[str]) -> dict[str, TopicDescription]:
         answers = self._ask(
