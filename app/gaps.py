@@ -66,7 +66,8 @@ def _of_stream(name: str, stream: StreamState, now: float) -> Iterator[OpenRange
             continue
         transactions = stream.transactions.get(it.writer, [])
         since, seen = None if it.since is None else moment(it.since), moment(it.seen)
-        verdict = _verdict(it.seen, transactions, now)
+        heard = it.seen if it.since is None or it.seen > it.since else 0  # before the line waited it was one of many
+        verdict = _verdict(heard, transactions, now)
         verb = _verb(verdict, name, it.writer, it.position)
         yield OpenRange(name, it.writer, it.epoch, it.position, None, since, 0, 0, seen, transactions, verdict, verb)
 
@@ -109,7 +110,7 @@ def _unknown(name: str, stream: StreamState, writer: str, epoch: int, held: Held
 def _verdict(seen: int, transactions: Sequence[str], now: float) -> Verdict:
     if transactions:
         return "open transaction"
-    return "alive" if now - seen / 1000 < ALIVE else "silent"
+    return "alive" if seen and now - seen / 1000 < ALIVE else "silent"
 
 
 def _verb(verdict: Verdict, stream: str, writer: str, id: int, epoch: int | None = None) -> str:

@@ -23,6 +23,17 @@ def test_a_dead_writer_is_listed_without_a_gap_with_what_settles_it() -> None:
     assert attempt(shard.states[STREAM], act, 302_000).linear == 20
 
 
+def test_who_was_not_heard_of_since_the_line_waits_is_silent_at_once() -> None:
+    """Not only after a minute; one that was heard of meanwhile lives, and waits for something."""
+    shard = Shard()
+    shard.left_by_a_dead_writer()
+    assert [it.verdict for it in gaps.read(shard.states, 13.0)] == ["silent"]
+    shard.next_offset = 5000  # which is its time too
+    shard.now = 9000
+    shard.feed(position("w1", 0, 7, epoch=1))
+    assert [it.verdict for it in gaps.read(shard.states, 13.0)] == ["alive"]
+
+
 def test_each_gap_tells_what_waits_behind_it() -> None:
     """IDs and facts above it, up to the end of the chain; the writer lives, or says whose transaction it is."""
     shard = Shard()
