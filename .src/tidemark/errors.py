@@ -8,6 +8,7 @@ from tidemark.streaming.errors import BadRecord as BadRecord
 from tidemark.streaming.errors import BadRow as BadRow
 from tidemark.streaming.errors import BadSetting as BadSetting
 from tidemark.streaming.errors import BadToken as BadToken
+from tidemark.streaming.errors import BatchCut as BatchCut
 from tidemark.streaming.errors import BatchEnded as BatchEnded
 from tidemark.streaming.errors import ChainBroken as ChainBroken
 from tidemark.streaming.errors import CheckpointNotWritable as CheckpointNotWritable
