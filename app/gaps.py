@@ -8,9 +8,10 @@ from typing import Literal
 
 import msgspec
 
-from tidemark.app.status import aged, ids_between, moment
+from tidemark.app.behind import last_seen, moment
+from tidemark.app.status import aged, ids_between
 from tidemark.streaming import state
-from tidemark.streaming.holders import HELD_AFTER, behind
+from tidemark.streaming.holders import behind, is_brief
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import HeldWriter, WriterState
 
@@ -60,12 +61,10 @@ def _of_stream(name: str, stream: StreamState, now: float) -> Iterator[OpenRange
     for writer, known in owing.items():
         yield from _gaps(name, stream, writer, known, now)
     for it in holding.holders if holding else ():
-        if it.reason == "unknown" or it.writer in owing:
-            continue
-        if it.since is not None and now - it.since / 1000 < HELD_AFTER:
+        if it.reason == "unknown" or it.writer in owing or is_brief(it.since, now):
             continue
         transactions = stream.transactions.get(it.writer, [])
-        since, seen = None if it.since is None else moment(it.since), moment(it.seen)
+        since, seen = None if it.since is None else moment(it.since), last_seen(it.seen)
         heard = it.seen if it.since is None or it.seen > it.since else 0  # before the line waited it was one of many
         verdict = _verdict(heard, transactions, now)
         verb = _verb(verdict, name, it.writer, it.position)
@@ -76,10 +75,10 @@ def _gaps(name: str, stream: StreamState, writer: str, known: WriterState, now: 
     signed, transactions = stream.direction.signed, stream.transactions.get(writer, [])
     verdict = _verdict(known.seen, transactions, now)
     verb = _verb(verdict, name, writer, signed(known.chain.reach))
-    waiting = sum(span.edges for span in known.chain.pending)
+    waiting = known.chain.waiting
     facts = sum(span.evidence.facts for span in known.chain.pending)
     for (low, top, since), span in zip(known.chain.gaps(), known.chain.pending, strict=True):
-        seen = moment(known.seen)
+        seen = last_seen(known.seen)
         yield OpenRange(
             name,
             writer,
@@ -99,11 +98,11 @@ def _gaps(name: str, stream: StreamState, writer: str, known: WriterState, now: 
 
 def _unknown(name: str, stream: StreamState, writer: str, epoch: int, held: HeldWriter) -> OpenRange:
     chain = held.chain
-    waiting = sum(span.edges for span in chain.pending)
+    waiting = chain.waiting
     facts = sum(span.evidence.facts for span in chain.pending)
     reach = stream.direction.signed(max(chain.reach, 0))
     verb = _verb("unknown", name, writer, reach, epoch)
-    since, seen = moment(held.since), moment(held.seen)
+    since, seen = moment(held.since), last_seen(held.seen)
     return OpenRange(name, writer, epoch, None, None, since, waiting, facts, seen, [], "unknown", verb)
 
 

@@ -2,17 +2,18 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 import msgspec
 
+from tidemark.app.behind import behind_answer, last_seen
 from tidemark.app.health import PipelineCondition
 from tidemark.sinks.postgres.recalls import RecallStatus
 from tidemark.sinks.postgres.status import SinkFault
 from tidemark.streaming import state
 from tidemark.streaming.effects import Blocker, Summary, summarize
-from tidemark.streaming.holders import HELD_AFTER, Behind, Holder
+from tidemark.streaming.holders import Behind, Holder, is_brief
 
 HEADINGS = ("STREAM", "LINEAR", "WRITER", "EPOCH", "POSITION", "PENDING", "LAST SEEN", "OLDEST GAP")
 NUMBERS = {"LINEAR", "EPOCH", "POSITION", "PENDING"}
@@ -68,9 +69,9 @@ def _status(name: str, data: bytes, faults: list[SinkFault], recalls: list[Recal
             known.epoch,
             signed(known.position),
             known.retired is not None,
-            sum(span.edges for span in known.chain.pending),
+            known.chain.waiting,
             [(signed(low), signed(top)) for low, top, _ in known.chain.gaps()],
-            moment(known.seen),
+            last_seen(known.seen),
         )
         for writer, known in sorted(stream.writers.items())
     ]
@@ -112,32 +113,12 @@ def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
 
 
 def _plain_behind(behind: Behind, now: float) -> dict[str, Any]:
-    return {
-        "ids": behind.ids,
-        **_since(behind.since, now),
-        "held_by": [
-            {
-                "writer": it.writer,
-                "epoch": it.epoch,
-                "reason": it.reason,
-                "position": None if it.reason == "unknown" else it.position,
-                **_since(it.since, now),
-                "last_seen": moment(it.seen),
-            }
-            for it in behind.holders
-        ],
-        "holders": behind.count,
-    }
-
-
-def _since(since: int | None, now: float) -> dict[str, Any]:
-    if since is None:
-        return {"since": None, "age_seconds": None}
-    return {"since": moment(since), "age_seconds": round(max(0.0, now - since / 1000), 1)}
-
-
-def moment(milliseconds: int) -> datetime | None:
-    return datetime.fromtimestamp(milliseconds / 1000, UTC) if milliseconds else None
+    """As the sidecar has it, and with ages."""
+    plain: dict[str, Any] = msgspec.to_builtins(behind_answer(behind))
+    sinces = [behind.since, *(it.since for it in behind.holders)]
+    for it, since in zip([plain, *plain["held_by"]], sinces, strict=True):
+        it["age_seconds"] = None if since is None else round(max(0.0, now - since / 1000), 1)
+    return plain
 
 
 def as_table(streams: Sequence[StreamStatus], now: float) -> str:
@@ -170,7 +151,7 @@ def as_table(streams: Sequence[StreamStatus], now: float) -> str:
 
 def _held(behind: Behind | None, now: float) -> Iterable[str]:
     """Nothing of a line that waits no longer than a transaction may take."""
-    if behind is None or (behind.since is not None and now - behind.since / 1000 < HELD_AFTER):
+    if behind is None or is_brief(behind.since, now):
         return
     age = "" if behind.since is None else f", for {aged(now - behind.since / 1000)}"
     yield f"the line is {behind.ids} {'ID' if behind.ids == 1 else 'IDs'} behind{age}"

@@ -74,6 +74,11 @@ class Chain:
         """The highest ID that is settled, with gaps below it or without; 0 where there is none."""
         return self.pending[-1].id if self.pending else max(self.position, 0)
 
+    @property
+    def waiting(self) -> int:
+        """How many completed edges are pending."""
+        return sum(span.edges for span in self.pending)
+
     def pending_beyond(self, id: int) -> bool:
         """Whether a span waits that reaches beyond `id`."""
         return bool(self.pending) and self.pending[-1].id > id

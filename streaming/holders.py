@@ -47,6 +47,11 @@ class Behind(msgspec.Struct, array_like=True, frozen=True):
     count: int
 
 
+def is_brief(since: int | None, now: float) -> bool:
+    """Whether what waits since then (ms) waits at `now` (s) for no longer than a transaction may take."""
+    return since is not None and now - since / 1000 < HELD_AFTER
+
+
 def behind(stream: "StreamState") -> Behind | None:
     """None where the line has come as far as IDs are given out, and no writer is unknown. IDs come out signed."""
     ids = stream.allocated - stream.line.position

@@ -120,9 +120,8 @@ class WaitingWriter(msgspec.Struct, array_like=True, frozen=True):
     def of(cls, name: str, writer: WriterState) -> "WaitingWriter":
         chain = writer.chain
         oldest = min(chain.gaps(), key=itemgetter(2))
-        edges = sum(span.edges for span in chain.pending)
         row = _encoder.encode(StoredWriter.of(name, writer))
-        gaps, put_off = len(chain.pending), bool(chain.put_off)
+        edges, gaps, put_off = chain.waiting, len(chain.pending), bool(chain.put_off)
         return cls(name, writer.epoch, chain.position, chain.reach, edges, gaps, *oldest, row, put_off, writer.seen)
 
     def writer(self) -> WriterState:

@@ -182,7 +182,7 @@ def _details(stream: StreamState, late: LateCount | None, recalls: Sequence[Reca
         pending=summary.pending,
         gaps=blockers(stream),
         reaches={writer: signed(known.chain.reach) for writer, known in stream.writers.items()},
-        waiting={writer: sum(span.edges for span in known.chain.pending) for writer, known in stream.writers.items()},
+        waiting={writer: known.chain.waiting for writer, known in stream.writers.items()},
         regressed=frozenset(
             writer for writer, known in stream.writers.items() if known.chain.position < known.published
         ),

@@ -5,21 +5,19 @@ descriptions in `Meta` are the public documentation; a type is called there as h
 """
 
 from collections.abc import Iterable
-from datetime import UTC, datetime
+from datetime import datetime
 from hashlib import blake2b
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from tidemark.app.behind import BehindAnswer, Name, StreamId, behind_answer, moment
 from tidemark.app.read_side.durable import Details
 from tidemark.app.read_side.snapshots import Snapshot
 from tidemark.sinks.reader.token import Token
 from tidemark.streaming.effects import Blocker
-from tidemark.streaming.holders import Behind
 
-StreamId = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Name = Annotated[str, Meta(min_length=1, max_length=255)]
 Age = Annotated[float, Meta(ge=0, description="Seconds since this was read from a server.")]
 State = Annotated[
     Literal["known", "recovering"],
@@ -41,36 +39,6 @@ class BlockerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     low: StreamId | None
     top: StreamId | None
     since: Annotated[datetime, Meta(description="When this gap was first seen.")]
-
-
-class HolderAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A writer that holds the linear position below what is allocated, with a gap or without one."""
-
-    writer: Name
-    epoch: Annotated[int, Meta(ge=0)]
-    reason: Annotated[
-        Literal["transaction", "gap", "silent", "unknown"],
-        Meta(
-            description="`transaction`: it tells of one that is open; `gap`: it went on above IDs that it owes;"
-            " `silent`: it has told nothing beyond `position`; `unknown`: it never joined."
-        ),
-    ]
-    position: Annotated[StreamId | None, Meta(description="How far it is; null where it never joined.")]
-    since: Annotated[datetime | None, Meta(description="Since when it holds; null where that was not noted.")]
-    last_seen: Annotated[
-        datetime | None, Meta(description="Kafka's time of its newest record; null where none was noted.")
-    ]
-
-
-class BehindAnswer(msgspec.Struct, frozen=True):
-    """The linear position is below what is allocated. Of `holders` writers the ten furthest behind are named."""
-
-    ids: Annotated[int, Meta(ge=0, description="How far, in IDs.")]
-    since: Annotated[
-        datetime | None, Meta(description="When IDs beyond it were first seen; null where that was not noted.")
-    ]
-    held_by: list[HolderAnswer]
-    holders: Annotated[int, Meta(ge=0)]
 
 
 class StreamAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,7 +107,7 @@ def described(snapshot: Snapshot, now: float) -> StreamAnswer:
         retired=None if details is None else sorted(details.retired),
         pending=None if details is None else details.pending,
         blockers=None if details is None else [blocker(it) for it in holding(details)],
-        behind=None if details is None else behind(details.behind),
+        behind=None if details is None else behind_answer(details.behind),
         last_seen=None if details is None else {name: moment(seen) for name, seen in sorted(details.seen.items())},
         open_transactions=None if details is None else dict(sorted(details.transactions.items())),
         source=None if known is None else known.source,
@@ -166,27 +134,6 @@ def blocker(gap: Blocker) -> BlockerAnswer:
         top=None if gap.unknown else gap.top,
         since=moment(gap.since),
     )
-
-
-def behind(found: Behind | None) -> BehindAnswer | None:
-    if found is None:
-        return None
-    holders = [
-        HolderAnswer(
-            writer=it.writer,
-            epoch=it.epoch,
-            reason=it.reason,
-            position=None if it.reason == "unknown" else it.position,
-            since=None if it.since is None else moment(it.since),
-            last_seen=moment(it.seen) if it.seen else None,
-        )
-        for it in found.holders
-    ]
-    return BehindAnswer(found.ids, None if found.since is None else moment(found.since), holders, found.count)
-
-
-def moment(milliseconds: int) -> datetime:
-    return datetime.fromtimestamp(milliseconds / 1000, UTC)
 
 
 def tag(body: StreamAnswer | StreamsAnswer) -> str:

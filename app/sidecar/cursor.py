@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from tidemark.app.sidecar.answers import StreamId
+from tidemark.app.behind import StreamId
 from tidemark.app.sidecar.problems import BadRequest
 from tidemark.sinks.postgres.tail import DurableMark
 from tidemark.sinks.reader.events import Place

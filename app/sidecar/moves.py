@@ -1,13 +1,14 @@
 """What moved a stream, as JSON: the answers that stand for the events of a follower (`sinks.reader.events`)."""
 
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from tidemark.app.behind import BehindAnswer, Name, StreamId, behind_answer, moment
 from tidemark.app.read_side.durable import Details
-from tidemark.app.sidecar.answers import BehindAnswer, BlockerAnswer, Name, StreamId, behind, blocker
+from tidemark.app.sidecar.answers import BlockerAnswer, blocker
 from tidemark.sinks.reader import events
 
 Count = Annotated[int, Meta(ge=0)]
@@ -131,7 +132,7 @@ def gaps(stream: str, details: Details, limit: int, age: float) -> GapsAnswer:
     return GapsAnswer(
         stream=stream,
         gaps=[blocker(gap) for gap in details.gaps[:limit]],
-        behind=behind(details.behind),
+        behind=behind_answer(details.behind),
         open_transactions=dict(sorted(details.transactions.items())),
         total=len(details.gaps),
         put_off=[PutOffAnswer(writer=writer, epoch=epoch) for writer, epoch in details.put_off],
@@ -155,7 +156,7 @@ def described(stream: str, event: events.Event) -> Move:
                 **msgspec.structs.asdict(event.evidence),
                 linear=event.linear,
                 batch=event.batch,
-                time=_moment(event.time),
+                time=moment(event.time),
             )
         case events.Reread():
             return RereadAnswer(
@@ -172,13 +173,9 @@ def described(stream: str, event: events.Event) -> Move:
                 facts=event.facts,
                 why=event.why,
                 batch=event.batch,
-                time=_moment(event.time),
+                time=moment(event.time),
             )
         case events.LateLost():
             return LateLostAnswer(stream=stream, after=event.after, number=event.number)
         case events.LinearMove():
             raise AssertionError("only writers' moves are followed")
-
-
-def _moment(milliseconds: int) -> datetime:
-    return datetime.fromtimestamp(milliseconds / 1000, UTC)

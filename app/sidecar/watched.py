@@ -11,9 +11,10 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
+from tidemark.app.behind import BehindAnswer, Name, StreamId, behind_answer, last_seen, moment
 from tidemark.app.read_side.durable import Details
 from tidemark.app.read_side.snapshots import Known, Snapshot
-from tidemark.app.sidecar.answers import BehindAnswer, Name, Source, State, StreamId, behind, moment
+from tidemark.app.sidecar.answers import Source, State
 from tidemark.sinks.postgres.status import Condition
 from tidemark.streaming.direction import beyond, farther
 from tidemark.streaming.effects import Blocker
@@ -123,7 +124,7 @@ def watched(snapshot: Snapshot) -> WatchedStreamAnswer:
             for name, position in sorted(known.vector.items())
         ],
         unknown_writers=[] if details is None else _unknown_writers(details),
-        behind=None if details is None else behind(details.behind),
+        behind=None if details is None else behind_answer(details.behind),
         late=None
         if details is None or details.late is None
         else LateSummaryAnswer(details.late.count, details.late.newest),
@@ -160,7 +161,7 @@ def _writer(name: str, position: int, details: Details | None, gaps: list[GapAns
         transactions=details.transactions.get(name, []) if details else [],
         put_off=details is not None and name in {it for it, _ in details.put_off} | {it.writer for it in recalls},
         gone=sum(it.gone for it in recalls),
-        last_seen=moment(details.seen[name]) if details and name in details.seen else None,
+        last_seen=last_seen(details.seen.get(name, 0)) if details else None,
     )
 
 

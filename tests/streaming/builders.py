@@ -275,6 +275,14 @@ class Shard:
         return state.decode(self.states[name])
 
 
+def behind_a_dead_writer(**ages: float) -> dict[str, object]:
+    """As JSON tells of who is `left_by_a_dead_writer`; `ages` stand wherever there is a since."""
+    since = {"since": "1970-01-01T00:00:02Z", **ages}
+    last_seen = "1970-01-01T00:00:00.002000Z"
+    w1 = {"writer": "w1", "epoch": 1, "reason": "silent", "position": 7, **since, "last_seen": last_seen}
+    return {"ids": 13, **since, "held_by": [w1], "holders": 1}
+
+
 def rejections(done: ShardEffects) -> dict[int, str]:
     """Offset -> reason, for topics and partitions that share no offset."""
     return {offset: bad.reason for bad in done.rejected for offset in np.frombuffer(bad.offsets, np.int64).tolist()}

@@ -62,6 +62,17 @@ class Relayed:
     def append(self, count: int, writer: str = "") -> list[int | None]:
         return [self.service.append("orders", 1, writer) for _ in range(count)]
 
+    def close(self) -> None:
+        self.relay.die()
+        self.service.close()
+
+    def outlive(self, server: PostgresServer) -> None:
+        """The server begins anew, on the disk that it has."""
+        self.relay.die()
+        server.stop()
+        server.start()
+        self.restart()
+
     def restart(self) -> None:
         """Services and relay, which knows nothing."""
         self.service.close()
@@ -101,8 +112,7 @@ def test_an_image_that_is_put_back_while_no_relay_runs_begins_a_timeline(
     assert min(relayed.core.late_ids) > known
     assert relayed.core.line >= max(id for id in again if id)
     assert relayed.core.rejected == {}
-    relayed.relay.die()
-    relayed.service.close()
+    relayed.close()
 
 
 def test_a_standby_that_lacks_commits_begins_a_timeline(server: PostgresServer, shop: str) -> None:
@@ -119,8 +129,7 @@ def test_a_standby_that_lacks_commits_begins_a_timeline(server: PostgresServer, 
     lost = relayed.append(4)
     relayed.relay.finish()
     reached = relayed.core.line
-    relayed.relay.die()
-    relayed.service.close()
+    relayed.close()
     standby.promote()
     standby.succeed()
     server.start()
@@ -132,8 +141,7 @@ def test_a_standby_that_lacks_commits_begins_a_timeline(server: PostgresServer, 
     assert relayed.core.late_ids == {id for id in again if id and id <= reached}
     assert relayed.core.line == max(id for id in again if id)
     assert relayed.core.rejected == {}
-    relayed.relay.die()
-    relayed.service.close()
+    relayed.close()
 
 
 def test_a_server_that_only_began_again_begins_no_timeline(server: PostgresServer, shop: str) -> None:
@@ -149,15 +157,11 @@ def test_a_server_that_only_began_again_begins_no_timeline(server: PostgresServe
             relayed.append(1)
             relayed.service.run("rollback")
             relayed.relay.round()
-        relayed.relay.die()
-        server.stop()
-        server.start()
-        relayed.restart()
+        relayed.outlive(server)
     relayed.relay.finish()
     assert (relayed.core.timelines, relayed.core.late, relayed.core.rejected) == ([], 0, {})
     assert relayed.core.line >= 14
-    relayed.relay.die()
-    relayed.service.close()
+    relayed.close()
 
 
 def test_a_server_that_dies_while_its_first_writers_join_begins_no_timeline(server: PostgresServer, shop: str) -> None:
@@ -168,11 +172,8 @@ def test_a_server_that_dies_while_its_first_writers_join_begins_no_timeline(serv
     relayed.append(1, "till")
     relayed.relay.round()  # it finds the stranger
     relayed.relay.break_off()
-    server.stop()
-    server.start()
-    relayed.restart()
+    relayed.outlive(server)
     relayed.relay.finish()
     assert (relayed.core.timelines, relayed.core.late, relayed.core.rejected) == ([], 0, {})
     assert relayed.core.line >= 6
-    relayed.relay.die()
-    relayed.service.close()
+    relayed.close()
