@@ -9,9 +9,8 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
-from types import FrameType
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
 
 import structlog
 import uvicorn
@@ -29,6 +28,7 @@ from tidemark.app.sidecar.admission import AdmissionConfig, admission
 from tidemark.app.sidecar.hosts import THIS_MACHINE
 from tidemark.app.sidecar.service import Limits
 from tidemark.app.sidecar.site import SiteConfig, site
+from tidemark.app.signals import told_to_end
 from tidemark.sources.tail import Tail
 from tidemark.streaming.errors import BadSetting, Unavailable
 
@@ -40,18 +40,23 @@ HANGS_SECONDS = 6.0  # after SIGTERM: then a server that does not answer is not 
 
 
 class StoppedServer(uvicorn.Server):
-    """At SIGTERM and SIGINT it takes nobody any more, sets `stopping`, and returns once all that is open has ended, or
-    after `LAST_SECONDS`. uvicorn would raise the signal again, and so end the process with another code than 0."""
+    """Once its `end` was called it takes nobody any more, sets `stopping`, and returns when all that is open has ended,
+    or after `LAST_SECONDS`. It leaves signals alone."""
 
     def __init__(self, config: uvicorn.Config, stopping: asyncio.Event, acceptor: Acceptor | None = None) -> None:
         super().__init__(config)
         self._stopping = stopping
         self._acceptor = acceptor
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if not self.should_exit:
-            self.should_exit = True
-            _end_at_last()
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # uvicorn's gives them back when it has ended, so that a second one would give the process another code than 0.
+        yield
+
+    def end(self) -> None:
+        """For any thread."""
+        self.should_exit = True
+        _end_at_last()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         if self._acceptor is None or sockets is None:
@@ -152,7 +157,9 @@ def run(settings: Settings) -> None:
             timeout_graceful_shutdown=LAST_SECONDS,
         )
         log.info("The sidecar listens", host=host, port=port, tls=acceptor.certificate is not None)
-        StoppedServer(uvicorn_config, stopping, acceptor).run(sockets=[listening])
+        server = StoppedServer(uvicorn_config, stopping, acceptor)
+        told_to_end(server.end)
+        server.run(sockets=[listening])
     log.info("Ended")
 
 

@@ -90,7 +90,9 @@ class Front:
         try:
             with suppress(OSError, asyncio.IncompleteReadError):
                 await self._hand_on(reader, writers)
-                for each in writers:
+            for each in writers:
+                each.close()
+                with suppress(OSError):
                     await each.wait_closed()
         except asyncio.CancelledError:
             # The front ends: no time for the other side to agree to the end of TLS.
@@ -102,7 +104,6 @@ class Front:
         [writer] = writers
         if self._preface:
             if await reader.readexactly(len(self._preface)) != self._preface:
-                writer.close()
                 return
             writer.write(b"S")
             await writer.start_tls(self._context)

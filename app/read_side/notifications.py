@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
+from redis.exceptions import RedisError
+
 from tidemark.app.read_side.live import Live
 from tidemark.app.read_side.tasks import ended
 from tidemark.sinks.reader.redis import translated
@@ -30,7 +32,7 @@ async def listen(
     while True:
         with suppress(Unavailable, Stop), translated(client):
             await client.initialize()  # a Cluster's client picks one of its nodes
-            async with client.pubsub() as pubsub:
+            async with _subscription(client) as pubsub:
                 await subscribe(pubsub)
                 while True:
                     # Without a time-out, which would cost each of many thousands a second more than all the rest.
@@ -38,6 +40,19 @@ async def listen(
                     if message is not None:
                         receive(message)
         await asyncio.sleep(PAUSE)
+
+
+@asynccontextmanager
+async def _subscription(client: Any) -> AsyncIterator[Any]:
+    async with client.pubsub() as pubsub:
+        try:
+            yield pubsub
+        finally:
+            # Its own end waits for nothing, and a loop that ends before the server has answered the end of TLS leaves
+            # the socket open.
+            if pubsub.connection is not None:
+                with suppress(RedisError):
+                    await pubsub.connection.disconnect()
 
 
 class Notifications:

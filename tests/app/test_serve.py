@@ -86,6 +86,8 @@ def test_clients_are_told_when_it_stops(pipeline: Pipeline, variables: Mapping[s
             assert (one.said(), one.line()) == ("ERROR server stopping", None)
             with pytest.raises(httpx.ConnectError):
                 client.get("/livez")
+        while pid := server.pid:  # whoever says it again and again makes it end no other way
+            os.kill(pid, signal.SIGTERM)
     finally:
         server.stop()
     assert server.returncode == 0, server.log_tail()
