@@ -8,7 +8,7 @@ from psycopg import conninfo, errors
 
 from tidemark.sources.relay import looks
 from tidemark.sources.relay.database import SCHEMA, session_of
-from tidemark.streaming.errors import Refused
+from tidemark.streaming.errors import Refused, Unavailable
 from tidemark.streaming.records import is_name
 
 
@@ -321,6 +321,22 @@ def test_a_database_without_an_encoding_is_refused(sql: psycopg.Connection, read
     ):
         SCHEMA.migrate(session)
     sql.execute("drop database bytes with (force)")
+
+
+def test_heads_say_what_went_wrong_as_psycopg_does(sql: psycopg.Connection) -> None:
+    """They are asked below its cursors: a session that is lost is opened again, and a right that is missing is named."""
+    with session_of(sql.info.dsn + f" password={sql.info.password} client_encoding=latin1", "test") as session:
+        sql.execute("update tidemark.append_streams set stream = 'or-dérs' where stream = 'orders'")
+        with session.use() as connection:
+            assert "or-dérs" in {stream.name for stream in looks.heads(connection)}
+            sql.execute("select pg_terminate_backend(%s)", [connection.info.backend_pid])
+        with pytest.raises(Unavailable), session.use() as connection:
+            looks.heads(connection)
+        with session.use() as connection:
+            assert looks.heads(connection)
+            connection.execute("set role pg_monitor")
+        with pytest.raises(Refused, match="permission denied"), session.use() as connection:
+            looks.heads(connection)
 
 
 def test_the_head_is_never_higher_than_what_was_given_out(sql: psycopg.Connection) -> None:
