@@ -324,7 +324,7 @@ def test_a_database_without_an_encoding_is_refused(sql: psycopg.Connection, read
 
 
 def test_heads_say_what_went_wrong_as_psycopg_does(sql: psycopg.Connection) -> None:
-    """They are asked below its cursors: a session that is lost is opened again, and a right that is missing is named."""
+    """They are asked below its cursors: a lost session is opened again, and a right that is missing is named."""
     with session_of(sql.info.dsn + f" password={sql.info.password} client_encoding=latin1", "test") as session:
         sql.execute("update tidemark.append_streams set stream = 'or-dérs' where stream = 'orders'")
         with session.use() as connection:
