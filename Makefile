@@ -115,7 +115,7 @@ chart-docs: setup ## Write the chart's README and schema from its values
 chart-test: setup ## Check chart and Dockerfile with every tool there is; builds the tools first (Go, some minutes, once)
 	helm/tools/install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS),chart]'
-	$(BIN)/pytest tests/helm/check_chart.py tests/helm/check_image.py tests/helm/test_described.py
+	$(BIN)/pytest tests/helm/check_chart.py tests/helm/check_image.py tests/helm/test_described.py tests/helm/test_alerts_fire.py
 
 # Goes before every helm and kubectl, where the cluster is not to be reached from here.
 KUBE_RUN :=

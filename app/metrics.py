@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from tidemark.app.probes import reading
 from tidemark.sinks.publisher import Published
 from tidemark.streaming.effects import ShardEffects
+from tidemark.streaming.model import Reason
 
 REGISTRY = CollectorRegistry()
 
@@ -91,6 +92,11 @@ KAFKA_LAG = Gauge(
     ["topic", "partition"],
     registry=REGISTRY,
 )
+STARTED = Gauge(
+    "tidemark_started_timestamp_seconds",
+    "When this process began (s since 1970). What it counts is 0 then, so that alerts see what the first scrape finds.",
+    registry=REGISTRY,
+)
 HEARTBEAT = Gauge(
     "tidemark_heartbeat_timestamp_seconds",
     "When the pipeline's own loop last went round (s since 1970). Older than 15 s: the process hangs, restart it.",
@@ -119,6 +125,12 @@ RETRIES = Counter(
     ["what"],
     registry=REGISTRY,
 )
+
+# Prometheus sees no increase in a counter that was not there before.
+for _outcome in ("applied", "held", "put_off", "duplicate", "late", "batch", "forgotten"):
+    RECORDS.labels(_outcome)
+for _reason in Reason:
+    DEAD_LETTERS.labels(_reason)
 
 # Of streams, from the board: name, labels, meaning.
 STREAM_GAUGES = {

@@ -77,6 +77,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
     must decide, and QueryFailed where the query fails again and again.
     """
     stopping = told_to_end(_leave_late)
+    metrics.STARTED.set_to_current_time()
     board = Board(streams=settings.labelled_streams, writers=settings.labelled_writers)
     metrics.REGISTRY.register(board)
     health = metrics.PipelineHealth()

@@ -4,12 +4,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import click
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
 from tests.helm.tools import CHART
-from tidemark.app import metrics
+from tidemark.app import cli, metrics
 from tidemark.app.read_side import metrics as sidecar_metrics
 from tidemark.sources.relay.metrics import RelayMetrics
 
@@ -28,7 +29,30 @@ def test_every_alert_says_how_bad_it_is_what_it_is_and_what_to_do(file: str) -> 
     for rule in rules(file):
         assert rule["labels"]["severity"] in {"critical", "warning"}
         assert {type(text) for text in rule["annotations"].values()} == {str}
-        assert set(rule["annotations"]) == {"summary", "action"}
+        assert set(rule["annotations"]) == {"summary", "command", "action"}
+
+
+@pytest.mark.parametrize("file", ALERTS)
+def test_every_alert_names_a_command_to_type_first(file: str) -> None:
+    """One that this version has. It takes no stream: whoever may write facts chooses those names, and people paste."""
+    for rule in rules(file):
+        program, *words = rule["annotations"]["command"].split()
+        command: click.Command | None = cli.main
+        for word in words:
+            assert isinstance(command, click.Group)
+            command = command.get_command(click.Context(command), word)
+        assert program == "tidemark"
+        assert command is not None
+        assert not isinstance(command, click.Group)
+
+
+@pytest.mark.parametrize("file", ALERTS)
+def test_every_text_speaks_of_labels_that_the_alert_has(file: str) -> None:
+    """Prometheus writes nothing for another one."""
+    for rule in rules(file):
+        kept = re.search(r"\bby \(([^)]*)\)", rule["expr"])
+        asked = {label for text in rule["annotations"].values() for label in re.findall(r"\$labels\.(\w+)", text)}
+        assert asked <= set(kept[1].split(", ")) if kept else asked <= {"pod"}
 
 
 def test_no_two_alerts_have_one_name() -> None:

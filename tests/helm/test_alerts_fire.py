@@ -1,0 +1,264 @@
+"""The chart's alerts before Prometheus's own `promtool`: which fire when, and that no other does."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.helm.tools import CHART, run
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="there is no promtool: Debian's package prometheus has it"
+)
+
+HOUR = 60  # samples: one a minute, the first at 0
+POD, RELAY = 'pod="tidemark-pipeline-0"', 'pod="tidemark-relay-shop-5f7d-x2x4"'
+STREAM, WRITER = 'stream="orders"', 'stream="orders",writer="w1"'
+HELD = f"tidemark_held_by_seconds{{{POD},{WRITER},reason=%s}}"
+SEEN = f"tidemark_holder_silent_seconds{{{POD},{WRITER},reason=%s}}"
+
+Series = dict[str, str]
+"""By name and labels, in promtool's notation: `0+60x5` begins at 0 and rises by 60 five times, `_` is no sample."""
+
+
+def always(value: int) -> str:
+    return f"{value}+0x{HOUR}"
+
+
+def since(minutes: int, value: int = 1) -> str:
+    """0, and `value` from then on."""
+    return f"0+0x{minutes - 1} {value}+0x{HOUR}"
+
+
+def ages(minutes: int) -> str:
+    """Seconds that rise with the clock from then on; 0 before."""
+    return f"0+0x{minutes} 60+60x{HOUR}"
+
+
+CLOCK = f"0+60x{HOUR}"
+QUIET: Series = {
+    f"tidemark_pipeline_ready{{{POD}}}": always(1),
+    f"tidemark_started_timestamp_seconds{{{POD}}}": always(-86400),
+    f"tidemark_heartbeat_timestamp_seconds{{{POD}}}": CLOCK,
+    f"tidemark_last_batch_timestamp_seconds{{{POD}}}": always(0),  # nothing came since
+    f"tidemark_lease_token{{{POD}}}": always(7),
+    f'tidemark_sink_faults{{{POD},sink="redis"}}': always(0),
+    f'tidemark_kafka_lag_records{{{POD},topic="tidemark.facts",partition="0"}}': always(0),
+    f"tidemark_linear_position{{{POD},{STREAM}}}": always(20),
+    f"tidemark_oldest_gap_age_seconds{{{POD},{STREAM}}}": always(0),
+    f"tidemark_behind_ids{{{POD},{STREAM}}}": always(0),
+    f"tidemark_behind_seconds{{{POD},{STREAM}}}": always(0),
+    f"tidemark_unknown_writers{{{POD},{STREAM}}}": always(0),
+    f'tidemark_dead_letters_total{{{POD},reason="not_json"}}': always(0),
+    f'tidemark_records_total{{{POD},outcome="late"}}': always(0),
+    f"tidemark_source_regressions_total{{{POD}}}": always(0),
+    'tidemark_sidecar_server_up{pod="tidemark-sidecar-0",server="redis"}': always(1),
+    'tidemark_sidecar_server_up{pod="tidemark-sidecar-0",server="postgres"}': always(1),
+    f"tidemark_relay_relaying{{{RELAY}}}": always(1),
+    f"tidemark_relay_looked_timestamp_seconds{{{RELAY}}}": CLOCK,
+    f"tidemark_relay_outbox_ids{{{RELAY},{STREAM}}}": always(0),
+}
+
+
+def one(name: str) -> str:
+    """The series of `QUIET` that has this name."""
+    [found] = [series for series in QUIET if series.startswith(name + "{")]
+    return found
+
+
+# What befalls the quiet system from minute 10 on (`_`: that series is gone), and what must fire at minute 40 for it.
+FAULTS: dict[str, tuple[Series, set[str]]] = {
+    "the pipeline is gone": (
+        {series: f"{values.split('x')[0]}x9 stale" for series, values in QUIET.items() if POD in series},
+        {"TidemarkNotPublishing"},
+    ),
+    "the pipeline waits for a server": (
+        {one("tidemark_pipeline_ready"): "1+0x9 0+0x60"},
+        {"TidemarkNotPublishing"},
+    ),
+    "the loop hangs": ({one("tidemark_heartbeat_timestamp_seconds"): "0+60x9 540+0x60"}, {"TidemarkHangs"}),
+    "the query stands while records wait": ({one("tidemark_kafka_lag_records"): since(10)}, {"TidemarkStandsStill"}),
+    "a stream cannot be shown in Redis": ({one("tidemark_sink_faults"): since(10)}, {"TidemarkStreamsNotShown"}),
+    "the pipeline is too slow": (
+        {
+            one("tidemark_kafka_lag_records"): since(10, 2_000_000),
+            one("tidemark_last_batch_timestamp_seconds"): CLOCK,
+        },
+        {"TidemarkLag"},
+    ),
+    "Kafka lost what was read": ({one("tidemark_kafka_lag_records"): since(10, -3)}, {"TidemarkReadBeyondEnd"}),
+    "a transaction hangs above which its writer went on": (
+        {
+            one("tidemark_oldest_gap_age_seconds"): ages(10),
+            one("tidemark_behind_seconds"): ages(10),
+            one("tidemark_behind_ids"): since(10, 12),
+            HELD % '"gap"': f"_x10 60+60x{HOUR}",
+            SEEN % '"gap"': f"_x10 {always(1)}",
+        },
+        {"TidemarkGapOld"},
+    ),
+    "a writer dies without a gap": (
+        {
+            one("tidemark_behind_seconds"): ages(10),
+            one("tidemark_behind_ids"): since(10, 12),
+            HELD % '"silent"': f"_x10 60+60x{HOUR}",
+            SEEN % '"silent"': f"_x10 60+60x{HOUR}",
+        },
+        {"TidemarkWriterSilent"},
+    ),
+    "a writer of which nothing was ever noted is silent": (
+        {
+            one("tidemark_behind_seconds"): ages(10),
+            one("tidemark_behind_ids"): since(10, 12),
+            HELD % '"silent"': f"_x10 60+60x{HOUR}",
+        },
+        {"TidemarkWriterSilent"},
+    ),
+    "a writer lives, and its transaction hangs": (
+        {
+            one("tidemark_behind_seconds"): ages(10),
+            one("tidemark_behind_ids"): since(10, 12),
+            HELD % '"transaction"': f"_x10 60+60x{HOUR}",
+            SEEN % '"transaction"': f"_x10 {always(1)}",
+        },
+        {"TidemarkWriterBehind"},
+    ),
+    "a writer never joined": ({one("tidemark_unknown_writers"): since(10)}, {"TidemarkUnknownWriter"}),
+    "a second pipeline believes that it owns the lease": (
+        {'tidemark_lease_token{pod="tidemark-pipeline-1"}': since(10, 8)},
+        {"TidemarkTwoOwners"},
+    ),
+    "the sidecar reaches no Redis": (
+        {'tidemark_sidecar_server_up{pod="tidemark-sidecar-0",server="redis"}': "1+0x9 0+0x60"},
+        {"TidemarkSidecarWithoutServer"},
+    ),
+    "nobody relays": ({one("tidemark_relay_relaying"): "1+0x9 0+0x60"}, {"TidemarkRelaySilent"}),
+    "the relay is stuck": ({one("tidemark_relay_looked_timestamp_seconds"): "0+60x9 540+0x60"}, {"TidemarkRelayStuck"}),
+    "the outbox grows": ({one("tidemark_relay_outbox_ids"): "0+9000x60"}, {"TidemarkRelayOutboxLarge"}),
+    "a transaction of a service hangs": (
+        {f"tidemark_relay_oldest_transaction_seconds{{{RELAY},{WRITER}}}": f"_x10 60+60x{HOUR}"},
+        {"TidemarkRelayTransactionOld"},
+    ),
+}
+# What happens once, at minute 30: told until minute 40.
+EVENTS: dict[str, tuple[Series, set[str]]] = {
+    "a dead letter": ({one("tidemark_dead_letters_total"): since(30)}, {"TidemarkDeadLetters"}),
+    "a late fact": ({one("tidemark_records_total"): since(30)}, {"TidemarkLateCompletions"}),
+    "a new timeline": ({one("tidemark_source_regressions_total"): since(30)}, {"TidemarkSourceRegressed"}),
+}
+
+
+@pytest.fixture(scope="module")
+def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As the chart writes them for its own values, with the relay of one database."""
+    values = yaml.safe_load((CHART / "values.yaml").read_text())["monitoring"]["prometheusRule"]
+    placed = {
+        "NAMESPACE": "streams",
+        "RELAY": "tidemark-relay-shop",
+        "DATABASE": "shop",
+        "GAP_SECONDS": values["gapSeconds"],
+        "LAG_RECORDS": values["lagRecords"],
+        "OPEN_SECONDS": values["gapSeconds"],
+        "OUTBOX_IDS": values["outboxIds"],
+    }
+
+    def read(file: str) -> Any:
+        text = (CHART / "files" / file).read_text()
+        for word, value in placed.items():
+            text = text.replace(word, str(value))
+        return yaml.safe_load(text)
+
+    path = tmp_path_factory.mktemp("rules") / "rules.yaml"
+    path.write_text(yaml.safe_dump({"groups": read("alerts.yaml")["groups"] + read("relay-alerts.yaml")}))
+    run("promtool", "check", "rules", path)
+    return path
+
+
+def check(rules: Path, series: Series, told: Mapping[int, set[str]]) -> None:
+    """At each of these minutes exactly those alerts fire, and at no other minute of the hour any but those."""
+    given = [{"series": name.replace("{", '{namespace="streams",'), "values": it} for name, it in series.items()]
+
+    def but(minute: int) -> str:
+        return "" if minute in told else "|".join(sorted(set().union(*told.values()))) or "none"
+
+    asked = [
+        {
+            "expr": f'count by (alertname) (ALERTS{{alertstate="firing",alertname!~"{but(minute)}"}})',
+            "eval_time": f"{minute}m",
+            "exp_samples": [{"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in told.get(minute, ())],
+        }
+        for minute in range(HOUR)
+    ]
+    test = {"interval": "1m", "input_series": given, "promql_expr_test": asked}
+    path = rules.parent / "test.yaml"
+    path.write_text(yaml.safe_dump({"rule_files": [rules.name], "evaluation_interval": "1m", "tests": [test]}))
+    run("promtool", "test", "rules", path)
+
+
+def test_no_alert_on_a_quiet_system(rules: Path) -> None:
+    """Nothing comes for an hour: no minute of it has an alert."""
+    check(rules, QUIET, {})
+
+
+def test_no_alert_on_a_busy_system(rules: Path) -> None:
+    """Positions move, what waits is a batch's, IDs are open for seconds, and a counter of old trouble stands."""
+    moving = {
+        one("tidemark_last_batch_timestamp_seconds"): CLOCK,
+        one("tidemark_kafka_lag_records"): " ".join(["900000 0 40"] * 20),
+        one("tidemark_linear_position"): f"0+60000x{HOUR}",
+        one("tidemark_behind_ids"): " ".join(["800 0 90"] * 20),
+        one("tidemark_behind_seconds"): " ".join(["2 0 1"] * 20),
+        one("tidemark_oldest_gap_age_seconds"): " ".join(["2 0 100"] * 20),
+        one("tidemark_dead_letters_total"): always(3),
+        one("tidemark_records_total"): always(9),
+        one("tidemark_relay_outbox_ids"): " ".join(["5000 0 700"] * 20),
+    }
+    check(rules, QUIET | moving, {})
+
+
+def test_no_alert_in_the_first_minutes_after_a_start(rules: Path) -> None:
+    """Nothing is scraped before minute 1; then a pipeline that takes four minutes to start, and reads what waits."""
+    starting = {series: f"_ {values}" for series, values in QUIET.items()}
+    starting |= {
+        one("tidemark_started_timestamp_seconds"): f"_ {always(50)}",
+        one("tidemark_pipeline_ready"): f"_ 0+0x3 {always(1)}",
+        one("tidemark_heartbeat_timestamp_seconds"): f"_x4 240+60x{HOUR}",
+        one("tidemark_last_batch_timestamp_seconds"): f"_x4 240+60x{HOUR}",
+        one("tidemark_kafka_lag_records"): f"_ 3000000+0x3 800000 0+0x{HOUR}",
+        one("tidemark_relay_relaying"): f"_ 0 {always(1)}",
+        'tidemark_sidecar_server_up{pod="tidemark-sidecar-0",server="redis"}': f"_ 0+0x3 {always(1)}",
+    }
+    check(rules, starting, {})
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_lasts_is_told_by_its_alert_alone(rules: Path, fault: str) -> None:
+    """Half an hour later, and not before it."""
+    series, alerts = FAULTS[fault]
+    check(rules, QUIET | series, {9: set(), 40: alerts})
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_what_happened_once_is_told_for_some_minutes(rules: Path, event: str) -> None:
+    """Then it has been, and whoever was called looks at the record of it."""
+    series, alerts = EVENTS[event]
+    check(rules, QUIET | series, {29: set(), 31: alerts, 38: alerts, 50: set()})
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_the_first_event_of_a_counter_is_told(rules: Path, event: str) -> None:
+    """The process began at minute 30, and its first scrape finds the event counted already."""
+    series, alerts = EVENTS[event]
+    first = {name: f"_x30 {always(1)}" for name in series}
+    began = {one("tidemark_started_timestamp_seconds"): "_x30 1790+0x60"}
+    check(rules, QUIET | first | began, {29: set(), 31: alerts, 50: set()})
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_what_was_counted_long_ago_is_not_told_again_by_a_prometheus_that_was_away(rules: Path, event: str) -> None:
+    """It asked nobody for half an hour."""
+    away = {name: f"3+0x5 _x30 {always(3)}" for name in EVENTS[event][0]}
+    check(rules, QUIET | away, {})
