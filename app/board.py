@@ -24,6 +24,7 @@ from tidemark.streaming import state
 from tidemark.streaming.effects import ShardEffects, StreamEffects, Summary, summarize
 from tidemark.streaming.errors import Retry, Stop, TopicMissing
 from tidemark.streaming.holders import HELD_AFTER, Holder
+from tidemark.streaming.model import Bounds
 
 log = structlog.get_logger(__name__)
 
@@ -32,6 +33,8 @@ ROUNDS_PER_CHECK = 15
 ROUNDS_MISSING = 5  # in a row: a broker that has just started may not know its topics yet
 
 
+BOUNDS = Bounds()
+NEAR = 0.5  # of a bound: what fills less of it is no series
 OTHER_STREAMS, OTHER_WRITERS = "other streams", "other writers"  # no name has a space
 
 
@@ -40,6 +43,7 @@ class BoardEntry:
     """`positions` are those of the writers that have not retired."""
 
     linear: int
+    allocated: int
     positions: dict[str, int]
     summary: Summary
 
@@ -56,7 +60,9 @@ class Board(Collector):
     series together, so that a scrape has a bound. Streams that ended and writers that retired have none.
     """
 
-    def __init__(self, now: Callable[[], float] = time.time, streams: int = 1000, writers: int = 5000) -> None:
+    def __init__(
+        self, now: Callable[[], float] = time.time, streams: int = 1000, writers: int = 5000, bounds: Bounds = BOUNDS
+    ) -> None:
         self.read: dict[tuple[str, int], int] = {}
         self._entries: dict[str, BoardEntry] = {}
         self._lock = threading.Lock()
@@ -64,6 +70,7 @@ class Board(Collector):
         self._began = now()
         self._streams = streams
         self._writers = writers
+        self._bounds = bounds
 
     def load(self, states: Mapping[str, bytes], read: Mapping[tuple[str, int], int]) -> None:
         """Start from what Postgres holds, so that a restart without traffic shows every stream."""
@@ -76,7 +83,7 @@ class Board(Collector):
             positions = {
                 writer: signed(known.position) for writer, known in stream.writers.items() if known.retired is None
             }
-            entries[name] = BoardEntry(signed(stream.line.position), positions, summary)
+            entries[name] = BoardEntry(signed(stream.line.position), signed(stream.allocated), positions, summary)
         with self._lock:
             self._entries = {name: entry for name, entry in entries.items() if not entry.ended}
 
@@ -89,8 +96,8 @@ class Board(Collector):
                     self._update(stream)
 
     def _update(self, stream: StreamEffects) -> None:
-        entry = self._entries.setdefault(stream.stream, BoardEntry(stream.linear, {}, stream.summary))
-        entry.linear, entry.summary = stream.linear, stream.summary
+        entry = self._entries.setdefault(stream.stream, BoardEntry(0, 0, {}, stream.summary))
+        entry.linear, entry.allocated, entry.summary = stream.linear, stream.allocated, stream.summary
         for row in stream.writers:
             if row.retired:
                 entry.positions.pop(row.writer, None)
@@ -109,6 +116,7 @@ class Board(Collector):
         others: list[dict[str, float]] = []
         left, positions, unnamed = self._writers, [0.0, 0.0], 0
         held: list[tuple[float, str, Holder]] = []
+        fullest: dict[str, float] = {}  # of the bounds of the other streams
         with self._lock:
             for number, (stream, entry) in enumerate(sorted(self._entries.items())):
                 named = sorted(entry.positions.items())[:left] if number < self._streams else []
@@ -122,6 +130,11 @@ class Board(Collector):
                         families[key].add_metric([stream], value)
                 else:
                     others.append(self._values(entry, now))
+                for bound, used in self._used(entry.summary).items():
+                    if number < self._streams:
+                        families["bound"].add_metric([stream, bound], used)
+                    else:
+                        fullest[bound] = max(used, fullest.get(bound, 0.0))
                 if entry.summary.behind is not None:
                     found = [(self._age(it.since, now), stream, it) for it in entry.summary.behind.holders]
                     held += [it for it in found if it[0] >= HELD_AFTER]
@@ -140,6 +153,8 @@ class Board(Collector):
         if rest:
             families["held"].add_metric([OTHER_STREAMS, OTHER_WRITERS, "any"], rest[0][0])
         families["together"].add_metric(["holders"], len(rest) + unnamed)
+        for bound, used in fullest.items():
+            families["bound"].add_metric([OTHER_STREAMS, bound], used)
         for key in others[0] if others else ():
             several = max if key in ("age", "behind_seconds") else sum
             families[key].add_metric([OTHER_STREAMS], several(values[key] for values in others))
@@ -149,6 +164,7 @@ class Board(Collector):
         oldest, behind = entry.summary.oldest, entry.summary.behind
         return {
             "linear": entry.linear,
+            "allocated": entry.allocated,
             "pending": entry.summary.pending,
             "gaps": entry.summary.gaps,
             "age": self._age(oldest.since, now) if oldest else 0.0,
@@ -156,6 +172,14 @@ class Board(Collector):
             "behind": behind.ids if behind else 0,
             "behind_seconds": self._age(behind.since, now) if behind else 0.0,
         }
+
+    def _used(self, summary: Summary) -> dict[str, float]:
+        used = {
+            "pending": summary.spans / self._bounds.pending,
+            "completed": summary.completed / self._bounds.completed,
+            "unknown": len(summary.unknown) / self._bounds.held,
+        }
+        return {bound: ratio for bound, ratio in used.items() if ratio >= NEAR}
 
     def _age(self, since: int | None, now: float) -> float:
         """Of what nobody knows since when (a state of an earlier version), since this process looks."""

@@ -45,6 +45,13 @@ REGRESSIONS = Counter(
     " Readers must repair what was reused.",
     registry=REGISTRY,
 )
+FORCED = Counter(
+    "tidemark_forced_acts",
+    "What operators settled without a writer's evidence, by kind of record: SKIP, RETIRE, JOIN. `tidemark.skips` in"
+    " Postgres says who did it, and why; readers read the table for what it passed over.",
+    ["kind"],
+    registry=REGISTRY,
+)
 BATCH_SECONDS = Histogram(
     "tidemark_batch_seconds",
     "Wall time of a batch in the driver, from Spark's result to the last sink. Near the trigger's pace is normal;"
@@ -131,6 +138,8 @@ for _outcome in ("applied", "held", "put_off", "duplicate", "late", "batch", "fo
     RECORDS.labels(_outcome)
 for _reason in Reason:
     DEAD_LETTERS.labels(_reason)
+for _kind in ("SKIP", "RETIRE", "JOIN"):
+    FORCED.labels(_kind)
 
 # Of streams, from the board: name, labels, meaning.
 STREAM_GAUGES = {
@@ -144,6 +153,19 @@ STREAM_GAUGES = {
         "tidemark_linear_position",
         ["stream"],
         "The linear position of a stream, until all its writers have retired.",
+    ),
+    "allocated": (
+        "tidemark_allocated_position",
+        ["stream"],
+        "The head of a stream: the highest ID that a record named. Moving while the linear position stands:"
+        " tidemark_held_by_seconds names who is waited for.",
+    ),
+    "bound": (
+        "tidemark_bound_used_ratio",
+        ["stream", "bound"],
+        "How much of a bound a stream fills, from a half on. At 1: `pending` (TIDEMARK_PENDING_BOUND): records of that"
+        " writer are put off; `completed` (TIDEMARK_COMPLETED_BOUND): the linear position gets cautious; `unknown`:"
+        " further writers that never joined are refused. `tidemark gaps` names what fills it.",
     ),
     "pending": (
         "tidemark_pending_ids",
@@ -237,6 +259,8 @@ def count_batch(effects: Iterable[ShardEffects], published: Published, seconds: 
             for outcome, count in stream.counts.items():
                 RECORDS.labels(outcome).inc(count)
             REGRESSIONS.inc(len(stream.timelines))
+            for act in stream.forced:
+                FORCED.labels(act.kind).inc()
             for advance in stream.advances:
                 LATENCY.observe(max(0.0, published.published_at - advance.oldest / 1000))
         for rejected in shard.rejected:

@@ -78,7 +78,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
     """
     stopping = told_to_end(_leave_late)
     metrics.STARTED.set_to_current_time()
-    board = Board(streams=settings.labelled_streams, writers=settings.labelled_writers)
+    board = Board(streams=settings.labelled_streams, writers=settings.labelled_writers, bounds=settings.bounds)
     metrics.REGISTRY.register(board)
     health = metrics.PipelineHealth()
     checkpoint = Checkpoint(Path(settings.checkpoint))

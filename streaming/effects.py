@@ -140,7 +140,8 @@ class Summary(msgspec.Struct, array_like=True, frozen=True):
     `unknown` names writers (`writer/epoch`) that are held because they never joined, `completed` counts the
     intervals of completed IDs kept above the line. `behind` says how far the line is below what is allocated and who
     holds it there, gap or no gap; None where nobody does. `transactions` says who holds a writer's open IDs, where it
-    tells. `put_off` names writers (`writer/epoch`) of which edges wait in Kafka for room.
+    tells. `put_off` names writers (`writer/epoch`) of which edges wait in Kafka for room. `spans` counts the intervals
+    that are pending of the writer that has most.
     """
 
     pending: int
@@ -151,6 +152,7 @@ class Summary(msgspec.Struct, array_like=True, frozen=True):
     behind: Behind | None
     transactions: dict[str, list[str]] = {}
     put_off: list[str] = []
+    spans: int = 0
 
 
 class StreamEffects(msgspec.Struct, array_like=True, frozen=True):
@@ -241,6 +243,7 @@ def summarize(stream: "StreamState") -> Summary:
             + [f"{name}/{epoch}" for (name, epoch), it in stream.held.items() if it.chain.put_off]
             + [f"{it.name}/{it.epoch}" for it in waiting if it.put_off]
         ),
+        spans=max([0, *(len(chain.pending) for chain in chains), *(it.gaps for it in waiting)]),
     )
 
 

@@ -2,7 +2,7 @@ import pytest
 from confluent_kafka.admin import AdminClient
 from prometheus_client import CollectorRegistry
 
-from tests.streaming.builders import Shard, position
+from tests.streaming.builders import Shard, join, position, rdata
 from tests.waiting import eventually
 from tidemark.app import board as board_module
 from tidemark.app.board import Board, EndOffsets
@@ -17,7 +17,7 @@ from tidemark.streaming.effects import Progress, ShardEffects, StreamEffects, Su
 from tidemark.streaming.errors import TopicMissing, TopicReplaced
 from tidemark.streaming.joined import Writers
 from tidemark.streaming.linear import LinearPosition
-from tidemark.streaming.model import Evidence
+from tidemark.streaming.model import Bounds, Evidence
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import WriterState
 
@@ -33,7 +33,7 @@ def a_backward_stream() -> StreamState:
 def effects(stream: str, *, retired: bool = False, **positions: int) -> ShardEffects:
     rows = [WriterRow(writer, 1, position, retired) for writer, position in positions.items()]
     summary = Summary(0, 0, None, [], 0, None)
-    moved = StreamEffects(stream, Direction.FORWARD, 0, 3, 0, 3, [], rows, [], [], [], [], [], [], {}, summary, b"")
+    moved = StreamEffects(stream, Direction.FORWARD, 0, 3, 0, 9, [], rows, [], [], [], [], [], [], {}, summary, b"")
     return ShardEffects(0, 0, [moved], [], [Progress("facts", 2, 7)])
 
 
@@ -53,6 +53,7 @@ def test_a_restart_shows_every_stream_without_traffic(scraped: tuple[Board, Coll
     assert registry.get_sample_value("tidemark_oldest_gap_age_seconds", labels) == 15.0
     assert registry.get_sample_value("tidemark_pending_ids", labels) == 1
     assert registry.get_sample_value("tidemark_linear_position", labels) == -4
+    assert registry.get_sample_value("tidemark_allocated_position", labels) == -6
     assert registry.get_sample_value("tidemark_position", {**labels, "writer": "importer"}) == -4
 
 
@@ -63,6 +64,7 @@ def test_a_batch_moves_only_the_writers_that_it_names(scraped: tuple[Board, Coll
     board.update([effects("orders", web=5)])
     assert registry.get_sample_value("tidemark_position", {"stream": "orders", "writer": "web"}) == 5
     assert registry.get_sample_value("tidemark_position", {"stream": "orders", "writer": "shop"}) == 4
+    assert registry.get_sample_value("tidemark_allocated_position", {"stream": "orders"}) == 9
     assert board.read == {("facts", 2): 7}
 
 
@@ -135,6 +137,22 @@ def test_past_their_number_holders_share_a_series() -> None:
     ]
     assert registry.get_sample_value("tidemark_without_series", {"what": "holders"}) == 1
     assert registry.get_sample_value("tidemark_behind_ids", {"stream": "other streams"}) == 13
+
+
+def test_a_bound_is_shown_from_a_half_on() -> None:
+    """By stream, and past their number the fullest of the others. How full each is, is asked of the state itself."""
+    registry = CollectorRegistry()
+    board = Board(now=lambda: 60.0, streams=1, bounds=Bounds(pending=4, completed=5, held=2))
+    registry.register(board)
+    shard = Shard()
+    edges = [rdata("web", id, epoch=1) for id in (3, 5, 7)]
+    done = shard.feed(join("web", 0), *edges, rdata("new", 9, epoch=1))
+    board.load({"a": done.state, "b": done.state, "c": state.encode(a_backward_stream())}, {})
+    used = {"pending": 3 / 4, "completed": 4 / 5, "unknown": 1 / 2}
+    for bound, ratio in used.items():
+        for stream in ("a", "other streams"):
+            found = registry.get_sample_value("tidemark_bound_used_ratio", {"stream": stream, "bound": bound})
+            assert found == ratio, (stream, bound)
 
 
 def test_who_retired_has_no_series_any_more(scraped: tuple[Board, CollectorRegistry]) -> None:

@@ -48,6 +48,7 @@ QUIET: Series = {
     f'tidemark_sink_faults{{{POD},sink="redis"}}': always(0),
     f'tidemark_kafka_lag_records{{{POD},topic="tidemark.facts",partition="0"}}': always(0),
     f"tidemark_linear_position{{{POD},{STREAM}}}": always(20),
+    f"tidemark_allocated_position{{{POD},{STREAM}}}": always(20),
     f"tidemark_oldest_gap_age_seconds{{{POD},{STREAM}}}": always(0),
     f"tidemark_behind_ids{{{POD},{STREAM}}}": always(0),
     f"tidemark_behind_seconds{{{POD},{STREAM}}}": always(0),
@@ -55,6 +56,7 @@ QUIET: Series = {
     f'tidemark_dead_letters_total{{{POD},reason="not_json"}}': always(0),
     f'tidemark_records_total{{{POD},outcome="late"}}': always(0),
     f"tidemark_source_regressions_total{{{POD}}}": always(0),
+    f'tidemark_forced_acts_total{{{POD},kind="SKIP"}}': always(0),
     'tidemark_sidecar_server_up{pod="tidemark-sidecar-0",server="redis"}': always(1),
     'tidemark_sidecar_server_up{pod="tidemark-sidecar-0",server="postgres"}': always(1),
     f"tidemark_relay_relaying{{{RELAY}}}": always(1),
@@ -94,7 +96,8 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
         {
             one("tidemark_oldest_gap_age_seconds"): ages(10),
             one("tidemark_behind_seconds"): ages(10),
-            one("tidemark_behind_ids"): since(10, 12),
+            one("tidemark_allocated_position"): f"20+0x9 20+7x{HOUR}",
+            one("tidemark_behind_ids"): f"0+0x9 0+7x{HOUR}",
             HELD % '"gap"': f"_x10 60+60x{HOUR}",
             SEEN % '"gap"': f"_x10 {always(1)}",
         },
@@ -103,7 +106,8 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
     "a writer dies without a gap": (
         {
             one("tidemark_behind_seconds"): ages(10),
-            one("tidemark_behind_ids"): since(10, 12),
+            one("tidemark_allocated_position"): f"20+0x9 20+7x{HOUR}",
+            one("tidemark_behind_ids"): f"0+0x9 0+7x{HOUR}",
             HELD % '"silent"': f"_x10 60+60x{HOUR}",
             SEEN % '"silent"': f"_x10 60+60x{HOUR}",
         },
@@ -112,7 +116,8 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
     "a writer of which nothing was ever noted is silent": (
         {
             one("tidemark_behind_seconds"): ages(10),
-            one("tidemark_behind_ids"): since(10, 12),
+            one("tidemark_allocated_position"): f"20+0x9 20+7x{HOUR}",
+            one("tidemark_behind_ids"): f"0+0x9 0+7x{HOUR}",
             HELD % '"silent"': f"_x10 60+60x{HOUR}",
         },
         {"TidemarkWriterSilent"},
@@ -120,13 +125,29 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
     "a writer lives, and its transaction hangs": (
         {
             one("tidemark_behind_seconds"): ages(10),
-            one("tidemark_behind_ids"): since(10, 12),
+            one("tidemark_allocated_position"): f"20+0x9 20+7x{HOUR}",
+            one("tidemark_behind_ids"): f"0+0x9 0+7x{HOUR}",
             HELD % '"transaction"': f"_x10 60+60x{HOUR}",
             SEEN % '"transaction"': f"_x10 {always(1)}",
         },
         {"TidemarkWriterBehind"},
     ),
-    "a writer never joined": ({one("tidemark_unknown_writers"): since(10)}, {"TidemarkUnknownWriter"}),
+    "a writer never joined": (
+        {
+            one("tidemark_unknown_writers"): since(10),
+            one("tidemark_behind_seconds"): ages(10),
+            one("tidemark_allocated_position"): f"20+0x9 20+7x{HOUR}",
+        },
+        {"TidemarkUnknownWriter"},
+    ),
+    "IDs are given out, and nobody is named who holds the line": (
+        {one("tidemark_behind_seconds"): ages(10), one("tidemark_allocated_position"): f"20+0x9 20+7x{HOUR}"},
+        {"TidemarkLineStill"},
+    ),
+    "a bound is nearly reached": (
+        {f'tidemark_bound_used_ratio{{{POD},{STREAM},bound="pending"}}': f"_x10 0.5+0.02x{HOUR}"},
+        {"TidemarkBoundNear"},
+    ),
     "a second pipeline believes that it owns the lease": (
         {'tidemark_lease_token{pod="tidemark-pipeline-1"}': since(10, 8)},
         {"TidemarkTwoOwners"},
@@ -147,6 +168,7 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
 EVENTS: dict[str, tuple[Series, set[str]]] = {
     "a dead letter": ({one("tidemark_dead_letters_total"): since(30)}, {"TidemarkDeadLetters"}),
     "a late fact": ({one("tidemark_records_total"): since(30)}, {"TidemarkLateCompletions"}),
+    "an operator's SKIP": ({one("tidemark_forced_acts_total"): since(30)}, {"TidemarkForced"}),
     "a new timeline": ({one("tidemark_source_regressions_total"): since(30)}, {"TidemarkSourceRegressed"}),
 }
 
@@ -209,6 +231,7 @@ def test_no_alert_on_a_busy_system(rules: Path) -> None:
         one("tidemark_last_batch_timestamp_seconds"): CLOCK,
         one("tidemark_kafka_lag_records"): " ".join(["900000 0 40"] * 20),
         one("tidemark_linear_position"): f"0+60000x{HOUR}",
+        one("tidemark_allocated_position"): f"800+60000x{HOUR}",
         one("tidemark_behind_ids"): " ".join(["800 0 90"] * 20),
         one("tidemark_behind_seconds"): " ".join(["2 0 1"] * 20),
         one("tidemark_oldest_gap_age_seconds"): " ".join(["2 0 100"] * 20),
