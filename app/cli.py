@@ -8,6 +8,7 @@ import math
 import secrets
 import threading
 import time
+from pathlib import Path
 from typing import BinaryIO, Literal
 
 import click
@@ -178,6 +179,24 @@ def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bo
         click.echo(gaps.as_text(found, time.time()) if found else "nothing is held back")
     if check and found:
         context.exit(UNHEALTHY)
+
+
+@main.command(extra="sidecar")
+@click.argument("file", type=click.Path(path_type=Path), required=False)
+@click.option("--metrics", multiple=True, help="Also keep what this address answers; without it the pipeline's.")
+@click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
+def bundle(file: Path | None, metrics: tuple[str, ...], *, as_json: bool) -> None:
+    """Write what a report of a fault needs to FILE (.tar.gz): settings without secrets, versions, positions, gaps, the
+    last advances, and what the servers say; also where some of them do not answer."""
+    from tidemark.app import bundle
+
+    settings = loaded()
+    chosen = file or Path(time.strftime("tidemark-bundle-%Y%m%d-%H%M%S.tar.gz", time.gmtime()))
+    try:
+        made = bundle.write(settings, chosen, metrics or (settings.metrics_url,))
+    except OSError as problem:
+        raise CommandFailed(f"{chosen}: {problem.strerror}") from None
+    click.echo(bundle.as_json(made) if as_json else bundle.as_text(made))
 
 
 @main.command(extra="relay")

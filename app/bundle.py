@@ -1,0 +1,165 @@
+"""`tidemark bundle`: one archive for a report of a fault, also where half of the servers are away."""
+
+import io
+import platform
+import tarfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import BinaryIO
+from urllib.request import urlopen
+
+import msgspec
+
+from tidemark.app import config, gaps, health, status
+from tidemark.app.settings import Settings
+from tidemark.sinks.postgres import dump
+from tidemark.sinks.postgres.database import session_of
+from tidemark.sinks.postgres.store import Postgres, PostgresConfig
+from tidemark.sinks.reader.redis import REMEDIES
+from tidemark.sinks.redis.client import RedisSession
+from tidemark.sinks.redis.names import STREAMS
+from tidemark.sinks.redis.publish import Redis, RedisConfig
+from tidemark.sources.topics import Topics
+from tidemark.streaming.errors import TidemarkError, Unavailable
+
+PATIENCE = 3.0  # seconds for a server that does not answer
+_PACKAGES = ("tidemark", "pyspark", "confluent-kafka", "redis", "psycopg", "prometheus-client", "pandas", "pyarrow")
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A file of the archive, and what makes it, out of what `server` answers."""
+
+    name: str
+    server: str
+    make: Callable[[], str]
+
+
+@dataclass(slots=True)
+class Bundle:
+    """`problems`: of each part that is missing, why."""
+
+    file: Path
+    parts: list[str] = field(default_factory=list)
+    problems: dict[str, str] = field(default_factory=dict)
+
+
+def write(settings: Settings, file: Path, metrics: Sequence[str]) -> Bundle:
+    """Make `file`, which must not exist yet; `metrics` are addresses whose answers are kept with it.
+
+    Raises `FileExistsError` and other `OSError`s of the file alone: whatever cannot be asked is named in the bundle.
+    """
+    bundle = Bundle(file)
+    with file.open("xb") as target, ExitStack() as stack:
+        _pack(bundle, target, _parts(settings, metrics, stack))
+    return bundle
+
+
+def as_text(bundle: Bundle) -> str:
+    missing: dict[str, list[str]] = {}
+    for part, problem in bundle.problems.items():
+        missing.setdefault(problem, []).append(part)
+    lines = [f"without {_named(parts)}: {problem}" for problem, parts in missing.items()]
+    return "\n".join(
+        [
+            *lines,
+            f"wrote {bundle.file}: {len(bundle.parts)} files, {bundle.file.stat().st_size / 1024:.0f} KiB",
+            "It names streams, writers, hosts, and what operators gave as reasons; it has no facts and no passwords.",
+        ]
+    )
+
+
+def _named(parts: Sequence[str]) -> str:
+    return ", ".join(parts) if len(parts) < 3 else f"{parts[0]} and {len(parts) - 1} others"
+
+
+def as_json(bundle: Bundle) -> str:
+    return _plain({"file": str(bundle.file), "parts": bundle.parts, "problems": bundle.problems})
+
+
+def _parts(settings: Settings, metrics: Sequence[str], stack: ExitStack) -> Iterator[_Part]:
+    yield _Part("versions.json", "", _versions)
+    yield _Part("settings.txt", "", lambda: "\n".join(config.lines(settings)))
+    postgres = stack.enter_context(Postgres(PostgresConfig(settings.postgres)))
+    tables = stack.enter_context(session_of(settings.postgres, "tidemark bundle"))
+    yield _Part("status.json", "Postgres", lambda: _status(settings, postgres))
+    yield _Part("gaps.json", "Postgres", lambda: gaps.as_json(gaps.read(postgres.states(), time.time())))
+    yield from (_Part(f"postgres/{table}.json", "Postgres", partial(dump.dump, tables, table)) for table in dump.TABLES)
+    yield _Part("redis.json", "Redis", lambda: _redis(settings))
+    yield _Part("kafka.json", "Kafka", lambda: _kafka(settings))
+    yield from (_Part(f"metrics-{number}.txt", url, partial(_fetched, url)) for number, url in enumerate(metrics, 1))
+
+
+def _pack(bundle: Bundle, target: BinaryIO, parts: Iterator[_Part]) -> None:
+    folder = bundle.file.name.removesuffix(".gz").removesuffix(".tar")
+    away: dict[str, str] = {}
+    with tarfile.open(fileobj=target, mode="w:gz") as archive:
+        for part in parts:
+            if part.server in away:  # whoever hangs is not waited for again and again
+                bundle.problems[part.name] = away[part.server]
+                continue
+            try:
+                text = part.make()
+            except Exception as problem:  # noqa: BLE001 - a fault in one part is what the others are read for
+                bundle.problems[part.name] = f"{type(problem).__name__}: {problem}"
+                if isinstance(problem, TidemarkError):
+                    bundle.problems[part.name] = " ".join(str(problem).split())
+                if isinstance(problem, Unavailable):
+                    away[part.server] = bundle.problems[part.name]
+                continue
+            _add(archive, f"{folder}/{part.name}", text)
+            bundle.parts.append(part.name)
+        _add(archive, f"{folder}/missing.json", _plain(bundle.problems))
+        bundle.parts.append("missing.json")
+
+
+def _add(archive: tarfile.TarFile, name: str, text: str) -> None:
+    content = text.encode()
+    member = tarfile.TarInfo(name)
+    member.size, member.mtime = len(content), int(time.time())
+    archive.addfile(member, io.BytesIO(content))
+
+
+def _versions() -> str:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    about = {"time": datetime.now(UTC).isoformat(), "python": platform.python_version(), "system": platform.platform()}
+    return _plain({**about, **found})
+
+
+def _status(settings: Settings, postgres: Postgres) -> str:
+    conditions = postgres.conditions
+    found = status.read(postgres.states(), None, conditions.faults(), conditions.recalls())
+    return status.as_json(found, time.time(), health.read(postgres, settings.kafka))
+
+
+def _redis(settings: Settings) -> str:
+    with closing(RedisSession(settings.redis, REMEDIES, PATIENCE)) as session, session.use() as client:
+        names = sorted(client.smembers(STREAMS))
+    with Redis(RedisConfig(settings.redis, timeout=PATIENCE)) as redis:
+        return _plain(redis.held(names[: dump.MOST]))
+
+
+def _kafka(settings: Settings) -> str:
+    names = [settings.kafka_facts_topic, settings.kafka_control_topic, settings.kafka_dead_letters_topic]
+    found = Topics(settings.kafka, PATIENCE).describe(names)
+    return _plain(found)
+
+
+def _plain(found: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
+
+
+def _fetched(url: str) -> str:
+    with urlopen(url, timeout=PATIENCE) as answer:
+        return str(answer.read().decode(errors="replace"))
