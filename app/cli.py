@@ -1,7 +1,7 @@
 """The command line. Every command imports what it needs itself, so that `produce` does not wait for Spark.
 
 Exit codes: 0 done, 1 the command failed, 2 a person must decide (wrong usage, wrong setting, any `Stop`), 3 what was
-asked for with `--check` does not hold, 130 Ctrl-C.
+asked for with `--check` does not hold, or an act's effect was not seen in time, 130 Ctrl-C.
 """
 
 import math
@@ -13,8 +13,8 @@ from typing import BinaryIO, Literal
 
 import click
 
+from tidemark.app import act_commands
 from tidemark.app.commands import CommandFailed, CommandGroup, loaded, waiting
-from tidemark.app.force_commands import force
 from tidemark.app.relay_commands import relay
 
 UNHEALTHY = 3
@@ -256,8 +256,8 @@ def simulate(
     run(loaded(), Play(Players(streams, writers, rate, prefix), faults(named), seed, seconds), verify=verify)
 
 
-main.add_command(force)
-main.add_command(relay)
+for command in (*act_commands.COMMANDS, relay):
+    main.add_command(command)
 
 if __name__ == "__main__":
     main()

@@ -1,5 +1,6 @@
 """What all commands share: exit codes, errors as one line, and the extra that a command needs."""
 
+import sys
 from typing import Any
 
 import click
@@ -66,3 +67,14 @@ def loaded() -> Settings:
     settings = load()
     logs.configure(settings)
     return settings
+
+
+def confirmed(word: str, what: str, *, yes: bool) -> None:
+    """Return where a person has typed `word`, which is `what`, or said `--yes`. Raises `UsageError` where there is
+    nobody to ask."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise click.UsageError("nobody can be asked here: say --yes, or look first with --dry-run")
+    if click.prompt(f"Type {what} to do it ({word})", err=True) != word:
+        raise CommandFailed("nothing was sent")

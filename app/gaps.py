@@ -65,20 +65,20 @@ def _of_stream(name: str, stream: StreamState, now: float) -> Iterator[OpenRange
             continue
         transactions = stream.transactions.get(it.writer, [])
         since, seen = None if it.since is None else moment(it.since), last_seen(it.seen)
-        heard = it.seen if it.since is None or it.seen > it.since else 0  # before the line waited it was one of many
-        verdict = _verdict(heard, transactions, now)
-        verb = _verb(verdict, name, it.writer, it.position)
-        yield OpenRange(name, it.writer, it.epoch, it.position, None, since, 0, 0, seen, transactions, verdict, verb)
+        heard = it.since is None or it.seen > it.since  # before the line waited it was one of many
+        how = verdict(seen if heard else None, transactions, now)
+        verb = _verb(how, name, it.writer, it.position)
+        yield OpenRange(name, it.writer, it.epoch, it.position, None, since, 0, 0, seen, transactions, how, verb)
 
 
 def _gaps(name: str, stream: StreamState, writer: str, known: WriterState, now: float) -> Iterator[OpenRange]:
     signed, transactions = stream.direction.signed, stream.transactions.get(writer, [])
-    verdict = _verdict(known.seen, transactions, now)
-    verb = _verb(verdict, name, writer, signed(known.chain.reach))
+    seen = last_seen(known.seen)
+    how = verdict(seen, transactions, now)
+    verb = _verb(how, name, writer, signed(known.chain.reach))
     waiting = known.chain.waiting
     facts = sum(span.evidence.facts for span in known.chain.pending)
     for (low, top, since), span in zip(known.chain.gaps(), known.chain.pending, strict=True):
-        seen = last_seen(known.seen)
         yield OpenRange(
             name,
             writer,
@@ -90,7 +90,7 @@ def _gaps(name: str, stream: StreamState, writer: str, known: WriterState, now: 
             facts,
             seen,
             transactions,
-            verdict,
+            how,
             verb,
         )
         waiting, facts = waiting - span.edges, facts - span.evidence.facts
@@ -106,19 +106,20 @@ def _unknown(name: str, stream: StreamState, writer: str, epoch: int, held: Held
     return OpenRange(name, writer, epoch, None, None, since, waiting, facts, seen, [], "unknown", verb)
 
 
-def _verdict(seen: int, transactions: Sequence[str], now: float) -> Verdict:
+def verdict(seen: datetime | None, transactions: Sequence[str], now: float) -> Verdict:
+    """Of a writer that joined, by its last sign of life and what it says to be open, at `now` (s since 1970)."""
     if transactions:
         return "open transaction"
-    return "alive" if seen and now - seen / 1000 < ALIVE else "silent"
+    return "alive" if seen is not None and now - seen.timestamp() < ALIVE else "silent"
 
 
-def _verb(verdict: Verdict, stream: str, writer: str, id: int, epoch: int | None = None) -> str:
-    if verdict in ("open transaction", "alive"):
+def _verb(how: Verdict, stream: str, writer: str, id: int, epoch: int | None = None) -> str:
+    if how in ("open transaction", "alive"):
         return "tidemark relay blockers"
     named = [] if epoch is None else ["--epoch", str(epoch)]
     names = [*(["--"] if stream.startswith("-") or writer.startswith("-") else []), stream, writer]
     options = shlex.join([*named, f"--id={id}"])
-    return f'tidemark force retire {options} --by "$USER" --why "gone for good" {shlex.join(names)}'
+    return f'tidemark retire {options} --by "$USER" --why "gone for good" {shlex.join(names)}'
 
 
 def as_json(found: Sequence[OpenRange]) -> str:

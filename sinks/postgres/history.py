@@ -199,6 +199,7 @@ def forget(connection: Connection, today: date, retention: Retention) -> None:
         (oldest,),
     )
     connection.execute("delete from tidemark.skips where time < %s", (audited,))
+    connection.execute("delete from tidemark.acts where time < %s", (audited,))
     # The newest of each stream stays: by its number it is known that there were any.
     connection.execute(
         "delete from tidemark.late_completions l where time < %s and number <"

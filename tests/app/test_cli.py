@@ -9,7 +9,11 @@ import pytest
 from tidemark.app.cli import main
 from tidemark.app.settings import child_environment
 
-COMMANDS = [name for name, command in main.commands.items() if not isinstance(command, click.Group)]
+COMMANDS = [
+    name
+    for name, command in main.commands.items()
+    if not isinstance(command, click.Group) and not any(it.required for it in command.params)
+]
 
 
 def _tidemark(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,7 @@ import shlex
 
 from tests.streaming.builders import STREAM, Shard, join, opened, position, rdata
 from tidemark.app import gaps
-from tidemark.app.force import attempt
+from tidemark.app.acts import attempt
 from tidemark.streaming.records import Retire
 
 
@@ -16,11 +16,10 @@ def test_a_dead_writer_is_listed_without_a_gap_with_what_settles_it() -> None:
     (found,) = gaps.read(shard.states, 302.0)
     assert gaps.as_text([found], 302.0).splitlines() == [
         "events: w1 (epoch 1) has told nothing beyond 7, for 5 min: silent, last seen 5 min ago",
-        "    start it; if it is gone for good:"
-        ' tidemark force retire --id=7 --by "$USER" --why "gone for good" events w1',
+        '    start it; if it is gone for good: tidemark retire --id=7 --by "$USER" --why "gone for good" events w1',
     ]
     act = Retire(stream=STREAM, writer="w1", epoch=1, id=7, by="ann", why="gone")
-    assert attempt(shard.states[STREAM], act, 302_000).linear == 20
+    assert attempt(shard.states[STREAM], act, 302.0).done.linear == 20
 
 
 def test_who_was_not_heard_of_since_the_line_waits_is_silent_at_once() -> None:
@@ -63,10 +62,10 @@ def test_a_writer_that_never_joined_is_listed_with_its_epoch() -> None:
         ("-new", "unknown", 1, 1, None)
     ]
     verb = shlex.split(next(it.verb for it in found if it.writer == "-new"))
-    assert verb[2:6] == ["retire", "--epoch", "4", "--id=-7"]
+    assert verb[1:5] == ["retire", "--epoch", "4", "--id=-7"]
     assert verb[-3:] == ["--", "events", "-new"]
     act = Retire(stream=STREAM, writer="-new", epoch=4, id=-7, by="ann", why="gone")
-    assert attempt(shard.states[STREAM], act, 100_000).summary.unknown == []
+    assert attempt(shard.states[STREAM], act, 100.0).done.summary.unknown == []
 
 
 def test_many_gaps_of_a_writer_are_counted_in_the_text_and_all_in_the_json() -> None:

@@ -1,5 +1,6 @@
 """A running pipeline, seen from outside: what a reader, an operator and an orchestrator see."""
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -153,14 +154,15 @@ def test_every_kind_of_bad_record_arrives_unchanged_in_the_dead_letters(shared: 
     }
 
 
-def force(site: Site, *words: str) -> str:
-    done = CliRunner(env=site.variables).invoke(main, ["force", *words, "--by", "ada", "--why", "host is gone"])
-    assert done.exit_code == 0, done.output
-    return done.output
+def act(site: Site, *words: str) -> tuple[int, str]:
+    """By an operator at no terminal; its exit code, and all that it says."""
+    done = CliRunner(env=site.variables).invoke(main, [*words, "--by", "ada", "--why", "host is gone"])
+    return done.exit_code, done.output
 
 
 def test_an_operator_skips_a_gap_and_takes_back_a_skip_that_went_too_far(shared: Site) -> None:
-    """Rules 1 and 2: the position that was published stands, what comes below it is late, and the line waits again."""
+    """Rules 1 and 2: the position that was published stands, what comes below it is late, and the line waits again.
+    Each act is asked for, waits for its effect, and is noted with the user that Postgres saw."""
     edge = Rdata(stream="forced", writer="A", epoch=1, prev=3, id=4, row=NOTHING)
     shared.send(
         *(Join(stream="forced", writer=name, epoch=1, id=0) for name in "AB"),
@@ -169,12 +171,25 @@ def test_an_operator_skips_a_gap_and_takes_back_a_skip_that_went_too_far(shared:
         replace(edge, writer="B", prev=0, id=5),
     )
     shared.reaches("forced", A=2, B=5, linear=2)
-    force(shared, "skip", "forced", "A", "--prev", "2", "--id", "3")
-    shared.reaches("forced", A=4, B=5, linear=5)
-    force(shared, "skip", "forced", "A", "--prev", "4", "--id", "2000000000", "--beyond")
-    shared.reaches("forced", A=2_000_000_000)
-    assert "A is waited for again from 4 on" in force(shared, "join", "forced", "A", "--id", "4")
-    eventually(lambda: shared.sql("select id from tidemark.skips where kind = 'JOIN'"), PATIENCE, lambda: "the act")
+    code, said = act(shared, "skip", "forced", "A", "3", "--yes")
+    assert (code, "A is alive" in said) == (1, True)
+    code, said = act(shared, "skip", "forced", "A", "3", "--force")
+    assert (code, "say --yes" in said) == (2, True)
+    assert act(shared, "skip", "forced", "A", "3", "--force", "--dry-run")[0] == 0
+    assert shared.sql("select 1 from tidemark.acts where stream = 'forced'") == []
+    code, said = act(shared, "skip", "forced", "A", "3", "--force", "--yes")
+    assert (code, said.splitlines()[-1]) == (0, "applied: A is at 4, the line is at 5")
+    code, said = act(shared, "skip", "forced", "A", "5..2000000000", "--beyond", "--force", "--yes", "--json")
+    told = json.loads(said[said.index("{") :])
+    assert (code, told["outcome"], told["advances"][0]["id"]) == (0, "applied", 2_000_000_000)
+    code, said = act(shared, "join", "forced", "A", "--id", "4", "--yes")
+    assert (code, "A is waited for again from 4 on" in said) == (0, True)
+    noted = 'select kind, id, seen_as = session_user, outcome, "offset" is null from tidemark.acts order by number'
+    assert shared.sql(noted) == [
+        ("SKIP", 3, True, "applied", False),
+        ("SKIP", 2_000_000_000, True, "applied", False),
+        ("JOIN", 4, True, "applied", False),
+    ]
     shared.send(replace(edge, writer="B", prev=5, id=8), replace(edge, prev=4, id=6))
     shared.reaches("forced", linear=6)
     assert shared.positions("forced") == {"A": 2_000_000_000, "B": 8, "linear": 6}

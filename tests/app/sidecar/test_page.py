@@ -105,7 +105,7 @@ def test_a_dead_writer_is_named_without_a_gap(pipeline: Pipeline, page: Page) ->
     says(page, "#headline", "The only stream is held")
     says(page, "#subline", re.compile(r"events: w1 has said nothing beyond 7, for 3 min \d+ s\."))
     says(page, ".trouble .more", re.compile(r"the linear position waits for it, gap or no gap; last seen .* ago"))
-    says(page, ".trouble .verb", re.compile(r"tidemark force retire .* events w1"))
+    says(page, ".trouble .verb", re.compile(r"tidemark retire .* events w1"))
     pipeline.publish(shard.feed(position("w1", 7, 20, epoch=1)))
     says(page, "#headline", re.compile("The only stream is (moving|complete)"))
 

@@ -80,7 +80,7 @@ function silent(stream, motion, now) {
     more: `the linear position waits for it, gap or no gap; ${it.last_seen ? `last seen ${age(now - seconds(it.last_seen))} ago` : "no record of it was noted"}`,
     ...(named(known.get(it.writer)) ?? {
       how: `Is ${it.writer} running, or the relay of its database? If it is gone for good:`,
-      verb: `tidemark force retire --by "$USER" --why "gone for good" ${words(stream.stream, it.writer)}`,
+      verb: `tidemark retire --by "$USER" --why "gone for good" ${words(stream.stream, it.writer)}`,
     }),
   })).filter((it) => now - it.since >= HELD_AFTER);
 }

@@ -1,0 +1,87 @@
+"""An operator's act carried out: noted in Postgres, sent to the control topic, and watched until a batch read it."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import msgspec
+
+from tidemark.app.acts import Trial, standing
+from tidemark.app.produce import produce
+from tidemark.sinks.postgres.acts import Acts, NotedAct
+from tidemark.sinks.postgres.store import Postgres
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.streaming import records
+from tidemark.streaming.records import Topic
+
+Outcome = Literal["applied", "refused", "not seen"]
+LOOK_EVERY: Final = 0.2  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class SentAct:
+    """Where the record of an act stands in Kafka, and under which number it is noted."""
+
+    noted: NotedAct
+    topic: str
+    partition: int
+    offset: int
+
+    def told(self) -> str:
+        at = f"partition {self.partition} of {self.topic} at offset {self.offset}"
+        return f"sent to {at}; noted as act {self.noted.number} of {self.noted.seen_as}"
+
+
+def send(acts: Acts, connection: KafkaConnection, topic: str, trial: Trial) -> SentAct:
+    """Note the act that was tried, and send it for the epoch that was shown."""
+    noted = acts.note(trial.act.stream, trial.forced)
+    refused: list[str] = []
+    produced = produce(connection, topic, Topic.CONTROL, [records.encode(trial.act)], refused.append)
+    assert produced.last is not None, refused
+    acts.sent(noted, topic, *produced.last)
+    return SentAct(noted, topic, *produced.last)
+
+
+def outcome(acts: Acts, sent: SentAct, seconds: float, pause: Callable[[float], None] = time.sleep) -> Outcome:
+    """What the pipeline made of it, once it has read it; `not seen` where that takes longer than `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not acts.is_read(sent.topic, sent.partition, sent.offset):
+        if time.monotonic() >= deadline:
+            return "not seen"
+        pause(LOOK_EVERY)
+    found: Outcome = "applied" if acts.is_audited(sent.noted) else "refused"
+    acts.close(sent.noted, found)
+    return found
+
+
+def result(found: Outcome, postgres: Postgres, trial: Trial, seconds: float) -> str:
+    """For people."""
+    if found == "not seen":
+        return (
+            f"no batch has read it within {seconds:g} s: `tidemark status` shows how the pipeline is; it will be"
+            " applied when the pipeline reads it, so do not send it again"
+        )
+    now = standing(postgres.states([trial.act.stream])[trial.act.stream], trial.act.writer)
+    if found == "refused":
+        return f"the pipeline refused it, since its state had moved on; {now}"
+    return f"applied: {now}"
+
+
+def as_json(trial: Trial, sent: SentAct | None, found: Outcome | None, now: str | None) -> str:
+    """All that the text says, in one object; `sent` and what follows are null where nothing was sent."""
+    done = trial.done
+    told: dict[str, Any] = {
+        "act": msgspec.to_builtins(trial.act),
+        "would": [*trial.moves()],
+        "advances": [dict(zip(it.__struct_fields__, msgspec.to_builtins(it), strict=True)) for it in done.advances],
+        "linear": {"from": done.linear_prev, "to": done.linear},
+        "warnings": [*trial.warnings()],
+        "objections": [*trial.objections()],
+        "sent": None if sent is None else {"topic": sent.topic, "partition": sent.partition, "offset": sent.offset},
+        "number": None if sent is None else sent.noted.number,
+        "seen_as": None if sent is None else sent.noted.seen_as,
+        "outcome": found,
+        "result": now,
+    }
+    return msgspec.json.format(msgspec.json.encode(told), indent=2).decode()

@@ -1,0 +1,173 @@
+"""`tidemark skip`, `retire`, `join`: an operator's act, tried on the state that Postgres holds before it is sent.
+
+The trial is the state machine's own answer. The pipeline may know more by the time that it reads the record; so the act
+names the epoch that it was tried with, and one whose writer has started again since is refused there.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+import msgspec
+
+from tidemark.app import gaps
+from tidemark.app.behind import last_seen
+from tidemark.app.gaps import SHOWN, OpenRange, Verdict
+from tidemark.app.status import aged, ids_between
+from tidemark.streaming import records, runs, state
+from tidemark.streaming.batch import advance
+from tidemark.streaming.effects import Forced, StreamEffects
+from tidemark.streaming.errors import BadRecord
+from tidemark.streaming.model import Bounds, Reason
+from tidemark.streaming.records import EVERYBODY, Topic
+from tidemark.streaming.stream import StreamState
+
+KINDS: Final[dict[str, type[records.Marker]]] = {
+    "SKIP": records.Skip,
+    "RETIRE": records.Retire,
+    "JOIN": records.Join,
+}
+HINTS: Final = {
+    Reason.BEYOND_ALLOCATED: "no record of the stream has named an ID as high; --beyond forces it all the same, but a"
+    " position that has passed an ID never comes back",
+    Reason.UNKNOWN_WRITER: "the stream has no such writer in that epoch: `tidemark status` shows those that it has",
+    Reason.ZOMBIE: "that epoch is over; without --epoch it is the writer as it lives now",
+    Reason.CONFLICT: "the writer has retired, or has completed what lies beyond that ID: `tidemark status` shows where"
+    " it stands",
+    Reason.MIXED_SIGN: "the IDs of the stream lie on the other side of 0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What `act` would do at `now` (s since 1970) to its stream, as Postgres holds that."""
+
+    act: records.Marker
+    before: StreamState
+    after: StreamState
+    done: StreamEffects
+    waiting: list[OpenRange]
+    now: float
+
+    @property
+    def forced(self) -> Forced:
+        """The act as the audit will have it, with the epoch that it means."""
+        (forced,) = self.done.forced
+        return forced
+
+    def objections(self) -> Iterator[str]:
+        """Why it is not sent unless that is overruled: writers that may yet complete what it settles."""
+        for name, verdict, seen in self._lives():
+            if verdict != "silent":
+                how = "has a transaction open" if verdict == "open transaction" else "is alive"
+                yield (
+                    f"{name} {how}, {_heard(seen, self.now)}, and may yet complete its IDs: end its transaction or stop"
+                    " it first; --force overrules this"
+                )
+
+    def _lives(self) -> Iterator[tuple[str, Verdict, datetime | None]]:
+        """Writers that the act settles, each with what is known of its life; none of one that is waited for again."""
+        if self._takes_back():
+            return
+        for it in self._holders():
+            unknown = it.verdict == "unknown"
+            yield it.writer, gaps.verdict(it.last_seen, [], self.now) if unknown else it.verdict, it.last_seen
+        known = self.before.writers.get(self.act.writer)
+        if not self.waiting and known is not None and known.retired is None:
+            open_, seen = self.before.transactions.get(self.act.writer, []), last_seen(known.seen)
+            yield self.act.writer, gaps.verdict(seen, open_, self.now), seen
+
+    def _takes_back(self) -> bool:
+        known = self.before.writers.get(self.act.writer)
+        return isinstance(self.act, records.Join) and known is not None and known.epoch == self.forced.epoch
+
+    def _holders(self) -> list[OpenRange]:
+        """Of each incarnation the first: behind its lowest gap waits most."""
+        return [*{(it.writer, it.epoch): it for it in reversed(self.waiting)}.values()][::-1]
+
+    def settled(self) -> list[tuple[int, int]]:
+        """Ranges that the act settles on the writer's chain, `(low, high]`, signed."""
+        incarnation = self.act.writer, self.act.epoch
+        was = self.before.writers.get(self.act.writer) or self.before.held.get(incarnation)
+        now = self.after.writers.get(self.act.writer)
+        if was is None or now is None:
+            return []
+        signed = self.after.direction.signed
+        ranges = now.chain.settled().difference(was.chain.settled())
+        return [(signed(max(low, 0)), signed(high)) for low, high in ranges if high > 0]
+
+    def warnings(self) -> Iterator[str]:
+        """What waits for the act, and what is lost where it is wrong. For people, before they confirm it."""
+        for it in self._holders():
+            waits = (
+                f"; IDs of it that are complete and wait: {it.waiting}, with a fact: {it.facts}" if it.waiting else ""
+            )
+            yield f"{it.writer} is {it.verdict}, {_heard(it.last_seen, self.now)}{waits}"
+        if settled := self.settled():
+            ranges = ", ".join(ids_between(low, high) for low, high in settled[:SHOWN])
+            more = f" and {len(settled) - SHOWN} ranges more" if len(settled) > SHOWN else ""
+            yield f"nothing proves that {ranges}{more} of {self.act.writer} will hold no fact: that is your word alone."
+            yield "Whatever completes there after all is late: no position counts it, and readers must repair by hand."
+        if isinstance(self.act, records.Retire):
+            whom = "them" if self.act.writer == EVERYBODY else self.act.writer
+            yield f"The line waits for {whom} no more: an ID of theirs that is still open higher up may be passed, too."
+
+    def moves(self) -> Iterator[str]:
+        """What would happen, in lines for people."""
+        before, after, done = self.before, self.after, self.done
+        act, reopened = self.forced, False
+        yield f"{act.kind} of {act.writer} in epoch {act.epoch}, by {act.by}: {act.why}"
+        was, now = (it.writers.get(act.writer) for it in (before, after))
+        if was is not None and now is not None and now.chain.reach < was.chain.reach:
+            reopened = True
+            low, position = after.direction.signed(now.chain.position), after.direction.signed(now.position)
+            then = f"; what it completes up to {position} is late" if position != low else ""
+            yield f"{act.writer} is waited for again from {low} on{then}"
+        for move in done.advances:
+            counts = zip(("facts", "empty", "unseen", "skipped"), move.evidence.counts, strict=True)
+            evidence = ", ".join(f"{name} {count}" for name, count in counts if count) or "nothing told again"
+            yield f"{move.writer} moves from {move.prev} to {move.id}: {evidence}"
+        for late in done.late:
+            yield f"late: what {late.writer} completed after {late.prev} up to {late.id}, facts {late.facts}"
+        for begun in done.timelines:
+            yield f"a new timeline begins at {begun.id}, for all writers"
+        if done.linear != done.linear_prev:
+            yield f"the line of {done.stream} moves from {done.linear_prev} to {done.linear}"
+        if not (reopened or done.advances or done.late or done.timelines or done.linear != done.linear_prev):
+            yield f"nothing moves; the line of {done.stream} stays at {done.linear}"
+
+
+def attempt(stored: bytes, act: records.Marker, now: float) -> Trial:
+    """What `act` would do to a stream whose encoded state is `stored`; `now` in s. Raises `BadRecord`."""
+    records.read(records.encode(act), act.stream.encode(), Topic.CONTROL)
+    milliseconds = int(now * 1000)
+    packet = runs.Packet("control", 0, Topic.CONTROL, 1, [], [], [runs.Marker.of(act, 0, milliseconds)], [])
+    states = {act.stream: stored}
+    effects = advance(0, states, [packet], milliseconds, Bounds())
+    for bad in effects.rejected:
+        raise BadRecord(bad.reason, HINTS.get(Reason(bad.reason), "it does not fit what the stream holds"))
+    (done,) = effects.streams
+    (forced,) = done.forced
+    act = msgspec.structs.replace(act, epoch=forced.epoch)
+    waiting = [
+        it
+        for it in gaps.read({act.stream: stored}, now)
+        if (it.verdict == "unknown" if act.writer == EVERYBODY else (it.writer == act.writer and it.epoch <= act.epoch))
+    ]
+    trial = Trial(act, state.decode(stored), state.decode(states[act.stream]), done, waiting, now)
+    if isinstance(act, records.Skip) and not trial.settled():
+        raise BadRecord("not_a_gap", "nothing of the writer is open there: `tidemark gaps` shows what is")
+    return trial
+
+
+def standing(stored: bytes, writer: str) -> str:
+    """Where the line and the writer are, in a line for people."""
+    stream = state.decode(stored)
+    signed, known = stream.direction.signed, stream.writers.get(writer)
+    where = f"the line is at {signed(stream.line.position)}"
+    return where if known is None else f"{writer} is at {signed(known.position)}, {where}"
+
+
+def _heard(seen: datetime | None, now: float) -> str:
+    return "never seen" if seen is None else f"last seen {aged(now - seen.timestamp())} ago"

@@ -1,0 +1,70 @@
+"""The table of operators' acts: noted before they are sent, with the user that Postgres knows, and what came of them.
+
+A record on Kafka tells nobody who produced it, so this is where an act meets an identity that was proved.
+"""
+
+from dataclasses import dataclass
+
+from tidemark.streaming.effects import Forced
+from tidemark.streaming.postgres_session import PostgresSession
+
+
+@dataclass(frozen=True, slots=True)
+class NotedAct:
+    """`number` in `tidemark.acts`; `seen_as`: the user who logged in; `audited`: the newest row of `skips` before."""
+
+    number: int
+    seen_as: str
+    audited: int
+
+
+class Acts:
+    """Needs the roles tidemark_reader and tidemark_operator. Raises `Unavailable` and `Refused`."""
+
+    def __init__(self, database: PostgresSession) -> None:
+        self._database = database
+
+    def note(self, stream: str, act: Forced) -> NotedAct:
+        """Before it is sent: what is not noted is not done."""
+        with self._database.use() as connection:
+            row = connection.execute(
+                "insert into tidemark.acts (stream, kind, writer, epoch, prev, id, by, why)"
+                " values (%s, %s, %s, %s, %s, %s, %s, %s)"
+                " returning number, seen_as, coalesce((select max(number) from tidemark.skips), 0)",
+                (stream, act.kind, act.writer, act.epoch, act.prev, act.id, act.by, act.why),
+            ).fetchone()
+        assert row is not None
+        return NotedAct(*row)
+
+    def sent(self, noted: NotedAct, topic: str, partition: int, offset: int) -> None:
+        with self._database.use() as connection:
+            connection.execute(
+                'update tidemark.acts set (topic, partition, "offset") = (%s, %s, %s) where number = %s',
+                (topic, partition, offset, noted.number),
+            )
+
+    def is_read(self, topic: str, partition: int, offset: int) -> bool:
+        """Whether a batch with that record was applied."""
+        with self._database.use() as connection:
+            found = connection.execute(
+                "select 1 from tidemark.kafka_offsets where (topic, partition) = (%s, %s) and next > %s",
+                (topic, partition, offset),
+            )
+            return found.fetchone() is not None
+
+    def is_audited(self, noted: NotedAct) -> bool:
+        """Whether the pipeline took the act, once its record was read; False: it refused it."""
+        with self._database.use() as connection:
+            found = connection.execute(
+                "select 1 from tidemark.acts a join tidemark.skips s on"
+                " (s.stream, s.kind, s.writer, s.epoch, s.prev, s.id, s.by, s.why)"
+                " = (a.stream, a.kind, a.writer, a.epoch, a.prev, a.id, a.by, a.why)"
+                " where a.number = %s and s.number > %s limit 1",
+                (noted.number, noted.audited),
+            )
+            return found.fetchone() is not None
+
+    def close(self, noted: NotedAct, outcome: str) -> None:
+        """What was seen of it."""
+        with self._database.use() as connection:
+            connection.execute("update tidemark.acts set outcome = %s where number = %s", (outcome, noted.number))

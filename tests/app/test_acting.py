@@ -1,0 +1,174 @@
+"""An act on its way: noted in a real Postgres, sent to a real Kafka, and what a batch that reads it says of it."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from subprocess import PIPE, STDOUT
+
+import psycopg
+import pytest
+from click.testing import CliRunner, Result
+from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
+from psycopg.conninfo import make_conninfo
+
+from tests.sinks.given import NOW, batch, stream
+from tests.streaming.builders import STREAM, Shard, join, rdata
+from tidemark.app.cli import main
+from tidemark.app.settings import child_environment
+from tidemark.app.stack.servers import KafkaServer
+from tidemark.sinks.port import Batch
+from tidemark.sinks.postgres.lease import Lease
+from tidemark.sinks.postgres.store import Postgres
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.topics import Topics, plans
+from tidemark.streaming.effects import Progress, ShardEffects
+from tidemark.streaming.records import Record, Skip, Topic, read
+
+BY = ("--by", "ada", "--why", "host is gone")
+
+
+class Operator:
+    """Runs `tidemark` against one database and its own topics, at no terminal."""
+
+    def __init__(self, dsn: str, kafka: str, prefix: str) -> None:
+        self._kafka, self._prefix = kafka, prefix
+        self.control = f"{prefix}.control"
+        self._variables = {
+            "TIDEMARK_POSTGRES_DSN": dsn,
+            "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": kafka,
+            "TIDEMARK_KAFKA_FACTS_TOPIC": f"{prefix}.facts",
+            "TIDEMARK_KAFKA_CONTROL_TOPIC": self.control,
+            "TIDEMARK_KAFKA_DEAD_LETTERS_TOPIC": f"{prefix}.dead",
+        }
+
+    def run(self, *words: str) -> Result:
+        return CliRunner(env=self._variables).invoke(main, [*words, *BY])
+
+    def as_user(self, dsn: str) -> "Operator":
+        return Operator(dsn, self._kafka, self._prefix)
+
+    def typed(self, answer: str, *words: str) -> tuple[int, str]:
+        """At a terminal: the exit code, and what stands on the screen."""
+        ours, theirs = pty.openpty()
+        command = [sys.executable, "-m", "tidemark.app.cli", *words, *BY]
+        environment = child_environment(self._variables)
+        with subprocess.Popen(command, env=environment, stdin=theirs, stdout=PIPE, stderr=STDOUT) as process:
+            os.write(ours, f"{answer}\n".encode())
+            said, _ = process.communicate(timeout=60)
+        os.close(ours)
+        os.close(theirs)
+        return process.returncode, said.decode()
+
+    def sent(self) -> list[Record]:
+        """All records on the control topic."""
+        settings = KafkaConnection(self._kafka).client() | {"group.id": "looks", "enable.partition.eof": "true"}
+        with closing(Consumer(settings)) as consumer:
+            consumer.assign([TopicPartition(self.control, 0, OFFSET_BEGINNING)])
+            found = []
+            while (message := consumer.poll(30)) is not None and message.error() is None:
+                found.append(read(message.value(), message.key(), Topic.CONTROL))
+        return found
+
+
+@pytest.fixture
+def operator(store: Postgres, lease: Lease, dsn: str, kafka: KafkaServer, prefix: str) -> Operator:
+    """Of a stream in which a stands at 2 and owes 3 and 4, and b at 6. No pipeline runs."""
+    shard = Shard()
+    shard.feed(join("a", 2, epoch=7), join("b", 2), rdata("a", 5, 4, epoch=7), rdata("b", 6, 2, epoch=1))
+    store.apply(batch(1, stream(STREAM, state=shard.states[STREAM]), token=lease.token))
+    Topics(KafkaConnection(kafka.bootstrap_servers)).create_missing(
+        plans(f"{prefix}.facts", f"{prefix}.control", f"{prefix}.dead", 4)
+    )
+    return Operator(dsn, kafka.bootstrap_servers, prefix)
+
+
+@pytest.fixture
+def refusing(operator: Operator, store: Postgres, lease: Lease, dsn: str) -> Iterator[None]:
+    """A pipeline that reads what is sent to the control topic, and refuses all of it."""
+    ended = threading.Event()
+
+    def read() -> None:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            while not ended.wait(0.05):
+                sent = connection.execute('select topic, partition, "offset" + 1 from tidemark.acts').fetchone()
+                if sent is not None and sent[0] is not None:
+                    store.apply(Batch("query", 2, lease.token, [ShardEffects(0, NOW, [], [], [Progress(*sent)])]))
+                    return
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        yield
+        ended.set()
+        reading.result()
+
+
+def test_what_is_not_confirmed_is_neither_noted_nor_sent(operator: Operator, sql: psycopg.Connection) -> None:
+    """At no terminal `--yes` is asked for, and exit code 2 says so; what it would do was shown."""
+    done = operator.run("skip", STREAM, "a", "3..4")
+    assert (done.exit_code, "say --yes" in done.output) == (2, True)
+    assert "a moves from 2 to 5: facts 1, skipped 2" in done.output
+    assert operator.run("skip", STREAM, "a", "3..4", "--dry-run", "--yes").exit_code == 0
+    assert sql.execute("select 1 from tidemark.acts").fetchall() == []
+    assert operator.sent() == []
+
+
+def test_an_act_that_no_batch_reads_is_sent_and_ends_with_exit_code_3(
+    operator: Operator, sql: psycopg.Connection
+) -> None:
+    """It is noted as the user that Postgres let in, whatever `--by` says, and will be applied when it is read."""
+    done = operator.run("skip", STREAM, "a", "3..4", "--yes", "--json", "--wait", "0")
+    told = json.loads(done.stdout)
+    assert (done.exit_code, told["outcome"], told["sent"]["offset"]) == (3, "not seen", 0)
+    assert "do not send it again" in told["result"]
+    (noted,) = sql.execute("select epoch, prev, id, by, seen_as = session_user, outcome from tidemark.acts").fetchall()
+    assert noted == (7, 2, 4, "ada", True, None)
+    assert operator.sent() == [Skip(stream=STREAM, writer="a", epoch=7, prev=2, id=4, by="ada", why="host is gone")]
+
+
+@pytest.mark.usefixtures("refusing")
+def test_an_act_that_the_pipeline_refuses_ends_with_exit_code_1(operator: Operator, sql: psycopg.Connection) -> None:
+    """Its state had moved on since the trial; that is noted too."""
+    done = operator.run("retire", STREAM, "b", "--yes")
+    assert (done.exit_code, "the pipeline refused it" in done.stdout) == (1, True)
+    assert sql.execute("select kind, outcome from tidemark.acts").fetchall() == [("RETIRE", "refused")]
+
+
+def test_who_may_not_note_an_act_does_not_send_one(operator: Operator, dsn: str, sql: psycopg.Connection) -> None:
+    """A reader is told which role is missing; with it nobody can say that somebody else acted."""
+    sql.execute("create role carl login password 'carl' in role tidemark_reader")
+    try:
+        as_carl = make_conninfo(dsn, user="carl", password="carl")
+        done = operator.as_user(as_carl).run("retire", STREAM, "b", "--yes")
+        assert (done.exit_code, "tidemark_operator" in done.output) == (2, True)
+        assert operator.sent() == []
+        sql.execute("grant tidemark_operator to carl")
+        assert operator.as_user(as_carl).run("retire", STREAM, "b", "--yes", "--wait", "0").exit_code == 3
+        assert sql.execute("select by, seen_as from tidemark.acts").fetchall() == [("ada", "carl")]
+        with psycopg.connect(as_carl, autocommit=True) as connection:
+            for forged in (
+                "insert into tidemark.acts (kind, stream, writer, epoch, prev, id, by, why, seen_as)"
+                " values ('SKIP', 's', 'w', 0, 0, 1, 'x', 'y', 'zoe')",
+                "update tidemark.acts set seen_as = 'zoe'",
+                "update tidemark.acts set by = 'zoe'",
+                "delete from tidemark.acts",
+            ):
+                with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                    connection.execute(forged)
+    finally:
+        sql.execute("drop owned by carl")
+        sql.execute("drop role carl")
+
+
+def test_a_terminal_is_asked_for_the_writers_name(operator: Operator, sql: psycopg.Connection) -> None:
+    """Anything else sends nothing."""
+    code, said = operator.typed("zoe", "retire", STREAM, "b")
+    assert (code, "Type the writer's name to do it (b)" in said, "nothing was sent" in said) == (1, True, True)
+    assert sql.execute("select 1 from tidemark.acts").fetchall() == []
+    code, said = operator.typed("b", "retire", STREAM, "b", "--wait", "0")
+    assert (code, "noted as act 1 of postgres" in said) == (3, True)

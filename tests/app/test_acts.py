@@ -1,0 +1,162 @@
+"""`tidemark skip`, `retire`, `join`: what an operator is shown and refused before anything is sent."""
+
+from collections.abc import Sequence
+
+import pytest
+from click.testing import CliRunner
+
+from tests.streaming import builders
+from tests.streaming.builders import STREAM, Shard, rdata
+from tidemark.app import acts
+from tidemark.app.act_commands import IdRange
+from tidemark.app.cli import main
+from tidemark.streaming.errors import BadRecord
+from tidemark.streaming.records import LIVING, Join, Marker, Retire, Skip
+
+
+@pytest.fixture
+def stored() -> bytes:
+    """Writer a of epoch 7 stands at 2 and owes 3 and 4; b stands at 6."""
+    shard = Shard()
+    shard.feed(
+        builders.join("a", 2, epoch=7), builders.join("b", 2), rdata("a", 5, 4, epoch=7), rdata("b", 6, 2, epoch=1)
+    )
+    return shard.states[STREAM]
+
+
+def skip(prev: int, id: int, writer: str = "a", epoch: int = LIVING, *, beyond: bool = False) -> Skip:
+    return Skip(
+        stream=STREAM, writer=writer, epoch=epoch, prev=prev, id=id, beyond=beyond, by="ada", why="host is gone"
+    )
+
+
+def retire(writer: str) -> Retire:
+    return Retire(stream=STREAM, writer=writer, id=0, by="ada", why="host is gone")
+
+
+def shown(stored: bytes, act: Marker) -> list[str]:
+    return [*acts.attempt(stored, act, 1000.0).moves()]
+
+
+def refusal(stored: bytes, act: Marker) -> str:
+    with pytest.raises(BadRecord) as caught:
+        acts.attempt(stored, act, 1000.0)
+    return str(caught.value)
+
+
+def test_what_an_act_would_do_is_shown_with_the_epoch_that_it_means(stored: bytes) -> None:
+    """The state machine's own answer: who moves over what, and the line."""
+    assert shown(stored, skip(2, 4)) == [
+        "SKIP of a in epoch 7, by ada: host is gone",
+        "a moves from 2 to 5: facts 1, skipped 2",
+        "the line of events moves from 2 to 6",
+    ]
+    join = Join(stream=STREAM, writer="b", epoch=2, id=6, by="ada", why="host is gone")
+    assert shown(stored, join)[1:] == ["nothing moves; the line of events stays at 2"]
+
+
+def test_what_is_taken_back_is_shown() -> None:
+    """From where the line waits for the writer again, and up to where it completes too late for its position."""
+    shard = Shard()
+    shard.feed(builders.join("a", -2), builders.skip("a", -2, -2_000_000_000, beyond=True))
+    act = Join(stream=STREAM, writer="a", epoch=LIVING, id=-2, by="ada", why="a zero too many")
+    assert shown(shard.states[STREAM], act) == [
+        "JOIN of a in epoch 1, by ada: a zero too many",
+        "a is waited for again from -2 on; what it completes up to -2000000000 is late",
+    ]
+
+
+def test_a_writer_retires_where_it_stands(stored: bytes) -> None:
+    """Without an ID nothing is settled; where something is open, that must be said."""
+    assert shown(stored, retire("b"))[0] == "RETIRE of b in epoch 1, by ada: host is gone"
+    assert "completed what lies beyond" in refusal(stored, retire("a"))
+
+
+def test_an_id_beyond_what_is_allocated_is_refused_unless_that_is_said(stored: bytes) -> None:
+    """A mistyped ID is told here and not among the dead letters."""
+    assert "--beyond" in refusal(stored, skip(2, 2_000_000_000))
+    assert "a moves from 2 to 9: facts 1, skipped 6" in shown(stored, skip(2, 9, beyond=True))
+
+
+def test_what_is_asked_wrongly_is_refused_with_what_to_do(stored: bytes) -> None:
+    """One line for each mistake."""
+    assert "no such writer" in refusal(stored, skip(2, 4, writer="zoe"))
+    assert "that epoch is over" in refusal(stored, skip(2, 4, epoch=6))
+    assert "on the other side of 0" in refusal(stored, skip(-2, -4))
+    assert "not beyond prev" in refusal(stored, skip(4, 4))
+
+
+def test_only_what_is_open_can_be_skipped(stored: bytes) -> None:
+    """An ID that is complete is no gap; of a range that goes beyond one, what is open is named."""
+    assert "nothing of the writer is open there" in refusal(stored, skip(4, 5))
+    assert acts.attempt(stored, skip(0, 5), 1000.0).settled() == [(2, 4)]
+
+
+def test_what_waits_and_what_would_be_lost_is_said_before(stored: bytes) -> None:
+    """The IDs whose facts rest on the operator's word alone, who owes them, and when it was last heard of."""
+    assert [*acts.attempt(stored, skip(2, 4), 1000.0).warnings()] == [
+        "a is silent, last seen 16 min ago; IDs of it that are complete and wait: 1, with a fact: 1",
+        "nothing proves that 3..4 of a will hold no fact: that is your word alone.",
+        "Whatever completes there after all is late: no position counts it, and readers must repair by hand.",
+    ]
+    (warning,) = acts.attempt(stored, retire("b"), 1000.0).warnings()
+    assert warning.startswith("The line waits for b no more: an ID")
+
+
+def test_what_is_settled_of_a_stranger_is_said() -> None:
+    """All that it did not complete itself, up to the ID that is given."""
+    shard = Shard()
+    shard.feed(builders.join("a", 0), rdata("b", -7, -6, epoch=4), rdata("b", -4, -2, epoch=4))
+    act = Retire(stream=STREAM, writer="b", id=-7, by="ada", why="garbage")
+    assert acts.attempt(shard.states[STREAM], act, 300.0).settled() == [(0, -2), (-4, -6)]
+
+
+@pytest.mark.parametrize("act", [skip(2, 4), retire("b")])
+def test_a_writer_that_lives_is_left_alone_unless_that_is_overruled(stored: bytes, act: Marker) -> None:
+    """Whether it owes anything or not: heard of within a minute, or with a transaction that it says to be open."""
+    assert [*acts.attempt(stored, act, 61.0).objections()] == []
+    (objection,) = acts.attempt(stored, act, 59.0).objections()
+    assert f"{act.writer} is alive, last seen 58 s ago, and may yet complete its IDs" in objection
+
+
+def test_an_open_transaction_is_ended_and_not_skipped() -> None:
+    """However long ago its writer spoke last."""
+    shard = Shard()
+    shard.feed(builders.join("a", 2), rdata("a", 5, 4, epoch=1), builders.opened("a", "pid 7: insert"))
+    (objection,) = acts.attempt(shard.states[STREAM], skip(2, 4), 9000.0).objections()
+    assert "a has a transaction open" in objection
+
+
+def test_a_stranger_that_lives_is_not_thrown_out_unless_that_is_overruled() -> None:
+    """By its name, or with all that never joined."""
+    shard = Shard()
+    shard.feed(builders.join("a", 0), rdata("b", 7, 6, epoch=4))
+    for writer in ("b", "*"):
+        act = Retire(stream=STREAM, writer=writer, id=7, by="ada", why="garbage")
+        assert ["b is alive" in it for it in acts.attempt(shard.states[STREAM], act, 30.0).objections()] == [True]
+        assert [*acts.attempt(shard.states[STREAM], act, 300.0).objections()] == []
+
+
+def run(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(main, words)
+    return done.exit_code, done.output
+
+
+@pytest.mark.parametrize("words", [("skip", STREAM, "a", "3..4"), ("retire", STREAM, "a"), ("join", STREAM, "a")])
+def test_who_and_why_are_asked_for(words: Sequence[str]) -> None:
+    """Wrong usage is exit code 2, before any server is asked."""
+    code, output = run(*words, "--id", "4") if words[0] != "skip" else run(*words)
+    assert (code, "Missing option '--by'" in output) == (2, True)
+
+
+@pytest.mark.parametrize("ids", ["4..3", "0..3", "0", "-3..4", "3...4", "3-4", "x", "3..", "99999999999999999999"])
+def test_what_is_no_range_of_ids_is_wrong_usage(ids: str) -> None:
+    """Both ends on one side of 0, the nearer one first."""
+    code, output = run("skip", "--by", "ada", "--why", "gone", "--", STREAM, "a", ids)
+    assert (code, "is no range of IDs such as 8..11" in output) == (2, True)
+
+
+def test_a_range_says_its_first_and_its_last_id() -> None:
+    """As status and gaps show it; one ID is a range too, and backward streams count down."""
+    read = [IdRange().convert(it, None, None) for it in ("8..11", "8", "-8..-11", "1")]
+    assert read == [(7, 11), (7, 8), (-7, -11), (0, 1)]
