@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 the command failed, 2 a person must decide (wrong usage, w
 asked for with `--check` does not hold, or an act's effect was not seen in time, 130 Ctrl-C.
 """
 
+import json
 import math
 import secrets
 import threading
@@ -179,6 +180,21 @@ def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bo
         click.echo(gaps.as_text(found, time.time()) if found else "nothing is held back")
     if check and found:
         context.exit(UNHEALTHY)
+
+
+@main.command(extra="pipeline")
+@click.option("--why", required=True, help="Why it must be; it is logged.")
+@click.option("--dry-run", is_flag=True, help="Show what would happen and change nothing.")
+@click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
+def reseed(why: str, *, dry_run: bool, as_json: bool) -> None:
+    """Have the pipeline, which is stopped, begin a new checkpoint with what Postgres holds, with as many shards as
+    TIDEMARK_SHARDS says, and with states in today's format."""
+    from dataclasses import asdict
+
+    from tidemark.app import reseed
+
+    done = reseed.run(loaded(), why, dry_run=dry_run)
+    click.echo(json.dumps({**asdict(done), "dry_run": dry_run}) if as_json else done.as_text())
 
 
 @main.command(extra="sidecar")

@@ -168,10 +168,15 @@ def _table(stored: _Table | None) -> PackedTable:
 
 
 def _decode(data: bytes) -> _StoredStream | _Older:
-    found = _leader.decode(data).format  # first: a later format may well look like this one with more behind
+    # The format first: a later one may well look like this one with more behind.
+    return _decoder.decode(data) if _format(data) == FORMAT else _older.decode(data)
+
+
+def _format(data: bytes) -> int:
+    found = _leader.decode(data).format
     if found > FORMAT:
         raise StateTooNew(found, FORMAT)
-    return _decoder.decode(data) if found == FORMAT else _older.decode(data)
+    return found
 
 
 def homeless(data: bytes) -> Encoded:
@@ -198,6 +203,16 @@ def put_off(data: bytes) -> Iterator[Recall]:
     for name, epoch, chain in chains + [(name, epoch, it.chain) for (name, epoch), it in stream.held.items()]:
         for it in chain.put_off:
             yield Recall(name, epoch, stream.home or 0, it.first, it.last)
+
+
+def is_older(data: bytes) -> bool:
+    """Whether an earlier Tidemark wrote it. Raises StateTooNew where it was a later one."""
+    return _format(data) < FORMAT
+
+
+def rewritten(data: bytes) -> Encoded:
+    """The same state in today's format, with all its parts."""
+    return _anew(decode(data))
 
 
 def _anew(stream: StreamState) -> Encoded:

@@ -4,7 +4,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.streaming.builders import FACTS, STREAM, Shard, forced, join, packing, position, rdata, retire, skip
+from tests.streaming.builders import (
+    FACTS,
+    STATE_OF_FORMAT_5,
+    STREAM,
+    Shard,
+    forced,
+    join,
+    packing,
+    position,
+    rdata,
+    retire,
+    skip,
+)
 from tidemark.streaming import state
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import Recall, summarize
@@ -154,14 +166,7 @@ def test_a_state_of_format_5_is_read() -> None:
     """Written by the version before: w1 is silent at 7, w3 waits above a gap. Nobody noted since when the line waits,
     nor when anybody was last seen; the next batch does.
     """
-    old = bytes.fromhex(
-        "dc001205010007c40c010900000000000000010101909001c00792c43a12000000000700000000000000070000000000000000000000"
-        "0000000015000000000c000000000000000c000000000000000000000000000000c4279aa2773101950700909090c09000c0c201c09a"
-        "a2773201950c00909192000790c09000c0c201c0c000000380919ba2773301070a01010709cd07d0c4209aa27733019507009198090a"
-        "0100000001cd07d09192000790c09000c0c201c0c292c41d160000000007000000000000000700000000000000e803000000000000c4"
-        "169aa17201950700909192000790cd03e89000c0c201c0"
-    )
-    shard = Shard({STREAM: old}, next_offset=20, now=2000)
+    shard = Shard({STREAM: STATE_OF_FORMAT_5}, next_offset=20, now=2000)
     before = summarize(shard.stream()).behind
     assert before is not None
     assert [(it.writer, it.reason, it.since, it.seen) for it in before.holders] == [

@@ -1,0 +1,83 @@
+"""`tidemark reseed`: the pipeline's next start makes a new checkpoint of what Postgres holds."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tidemark.app.settings import Settings
+from tidemark.app.versions import OURS, require_successor
+from tidemark.sinks.postgres.lease import Lease, LeaseConfig
+from tidemark.sinks.postgres.store import Postgres, PostgresConfig, RememberedSetup
+from tidemark.streaming import state
+from tidemark.streaming.checkpoint import Checkpoint, locked
+from tidemark.streaming.errors import OthersFirst, Stopping
+
+PATIENCE = 5.0  # seconds: what a pipeline that was killed holds is given up sooner
+
+
+@dataclass(frozen=True, slots=True)
+class Reseed:
+    """`older` counts states of an earlier format; `before` is None where no pipeline has run yet, `checkpoint` where
+    there is none."""
+
+    streams: int
+    older: int
+    before: int | None
+    shards: int
+    checkpoint: str | None
+
+    def as_text(self) -> str:
+        """What it does, or did."""
+        lines = [f"streams that are seeded from Postgres: {self.streams}, of them {self.older} in an older format"]
+        if self.before not in {None, self.shards}:
+            lines.append(f"shards: {self.shards} in place of {self.before}")
+        lines.append(f"set aside: {self.checkpoint or 'nothing, there is no checkpoint here'}")
+        return "\n".join(lines)
+
+
+def run(settings: Settings, why: str, *, dry_run: bool) -> Reseed:
+    """Under the lease, and with the checkpoint's lock. Raises `OthersFirst` where a pipeline runs, `StateTooNew` where
+    a later Tidemark wrote a state, `VersionSkew`, `Unavailable` and `Refused`; then nothing is changed."""
+    with Postgres(PostgresConfig(settings.postgres)) as postgres:
+        postgres.check()
+        require_successor(postgres.pipeline_version())
+        checkpoint = Checkpoint(Path(settings.checkpoint))
+        if dry_run:
+            return _found(settings, postgres, checkpoint)
+        with _alone(settings, postgres, checkpoint, why):
+            found = _found(settings, postgres, checkpoint)
+            postgres.replace_states({name: state.rewritten(old) for name, old in _older(postgres.states()).items()})
+            if found.before is not None:
+                postgres.remember(RememberedSetup(settings.shards, {}))
+            checkpoint.discard(f"an operator asked for it: {why}")
+            return found
+
+
+@contextmanager
+def _alone(settings: Settings, postgres: Postgres, checkpoint: Checkpoint, why: str) -> Iterator[None]:
+    given_up = threading.Event()
+    timer = threading.Timer(PATIENCE, given_up.set)
+    timer.start()
+    config = LeaseConfig(f"reseed: {why}", version=OURS)
+    with ExitStack() as stack:
+        stack.callback(timer.cancel)
+        try:
+            stack.enter_context(locked(checkpoint.path, given_up))
+            stack.enter_context(Lease.acquire(settings.postgres, config, given_up))
+        except Stopping:
+            who = postgres.conditions.now().owner or "another process"
+            problem = f"{who} holds the lease or the checkpoint: stop the pipeline"
+            raise OthersFirst("a reseed", postgres.where, problem) from None
+        yield
+
+
+def _found(settings: Settings, postgres: Postgres, checkpoint: Checkpoint) -> Reseed:
+    states = postgres.states()
+    aside = str(checkpoint.path) if checkpoint.path.exists() else None
+    return Reseed(len(states), len(_older(states)), postgres.remembered().shards, settings.shards, aside)
+
+
+def _older(states: Mapping[str, bytes]) -> dict[str, bytes]:
+    return {stream: stored for stream, stored in states.items() if state.is_older(stored)}
