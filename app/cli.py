@@ -183,7 +183,7 @@ def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bo
 
 
 @main.command(extra="pipeline")
-@click.option("--why", required=True, help="Why it must be; it is logged.")
+@click.option("--why", default="by hand", show_default=True, help="Why it must be; it is logged.")
 @click.option("--dry-run", is_flag=True, help="Show what would happen and change nothing.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 def reseed(why: str, *, dry_run: bool, as_json: bool) -> None:
