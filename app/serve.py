@@ -4,6 +4,7 @@ The only module that knows both `app.sidecar` and `app.lines`; they share one re
 """
 
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -36,6 +37,9 @@ log = structlog.get_logger(__name__)
 
 LAST_SECONDS = 3  # that open requests have at SIGTERM
 TURN_SECONDS = 0.0005  # that a thread which decodes the history keeps the event loop waiting; 0.005 by default
+# New objects until Python looks for cycles; 700 by default. What the read side keeps has none, and to look at all of it
+# stops the event loop.
+CYCLES = 20_000, 20, 50
 HANGS_SECONDS = 6.0  # after SIGTERM: then a server that does not answer is not waited for
 
 
@@ -127,6 +131,7 @@ def _acceptor(settings: Settings) -> Acceptor:
 def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises Stop where a person must decide."""
     sys.setswitchinterval(TURN_SECONDS)
+    gc.set_threshold(*CYCLES)
     servers = ReadSideConfig(settings.redis, settings.postgres)
     limits = Limits(settings.sidecar_held, settings.sidecar_wait_seconds)
     hosts = settings.sidecar_names or (THIS_MACHINE if is_loopback(settings.sidecar_host) else ())
@@ -159,6 +164,7 @@ def run(settings: Settings) -> None:
         log.info("The sidecar listens", host=host, port=port, tls=acceptor.certificate is not None)
         server = StoppedServer(uvicorn_config, stopping, acceptor)
         told_to_end(server.end)
+        gc.freeze()  # modules: there for good
         server.run(sockets=[listening])
     log.info("Ended")
 

@@ -22,6 +22,7 @@ from tidemark.app.sidecar.problems import Busy, phrase, response
 
 PROBES = (b"/livez", b"/readyz", b"/metrics")
 _A_TURN = 4  # requests that begin at one turn of the event loop
+_UNSENT = 16 << 10  # bytes that may wait for a client, besides what it is sent at once: there are thousands
 _PIPELINED = 16  # requests that a client may send before the first of them is answered
 
 
@@ -84,6 +85,7 @@ class AdmittedConnection(HttpToolsProtocol):
         if len(self.connections) >= self._bounds.places:
             _make_room(cast(Iterable[AdmittedConnection], self.connections))
         super().connection_made(transport)
+        transport.set_write_buffer_limits(_UNSENT)
         self._wait()
         self._deadline = self.loop.call_later(self._bounds.seconds, self.abort)
 

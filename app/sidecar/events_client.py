@@ -30,7 +30,7 @@ KEEP_ALIVE = 15.0  # seconds without an event, after which a comment shows that 
 RETRY = 1000, 3000  # ms after which a client comes back: not all of them at once
 FEW = 8  # streams, up to which an ID holds a place in each
 LONGEST_ID = 16_000  # characters, which servers take in a header
-PIECE = 64 << 10  # bytes that are sent in one piece, and some more: they are kept for a client until it has read them
+PIECE = 16 << 10  # bytes that are sent in one piece, and some more: they are kept for a client until it has read them
 AT_ONCE = 100  # streams whose snapshots are: others have their turn in between
 SHARED_FOR = 5.0  # seconds
 

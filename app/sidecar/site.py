@@ -98,6 +98,8 @@ class Tokens:
         return [line.encode() for line in lines if line and not line.startswith("#")]
 
 
+# Not for streams of events, which it lets through, but for which it holds 256 KB each as long as they last.
+COMPRESSED = Middleware(GZipMiddleware, minimum_size=1024, compresslevel=4)
 OPERATIONS: Sequence[Operation] = [*operations.OPERATIONS, *events.OPERATIONS]
 
 
@@ -136,11 +138,7 @@ def site(
             app.state.service = service
             yield
 
-    middleware = [
-        Middleware(NeverKept),
-        Middleware(RawPath),
-        Middleware(GZipMiddleware, minimum_size=1024, compresslevel=4),
-    ]
+    middleware = [Middleware(NeverKept), Middleware(RawPath)]
     if config.hosts:
         middleware.append(Middleware(Hosts, config.hosts))
     if config.origins:
@@ -158,8 +156,17 @@ def site(
     offered = [*OPERATIONS, described]
     web = Starlette(
         routes=[
-            *(Route(it.path, _endpoint(it, tokens), methods=["GET"], name=it.name) for it in offered),
-            *page.ROUTES,
+            *(
+                Route(
+                    it.path,
+                    _endpoint(it, tokens),
+                    methods=["GET"],
+                    name=it.name,
+                    middleware=[] if it.media == sse.MEDIA_TYPE else [COMPRESSED],
+                )
+                for it in offered
+            ),
+            *page.routes([COMPRESSED]),
         ],
         middleware=middleware,
         exception_handlers={Problem: answered, HTTPException: framework, Exception: unexpected},

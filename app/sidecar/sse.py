@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack
 
 import msgspec
-from starlette.responses import StreamingResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tidemark.app.sidecar.problems import Stops
@@ -18,14 +18,17 @@ def block(body: msgspec.Struct, name: str | None = None) -> bytes:
     return b"event: %s\ndata: %s\n\n" % ((name or str(body.__struct_config__.tag)).encode(), msgspec.json.encode(body))
 
 
-class EventStream(StreamingResponse):
+class EventStream(Response):
     """Closes `resources` when the client is gone, and leaves a client for which `cut_off` is set: sending to one that
     does not read waits for ever. Where the process stops, it ends as a whole answer does, so that nothing on the way
     takes it for a failure."""
 
-    def __init__(self, texts: AsyncIterator[str | bytes], cut_off: asyncio.Event, resources: ExitStack) -> None:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(texts, media_type=MEDIA_TYPE, headers=headers)
+    media_type = MEDIA_TYPE
+
+    def __init__(self, texts: AsyncIterator[bytes], cut_off: asyncio.Event, resources: ExitStack) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["Content-Length"]
+        self._texts = texts
         self._cut_off = cut_off
         self._resources = resources
         self._begun = False
@@ -33,23 +36,33 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         stopping: asyncio.Event = scope["app"].state.service.stopping
         with self._resources:
-            serving = asyncio.create_task(super().__call__(scope, receive, send))
-            ends = [asyncio.create_task(event.wait()) for event in (self._cut_off, stopping)]
+            serving = asyncio.create_task(self._serve(send))
+            ends = [asyncio.create_task(it) for it in (_gone(receive), self._cut_off.wait(), stopping.wait())]
             try:
-                await asyncio.wait({serving, *ends}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((serving, *ends), return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for task in (serving, *ends):
                     task.cancel()
                 await asyncio.gather(serving, *ends, return_exceptions=True)
-            if serving.cancelled() and stopping.is_set() and not self._cut_off.is_set():
+            if not serving.cancelled():
+                serving.result()
+            elif stopping.is_set() and not self._cut_off.is_set():
                 await self._end(scope, receive, send)
 
-    async def stream_response(self, send: Send) -> None:
+    async def _serve(self, send: Send) -> None:
         self._begun = True
-        await super().stream_response(send)
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for text in self._texts:
+            await send({"type": "http.response.body", "body": text, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _end(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._begun:
             await send({"type": "http.response.body", "body": b": this sidecar stops\n\n", "more_body": False})
         else:
             await Stops().response()(scope, receive, send)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -12,7 +12,7 @@ from typing import Literal
 
 import structlog
 
-from tidemark.sinks.reader.events import Advance, Event, Place, Reread
+from tidemark.sinks.reader.events import Advance, Event, Late, Place, Reread
 from tidemark.sinks.reader.io import (
     LONGEST_WAIT,
     Answer,
@@ -47,15 +47,16 @@ class Listing:
         self._completed = completed
         self._seam = False  # the list has shown an entry that was handed over before: nothing was cut off behind it
 
-    def misses(self, seen: KeysFound) -> bool:
+    def misses(self, seen: KeysFound, items: Sequence[Advance | Late | None]) -> bool:
         """Whether the list may lack evidence of what `seen` shows, so that Postgres should be asked before it is taken.
+        `items` are its entries.
 
         True of every list at first: it holds neither what was cut off nor writers that came and went.
         """
         if not self._completed:
             return not self.recalled
         trial = Joining(self._joining.place)
-        for item in map(parse, seen.entries):
+        for item in items:
             if isinstance(item, Advance):
                 if trial.leaves_hole(item):
                     return True
@@ -74,8 +75,8 @@ class Listing:
         for late in past.late:
             yield from self._joining.complete(late)
 
-    def take(self, entries: Sequence[ListEntry]) -> Iterator[Event]:
-        for item in map(parse, entries):
+    def take(self, items: Iterable[Advance | Late | None]) -> Iterator[Event]:
+        for item in items:
             if isinstance(item, Advance):
                 new = [*self._joining.advance(item)]
                 self._seam = self._seam or not new
@@ -169,9 +170,10 @@ class Following:
         if seen.linear is None:
             return
         while True:
-            if listing.misses(seen):
+            items = [*map(parse, seen.entries)]
+            if listing.misses(seen, items):
                 yield from self._recall(listing, self._joining)
-            yield from self._handed(listing.take(seen.entries))
+            yield from self._handed(listing.take(items))
             if seen.entries:
                 after = seen.entries[-1]
             if not seen.more:

@@ -4,8 +4,10 @@ No sockets: a client, for threads or for asyncio, carries the commands out. The 
 by `publish.lua`.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -38,6 +40,15 @@ def translated(client: Any) -> Iterator[None]:
         raise redis_error(error, whereabouts(client), REMEDIES) from error
 
 
+# Advances are kept by the ten thousand, and say the same of evidence, line, batch and time as those beside them.
+_shared = lru_cache(1024)(int)
+
+
+@lru_cache(1024)
+def _evidence(*counts: str) -> Evidence:
+    return Evidence(*map(int, counts))
+
+
 def parse(entry: ListEntry) -> Advance | Late | None:
     """None for a kind that this version does not know."""
     fields = entry.fields
@@ -47,17 +58,17 @@ def parse(entry: ListEntry) -> Advance | Late | None:
 
     match fields["kind"]:
         case "POSITION":
-            evidence = Evidence(*map(number, Evidence.__struct_fields__))
+            prev = number("prev")
             return Advance(
-                fields["writer"],
+                sys.intern(fields["writer"]),
                 number("epoch"),
-                number("prev"),
+                prev,
                 number("id"),
-                evidence,
-                number("prev"),
-                number("linear"),
-                number("batch"),
-                number("time"),
+                _evidence(*(fields[name] for name in Evidence.__struct_fields__)),
+                prev,
+                _shared(fields["linear"]),
+                _shared(fields["batch"]),
+                _shared(fields["time"]),
             )
         case "LATE":
             return Late(
@@ -170,7 +181,10 @@ def seen(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) -> Key
 def _texts(fields: Mapping[Any, Any] | Sequence[Any]) -> dict[str, str]:
     """From names and values, also in turn, as a script's replies have them."""
     pairs = fields.items() if isinstance(fields, Mapping) else zip(fields[::2], fields[1::2], strict=True)
-    return {_text(name): _text(value) for name, value in pairs}
+    return {
+        name.decode() if isinstance(name, bytes) else name: value.decode() if isinstance(value, bytes) else value
+        for name, value in pairs
+    }
 
 
 def _text(value: str | bytes) -> str:

@@ -3,11 +3,13 @@
 They ask for nothing from anywhere else, hold no data and need no token; what they show comes from `/v1/watch`.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Mount, Route
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
@@ -36,4 +38,6 @@ async def _index(request: Request) -> Response:
     return await _files.get_response("index.html", request.scope)
 
 
-ROUTES = [Route("/", _index, methods=["GET"]), Mount("/page", app=_files)]
+def routes(middleware: Sequence[Middleware]) -> list[BaseRoute]:
+    """Those of the page, behind `middleware`."""
+    return [Route("/", _index, methods=["GET"], middleware=middleware), Mount("/page", _files, middleware=middleware)]

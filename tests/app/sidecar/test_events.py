@@ -1,6 +1,7 @@
 """Server-sent events, with sidecars that are restarted and servers that are stopped."""
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from typing import Any
 import psycopg
 import pytest
 from starlette.applications import Starlette
+from starlette.middleware.gzip import GZipResponder
 
 from tests.app.sidecar.given import At, SidecarClient, moved, set_back, sidecar
 from tests.fix_servers import away
@@ -367,13 +369,21 @@ def test_place_is_free_when_a_client_left(pipeline: Pipeline, servers: ReadSideC
             eventually(lambda: client.held_open("events") == 0)
 
 
+def test_open_stream_of_events_holds_no_compressor(pipeline: Pipeline, client: SidecarClient) -> None:
+    """Every browser says that it takes gzip; a compressor for events, which are not compressed, is 256 KB for each."""
+    pipeline.publish(moved("s", 7, w=At(0, 7)))
+    with client.stream("GET", "/v1/events?stream=s", headers={"Accept-Encoding": "gzip"}) as answer:
+        assert next(answer.iter_lines())
+        assert not [it for it in gc.get_objects() if isinstance(it, GZipResponder)]
+
+
 def test_client_that_does_not_read_is_left() -> None:
     """Where something waits for too long the client is dropped, although its connection takes nothing, and its place is
     free."""
     left: list[str] = []
 
-    async def texts() -> AsyncIterator[str]:
-        yield "event: line\n\n"
+    async def texts() -> AsyncIterator[bytes]:
+        yield b"event: line\n\n"
 
     async def stuck(_: Any) -> None:
         await asyncio.Event().wait()

@@ -5,10 +5,13 @@ waits until all have come there, and prints what they saw.
 """
 
 import asyncio
+import re
 import sys
 import time
 from array import array
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlencode
@@ -51,7 +54,7 @@ class Saw(msgspec.Struct, frozen=True):
         )
 
 
-class _Move(msgspec.Struct):
+class ToldMove(msgspec.Struct):
     stream: str
     writer: str | None = None
     prev: int = 0
@@ -59,13 +62,36 @@ class _Move(msgspec.Struct):
     batch: int = 0
 
 
-class _Snapshot(msgspec.Struct):
+class ToldSnapshot(msgspec.Struct):
     stream: str
     vector: dict[str, int]
 
 
-_move = msgspec.json.Decoder(_Move).decode
-_snapshot = msgspec.json.Decoder(_Snapshot).decode
+_move = msgspec.json.Decoder(ToldMove).decode
+_snapshot = msgspec.json.Decoder(ToldSnapshot).decode
+
+
+@dataclass(frozen=True, slots=True)
+class ToldChunk:
+    """What a chunk of HTTP says, which is whole events: moves, snapshots, and the last ID."""
+
+    moves: list[ToldMove]
+    snapshots: list[ToldSnapshot]
+    last_id: bytes | None
+
+
+@lru_cache(4096)
+def _told(chunk: bytes) -> ToldChunk:
+    """Once for all clients that are sent the same: reading it again for each would take more than the sidecar does."""
+    told = ToldChunk([], [], None)
+    for block in chunk.split(b"\n\n"):
+        head, _, data = block.partition(b"data: ")
+        if b"event: advance" in head or b"event: reread" in head:
+            told.moves.append(_move(data))
+        elif b"event: snapshot" in head:
+            told.snapshots.append(_snapshot(data))
+    ids = re.findall(rb"^id: (.*)$", chunk, re.MULTILINE)
+    return replace(told, last_id=ids[-1] if ids else None)
 
 
 class FollowingClient(asyncio.Protocol):
@@ -80,6 +106,7 @@ class FollowingClient(asyncio.Protocol):
         self._streams = streams
         self._stamps = stamps
         self._rest = b""
+        self._in_body = False
 
     def connection_made(self, transport: Any) -> None:
         transport.write(f"GET {self._path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
@@ -89,22 +116,30 @@ class FollowingClient(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.bytes += len(data)
-        *blocks, self._rest = (self._rest + data).split(b"\n\n")
+        text, at = self._rest + data, 0
+        if not self._in_body:
+            at = text.find(b"\r\n\r\n") + 4
+            if at < 4:
+                self._rest = text
+                return
+            self._in_body = True
+        while (end := text.find(b"\r\n", at)) >= 0 and end + 4 + (size := int(text[at:end], 16)) <= len(text):
+            self._take(_told(text[end + 2 : end + 2 + size]))
+            at = end + 4 + size
+        self._rest = text[at:]
+
+    def _take(self, told: ToldChunk) -> None:
+        for snapshot in told.snapshots:
+            self.positions[snapshot.stream] = dict(snapshot.vector)
+            if len(self.positions) == self._streams:
+                self.begun.set()
         batch = 0
-        for block in blocks:
-            # Chunks of HTTP end where events do, so their sizes stand before the first line of an event.
-            head, _, told = block.partition(b"data: ")
-            if b"event: advance" in head or b"event: reread" in head:
-                batch = max(batch, self._moved(_move(told)))
-            elif b"event: snapshot" in head:
-                snapshot = _snapshot(told)
-                self.positions[snapshot.stream] = snapshot.vector
-                if len(self.positions) == self._streams:
-                    self.begun.set()
+        for move in told.moves:
+            batch = max(batch, self._moved(move))
         if batch:
             self._stamps.extend((batch, time.time()))
 
-    def _moved(self, move: _Move) -> int:
+    def _moved(self, move: ToldMove) -> int:
         self.moves += 1
         vector = self.positions.get(move.stream)
         if vector is None or move.writer is None or vector.get(move.writer) != move.prev:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import uvloop
 
-from tests.bench.crowd.following import FollowingClient, Saw
+from tests.bench.crowd.following import FollowingClient, Saw, ToldChunk, ToldMove
 from tests.bench.crowd.talk import connected, final_positions, say, until
 
 
@@ -58,23 +58,22 @@ class ReturningClient(FollowingClient):
 
     def leave(self) -> None:
         self._left = True
-        self._rest = b""
+        self._rest, self._in_body = b"", False
         self._transport.abort()
 
     def come_back(self) -> "ReturningClient":
         self._left = False
         return self
 
-    def data_received(self, data: bytes) -> None:
-        for line in data.split(b"\n"):
-            if line.startswith(b"id: "):
-                self.last_id = line[4:].strip()
-                if self.back_after is None:
-                    self.back_after = time.monotonic() - self._came
-        super().data_received(data)
+    def _take(self, told: ToldChunk) -> None:
+        super()._take(told)
+        if told.last_id is not None:
+            self.last_id = told.last_id
+            if self.back_after is None:
+                self.back_after = time.monotonic() - self._came
 
-    def _moved(self, move: Any) -> int:
-        stood = self.positions.get(move.stream, {}).get(move.writer, 0)
+    def _moved(self, move: ToldMove) -> int:
+        stood = self.positions.get(move.stream, {}).get(move.writer or "", 0)
         return 0 if move.id <= stood else super()._moved(move)
 
 
