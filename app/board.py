@@ -7,7 +7,7 @@ query: its own lag can read 0 while it is dead.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from tidemark.app import metrics
 from tidemark.app.metrics import STREAM_GAUGES
+from tidemark.sinks.port import Sink
 from tidemark.sources.start import RememberedTopic, require_same, require_uncompacted
 from tidemark.sources.topics import Topics
 from tidemark.streaming import state
@@ -53,6 +54,9 @@ class BoardEntry:
         return not self.positions and not self.summary.unknown
 
 
+Entries = Sequence[tuple[str, BoardEntry]]
+
+
 class Board(Collector):
     """`now` gives seconds since 1970. `read` holds the next offset to read, by topic and partition.
 
@@ -71,6 +75,7 @@ class Board(Collector):
         self._streams = streams
         self._writers = writers
         self._bounds = bounds
+        self._sinks: Sequence[Sink] = ()
 
     def load(self, states: Mapping[str, bytes], read: Mapping[tuple[str, int], int]) -> None:
         """Start from what Postgres holds, so that a restart without traffic shows every stream."""
@@ -86,6 +91,15 @@ class Board(Collector):
             entries[name] = BoardEntry(signed(stream.line.position), signed(stream.allocated), positions, summary)
         with self._lock:
             self._entries = {name: entry for name, entry in entries.items() if not entry.ended}
+
+    @contextmanager
+    def beside(self, sinks: Sequence[Sink]) -> Iterator[None]:
+        """Show what these show, while the block runs: a process without the lease compares nothing any more."""
+        self._sinks = sinks
+        try:
+            yield
+        finally:
+            self._sinks = ()
 
     def update(self, effects: Iterable[ShardEffects]) -> None:
         """A batch was published."""
@@ -113,52 +127,85 @@ class Board(Collector):
             for key, (name, labels, meaning) in STREAM_GAUGES.items()
         }
         now = self._now()
-        others: list[dict[str, float]] = []
-        left, positions, unnamed = self._writers, [0.0, 0.0], 0
-        held: list[tuple[float, str, Holder]] = []
-        fullest: dict[str, float] = {}  # of the bounds of the other streams
         with self._lock:
-            for number, (stream, entry) in enumerate(sorted(self._entries.items())):
-                named = sorted(entry.positions.items())[:left] if number < self._streams else []
-                left -= len(named)
-                for writer, position in named:
+            entries = sorted(self._entries.items())
+            named, others = entries[: self._streams], entries[self._streams :]
+            left, writers, positions = self._writers, 0, 0
+            for number, (stream, entry) in enumerate(entries):
+                shown = sorted(entry.positions.items())[:left] if number < self._streams else []
+                left -= len(shown)
+                for writer, position in shown:
                     families["position"].add_metric([stream, writer], position)
-                positions[0] += len(entry.positions) - len(named)
-                positions[1] += sum(entry.positions.values()) - sum(position for _, position in named)
-                if number < self._streams:
-                    for key, value in self._values(entry, now).items():
-                        families[key].add_metric([stream], value)
-                else:
-                    others.append(self._values(entry, now))
-                for bound, used in self._used(entry.summary).items():
-                    if number < self._streams:
-                        families["bound"].add_metric([stream, bound], used)
-                    else:
-                        fullest[bound] = max(used, fullest.get(bound, 0.0))
-                if entry.summary.behind is not None:
-                    found = [(self._age(it.since, now), stream, it) for it in entry.summary.behind.holders]
-                    held += [it for it in found if it[0] >= HELD_AFTER]
-                    unnamed += entry.summary.behind.count - len(entry.summary.behind.holders)
-            families["together"].add_metric(["streams"], len(others))
-            families["together"].add_metric(["writers"], positions[0])
-        if positions[0]:
-            families["position"].add_metric([OTHER_STREAMS, OTHER_WRITERS], positions[1])
-        held.sort(key=lambda it: (-it[0], it[1], it[2].writer))
-        named_holders, rest = held[: self._streams], held[self._streams :]
-        for age, stream, it in named_holders:
-            labels = [stream, it.writer, it.reason]
-            families["held"].add_metric(labels, age)
-            if it.seen:
-                families["holder_silent"].add_metric(labels, now - it.seen / 1000)
-        if rest:
-            families["held"].add_metric([OTHER_STREAMS, OTHER_WRITERS, "any"], rest[0][0])
-        families["together"].add_metric(["holders"], len(rest) + unnamed)
-        for bound, used in fullest.items():
-            families["bound"].add_metric([OTHER_STREAMS, bound], used)
-        for key in others[0] if others else ():
-            several = max if key in ("age", "behind_seconds") else sum
-            families[key].add_metric([OTHER_STREAMS], several(values[key] for values in others))
+                writers += len(entry.positions) - len(shown)
+                positions += sum(entry.positions.values()) - sum(position for _, position in shown)
+            if writers:
+                families["position"].add_metric([OTHER_STREAMS, OTHER_WRITERS], positions)
+            for stream, entry in named:
+                for key, value in self._values(entry, now).items():
+                    families[key].add_metric([stream], value)
+            of_others = [self._values(entry, now) for _, entry in others]
+            for key in of_others[0] if of_others else ():
+                several = max if key in ("age", "behind_seconds") else sum
+                families[key].add_metric([OTHER_STREAMS], several(values[key] for values in of_others))
+            self._show_bounds(families["bound"], named, others)
+            self._show_copies(families["copy"], named, others)
+            unnamed = self._show_holders(families["held"], families["holder_silent"], entries, now)
+        for what, count in (("streams", len(others)), ("writers", writers), ("holders", unnamed)):
+            families["together"].add_metric([what], count)
         return families.values()
+
+    def _show_bounds(self, family: GaugeMetricFamily, named: Entries, others: Entries) -> None:
+        for stream, entry in named:
+            for bound, used in self._used(entry.summary).items():
+                family.add_metric([stream, bound], used)
+        fullest: dict[str, float] = {}
+        for _, entry in others:
+            for bound, used in self._used(entry.summary).items():
+                fullest[bound] = max(used, fullest.get(bound, 0.0))
+        for bound, used in fullest.items():
+            family.add_metric([OTHER_STREAMS, bound], used)
+
+    def _used(self, summary: Summary) -> dict[str, float]:
+        used = {
+            "pending": summary.spans / self._bounds.pending,
+            "completed": summary.completed / self._bounds.completed,
+            "unknown": len(summary.unknown) / self._bounds.held,
+        }
+        return {bound: ratio for bound, ratio in used.items() if ratio >= NEAR}
+
+    def _show_copies(self, family: GaugeMetricFamily, named: Entries, others: Entries) -> None:
+        for copy, lines in self._copies():
+            for stream, _ in named:
+                if stream in lines:
+                    family.add_metric([stream, copy], lines[stream])
+            if others:
+                family.add_metric([OTHER_STREAMS, copy], sum(lines.get(stream, 0) for stream, _ in others))
+
+    def _copies(self) -> Iterator[tuple[str, dict[str, int]]]:
+        for number, sink in enumerate(self._sinks):
+            compared = sink.compared()
+            if number == 0:
+                yield "postgres", {stream: durable for stream, (durable, _) in compared.items()}
+            yield sink.name, {stream: shown for stream, (_, shown) in compared.items()}
+
+    def _show_holders(self, family: GaugeMetricFamily, silent: GaugeMetricFamily, entries: Entries, now: float) -> int:
+        """Returns how many have no series of their own."""
+        unnamed = 0
+        held: list[tuple[float, str, Holder]] = []
+        for stream, entry in entries:
+            if entry.summary.behind is not None:
+                found = [(self._age(it.since, now), stream, it) for it in entry.summary.behind.holders]
+                held += [it for it in found if it[0] >= HELD_AFTER]
+                unnamed += entry.summary.behind.count - len(entry.summary.behind.holders)
+        held.sort(key=lambda it: (-it[0], it[1], it[2].writer))
+        for age, stream, it in held[: self._streams]:
+            labels = [stream, it.writer, it.reason]
+            family.add_metric(labels, age)
+            if it.seen:
+                silent.add_metric(labels, now - it.seen / 1000)
+        if rest := held[self._streams :]:
+            family.add_metric([OTHER_STREAMS, OTHER_WRITERS, "any"], rest[0][0])
+        return len(rest) + unnamed
 
     def _values(self, entry: BoardEntry, now: float) -> dict[str, float]:
         oldest, behind = entry.summary.oldest, entry.summary.behind
@@ -172,14 +219,6 @@ class Board(Collector):
             "behind": behind.ids if behind else 0,
             "behind_seconds": self._age(behind.since, now) if behind else 0.0,
         }
-
-    def _used(self, summary: Summary) -> dict[str, float]:
-        used = {
-            "pending": summary.spans / self._bounds.pending,
-            "completed": summary.completed / self._bounds.completed,
-            "unknown": len(summary.unknown) / self._bounds.held,
-        }
-        return {bound: ratio for bound, ratio in used.items() if ratio >= NEAR}
 
     def _age(self, since: int | None, now: float) -> float:
         """Of what nobody knows since when (a state of an earlier version), since this process looks."""

@@ -160,6 +160,12 @@ STREAM_GAUGES = {
         "The head of a stream: the highest ID that a record named. Moving while the linear position stands:"
         " tidemark_held_by_seconds names who is waited for.",
     ),
+    "copy": (
+        "tidemark_copy_linear_position",
+        ["stream", "copy"],
+        "The linear position of a stream in `postgres` and in `redis`, as the pipeline compared them last: once a"
+        " minute, before it mends. Further on than tidemark_allocated_position: something went back to an older state.",
+    ),
     "bound": (
         "tidemark_bound_used_ratio",
         ["stream", "bound"],

@@ -195,6 +195,7 @@ class Attempt:
             self.prepared = True
             self._board.load(start.states, start.read)
             sinks = self._sinks(stack, postgres, lease)
+            stack.enter_context(self._board.beside(sinks))
             for sink in sinks:
                 with suppress(Unavailable):  # that is waited for when there is something to publish
                     sink.check()

@@ -133,7 +133,7 @@ def run(settings: Settings) -> None:
     sys.setswitchinterval(TURN_SECONDS)
     gc.set_threshold(*CYCLES)
     servers = ReadSideConfig(settings.redis, settings.postgres)
-    limits = Limits(settings.sidecar_held, settings.sidecar_wait_seconds)
+    limits = Limits(settings.sidecar_held, settings.sidecar_wait_seconds, settings.labelled_streams)
     hosts = settings.sidecar_names or (THIS_MACHINE if is_loopback(settings.sidecar_host) else ())
     config = SiteConfig(settings.sidecar_tokens, settings.sidecar_origins, hosts, limits)
     acceptor = _acceptor(settings)

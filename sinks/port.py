@@ -115,6 +115,10 @@ class Sink(Protocol):
         They are left out until a `refill` has tried them again. Any number of streams may be among them.
         """
 
+    def compared(self) -> Mapping[str, tuple[int, int]]:
+        """The linear position of each stream in Postgres, and the one shown here, when a `refill` last compared them:
+        before it mended anything. Without streams that are not shown; asks nobody."""
+
     def lost(self) -> bool:
         """Whether it may lack what was published since the last call; True at the first one. Called every second."""
 

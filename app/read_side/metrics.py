@@ -1,6 +1,6 @@
 """Every metric of the sidecar, HTTP and line protocol: its name, its kind, what it means and what to do when it moves.
 
-None has the name of a stream as a label.
+One has the names of streams as a label, up to a bound.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -24,6 +24,18 @@ UP = Gauge(
     "tidemark_sidecar_server_up",
     "1 while the server answered the last time it was asked. Redis at 0: answers come from Postgres.",
     ["server"],
+    registry=REGISTRY,
+)
+LINE = Gauge(
+    "tidemark_copy_linear_position",
+    "The linear position of a stream as this process answers (`copy` is `sidecar`), where it was asked in the last 10 s"
+    " or somebody follows it. Below tidemark_linear_position of minutes ago: what it reads is old.",
+    ["stream", "copy"],
+    registry=REGISTRY,
+)
+LINES_LEFT_OUT = Gauge(
+    "tidemark_copy_streams_left_out",
+    "Streams of which it was asked in the last 10 s and that have no series, past TIDEMARK_LABELLED_STREAMS.",
     registry=REGISTRY,
 )
 OPEN = Gauge(

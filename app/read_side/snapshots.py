@@ -59,6 +59,9 @@ class Highest:
     def streams(self) -> frozenset[str]:
         return frozenset(self._streams)
 
+    def lines(self, since: float) -> dict[str, int]:
+        return {stream: known.linear for stream, known in self._streams.items() if known.read_at >= since}
+
     def raised(self, stream: str, found: Known) -> Known:
         """What to answer where `found` was read: never less than before. A writer that `found` lacks is left out once
         the linear position has passed it, which changes no token: it retired long ago."""
@@ -127,6 +130,10 @@ class Snapshots:
     def remembers(self) -> bool:
         """Whether it can say something of a stream while neither server answers."""
         return bool(self._highest.streams)
+
+    def fresh(self, seconds: float) -> dict[str, int]:
+        """The linear positions that were read in the last so many seconds, by stream; asks nobody."""
+        return self._highest.lines(self._now() - seconds)
 
     async def names(self) -> frozenset[str]:
         """Every stream that Redis, Postgres or this process knows, or knew."""

@@ -41,6 +41,7 @@ from tidemark.streaming.errors import BadToken, Slow, Stop, Unavailable
 PLAIN = "text/plain"
 TOKEN = r"m-?[0-9]{1,19}(~[^~]+\.-?[0-9]{1,19})*"  # told, and not held to: our own words say better what is wrong
 Limit = Annotated[int, Meta(ge=1, le=10_000)]
+FRESH = 10.0  # seconds for which a line counts as what would be answered; followed ones are read once a second
 SERVERS = 2  # Redis and Postgres, one of which is enough to answer; and what was read of them is still true
 
 
@@ -95,6 +96,12 @@ async def scrape(call: OperationCall) -> Response:
     read_side = call.service.read_side
     for server, reached in (("redis", read_side.live), ("postgres", read_side.durable)):
         metrics.UP.labels(server).set(reached.circuit_breaker.problem is None)
+    lines = sorted(read_side.snapshots.fresh(FRESH).items())
+    named = lines[: call.service.limits.streams]
+    metrics.LINE.clear()  # and no await until they are there again
+    for stream, line in named:
+        metrics.LINE.labels(stream, "sidecar").set(line)
+    metrics.LINES_LEFT_OUT.set(len(lines) - len(named))
     return Response(generate_latest(metrics.REGISTRY), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
@@ -169,7 +176,7 @@ async def wait(call: OperationCall) -> Response:
     token = cursor.token(query.token)
     with call.service.limiter.one("wait"):
         began = time.monotonic()
-        deadline = began + min(query.timeout, call.service.longest_wait)
+        deadline = began + min(query.timeout, call.service.limits.wait)
         ahead_since = None
         while True:
             notified = call.service.read_side.notifications.next(call.stream)

@@ -14,10 +14,12 @@ from tidemark.app.sidecar.watch import Watch
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How many requests may be held open at once, and for how long one wait may last (s)."""
+    """How many requests may be held open at once, for how long one wait may last (s), and how many streams have series
+    of their own in the metrics."""
 
     held: int = 2500
     wait: float = 60.0
+    streams: int = 1000
 
 
 class Limiter:
@@ -48,7 +50,7 @@ class Service:
     watch: Watch
     snapshot_texts: SnapshotTexts
     limiter: Limiter
-    longest_wait: float
+    limits: Limits
     stopping: asyncio.Event
     """Set when the process ends: what is held open is answered then."""
 
@@ -58,4 +60,4 @@ async def serving(read_side: ReadSide, limits: Limits, stopping: asyncio.Event) 
     """The service on a read side that stays open for longer."""
     watch = Watch(read_side)
     async with watch.running():
-        yield Service(read_side, watch, SnapshotTexts(read_side.snapshots), Limiter(limits.held), limits.wait, stopping)
+        yield Service(read_side, watch, SnapshotTexts(read_side.snapshots), Limiter(limits.held), limits, stopping)

@@ -33,6 +33,7 @@ class Mirror:
         self._fence = fence
         self._known: set[str] = set()
         self._compared = False
+        self._lines: dict[str, tuple[int, int]] = {}
         self._stamps = 0
         self._lock = threading.Lock()
 
@@ -61,6 +62,9 @@ class Mirror:
             for stream, problem in self._redis.faults.copy().items()
         }
 
+    def compared(self) -> dict[str, tuple[int, int]]:
+        return self._lines
+
     def lost(self) -> bool:
         """Leave a new stamp; True where Redis does not remember the last one: it was flushed, restored or replaced."""
         last = f"{self._fence.token}:{self._stamps}"
@@ -69,7 +73,9 @@ class Mirror:
 
     def refill(self, streams: Sequence[str] | None = None) -> Refilled:
         """Compare `streams` (None: all) with Postgres, and write what Redis lacks. Readers keep reading meanwhile."""
-        behind = self._behind(self._postgres.streams() if streams is None else streams)
+        lines: dict[str, tuple[int, int]] = {}
+        behind = self._behind(self._postgres.streams() if streams is None else streams, lines)
+        self._lines = lines if streams is None else self._lines | lines
         writers = sum(behind.values())
         newest = max(1, ENTRIES // max(1, writers))
         entries = 0
@@ -83,8 +89,8 @@ class Mirror:
         self._compared = self._compared or streams is None
         return Refilled(len(behind), entries)
 
-    def _behind(self, streams: Sequence[str]) -> dict[str, int]:
-        """Streams of which Redis lacks something, with the count of writers that are affected."""
+    def _behind(self, streams: Sequence[str], lines: dict[str, tuple[int, int]]) -> dict[str, int]:
+        """Streams of which Redis lacks something, with the count of writers that are affected; notes all `lines`."""
         behind: dict[str, int] = {}
         ahead: list[str] = []
         fence = 0
@@ -101,8 +107,10 @@ class Mirror:
                 else:
                     self._known.add(stream)
                     self._redis.faults.pop(stream, None)
-                if here.linear is not None and abs(here.linear) > abs(wanted.linear):
-                    ahead.append(stream)
+                if here.linear is not None:
+                    lines[stream] = wanted.linear, here.linear
+                    if abs(here.linear) > abs(wanted.linear):
+                        ahead.append(stream)
         if fence > self._fence.token:
             raise LeaseLost(self._fence.token, fence)
         if ahead:

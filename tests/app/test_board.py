@@ -1,12 +1,18 @@
+from pathlib import Path
+
 import pytest
 from confluent_kafka.admin import AdminClient
 from prometheus_client import CollectorRegistry
 
+from tests.sinks.given import advance, batch, stream
+from tests.sinks.sqlite import SqliteSink
 from tests.streaming.builders import Shard, join, position, rdata
 from tests.waiting import eventually
 from tidemark.app import board as board_module
 from tidemark.app.board import Board, EndOffsets
 from tidemark.app.stack.servers import KafkaServer
+from tidemark.sinks.postgres.lease import Lease
+from tidemark.sinks.postgres.store import Postgres
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.start import RememberedTopic
 from tidemark.sources.topics import TopicPlan, Topics
@@ -139,6 +145,35 @@ def test_past_their_number_holders_share_a_series() -> None:
     assert registry.get_sample_value("tidemark_behind_ids", {"stream": "other streams"}) == 13
 
 
+def test_each_copy_has_its_line(store: Postgres, lease: Lease, tmp_path: Path) -> None:
+    """Postgres and each sink, as they were compared last, while the lease lasts; streams that ended have none."""
+    registry = CollectorRegistry()
+    board = Board(now=lambda: 60.0, streams=1)
+    registry.register(board)
+    board.update([effects(name, web=3) for name in ("a", "b", "c")])
+    sink = SqliteSink(store, tmp_path / "sink", lease)
+    for number, (prev, id) in enumerate([(0, 3), (3, 4)]):
+        moved = [stream(name, advance("web", prev, id), linear=id) for name in ("a", "b", "c", "ended")]
+        given = batch(number, *moved, token=lease.token)
+        committed = store.apply(given)
+        if id == 3:
+            sink.publish(given, committed)
+    sink.refill()
+
+    def lines() -> dict[tuple[str, ...], float]:
+        samples = [sample for metric in registry.collect() for sample in metric.samples]
+        return {tuple(it.labels.values()): it.value for it in samples if it.name == "tidemark_copy_linear_position"}
+
+    with board.beside([sink]):
+        assert lines() == {
+            ("a", "postgres"): 4,
+            ("other streams", "postgres"): 8,
+            ("a", "sqlite"): 3,
+            ("other streams", "sqlite"): 6,
+        }
+    assert lines() == {}
+
+
 def test_a_bound_is_shown_from_a_half_on() -> None:
     """By stream, and past their number the fullest of the others. How full each is, is asked of the state itself."""
     registry = CollectorRegistry()
@@ -150,9 +185,9 @@ def test_a_bound_is_shown_from_a_half_on() -> None:
     board.load({"a": done.state, "b": done.state, "c": state.encode(a_backward_stream())}, {})
     used = {"pending": 3 / 4, "completed": 4 / 5, "unknown": 1 / 2}
     for bound, ratio in used.items():
-        for stream in ("a", "other streams"):
-            found = registry.get_sample_value("tidemark_bound_used_ratio", {"stream": stream, "bound": bound})
-            assert found == ratio, (stream, bound)
+        for name in ("a", "other streams"):
+            found = registry.get_sample_value("tidemark_bound_used_ratio", {"stream": name, "bound": bound})
+            assert found == ratio, (name, bound)
 
 
 def test_who_retired_has_no_series_any_more(scraped: tuple[Board, CollectorRegistry]) -> None:

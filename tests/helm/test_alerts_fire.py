@@ -20,6 +20,10 @@ STREAM, WRITER = 'stream="orders"', 'stream="orders",writer="w1"'
 HELD = f"tidemark_held_by_seconds{{{POD},{WRITER},reason=%s}}"
 SEEN = f"tidemark_holder_silent_seconds{{{POD},{WRITER},reason=%s}}"
 
+IN_POSTGRES = f'tidemark_copy_linear_position{{{POD},{STREAM},copy="postgres"}}'
+IN_REDIS = f'tidemark_copy_linear_position{{{POD},{STREAM},copy="redis"}}'
+IN_SIDECAR = f'tidemark_copy_linear_position{{pod="tidemark-sidecar-0",{STREAM},copy="sidecar"}}'
+
 Series = dict[str, str]
 """By name and labels, in promtool's notation: `0+60x5` begins at 0 and rises by 60 five times, `_` is no sample."""
 
@@ -49,6 +53,9 @@ QUIET: Series = {
     f'tidemark_kafka_lag_records{{{POD},topic="tidemark.facts",partition="0"}}': always(0),
     f"tidemark_linear_position{{{POD},{STREAM}}}": always(20),
     f"tidemark_allocated_position{{{POD},{STREAM}}}": always(20),
+    IN_POSTGRES: always(20),
+    IN_REDIS: always(20),
+    IN_SIDECAR: always(20),
     f"tidemark_oldest_gap_age_seconds{{{POD},{STREAM}}}": always(0),
     f"tidemark_behind_ids{{{POD},{STREAM}}}": always(0),
     f"tidemark_behind_seconds{{{POD},{STREAM}}}": always(0),
@@ -71,6 +78,12 @@ def one(name: str) -> str:
     return found
 
 
+MOVED = f"20+0x9 20+7x{HOUR}"
+MOVING: Series = {
+    one("tidemark_linear_position"): MOVED,
+    one("tidemark_allocated_position"): MOVED,
+    IN_POSTGRES: MOVED,
+}
 # What befalls the quiet system from minute 10 on (`_`: that series is gone), and what must fire at minute 40 for it.
 FAULTS: dict[str, tuple[Series, set[str]]] = {
     "the pipeline is gone": (
@@ -144,6 +157,19 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
         {one("tidemark_behind_seconds"): ages(10), one("tidemark_allocated_position"): f"20+0x9 20+7x{HOUR}"},
         {"TidemarkLineStill"},
     ),
+    "a sidecar reads from a replica that does not follow": (
+        MOVING | {IN_REDIS: MOVED, IN_SIDECAR: f"20+0x{HOUR}"},
+        {"TidemarkCopiesDiffer"},
+    ),
+    "Redis is not filled": (MOVING | {IN_SIDECAR: MOVED}, {"TidemarkCopiesDiffer"}),
+    "Postgres was restored from a backup, and Redis knows more": (
+        {
+            one("tidemark_linear_position"): f"20+0x9 12+0x{HOUR}",
+            one("tidemark_allocated_position"): f"20+0x9 14+0x{HOUR}",
+            IN_POSTGRES: f"20+0x9 12+0x{HOUR}",
+        },
+        {"TidemarkPositionAboveHead"},
+    ),
     "a bound is nearly reached": (
         {f'tidemark_bound_used_ratio{{{POD},{STREAM},bound="pending"}}': f"_x10 0.5+0.02x{HOUR}"},
         {"TidemarkBoundNear"},
@@ -208,7 +234,7 @@ def check(rules: Path, series: Series, told: Mapping[int, set[str]]) -> None:
 
     asked = [
         {
-            "expr": f'count by (alertname) (ALERTS{{alertstate="firing",alertname!~"{but(minute)}"}})',
+            "expr": f'group by (alertname) (ALERTS{{alertstate="firing",alertname!~"{but(minute)}"}})',
             "eval_time": f"{minute}m",
             "exp_samples": [{"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in told.get(minute, ())],
         }
@@ -232,6 +258,9 @@ def test_no_alert_on_a_busy_system(rules: Path) -> None:
         one("tidemark_kafka_lag_records"): " ".join(["900000 0 40"] * 20),
         one("tidemark_linear_position"): f"0+60000x{HOUR}",
         one("tidemark_allocated_position"): f"800+60000x{HOUR}",
+        IN_POSTGRES: f"0+0x1 0+60000x{HOUR}",
+        IN_REDIS: f"0+0x1 0+60000x{HOUR}",  # compared a minute ago
+        IN_SIDECAR: f"900+60000x{HOUR}",  # scraped a little later than the pipeline
         one("tidemark_behind_ids"): " ".join(["800 0 90"] * 20),
         one("tidemark_behind_seconds"): " ".join(["2 0 1"] * 20),
         one("tidemark_oldest_gap_age_seconds"): " ".join(["2 0 100"] * 20),
@@ -250,6 +279,11 @@ def test_no_alert_in_the_first_minutes_after_a_start(rules: Path) -> None:
         one("tidemark_pipeline_ready"): f"_ 0+0x3 {always(1)}",
         one("tidemark_heartbeat_timestamp_seconds"): f"_x4 240+60x{HOUR}",
         one("tidemark_last_batch_timestamp_seconds"): f"_x4 240+60x{HOUR}",
+        one("tidemark_linear_position"): f"_x4 9000+60000x{HOUR}",
+        one("tidemark_allocated_position"): f"_x4 9100+60000x{HOUR}",
+        IN_REDIS: f"_x4 20 20 69000+60000x{HOUR}",
+        IN_POSTGRES: f"_x4 20 20 69000+60000x{HOUR}",
+        IN_SIDECAR: f"_x6 9500+60000x{HOUR}",
         one("tidemark_kafka_lag_records"): f"_ 3000000+0x3 800000 0+0x{HOUR}",
         one("tidemark_relay_relaying"): f"_ 0 {always(1)}",
         'tidemark_sidecar_server_up{pod="tidemark-sidecar-0",server="redis"}': f"_ 0+0x3 {always(1)}",

@@ -31,6 +31,7 @@ class SqliteSink:
         self._fence = fence
         self._stamps = 0
         self._compared = False
+        self._lines: dict[str, tuple[int, int]] = {}
         self._faults: dict[str, str] = {}
 
     def check(self) -> None:
@@ -52,6 +53,9 @@ class SqliteSink:
     def faults(self) -> Mapping[str, str]:
         return dict(self._faults)
 
+    def compared(self) -> Mapping[str, tuple[int, int]]:
+        return self._lines
+
     def lost(self) -> bool:
         last = f"{self._fence.token}:{self._stamps}"
         self._stamps += 1
@@ -63,6 +67,8 @@ class SqliteSink:
     def refill(self) -> Refilled:
         with self._fenced() as database:
             wanted = self._postgres.positions(self._postgres.streams()).items()
+            shown = dict(database.execute("select stream, linear from lines"))
+            self._lines = {name: (it.linear, shown[name]) for name, it in wanted if name in shown}
             behind = sum(self._write(database, name, it.linear, it.positions, it.forgotten) for name, it in wanted)
         self._compared = True
         return Refilled(behind)

@@ -286,6 +286,25 @@ def test_refilled(copy: SinkSubject, commit: Commits, lease: Lease) -> None:
     assert sink.refill().streams == 0
 
 
+def test_what_was_found_is_told_as_it_was_before_it_was_mended(
+    copy: SinkSubject, commit: Commits, lease: Lease
+) -> None:
+    """Where both stand, of each stream that is shown: so that people see how far copies are apart."""
+    sink = copy.sink(lease)
+    assert sink.compared() == {}
+    first, *later = steps()
+    sink.publish(*commit(*first))
+    shown = {name: line for name, (line, _) in copy.positions().items()}
+    for step in later:
+        commit(*step)
+    sink.refill()
+    true = {name: line for name, (line, _) in copy.positions().items()}
+    assert sink.compared() == {name: (true[name], shown[name]) for name in shown}
+    assert true != shown
+    sink.refill()
+    assert sink.compared() == {name: (line, line) for name, line in true.items()}
+
+
 def test_a_loss_is_noticed(copy: SinkSubject, commit: Commits, lease: Lease) -> None:
     """Rule 4: a sink that cannot know whether it is whole says so, once; and again after every loss."""
     sink = copy.sink(lease)

@@ -11,6 +11,7 @@ from tests.sinks.reader.given import Pipeline
 from tests.streaming.builders import Shard, behind_a_dead_writer
 from tests.waiting import eventually
 from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.sidecar.service import Limits
 from tidemark.app.sidecar.site import SiteConfig
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.servers import RedisServer
@@ -148,6 +149,22 @@ def test_what_is_no_operation_is_a_problem_too(client: SidecarClient) -> None:
     for answer, status in ((client.get("/nothing"), 404), (client.post("/v1/streams"), 405)):
         assert (answer.status_code, answer.headers["content-type"]) == (status, "application/problem+json")
         assert answer.json()["status"] == status
+
+
+def test_lines_that_it_answers_are_metrics_up_to_a_bound(pipeline: Pipeline, servers: ReadSideConfig) -> None:
+    """Those that it was asked for just now: what it does not look at would seem to stand still."""
+    pipeline.publish(moved("a", 7, web=At(0, 7)), moved("b", -3, web=At(0, -3)), moved("c", 1, web=At(0, 1)))
+
+    def lines() -> set[str]:
+        return {line for line in client.get("/metrics").text.splitlines() if line.startswith("tidemark_copy_")}
+
+    with sidecar(servers, SiteConfig(limits=Limits(streams=1))) as client:
+        assert lines() == {"tidemark_copy_streams_left_out 0.0"}
+        client.json("/v1/streams/b")
+        named = 'tidemark_copy_linear_position{copy="sidecar",stream="b"} -3.0'
+        assert lines() == {named, "tidemark_copy_streams_left_out 0.0"}
+        client.json("/v1/streams/c")
+        assert lines() == {named, "tidemark_copy_streams_left_out 1.0"}
 
 
 def test_flushed_redis_is_covered_by_postgres(pipeline: Pipeline, client: SidecarClient, keys: Any) -> None:
