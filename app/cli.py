@@ -14,7 +14,7 @@ from typing import BinaryIO, Literal
 
 import click
 
-from tidemark.app import act_commands
+from tidemark.app import act_commands, ask_commands
 from tidemark.app.commands import CommandFailed, CommandGroup, loaded, waiting
 from tidemark.app.relay_commands import relay
 
@@ -272,7 +272,7 @@ def simulate(
     run(loaded(), Play(Players(streams, writers, rate, prefix), faults(named), seed, seconds), verify=verify)
 
 
-for command in (*act_commands.COMMANDS, relay):
+for command in (*ask_commands.COMMANDS, *act_commands.COMMANDS, relay):
     main.add_command(command)
 
 if __name__ == "__main__":

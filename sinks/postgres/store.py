@@ -14,6 +14,7 @@ import structlog
 from tidemark.sinks.port import Batch, Committed
 from tidemark.sinks.postgres import history, recalls, tail, transaction
 from tidemark.sinks.postgres.advances import forget_retired
+from tidemark.sinks.postgres.audit import STATES
 from tidemark.sinks.postgres.database import READABLE, SCHEMA, execute, session_of
 from tidemark.sinks.postgres.days import drop_before
 from tidemark.sinks.postgres.history import PageBounds, PastAdvance, PastLate, PastPage, Retention
@@ -155,20 +156,7 @@ class Postgres:
         """The encoded state of `streams` (None: of all, the seed of a query without a checkpoint)."""
         names = None if streams is None else list(streams)
         with self._reads.use() as connection:
-            # Where an older schema has no column `retired`, the name is that of the outer query.
-            return dict(
-                connection.execute(
-                    """
-                    select s.* from (select null::bytea as retired) as older, lateral (
-                        select stream, case when retired is null then state
-                            else substr(state, 1, length(state) - 1) || retired end
-                        from tidemark.streams
-                        where %s::text[] is null or stream = any(%s::text[])
-                    ) as s
-                    """,
-                    (names, names),
-                )
-            )
+            return dict(connection.execute(STATES, {"streams": names}))
 
     def replace_states(self, states: Mapping[str, Encoded]) -> None:
         """Write states back that were changed outside a batch: only for what an operator accepted."""

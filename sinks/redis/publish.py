@@ -20,6 +20,7 @@ from tidemark.sinks.postgres.history import PastAdvance, PastLate
 from tidemark.sinks.postgres.store import StreamPositions
 from tidemark.sinks.redis.client import RedisAddress, RedisSession, redis_address
 from tidemark.sinks.redis.errors import Remedies, StreamFault, of_stream, sound
+from tidemark.sinks.redis.held import RedisPositions, fencing_token, held, tokens
 from tidemark.sinks.redis.names import SENTINEL, STREAMS, key
 from tidemark.streaming.effects import LateCompletion, StreamEffects, WriterAdvance
 from tidemark.streaming.errors import LeaseLost
@@ -137,7 +138,6 @@ def _late(number: int, late: LateCompletion, batch: int, time: int) -> LateEntry
 
 
 CALLS_AT_ONCE = 500  # streams in one pipeline: bounds the memory of both sides, and how long a reader waits its turn
-HIGHEST_TOKEN = 2**62  # of a lease; what is higher was not written by us
 
 _SCRIPT = files("tidemark.sinks.redis").joinpath("publish.lua").read_text("utf-8")
 _SHA = sha1(_SCRIPT.encode(), usedforsecurity=False).hexdigest()
@@ -160,18 +160,6 @@ class RedisConfig:
     address: str | RedisAddress = field(repr=False)
     advances_kept: int = 10_000
     timeout: float = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class RedisPositions:
-    """A stream as Redis holds it: None, 0 and {} where it holds nothing. `late` is the number of the newest entry
-    about a late completion, `fence` the highest token seen."""
-
-    linear: int | None
-    allocated: int
-    positions: dict[str, int]
-    late: int
-    fence: int
 
 
 class Redis:
@@ -214,7 +202,7 @@ class Redis:
                 try:
                     said, *more = sound(answer)
                     if said == "fenced":
-                        newest = max(newest, _token(more[0]))
+                        newest = max(newest, fencing_token(more[0]))
                         continue
                 except StreamFault as fault:
                     self.faults[change.stream] = str(fault)
@@ -235,20 +223,19 @@ class Redis:
     def held(self, streams: Sequence[str]) -> dict[str, RedisPositions]:
         """Without those that are among the `faults` now."""
         with self._session.use() as client:
-            pipeline = client.pipeline(transaction=False)
-            for stream in streams:
-                pipeline.get(key(stream, "linear"))
-                pipeline.get(key(stream, "allocated"))
-                pipeline.hgetall(key(stream, "positions"))
-                pipeline.hmget(key(stream, "fence"), "late", "token")
-            answers = pipeline.execute(raise_on_error=False)
-            found = {}
-            for place, stream in enumerate(streams):
-                try:
-                    found[stream] = _held(*map(sound, answers[4 * place : 4 * place + 4]))
-                except StreamFault as fault:
-                    self.faults[stream] = str(fault)
-            return found
+            found, faults = held(client, streams)
+        self.faults |= faults
+        return found
+
+    def tokens(self, streams: Sequence[str]) -> dict[str, str | None]:
+        """What readers find under the name `token`; None where there is nothing, or no text."""
+        with self._session.use() as client:
+            return tokens(client, streams)
+
+    def names(self) -> set[str]:
+        """The streams that it lists."""
+        with self._session.use() as client:
+            return set(client.smembers(STREAMS))
 
     def stamp(self, value: str) -> str | None:
         """Leave `value` at the sentinel and take what was there: anything but our last stamp means lost writes."""
@@ -276,25 +263,3 @@ class Redis:
             pipeline.execute_command("EVALSHA", _SHA, len(keys), *keys, *arguments)
         answers: list[Any] = pipeline.execute(raise_on_error=False)
         return answers
-
-
-def _held(
-    linear: str | None, allocated: str | None, positions: dict[str, str], fence: Sequence[str | None]
-) -> RedisPositions:
-    try:
-        late, token = fence
-        return RedisPositions(
-            linear=None if linear is None else int(linear),
-            allocated=int(allocated or 0),
-            positions={writer: int(position) for writer, position in positions.items()},
-            late=int(late or 0),
-            fence=_token(token or "0"),
-        )
-    except ValueError as error:
-        raise StreamFault(f"its keys hold what is no number: {error}") from None
-
-
-def _token(text: str) -> int:
-    if not text.isdecimal() or int(text) > HIGHEST_TOKEN:
-        raise StreamFault(f"its fence holds {text!r}, which is no token")
-    return int(text)

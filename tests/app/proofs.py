@@ -12,10 +12,15 @@ import redis
 from confluent_kafka import Consumer, Message, TopicPartition
 
 from tests.app.feeding import PlayFeed
+from tests.app.running import PATIENCE
 from tests.fix_pipeline import PARTITIONS, Site
 from tests.play.published import RedisReader, ahead
 from tests.streaming.builders import packed
 from tests.waiting import eventually
+from tidemark.app import verify
+from tidemark.app.copies import RedisKeys, RedisTokens
+from tidemark.sinks.postgres.audit import Audit
+from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics
 from tidemark.streaming.batch import advance
@@ -70,11 +75,20 @@ def settled(site: Site) -> None:
             assert evidence == [row.facts, row.empty, row.unseen, row.skipped], f"{name}/{row.writer}"
         ends = {writer: chains[name, writer][-1].id if position else 0 for writer, position in reached.items()}
         assert ends == reached, name
+    verified(site)
     assert {origin for origin, _ in dead_letters(site)} == {
         Origin(bad.topic, bad.partition, offset, bad.reason)
         for bad in wanted.rejected
         for offset in memoryview(bad.offsets).cast("q").tolist()
     }
+
+
+def verified(site: Site) -> None:
+    """`tidemark verify --history` finds nothing."""
+    with Audit(site.dsn) as audit, Redis(RedisConfig(site.redis_url)) as redis:
+        report = verify.compared(audit, [RedisKeys(redis), RedisTokens(redis)], PATIENCE)
+        verify.with_history(audit, report)
+    assert report.alike, verify.as_text(report)
 
 
 def _all_read(site: Site) -> bool:

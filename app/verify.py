@@ -1,0 +1,300 @@
+"""`tidemark verify`: every copy of the positions held against Postgres, and Postgres's rows against its states.
+
+Streams move meanwhile, and yet nothing is called a difference that was only a moment: Postgres is read before a copy
+and after it. What it held before, the copy must come to within `patience`; what it does not hold after, the copy may
+not show (docs/design.md, rule 4).
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from tidemark.app.copies import Copy, CopyPositions
+from tidemark.sinks.postgres.audit import Audit, AuditedStream, HistoryFault
+from tidemark.streaming import state
+from tidemark.streaming.direction import beyond
+from tidemark.streaming.errors import TidemarkError
+
+AT_ONCE = 500  # streams
+MOST = 1000  # faults of the history that are listed
+SHOWN = 20  # differences of one copy in the text; the JSON has all
+PAUSE = 0.2  # seconds until a copy that is behind is asked again
+
+Verdict = Literal["behind", "ahead", "differs", "unknown stream", "fault", "away"]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """`copy` shows `found` where Postgres has `postgres`, of `what` (`linear`, `position`, ...) of a stream, and of a
+    writer where one is named. `behind` is for longer than the patience."""
+
+    copy: str
+    stream: str
+    writer: str | None
+    what: str
+    found: int | str | None
+    postgres: int | str | None
+    verdict: Verdict
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """`advances` were looked at; None: the history was not asked for."""
+
+    streams: int = 0
+    copies: list[str] = field(default_factory=list)
+    advances: int | None = None
+    differences: list[Difference] = field(default_factory=list)
+    history: list[HistoryFault] = field(default_factory=list)
+
+    @property
+    def alike(self) -> bool:
+        return not self.differences and not self.history
+
+
+def compared(
+    audit: Audit, copies: Sequence[Copy], patience: float, clock: Callable[[], float] = time.monotonic
+) -> VerifyReport:
+    """Raises what `audit` raises; a copy that does not answer is a difference of its own."""
+    report = VerifyReport(copies=[it.name for it in copies])
+    names = audit.names()
+    report.streams = len(names)
+    living = [*copies]
+    for start in range(0, len(names), AT_ONCE):
+        part = names[start : start + AT_ONCE]
+        before = audit.streams(part)
+        for stream, rows in before.items():
+            report.differences += state_differences(audit, stream, rows)
+        for copy in [*living]:
+            try:
+                report.differences += _copy_differences(audit, copy, before, clock() + patience, clock)
+            except TidemarkError as problem:
+                living.remove(copy)
+                report.differences.append(_away(copy, problem))
+    for copy in living:
+        try:
+            shown = copy.names()
+        except TidemarkError as problem:
+            report.differences.append(_away(copy, problem))
+            continue
+        if strange := shown.difference(names):
+            strange = strange.difference(audit.names())
+        report.differences += [
+            Difference(copy.name, it, None, "", None, None, "unknown stream") for it in sorted(strange)
+        ]
+    return report
+
+
+def _away(copy: Copy, problem: TidemarkError) -> Difference:
+    return Difference(copy.name, "", None, "", " ".join(str(problem).split()), None, "away")
+
+
+def _copy_differences(
+    audit: Audit, copy: Copy, before: Mapping[str, AuditedStream], deadline: float, clock: Callable[[], float]
+) -> list[Difference]:
+    pending, found = sorted(before), []
+    while pending:
+        shown = copy.read(pending)
+        ahead = [it for it in pending if _beyond(before[it], shown[it])]
+        after = audit.streams(ahead) if ahead else {}
+        wrong = {it: [*_ahead(copy.name, it, after[it], shown[it])] for it in after}
+        lacking = {it: [*_behind(copy.name, it, before[it], shown[it])] for it in pending}
+        over = clock() >= deadline
+        found += [one for it in pending if over or not lacking[it] for one in [*wrong.get(it, ()), *lacking[it]]]
+        pending = [] if over else [it for it in pending if lacking[it]]
+        if pending:
+            time.sleep(PAUSE)
+    return found
+
+
+def _beyond(rows: AuditedStream, shown: CopyPositions) -> bool:
+    return any(_ahead("", "", rows, shown))
+
+
+def _ahead(copy: str, stream: str, rows: AuditedStream, shown: CopyPositions) -> Iterator[Difference]:
+    for what, here, there in _figures(rows, shown):
+        if here is not None and beyond(here, there):
+            yield Difference(copy, stream, None, what, here, there, "ahead")
+    for writer, here in shown.positions.items():
+        known = rows.writers.get(writer)
+        if known is None or beyond(here, known.position):
+            yield Difference(copy, stream, writer, "position", here, None if known is None else known.position, "ahead")
+
+
+def _behind(copy: str, stream: str, rows: AuditedStream, shown: CopyPositions) -> Iterator[Difference]:
+    if shown.problem is not None:
+        yield Difference(copy, stream, None, "", shown.problem, None, "fault")
+        return
+    for what, here, there in _figures(rows, shown):
+        if (here is None and what == "linear") or (here is not None and beyond(there, here)):
+            yield Difference(copy, stream, None, what, here, there, "behind")
+    for writer, there in rows.positions.items():
+        at = shown.positions.get(writer, None if shown.whole else shown.linear)
+        if at is None or beyond(there, at):
+            yield Difference(copy, stream, writer, "position", at, there, "behind")
+
+
+def _figures(rows: AuditedStream, shown: CopyPositions) -> list[tuple[str, int | None, int]]:
+    return [
+        ("linear", shown.linear, rows.linear),
+        ("allocated", shown.allocated, rows.allocated),
+        ("late completions", shown.late, rows.late),
+    ]
+
+
+STATE = "the query's state"
+GAP = "open gap"
+
+
+def state_differences(audit: Audit, stream: str, rows: AuditedStream) -> Iterator[Difference]:
+    """Rows and state are of one transaction, so they are alike, but for what outlives a state: the position of a writer
+    that comes back after it was forgotten, and what is allocated where the database went back."""
+
+    def told(writer: str | None, what: str, here: int | str | None, there: int | str | None) -> Difference:
+        return Difference(STATE, stream, writer, what, here, there, "differs")
+
+    stored = state.decode(rows.state)
+    stored.writers.open_waiting()
+    signed = stored.direction.signed
+    if signed(stored.line.position) != rows.linear:
+        yield told(None, "linear", signed(stored.line.position), rows.linear)
+    if stored.allocated > abs(rows.allocated):
+        yield told(None, "allocated", signed(stored.allocated), rows.allocated)
+    gaps: set[tuple[str, int]] = set()
+    for name, known in stored.writers.items():
+        gaps |= {(name, signed(top)) for _, top, _ in known.chain.gaps()}
+        row, position = rows.writers.get(name), signed(known.position)
+        if row is None:
+            yield told(name, "position", position, None)
+            continue
+        if position != row.position and not (
+            beyond(row.position, position) and audit.led_to(stream, name, position) == row.position
+        ):
+            yield told(name, "position", position, row.position)
+        if known.epoch > row.epoch:
+            yield told(name, "epoch", known.epoch, row.epoch)
+        elif known.epoch == row.epoch and (known.retired is not None) != row.retired:
+            yield told(
+                name, "status", *("retired" if it else "active" for it in (known.retired is not None, row.retired))
+            )
+    yield from (told(name, "position", None, at) for name, at in rows.positions.items() if name not in stored.writers)
+    yield from (told(name, GAP, top, None) for name, top in sorted(gaps - rows.gaps))
+    yield from (told(name, GAP, None, top) for name, top in sorted(rows.gaps - gaps))
+
+
+def with_history(audit: Audit, report: VerifyReport) -> None:
+    report.history = audit.history_faults(None, MOST)
+    report.advances = audit.advances()
+
+
+_DO: dict[tuple[str, str], str] = {
+    ("redis", "behind"): "the pipeline fills Redis again within a minute; `tidemark status` tells whether one runs",
+    (
+        "redis",
+        "ahead",
+    ): "was the database restored? Nothing is taken back: readers may have used it. A pipeline that reads"
+    " the facts again catches up; `tidemark status` tells how many records wait",
+    ("redis", "unknown stream"): "Redis is of another database: check TIDEMARK_REDIS_URL and TIDEMARK_POSTGRES_DSN",
+    ("redis", "fault"): "delete the stream's keys; the pipeline fills them again from Postgres within a minute",
+    ("redis", "away"): "readers go on from Postgres where they have it; see to Redis",
+    (
+        "state",
+        "differs",
+    ): "one transaction writes both, so somebody else wrote into the schema tidemark. Stop the pipeline"
+    " before it goes on from it, and restore the rows",
+    ("sidecar", "behind"): "it has lost Redis and Postgres, or hangs: its /readyz and log tell; any number may run, so"
+    " restart it",
+    ("sidecar", "ahead"): "it never tells less than it told before: was the database restored? Restart it once the"
+    " pipeline has caught up",
+    ("sidecar", "unknown stream"): "it reads other servers: compare `tidemark config` there and here",
+    ("sidecar", "away"): "start it, or correct its address",
+}
+
+_HISTORY = (
+    "rows were deleted or written by hand, or a part of the database was restored. Positions do not come from the"
+    " history; readers that were away read such a range from their table"
+)
+
+
+def _remedy(copy: str, verdict: str) -> str:
+    kind = "state" if copy == STATE else copy.split(maxsplit=1)[0].removesuffix("'s")
+    return _DO[kind, verdict]
+
+
+def as_json(report: VerifyReport) -> str:
+    found = {
+        "alike": report.alike,
+        "streams": report.streams,
+        "copies": report.copies,
+        "advances": report.advances,
+        "differences": report.differences,
+        "history": report.history,
+    }
+    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
+
+
+def as_text(report: VerifyReport) -> str:
+    """A line for each difference, by copy, and below those of a kind what to do; last what was compared."""
+    lines: list[str] = []
+    kinds: dict[tuple[str, str], list[Difference]] = {}
+    for it in report.differences:
+        kinds.setdefault((it.copy, it.verdict), []).append(it)
+    for (copy, verdict), of_kind in kinds.items():
+        lines += [_sentence(it) for it in of_kind[:SHOWN]]
+        if len(of_kind) > SHOWN:
+            lines.append(f"{copy}: {len(of_kind) - SHOWN} more that are {verdict}, {_streams_of(of_kind)} in all")
+        lines.append(f"    {_remedy(copy, verdict)}")
+    lines += [_broken(it) for it in report.history[:SHOWN]]
+    if len(report.history) > SHOWN:
+        more = "or more" if len(report.history) == MOST else "in all"
+        lines.append(f"history: {len(report.history)} {more} do not join")
+    if report.history:
+        lines.append(f"    {_HISTORY}")
+    return "\n".join([*lines, _last(report)])
+
+
+def _sentence(it: Difference) -> str:
+    if it.verdict == "away":
+        return f"{it.copy}: {it.found}"
+    if it.verdict == "unknown stream":
+        return f"{it.stream}: {it.copy} shows it, and Postgres does not know it"
+    if it.verdict == "fault":
+        return f"{it.stream}: {it.copy} cannot be read: {it.found}"
+    if it.what == GAP:
+        where, other = (it.copy, "Postgres") if it.postgres is None else ("Postgres", it.copy)
+        top = it.found if it.postgres is None else it.postgres
+        return f"{it.stream}: the gap of {it.writer} below {top} is open in {where} and not in {other}: {it.verdict}"
+    whose = it.what if it.writer is None else f"{it.what} of {it.writer}"
+    here, there = ("nothing" if at is None else str(at) for at in (it.found, it.postgres))
+    return f"{it.stream}: {whose} is {here} in {it.copy} and {there} in Postgres: {it.verdict}"
+
+
+def _broken(it: HistoryFault) -> str:
+    match it.fault:
+        case "hole":
+            what = f"a hole: nothing leads from {it.expected} to {it.found}"
+        case "overlap":
+            what = f"an overlap: after {it.expected} it goes on from {it.found}"
+        case "regress":
+            what = f"a step back: {it.expected} was published, and then {it.found}"
+        case "no writer":
+            what = f"it leads to {it.found}, and no such writer is known"
+    return f"{it.stream}: the history of {it.writer} has {what}"
+
+
+def _streams_of(differences: Sequence[Difference]) -> str:
+    count = len({it.stream for it in differences})
+    return f"{len(differences)} in {count} stream{'' if count == 1 else 's'}"
+
+
+def _last(report: VerifyReport) -> str:
+    where = ", ".join(["Postgres", STATE, *report.copies])
+    wrong = len(report.differences)
+    ending = "" if report.advances is None else f"; {report.advances} advances join"
+    if report.history:
+        ending = f"; the history of {report.advances} advances does not join, at {len(report.history)} places"
+    said = f"{wrong} difference{'' if wrong == 1 else 's'}" if wrong else "no difference"
+    return f"{said} in {report.streams} stream{'' if report.streams == 1 else 's'} of {where}{ending}"

@@ -1,0 +1,187 @@
+"""`tidemark verify` on real servers: what differs is named, and what was only a moment is not."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import psycopg
+import pytest
+from click.testing import CliRunner
+
+from tests.app.sidecar.given import sidecar
+from tests.sinks.reader.given import Pipeline
+from tests.streaming.builders import STREAM, Shard, join, position, rdata, void
+from tidemark.app import verify
+from tidemark.app.cli import main
+from tidemark.app.copies import Copy, CopyPositions, RedisKeys, RedisTokens, Sidecar
+from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.sinks.postgres.audit import Audit
+from tidemark.sinks.redis.names import STREAMS, key
+from tidemark.sinks.redis.publish import Redis
+
+
+@pytest.fixture
+def audit(dsn: str) -> Iterator[Audit]:
+    with Audit(dsn) as audit:
+        yield audit
+
+
+@pytest.fixture
+def fed(pipeline: Pipeline) -> Shard:
+    """Two writers, one of which owes 4; the line is at 3. As the query and the sinks make it of records."""
+    shard = Shard()
+    pipeline.publish(shard.feed(join("a", 0), join("b", 0)))
+    pipeline.publish(shard.feed(rdata("a", 1, 0, epoch=1), void("a", 1, 2, epoch=1), rdata("b", 3, 0, epoch=1)))
+    pipeline.publish(shard.feed(position("a", 2, 3, epoch=1), rdata("b", 6, 5, epoch=1), position("a", 3, 9, epoch=1)))
+    pipeline.publish(shard.feed(rdata("b", 8, 6, epoch=1)))
+    return shard
+
+
+def told(audit: Audit, redis: Redis, *more: Copy) -> list[str]:
+    copies: Sequence[Copy] = [RedisKeys(redis), RedisTokens(redis), *more]
+    report = verify.compared(audit, copies, 0.0)
+    verify.with_history(audit, report)
+    assert report.alike == (verify.as_text(report).count("\n") == 0)
+    return verify.as_text(report).splitlines()
+
+
+@pytest.mark.usefixtures("fed")
+def test_copies_that_are_alike_have_no_difference(audit: Audit, shown: Redis, dsn: str, redis_url: str) -> None:
+    """Rows, state, keys, token, a sidecar and the history of a stream with a gap."""
+    with sidecar(ReadSideConfig(redis_url, dsn)) as client:
+        url = str(client.base_url)
+        assert told(audit, shown, Sidecar(url, None, None)) == [
+            "no difference in 1 stream of Postgres, the query's state, redis, redis's token,"
+            f" sidecar {url}; 3 advances join"
+        ]
+
+
+@pytest.mark.usefixtures("fed")
+def test_redis_that_lacks_and_redis_that_is_ahead_are_told_apart(audit: Audit, shown: Redis, keys: Any) -> None:
+    """Each with what to do; the token is a copy of its own."""
+    keys.hset(key(STREAM, "positions"), "a", 2)
+    keys.set(key(STREAM, "linear"), 7)
+    keys.delete(key(STREAM, "token"))
+    lines = told(audit, shown)
+    assert "events: linear is 7 in redis and 3 in Postgres: ahead" in lines
+    assert "events: position of a is 2 in redis and 9 in Postgres: behind" in lines
+    assert "events: linear is nothing in redis's token and 3 in Postgres: behind" in lines
+    assert sum(line.startswith("    ") for line in lines) == 3
+
+
+@pytest.mark.usefixtures("fed")
+def test_streams_and_values_that_are_not_ours_are_named(audit: Audit, shown: Redis, keys: Any) -> None:
+    """A stream that Postgres does not know, and keys that hold something else; the other copies are compared."""
+    keys.sadd(STREAMS, "foreign")
+    keys.set(key(STREAM, "linear"), "seven")
+    lines = told(audit, shown)
+    assert "foreign: redis shows it, and Postgres does not know it" in lines
+    assert any(line.startswith("events: redis cannot be read: its keys hold what is no number") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("update tidemark.streams set linear = 5", "linear is 3 in the query's state and 5 in Postgres"),
+        (
+            "update tidemark.stream_positions set position = 12 where writer = 'a'",
+            "position of a is 9 in the query's state and 12 in Postgres",
+        ),
+        (
+            "update tidemark.stream_positions set retired = true where writer = 'a'",
+            "status of a is active in the query's state and retired in Postgres",
+        ),
+        ("delete from tidemark.stream_gaps", "the gap of b below 5 is open in the query's state and not in Postgres"),
+        ("delete from tidemark.stream_positions", "position of b is 3 in the query's state and nothing in Postgres"),
+    ],
+)
+@pytest.mark.usefixtures("fed")
+def test_rows_that_somebody_wrote_differ_from_the_state(
+    audit: Audit, shown: Redis, sql: psycopg.Connection, statement: str, said: str
+) -> None:
+    """The state is of the same transaction as the rows."""
+    sql.execute(statement.encode())
+    assert f"events: {said}: differs" in told(audit, shown)
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        (
+            "delete from tidemark.packed_advances where batch = 2",
+            "the history of a has a hole: nothing leads from 0 to 2",
+        ),
+        (
+            "delete from tidemark.packed_advances where batch = 3",
+            "the history of a has a hole: nothing leads from 2 to 9",
+        ),
+        (
+            "insert into tidemark.packed_advances select * from tidemark.packed_advances where batch = 2",
+            "the history of a has an overlap: after 2 it goes on from 0",
+        ),
+        (
+            "update tidemark.packed_advances set ahead = array[-3, 0] where batch = 2",
+            "the history of a has a step back: 5 was published, and then 3",
+        ),
+        (
+            "update tidemark.stream_positions set position = 2 where writer = 'a'",
+            "the history of a has a step back: 9 was published, and then 2",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("fed")
+def test_a_history_that_does_not_join_is_named(
+    audit: Audit, shown: Redis, sql: psycopg.Connection, statement: str, said: str
+) -> None:
+    """A hole at its beginning, within and at its end; an overlap; a step back."""
+    sql.execute(statement.encode())
+    assert f"events: {said}" in told(audit, shown)
+
+
+class Catching:
+    """A copy that is one reading late, and then right."""
+
+    name = "redis"
+
+    def __init__(self, redis: Redis) -> None:
+        self._right = RedisKeys(redis)
+        self.looks = 0
+
+    def names(self) -> set[str]:
+        return set()
+
+    def read(self, streams: Sequence[str]) -> dict[str, CopyPositions]:
+        self.looks += 1
+        return self._right.read(streams) if self.looks > 1 else dict.fromkeys(streams, CopyPositions(None))
+
+
+@pytest.mark.usefixtures("fed")
+def test_a_copy_that_catches_up_in_time_is_no_difference(audit: Audit, shown: Redis) -> None:
+    """What was published a moment ago is on its way; without patience it is told."""
+    assert verify.compared(audit, [Catching(shown)], 60.0).alike
+    assert not verify.compared(audit, [Catching(shown)], 0.0).alike
+
+
+@pytest.mark.usefixtures("fed")
+def test_the_command_ends_with_1_and_tells_programs_all(dsn: str, redis_url: str, keys: Any) -> None:
+    """Of a sidecar that is away too; 0 where all is alike."""
+    settings = {"TIDEMARK_POSTGRES_DSN": dsn, "TIDEMARK_REDIS_URL": redis_url}
+    well = CliRunner().invoke(main, ["verify", "--history", "--json"], env=settings)
+    assert well.exit_code == 0
+    assert json.loads(well.output)["advances"] == 3
+    keys.set(key(STREAM, "linear"), 2)
+    words = ["verify", "--patience=0", "--json", "--sidecar", "http://127.0.0.1:1"]
+    done = CliRunner().invoke(main, words, env=settings)
+    assert done.exit_code == 1
+    found = {it["copy"]: it for it in json.loads(done.output)["differences"]}
+    assert found["redis"] == {
+        "copy": "redis",
+        "stream": STREAM,
+        "writer": None,
+        "what": "linear",
+        "found": 2,
+        "postgres": 3,
+        "verdict": "behind",
+    }
+    assert found["sidecar http://127.0.0.1:1"]["verdict"] == "away"
+    assert CliRunner().invoke(main, ["verify", "--sidecar", "here"], env=settings).exit_code == 2
