@@ -26,25 +26,33 @@ FEWER = 8  # so many times fewer records has a batch after one that had to be cu
 
 class Batches:
     """The query's sink. `seed` is what its batches began with; `topics` are those that are read; `most` is how many
-    records Spark gives a batch.
+    records Spark gives a batch; `interval` are the least seconds from one batch to the next.
 
     After `finish` the batch in hand is completed and none begins.
     """
 
     def __init__(
-        self, publisher: Publisher, board: Board, seed: Seed, topics: Mapping[str, RememberedTopic], most: int
+        self,
+        publisher: Publisher,
+        board: Board,
+        seed: Seed,
+        topics: Mapping[str, RememberedTopic],
+        most: int,
+        interval: float,
     ) -> None:
         self._publisher = publisher
         self._board = board
         self._seed = seed
         self._topics = topics
         self._most = most
+        self._interval = interval
         self._finishing = threading.Event()
         self._in_hand = threading.Lock()
         self.failure: TidemarkError | None = None
         self.published = 0
 
     def __call__(self, batch: DataFrame, number: int) -> None:
+        ends = time.monotonic() + self._interval
         with self._in_hand:
             try:
                 if self._finishing.is_set():
@@ -53,6 +61,9 @@ class Batches:
             except TidemarkError as error:
                 self.failure = error
                 raise
+        # Spark asks for the next records when this returns. Its own trigger has an interval too, but begins at
+        # multiples of it, so that the first record after a silence would wait. Killed here, it repeats a known batch.
+        self._finishing.wait(max(0.0, ends - time.monotonic()))
 
     def finish(self, seconds: float) -> bool:
         """Let the batch in hand end and no other begin; False where it did not end in time."""

@@ -208,7 +208,8 @@ class Attempt:
             end_offsets = stack.enter_context(EndOffsets(topics, start.topics, self._board).running())
             recaller = RecallerConfig(settings.kafka_facts_topic, kafka.client(), kafka.producer())
             recalling = stack.enter_context(Recaller(recaller, postgres, lease, metrics.RECALLED.inc))
-            self._batches = Batches(publisher, self._board, start.seed, start.topics, self._most)
+            interval = settings.batch_interval_ms / 1000
+            self._batches = Batches(publisher, self._board, start.seed, start.topics, self._most, interval)
             spark, store = self._spark.session(stopping), settings.checkpoint_store
             location = str(checkpoint.path) if store is None else stack.enter_context(folder(spark, store))
             running = stack.enter_context(self._query(spark, start, location, self._batches))

@@ -34,7 +34,6 @@ FOR_OTHERS = {f"{PREFIX}METRICS_URL", f"{PREFIX}SIDECAR_URL"}
 _OURS = re.compile(rf"({PREFIX}[A-Z][A-Z0-9_]*)(=[^\s,;]+)?")
 _HOME = Path("~/.cache/tidemark").expanduser()
 
-
 Memory = Annotated[str, Field(pattern=r"^[1-9]\d*[kmgt]$")]
 
 
@@ -105,6 +104,9 @@ class Settings(SidecarSettings, Connections):
         description="Directory with the jars of Spark's Kafka source.",
     )
     max_records_per_batch: Positive = Field(2_000_000, description="Kafka records that one batch reads at most.")
+    batch_interval_ms: Annotated[int, Field(ge=0, le=10_000)] = Field(
+        0, description="Least time from one batch to the next: more of it costs latency and saves cores."
+    )
     java_home: Path | None = Field(
         None, validation_alias="JAVA_HOME", description="Java to use; without it the first on the PATH."
     )
@@ -144,9 +146,7 @@ class Settings(SidecarSettings, Connections):
     up_redis_port: AnyPort = Field(16379, description="`tidemark up`: port of Redis; 0 = any free one.")
     up_metrics_port: AnyPort = Field(19464, description="`tidemark up`: port of the metrics; 0 = any free one.")
     up_sidecar_port: AnyPort = Field(19480, description="`tidemark up`: port of the sidecar; 0 = any free one.")
-    up_sidecar_tcp_port: AnyPort = Field(
-        19481, description="`tidemark up`: port of the line protocol; 0 = any free one."
-    )
+    up_sidecar_tcp_port: AnyPort = Field(19481, description="`tidemark up`: port of the lines; 0 = any free one.")
 
     @model_validator(mode="after")
     def _executors_come_and_go_with_a_store(self) -> Self:

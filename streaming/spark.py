@@ -12,6 +12,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from subprocess import Popen
 from threading import Thread
+from typing import Any
 
 import structlog
 from py4j.java_gateway import JavaGateway
@@ -23,6 +24,8 @@ from pyspark.sql import SparkSession
 from tidemark.streaming.errors import SparkDied
 from tidemark.streaming.executors import package
 
+_FILES = "spark.hadoop.fs.file.impl"
+
 # Where measured: docs/engine.md 3 and 4.
 SETTINGS = {
     "spark.app.name": "tidemark",
@@ -33,7 +36,7 @@ SETTINGS = {
     "spark.sql.streaming.checkpointFileManagerClass": (
         "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
     ),
-    "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
+    _FILES: "org.apache.hadoop.fs.RawLocalFileSystem",
     # The checkpoint is disposable (docs/design.md 5): a damaged file costs a reseed from Postgres, so a sum is not
     # worth it.
     "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
@@ -49,6 +52,9 @@ SETTINGS = {
     "spark.shuffle.compress": "false",
     # An idle system runs no batch; what must happen then is done by threads of the driver.
     "spark.sql.streaming.noDataMicroBatches.enabled": "false",
+    # Nor need Kafka be asked a hundred times a second then: three requests, 2 ms of a core in the JVM alone. Records
+    # that come after a silence wait half of this on average; where there is always something to read nobody waits.
+    "spark.sql.streaming.pollingDelay": "200ms",
     # Old batches are of no use: a lost checkpoint is seeded from Postgres.
     "spark.sql.streaming.minBatchesToRetain": "10",
     # A query that fails is started again by the pipeline, which knows what may be retried.
@@ -157,6 +163,8 @@ def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
     # Workers must run this interpreter: another would lack our packages.
     os.environ["PYSPARK_PYTHON"] = conf.get("spark.pyspark.python", sys.executable)
     os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    if is_local(conf.get("spark.master", "")) and conf.get(_FILES) == SETTINGS[_FILES]:
+        _write_without_processes(jvm.gateway)
     context = SparkContext(conf=conf, gateway=jvm.gateway)
     # Its one client is the JVM: when that dies it would print a stack trace about it.
     context._accumulatorServer.handle_error = _say_nothing  # type: ignore[method-assign, assignment]
@@ -168,6 +176,23 @@ def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
     else:
         context.addPyFile(str(package(Path(conf.get("spark.local.dir", ".")))))
     return session
+
+
+def _write_without_processes(gateway: JavaGateway) -> None:
+    """Hadoop runs `chmod` for each file that it makes, four a batch: 14 of some 90 ms of CPU.
+
+    It keeps one object per file system: that for local files is put in the place of the one with which Spark has looked
+    at its jars. Should it be lost again, only the processes are back.
+    """
+    java: Any = gateway.jvm
+    compiler = java.org.codehaus.janino.SimpleCompiler()
+    compiler.cook(files("tidemark.streaming").joinpath("LocalFiles.java").read_text())
+    conf = java.org.apache.hadoop.conf.Configuration()
+    conf.setClassLoader(compiler.getClassLoader())
+    conf.set("fs.file.impl", "tidemark.LocalFiles")
+    local = java.java.net.URI("file:///")
+    java.org.apache.hadoop.fs.FileSystem.get(local, conf).close()
+    java.org.apache.hadoop.fs.FileSystem.get(local, conf)
 
 
 def executors(session: SparkSession) -> int:

@@ -21,7 +21,6 @@ from psycopg import sql
 
 from tests.app.feeding import PlayFeed
 from tests.app.running import PATIENCE, Running
-from tests.fix_servers import unhurried
 from tests.play.cast import Cast
 from tests.play.published import RedisReader, differences
 from tests.shadows import shadowed
@@ -231,7 +230,6 @@ def made_site(
             "TIDEMARK_CHECKPOINT": str(home / "checkpoint"),
             "TIDEMARK_SPARK_JARS": str(jars),
             "TIDEMARK_SPARK_DRIVER_MEMORY": "512m",
-            "TIDEMARK_SPARK_CONF_FILE": str(unhurried(home / "spark.conf")),
             "TIDEMARK_LOG_LEVEL": "debug",
         },
     )

@@ -213,9 +213,3 @@ def deaf(server: ServerProcess) -> Iterator[None]:
         for process in family:
             if process.is_running():
                 process.send_signal(signal.SIGCONT)
-
-
-def unhurried(path: Path) -> Path:
-    """Settings of Spark with which a pipeline that waits asks Kafka ten times a second, and not as often as it can."""
-    path.write_text("spark.sql.streaming.pollingDelay 100ms\n")
-    return path

@@ -11,7 +11,6 @@ import pytest
 import redis
 from dotenv import dotenv_values
 
-from tests.fix_servers import unhurried
 from tests.shadows import shadowed
 from tests.waiting import eventually
 from tidemark.app.settings import child_environment
@@ -32,8 +31,7 @@ class Terminal:
         self.folder = shadowed(root / "folder")
         servers = ("KAFKA", "POSTGRES", "REDIS", "METRICS", "SIDECAR", "SIDECAR_TCP")
         ports = {f"TIDEMARK_UP_{server}_PORT": "0" for server in servers}
-        conf = {"TIDEMARK_SPARK_CONF_FILE": str(unhurried(root / "spark.conf"))}
-        self.environment = child_environment({"TIDEMARK_HOME": str(root), **ports, **conf})
+        self.environment = child_environment({"TIDEMARK_HOME": str(root), **ports})
 
     def run(
         self, *words: str, stdin: bytes = b"", patience: float = 60.0, **changes: str

@@ -16,6 +16,7 @@ from tests.bench import (
     history,
     latency,
     outbox,
+    quiet,
     race,
     report,
     results,
@@ -52,6 +53,7 @@ def everything() -> None:
         _record("streams", race.run(site, race.STREAMS))
         _record("runs", runs.run(site, runs.RunsPlan()))
         _record("latency", latency.run(site, latency.LatencyPlan()))
+        _record("quiet", quiet.run(site, quiet.QuietPlan()))
         _record("gap", gap.run(site, gap.GapPlan()))
         _record("append", append.run(site, append.AppendPlan()))
         _record("sidecar", sidecar.run(site, sidecar.CrowdPlan()))
@@ -112,6 +114,13 @@ def cores_(**sizes: Any) -> None:
 def latency_(**sizes: Any) -> None:
     """Completion to subscriber, under light traffic."""
     _on_servers("latency", lambda site: latency.run(site, latency.LatencyPlan(**sizes)))
+
+
+@main.command("quiet")
+@_sizes(quiet.QuietPlan(), "intervals", "warm_seconds", "seconds")
+def quiet_(**sizes: Any) -> None:
+    """What little traffic costs, or none, with more and less time between batches."""
+    _on_servers("quiet", lambda site: quiet.run(site, quiet.QuietPlan(**sizes)))
 
 
 @main.command("gap")

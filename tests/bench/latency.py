@@ -62,6 +62,10 @@ class MoveTimes:
                 stream, writer = divmod(owner, self._shape.writers)
                 self._awaited[self._shape.stream(stream), self._shape.writer(writer)].append((position, at))
 
+    def between(self, since: float, until: float) -> list[float]:
+        """Latencies, in milliseconds, of the moves that were allowed in that time."""
+        return [1000 * latency for allowed, latency in self.latencies if since <= allowed < until]
+
     def seen(self, stream: str, writer: str, position: int, at: float) -> None:
         awaited = self._awaited[stream, writer]
         while awaited and awaited[0][0] <= position:
@@ -78,21 +82,17 @@ def run(site: BenchSite, plan: LatencyPlan) -> dict[str, Any]:
     sender.flush()
     with (
         pipeline(site, topic, plan.partitions, {}) as running,
-        _subscribed(running.redis_url, _SHAPE, moves),
+        subscribed(running.redis_url, _SHAPE, moves),
     ):
         click.echo(f"sending {plan.rate:g} records a second for {plan.warm_seconds + plan.seconds:.0f} s", err=True)
         counted_from = time.monotonic() + plan.warm_seconds
         sent_before = sender.records
-        counted_to = _send(plan, play, sender, moves)
-        rest = play.finish()
-        moves.completed(rest, time.monotonic())
-        sender.send(rest)
-        sender.flush()
+        counted_to = send(plan.rate, plan.warm_seconds + plan.seconds, play, sender, moves)
+        rest = finish(play, sender, moves)
         running.await_positions(play)
-        _await_all_seen(moves)
-    counted = [1000 * latency for allowed, latency in moves.latencies if counted_from <= allowed < counted_to]
+    counted = moves.between(counted_from, counted_to)
     return {
-        "rate": (sender.records - sent_before - len(rest)) / (plan.warm_seconds + plan.seconds),
+        "rate": (sender.records - sent_before - rest) / (plan.warm_seconds + plan.seconds),
         "seconds": plan.seconds,
         "moves": len(counted),
         "percentiles": {str(p): float(np.percentile(counted, p)) for p in (50, 90, 99, 99.9, 100)},
@@ -113,23 +113,33 @@ def render(figures: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _send(plan: LatencyPlan, play: WritersAtWork, sender: Sender, moves: MoveTimes) -> float:
-    """Returns when the last was sent."""
-    random = Random(_SHAPE.seed)
+def send(rate: float, seconds: float, play: WritersAtWork, sender: Sender, moves: MoveTimes) -> float:
+    """Transactions at random moments, `rate` a second on average; returns when the last was sent."""
+    random = Random(play.shape.seed)
     due = time.monotonic()
-    ends = due + plan.warm_seconds + plan.seconds
+    ends = due + seconds
     while due < ends:
         time.sleep(max(0.0, due - time.monotonic()))
         edges = play.step(1)
         if len(edges):
             moves.completed(edges, time.monotonic())
             sender.send(edges)
-        due += random.expovariate(plan.rate)
+        due += random.expovariate(rate)
     return time.monotonic()
 
 
+def finish(play: WritersAtWork, sender: Sender, moves: MoveTimes) -> int:
+    """Send what is still open and wait until every move was seen; the count of completions sent."""
+    rest = play.finish()
+    moves.completed(rest, time.monotonic())
+    sender.send(rest)
+    sender.flush()
+    _await_all_seen(moves)
+    return len(rest)
+
+
 def _await_all_seen(moves: MoveTimes) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while moves.unseen:
         if time.monotonic() > deadline:
             raise WrongResult(f"{moves.unseen} moves of positions never came over the channel")
@@ -137,7 +147,7 @@ def _await_all_seen(moves: MoveTimes) -> None:
 
 
 @contextmanager
-def _subscribed(url: str, shape: Shape, moves: MoveTimes) -> Iterator[None]:
+def subscribed(url: str, shape: Shape, moves: MoveTimes) -> Iterator[None]:
     """A thread that listens on the streams' channels; subscribed when the block begins."""
     with redis.Redis.from_url(url) as client, client.pubsub() as subscription:
         channels = [f"tidemark:{{{shape.stream(number)}}}" for number in range(shape.streams)]

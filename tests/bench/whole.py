@@ -9,6 +9,7 @@ from urllib.request import urlopen
 import psycopg
 import redis
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from tests.bench.rate import RateMark
 from tests.bench.site import BenchSite
@@ -69,14 +70,22 @@ class Whole:
                 raise WrongResult(difference)
             time.sleep(_POLL_SECONDS)
 
+    def batches(self) -> int:
+        """How many this process has published."""
+        samples = self._samples("tidemark_batch_seconds")
+        return int(next(sample.value for sample in samples if sample.name.endswith("_count")))
+
     def sink_seconds(self) -> dict[str, float]:
         """What each sink took on average for a batch, by the pipeline's own metric."""
-        with urlopen(f"http://{LOOPBACK}:{self.server.port}/metrics") as response:
-            families = {family.name: family for family in text_string_to_metric_families(response.read().decode())}
-        samples = families["tidemark_sink_seconds"].samples
+        samples = self._samples("tidemark_sink_seconds")
         sums = {sample.labels["sink"]: sample.value for sample in samples if sample.name.endswith("_sum")}
         counts = {sample.labels["sink"]: sample.value for sample in samples if sample.name.endswith("_count")}
         return {sink: sums[sink] / counts[sink] for sink in sums if counts[sink]}
+
+    def _samples(self, family: str) -> list[Sample]:
+        with urlopen(f"http://{LOOPBACK}:{self.server.port}/metrics") as response:
+            families = {found.name: found for found in text_string_to_metric_families(response.read().decode())}
+        return list(families[family].samples)
 
     def state_bytes(self, stream: str) -> int:
         with psycopg.connect(self.dsn) as connection:

@@ -1,0 +1,21 @@
+"""What the driver's JVM is told beside Spark's own settings."""
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+
+@pytest.mark.parametrize("rights", ["600", "751", "1777"])
+def test_files_get_their_rights_without_a_process(spark: SparkSession, tmp_path: Path, rights: str) -> None:
+    """Spark makes four files a batch, and Hadoop's own class runs `chmod` for each."""
+    hadoop: Any = spark._jvm.org.apache.hadoop  # type: ignore[union-attr]
+    made = tmp_path / "made"
+    made.mkdir()
+    path = hadoop.fs.Path(str(made))
+    files = path.getFileSystem(spark._jsc.hadoopConfiguration())
+    files.setPermission(path, hadoop.fs.permission.FsPermission(rights))
+    assert files.getClass().getName() == "tidemark.LocalFiles"
+    assert f"{stat.S_IMODE(made.stat().st_mode):o}" == rights
