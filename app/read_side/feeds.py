@@ -11,10 +11,12 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 
 import structlog
 
+from tidemark.app.read_side import metrics
 from tidemark.app.read_side.durable import Durable
 from tidemark.app.read_side.notifications import Notifications
 from tidemark.app.read_side.recent import Recalled, Recent
 from tidemark.app.read_side.requests import RequestHandler
+from tidemark.app.read_side.sentinel import Sentinel
 from tidemark.app.read_side.slices import Appeared, Begun, Item, Listener, Slice, ToldUpTo
 from tidemark.app.read_side.snapshots import Known, Snapshots
 from tidemark.app.read_side.tasks import ended
@@ -51,6 +53,7 @@ class Feed:
         self._recent = recent
         self._stream = stream
         self._requests = requests
+        self._sentinel = Sentinel()
         self._notifications = notifications
         self._notified = notifications.next(stream)
         self._following = Following(stream, "vector", None)
@@ -117,6 +120,11 @@ class Feed:
             case ReadList() | ReadNewest():
                 # Before it reads: what is published meanwhile must set it.
                 self._notified = self._notifications.next(self._stream)
+                found = await self._requests.carry_out(request)
+                for fault in self._sentinel.look(request, found):
+                    metrics.CHAIN_FAULTS.labels(fault.kind).inc()
+                    log.error("A list of advances breaks a rule", stream=self._stream, fault=fault)
+                return found
             case AwaitEntry():
                 await self._notified.wait()
                 return None

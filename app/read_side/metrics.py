@@ -5,6 +5,8 @@ One has the names of streams as a label, up to a bound.
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from tidemark.app.read_side.sentinel import FAULT_KINDS
+
 REGISTRY = CollectorRegistry()
 
 REQUESTS = Counter(
@@ -38,6 +40,16 @@ LINES_LEFT_OUT = Gauge(
     "Streams of which it was asked in the last 10 s and that have no series, past TIDEMARK_LABELLED_STREAMS.",
     registry=REGISTRY,
 )
+CHAIN_FAULTS = Counter(
+    "tidemark_sidecar_chain_faults",
+    "What breaks a rule on the lists of advances of followed streams: a `hole` or an `overlap` between two advances of"
+    " a writer, a `regress` of a writer or a line, an advance that is `empty` or has no evidence. Above 0: Redis was"
+    " set back or written by somebody else, or Tidemark has a defect; the sidecar's log names it.",
+    ["fault"],
+    registry=REGISTRY,
+)
+for _fault in FAULT_KINDS:
+    CHAIN_FAULTS.labels(_fault)  # Prometheus sees no increase in a counter that was not there before
 OPEN = Gauge(
     "tidemark_sidecar_open",
     "Requests that are held open now: `wait`, `events` and `watch`. At the limit new ones get 429: run more sidecars.",

@@ -66,6 +66,7 @@ QUIET: Series = {
     f'tidemark_forced_acts_total{{{POD},kind="SKIP"}}': always(0),
     'tidemark_sidecar_server_up{pod="tidemark-sidecar-0",server="redis"}': always(1),
     'tidemark_sidecar_server_up{pod="tidemark-sidecar-0",server="postgres"}': always(1),
+    'tidemark_sidecar_chain_faults_total{pod="tidemark-sidecar-0",fault="hole"}': always(0),
     f"tidemark_relay_relaying{{{RELAY}}}": always(1),
     f"tidemark_relay_looked_timestamp_seconds{{{RELAY}}}": CLOCK,
     f"tidemark_relay_outbox_ids{{{RELAY},{STREAM}}}": always(0),
@@ -303,6 +304,12 @@ def test_what_happened_once_is_told_for_some_minutes(rules: Path, event: str) ->
     """Then it has been, and whoever was called looks at the record of it."""
     series, alerts = EVENTS[event]
     check(rules, QUIET | series, {29: set(), 31: alerts, 38: alerts, 50: set()})
+
+
+def test_a_sidecar_that_sees_a_hole_tells(rules: Path) -> None:
+    """What its sentinel counts is never above 0 while all keep the rules."""
+    broken = {one("tidemark_sidecar_chain_faults_total"): since(30)}
+    check(rules, QUIET | broken, {29: set(), 31: {"TidemarkChainBroken"}, 50: set()})
 
 
 @pytest.mark.parametrize("event", EVENTS)

@@ -26,6 +26,7 @@ from tidemark.app.sidecar.site import SiteConfig
 from tidemark.app.sidecar.sse import EventStream
 from tidemark.app.stack.servers import RedisServer
 from tidemark.sinks.postgres.store import Postgres
+from tidemark.sinks.redis.names import channel, key
 
 
 @dataclass
@@ -91,6 +92,28 @@ def test_snapshot_comes_first_then_every_move(pipeline: Pipeline, client: Sideca
         assert (name, data["kind"], data["writer"], data["prev"], data["id"]) == ("advance", "advance", "w", 2, 3)
         assert (data["facts"], data["linear"]) == (1, 3)
         assert events.next() == ("linear", {"kind": "linear", "stream": "s", "linear": 3})
+
+
+def test_what_breaks_a_rule_on_a_list_is_counted(pipeline: Pipeline, client: SidecarClient, keys: Any) -> None:
+    """While its stream is followed. Nothing is counted of what a pipeline writes."""
+
+    def counted() -> dict[str, float]:
+        lines = [
+            it for it in client.get("/metrics").text.splitlines() if it.startswith("tidemark_sidecar_chain_faults")
+        ]
+        return {fault: float(value) for fault, _, value in (line.rpartition(" ") for line in lines) if "total" in fault}
+
+    before, hole = counted(), 'tidemark_sidecar_chain_faults_total{fault="hole"}'
+    grow(pipeline, 0, 2)
+    with heard(client) as events:
+        assert events.next()[0] == "snapshot"
+        grow(pipeline, 2, 5)
+        events.line(5)
+        assert counted() == before
+        foreign = {"writer": "w", "epoch": 1, "prev": 20, "id": 21, "facts": 1, "empty": 0, "unseen": 0, "skipped": 0}
+        keys.xadd(key("s", "advances"), {"kind": "POSITION", "linear": 5, "batch": 9, "time": 1} | foreign)
+        keys.publish(channel("s"), "POSITION s w 20 21")
+        eventually(lambda: counted() == before | {hole: before[hole] + 1})
 
 
 def test_only_streams_that_were_named(pipeline: Pipeline, client: SidecarClient) -> None:
