@@ -101,6 +101,11 @@ class Board(Collector):
         finally:
             self._sinks = ()
 
+    def forget(self) -> None:
+        """Another process has the lease: what this one knows gets old, and a gap that is closed would age for ever."""
+        with self._lock:
+            self._entries = {}
+
     def update(self, effects: Iterable[ShardEffects]) -> None:
         """A batch was published."""
         with self._lock:

@@ -103,6 +103,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                 failures = 0 if attempt.published else failures + 1
                 if isinstance(error, LeaseLost):
                     highest_token = max(highest_token, error.held, error.now)
+                    board.forget()
                 if isinstance(error, BatchCut):
                     most = error.fewer
                     attempt.distrust(str(error))

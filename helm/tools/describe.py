@@ -1,11 +1,13 @@
-"""The chart's `values.schema.json` and the values in its README, made from the comments of `values.yaml`.
+"""The chart's `values.schema.json`, and the alerts and values in its README, which come from its files and from the
+comments of `values.yaml`.
 
 Run by `make chart-docs`; tests/helm/test_described.py refuses a difference. A comment stands right above its key; its
 lines that begin with `@schema` are JSON, merged into what the default alone tells.
 """
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,10 @@ from tidemark.app.connections import PREFIX
 from tidemark.app.settings import Settings, variable_of
 
 CHART = Path(__file__).parents[1] / "tidemark"
-HEADING = "## Values\n"
+HEADING = "## Alerts\n"
+ALERTS = ("alerts.yaml", "relay-alerts.yaml")
 _ANNOTATION = "@schema "
+_LABEL = re.compile(r"{{ (?:\$labels\.)?\$?(\w+)[^}]*}}")
 _TYPES = {
     "tag:yaml.org,2002:str": "string",
     "tag:yaml.org,2002:int": "integer",
@@ -80,13 +84,40 @@ def settings() -> str:
     return "".join(f"{name.removeprefix(PREFIX)}\n" for name in sorted(names) if name.startswith(PREFIX))
 
 
-def readme(prose: str, values: tuple[Value, ...]) -> str:
-    """`prose` with everything below its last heading made anew."""
+def alerts(files: Path) -> Iterator[str]:
+    """A row for each: Prometheus's templates as the names of what they are filled with."""
+    for name in ALERTS:
+        document = yaml.safe_load((files / name).read_text())
+        for group in document["groups"] if isinstance(document, dict) else document:
+            for rule in group["rules"]:
+                said = rule["annotations"]
+                summary = _LABEL.sub(r"*\1*", said["summary"])
+                yield f"| {rule['alert']} | {rule['labels']['severity']} | {summary} | `{said['command']}` |"
+
+
+def readme(prose: str, values: tuple[Value, ...], told: Iterable[str]) -> str:
+    """`prose` with everything from its heading `Alerts` on made anew; `told` are their rows."""
     above, heading, _ = prose.partition(HEADING)
     if not heading:
         raise ValueError(f"the README has no line {HEADING.strip()!r}")
     rows = [row for value in values for row in value.rows()]
-    return "\n".join([above + heading, "| value | default | |", "|---|---|---|", *rows]) + "\n"
+    explained = "Each says what to do, and names a command to type first."
+    table = ["| alert | severity | what is wrong | first |", "|---|---|---|---|", *told]
+    return "\n".join(
+        [
+            above + heading,
+            explained,
+            "",
+            *table,
+            "",
+            "## Values",
+            "",
+            "| value | default | |",
+            "|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
 
 
 def _object(values: tuple[Value, ...]) -> dict[str, Any]:
@@ -128,7 +159,7 @@ def described(chart: Path) -> dict[Path, str]:
     return {
         chart / "values.schema.json": schema(values),
         chart / "files/settings.txt": settings(),
-        prose: readme(prose.read_text(), values),
+        prose: readme(prose.read_text(), values, alerts(chart / "files")),
     }
 
 

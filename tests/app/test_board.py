@@ -63,6 +63,17 @@ def test_a_restart_shows_every_stream_without_traffic(scraped: tuple[Board, Coll
     assert registry.get_sample_value("tidemark_position", {**labels, "writer": "importer"}) == -4
 
 
+def test_who_lost_the_lease_shows_no_stream(scraped: tuple[Board, CollectorRegistry]) -> None:
+    """The new owner does; a gap that it closes would age here for ever. With the lease they come back."""
+    board, registry = scraped
+    stored, labels = {"history": state.encode(a_backward_stream())}, {"stream": "history"}
+    board.load(stored, {})
+    board.forget()
+    assert registry.get_sample_value("tidemark_oldest_gap_age_seconds", labels) is None
+    board.load(stored, {})
+    assert registry.get_sample_value("tidemark_oldest_gap_age_seconds", labels) == 15.0
+
+
 def test_a_batch_moves_only_the_writers_that_it_names(scraped: tuple[Board, CollectorRegistry]) -> None:
     """Writers that a batch did not touch keep their last position."""
     board, registry = scraped

@@ -40,3 +40,26 @@ def rendered(example: str, *options: str, version: str = KUBERNETES[-1]) -> str:
 
 def objects(example: str, *options: str) -> list[dict[str, Any]]:
     return [found for found in yaml.safe_load_all(rendered(example, *options)) if found]
+
+
+def alert_rules() -> str:
+    """The file of rules for Prometheus, as the chart writes it for its own values, with the relay of one database."""
+    values = yaml.safe_load((CHART / "values.yaml").read_text())["monitoring"]["prometheusRule"]
+    placed = {
+        "NAMESPACE": "streams",
+        "RELAY": "tidemark-relay-shop",
+        "DATABASE": "shop",
+        "GAP_SECONDS": values["gapSeconds"],
+        "LAG_RECORDS": values["lagRecords"],
+        "OPEN_SECONDS": values["gapSeconds"],
+        "OUTBOX_IDS": values["outboxIds"],
+    }
+
+    def read(file: str) -> Any:
+        template = (CHART / "files" / file).read_text()
+        for word, value in placed.items():
+            template = template.replace(word, str(value))
+        return yaml.safe_load(template)
+
+    text: str = yaml.safe_dump({"groups": read("alerts.yaml")["groups"] + read("relay-alerts.yaml")})
+    return text
