@@ -48,8 +48,8 @@ cluster-test: setup ## Run the pipeline on a Spark cluster of two workers, one o
 	$(BIN)/pytest tests/cluster
 
 .PHONY: languages-test
-languages-test: setup ## Run the services in Go, Java and Node that docs/writing.md shows; what is not installed is skipped
-	$(BIN)/pytest tests/services/check_registries.py
+languages-test: setup ## Run the services of docs/writing.md in Go, Java and Node, and the rivals of the benchmark in Java; skips what is not installed
+	$(BIN)/pytest tests/services/check_registries.py tests/bench/check_rivals.py
 
 .PHONY: torture
 torture: setup ## Let everything befall a stack of its own for ten minutes, and hold what was read against what was written
@@ -129,7 +129,7 @@ kube-test: setup ## Install the trial on the cluster of the current context, bre
 
 ##@ Measure
 .PHONY: bench
-bench: setup ## Measure Tidemark beside its alternatives and write docs/benchmarks.md
+bench: setup ## Measure Tidemark beside its alternatives, on the JVM too where Maven is, and write docs/benchmarks.md (an hour)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS),bench]'
 	$(BIN)/python -m tests.bench
 

@@ -82,10 +82,11 @@ NEEDS = (
     Need(
         "javac",
         "openjdk-17-jdk-headless",
-        frozenset({"javac"}),
+        frozenset({"javac", "rivals"}),
         lambda: shutil.which("javac") is not None,
         everywhere=False,
     ),
+    Need("Maven", "maven", frozenset({"rivals"}), lambda: shutil.which("mvn") is not None, everywhere=False),
     Need("PgBouncer", "pgbouncer", frozenset({"pooler"}), lambda: pgbouncer() is not None, everywhere=False),
     Need("Java 17 or newer", "openjdk-17-jre-headless", frozenset({"java"}), _java),
     Need("setpriv for root", "util-linux", frozenset({"postgres", "terminal"}), _other_user),

@@ -1,4 +1,4 @@
-"""The benchmark's command line. Without a subcommand it measures everything but `soak`, about half an hour."""
+"""The benchmark's command line. Without a subcommand it measures everything but `soak`, about an hour."""
 
 import sys
 from collections.abc import Callable
@@ -10,6 +10,7 @@ import click
 from tests.bench import (
     append,
     attacks,
+    contestants,
     cores,
     flat,
     gap,
@@ -47,11 +48,9 @@ def main(context: click.Context) -> None:
 def everything() -> None:
     """Everything but `soak`, at full size."""
     with servers() as site:
-        _record("throughput", race.run(site, race.THROUGHPUT))
+        _races(site, race.THROUGHPUT.records)
         _record("stages", stages.run(site, stages.StagesPlan()))
         _record("cores", cores.run(site, cores.CoresPlan()))
-        _record("streams", race.run(site, race.STREAMS))
-        _record("runs", runs.run(site, runs.RunsPlan()))
         _record("latency", latency.run(site, latency.LatencyPlan()))
         _record("quiet", quiet.run(site, quiet.QuietPlan()))
         _record("gap", gap.run(site, gap.GapPlan()))
@@ -74,24 +73,51 @@ def _sizes(plan: Any, *names: str) -> Callable[[Callable[..., None]], Callable[.
     return add
 
 
+_against = click.option(
+    "--against",
+    multiple=True,
+    type=click.Choice([name for name in contestants.NAMES if name != contestants.WHOLE]),
+    help="Only this one beside Tidemark; may be repeated.",
+)
+
+
 @main.command()
 @_sizes(race.THROUGHPUT, "records", "batch", "warm_batches", "rounds")
+@_against
+def races(**sizes: Any) -> None:
+    """`throughput`, `streams` and `runs`, one after the other."""
+    with servers() as site:
+        _races(site, **sizes)
+
+
+def _races(site: BenchSite, records: int, **sizes: Any) -> None:
+    """`records` of each topic, or as many facts."""
+    for name, plan in (("throughput", race.THROUGHPUT), ("streams", race.STREAMS)):
+        _record(name, race.run(site, replace(plan, records=records, **sizes)))
+    _record("runs", runs.run(site, runs.RunsPlan(facts=records, **sizes)))
+
+
+@main.command()
+@_sizes(race.THROUGHPUT, "records", "batch", "warm_batches", "rounds")
+@_against
 def throughput(**sizes: Any) -> None:
-    """Few streams: Tidemark, its ceiling, and four alternatives."""
+    """Few streams: Tidemark, its ceiling, and its alternatives."""
     _on_servers("throughput", lambda site: race.run(site, replace(race.THROUGHPUT, **sizes)))
 
 
 @main.command()
 @_sizes(race.STREAMS, "records", "batch", "warm_batches", "rounds")
+@_against
 def streams(**sizes: Any) -> None:
-    """10 000 streams: Tidemark and its ceiling."""
+    """10 000 streams: Tidemark, its ceiling, and its alternatives on the JVM."""
     _on_servers("streams", lambda site: race.run(site, replace(race.STREAMS, **sizes)))
 
 
 @main.command("runs")
 @_sizes(runs.RunsPlan(), "facts", "batch", "warm_batches", "rounds")
+@_against
 def runs_(**sizes: Any) -> None:
-    """Facts one to a Kafka record, and many."""
+    """Facts one to a Kafka record, and many: Tidemark and its alternatives on the JVM."""
     _on_servers("runs", lambda site: runs.run(site, runs.RunsPlan(**sizes)))
 
 

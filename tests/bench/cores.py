@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from tests.bench.race import THROUGHPUT, whole
+from tests.bench.contestants import whole
+from tests.bench.race import THROUGHPUT
 from tests.bench.site import BenchSite
 from tests.bench.table import rate, table
 from tests.bench.topic import fill

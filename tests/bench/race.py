@@ -1,94 +1,58 @@
 """Throughput: Tidemark whole beside its alternatives, by turns, on one topic with the same records."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
 import click
 
-from tests.bench.competitors.task import Task, measure
-from tests.bench.memory import KINDS, Samples, sampled
-from tests.bench.rate import Rate, RateLimits, steady
+from tests.bench.contestants import CEILING, DEFAULT_BATCH, NAMES, WHOLE, Contestants, Passage, RacePlan
 from tests.bench.site import BenchSite
 from tests.bench.table import mib, rate, table
-from tests.bench.topic import Loaded, fill
-from tests.bench.whole import pipeline
+from tests.bench.topic import fill
+from tests.bench.usage import KINDS
 from tests.bench.workload import Shape
-from tidemark.app.settings import Settings
-
-WHOLE = "tidemark"
-CEILING = "ceiling"
-
-NAMES = {
-    CEILING: "Spark's Kafka source, records dropped (the ceiling)",
-    WHOLE: "**Tidemark whole**, Postgres and Redis included",
-    "row-by-row": "Spark: `from_json`, state function row by row",
-    "loop-json": "consumer loop by hand, `json`",
-    "loop-orjson": "consumer loop by hand, `orjson`",
-    "quixstreams": "quixstreams, stateful update",
-}
-_ON_SPARK = {CEILING, WHOLE, "row-by-row"}
-_DEFAULT_BATCH: int = Settings.model_fields["max_records_per_batch"].default
-
-
-@dataclass(frozen=True, slots=True)
-class RacePlan:
-    """`wanted`: competitor -> how many times its rate Tidemark should reach. The first `warm_batches` batches of a JVM
-    do not count; of a consumer loop, which has nothing to warm up but its buffers, the first 100 000 records.
-    """
-
-    shape: Shape
-    wanted: Mapping[str, float]
-    records: int
-    window: float = 30.0
-    batch: int = _DEFAULT_BATCH
-    warm_batches: int = 3
-    partitions: int = 4
-    rounds: int = 3
-
-    def limits(self, name: str, total: int) -> RateLimits:
-        warm = self.warm_batches * self.batch if name in _ON_SPARK else min(100_000, total // 4)
-        # Spark rounds down when it shares a batch out to partitions: a handful of records is left for one more.
-        return RateLimits(warm, total - total // 1000, self.window)
-
 
 THROUGHPUT = RacePlan(
     Shape(streams=4, writers=8),
-    {CEILING: 0.5, "row-by-row": 2.5, "loop-json": 2.0, "loop-orjson": 1.2, "quixstreams": 6.0},
-    records=7 * _DEFAULT_BATCH,
+    {
+        CEILING: 0.5,
+        "row-by-row": 2.5,
+        "loop-json": 3.3,
+        "loop-orjson": 1.4,
+        "quixstreams": 14.0,
+        "streams-rocksdb": 0.83,
+        "streams-heap": 0.83,
+        "loop-java": None,
+    },
+    records=7 * DEFAULT_BATCH,
+    window=20.0,
 )
 STREAMS = RacePlan(
-    Shape(streams=10_000, writers=2, in_flight=0.1), {CEILING: 0.2}, records=7 * _DEFAULT_BATCH, window=60.0
+    Shape(streams=10_000, writers=2, in_flight=0.1),
+    {CEILING: 0.2, "streams-rocksdb": 1.0, "streams-heap": 1.0, "loop-java": None},
+    records=7 * DEFAULT_BATCH,
+    window=60.0,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """Tidemark's way through the topic: `turn` is what a batch takes in all, `sinks` what each sink takes of it (s)."""
-
-    rate: Rate
-    turn: float
-    sinks: Mapping[str, float]
-    memory: Samples
 
 
 def run(site: BenchSite, plan: RacePlan) -> dict[str, Any]:
     """Every round measures everybody once; Tidemark comes right after the ceiling."""
+    contestants = Contestants(site, plan)
     loaded = fill(site.connection, site.fresh("facts"), plan.shape, records=plan.records, partitions=plan.partitions)
     click.echo(f"{loaded.records} records of {loaded.bytes / loaded.records:.0f} bytes are in Kafka", err=True)
-    rates: dict[str, list[float]] = {name: [] for name in NAMES if name in {WHOLE, *plan.wanted}}
+    rates: dict[str, list[float]] = {name: [] for name in contestants.names}
+    prices: dict[str, list[float]] = {name: [] for name in contestants.names}
     passages: list[Passage] = []
     for number in range(1, plan.rounds + 1):
-        for name, found in rates.items():
-            if name == WHOLE:
-                passage = whole(site, plan, loaded)
-                reached = passage.rate
-                passages.append(passage)
-            else:
-                reached = measure(name, _task(site, plan, loaded, name))
-            found.append(reached.per_second)
-            click.echo(f"round {number}: {name}: {rate(reached.per_second)}/s over {reached.records} records", err=True)
+        for name in contestants.names:
+            turn = contestants.turn(name, plan, loaded)
+            if isinstance(turn, Passage):
+                passages.append(turn)
+            rates[name].append(turn.rate.per_second)
+            prices[name].append(turn.price)
+            reached = f"{rate(turn.rate.per_second)}/s over {turn.rate.records} records, {turn.price:.2f} µs of a core"
+            click.echo(f"round {number}: {name}: {reached}", err=True)
     return {
         "streams": plan.shape.streams,
         "writers": plan.shape.writers,
@@ -100,29 +64,37 @@ def run(site: BenchSite, plan: RacePlan) -> dict[str, Any]:
         "warm_batches": plan.warm_batches,
         "window": plan.window,
         "rates": rates,
+        "prices": prices,
         "wanted": dict(plan.wanted),
         "memory": {kind: max(passage.memory.peak(kind) for passage in passages) for kind in KINDS},
-        "turn": mean(passage.turn for passage in passages),
+        "turn": mean(passage.batch for passage in passages),
         "sinks": {sink: mean(passage.sinks[sink] for passage in passages) for sink in passages[0].sinks},
+        "jvm": contestants.jvm,
+        "skipped": contestants.skipped,
     }
 
 
 def render(figures: Mapping[str, Any]) -> list[str]:
     rates: dict[str, list[float]] = figures["rates"]
-    wanted: dict[str, float] = figures["wanted"]
+    prices: dict[str, list[float]] = figures["prices"]
+    wanted: dict[str, float | None] = figures["wanted"]
     return [
-        f"{figures['records']:,} records of {figures['bytes']:.0f} bytes, lz4, {figures['streams']:,} streams"
-        f" x {figures['writers']} writers with {figures['in_flight']:g} transactions open each on average,"
+        f"{figures['records']:,} records, a fact each, of {figures['bytes']:.0f} bytes, lz4, {figures['streams']:,}"
+        f" streams x {figures['writers']} writers with {figures['in_flight']:g} transactions open each on average,"
         f" {figures['partitions']} partitions; Spark's batches have"
         f" {figures['batch']:,} records, the first {figures['warm_batches']} do not count; then to the end of the"
         f" topic, or {figures['window']:.0f} s. {len(rates[WHOLE])} rounds by turns; medians, and the median of the"
         " rounds' ratios.",
         "",
         *table(
-            ["what", "records/s", "each round", "Tidemark is", "wanted"],
-            [_row(name, found, rates[WHOLE], wanted.get(name)) for name, found in rates.items()],
+            ["what", "facts/s", "each round", "µs of a core per fact", "Tidemark is", "wanted"],
+            [
+                [*contestant(name, found, prices.get(name, [])), *_against(found, rates[WHOLE], name, wanted)]
+                for name, found in rates.items()
+            ],
         ),
         "",
+        *on_jvm(figures),
         f"One of Tidemark's batches takes {figures['turn']:.2f} s in all: "
         + "".join(f"{sink} {seconds:.2f} s, " for sink, seconds in figures["sinks"].items())
         + "the rest reads and computes.",
@@ -133,32 +105,28 @@ def render(figures: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _row(name: str, found: Sequence[float], whole: Sequence[float], wanted: float | None) -> list[str]:
-    row = [NAMES[name], rate(median(found)), ", ".join(map(rate, found))]
-    if wanted is None:
-        return [*row, "", ""]
-    ratio = median(ours / theirs for ours, theirs in zip(whole, found, strict=True))
-    return [*row, f"{ratio:.2f} x", f"{wanted:g} x {'reached' if ratio >= wanted else '**missed**'}"]
+def contestant(name: str, rates: Sequence[float], prices: Sequence[float]) -> list[str]:
+    """The columns that each has: its name, its rates, its core time."""
+    return [NAMES[name], rate(median(rates)), ", ".join(map(rate, rates)), f"{median(prices):.2f}" if prices else ""]
 
 
-def _task(site: BenchSite, plan: RacePlan, loaded: Loaded, name: str) -> Task:
-    return Task(
-        site.kafka.bootstrap_servers,
-        loaded.name,
-        loaded.partitions,
-        plan.batch,
-        plan.limits(name, loaded.records),
-        str(site.directory(name)),
-        str(site.connector_jars),
-    )
+def ratio(whole: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median of the rounds' ratios."""
+    return median(ours / found for ours, found in zip(whole, theirs, strict=True))
 
 
-def whole(site: BenchSite, plan: RacePlan, loaded: Loaded) -> Passage:
-    """The whole topic through a new pipeline; what it published in the end must be right for the rate to count."""
-    variables = {"TIDEMARK_MAX_RECORDS_PER_BATCH": str(plan.batch)}
-    with pipeline(site, loaded.name, loaded.partitions, variables) as running:
-        with sampled(running.pid, every=0.5) as samples:
-            running.await_records(loaded.records, seconds=600)
-        running.await_positions(loaded.play)
-        found = steady(running.marks(), plan.limits(WHOLE, loaded.records))
-        return Passage(found, found.seconds * plan.batch / found.records, running.sink_seconds(), samples)
+def on_jvm(figures: Mapping[str, Any]) -> list[str]:
+    """What those on the JVM ran with, or why they did not, and a blank line; nothing where nothing is to say."""
+    said = [f"On the JVM: {figures['jvm']}."] if figures["jvm"] else []
+    said += [figures["skipped"]] if figures["skipped"] else []
+    return [" ".join(said), ""] if said else []
+
+
+def _against(
+    theirs: Sequence[float], whole: Sequence[float], name: str, wanted: Mapping[str, float | None]
+) -> list[str]:
+    if name == WHOLE:
+        return ["", ""]
+    reached, least = ratio(whole, theirs), wanted[name]
+    verdict = "" if least is None else f"{least:g} x {'reached' if reached >= least else '**missed**'}"
+    return [f"{reached:.2f} x", verdict]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RateMark:
-    """So many `records` were through by the time `at` (s, any zero)."""
+    """So many `records` were through by the time `at` (s since 1970)."""
 
     records: int
     at: float
@@ -26,8 +26,15 @@ class RateLimits:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
+    """So many `records` between two moments (s since 1970)."""
+
     records: int
-    seconds: float
+    began: float
+    ended: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
 
     @property
     def per_second(self) -> float:
@@ -41,7 +48,7 @@ def steady(marks: Sequence[RateMark], limits: RateLimits) -> Rate:
         raise ValueError(f"{len(counting)} marks after {limits.warm} records: too few records, or too large batches")
     first, *rest = counting
     last = next((mark for mark in rest if limits.over(first, mark)), rest[-1])
-    return Rate(last.records - first.records, last.at - first.at)
+    return Rate(last.records - first.records, first.at, last.at)
 
 
 class Meter:

@@ -56,9 +56,17 @@ of the workload gives no figure.
 How it is measured: the topic is filled before; each contestant is a process of its own, started afresh each round, and
 gets the machine to itself. Tidemark is a `tidemark pipeline` with default settings. Its rate is taken between the
 transactions of two batches, so it holds reading, computing and both sinks in full. The two on Spark are timed by
-Spark's own progress of each batch. The competitors write their positions nowhere and check nothing (no epochs, no
-duplicates, no linear position), which is to their advantage. Facts complete out of order: each writer has several
-transactions open at a time, one in a hundred takes twenty times as long as the others, one in 33 rolls back.
+Spark's own progress of each batch. Core time is what all processes of a contestant but the broker took, by /proc, over
+the stretch of its rate: of Tidemark the driver, the JVM, the Python workers, Postgres and Redis. Facts complete out of
+order: each writer has several transactions open at a time, one in a hundred takes twenty times as long as the others,
+one in 33 rolls back.
+
+The competitors write their positions nowhere, keep no evidence of how an ID was settled and no history, know no linear
+position and refuse no record, which is to their advantage. They are shown all the same: who needs none of that may well
+write one. Those on the JVM (tests/bench/java) are built by Maven, and left out with a word where there is no `mvn` or
+no `javac`. They read to the end of the topic, and have no figure unless every writer's position is the true one there.
+Kafka Streams has no changelog topic, a cache of 64 MiB before RocksDB and larger polls; what else it has are defaults.
+The Java loop is a consumer a thread and a map.
 """
 
 

@@ -1,13 +1,14 @@
 """Throughput of RUN records: the same facts one to a Kafka record, and many."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
 
-from tests.bench.race import RacePlan, whole
+from tests.bench.competitors import jvm
+from tests.bench.contestants import WHOLE, Contestants, RacePlan
+from tests.bench.race import contestant, on_jvm, ratio
 from tests.bench.site import BenchSite
 from tests.bench.table import rate, table
 from tests.bench.topic import fill
@@ -18,55 +19,64 @@ _SHAPE = Shape(streams=4, writers=8, slow_every=5000)  # few gaps: a backlog is 
 
 @dataclass(frozen=True, slots=True)
 class RunsPlan:
-    """So many facts in all and in a batch. Of `together` each is a turn of every round."""
+    """So many facts in all and in a batch. Of `together` each is a turn of every round, for each contestant."""
 
     facts: int = 14_000_000
     batch: int = 2_000_000
     warm_batches: int = 3
     rounds: int = 3
     together: tuple[int, ...] = (1, 20, 100)
+    against: tuple[str, ...] = ()
 
 
 def run(site: BenchSite, plan: RunsPlan) -> dict[str, Any]:
-    topics = {
-        most: fill(site.connection, site.fresh("runs"), _SHAPE, records=plan.facts, partitions=4, together=most)
-        for most in plan.together
-    }
-    rates: dict[int, list[float]] = {most: [] for most in plan.together}
+    everybody = RacePlan(_SHAPE, dict.fromkeys(jvm.PROGRAMS), 0, warm_batches=plan.warm_batches, against=plan.against)
+    contestants = Contestants(site, everybody)
+    rows: list[dict[str, Any]] = []
+    topics = []
+    for most in plan.together:
+        loaded = fill(site.connection, site.fresh("runs"), _SHAPE, records=plan.facts, partitions=4, together=most)
+        topics.append(loaded)
+        row: dict[str, Any] = {"facts": loaded.facts / loaded.records, "bytes": loaded.bytes / loaded.facts}
+        rows.append(row | {"rates": _none(contestants), "prices": _none(contestants)})
     for number in range(1, plan.rounds + 1):
-        for most, loaded in topics.items():
-            facts = loaded.facts / loaded.records
-            race = RacePlan(_SHAPE, {}, 0, batch=round(plan.batch / facts), warm_batches=plan.warm_batches)
-            found = whole(site, race, loaded).rate.per_second * facts
-            rates[most].append(found)
-            click.echo(f"round {number}: {facts:.1f} facts a record: {rate(found)}/s", err=True)
-    return {
-        "facts": plan.facts,
-        "rows": [
-            {"facts": it.facts / it.records, "bytes": it.bytes / it.facts, "rates": rates[most]}
-            for most, it in topics.items()
-        ],
-    }
+        for row, loaded in zip(rows, topics, strict=True):
+            race = replace(everybody, batch=round(plan.batch / row["facts"]))
+            for name in contestants.names:
+                turn = contestants.turn(name, race, loaded)
+                row["rates"][name].append(turn.rate.per_second * row["facts"])
+                row["prices"][name].append(turn.price / row["facts"])
+                reached = f"{rate(row['rates'][name][-1])}/s, {row['prices'][name][-1]:.2f} µs of a core"
+                click.echo(f"round {number}: {row['facts']:.1f} facts a record: {name}: {reached}", err=True)
+    return {"facts": plan.facts, "rows": rows, "jvm": contestants.jvm, "skipped": contestants.skipped}
+
+
+def _none(contestants: Contestants) -> dict[str, list[float]]:
+    return {name: [] for name in contestants.names}
 
 
 def render(figures: Mapping[str, Any]) -> list[str]:
     rows: list[Mapping[str, Any]] = figures["rows"]
-    single = rows[0]["rates"]
+    single: Mapping[str, Sequence[float]] = rows[0]["rates"]
     return [
-        f"{figures['facts']:,} facts through the whole pipeline, Postgres and Redis included, by turns; medians, and"
-        " the median of the rounds' ratios.",
+        f"{figures['facts']:,} facts, by turns; medians, and the median of the rounds' ratios.",
         "",
         *table(
-            ["facts a record", "bytes a fact", "facts/s", "each round", "as many as one by one"],
+            [
+                *("facts a record, bytes a fact", "what", "facts/s", "each round", "µs of a core per fact"),
+                *("Tidemark is", "as many as one by one"),
+            ],
             [
                 [
-                    f"{row['facts']:.1f}",
-                    f"{row['bytes']:.0f}",
-                    rate(median(row["rates"])),
-                    ", ".join(map(rate, row["rates"])),
-                    f"{median(ours / theirs for ours, theirs in zip(row['rates'], single, strict=True)):.2f} x",
+                    f"{row['facts']:.1f}, {row['bytes']:.0f}",
+                    *contestant(name, rates, row["prices"].get(name, [])),
+                    f"{ratio(row['rates'][WHOLE], rates):.2f} x" if name != WHOLE else "",
+                    f"{ratio(rates, single[name]):.2f} x",
                 ]
                 for row in rows
+                for name, rates in row["rates"].items()
             ],
         ),
-    ]
+        "",
+        *on_jvm(figures),
+    ][:-1]

@@ -24,6 +24,7 @@ from tidemark.sources.kafka import KafkaConnection
 @dataclass(frozen=True, slots=True)
 class BenchSite:
     home: Home
+    java: str
     jars: Path
     kafka: KafkaServer
     postgres: PostgresServer
@@ -75,6 +76,7 @@ def servers() -> Iterator[BenchSite]:
         home = Home(Path(root))
         site = BenchSite(
             home,
+            java,
             jars,
             KafkaServer(home, free_port(), java=java, jars=jars / BROKER),
             PostgresServer(home, free_port()),

@@ -12,10 +12,10 @@ import click
 import numpy as np
 import psutil
 
-from tests.bench.memory import KINDS, MIB, sampled
 from tests.bench.site import BenchSite
 from tests.bench.table import table
 from tests.bench.topic import Sender, create
+from tests.bench.usage import KINDS, MIB, sampled
 from tests.bench.whole import Whole, pipeline
 from tests.bench.workload import Shape, WritersAtWork
 
@@ -55,7 +55,7 @@ def run(site: BenchSite, plan: SoakPlan) -> dict[str, Any]:
         "rate": plan.rate,
         "records": sender.records,
         "every": _EVERY_SECONDS,
-        "at": [sample.at for sample in samples.taken],
+        "at": [sample.at - samples.taken[0].at for sample in samples.taken],
         "rss": {kind: samples.series(kind) for kind in KINDS},
         "live_heap": heaps,
     }

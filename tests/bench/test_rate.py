@@ -7,12 +7,12 @@ MARKS = [RateMark(10, 0.0), RateMark(20, 5.0), RateMark(40, 6.0), RateMark(80, 8
 
 def test_the_rate_leaves_the_warm_up_and_the_crumbs_out() -> None:
     """It runs from the first mark at `warm` to the first at `total`."""
-    assert steady(MARKS, RateLimits(warm=15, total=80, window=30)) == Rate(60, 3.0)
+    assert steady(MARKS, RateLimits(warm=15, total=80, window=30)) == Rate(60, 5.0, 8.0)
 
 
 def test_the_rate_ends_with_the_first_mark_after_the_window() -> None:
     """Where the window ends between two marks, the later one counts."""
-    assert steady(MARKS, RateLimits(warm=15, total=80, window=0.5)) == Rate(20, 1.0)
+    assert steady(MARKS, RateLimits(warm=15, total=80, window=0.5)) == Rate(20, 5.0, 6.0)
 
 
 def test_one_mark_is_no_rate() -> None:

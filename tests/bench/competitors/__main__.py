@@ -1,4 +1,6 @@
-"""The process of one competitor: name and task as arguments, its marks as one line of JSON on stdout."""
+"""The process of one competitor in Python: name and task as arguments, its answer as one line of JSON on stdout. It
+stays until its standard input ends: the CPU of a process can be read while it is there.
+"""
 
 import importlib
 import sys
@@ -6,7 +8,7 @@ import sys
 import click
 import msgspec
 
-from tests.bench.competitors.task import decode_task
+from tests.bench.competitors.task import Answer, decode_task
 from tests.bench.rate import Meter
 
 _MODULES = {
@@ -23,7 +25,8 @@ def main() -> None:
     task = decode_task(text)
     meter = Meter(task.limits)
     importlib.import_module(f"tests.bench.competitors.{_MODULES[name]}").run(task, meter)
-    click.echo(msgspec.json.encode(meter.marks))
+    click.echo(msgspec.json.encode(Answer(meter.marks)))
+    sys.stdin.read()
 
 
 if __name__ == "__main__":

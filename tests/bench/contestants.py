@@ -1,0 +1,131 @@
+"""Who takes part in a race, and what one of them does in one turn on one topic."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import click
+
+from tests.bench.competitors import jvm
+from tests.bench.competitors.task import Task, Turn, measure
+from tests.bench.rate import RateLimits, steady
+from tests.bench.site import BenchSite
+from tests.bench.topic import Loaded
+from tests.bench.usage import Samples, sampled
+from tests.bench.whole import pipeline
+from tests.bench.workload import Shape
+from tidemark.app.settings import Settings
+
+WHOLE = "tidemark"
+CEILING = "ceiling"
+
+NAMES = {
+    CEILING: "Spark's Kafka source, records dropped (the ceiling)",
+    WHOLE: "**Tidemark whole**, Postgres and Redis included",
+    "row-by-row": "Spark: `from_json`, state function row by row",
+    "loop-json": "consumer loop by hand, `json`",
+    "loop-orjson": "consumer loop by hand, `orjson`",
+    "quixstreams": "quixstreams, stateful update",
+    "streams-rocksdb": "Kafka Streams, `fastjson2`, store in RocksDB; no sinks, no evidence",
+    "streams-heap": "Kafka Streams, `fastjson2`, store in the heap; no sinks, no evidence",
+    "loop-java": "consumer loop by hand in Java, `fastjson2`; no sinks, no evidence",
+}
+ON_SPARK = {CEILING, WHOLE, "row-by-row"}
+DEFAULT_BATCH: int = Settings.model_fields["max_records_per_batch"].default
+
+
+@dataclass(frozen=True, slots=True)
+class RacePlan:
+    """`wanted`: competitor -> how many times its rate Tidemark should reach, None where nothing is wanted; of
+    `against`, unless it is empty, are those that take part. The first `warm_batches` batches of a JVM do not count, or
+    as many records; of another consumer loop, which has nothing to warm up but its buffers, the first 100 000 records.
+    """
+
+    shape: Shape
+    wanted: Mapping[str, float | None]
+    records: int
+    window: float = 30.0
+    batch: int = DEFAULT_BATCH
+    warm_batches: int = 3
+    partitions: int = 4
+    rounds: int = 3
+    against: tuple[str, ...] = ()
+
+    def limits(self, name: str, total: int) -> RateLimits:
+        on_jvm = name in ON_SPARK or name in jvm.PROGRAMS
+        warm = self.warm_batches * self.batch if on_jvm else min(100_000, total // 4)
+        # Spark rounds down when it shares a batch out to partitions: a handful of records is left for one more.
+        return RateLimits(warm, total - total // 1000, self.window)
+
+    def takes_part(self, name: str) -> bool:
+        return name == WHOLE or (name in self.wanted and (not self.against or name in self.against))
+
+
+@dataclass(frozen=True, slots=True)
+class Passage(Turn):
+    """Tidemark's way through the topic: `batch` is what one takes in all, `sinks` what each sink takes of it (s)."""
+
+    batch: float
+    sinks: Mapping[str, float]
+    memory: Samples
+
+
+class Contestants:
+    """`names` in the order of their turns; `skipped` says who is left out and why, and `jvm` what those on the JVM run
+    with, each empty where there is nothing to say. Raises `CompetitorFailed` where Maven cannot build.
+    """
+
+    def __init__(self, site: BenchSite, plan: RacePlan) -> None:
+        self.names = [name for name in NAMES if plan.takes_part(name)]
+        self.skipped = self.jvm = ""
+        self._site = site
+        self._programs: jvm.BuiltPrograms | None = None
+        on_jvm = [name for name in self.names if name in jvm.PROGRAMS]
+        if not on_jvm:
+            return
+        if missing := jvm.wanting():
+            self.names = [name for name in self.names if name not in on_jvm]
+            self.skipped = f"For want of `{missing}` nobody measured {', '.join(on_jvm)}."
+            click.echo(self.skipped, err=True)
+            return
+        self._programs = jvm.build(site.java, site.jars / "rivals")
+        self.jvm = f"{self._programs.libraries()}; {jvm.OPTIONS}, {jvm.THREADS} threads"
+
+    def turn(self, name: str, plan: RacePlan, loaded: Loaded) -> Turn:
+        if name == WHOLE:
+            return whole(self._site, plan, loaded)
+        if name in jvm.PROGRAMS:
+            assert self._programs is not None
+            command = self._programs.command(name)
+        else:
+            command = [sys.executable, "-m", "tests.bench.competitors", name]
+        shape = loaded.play.shape
+        truth = {shape.stream(number): loaded.play.positions(number) for number in range(shape.streams)}
+        return measure(name, command, self._task(name, plan, loaded), truth)
+
+    def _task(self, name: str, plan: RacePlan, loaded: Loaded) -> Task:
+        return Task(
+            self._site.kafka.bootstrap_servers,
+            loaded.name,
+            loaded.partitions,
+            loaded.records,
+            plan.batch,
+            plan.limits(name, loaded.records),
+            str(self._site.directory(name)),
+            str(self._site.connector_jars),
+        )
+
+
+def whole(site: BenchSite, plan: RacePlan, loaded: Loaded) -> Passage:
+    """The whole topic through a new pipeline; what it published in the end must be right for the rate to count. Its
+    CPU is that of its Postgres and its Redis too.
+    """
+    variables = {"TIDEMARK_MAX_RECORDS_PER_BATCH": str(plan.batch)}
+    servers = [pid for pid in (site.postgres.pid, site.redis.pid) if pid is not None]
+    with pipeline(site, loaded.name, loaded.partitions, variables) as running:
+        with sampled(running.pid, every=0.5, servers=servers) as samples:
+            running.await_records(loaded.records, seconds=600)
+        running.await_positions(loaded.play)
+        found = steady(running.marks(), plan.limits(WHOLE, loaded.records))
+        cpu = samples.cpu(found.began, found.ended)
+        return Passage(found, cpu, found.seconds * plan.batch / found.records, running.sink_seconds(), samples)
