@@ -209,7 +209,6 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(rules: Path, series: Series, told: Mapping[int, set[str]]) -> None:
     """At each of these minutes exactly those alerts fire, and at no other minute of the hour any but those."""
-    given = [{"series": name.replace("{", '{namespace="streams",'), "values": it} for name, it in series.items()]
 
     def but(minute: int) -> str:
         return "" if minute in told else "|".join(sorted(set().union(*told.values()))) or "none"
@@ -222,7 +221,12 @@ def check(rules: Path, series: Series, told: Mapping[int, set[str]]) -> None:
         }
         for minute in range(HOUR)
     ]
-    test = {"interval": "1m", "input_series": given, "promql_expr_test": asked}
+    run_test(rules, series, {"promql_expr_test": asked})
+
+
+def run_test(rules: Path, series: Series, wanted: Mapping[str, object]) -> None:
+    given = [{"series": name.replace("{", '{namespace="streams",'), "values": it} for name, it in series.items()]
+    test = {"interval": "1m", "input_series": given, **wanted}
     path = rules.parent / "test.yaml"
     path.write_text(yaml.safe_dump({"rule_files": [rules.name], "evaluation_interval": "1m", "tests": [test]}))
     run("promtool", "test", "rules", path)
@@ -327,3 +331,16 @@ def test_what_was_counted_long_ago_is_not_told_again_by_a_prometheus_that_was_aw
     """It asked nobody for half an hour."""
     away = {name: f"3+0x5 _x30 {always(3)}" for name in EVENTS[event][0]}
     check(rules, QUIET | away, {})
+
+
+def test_texts_say_which_copy_stands_where(rules: Path) -> None:
+    """Positions stand there digit by digit: nobody looks for 1.2M in a table."""
+    found = [it for group in yaml.safe_load(rules.read_text())["groups"] for it in group["rules"]]
+    [rule] = [it for it in found if it["alert"] == "TidemarkCopiesDiffer"]
+    where = {"namespace": "streams", "stream": "orders", "copy": "sidecar", "pod": "tidemark-sidecar-0"}
+    place = "Stream orders stands at 1234567 in sidecar of tidemark-sidecar-0"
+    summary = f"{place}, where the pipeline has been past that for five minutes"
+    told = {"exp_labels": where | rule["labels"], "exp_annotations": rule["annotations"] | {"summary": summary}}
+    test = {"eval_time": "40m", "alertname": "TidemarkCopiesDiffer", "exp_alerts": [told]}
+    far = {one("tidemark_linear_position"): always(-1234600), IN_SIDECAR: always(-1234567)}
+    run_test(rules, far, {"alert_rule_test": [test]})
