@@ -15,12 +15,9 @@ from tidemark.app.commands import CommandFailed, OurCommand, confirmed, loaded
 
 NOT_SEEN: Final = 3
 MOST_ID: Final = 2**63 - 1
-_OPTIONS: Final[list[Callable[[Any], Any]]] = [
-    click.option("--epoch", type=click.IntRange(0), help="Without it the writer as it lives now."),
+_ANSWERING: Final[list[Callable[[Any], Any]]] = [
     click.option("--by", required=True, help="Who answers for it; it is kept."),
     click.option("--why", required=True, help="Why it must be; it is kept."),
-    click.option("--beyond", is_flag=True, help="Also past what the stream has allocated. No position comes back."),
-    click.option("--force", "overrule", is_flag=True, help="Also where the writer is alive."),
     click.option("--dry-run", is_flag=True, help="Show what would happen and send nothing."),
     click.option("--yes", is_flag=True, help="Do not ask. Needed where nobody can be asked."),
     click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object."),
@@ -29,11 +26,24 @@ _OPTIONS: Final[list[Callable[[Any], Any]]] = [
     ),
 ]
 
+_FORCING: Final[list[Callable[[Any], Any]]] = [
+    click.option("--epoch", type=click.IntRange(0), help="Without it the writer as it lives now."),
+    click.option("--beyond", is_flag=True, help="Also past what the stream has allocated. No position comes back."),
+    click.option("--force", "overrule", is_flag=True, help="Also where the writer is alive."),
+]
 
-def _act(command: Callable[..., None]) -> Callable[..., None]:
-    for option in reversed(_OPTIONS):
+
+def answering(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of every verb that changes something."""
+    for option in reversed(_ANSWERING):
         command = option(command)
     return command
+
+
+def _act(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(_FORCING):
+        command = option(command)
+    return answering(command)
 
 
 class IdRange(click.ParamType[tuple[int, int]]):
@@ -116,7 +126,7 @@ def _carry_out(
         noted = Acts(session)
         sent = acting.send(noted, settings.kafka, settings.kafka_control_topic, trial)
         click.echo(sent.told(), err=as_json)
-        found = acting.outcome(noted, sent, wait)
+        found = acting.outcome(noted, sent, wait, lambda: noted.is_audited(sent.noted))
         now = acting.result(found, postgres, trial, wait)
     click.echo(acting.as_json(trial, sent, found, now) if as_json else now)
     if found != "applied":

@@ -8,11 +8,13 @@ from typing import Any, Final, Literal
 import msgspec
 
 from tidemark.app.acts import Trial, standing
+from tidemark.app.letters import Replay
 from tidemark.app.produce import produce
 from tidemark.sinks.postgres.acts import Acts, NotedAct
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.streaming import records
+from tidemark.streaming.errors import BadRecord
 from tidemark.streaming.records import Topic
 
 Outcome = Literal["applied", "refused", "not seen"]
@@ -32,25 +34,50 @@ class SentAct:
         at = f"partition {self.partition} of {self.topic} at offset {self.offset}"
         return f"sent to {at}; noted as act {self.noted.number} of {self.noted.seen_as}"
 
+    def plain(self) -> dict[str, Any]:
+        """For programs."""
+        sent = {"topic": self.topic, "partition": self.partition, "offset": self.offset}
+        return {"sent": sent, "number": self.noted.number, "seen_as": self.noted.seen_as}
+
 
 def send(acts: Acts, connection: KafkaConnection, topic: str, trial: Trial) -> SentAct:
     """Note the act that was tried, and send it for the epoch that was shown."""
     noted = acts.note(trial.act.stream, trial.forced)
+    return _sent(acts, noted, connection, topic, Topic.CONTROL, records.encode(trial.act))
+
+
+def send_again(acts: Acts, connection: KafkaConnection, topic: str, trial: Replay, by: str, why: str) -> SentAct:
+    """Note that a dead letter is replayed, and send its record as it was. Raises `BadRecord` where one did before."""
+    assert trial.letter.value is not None
+    noted = acts.note_replay(trial.record.stream, trial.act(by, why), trial.letter.origin)
+    return _sent(acts, noted, connection, topic, Topic.FACTS, trial.letter.value)
+
+
+def _sent(acts: Acts, noted: NotedAct, connection: KafkaConnection, topic: str, role: Topic, value: bytes) -> SentAct:
     refused: list[str] = []
-    produced = produce(connection, topic, Topic.CONTROL, [records.encode(trial.act)], refused.append)
+    produced = produce(connection, topic, role, [value], refused.append)
     assert produced.last is not None, refused
     acts.sent(noted, topic, *produced.last)
     return SentAct(noted, topic, *produced.last)
 
 
-def outcome(acts: Acts, sent: SentAct, seconds: float, pause: Callable[[float], None] = time.sleep) -> Outcome:
-    """What the pipeline made of it, once it has read it; `not seen` where that takes longer than `seconds`."""
+def is_taken(tried: Callable[[], Replay]) -> bool:
+    """Whether the state that a record was tried on knows all of it by now."""
+    try:
+        return tried().is_settled()
+    except BadRecord:
+        return False
+
+
+def outcome(acts: Acts, sent: SentAct, seconds: float, taken: Callable[[], bool]) -> Outcome:
+    """What the pipeline made of it, once it has read it; `not seen` where that takes longer than `seconds`. `taken`
+    says then whether it was applied."""
     deadline = time.monotonic() + seconds
     while not acts.is_read(sent.topic, sent.partition, sent.offset):
         if time.monotonic() >= deadline:
             return "not seen"
-        pause(LOOK_EVERY)
-    found: Outcome = "applied" if acts.is_audited(sent.noted) else "refused"
+        time.sleep(LOOK_EVERY)
+    found: Outcome = "applied" if taken() else "refused"
     acts.close(sent.noted, found)
     return found
 
@@ -78,9 +105,7 @@ def as_json(trial: Trial, sent: SentAct | None, found: Outcome | None, now: str 
         "linear": {"from": done.linear_prev, "to": done.linear},
         "warnings": [*trial.warnings()],
         "objections": [*trial.objections()],
-        "sent": None if sent is None else {"topic": sent.topic, "partition": sent.partition, "offset": sent.offset},
-        "number": None if sent is None else sent.noted.number,
-        "seen_as": None if sent is None else sent.noted.seen_as,
+        **({"sent": None, "number": None, "seen_as": None} if sent is None else sent.plain()),
         "outcome": found,
         "result": now,
     }

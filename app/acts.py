@@ -124,18 +124,24 @@ class Trial:
             low, position = after.direction.signed(now.chain.position), after.direction.signed(now.position)
             then = f"; what it completes up to {position} is late" if position != low else ""
             yield f"{act.writer} is waited for again from {low} on{then}"
-        for move in done.advances:
-            counts = zip(("facts", "empty", "unseen", "skipped"), move.evidence.counts, strict=True)
-            evidence = ", ".join(f"{name} {count}" for name, count in counts if count) or "nothing told again"
-            yield f"{move.writer} moves from {move.prev} to {move.id}: {evidence}"
-        for late in done.late:
-            yield f"late: what {late.writer} completed after {late.prev} up to {late.id}, facts {late.facts}"
-        for begun in done.timelines:
-            yield f"a new timeline begins at {begun.id}, for all writers"
-        if done.linear != done.linear_prev:
-            yield f"the line of {done.stream} moves from {done.linear_prev} to {done.linear}"
-        if not (reopened or done.advances or done.late or done.timelines or done.linear != done.linear_prev):
+        told = [*moved(done)]
+        yield from told
+        if not (reopened or told):
             yield f"nothing moves; the line of {done.stream} stays at {done.linear}"
+
+
+def moved(done: StreamEffects) -> Iterator[str]:
+    """What a batch of one record did to a stream, in lines for people; none where nothing moved."""
+    for move in done.advances:
+        counts = zip(("facts", "empty", "unseen", "skipped"), move.evidence.counts, strict=True)
+        evidence = ", ".join(f"{name} {count}" for name, count in counts if count) or "nothing told again"
+        yield f"{move.writer} moves from {move.prev} to {move.id}: {evidence}"
+    for late in done.late:
+        yield f"late: what {late.writer} completed after {late.prev} up to {late.id}, facts {late.facts}"
+    for begun in done.timelines:
+        yield f"a new timeline begins at {begun.id}, for all writers"
+    if done.linear != done.linear_prev:
+        yield f"the line of {done.stream} moves from {done.linear_prev} to {done.linear}"
 
 
 def attempt(stored: bytes, act: records.Marker, now: float) -> Trial:

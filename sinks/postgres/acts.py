@@ -6,6 +6,7 @@ A record on Kafka tells nobody who produced it, so this is where an act meets an
 from dataclasses import dataclass
 
 from tidemark.streaming.effects import Forced
+from tidemark.streaming.errors import BadRecord
 from tidemark.streaming.postgres_session import PostgresSession
 
 
@@ -68,3 +69,22 @@ class Acts:
         """What was seen of it."""
         with self._database.use() as connection:
             connection.execute("update tidemark.acts set outcome = %s where number = %s", (outcome, noted.number))
+
+    def note_replay(self, stream: str, act: Forced, origin: tuple[str, int, int]) -> NotedAct:
+        """The same of a record that stood at `origin` (topic, partition, offset); `BadRecord` the second time."""
+        with self._database.use() as connection, connection.transaction():
+            noted = self.note(stream, act)
+            taken = connection.execute(
+                'insert into tidemark.replays (topic, partition, "offset", act) values (%s, %s, %s, %s)'
+                " on conflict do nothing",
+                (*origin, noted.number),
+            )
+            if not taken.rowcount:
+                raise BadRecord("replayed_before", f"act {self.replays()[origin]} sent this record again")
+        return noted
+
+    def replays(self) -> dict[tuple[str, int, int], int]:
+        """Topic, partition and offset of what was replayed -> number of the act."""
+        with self._database.use() as connection:
+            rows = connection.execute('select topic, partition, "offset", act from tidemark.replays')
+            return {(topic, partition, offset): act for topic, partition, offset, act in rows}

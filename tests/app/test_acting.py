@@ -23,11 +23,14 @@ from tidemark.app.cli import main
 from tidemark.app.settings import child_environment
 from tidemark.app.stack.servers import KafkaServer
 from tidemark.sinks.port import Batch
+from tidemark.sinks.postgres.acts import Acts
+from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics, plans
-from tidemark.streaming.effects import Progress, ShardEffects
+from tidemark.streaming.effects import Forced, Progress, ShardEffects
+from tidemark.streaming.errors import BadRecord
 from tidemark.streaming.records import Record, Skip, Topic, read
 
 BY = ("--by", "ada", "--why", "host is gone")
@@ -163,6 +166,19 @@ def test_who_may_not_note_an_act_does_not_send_one(operator: Operator, dsn: str,
     finally:
         sql.execute("drop owned by carl")
         sql.execute("drop role carl")
+
+
+def test_one_record_is_replayed_once(operator: Operator, dsn: str, sql: psycopg.Connection) -> None:
+    """By where it stood first, whichever of its letters is meant; what was refused leaves no act."""
+    replayed = Forced("a", 7, "REPLAY", 5, 6, "ada", "mended")
+    with session_of(dsn, "test") as session:
+        acts = Acts(session)
+        first = acts.note_replay(STREAM, replayed, ("facts", 2, 40))
+        with pytest.raises(BadRecord, match=f"act {first.number} sent this record again"):
+            acts.note_replay(STREAM, replayed, ("facts", 2, 40))
+        other = acts.note_replay(STREAM, replayed, ("facts", 2, 41))
+        assert acts.replays() == {("facts", 2, 40): first.number, ("facts", 2, 41): other.number}
+    assert sql.execute("select number from tidemark.acts order by 1").fetchall() == [(first.number,), (other.number,)]
 
 
 def test_a_terminal_is_asked_for_the_writers_name(operator: Operator, sql: psycopg.Connection) -> None:

@@ -13,11 +13,12 @@ from msgspec.structs import replace
 
 from tests.app.proofs import dead_letters
 from tests.app.running import PATIENCE
-from tests.fix_pipeline import Site, made_site
+from tests.fix_pipeline import PARTITIONS, Site, made_site
 from tests.waiting import eventually
 from tidemark.app.cli import main
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.servers import KafkaServer, RedisServer
+from tidemark.sources.producer import RecordProducer
 from tidemark.streaming.records import FactRun, Join, Position, Rdata, Record, Void, encode, row
 
 NOTHING = row({})
@@ -195,6 +196,44 @@ def test_an_operator_skips_a_gap_and_takes_back_a_skip_that_went_too_far(shared:
     assert shared.positions("forced") == {"A": 2_000_000_000, "B": 8, "linear": 6}
     late = "select writer, prev, id, facts, why from tidemark.late_completions where stream = 'forced'"
     assert shared.sql(late) == [("A", 4, 6, 1, "regressed")]
+
+
+def test_a_dead_letter_is_replayed_once_and_counts(shared: Site) -> None:
+    """Rule 5: what stood in the wrong partition is listed, shown, and sent again to where its key leads; its position
+    moves, the act is noted, and the same record is refused from then on."""
+    producer = RecordProducer(shared.kafka, shared.facts, give_up_after=PATIENCE)
+    producer.send("strayed", encode(fact("strayed", 1)))
+    producer.deliver(PATIENCE)
+    assert producer.last is not None
+    shared.reaches("strayed", first=1)
+    elsewhere = Producer(shared.kafka.producer())
+    elsewhere.produce(
+        shared.facts, partition=(producer.last[0] + 1) % PARTITIONS, key=b"strayed", value=encode(fact("strayed", 2))
+    )
+    assert elsewhere.flush(30) == 0
+
+    def listed() -> list[dict[str, object]]:
+        done = CliRunner(env=shared.variables).invoke(main, ["dead-letters", "list", "strayed", "--json"])
+        assert done.exit_code == 0, done.output
+        found: list[dict[str, object]] = json.loads(done.stdout)["dead_letters"]
+        return found
+
+    (letter,) = eventually(listed, PATIENCE, lambda: "the dead letter")
+    place = str(letter["offset"])
+    assert letter["reason"] == "wrong_partition"
+    shown = CliRunner(env=shared.variables).invoke(main, ["dead-letters", "show", place])
+    assert "reason: wrong_partition" in shown.stdout
+    assert CliRunner(env=shared.variables).invoke(main, ["dead-letters", "show", "999999"]).exit_code == 1
+    assert act(shared, "dead-letters", "replay", place, "--dry-run")[0] == 0
+    assert act(shared, "dead-letters", "replay", place)[0] == 2
+    code, said = act(shared, "dead-letters", "replay", place, "--yes")
+    assert (code, said.splitlines()[-1]) == (0, "applied: first is at 2, the line is at 2")
+    noted = "select number, seen_as = session_user, outcome from tidemark.acts where kind = 'REPLAY'"
+    ((number, proved, outcome),) = shared.sql(noted)
+    assert (proved, outcome) == (True, "applied")
+    assert [it["replayed_by_act"] for it in listed()] == [number]
+    code, said = act(shared, "dead-letters", "replay", place, "--yes")
+    assert (code, "there is nothing to replay" in said) == (1, True)
 
 
 def test_a_flushed_redis_is_filled_within_five_seconds_without_traffic(shared: Site) -> None:
