@@ -21,9 +21,6 @@ _ANSWERING: Final[list[Callable[[Any], Any]]] = [
     click.option("--dry-run", is_flag=True, help="Show what would happen and send nothing."),
     click.option("--yes", is_flag=True, help="Do not ask. Needed where nobody can be asked."),
     click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object."),
-    click.option(
-        "--wait", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Seconds to wait for the effect."
-    ),
 ]
 
 _FORCING: Final[list[Callable[[Any], Any]]] = [
@@ -31,6 +28,10 @@ _FORCING: Final[list[Callable[[Any], Any]]] = [
     click.option("--beyond", is_flag=True, help="Also past what the stream has allocated. No position comes back."),
     click.option("--force", "overrule", is_flag=True, help="Also where the writer is alive."),
 ]
+
+until_seen = click.option(
+    "--wait", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Seconds to wait for the effect."
+)
 
 
 def answering(command: Callable[..., None]) -> Callable[..., None]:
@@ -43,7 +44,7 @@ def answering(command: Callable[..., None]) -> Callable[..., None]:
 def _act(command: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(_FORCING):
         command = option(command)
-    return answering(command)
+    return answering(until_seen(command))
 
 
 class IdRange(click.ParamType[tuple[int, int]]):
@@ -92,7 +93,20 @@ def join(**options: Any) -> None:
     _carry_out("JOIN", **options)
 
 
-COMMANDS: Final = (skip, retire, join)
+@click.command("fence", cls=OurCommand, extra="sidecar")
+@click.argument("stream")
+@click.argument("writer")
+@_act
+@click.option("--id", type=int, help="All of it up to here is complete. Without it the last ID that it completed.")
+def fence(**options: Any) -> None:
+    """End the epoch of WRITER, so that nothing counts any more that its old process sends.
+
+    For a process that cannot be stopped. What it left open is settled, and what it sends from now on is refused.
+    """
+    _carry_out("FENCE", **options)
+
+
+COMMANDS: Final = (skip, retire, fence, join)
 
 
 def _carry_out(
@@ -104,19 +118,19 @@ def _carry_out(
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
     settings = loaded()
-    act = acts.KINDS[kind](**{name: value for name, value in fields.items() if value is not None})
     with (
         Postgres(PostgresConfig(settings.postgres)) as postgres,
         session_of(settings.postgres, "tidemark act") as session,
     ):
         postgres.check_readable()
-        stored = postgres.states([act.stream]).get(act.stream)
+        stored = postgres.states([fields["stream"]]).get(fields["stream"])
         if stored is None:
-            raise CommandFailed(f"there is no stream {act.stream}; `tidemark status` shows all")
+            raise CommandFailed(f"there is no stream {fields['stream']}; `tidemark status` shows all")
+        act = acts.asked(kind, stored, fields)
         trial = acts.attempt(stored, act, time.time())
         for line in [*trial.moves(), *trial.warnings()]:
             click.echo(line, err=as_json)
-        for line in () if overrule else trial.objections():
+        for line in [*trial.dangers(), *(() if overrule else trial.objections())]:
             raise CommandFailed(line)
         if dry_run:
             if as_json:

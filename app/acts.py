@@ -4,10 +4,10 @@ The trial is the state machine's own answer. The pipeline may know more by the t
 names the epoch that it was tried with, and one whose writer has started again since is refused there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -78,6 +78,30 @@ class Trial:
             open_, seen = self.before.transactions.get(self.act.writer, []), last_seen(known.seen)
             yield self.act.writer, gaps.verdict(seen, open_, self.now), seen
 
+    def dangers(self) -> Iterator[str]:
+        """Why an epoch may not be ended by hand, whatever the operator says."""
+        name, known = self.act.writer, self.before.writers.get(self.act.writer)
+        if not self.fences or known is None:
+            return
+        if self.done.timelines:
+            yield f"{name} has completed what lies beyond that ID: all writers of the stream would begin a new timeline"
+        if known.start is not None:
+            yield (
+                f"{name} is told by a relay, or by what joins like one: its database goes on in epoch {known.epoch},"
+                " and all that it tells from now on would be refused"
+            )
+        if any(verdict == "alive" for _, verdict, _ in self._lives()):
+            yield (
+                f"{name} is alive, and what it completes meanwhile beyond that ID would begin a new timeline for all"
+                " writers: stop it, or take its right to write to Kafka away, and wait a minute"
+            )
+
+    @property
+    def fences(self) -> bool:
+        """Whether an epoch that has joined ends by it."""
+        known = self.before.writers.get(self.act.writer)
+        return isinstance(self.act, records.Join) and known is not None and known.epoch < self.act.epoch
+
     def _takes_back(self) -> bool:
         known = self.before.writers.get(self.act.writer)
         return isinstance(self.act, records.Join) and known is not None and known.epoch == self.forced.epoch
@@ -104,14 +128,18 @@ class Trial:
                 f"; IDs of it that are complete and wait: {it.waiting}, with a fact: {it.facts}" if it.waiting else ""
             )
             yield f"{it.writer} is {it.verdict}, {_heard(it.last_seen, self.now)}{waits}"
-        if settled := self.settled():
+        settled = self.settled()
+        if settled:
             ranges = ", ".join(ids_between(low, high) for low, high in settled[:SHOWN])
             more = f" and {len(settled) - SHOWN} ranges more" if len(settled) > SHOWN else ""
             yield f"nothing proves that {ranges}{more} of {self.act.writer} will hold no fact: that is your word alone."
+        if settled and not self.fences:
             yield "Whatever completes there after all is late: no position counts it, and readers must repair by hand."
+        if self.fences:
+            yield f"What {self.act.writer} sends in an epoch below {self.act.epoch} from now on is refused, facts too."
+            yield f"Its next start needs an epoch above {self.act.epoch}; the line waits for that, or its RETIRE."
         if isinstance(self.act, records.Retire):
-            whom = "them" if self.act.writer == EVERYBODY else self.act.writer
-            yield f"The line waits for {whom} no more: an ID of theirs that is still open higher up may be passed, too."
+            yield f"The line waits for {self.act.writer} no more: an ID higher up that is open may be passed, too."
 
     def moves(self) -> Iterator[str]:
         """What would happen, in lines for people."""
@@ -165,6 +193,27 @@ def attempt(stored: bytes, act: records.Marker, now: float) -> Trial:
     if isinstance(act, records.Skip) and not trial.settled():
         raise BadRecord("not_a_gap", "nothing of the writer is open there: `tidemark gaps` shows what is")
     return trial
+
+
+def fence(stored: bytes, writer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the JOIN that ends the writer's epoch: by default the next one, up to all that it completed. Raises
+    `BadRecord` where there is none to end."""
+    now = state.decode(stored)
+    known = now.writers.get(writer)
+    if known is None or known.retired is not None:
+        raise BadRecord(Reason.UNKNOWN_WRITER, "no epoch of it is open that could end: see `tidemark status`")
+    epoch = known.epoch + 1 if fields["epoch"] is None else fields["epoch"]
+    if epoch <= known.epoch:
+        raise BadRecord(Reason.ZOMBIE, f"epoch {known.epoch} would not end by that: give a higher one")
+    reach = now.direction.signed(max(known.reach, known.chain.position))
+    return {**fields, "epoch": epoch, "id": reach if fields["id"] is None else fields["id"]}
+
+
+def asked(kind: str, stored: bytes, fields: Mapping[str, Any]) -> records.Marker:
+    """The record of an act; an option that was not given is None."""
+    if kind == "FENCE":
+        kind, fields = "JOIN", fence(stored, fields["writer"], fields)
+    return KINDS[kind](**{name: value for name, value in fields.items() if value is not None})
 
 
 def standing(stored: bytes, writer: str) -> str:

@@ -16,6 +16,7 @@ import click
 
 from tidemark.app import act_commands, ask_commands
 from tidemark.app.commands import CommandFailed, CommandGroup, loaded, waiting
+from tidemark.app.late_commands import late
 from tidemark.app.letter_commands import dead_letters
 from tidemark.app.relay_commands import relay
 
@@ -273,7 +274,7 @@ def simulate(
     run(loaded(), Play(Players(streams, writers, rate, prefix), faults(named), seed, seconds), verify=verify)
 
 
-for command in (*ask_commands.COMMANDS, *act_commands.COMMANDS, dead_letters, relay):
+for command in (*ask_commands.COMMANDS, *act_commands.COMMANDS, dead_letters, late, relay):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from tidemark.app.act_commands import NOT_SEEN, answering
+from tidemark.app.act_commands import NOT_SEEN, answering, until_seen
 from tidemark.app.commands import CommandFailed, CommandGroup, confirmed, loaded
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ def letters_show(place: tuple[int, int], *, as_json: bool) -> None:
 @dead_letters.command("replay", extra="sidecar")
 @click.argument("place", type=LetterPlace(), metavar="OFFSET")
 @answering
+@until_seen
 def letters_replay(
     place: tuple[int, int], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool, wait: float
 ) -> None:

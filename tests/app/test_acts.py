@@ -1,6 +1,7 @@
 """`tidemark skip`, `retire`, `join`: what an operator is shown and refused before anything is sent."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -11,7 +12,7 @@ from tidemark.app import acts
 from tidemark.app.act_commands import IdRange
 from tidemark.app.cli import main
 from tidemark.streaming.errors import BadRecord
-from tidemark.streaming.records import LIVING, Join, Marker, Retire, Skip
+from tidemark.streaming.records import LIVING, Join, Marker, Retire, Skip, Timeline
 
 
 @pytest.fixture
@@ -135,6 +136,50 @@ def test_a_stranger_that_lives_is_not_thrown_out_unless_that_is_overruled() -> N
         act = Retire(stream=STREAM, writer=writer, id=7, by="ada", why="garbage")
         assert ["b is alive" in it for it in acts.attempt(shard.states[STREAM], act, 30.0).objections()] == [True]
         assert [*acts.attempt(shard.states[STREAM], act, 300.0).objections()] == []
+
+
+def fence(stored: bytes, now: float, id: int | None = None, epoch: int | None = None, writer: str = "a") -> acts.Trial:
+    """As `tidemark fence` tries it."""
+    fields = {"stream": STREAM, "writer": writer, "epoch": epoch, "id": id, "by": "ada", "why": "its host is lost"}
+    return acts.attempt(stored, acts.asked("FENCE", stored, fields), now)
+
+
+def test_a_fence_ends_the_epoch_where_the_writer_stands(stored: bytes) -> None:
+    """It settles what is open below, and says from which epoch on the writer counts again; what comes of the old one
+    is refused from then on."""
+    tried = fence(stored, 1000.0)
+    assert (tried.act.epoch, tried.act.id, tried.settled(), [*tried.dangers()]) == (8, 5, [(2, 4)], [])
+    assert [*tried.warnings()][2:] == [
+        "What a sends in an epoch below 8 from now on is refused, facts too.",
+        "Its next start needs an epoch above 8; the line waits for that, or its RETIRE.",
+    ]
+    assert fence(stored, 1000.0, epoch=99).act.epoch == 99
+
+
+def test_a_fence_never_begins_a_timeline(stored: bytes) -> None:
+    """Rule 10: below what the writer completed it is refused, and of one that lives, which may complete more before the
+    pipeline reads it."""
+    (danger,) = fence(stored, 1000.0, id=4).dangers()
+    assert "would begin a new timeline" in danger
+    (danger,) = fence(stored, 30.0).dangers()
+    assert "a is alive" in danger
+    by_hand = Join(stream=STREAM, writer="a", epoch=9, id=4, by="ada", why="typed")
+    assert len([*acts.attempt(stored, by_hand, 30.0).dangers()]) == 2
+
+
+def test_what_a_relay_tells_is_not_fenced() -> None:
+    """It goes on in its epoch, so all that its database appends would be refused for ever."""
+    shard = Shard()
+    shard.feed(replace(builders.join("a", 2), timeline=Timeline("db", "t1")))
+    (danger,) = fence(shard.states[STREAM], 1000.0).dangers()
+    assert "told by a relay" in danger
+
+
+def test_only_an_epoch_that_lives_can_be_ended(stored: bytes) -> None:
+    """A stranger has none, and an epoch below ends nothing."""
+    for wrong, why in ((("zoe", None), "no epoch of it is open"), (("a", 7), "epoch 7 would not end by that")):
+        with pytest.raises(BadRecord, match=why):
+            fence(stored, 1000.0, writer=wrong[0], epoch=wrong[1])
 
 
 def run(*words: str) -> tuple[int, str]:

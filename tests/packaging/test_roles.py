@@ -13,7 +13,7 @@ ENTRIES = {
     "relay": ["app.produce", "app.relay"],
     "reader": ["sinks.reader"],
     "pipeline": ["app.pipeline", "app.start"],
-    "sidecar": ["app.acting", "app.acts", "app.letters", "app.serve", "app.status"],
+    "sidecar": ["app.acting", "app.acts", "app.late_commands", "app.letters", "app.serve", "app.status"],
     "local": ["app.simulation.__main__", "app.simulation.simulate", "app.up"],
 }
 # Imported where somebody has them: drivers of a play's services.

@@ -1,0 +1,111 @@
+"""`tidemark late`: completions that came after their range was settled without them, and who has repaired them."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import click
+import msgspec
+
+from tidemark.app.act_commands import answering
+from tidemark.app.commands import CommandFailed, CommandGroup, confirmed, loaded
+
+if TYPE_CHECKING:
+    from tidemark.sinks.postgres.late import LateCompletions, LateFact
+
+HOLDS: Final = 3
+HEADINGS: Final = ("NUMBER", "AGE", "STREAM", "WRITER", "EPOCH", "IDS", "FACTS", "WHY", "RESOLVED")
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
+
+
+@click.group("late", cls=CommandGroup)
+def late() -> None:
+    """Facts that came after readers may have passed them: list them, and say which are repaired."""
+
+
+@late.command("list", extra="sidecar")
+@click.argument("stream", required=False)
+@click.option("--all", "everything", is_flag=True, help="Also those that are resolved.")
+@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="So many, the newest.")
+@click.option("--check", is_flag=True, help="End with exit code 3 where any is not resolved.")
+@_as_json
+def late_list(stream: str | None, limit: int, *, everything: bool, check: bool, as_json: bool) -> None:
+    """List the newest late completions of all streams, or STREAM, that nobody has resolved."""
+    with _database() as database:
+        found = database.newest(stream, limit, resolved=everything)
+        holds = database.newest(stream, 1, resolved=False)
+    if as_json:
+        click.echo(_as_object([_plain(it) for it in found]))
+    else:
+        click.echo(_table(found, time.time()) if found else "nothing is late that is not resolved")
+    if check and holds:
+        raise SystemExit(HOLDS)
+
+
+@late.command("resolve", extra="sidecar")
+@click.argument("stream")
+@click.argument("numbers", type=click.IntRange(1), nargs=-1, required=True, metavar="NUMBER...")
+@answering
+def late_resolve(
+    stream: str, numbers: Sequence[int], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
+) -> None:
+    """Note that late completions of STREAM, by their NUMBERs, are repaired: readers took them up, or need not.
+
+    It changes no position and tells no reader anything: that is done before.
+    """
+    with _database() as database:
+        found = database.numbered(stream, numbers)
+        missing = sorted({*numbers} - {it.number for it in found})
+        if missing:
+            raise CommandFailed(f"stream {stream} has no late completion {', '.join(map(str, missing))}")
+        click.echo(_table(found, time.time()), err=as_json)
+        if not dry_run:
+            confirmed(stream, "the stream's name", yes=yes)
+            found = database.resolve(found, by, why)
+    if as_json:
+        click.echo(_as_object([_plain(it) for it in found]))
+    elif not dry_run:
+        click.echo(f"resolved: {len(found)}, noted as act {', '.join(str(it.act) for it in found)}")
+
+
+@contextmanager
+def _database() -> "Iterator[LateCompletions]":
+    from tidemark.sinks.postgres.database import session_of
+    from tidemark.sinks.postgres.late import LateCompletions
+
+    settings = loaded()
+    with session_of(settings.postgres, "tidemark late") as session:
+        yield LateCompletions(session)
+
+
+def _table(found: "Sequence[LateFact]", now: float) -> str:
+    from tidemark.app.status import aged, ids_between
+
+    rows = [HEADINGS] + [
+        (
+            str(it.number),
+            aged(now - it.time.timestamp()),
+            it.stream,
+            it.writer,
+            str(it.epoch),
+            ids_between(it.prev, it.id),
+            str(it.facts),
+            it.why,
+            "" if it.act is None else f"act {it.act}",
+        )
+        for it in found
+    ]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(HEADINGS))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _plain(it: "LateFact") -> dict[str, object]:
+    return {name: getattr(it, name) for name in it.__dataclass_fields__}
+
+
+def _as_object(found: list[dict[str, object]]) -> str:
+    return msgspec.json.format(msgspec.json.encode({"late": found}), indent=2).decode()
