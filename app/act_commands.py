@@ -15,16 +15,27 @@ from tidemark.app.commands import CommandFailed, OurCommand, confirmed, loaded
 
 NOT_SEEN: Final = 3
 MOST_ID: Final = 2**63 - 1
+
+
+def _said(_: click.Context, param: click.Parameter, text: str) -> str:
+    """Rule 1: nobody and nothing are no answers."""
+    if not text.strip() or "\0" in text:
+        raise click.BadParameter("say it in words", param=param)
+    return text
+
+
 _ANSWERING: Final[list[Callable[[Any], Any]]] = [
-    click.option("--by", required=True, help="Who answers for it; it is kept."),
-    click.option("--why", required=True, help="Why it must be; it is kept."),
+    click.option("--by", required=True, callback=_said, help="Who answers for it; it is kept."),
+    click.option("--why", required=True, callback=_said, help="Why it must be; it is kept."),
     click.option("--dry-run", is_flag=True, help="Show what would happen and send nothing."),
     click.option("--yes", is_flag=True, help="Do not ask. Needed where nobody can be asked."),
     click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object."),
 ]
 
 _FORCING: Final[list[Callable[[Any], Any]]] = [
-    click.option("--epoch", type=click.IntRange(0), help="Without it the writer as it lives now."),
+    click.option(
+        "--epoch", type=click.IntRange(0), help="Without it the writer as it lives now; to fence it, the next."
+    ),
     click.option("--beyond", is_flag=True, help="Also past what the stream has allocated. No position comes back."),
     click.option("--force", "overrule", is_flag=True, help="Also where the writer is alive."),
 ]

@@ -194,6 +194,16 @@ def test_who_and_why_are_asked_for(words: Sequence[str]) -> None:
     assert (code, "Missing option '--by'" in output) == (2, True)
 
 
+@pytest.mark.parametrize(
+    "words", [("skip", STREAM, "a", "3..4"), ("dead-letters", "replay", "7"), ("late", "resolve", STREAM, "7")]
+)
+@pytest.mark.parametrize("by", ["", " ", "a\0b"])
+def test_nobody_is_no_answer(words: Sequence[str], by: str) -> None:
+    """Rule 1: every verb that changes something asks who answers for it."""
+    code, output = run(*words, "--by", by, "--why", "gone")
+    assert (code, "say it in words" in output) == (2, True)
+
+
 @pytest.mark.parametrize("ids", ["4..3", "0..3", "0", "-3..4", "3...4", "3-4", "x", "3..", "99999999999999999999"])
 def test_what_is_no_range_of_ids_is_wrong_usage(ids: str) -> None:
     """Both ends on one side of 0, the nearer one first."""
