@@ -185,7 +185,19 @@ def sidecar_(**sizes: Any) -> None:
 
 
 @main.command("attacks")
-@_sizes(attacks.AttackPlan(), "streams", "writers", "each", "all", "seconds", "returning", "returning_all", "away")
+@_sizes(
+    attacks.AttackPlan(),
+    "streams",
+    "writers",
+    "each",
+    "all",
+    "seconds",
+    "returning",
+    "returning_all",
+    "away",
+    "many",
+    "many_clients",
+)
 def attacks_(**sizes: Any) -> None:
     """One sidecar under attack, and with all clients coming back at once."""
     _on_servers("attacks", lambda site: attacks.run(site, attacks.AttackPlan(**sizes)))

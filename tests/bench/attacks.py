@@ -24,7 +24,8 @@ _PROBES = ("/livez", "/readyz")
 @dataclass(frozen=True, slots=True)
 class AttackPlan:
     """`each` honest clients follow one stream, `all` follow all of them, for `seconds` in peace and for as many under
-    attack. Then `returning` clients, of which `returning_all` follow all streams, come back at once after `away` s."""
+    attack. Then `returning` clients, of which `returning_all` follow all streams, come back at once after `away` s; and
+    `many_clients` who follow all of `many` streams come, go and come back."""
 
     streams: int = 20
     writers: int = 50
@@ -34,6 +35,8 @@ class AttackPlan:
     returning: int = 1000
     returning_all: int = 10
     away: float = 3.0
+    many: int = 3000
+    many_clients: int = 40
 
 
 @dataclass
@@ -56,6 +59,7 @@ def run(site: BenchSite, plan: AttackPlan) -> dict[str, Any]:
         "peace": _followed(site, plan, attacked=False),
         "attack": _followed(site, plan, attacked=True),
         "back": _returned(site, plan),
+        "many": _many(site, plan),
     }
 
 
@@ -132,6 +136,37 @@ def _returned(site: BenchSite, plan: AttackPlan) -> dict[str, Any]:
     return found
 
 
+def _many(site: BenchSite, plan: AttackPlan) -> dict[str, Any]:
+    dsn, url = site.database(), site.emptied_redis()
+    names = [stream_name(number) for number in range(plan.many)]
+    with started(site, dsn, url) as (sidecar, _), ExitStack() as processes:
+        publisher = processes.enter_context(running(publishing, Load(dsn, url, plan.many, 1, 1.0)))
+        answer(publisher, dict)
+        before, peak = processor_seconds(sidecar), peak_of(sidecar)
+        with _probed(sidecar.port) as probes:
+            crowd = returning.Returning(sidecar.port, names, plan.many_clients, plan.many_clients, plan.away)
+            clients = processes.enter_context(running(returning, crowd))
+            answer(clients, dict)
+            came = processor_seconds(sidecar) - before
+            tell(clients, {})
+            returned = answer(clients, returning.Returned)
+        if returned.failed:
+            raise WrongResult(f"{returned.failed} failed, {sidecar.log_tail(5)}")
+        found = {
+            "streams": plan.many,
+            "clients": plan.many_clients,
+            "came": came,
+            "spent": processor_seconds(sidecar) - before - came,
+            "seconds": max(returned.seconds),
+            "probe": max(probes.seconds),
+            "failed": probes.failed,
+            "peak": peak_of(sidecar),
+            "more": peak_of(sidecar) - peak,
+        }
+    click.echo(f"many: {found}", err=True)
+    return found
+
+
 @contextmanager
 def _probed(port: int) -> Iterator[Probes]:
     """Ask as a kubelet does, while the block runs."""
@@ -161,7 +196,7 @@ def _probed(port: int) -> Iterator[Probes]:
 
 
 def render(figures: Mapping[str, Any]) -> list[str]:
-    peace, attack, back = figures["peace"], figures["attack"], figures["back"]
+    peace, attack, back = (figures[name] for name in ("peace", "attack", "back"))
     return [
         f"{figures['clients']} clients of `/v1/events`, each of which checks every move, while {peace['rate']:,}"
         f" advances a second of {figures['streams']} streams with {figures['writers']} writers each pass for"
@@ -184,6 +219,21 @@ def render(figures: Mapping[str, Any]) -> list[str]:
         *table(
             ["told what they missed, p50", "highest", "slowest probe", "probes that failed", "most memory"],
             [[*(f"{back['seconds'][p]:.2f} s" for p in ("50", "100")), *_condition(back)]],
+        ),
+        *(_rendered_many(figures["many"], figures["away"]) if "many" in figures else []),
+    ]
+
+
+def _rendered_many(many: Mapping[str, Any], away: float) -> list[str]:
+    return [
+        "",
+        f"{many['clients']} clients, each of which follows all of {many['streams']:,} streams that rest, come at once"
+        f" ({many['came']:.1f} s of a core), lose their connections, and come back {away:.0f} s later"
+        f" ({many['spent']:.1f} s). They took {mib(many['more'])}:",
+        "",
+        *table(
+            ["told what they missed, highest", "slowest probe", "probes that failed", "most memory"],
+            [[f"{many['seconds']:.2f} s", *_condition(many)]],
         ),
     ]
 

@@ -3,7 +3,8 @@
 import asyncio
 import gc
 import json
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import AsyncIterator, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.read_side.slices import PATIENCE, Appeared, Listener
+from tidemark.app.read_side.snapshots import Snapshot, Snapshots
 from tidemark.app.sidecar.service import Limits
 from tidemark.app.sidecar.site import SiteConfig
 from tidemark.app.sidecar.sse import EventStream
@@ -201,6 +203,34 @@ def test_idle_streams_are_looked_at_together(pipeline: Pipeline, client: Sidecar
         eventually(lambda: calls("exec") >= 3)
         assert calls("exec") < 10
         assert calls("hgetall") >= 100
+
+
+def test_clients_of_everything_that_come_at_once_are_read_for_together(
+    pipeline: Pipeline, servers: ReadSideConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many they are, each stream is read and told in the same words to all who came while others waited."""
+    pipeline.publish(*(moved(f"s{number}", 1, w=At(0, 1)) for number in range(150)))
+    asked: list[int] = []
+    all_came = threading.Event()
+    get = Snapshots.get
+
+    async def noted(self: Snapshots, streams: Collection[str]) -> list[Snapshot]:
+        asked.append(len(streams))
+        while not all_came.is_set():
+            await asyncio.sleep(0.01)
+        return await get(self, streams)
+
+    def told(client: SidecarClient) -> set[str]:
+        with heard(client) as events:
+            return {events.next()[1]["stream"] for _ in range(150)}
+
+    monkeypatch.setattr(Snapshots, "get", noted)
+    with sidecar(servers) as client, ThreadPoolExecutor(10) as pool:
+        found = [pool.submit(told, client) for _ in range(10)]
+        eventually(lambda: client.held_open("events") == 10)
+        all_came.set()
+        assert all(it.result() == {f"s{number}" for number in range(150)} for it in found)
+    assert sum(asked) <= 3 * 150
 
 
 def test_two_clients_hear_the_same(pipeline: Pipeline, client: SidecarClient) -> None:

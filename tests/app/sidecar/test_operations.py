@@ -197,7 +197,7 @@ def test_redis_that_went_back_is_not_believed(pipeline: Pipeline, client: Sideca
 def test_servers_go_and_come_back(
     pipeline: Pipeline, client: SidecarClient, redis_server: RedisServer, postgres: PostgresServer
 ) -> None:
-    """Redis stopped: Postgres answers and it is ready. Both stopped: the last answer with its age, and not ready."""
+    """Redis stopped: Postgres answers. Both stopped: the last answer with its age. It is ready while it can answer."""
     pipeline.publish(moved("s", 7, first=At(0, 9), second=At(0, 7)))
     before = client.json("/v1/streams/s")
     assert client.json("/readyz") == {"ready": True, "problems": []}
@@ -209,6 +209,7 @@ def test_servers_go_and_come_back(
         assert health["problems"][0].startswith("Redis at 127.0.0.1")
         with away(postgres):
             eventually(lambda: len(client.json("/readyz")["problems"]) == 2)
+            assert client.json("/readyz")["ready"]
             found = client.json("/v1/streams/s")
             assert (found["source"], found["token"], found["state"]) == ("memory", before["token"], "known")
             assert found["age_seconds"] > 0
