@@ -117,9 +117,13 @@ def _verb(how: Verdict, stream: str, writer: str, id: int, epoch: int | None = N
     if how in ("open transaction", "alive"):
         return "tidemark relay blockers"
     named = [] if epoch is None else ["--epoch", str(epoch)]
-    names = [*(["--"] if stream.startswith("-") or writer.startswith("-") else []), stream, writer]
     options = shlex.join([*named, f"--id={id}"])
-    return f'tidemark retire {options} --by "$USER" --why "gone for good" {shlex.join(names)}'
+    return f'tidemark retire {options} --by "$USER" --why "gone for good" {shlex.join(_names(stream, writer))}'
+
+
+def _names(*words: str) -> list[str]:
+    """As arguments, of which none passes for an option."""
+    return [*(["--"] if any(it.startswith("-") for it in words) else []), *words]
 
 
 def as_json(found: Sequence[OpenRange]) -> str:
@@ -158,5 +162,8 @@ def _remedy(it: OpenRange) -> Iterable[str]:
     if it.verdict in ("silent", "unknown"):
         what = "start it" if it.verdict == "silent" else "let it join"
         yield f"    {what}; if it is gone for good: {it.verb}"
+        if it.low is not None and it.top is not None:
+            words = shlex.join(_names(it.stream, it.writer, ids_between(it.low, it.top)))
+            yield f'    if it lives on and these IDs are lost: tidemark skip --by "$USER" --why "lost" {words}'
     else:
         yield f"    {it.verb}"

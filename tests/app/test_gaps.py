@@ -52,6 +52,17 @@ def test_each_gap_tells_what_waits_behind_it() -> None:
     ]
 
 
+def test_of_a_silent_writers_gap_both_ways_out_are_shown() -> None:
+    """Where it is gone, and where it lives on without these IDs; the command reads the range as it stands there."""
+    shard = Shard()
+    shard.feed(join("a", -2), rdata("a", -5, -4, epoch=1), rdata("a", -9, -5, epoch=1))
+    lines = gaps.as_text(gaps.read(shard.states, 100.0), 100.0).splitlines()
+    assert lines[1:] == [
+        '    start it; if it is gone for good: tidemark retire --id=-9 --by "$USER" --why "gone for good" events a',
+        '    if it lives on and these IDs are lost: tidemark skip --by "$USER" --why "lost" -- events a -3..-4',
+    ]
+
+
 def test_a_writer_that_never_joined_is_listed_with_its_epoch() -> None:
     """Its ID in the command is one at or beyond all that it completed."""
     shard = Shard()
