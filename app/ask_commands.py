@@ -1,8 +1,16 @@
 """The verbs that only ask: nothing is changed by any of them, so anybody on call may type them."""
 
+import json
+import math
+import re
+import shlex
+from datetime import UTC, datetime
+from typing import Any
+
 import click
 
-from tidemark.app.commands import OurCommand, loaded
+from tidemark.app.commands import CommandFailed, CommandStopped, OurCommand, loaded
+from tidemark.streaming.errors import NotReached, Reject
 
 
 @click.command("verify", cls=OurCommand, extra="sidecar")
@@ -38,4 +46,87 @@ def verify(context: click.Context, sidecars: tuple[str, ...], patience: float, *
         context.exit(1)
 
 
-COMMANDS = [verify]
+class Moment(click.ParamType[datetime]):
+    """ISO 8601, or a time of today; in UTC where nothing else is said."""
+
+    name = "TIME"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
+        now = datetime.now(UTC)
+        try:
+            found = datetime.fromisoformat(f"{now.date()}T{value}" if re.match(r"\d\d:\d\d", value) else value)
+        except ValueError:
+            self.fail(f"{value!r} is no time such as 10:03, 2026-11-22T10:03:05Z or 2026-11-22T10:03+01:00", param, ctx)
+        return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+@click.command("explain", cls=OurCommand, extra="sidecar")
+@click.argument("stream")
+@click.option("--at", type=Moment(), help="Of this time; without it of now.")
+@click.option(
+    "--between", type=Moment(), nargs=2, metavar="A B", help="Of every stand of ten seconds or longer between the two."
+)
+@click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
+def explain(stream: str, at: datetime | None, between: tuple[datetime, datetime] | None, *, as_json: bool) -> None:
+    """Show why the line of STREAM stood where it stood: who held it, from when to when, and what let it go."""
+    from tidemark.app import explain, gaps
+    from tidemark.sinks.postgres.past import StreamPast
+
+    if at is not None and between is not None:
+        raise click.UsageError("--at and --between cannot be given together")
+    settings = loaded()
+    now = datetime.now(UTC)
+    with StreamPast(settings.postgres) as past:
+        encoded = past.state(stream)
+        if encoded is None:
+            raise CommandFailed(f"there is no stream {stream}; `tidemark status` shows all")
+        if between is not None:
+            found = explain.between(past, stream, encoded, *sorted(between))
+        else:
+            found = [it for it in [explain.at(past, stream, encoded, at or now)] if it is not None]
+    if not found and between is None:
+        raise CommandFailed(f"the history of {stream} that is kept does not go back to then")
+    if as_json:
+        click.echo(explain.as_json(found))
+        return
+    click.echo(explain.as_text(found, now) if found else "the line never waited for ten seconds or longer")
+    if at is None and between is None and (open_now := gaps.read({stream: encoded}, now.timestamp())):
+        click.echo(gaps.as_text(open_now, now.timestamp()))
+
+
+@click.command("wait", cls=OurCommand, extra="sidecar")
+@click.argument("stream")
+@click.argument("token")
+@click.option("--writer", help="TOKEN is an ID of this writer; without it one ID stands for all up to it.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Seconds to wait; inf: for ever."
+)
+@click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
+def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json: bool) -> None:
+    """Wait until STREAM is complete up to TOKEN (m7~web.9, or an ID): exit code 1 where it is not in time.
+
+    2 where there is no such stream, or TOKEN is none of it.
+    """
+    from tidemark.sinks.reader.sync import Positions
+
+    settings = loaded()
+    until = int(token) if re.fullmatch(r"-?\d{1,19}", token) else token
+    if writer is not None and isinstance(until, str):
+        raise click.UsageError("with --writer, TOKEN is an ID")
+    with Positions(settings.redis, settings.postgres()) as positions:
+        try:
+            stands = positions.wait(stream, until, writer, None if math.isinf(timeout) else timeout)
+        except Reject as problem:
+            raise CommandStopped(str(problem)) from None
+        except NotReached as problem:
+            if problem.stands is None:  # Postgres does not know it either
+                raise CommandStopped(f"there is no stream {stream}; `tidemark status` shows all") from None
+            raise CommandFailed(f"{problem}; `tidemark gaps {shlex.quote(stream)}` tells who holds it") from None
+    if as_json:
+        found = {"stream": stream, "linear": stands.linear, "vector": dict(stands.vector), "token": str(stands.token)}
+        click.echo(json.dumps(found))
+    else:
+        click.echo(f"{stream} stands at {stands.token}")
+
+
+COMMANDS = [verify, explain, wait]

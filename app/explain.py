@@ -1,0 +1,210 @@
+"""`tidemark explain`: why a stream's line stood where it stood, out of the history, in sentences.
+
+The history has advances, gaps and operators' acts. It does not have who was there without an advance: a writer that had
+not joined shows only by what it did later, and that is said so.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+
+from tidemark.app.status import aged, ids_between
+from tidemark.sinks.postgres.past import (
+    BatchAdvance,
+    LineStand,
+    OffsetRange,
+    OperatorAct,
+    PastGap,
+    StandingWriter,
+    StreamPast,
+)
+from tidemark.streaming import state
+from tidemark.streaming.direction import beyond
+from tidemark.streaming.holders import HELD_AFTER
+from tidemark.streaming.model import Evidence
+from tidemark.streaming.stream import StreamState
+
+STANDS = 20  # between two times: the first ones
+SHOWN = 10  # writers and gaps of one of them
+
+EVIDENCE = {
+    "facts": "seen",
+    "empty": "void, or announced to be",
+    "unseen": "settled by a JOIN; facts may be there that nobody announced",
+    "skipped": "settled by an operator",
+}
+CLOSED = {
+    "completed": "its IDs completed",
+    "joined": "its writer joined again",
+    "retired": "its writer retired",
+    "skipped": "an operator settled it",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PastHolder:
+    """A writer that had not passed the line, with the nearest gap of it that was open; None: it had told nothing beyond
+    its position."""
+
+    writer: str
+    epoch: int
+    position: int
+    gap: PastGap | None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """`held_by` of a line that waited; none where nothing beyond it was known to be given out (`idle`). `moved` and
+    `acts` are of the batch that let it go, which took `offsets`; `joined` are those of its writers that told something
+    for the first time."""
+
+    stream: str
+    stand: LineStand
+    idle: bool
+    held_by: list[PastHolder]
+    moved: list[BatchAdvance]
+    joined: list[str]
+    acts: list[OperatorAct]
+    offsets: list[OffsetRange]
+
+
+def at(past: StreamPast, stream: str, encoded: bytes, when: datetime) -> Explanation | None:
+    """Of the time `when`; None where the history that is kept does not go as far back."""
+    stand, now = past.stand(stream, when), state.decode(encoded)
+    if stand is None:
+        return None
+    line = now.direction.signed(now.line.position)
+    if stand.until is None and beyond(line, stand.linear):
+        stand = replace(stand, went_to=line)
+    return _explained(past, stream, now, stand, when)
+
+
+def between(past: StreamPast, stream: str, encoded: bytes, since: datetime, until: datetime) -> list[Explanation]:
+    """Of every place where the line waited for ten seconds or longer between the two times."""
+    times = [since, *past.moves(stream, since, until, timedelta(seconds=HELD_AFTER))]
+    found: dict[int, Explanation] = {}
+    for time in times:
+        it = at(past, stream, encoded, time)
+        if it is not None and not it.idle and _seconds(it.stand, until) >= HELD_AFTER:
+            found.setdefault(it.stand.linear, it)
+        if len(found) == STANDS:
+            break
+    return [*found.values()]
+
+
+def _explained(past: StreamPast, stream: str, now: StreamState, stand: LineStand, when: datetime) -> Explanation:
+    # Just before it was let go all that held it is known; of a line that stands still, now.
+    moment = when if stand.until is None else stand.until - timedelta(microseconds=1)
+    gaps: dict[str, PastGap] = {}
+    for gap in past.gaps(stream, moment if stand.until is None else stand.until):
+        if gap.opened <= moment:
+            gaps.setdefault(gap.writer, gap)
+    holders = [
+        PastHolder(it.writer, it.epoch, it.position, gaps.get(it.writer))
+        for it in past.behind(stream, moment, stand.linear)
+        if _was_there(it, now, moment, gaps)
+    ]
+    moved = [] if stand.until is None else past.batch(stream, stand.until)
+    return Explanation(
+        stream,
+        stand,
+        not beyond(past.farthest(stream, moment), stand.linear),
+        holders,
+        [it for it in moved if beyond(it.id, stand.linear)],
+        [it.writer for it in moved if it.prev == 0 and it.writer not in {holder.writer for holder in holders}],
+        [] if stand.until is None else past.acts(stream, stand.until),
+        past.offsets(moved[0].batch, moved[0].time) if moved else [],
+    )
+
+
+def _was_there(it: StandingWriter, now: StreamState, moment: datetime, gaps: dict[str, PastGap]) -> bool:
+    """Whether the line waited for a writer that had not passed it: not for one that had retired, nor for one that was
+    not there, as far as can be told."""
+    known = now.writers.get(it.writer)
+    if (
+        known is not None
+        and known.retired is not None
+        and it.next is None
+        and known.retired <= moment.timestamp() * 1000
+    ):
+        return False
+    return not it.first or it.writer in gaps
+
+
+def _seconds(stand: LineStand, until: datetime) -> float:
+    return ((stand.until or until) - stand.since).total_seconds()
+
+
+def as_json(found: Sequence[Explanation]) -> str:
+    return msgspec.json.format(msgspec.json.encode({"stands": found}), indent=2).decode()
+
+
+def as_text(found: Sequence[Explanation], now: datetime) -> str:
+    return "\n".join(line for it in found for line in _lines(it, now))
+
+
+def _lines(it: Explanation, now: datetime) -> Iterator[str]:
+    stand = it.stand
+    since = clock(stand.since)
+    if stand.until is None and stand.went_to is not None:
+        yield f"{it.stream}: the line stood at {stand.linear} from {since} to a time that no advance tells"
+    else:
+        until = "now" if stand.until is None else clock(stand.until)
+        yield f"{it.stream}: the line stood at {stand.linear} from {since} to {until}, for {aged(_seconds(stand, now))}"
+    if it.idle:
+        yield "  nothing held it: no ID beyond it was known to be given out"
+    else:
+        yield from (f"  held by {_holder(one)}" for one in it.held_by[:SHOWN])
+        if len(it.held_by) > SHOWN:
+            yield f"  and by {len(it.held_by) - SHOWN} more"
+        if not it.held_by:
+            yield "  held by nobody whom the history knows: a writer that had not joined, or one that retired meanwhile"
+    yield from _let_go(it)
+
+
+def _holder(it: PastHolder) -> str:
+    named = f"{it.writer} (epoch {it.epoch})"
+    if it.gap is None:
+        return f"{named}, which had told nothing beyond {it.position}"
+    gap = it.gap
+    what = f"{named}, which owed {ids_between(gap.low, gap.top)} since {clock(gap.opened)}"
+    if gap.closed is None:
+        return f"{what} and owes it still"
+    return f"{what} until {clock(gap.closed)}: {CLOSED.get(gap.closed_by or '', gap.closed_by)}"
+
+
+def _let_go(it: Explanation) -> Iterator[str]:
+    if it.stand.until is None:
+        if it.stand.went_to is not None:
+            yield f"  the line went to {it.stand.went_to} without an advance: a writer that it waited for retired"
+        return
+    offsets = ", ".join(map(_offsets, it.offsets))
+    batch = f"batch {it.moved[0].batch}" if it.moved else "a batch"
+    yield f"  let go by {batch}{f', offsets {offsets}' if offsets else ''}: the line went to {it.stand.went_to}"
+    yield from (f"    {_move(one)}" for one in it.moved[:SHOWN])
+    if it.joined:
+        yield f"    for the first time something was told by {', '.join(it.joined[:SHOWN])}"
+    for act in it.acts:
+        yield f"    {act.kind} of {act.writer} in epoch {act.epoch} up to {act.id}, by {act.by}: {act.why}"
+
+
+def _offsets(it: OffsetRange) -> str:
+    if it.first is None:
+        return f"{it.topic}/{it.partition} up to {it.last}"
+    return f"{it.topic}/{it.partition} {it.first}" + (f"..{it.last}" if it.last > it.first else "")
+
+
+def _move(it: BatchAdvance) -> str:
+    return f"{it.writer} (epoch {it.epoch}) moved from {it.prev} to {it.id}: {evidence(it.evidence)}"
+
+
+def evidence(counts: Evidence) -> str:
+    """In the words of docs/design.md 1."""
+    told = [f"{name} {count} ({EVIDENCE[name]})" for name, count in zip(EVIDENCE, counts.counts, strict=True) if count]
+    return ", ".join(told) or "nothing told again"
+
+
+def clock(time: datetime) -> str:
+    return time.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + "Z"

@@ -1,0 +1,228 @@
+"""Where a stream's line stood at a time that is past, who had not passed it then, and what moved it on. For people."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Self
+
+from tidemark.sinks.postgres.audit import PACKED, STATES
+from tidemark.sinks.postgres.database import SCHEMA, session_of
+from tidemark.streaming.direction import farther
+from tidemark.streaming.model import Evidence
+from tidemark.streaming.postgres_session import Connection, Dsn
+
+_OTHER_CLOCK = timedelta(minutes=1)  # by which the database's may be behind the pipeline's
+_LOOKS = (timedelta(hours=1), timedelta(days=1))  # how far is looked at first; then all that is kept
+
+
+@dataclass(frozen=True, slots=True)
+class LineStand:
+    """The line was at `linear` from `since` (or earlier, where no advance before is kept) to `until`, when it went to
+    `went_to`. Without `until` it is there still, or went on without an advance."""
+
+    linear: int
+    since: datetime
+    until: datetime | None
+    went_to: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StandingWriter:
+    """A writer that was at `position` at some time; `next` is the time of its advance after that, `first` whether none
+    came before that one, as far as positions tell."""
+
+    writer: str
+    epoch: int
+    position: int
+    next: datetime | None
+    first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PastGap:
+    """`closed_by`: `completed`, `joined`, `retired` or `skipped`."""
+
+    writer: str
+    epoch: int
+    low: int
+    top: int
+    opened: datetime
+    closed: datetime | None
+    closed_by: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAdvance:
+    writer: str
+    epoch: int
+    prev: int
+    id: int
+    evidence: Evidence
+    linear: int
+    batch: int
+    time: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorAct:
+    writer: str
+    epoch: int
+    kind: str
+    prev: int
+    id: int
+    by: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class OffsetRange:
+    """What a batch took of a partition: the offsets from `first` (None: no batch noted before tells it) to `last`."""
+
+    topic: str
+    partition: int
+    first: int | None
+    last: int
+
+
+class StreamPast:
+    """A context manager; needs the rights of the role tidemark_reader. Raises `Unavailable`, `Refused` and
+    `SchemaMismatch`."""
+
+    def __init__(self, dsn: Dsn) -> None:
+        self._session = session_of(dsn, "tidemark explain")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._session.close()
+
+    def state(self, stream: str) -> bytes | None:
+        """The encoded state as it is now; None where there is no such stream."""
+        with self._session.use() as connection:
+            SCHEMA.check_from(connection, PACKED)
+            row = connection.execute(STATES, {"streams": [stream]}).fetchone()
+        return row[1] if row else None
+
+    def stand(self, stream: str, at: datetime) -> LineStand | None:
+        """None where nothing that is kept of the history is as old."""
+        with self._session.use() as connection:
+            found = _line_before(connection, stream, at)
+            if found is None:
+                return None
+            linear, since = found
+            later = next(_line_after(connection, stream, at, linear), None)
+        return LineStand(linear, since, *(later or (None, None)))
+
+    def moves(self, stream: str, since: datetime, until: datetime, least: timedelta) -> list[datetime]:
+        """When the line came to where it then stood for `least` or longer, between the two times."""
+        with self._session.use() as connection:
+            rows = connection.execute(
+                "select time from (select time, lead(time, 1, %s) over (order by time) as next from ("
+                "   select min(time) as time from tidemark.advances_of(%s, %s, %s) group by linear"
+                " ) moves) stands where next - time >= %s order by time",
+                (until, stream, since, until, least),
+            ).fetchall()
+        return [time for (time,) in rows]
+
+    def behind(self, stream: str, at: datetime, linear: int) -> list[StandingWriter]:
+        """Writers that had not passed `linear` at that time, least position first; some may have retired before."""
+        with self._session.use() as connection:
+            rows = connection.execute(
+                "select p.writer, coalesce(a.epoch, p.epoch), coalesce(a.prev, p.position), a.time,"
+                "   coalesce(a.prev = 0, false)"
+                " from tidemark.stream_positions p left join ("
+                "   select distinct on (writer) writer, epoch, prev, time"
+                "   from tidemark.advances_of(%(stream)s, %(after)s) order by writer, abs(id)"
+                " ) a using (writer)"
+                " where p.stream = %(stream)s and not p.forgotten"
+                "   and abs(coalesce(a.prev, p.position)) <= abs(%(linear)s)"
+                " order by abs(coalesce(a.prev, p.position)), writer",
+                {"stream": stream, "after": _just_after(at), "linear": linear},
+            ).fetchall()
+        return [StandingWriter(*row) for row in rows]
+
+    def farthest(self, stream: str, at: datetime) -> int:
+        """The highest ID that was named by then, as far as positions and gaps tell."""
+        with self._session.use() as connection:
+            row = connection.execute(
+                "select coalesce((select id from tidemark.advances_of(%(stream)s, until => %(at)s)"
+                "   order by abs(id) desc limit 1), 0),"
+                " coalesce((select top from tidemark.stream_gaps where stream = %(stream)s and opened_at <= %(at)s"
+                "   order by abs(top) desc limit 1), 0)",
+                {"stream": stream, "at": at},
+            ).fetchone()
+        return farther(*row) if row else 0
+
+    def gaps(self, stream: str, at: datetime) -> list[PastGap]:
+        """Those that were open at that time, or were closed by the batch of exactly that time; nearest first."""
+        with self._session.use() as connection:
+            rows = connection.execute(
+                "select writer, epoch, low, top, opened_at, closed_at, closed_by from tidemark.stream_gaps"
+                " where stream = %s and opened_at <= %s and (closed_at is null or closed_at >= %s)"
+                " order by abs(top)",
+                (stream, at, at),
+            ).fetchall()
+        return [PastGap(*row) for row in rows]
+
+    def batch(self, stream: str, at: datetime) -> list[BatchAdvance]:
+        """The advances of the batch of exactly that time."""
+        with self._session.use() as connection:
+            rows = connection.execute(
+                "select writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch, time"
+                " from tidemark.advances_of(%s, %s, %s)",
+                (stream, at, at),
+            ).fetchall()
+        return [
+            BatchAdvance(writer, epoch, prev, id, Evidence(*counts), linear, batch, time)
+            for writer, epoch, prev, id, *counts, linear, batch, time in rows
+        ]
+
+    def acts(self, stream: str, at: datetime) -> list[OperatorAct]:
+        """Of operators, in the batch of exactly that time."""
+        with self._session.use() as connection:
+            rows = connection.execute(
+                "select writer, epoch, kind, prev, id, by, why from tidemark.skips where stream = %s and time = %s"
+                " order by number",
+                (stream, at),
+            ).fetchall()
+        return [OperatorAct(*row) for row in rows]
+
+    def offsets(self, batch: int, at: datetime) -> list[OffsetRange]:
+        """What the batch of that number and time took of each partition; empty where it is no longer noted."""
+        with self._session.use() as connection:
+            rows = connection.execute(
+                "with b as (select number, offsets from tidemark.applied_batches"
+                "   where batch = %s and applied_at >= %s order by applied_at limit 1)"
+                " select t.key, p.key::int, (select max((o.offsets -> t.key ->> p.key)::bigint)"
+                "   from tidemark.applied_batches o where o.number < b.number), p.value::bigint - 1"
+                " from b, jsonb_each(b.offsets) t, jsonb_each_text(t.value) p order by 1, 2",
+                (batch, at - _OTHER_CLOCK),
+            ).fetchall()
+        return [OffsetRange(*row) for row in rows if row[2] is None or row[2] <= row[3]]
+
+
+def _just_after(at: datetime) -> datetime:
+    return at + timedelta(microseconds=1)
+
+
+def _line_before(connection: Connection, stream: str, at: datetime) -> tuple[int, datetime] | None:
+    rows: list[tuple[int, datetime]] = []
+    for since in [*(at - look for look in _LOOKS), "-infinity"]:
+        rows = connection.execute(
+            "select linear, min(time) from tidemark.advances_of(%s, %s, %s) group by linear"
+            " order by abs(linear) desc limit 2",
+            (stream, since, at),
+        ).fetchall()
+        if len(rows) == 2:  # a lower one before it: so it is known when the line came there
+            break
+    return rows[0] if rows else None
+
+
+def _line_after(connection: Connection, stream: str, at: datetime, linear: int) -> Iterator[tuple[datetime, int]]:
+    for until in [*(at + look for look in _LOOKS), "infinity"]:
+        yield from connection.execute(
+            "select time, linear from tidemark.advances_of(%s, %s, %s) where abs(linear) > abs(%s)"
+            " order by time, abs(linear) desc limit 1",
+            (stream, _just_after(at), until, linear),
+        ).fetchall()

@@ -1,0 +1,131 @@
+"""`tidemark explain` on a real database: who held a line that is past, from when to when, and what let it go."""
+
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.sinks.given import NOW
+from tests.sinks.reader.given import Pipeline
+from tests.streaming.builders import STREAM, Record, Shard, join, packets, position, rdata, retire, sent, skip
+from tidemark.app.cli import main
+from tidemark.sinks.port import Batch
+
+Explain = Callable[..., Result]
+
+
+def minute(number: int, seconds: float = 0) -> str:
+    """The time of a batch, from 1 on, and so many seconds later."""
+    return datetime.fromtimestamp(NOW / 1000 + 60 * number + seconds, UTC).isoformat()
+
+
+def told(pipeline: Pipeline, *story: list[Record]) -> None:
+    """Commit what the query makes of each minute's records."""
+    shard, offset = Shard(now=NOW), 0
+    for number, records in enumerate(story, 1):
+        shard.now += 59_000
+        effects = shard.feed_packets(packets(sent(records, offset)))
+        offset += len(records)
+        pipeline.store.apply(Batch("query", number, pipeline.lease.token, [effects]))
+
+
+@pytest.fixture
+def explain(dsn: str) -> Explain:
+    return lambda *words: CliRunner().invoke(main, ["explain", STREAM, *words], env={"TIDEMARK_POSTGRES_DSN": dsn})
+
+
+@pytest.fixture
+def eventful(pipeline: Pipeline) -> None:
+    """Eight minutes of a stream."""
+    told(
+        pipeline,
+        [join("a", 0), join("b", 0)],
+        [rdata("a", 1, 0, epoch=1), position("b", 0, 1, epoch=1)],
+        [rdata("b", 3, 1, epoch=1), rdata("a", 5, 4, epoch=1)],
+        [rdata("a", 4, 1, epoch=1)],
+        [rdata("b", 8, 3, epoch=1)],
+        [position("a", 5, 9, epoch=1)],
+        [rdata("b", 12, 10, epoch=1), position("a", 9, 12, epoch=1), join("c", 12)],
+        [skip("b", 8, 10)],
+    )
+
+
+@pytest.mark.usefixtures("eventful")
+def test_a_gap_is_told_with_its_writer_its_times_and_what_closed_it(explain: Explain) -> None:
+    """With the offsets of the batch that let the line go on, and the evidence in the words of the design."""
+    done = explain("--at", minute(3, 30))
+    assert done.output.splitlines() == [
+        "events: the line stood at 1 from 2026-09-21 14:15:20.000Z to 2026-09-21 14:17:20.000Z, for 2 min",
+        "  held by a (epoch 1), which owed 2..4 since 2026-09-21 14:16:20.000Z until 2026-09-21 14:17:20.000Z: its IDs"
+        " completed",
+        "  let go by batch 4, offsets tidemark.facts/0 6: the line went to 5",
+        "    a (epoch 1) moved from 1 to 5: facts 2 (seen)",
+    ]
+
+
+@pytest.mark.usefixtures("eventful")
+def test_a_silent_writer_has_no_gap_and_is_told_all_the_same(explain: Explain) -> None:
+    """What it said in the end was an announcement."""
+    lines = explain("--at", minute(5, 30)).output.splitlines()
+    assert lines[1:] == [
+        "  held by a (epoch 1), which had told nothing beyond 5",
+        "  let go by batch 6, offsets tidemark.facts/0 8: the line went to 8",
+        "    a (epoch 1) moved from 5 to 9: empty 4 (void, or announced to be)",
+    ]
+
+
+@pytest.mark.usefixtures("eventful")
+def test_an_operator_who_let_it_go_is_named_with_the_reason(explain: Explain) -> None:
+    """A writer that came only then did not hold it before."""
+    lines = explain("--at", minute(7, 30)).output.splitlines()
+    assert lines[1:] == [
+        "  held by b (epoch 1), which owed 9..10 since 2026-09-21 14:20:20.000Z until 2026-09-21 14:21:20.000Z: an"
+        " operator settled it",
+        "  let go by batch 8, offsets tidemark.control/0 up to 12: the line went to 12",
+        "    b (epoch 1) moved from 8 to 12: facts 1 (seen), skipped 2 (settled by an operator)",
+        "    SKIP of b in epoch 1 up to 10, by ann: because",
+    ]
+
+
+@pytest.mark.usefixtures("eventful")
+def test_a_line_with_nothing_beyond_it_was_held_by_nobody(explain: Explain) -> None:
+    """Nor is it told of between two times."""
+    lines = explain().output.splitlines()
+    assert lines[0].startswith("events: the line stood at 12 from 2026-09-21 14:21:20.000Z to now, for ")
+    assert lines[1:] == ["  nothing held it: no ID beyond it was known to be given out"]
+
+
+@pytest.mark.usefixtures("eventful")
+def test_between_two_times_every_wait_is_told(explain: Explain) -> None:
+    """In their order; programs get the same."""
+    lines = explain("--between", minute(0), minute(20)).output.splitlines()
+    assert [line.split(" from ")[0] for line in lines if not line.startswith(" ")] == [
+        f"events: the line stood at {line}" for line in (1, 5, 8)
+    ]
+    found = json.loads(explain("--between", minute(3, 1), minute(5, 1), "--json").output)["stands"]
+    assert [it["stand"]["linear"] for it in found] == [1, 5]
+    assert found[0]["held_by"][0]["gap"]["top"] == 4
+    assert explain("--between", minute(8), minute(20)).output == "the line never waited for ten seconds or longer\n"
+
+
+@pytest.mark.usefixtures("eventful")
+def test_what_cannot_be_told_is_said(explain: Explain, dsn: str) -> None:
+    """Times before the history, streams that are not there, and what is no time."""
+    assert explain("--at", minute(-60)).exit_code == 1
+    assert explain("--at", "yesterday").exit_code == 2
+    assert explain("--at", "10:00", "--between", "10:00", "11:00").exit_code == 2
+    none = CliRunner().invoke(main, ["explain", "none"], env={"TIDEMARK_POSTGRES_DSN": dsn})
+    assert none.exit_code == 1
+    assert "there is no stream none" in none.output
+
+
+def test_a_line_that_went_on_without_an_advance_is_told(explain: Explain, pipeline: Pipeline) -> None:
+    """A writer that retires moves the line and no position: when, no advance tells."""
+    told(pipeline, [join("a", 0), join("b", 0)], [rdata("b", 3, 0, epoch=1)], [retire("a", 0)])
+    assert explain("--at", minute(2, 30)).output.splitlines() == [
+        "events: the line stood at 0 from 2026-09-21 14:15:20.000Z to a time that no advance tells",
+        "  held by a (epoch 1), which had told nothing beyond 0",
+        "  the line went to 3 without an advance: a writer that it waited for retired",
+    ]
