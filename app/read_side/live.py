@@ -57,13 +57,15 @@ class Live:
 
     async def _read(self, wanted: Collection[RedisRequest]) -> dict[RedisRequest, KeysFound | Refused]:
         requests = list(wanted)
-        replies: list[Any] = []
+        found: dict[RedisRequest, KeysFound | Refused] = {}
         with self.circuit_breaker.guarding(), translated(self.client):
             for start in range(0, len(requests), TOGETHER):
                 chunk = requests[start : start + TOGETHER]
                 # A transaction in a Cluster is of one server.
-                replies += await (self._each(chunk) if self._clustered else self._at_once(chunk))
-            return {request: self._seen(request, found) for request, found in zip(requests, replies, strict=True)}
+                replies = await (self._each(chunk) if self._clustered else self._at_once(chunk))
+                # Here, where others have their turn after each chunk: of thousands it takes a while.
+                found |= {request: self._seen(request, reply) for request, reply in zip(chunk, replies, strict=True)}
+        return found
 
     def _seen(self, request: RedisRequest, replies: Sequence[Any]) -> KeysFound | Refused:
         try:

@@ -1,0 +1,40 @@
+"""Redis as one process reads it, for all of its clients."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tidemark.app.read_side.live import TOGETHER, Live
+from tidemark.sinks.reader.io import KeysFound, ReadNewest
+from tidemark.sinks.redis.client import redis_address
+from tidemark.streaming.errors import Refused
+
+
+def test_reading_of_many_streams_lets_others_have_their_turn(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many are asked for at once, the event loop looks after all else every few hundred."""
+    turns = 0
+    made: list[int] = []
+    seen = Live._seen
+
+    def noted(self: Live, request: Any, replies: Any) -> KeysFound | Refused:
+        made.append(turns)
+        return seen(self, request, replies)
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def read() -> None:
+        live = Live(redis_address(redis_url))
+        others = asyncio.create_task(turn())
+        await asyncio.gather(*(live.read(ReadNewest(f"s{number}")) for number in range(5 * TOGETHER)))
+        others.cancel()
+        await live.aclose()
+
+    monkeypatch.setattr(Live, "_seen", noted)
+    asyncio.run(read())
+    assert len(made) == 5 * TOGETHER
+    assert max(made.count(it) for it in made) <= TOGETHER
