@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from tidemark.app.commands import CommandFailed, CommandStopped, OurCommand, loaded
-from tidemark.streaming.errors import NotReached, Reject
+from tidemark.streaming.errors import NotReached, Reject, StreamNotKnown
 
 
 @click.command("verify", cls=OurCommand, extra="sidecar")
@@ -116,11 +116,11 @@ def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json
     with Positions(settings.redis, settings.postgres()) as positions:
         try:
             stands = positions.wait(stream, until, writer, None if math.isinf(timeout) else timeout)
-        except Reject as problem:
-            raise CommandStopped(str(problem)) from None
-        except NotReached as problem:
-            if problem.stands is None:  # Postgres does not know it either
+        except (Reject, NotReached) as problem:
+            if isinstance(problem, StreamNotKnown) or (isinstance(problem, NotReached) and problem.stands is None):
                 raise CommandStopped(f"there is no stream {stream}; `tidemark status` shows all") from None
+            if isinstance(problem, Reject):
+                raise CommandStopped(str(problem)) from None
             raise CommandFailed(f"{problem}; `tidemark gaps {shlex.quote(stream)}` tells who holds it") from None
     if as_json:
         found = {"stream": stream, "linear": stands.linear, "vector": dict(stands.vector), "token": str(stands.token)}

@@ -295,6 +295,7 @@ def _last(report: VerifyReport) -> str:
     wrong = len(report.differences)
     ending = "" if report.advances is None else f"; {report.advances} advances join"
     if report.history:
-        ending = f"; the history of {report.advances} advances does not join, at {len(report.history)} places"
+        places = len(report.history)
+        ending = f"; among {report.advances} advances {places} place{'' if places == 1 else 's'} where they do not join"
     said = f"{wrong} difference{'' if wrong == 1 else 's'}" if wrong else "no difference"
     return f"{said} in {report.streams} stream{'' if report.streams == 1 else 's'} of {where}{ending}"

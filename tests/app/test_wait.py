@@ -33,7 +33,10 @@ def test_a_time_out_ends_with_1_and_a_stream_that_is_not_there_with_2(wait: Call
     late = wait("s", "m4", "--timeout=0")
     assert late.exit_code == 1
     assert "it stands at m3; `tidemark gaps s` tells who holds it" in late.output
-    assert wait("none", "m4", "--timeout=0").exit_code == 2
+    for timeout in ("0", "inf"):
+        none = wait("none", "m4", "--timeout", timeout)
+        assert none.exit_code == 2
+        assert "there is no stream none" in none.output
     assert wait("s", "seven").exit_code == 2
     assert wait("s", "m3~w.4", "--writer=w").exit_code == 2
     assert wait("s", "m4", "--timeout=inf").exit_code == 2
