@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import click
 
-from tidemark.app.commands import CommandFailed, OurCommand, confirmed, loaded
+from tidemark.app.commands import CommandFailed, OurCommand, confirmed, loaded, tell
 
 NOT_SEEN: Final = 3
 MOST_ID: Final = 2**63 - 1
@@ -150,9 +150,9 @@ def _carry_out(
         confirmed(act.writer, "the writer's name", yes=yes)
         noted = Acts(session)
         sent = acting.send(noted, settings.kafka, settings.kafka_control_topic, trial)
-        click.echo(sent.told(), err=as_json)
+        tell(sent.told(), err=as_json)
         found = acting.outcome(noted, sent, wait, lambda: noted.is_audited(sent.noted))
         now = acting.result(found, postgres, trial, wait)
-    click.echo(acting.as_json(trial, sent, found, now) if as_json else now)
+    tell(acting.as_json(trial, sent, found, now) if as_json else now)
     if found != "applied":
         raise SystemExit(NOT_SEEN if found == "not seen" else 1)

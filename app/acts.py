@@ -57,7 +57,13 @@ class Trial:
         return forced
 
     def objections(self) -> Iterator[str]:
-        """Why it is not sent unless that is overruled: writers that may yet complete what it settles."""
+        """Why it is not sent unless that is overruled: a name that is mistyped, as it seems, and writers that may yet
+        complete what it settles."""
+        if self._is_unheard_of():
+            yield (
+                f"no record of {self.act.stream} has named {self.act.writer}: `tidemark status` shows its writers;"
+                " --force overrules this"
+            )
         for name, verdict, seen in self._lives():
             if verdict != "silent":
                 how = "has a transaction open" if verdict == "open transaction" else "is alive"
@@ -101,6 +107,10 @@ class Trial:
         """Whether an epoch that has joined ends by it."""
         known = self.before.writers.get(self.act.writer)
         return isinstance(self.act, records.Join) and known is not None and known.epoch < self.act.epoch
+
+    def _is_unheard_of(self) -> bool:
+        writer, before = self.act.writer, self.before
+        return writer not in {EVERYBODY, *before.writers, *(name for name, _ in before.held)}
 
     def _takes_back(self) -> bool:
         known = self.before.writers.get(self.act.writer)

@@ -57,7 +57,12 @@ def write(settings: Settings, file: Path, metrics: Sequence[str]) -> Bundle:
     """
     bundle = Bundle(file)
     with file.open("xb") as target, ExitStack() as stack:
-        _pack(bundle, target, _parts(settings, metrics, stack))
+        try:
+            _pack(bundle, target, _parts(settings, metrics, stack))
+            target.flush()
+        except BaseException:
+            file.unlink(missing_ok=True)
+            raise
     return bundle
 
 

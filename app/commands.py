@@ -1,5 +1,6 @@
 """What all commands share: exit codes, errors as one line, and the extra that a command needs."""
 
+import os
 import sys
 from typing import Any
 
@@ -26,6 +27,14 @@ class OurCommand(click.Command):
     def __init__(self, *arguments: Any, extra: str | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._extra = extra
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        for word in args:
+            try:
+                word.encode()
+            except UnicodeEncodeError:
+                raise click.UsageError(f"{word!a} is not UTF-8", ctx) from None
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -74,7 +83,15 @@ def confirmed(word: str, what: str, *, yes: bool) -> None:
     nobody to ask."""
     if yes:
         return
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():  # None: it was closed
         raise click.UsageError("nobody can be asked here: say --yes, or look first with --dry-run")
     if click.prompt(f"Type {what} to do it ({word})", err=True) != word:
         raise CommandFailed("nothing was sent")
+
+
+def tell(line: str, *, err: bool = False) -> None:
+    """`click.echo` of what is done already: where nobody can take the line any more, the exit code still says it."""
+    try:
+        click.echo(line, err=err)
+    except OSError:  # and what is left in the buffer goes nowhere, too, at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), (sys.stderr if err else sys.stdout).fileno())

@@ -19,8 +19,8 @@ _USE = DatabaseUse(
         "3D": "create the database, or correct its name in TIDEMARK_POSTGRES_DSN",
         "3F": "run `tidemark migrate`",
         "42P01": "run `tidemark migrate`",
-        "42501": "grant the user the role tidemark_owner (who acts by hand: tidemark_operator), or run `tidemark"
-        " migrate` as a user who may create a schema",
+        "42501": "grant the user the role tidemark_owner (who only looks: tidemark_reader; who acts by hand:"
+        " tidemark_operator too), or run `tidemark migrate` as a user who may create a schema",
     },
     password="TIDEMARK_POSTGRES_PASSWORD",
 )

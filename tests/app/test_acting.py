@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from subprocess import PIPE, STDOUT
 
 import psycopg
@@ -68,6 +69,12 @@ class Operator:
         os.close(theirs)
         return process.returncode, said.decode()
 
+    def to_a_full_disk(self, *words: str) -> int:
+        """The exit code where standard output can take nothing."""
+        command = [sys.executable, "-m", "tidemark.app.cli", *words, *BY]
+        with Path("/dev/full").open("w") as full:
+            return subprocess.call(command, env=child_environment(self._variables), stdout=full, timeout=60)
+
     def sent(self) -> list[Record]:
         """All records on the control topic."""
         settings = KafkaConnection(self._kafka).client() | {"group.id": "looks", "enable.partition.eof": "true"}
@@ -109,6 +116,12 @@ def refusing(operator: Operator, store: Postgres, lease: Lease, dsn: str) -> Ite
         yield
         ended.set()
         reading.result()
+
+
+def test_an_act_whose_output_is_lost_still_ends_with_its_exit_code(operator: Operator, sql: psycopg.Connection) -> None:
+    """Exit code 1 would say that it was refused, and somebody would do it again."""
+    assert operator.to_a_full_disk("retire", STREAM, "b", "--yes", "--json", "--wait", "0") == 3
+    assert sql.execute("select kind from tidemark.acts").fetchall() == [("RETIRE",)]
 
 
 def test_what_is_not_confirmed_is_neither_noted_nor_sent(operator: Operator, sql: psycopg.Connection) -> None:

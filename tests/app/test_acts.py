@@ -120,6 +120,13 @@ def test_a_writer_that_lives_is_left_alone_unless_that_is_overruled(stored: byte
     assert f"{act.writer} is alive, last seen 58 s ago, and may yet complete its IDs" in objection
 
 
+@pytest.mark.parametrize("act", [retire("aa"), Join(stream=STREAM, writer="aa", id=2, by="ada", why="it sends none")])
+def test_a_name_that_no_record_has_named_is_refused_unless_that_is_overruled(stored: bytes, act: Marker) -> None:
+    """A mistyped JOIN would hold the line for ever, and a mistyped RETIRE would leave the right one as it is."""
+    (objection,) = acts.attempt(stored, act, 1000.0).objections()
+    assert objection.startswith("no record of events has named aa: ")
+
+
 def test_an_open_transaction_is_ended_and_not_skipped() -> None:
     """However long ago its writer spoke last."""
     shard = Shard()

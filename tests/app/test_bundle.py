@@ -1,6 +1,9 @@
 """`tidemark bundle`: one archive that a person can send, whatever of the servers answers."""
 
 import json
+import shlex
+import subprocess
+import sys
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,9 +14,15 @@ from click.testing import CliRunner, Result
 from tests.app.sidecar.given import At, moved
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.cli import main
+from tidemark.app.settings import child_environment
 from tidemark.sinks.postgres.dump import TABLES
 
 NOWHERE = "http://127.0.0.1:1/metrics"
+ALL_AWAY = {
+    "TIDEMARK_POSTGRES_DSN": "postgresql://ada:geheim@127.0.0.1:1/tidemark",
+    "TIDEMARK_REDIS_URL": "redis://ada:geheim@127.0.0.1:1/0",
+    "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": "127.0.0.1:1",
+}
 
 
 def bundle(variables: Mapping[str, str], *words: str) -> Result:
@@ -60,12 +69,7 @@ def test_a_bundle_has_positions_gaps_and_what_each_server_says(
 def test_a_bundle_is_written_where_nothing_answers_and_tells_no_password(tmp_path: Path) -> None:
     """For programs it says the same as JSON."""
     file = tmp_path / "night.tar.gz"
-    variables = {
-        "TIDEMARK_POSTGRES_DSN": "postgresql://ada:geheim@127.0.0.1:1/tidemark",
-        "TIDEMARK_REDIS_URL": "redis://ada:geheim@127.0.0.1:1/0",
-        "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": "127.0.0.1:1",
-    }
-    done = bundle(variables, str(file), "--json")
+    done = bundle(ALL_AWAY, str(file), "--json")
     assert done.exit_code == 0, done.output
     told = json.loads(done.output)
     assert set(told["parts"]) == {"versions.json", "settings.txt", "missing.json"}
@@ -81,3 +85,15 @@ def test_a_bundle_replaces_no_file(tmp_path: Path) -> None:
     assert done.exit_code == 1
     assert done.output.endswith("night.tar.gz: File exists\n")
     assert file.read_text() == "precious"
+
+
+@pytest.mark.server  # needs none, and waits three seconds for those that are away
+def test_a_bundle_that_does_not_fit_leaves_no_file(tmp_path: Path) -> None:
+    """Half of an archive would be sent for a whole one, and stand in the way of the next."""
+    file = tmp_path / "night.tar.gz"
+    command = f"ulimit -f 1; exec {shlex.quote(sys.executable)} -m tidemark.app.cli bundle {shlex.quote(str(file))}"
+    done = subprocess.run(
+        ["sh", "-c", command], env=child_environment(ALL_AWAY), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, f"Error: {file}: File too large\n")
+    assert not file.exists()

@@ -7,6 +7,7 @@ import click
 import pytest
 
 from tidemark.app.cli import main
+from tidemark.app.commands import confirmed
 from tidemark.app.settings import child_environment
 
 COMMANDS = [
@@ -36,6 +37,21 @@ def test_wrong_setting_is_told_in_one_line(command: str) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("Error: TIDEMARK_UP_REDIS_PORT: 'many' is not allowed")
     assert done.stderr.count("\n") == 1
+
+
+def test_what_is_not_utf_8_is_wrong_usage() -> None:
+    """Wherever it stands, and told in a way that every terminal can show."""
+    for words in (("status", "\udcff"), ("skip", "events", "a", "3", "--by", "ada", "--why", "\udcfe")):
+        done = _tidemark(*words)
+        assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+        assert f"{words[-1]!a} is not UTF-8" in done.stderr
+
+
+def test_nobody_is_asked_where_standard_input_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has none then; a daemon starts commands so."""
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(click.UsageError, match="say --yes"):
+        confirmed("a", "the writer's name", yes=False)
 
 
 def test_server_that_is_away_is_told_in_one_line() -> None:
