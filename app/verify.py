@@ -292,10 +292,9 @@ def _streams_of(differences: Sequence[Difference]) -> str:
 
 def _last(report: VerifyReport) -> str:
     where = ", ".join(["Postgres", STATE, *report.copies])
-    wrong = len(report.differences)
     ending = "" if report.advances is None else f"; {report.advances} advances join"
     if report.history:
-        places = len(report.history)
-        ending = f"; among {report.advances} advances {places} place{'' if places == 1 else 's'} where they do not join"
-    said = f"{wrong} difference{'' if wrong == 1 else 's'}" if wrong else "no difference"
+        places = "1 place" if len(report.history) == 1 else f"{len(report.history)} places"
+        ending = f"; among {report.advances} advances {places} where they do not join"
+    said = f"{len(report.differences) or 'no'} difference{'s' if len(report.differences) > 1 else ''}"
     return f"{said} in {report.streams} stream{'' if report.streams == 1 else 's'} of {where}{ending}"
