@@ -1,6 +1,7 @@
 """A running pipeline, seen from outside: what a reader, an operator and an orchestrator see."""
 
 import json
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -11,11 +12,15 @@ from click.testing import CliRunner
 from confluent_kafka import Producer
 from msgspec.structs import replace
 
+from tests.app.prometheus import IS_THERE, scraping
 from tests.app.proofs import dead_letters
 from tests.app.running import PATIENCE
+from tests.app.sidecar.given import sidecar
 from tests.fix_pipeline import PARTITIONS, Site, made_site
+from tests.helm.tools import CHART, alert_rules
 from tests.waiting import eventually
 from tidemark.app.cli import main
+from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.servers import KafkaServer, RedisServer
 from tidemark.sources.producer import RecordProducer
@@ -268,6 +273,41 @@ def test_what_a_writer_aborted_is_no_evidence(shared: Site) -> None:
     shared.reaches("aborted", first=1, linear=1)
     shared.send(fact("aborted", 2))
     shared.reaches("aborted", first=3, linear=3)
+
+
+# Asked for by alerts and panels, and there only in trouble, or beside a relay.
+SELDOM = {
+    "tidemark_bound_used_ratio",
+    "tidemark_held_by_seconds",
+    "tidemark_holder_silent_seconds",
+    "tidemark_retries_total",
+}
+
+
+@pytest.mark.skipif(not IS_THERE, reason="there is no Prometheus: Debian's package prometheus has it")
+def test_prometheus_answers_what_alerts_and_dashboard_ask(shared: Site, tmp_path: Path) -> None:
+    """Of a pipeline and a sidecar that it scrapes: every metric is there, every rule is evaluated, and a panel shows
+    series that have the labels by which it calls them."""
+    shared.send(fact("asked", 1), fact("asked", 2))
+    shared.reaches("asked", first=2, linear=2)
+    panels = json.loads((CHART / "files/dashboard.json").read_text())["panels"]
+    targets = [target for panel in panels for target in panel["targets"]]
+    rules = alert_rules()
+    asked = set(re.findall(r"\btidemark_\w+", rules + "".join(target["expr"] for target in targets)))
+    with sidecar(ReadSideConfig(shared.redis_url, shared.dsn)) as client:
+        client.json("/v1/streams/asked")
+        pods = {"tidemark-pipeline-0": shared.first.metrics_port, "tidemark-sidecar-0": client.base_url.port or 0}
+        with scraping(tmp_path, rules, pods) as prometheus:
+            there = {*prometheus.ask("label/__name__/values")}
+            assert {name for name in asked - there - SELDOM if "_relay_" not in name} == set()
+            for target in targets:
+                found = prometheus.query(target["expr"].replace("$namespace", "streams"))
+                names = set(re.findall(r"\w+", target["expr"])) & asked
+                assert found or names & SELDOM or "> 0" in target["expr"], target
+                called = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+                assert all(called <= labels.keys() for labels in found), (target, found)
+            groups = prometheus.ask("rules")["groups"]
+            assert {(it["health"], it.get("lastError")) for group in groups for it in group["rules"]} == {("ok", None)}
 
 
 def test_a_taken_port_is_named(shared: Site) -> None:
