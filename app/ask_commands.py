@@ -1,16 +1,22 @@
 """The verbs that only ask: nothing is changed by any of them, so anybody on call may type them."""
 
+import itertools
 import json
 import math
 import re
 import shlex
+import shutil
+import sys
+import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import click
+import msgspec
 
 from tidemark.app.commands import CommandFailed, CommandStopped, OurCommand, loaded
-from tidemark.streaming.errors import NotReached, Reject, StreamNotKnown
+from tidemark.streaming.errors import NotReached, Reject, StreamNotKnown, Unavailable
 
 
 @click.command("verify", cls=OurCommand, extra="sidecar")
@@ -129,4 +135,49 @@ def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json
         click.echo(f"{stream} stands at {stands.token}")
 
 
-COMMANDS = [verify, explain, wait]
+@click.command("top", cls=OurCommand, extra="sidecar")
+@click.argument("stream", required=False)
+@click.option("--every", type=click.FloatRange(min=0.2), default=2.0, show_default=True, help="Seconds between looks.")
+@click.option("--times", type=click.IntRange(1), help="End after so many looks; without it at Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="For programs: a JSON object per line and look.")
+def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -> None:
+    """Show what `tidemark status` and `tidemark gaps` say, live; a server that is away is waited for."""
+    from tidemark.app import gaps, health, status
+    from tidemark.sinks.postgres.store import Postgres, PostgresConfig
+
+    settings = loaded()
+    with Postgres(PostgresConfig(settings.postgres)) as postgres:
+        postgres.check_readable()
+        for look in itertools.count(1):
+            try:
+                stored, how = (
+                    postgres.states(None if stream is None else [stream]),
+                    health.read(postgres, settings.kafka),
+                )
+            except Unavailable as problem:
+                click.echo(str(problem), err=True)
+            else:
+                now = time.time()
+                found = status.read(stored, faults=postgres.conditions.faults(), recalls=postgres.conditions.recalls())
+                held = gaps.read(stored, now)
+                if as_json:
+                    click.echo(msgspec.json.encode({**status.plain(found, now, how), "gaps": held}))
+                else:
+                    problems = [f"problem: {problem}" for problem in how.problems()]
+                    text = [how.line(), *problems, gaps.as_text(held, now) if held else "nothing is held back"]
+                    _show([*text, "", status.as_table(found, now)])
+            if look == times:
+                break
+            time.sleep(every)
+
+
+def _show(parts: Sequence[str]) -> None:
+    """On a terminal in the place of what was shown before, and no more than it has lines: what is held stands first."""
+    lines = "\n".join(parts).splitlines()
+    if sys.stdout.isatty():
+        click.clear()
+        lines = lines[: shutil.get_terminal_size().lines - 1]
+    click.echo("\n".join(lines))
+
+
+COMMANDS = [verify, explain, wait, top]

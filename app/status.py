@@ -80,8 +80,11 @@ def _status(name: str, data: bytes, faults: list[SinkFault], recalls: list[Recal
 
 def as_json(streams: Sequence[StreamStatus], now: float, health: PipelineCondition) -> str:
     """One object; `now` (s since 1970) gives ages."""
-    found = {"pipeline": health.plain(), "streams": [_plain(stream, now) for stream in streams]}
-    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
+    return msgspec.json.format(msgspec.json.encode(plain(streams, now, health)), indent=2).decode()
+
+
+def plain(streams: Sequence[StreamStatus], now: float, health: PipelineCondition) -> dict[str, Any]:
+    return {"pipeline": health.plain(), "streams": [_plain(stream, now) for stream in streams]}
 
 
 def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
