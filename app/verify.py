@@ -98,7 +98,7 @@ def _copy_differences(
     pending, found = sorted(before), []
     while pending:
         shown = copy.read(pending)
-        ahead = [it for it in pending if _beyond(before[it], shown[it])]
+        ahead = [it for it in pending if any(_ahead(copy.name, it, before[it], shown[it]))]
         after = audit.streams(ahead) if ahead else {}
         wrong = {it: [*_ahead(copy.name, it, after[it], shown[it])] for it in after}
         lacking = {it: [*_behind(copy.name, it, before[it], shown[it])] for it in pending}
@@ -108,10 +108,6 @@ def _copy_differences(
         if pending:
             time.sleep(PAUSE)
     return found
-
-
-def _beyond(rows: AuditedStream, shown: CopyPositions) -> bool:
-    return any(_ahead("", "", rows, shown))
 
 
 def _ahead(copy: str, stream: str, rows: AuditedStream, shown: CopyPositions) -> Iterator[Difference]:
