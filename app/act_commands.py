@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import click
 
-from tidemark.app.commands import CommandFailed, OurCommand, confirmed, loaded, tell
+from tidemark.app.commands import Amount, CommandFailed, OurCommand, confirmed, loaded, tell
 
 NOT_SEEN: Final = 3
 MOST_ID: Final = 2**63 - 1
@@ -41,7 +41,7 @@ _FORCING: Final[list[Callable[[Any], Any]]] = [
 ]
 
 until_seen = click.option(
-    "--wait", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Seconds to wait for the effect."
+    "--wait", type=Amount(min=0), default=60.0, show_default=True, help="Seconds to wait for the effect."
 )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import click
 import msgspec
 
-from tidemark.app.commands import CommandFailed, CommandStopped, OurCommand, loaded
+from tidemark.app.commands import Amount, CommandFailed, CommandStopped, OurCommand, loaded
 from tidemark.streaming.errors import NotReached, Reject, StreamNotKnown, Unavailable
 
 
@@ -24,7 +24,7 @@ from tidemark.streaming.errors import NotReached, Reject, StreamNotKnown, Unavai
 @click.option("--sidecar", "sidecars", multiple=True, metavar="URL", help="Also compare this sidecar; may be repeated.")
 @click.option(
     "--patience",
-    type=click.FloatRange(min=0),
+    type=Amount(min=0),
     default=5.0,
     show_default=True,
     help="Seconds in which a copy has to come to what Postgres holds.",
@@ -104,9 +104,7 @@ def explain(stream: str, at: datetime | None, between: tuple[datetime, datetime]
 @click.argument("stream")
 @click.argument("token")
 @click.option("--writer", help="TOKEN is an ID of this writer; without it one ID stands for all up to it.")
-@click.option(
-    "--timeout", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Seconds to wait; inf: for ever."
-)
+@click.option("--timeout", type=Amount(min=0), default=60.0, show_default=True, help="Seconds to wait; inf: for ever.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json: bool) -> None:
     """Wait until STREAM is complete up to TOKEN (m7~web.9, or an ID): exit code 1 where it is not in time.
@@ -137,7 +135,7 @@ def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json
 
 @click.command("top", cls=OurCommand, extra="sidecar")
 @click.argument("stream", required=False)
-@click.option("--every", type=click.FloatRange(min=0.2), default=2.0, show_default=True, help="Seconds between looks.")
+@click.option("--every", type=Amount(min=0.2), default=2.0, show_default=True, help="Seconds between looks.")
 @click.option("--times", type=click.IntRange(1), help="End after so many looks; without it at Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: a JSON object per line and look.")
 def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -> None:

@@ -15,7 +15,7 @@ from typing import BinaryIO, Literal
 import click
 
 from tidemark.app import act_commands, ask_commands
-from tidemark.app.commands import CommandFailed, CommandGroup, loaded, waiting
+from tidemark.app.commands import Amount, CommandFailed, CommandGroup, loaded, waiting
 from tidemark.app.late_commands import late
 from tidemark.app.letter_commands import dead_letters
 from tidemark.app.relay_commands import relay
@@ -238,10 +238,8 @@ def produce(file: BinaryIO, *, control: bool) -> None:
 
 
 @main.command(extra="local")
-@click.option("--seconds", type=click.FloatRange(min=0), default=math.inf, help="How long; without it until Ctrl-C.")
-@click.option(
-    "--rate", type=click.FloatRange(0, min_open=True), default=40.0, show_default=True, help="Transactions/s in all."
-)
+@click.option("--seconds", type=Amount(min=0), default=math.inf, help="How long; without it until Ctrl-C.")
+@click.option("--rate", type=Amount(0, min_open=True), default=40.0, show_default=True, help="Transactions/s in all.")
 @click.option("--streams", type=click.IntRange(1), default=5, show_default=True, help="How many streams.")
 @click.option("--writers", type=click.IntRange(1), default=3, show_default=True, help="Writers at the beginning.")
 @click.option("--prefix", default="", help="Begins each stream's and writer's name.")

@@ -1,5 +1,6 @@
 """What all commands share: exit codes, errors as one line, and the extra that a command needs."""
 
+import math
 import os
 import sys
 from typing import Any
@@ -64,9 +65,19 @@ def _one_line(error: Exception) -> str:
     return called(" ".join(str(error).split()))
 
 
+class Amount(click.FloatRange):
+    """A number, and not `nan`, which no bound refuses and no clock ever reaches."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number):
+            self.fail(f"{value!r} is no number", param, ctx)
+        return number
+
+
 waiting = click.option(
     "--wait",
-    type=click.FloatRange(min=0),
+    type=Amount(min=0),
     default=0.0,
     help="Seconds to try for while a server does not answer; inf: for ever. Without it once.",
 )

@@ -5,6 +5,7 @@ import time
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from tidemark.app.cli import main
 from tidemark.app.commands import confirmed
@@ -37,6 +38,21 @@ def test_wrong_setting_is_told_in_one_line(command: str) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("Error: TIDEMARK_UP_REDIS_PORT: 'many' is not allowed")
     assert done.stderr.count("\n") == 1
+
+
+def test_nan_is_no_number() -> None:
+    """No clock ever reaches it: what waits so long would not end."""
+    found = [
+        (command, option.opts[-1])
+        for command in main.commands.values()
+        for option in command.params
+        if isinstance(option.type, click.FloatRange)
+    ]
+    assert {"--wait", "--timeout"} <= {option for _, option in found}
+    for command, option in found:
+        words = {"skip": ["s", "w", "1"], "retire": ["s", "w"], "join": ["s", "w"], "wait": ["s", "m1"]}
+        done = CliRunner().invoke(command, [*words.get(command.name or "", []), option, "nan"])
+        assert (done.exit_code, "is no number" in done.output) == (2, True), (command.name, done.output)
 
 
 def test_what_is_not_utf_8_is_wrong_usage() -> None:
