@@ -4,6 +4,8 @@ Every server runs in a session of its own, so Ctrl-C in a terminal reaches only 
 `run/<name>.pid` and its output goes to `log/<name>.log`.
 """
 
+import itertools
+import os
 import signal
 import socket
 import subprocess
@@ -21,6 +23,9 @@ from tidemark.streaming.errors import TidemarkError
 
 LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.05
+_LOWEST, _LENT = 20_000, 32_768
+_STRIDE = 211
+_drawn = itertools.count()
 
 
 class StartFailed(TidemarkError):
@@ -175,11 +180,16 @@ def end(process: psutil.Process, how: signal.Signals, seconds: float) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback address that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of the loopback address that nobody listens on at the moment.
+
+    None of those that the system lends to outgoing connections (of Linux the highest range, of others within it): one
+    of these may be gone when a server comes back that was away for a moment. Each process draws from a place of its
+    own, so that those which start servers side by side do not meet.
+    """
+    while True:
+        port = _LOWEST + (os.getpid() * _STRIDE + next(_drawn)) % (_LENT - _LOWEST)
+        if obstacle(port) is None:
+            return port
 
 
 def obstacle(port: int) -> str | None:

@@ -105,3 +105,10 @@ def test_dead_process_is_started_again_with_growing_pauses(own_home: Home) -> No
         "listener ended with code -9; starting it again in 2 s",
     ]
     assert [line.split(" after")[0] for line in said[1::2]] == ["listener is back"] * 2
+
+
+def test_a_free_port_is_lent_to_no_connection_while_its_server_is_away() -> None:
+    """Every outgoing connection takes one of those that the system lends, of Linux from 32768 on, and may take any."""
+    ports = [free_port() for _ in range(50)]
+    assert len(set(ports)) == 50
+    assert max(ports) < 32_768
