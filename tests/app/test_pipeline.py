@@ -151,6 +151,8 @@ def test_every_kind_of_bad_record_arrives_unchanged_in_the_dead_letters(shared: 
         found = {}
         for origin, letter in dead_letters(shared):
             headers = dict(letter.headers())
+            if "trace" not in headers:  # another test's
+                continue
             assert headers["raw"] == b"\x00\xff"
             found[headers["trace"].decode()] = origin.reason, letter.key(), letter.value()
         return found if len(found) == len(sent) else None
