@@ -9,6 +9,7 @@ import msgspec
 
 from tidemark.app.acts import Trial, standing
 from tidemark.app.letters import Replay
+from tidemark.app.printed import as_object
 from tidemark.app.produce import produce
 from tidemark.sinks.postgres.acts import Acts, NotedAct
 from tidemark.sinks.postgres.store import Postgres
@@ -109,4 +110,4 @@ def as_json(trial: Trial, sent: SentAct | None, found: Outcome | None, now: str 
         "outcome": found,
         "result": now,
     }
-    return msgspec.json.format(msgspec.json.encode(told), indent=2).decode()
+    return as_object(told)

@@ -156,7 +156,7 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
                 click.echo(str(problem), err=True)
             else:
                 now = time.time()
-                found = status.read(stored, faults=postgres.conditions.faults(), recalls=postgres.conditions.recalls())
+                found = status.of(postgres, stored)
                 held = gaps.read(stored, now)
                 if as_json:
                     click.echo(msgspec.json.encode({**status.plain(found, now, how), "gaps": held}))

@@ -5,7 +5,7 @@ import platform
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -14,16 +14,12 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.request import urlopen
 
-import msgspec
-
 from tidemark.app import config, gaps, health, status
+from tidemark.app.printed import as_object
 from tidemark.app.settings import Settings
 from tidemark.sinks.postgres import dump
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-from tidemark.sinks.reader.redis import REMEDIES
-from tidemark.sinks.redis.client import RedisSession
-from tidemark.sinks.redis.names import STREAMS
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sources.topics import Topics
 from tidemark.streaming.errors import TidemarkError, Unavailable
@@ -85,7 +81,7 @@ def _named(parts: Sequence[str]) -> str:
 
 
 def as_json(bundle: Bundle) -> str:
-    return _plain({"file": str(bundle.file), "parts": bundle.parts, "problems": bundle.problems})
+    return as_object({"file": str(bundle.file), "parts": bundle.parts, "problems": bundle.problems})
 
 
 def _parts(settings: Settings, metrics: Sequence[str], stack: ExitStack) -> Iterator[_Part]:
@@ -120,7 +116,7 @@ def _pack(bundle: Bundle, target: BinaryIO, parts: Iterator[_Part]) -> None:
                 continue
             _add(archive, f"{folder}/{part.name}", text)
             bundle.parts.append(part.name)
-        _add(archive, f"{folder}/missing.json", _plain(bundle.problems))
+        _add(archive, f"{folder}/missing.json", as_object(bundle.problems))
         bundle.parts.append("missing.json")
 
 
@@ -139,30 +135,21 @@ def _versions() -> str:
         except PackageNotFoundError:
             found[package] = "not installed"
     about = {"time": datetime.now(UTC).isoformat(), "python": platform.python_version(), "system": platform.platform()}
-    return _plain({**about, **found})
+    return as_object({**about, **found})
 
 
 def _status(settings: Settings, postgres: Postgres) -> str:
-    conditions = postgres.conditions
-    found = status.read(postgres.states(), None, conditions.faults(), conditions.recalls())
-    return status.as_json(found, time.time(), health.read(postgres, settings.kafka))
+    return status.as_json(status.of(postgres, postgres.states()), time.time(), health.read(postgres, settings.kafka))
 
 
 def _redis(settings: Settings) -> str:
-    with closing(RedisSession(settings.redis, REMEDIES, PATIENCE)) as session, session.use() as client:
-        names = sorted(client.smembers(STREAMS))
     with Redis(RedisConfig(settings.redis, timeout=PATIENCE)) as redis:
-        return _plain(redis.held(names[: dump.MOST]))
+        return as_object(redis.held(sorted(redis.names())[: dump.MOST]))
 
 
 def _kafka(settings: Settings) -> str:
     names = [settings.kafka_facts_topic, settings.kafka_control_topic, settings.kafka_dead_letters_topic]
-    found = Topics(settings.kafka, PATIENCE).describe(names)
-    return _plain(found)
-
-
-def _plain(found: object) -> str:
-    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
+    return as_object(Topics(settings.kafka, PATIENCE).describe(names))
 
 
 def _fetched(url: str) -> str:

@@ -145,8 +145,7 @@ def status(context: click.Context, stream: str | None, *, as_json: bool, check: 
     settings = loaded()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
-        conditions = postgres.conditions
-        found = status.read(postgres.states(), stream, conditions.faults(), conditions.recalls())
+        found = status.of(postgres, postgres.states(), stream)
         how = health.read(postgres, settings.kafka)
     if stream is not None and not found:
         raise CommandFailed(f"there is no stream {stream}; `tidemark status` shows all")

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
-import msgspec
-
+from tidemark.app.printed import as_object
 from tidemark.app.status import aged, ids_between
 from tidemark.sinks.postgres.past import (
     BatchAdvance,
@@ -138,7 +137,7 @@ def _seconds(stand: LineStand, until: datetime) -> float:
 
 
 def as_json(found: Sequence[Explanation]) -> str:
-    return msgspec.json.format(msgspec.json.encode({"stands": found}), indent=2).decode()
+    return as_object({"stands": found})
 
 
 def as_text(found: Sequence[Explanation], now: datetime) -> str:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-import msgspec
-
 from tidemark.app.behind import last_seen, moment
+from tidemark.app.printed import as_object
 from tidemark.app.status import aged, ids_between
 from tidemark.streaming import state
 from tidemark.streaming.holders import behind, is_brief
@@ -127,7 +126,7 @@ def _names(*words: str) -> list[str]:
 
 
 def as_json(found: Sequence[OpenRange]) -> str:
-    return msgspec.json.format(msgspec.json.encode({"gaps": found}), indent=2).decode()
+    return as_object({"gaps": found})
 
 
 def as_text(found: Sequence[OpenRange], now: float) -> str:

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 import click
-import msgspec
 
 from tidemark.app.act_commands import answering
 from tidemark.app.commands import CommandFailed, CommandGroup, confirmed, loaded
+from tidemark.app.printed import as_lines, as_object
 
 if TYPE_CHECKING:
     from tidemark.sinks.postgres.late import LateCompletions, LateFact
@@ -37,7 +37,7 @@ def late_list(stream: str | None, limit: int, *, everything: bool, check: bool, 
         found = database.newest(stream, limit, resolved=everything)
         holds = database.newest(stream, 1, resolved=False)
     if as_json:
-        click.echo(_as_object([_plain(it) for it in found]))
+        click.echo(as_object({"late": found}))
     else:
         click.echo(_table(found, time.time()) if found else "nothing is late that is not resolved")
     if check and holds:
@@ -65,7 +65,7 @@ def late_resolve(
             confirmed(stream, "the stream's name", yes=yes)
             found = database.resolve(found, by, why)
     if as_json:
-        click.echo(_as_object([_plain(it) for it in found]))
+        click.echo(as_object({"late": found}))
     elif not dry_run:
         click.echo(f"resolved: {len(found)}, noted as act {', '.join(str(it.act) for it in found)}")
 
@@ -83,7 +83,7 @@ def _database() -> "Iterator[LateCompletions]":
 def _table(found: "Sequence[LateFact]", now: float) -> str:
     from tidemark.app.status import aged, ids_between
 
-    rows = [HEADINGS] + [
+    rows = [
         (
             str(it.number),
             aged(now - it.time.timestamp()),
@@ -97,15 +97,4 @@ def _table(found: "Sequence[LateFact]", now: float) -> str:
         )
         for it in found
     ]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(HEADINGS))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-
-
-def _plain(it: "LateFact") -> dict[str, object]:
-    return {name: getattr(it, name) for name in it.__dataclass_fields__}
-
-
-def _as_object(found: list[dict[str, object]]) -> str:
-    return msgspec.json.format(msgspec.json.encode({"late": found}), indent=2).decode()
+    return "\n".join(as_lines(HEADINGS, rows))

@@ -13,6 +13,7 @@ import click
 
 from tidemark.app.act_commands import NOT_SEEN, answering, until_seen
 from tidemark.app.commands import CommandFailed, CommandGroup, confirmed, loaded
+from tidemark.app.printed import as_object
 
 if TYPE_CHECKING:
     from tidemark.app.settings import Settings
@@ -63,7 +64,7 @@ def letters_list(stream: str | None, reason: str | None, limit: int, *, as_json:
             if stream in (None, it.stream) and reason in (None, it.reason)
         ][:limit]
     if as_json:
-        click.echo(letters.as_json({"dead_letters": [letters.plain(it, replayed) for it in wanted]}))
+        click.echo(as_object({"dead_letters": [letters.plain(it, replayed) for it in wanted]}))
     else:
         click.echo(letters.as_table(wanted, replayed, time.time()) if wanted else "no dead letters")
 
@@ -78,9 +79,7 @@ def letters_show(place: tuple[int, int], *, as_json: bool) -> None:
     settings = loaded()
     with _servers(settings) as (kafka, acts):
         found, replayed = _letter(kafka, place), acts.replays()
-    click.echo(
-        letters.as_json(letters.plain(found, replayed)) if as_json else letters.as_text(found, replayed, time.time())
-    )
+    click.echo(as_object(letters.plain(found, replayed)) if as_json else letters.as_text(found, replayed, time.time()))
 
 
 @dead_letters.command("replay", extra="sidecar")
@@ -115,7 +114,7 @@ def letters_replay(
             raise CommandFailed(f"act {act} has sent this record again before")
         if dry_run:
             if as_json:
-                click.echo(letters.as_json({"would": [*trial.told()], "outcome": None}))
+                click.echo(as_object({"would": [*trial.told()], "outcome": None}))
             return
         confirmed(letter.place, "the offset", yes=yes)
         sent = acting.send_again(noted, settings.kafka, topic, trial, by, why)
@@ -128,7 +127,7 @@ def letters_replay(
         "applied": "applied: " + ("" if stored is None else acts.standing(stored, trial.record.writer)),
     }[found]
     if as_json:
-        click.echo(letters.as_json({"would": [*trial.told()], **sent.plain(), "outcome": found, "result": now}))
+        click.echo(as_object({"would": [*trial.told()], **sent.plain(), "outcome": found, "result": now}))
     else:
         click.echo(now)
     if found != "applied":

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from tidemark.app.acts import moved
+from tidemark.app.printed import as_lines
 from tidemark.app.status import aged
 from tidemark.sinks.letters import DeadLetter
 from tidemark.streaming import records, state
@@ -107,11 +108,7 @@ def _packed(record: records.Rdata | records.Void | records.Position | FactRun, n
 
 
 def as_table(letters: Sequence[DeadLetter], replayed: Mapping[tuple[str, int, int], int], now: float) -> str:
-    rows = [HEADINGS, *(_row(it, replayed, now) for it in letters)]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(HEADINGS))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return "\n".join(as_lines(HEADINGS, [_row(it, replayed, now) for it in letters]))
 
 
 def _row(it: DeadLetter, replayed: Mapping[tuple[str, int, int], int], now: float) -> tuple[str, ...]:
@@ -143,10 +140,6 @@ def plain(it: DeadLetter, replayed: Mapping[tuple[str, int, int], int]) -> dict[
         except UnicodeDecodeError:
             told |= {name: None, f"{name}_base64": data}
     return told | {"headers": [[name, value.decode(errors="replace")] for name, value in it.headers]}
-
-
-def as_json(found: object) -> str:
-    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
 
 
 def as_text(it: DeadLetter, replayed: Mapping[tuple[str, int, int], int], now: float) -> str:

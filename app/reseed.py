@@ -1,7 +1,7 @@
 """`tidemark reseed`: the pipeline's next start makes a new checkpoint of what Postgres holds."""
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,10 +45,10 @@ def run(settings: Settings, why: str, *, dry_run: bool) -> Reseed:
         require_successor(postgres.pipeline_version())
         checkpoint = Checkpoint(Path(settings.checkpoint))
         if dry_run:
-            return _found(settings, postgres, checkpoint)
+            return _found(settings, postgres, checkpoint)[0]
         with _alone(settings, postgres, checkpoint, why):
-            found = _found(settings, postgres, checkpoint)
-            postgres.replace_states({name: state.rewritten(old) for name, old in _older(postgres.states()).items()})
+            found, older = _found(settings, postgres, checkpoint)
+            postgres.replace_states({stream: state.rewritten(stored) for stream, stored in older.items()})
             if found.before is not None:
                 postgres.remember(RememberedSetup(settings.shards, {}))
             checkpoint.discard(f"an operator asked for it: {why}")
@@ -73,11 +73,9 @@ def _alone(settings: Settings, postgres: Postgres, checkpoint: Checkpoint, why: 
         yield
 
 
-def _found(settings: Settings, postgres: Postgres, checkpoint: Checkpoint) -> Reseed:
+def _found(settings: Settings, postgres: Postgres, checkpoint: Checkpoint) -> tuple[Reseed, dict[str, bytes]]:
+    """And the states of an earlier format."""
     states = postgres.states()
+    older = {stream: stored for stream, stored in states.items() if state.is_older(stored)}
     aside = str(checkpoint.path) if checkpoint.path.exists() else None
-    return Reseed(len(states), len(_older(states)), postgres.remembered().shards, settings.shards, aside)
-
-
-def _older(states: Mapping[str, bytes]) -> dict[str, bytes]:
-    return {stream: stored for stream, stored in states.items() if state.is_older(stored)}
+    return Reseed(len(states), len(older), postgres.remembered().shards, settings.shards, aside), older

@@ -9,8 +9,10 @@ import msgspec
 
 from tidemark.app.behind import behind_answer, last_seen
 from tidemark.app.health import PipelineCondition
+from tidemark.app.printed import as_lines, as_object
 from tidemark.sinks.postgres.recalls import RecallStatus
 from tidemark.sinks.postgres.status import SinkFault
+from tidemark.sinks.postgres.store import Postgres
 from tidemark.streaming import state
 from tidemark.streaming.effects import Blocker, Summary, summarize
 from tidemark.streaming.holders import Behind, Holder, is_brief
@@ -78,9 +80,14 @@ def _status(name: str, data: bytes, faults: list[SinkFault], recalls: list[Recal
     return StreamStatus(name, signed(stream.line.position), writers, summarize(stream), faults, recalls)
 
 
+def of(postgres: Postgres, stored: Mapping[str, bytes], only: str | None = None) -> list[StreamStatus]:
+    """`read`, with what `postgres` tells of sinks without a stream and of what was put off."""
+    return read(stored, only, postgres.conditions.faults(), postgres.conditions.recalls())
+
+
 def as_json(streams: Sequence[StreamStatus], now: float, health: PipelineCondition) -> str:
     """One object; `now` (s since 1970) gives ages."""
-    return msgspec.json.format(msgspec.json.encode(plain(streams, now, health)), indent=2).decode()
+    return as_object(plain(streams, now, health))
 
 
 def plain(streams: Sequence[StreamStatus], now: float, health: PipelineCondition) -> dict[str, Any]:
@@ -129,8 +136,7 @@ def as_table(streams: Sequence[StreamStatus], now: float) -> str:
     transactions that hold a stream, where its writer tells, what was put off of a writer, and sinks that lack a stream.
     """
     rows = [row for stream in streams for row in _rows(stream, now)]
-    widths = [max(len(row[at]) for row in [HEADINGS, *rows]) for at in range(len(HEADINGS))]
-    lines = [_line(row, widths) for row in [HEADINGS, *rows]]
+    lines = as_lines(HEADINGS, rows, NUMBERS)
     lines += [f"{stream.stream}: {line}" for stream in streams for line in _held(stream.summary.behind, now)]
     lines += [
         f"{stream.stream}: open at {writer}: {transaction}"
@@ -185,14 +191,6 @@ def _recalled(it: RecallStatus, now: float) -> str:
         )
     hindered = f": {it.problem}" if it.problem else ""
     return f"records of {it.writer} that were put off come again, for {aged(now - it.since.timestamp())}{hindered}"
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    cells = (
-        cell.rjust(width) if heading in NUMBERS else cell.ljust(width)
-        for heading, cell, width in zip(HEADINGS, row, widths, strict=True)
-    )
-    return "  ".join(cells).rstrip()
 
 
 def _rows(stream: StreamStatus, now: float) -> Iterable[tuple[str, ...]]:

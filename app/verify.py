@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import msgspec
-
 from tidemark.app.copies import Copy, CopyPositions
+from tidemark.app.printed import as_object
 from tidemark.sinks.postgres.audit import Audit, AuditedStream, HistoryFault
 from tidemark.streaming import state
 from tidemark.streaming.direction import beyond
@@ -229,7 +228,7 @@ def as_json(report: VerifyReport) -> str:
         "differences": report.differences,
         "history": report.history,
     }
-    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
+    return as_object(found)
 
 
 def as_text(report: VerifyReport) -> str:

@@ -14,7 +14,7 @@ _TABLES: Final[dict[str, LiteralString]] = {
     "position_advances": "select * from tidemark.position_advances where time >"
     " (select max(updated_at) from tidemark.streams) - interval '10 minutes' order by time desc",
     "stream_gaps": "select * from tidemark.stream_gaps order by closed_at desc nulls first, opened_at desc",
-    "acts": "select * from tidemark.acts order by 1 desc",
+    "acts": "select * from tidemark.acts order by number desc",
     "skips": "select * from tidemark.skips order by number desc",
     "late_completions": "select * from tidemark.late_completions order by number desc",
     "dead_letters": "select * from tidemark.dead_letters order by records desc",

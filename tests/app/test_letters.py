@@ -7,6 +7,7 @@ import pytest
 from tests.streaming import builders
 from tests.streaming.builders import STREAM, Shard, rdata
 from tidemark.app import letters
+from tidemark.app.printed import as_object
 from tidemark.sinks.letters import DeadLetter
 from tidemark.streaming.effects import Forced
 from tidemark.streaming.errors import BadRecord
@@ -99,7 +100,7 @@ def test_a_letter_is_shown_whole_and_no_terminal_obeys_it() -> None:
     assert "replayed_by_act: 3" in text
     assert "record: facts[2] 40, 60 s ago" in text
     assert "\x1b" not in text + letters.as_table([it], {}, 61.0)
-    told = json.loads(letters.as_json(letters.plain(it, {})))
+    told = json.loads(as_object(letters.plain(it, {})))
     assert (told["value"], told["value_base64"]) == (None, "G1sySv8=")
 
 

@@ -15,7 +15,7 @@ import redis
 
 from tests.bench.site import BenchSite
 from tests.bench.table import table, verdict
-from tests.bench.topic import Sender, create
+from tests.bench.topic import Sender, joined
 from tests.bench.whole import WrongResult, pipeline
 from tests.bench.workload import Completions, Shape, WritersAtWork
 
@@ -75,11 +75,8 @@ class MoveTimes:
 
 def run(site: BenchSite, plan: LatencyPlan) -> dict[str, Any]:
     topic = site.fresh("latency")
-    create(site.connection, topic, plan.partitions)
     play, moves = WritersAtWork(_SHAPE), MoveTimes(_SHAPE)
-    sender = Sender(site.connection, topic, plan.partitions, _SHAPE)
-    sender.join()
-    sender.flush()
+    sender = joined(site.connection, topic, plan.partitions, _SHAPE)
     with (
         pipeline(site, topic, plan.partitions, {}) as running,
         subscribed(running.redis_url, _SHAPE, moves),

@@ -15,7 +15,7 @@ import psutil
 from tests.bench.latency import MoveTimes, finish, send, subscribed
 from tests.bench.site import BenchSite
 from tests.bench.table import table, verdict
-from tests.bench.topic import Sender, create
+from tests.bench.topic import Sender, joined
 from tests.bench.whole import Whole, pipeline
 from tests.bench.workload import Shape, WritersAtWork
 
@@ -62,11 +62,8 @@ def run(site: BenchSite, plan: QuietPlan) -> dict[str, Any]:
 
 def _measure(site: BenchSite, plan: QuietPlan, interval: str) -> dict[str, Any]:
     topic = site.fresh("quiet")
-    create(site.connection, topic, plan.partitions)
     play, moves = WritersAtWork(_SHAPE), MoveTimes(_SHAPE)
-    sender = Sender(site.connection, topic, plan.partitions, _SHAPE)
-    sender.join()
-    sender.flush()
+    sender = joined(site.connection, topic, plan.partitions, _SHAPE)
     found: dict[str, Any] = {}
     with (
         pipeline(site, topic, plan.partitions, {"TIDEMARK_BATCH_INTERVAL_MS": interval}) as running,

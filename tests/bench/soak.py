@@ -14,7 +14,7 @@ import psutil
 
 from tests.bench.site import BenchSite
 from tests.bench.table import table
-from tests.bench.topic import Sender, create
+from tests.bench.topic import Sender, joined
 from tests.bench.usage import KINDS, MIB, sampled
 from tests.bench.whole import Whole, pipeline
 from tests.bench.workload import Shape, WritersAtWork
@@ -35,10 +35,8 @@ class SoakPlan:
 
 def run(site: BenchSite, plan: SoakPlan) -> dict[str, Any]:
     topic = site.fresh("soak")
-    create(site.connection, topic, plan.partitions)
     play = WritersAtWork(_SHAPE)
-    sender = Sender(site.connection, topic, plan.partitions, _SHAPE)
-    sender.join()
+    sender = joined(site.connection, topic, plan.partitions, _SHAPE)
     heaps: list[int | None] = []
     with pipeline(site, topic, plan.partitions, {}) as running:
         with sampled(running.pid, min(_EVERY_SECONDS, plan.minutes * 2)) as samples:

@@ -83,6 +83,15 @@ class Sender:
             raise RuntimeError(f"{left} records were not acknowledged within a minute")
 
 
+def joined(connection: KafkaConnection, topic: str, partitions: int, shape: Shape, together: int = 1) -> Sender:
+    """Make `topic`, in which all writers have joined."""
+    create(connection, topic, partitions)
+    sender = Sender(connection, topic, partitions, shape, together)
+    sender.join()
+    sender.flush()
+    return sender
+
+
 def fill(
     connection: KafkaConnection,
     topic: str,
@@ -96,9 +105,7 @@ def fill(
     """Make `topic` and fill it with `records`, the JOINs included; `keep` may leave some out. They are counted as if
     each had one fact, and not `together`.
     """
-    create(connection, topic, partitions)
-    play, sender = WritersAtWork(shape), Sender(connection, topic, partitions, shape, together)
-    sender.join()
+    play, sender = WritersAtWork(shape), joined(connection, topic, partitions, shape, together)
     for begun in range(sender.records, records, _STEP):
         sender.send(keep(play.step(min(_STEP, records - begun))))
     sender.send(keep(play.finish()))
