@@ -1,0 +1,80 @@
+"""A server's rooms without a database: the rules applied to dictionaries, one event after the other."""
+
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from tidemark.sources.rooms.rules import Around, KnownEvent, RoomChange, RoomEvent, Timeline, chosen_prevs, persisted
+from tidemark.sources.rooms.states import MemoryGroups, State, given_state, group_at, merged
+
+
+@dataclass
+class MemoryRoom:
+    """One room. `group` is that of its current state, None where it has no forward extremity."""
+
+    forward: dict[str, KnownEvent] = field(default_factory=dict)
+    backward: set[str] = field(default_factory=set)
+    groups: MemoryGroups = field(default_factory=MemoryGroups)
+    group: int | None = None
+    naming: dict[str, list[KnownEvent]] = field(default_factory=lambda: defaultdict(list))
+    """Edges backwards: who names an event, held or not."""
+
+
+class MemoryRooms:
+    """All rooms of a server, with the timelines of their events: IDs 1, 2, ... live, -1, -2, ... of history."""
+
+    def __init__(self) -> None:
+        self.events: dict[str, RoomEvent] = {}
+        self.rooms: dict[str, MemoryRoom] = defaultdict(MemoryRoom)
+        self.group_of: dict[str, int] = {}
+        self.live: list[str] = []
+        self.history: list[str] = []
+        self._known: dict[str, KnownEvent] = {}
+
+    def persist(
+        self, event: RoomEvent, timeline: Timeline = "events", given: Collection[str] | None = None
+    ) -> RoomChange:
+        """Persist an event; `given` are the events of the state before it, where not all of its prev events are held.
+
+        Raises `BadEvent`; nothing is changed then.
+        """
+        room = self.rooms.get(event.room) or MemoryRoom()
+        prevs = {id: self._known[id] for id in event.prevs if id in self._known}
+        around = Around(self.events.get(event.id), prevs, room.naming.get(event.id, ()))
+        change = persisted(event, around, timeline)
+        before = given_state(event, change, given, self.events)
+        self.rooms[event.room] = room
+        if not event.kept.outlier:
+            self._place(event, room, change, before)
+        self.events[event.id], self._known[event.id] = event, event.known
+        if change.timeline:
+            (self.live if change.timeline == "events" else self.history).append(event.id)
+        return change
+
+    def extremities(self, room: str) -> tuple[KnownEvent, ...]:
+        """The prev events of a new event."""
+        return chosen_prevs(self.rooms[room].forward.values())
+
+    def _place(self, event: RoomEvent, room: MemoryRoom, change: RoomChange, given: State | None) -> None:
+        prevs = [self.group_of[id] for id in event.prevs if id in self.group_of]
+        group = group_at(event, prevs, given, room.groups)
+        self.group_of[event.id] = group
+        room.backward.discard(event.id)
+        room.backward.update(change.missing)
+        known = event.known
+        for id in change.edges:
+            room.naming[id].append(known)
+            if change.counts:
+                room.forward.pop(id, None)
+        if change.extremity:
+            room.forward[event.id] = known
+        if change.counts:
+            room.group = self._current(room, group if change.extremity else None)
+
+    def _current(self, room: MemoryRoom, newest: int | None) -> int | None:
+        """The group of the current state, which resolves those of the forward extremities. `newest` is the group of the
+        one that came last: its state holds the states of those that it replaced."""
+        groups = dict.fromkeys(self.group_of[id] for id in room.forward)
+        if newest is not None and room.group is not None and len(groups) > 1:
+            groups = dict.fromkeys([room.group, newest])
+        return merged([*groups], None, {}, room.groups) if groups else None

@@ -1,0 +1,49 @@
+"""Random rooms as strategies of Hypothesis: DAGs, and what arrives of them in which order."""
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from tidemark.sources.rooms.memory import MemoryRooms
+from tidemark.sources.rooms.model import Truth
+from tidemark.sources.rooms.rules import HeldAs, RoomEvent
+
+ROOM = "!tea"
+_KEPT = [HeldAs.REGULAR] * 6 + [HeldAs.SOFT_FAILED, HeldAs.REJECTED]
+_KEYS = ["a", "b", "c"]
+
+
+def an_event(
+    id: str, *prevs: RoomEvent, key: str | None = None, kept: HeldAs = HeldAs.REGULAR, room: str = ROOM
+) -> RoomEvent:
+    """One that follows `prevs`."""
+    depth = 1 + max((prev.depth for prev in prevs), default=0)
+    return RoomEvent(id, room, "topic", "@ada", tuple(prev.id for prev in prevs), depth, key, kept=kept)
+
+
+@st.composite
+def dags(draw: st.DrawFn, most: int = 25) -> list[RoomEvent]:
+    """Events in an order in which each comes after those that it names: forks, merges, state, bad ones."""
+    events: list[RoomEvent] = [an_event("e00", key="a")]
+    for number in range(1, draw(st.integers(1, most))):
+        prevs = draw(st.lists(st.sampled_from(events[-6:]), min_size=1, max_size=3, unique_by=lambda event: event.id))
+        key = draw(st.sampled_from([None, None, *_KEYS]))
+        events.append(an_event(f"e{number:02}", *prevs, key=key, kept=draw(st.sampled_from(_KEPT))))
+    return events
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> tuple[list[RoomEvent], list[RoomEvent]]:
+    """All events of a room, and some of them in any order."""
+    everything = draw(dags())
+    order = draw(st.permutations(everything))
+    return everything, order[: draw(st.integers(1, len(order)))]
+
+
+def arrive(rooms: MemoryRooms, event: RoomEvent, truth: Truth) -> None:
+    """Persist `event` as a server does that hears of it: with the state before it, fetched as outliers."""
+    before = [holder.id for holder in truth.state_before(event).values()]
+    for id in before:
+        if id not in rooms.events:
+            rooms.persist(replace(truth.everything[id], kept=HeldAs.OUTLIER))
+    rooms.persist(event, given=before)

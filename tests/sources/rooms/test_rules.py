@@ -1,0 +1,203 @@
+"""The rules of the room DAG: random rooms in any order of arrival against their definitions, and what is refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.examples import examples
+from tests.sources.rooms.dags import ROOM, an_event, arrivals, arrive, dags
+from tidemark.sources.rooms.memory import MemoryRooms
+from tidemark.sources.rooms.model import Truth
+from tidemark.sources.rooms.rules import DEEPEST_EVENT, MEMBER, MOST_PREVS, BadEvent, HeldAs, RoomEvent, depth_after
+
+
+@settings(max_examples=examples(200))
+@given(arrivals())
+def test_whatever_comes_in_whichever_order_is_as_the_definitions_say(
+    given: tuple[list[RoomEvent], list[RoomEvent]],
+) -> None:
+    """Forward and backward extremities, the state at each event and the room's, after each arrival: forks, merges,
+    missing events, outliers that become regular, soft-failed and rejected events."""
+    everything, order = given
+    rooms = MemoryRooms()
+    for event in order:
+        arrive(rooms, event, Truth(everything, {}))
+        truth = Truth(everything, {id: held.kept for id, held in rooms.events.items()})
+        room = rooms.rooms[ROOM]
+        assert {*room.forward} == truth.forward
+        assert room.backward == truth.backward
+        assert room.groups.state(rooms.group_of[event.id]) == truth.state_at(event.id)
+        assert (room.group is None) == (not truth.forward)
+        assert room.group is None or room.groups.state(room.group) == truth.current
+    assert rooms.live == [event.id for event in order]
+
+
+@settings(max_examples=examples(100))
+@given(dags(), st.randoms(use_true_random=False))
+def test_backfill_from_backward_extremities_closes_them(events: list[RoomEvent], random: object) -> None:
+    """From the last event alone: each round fetches what is missing, as history, until nothing is."""
+    rooms, truth = MemoryRooms(), Truth(events, {})
+    arrive(rooms, events[-1], truth)
+    while missing := sorted(rooms.rooms[ROOM].backward):
+        for id in missing:
+            event = truth.everything[id]
+            before = [holder.id for holder in truth.state_before(event).values()]
+            for other in before:
+                if other not in rooms.events:
+                    rooms.persist(replace(truth.everything[other], kept=HeldAs.OUTLIER))
+            rooms.persist(event, "backfill", before)
+    assert len(rooms.history) == len({*rooms.history})
+    assert rooms.rooms[ROOM].backward == set()
+
+
+@settings(max_examples=examples(100))
+@given(dags(), st.data())
+def test_a_refused_event_changes_nothing(events: list[RoomEvent], data: st.DataObject) -> None:
+    """Any event bent into a bad one: the room is as it was, to the last edge."""
+    rooms = MemoryRooms()
+    for event in events:
+        rooms.persist(event)
+    before = repr(rooms.__dict__)
+    bent = data.draw(st.sampled_from(events)), data.draw(st.sampled_from(events))
+    bad: list[Callable[[RoomEvent, RoomEvent], RoomEvent]] = [
+        lambda one, _: one,
+        lambda one, _: replace(one, content={"other": 1}),
+        lambda one, _: replace(one, id="new", prevs=("new",)),
+        lambda one, _: replace(one, id="new", prevs=(one.id, one.id), depth=one.depth + 1),
+        lambda one, other: replace(one, id="new", prevs=(other.id,), depth=other.depth),
+        lambda one, other: replace(one, id="new", prevs=(other.id,), depth=other.depth + 1, room="!other"),
+        lambda one, other: replace(one, id="new", prevs=(other.id, "unknown"), depth=other.depth + 5),
+        lambda one, _: replace(one, id="a b"),
+        lambda one, _: replace(one, id="new\0"),
+    ]
+    with pytest.raises(BadEvent):
+        rooms.persist(data.draw(st.sampled_from(bad))(*bent))
+    assert repr(rooms.__dict__) == before
+
+
+def refused(rooms: MemoryRooms, event: RoomEvent, says: str) -> None:
+    with pytest.raises(BadEvent, match=says):
+        rooms.persist(event)
+
+
+ROOT = an_event("root")
+
+
+@pytest.mark.parametrize(
+    ("event", "says"),
+    [
+        (an_event("self", replace(ROOT, id="self")), "names itself"),
+        (an_event("root"), "a duplicate: it is held already, regular"),
+        (replace(ROOT, sender="@eve"), "another event has this ID"),
+        (an_event("far", ROOT, room="!other"), "its prev event root is of another room, !tea"),
+        (replace(ROOT, id="deep", depth=DEEPEST_EVENT + 1), "its depth 9223372036854775808 is not from 1"),
+        (replace(ROOT, id="zero", depth=0), "its depth 0 is not"),
+        (replace(ROOT, id="whole", depth=True), "its depth True is not"),
+        (
+            replace(an_event("lies", ROOT), depth=7),
+            "its depth is 7, and one more than that of its deepest prev event is 2",
+        ),
+        (replace(an_event("twice", ROOT), prevs=("root", "root")), "names a prev event twice"),
+        (replace(ROOT, id=""), "its ID: '' is not 1 to 255 characters"),
+        (replace(ROOT, id="x", state_key="a\nb"), "its state key"),
+        (replace(ROOT, id="x" * 256), "its ID"),
+        (replace(ROOT, id="\ud800"), "its ID"),
+        (replace(ROOT, id="x", prevs=tuple(map(str, range(21))), depth=2), "it names 21 prev events, and 20 are"),
+        (replace(ROOT, id="x", kept=HeldAs.OUT_OF_BAND), "only an invite, its rejection or a knock"),
+        (an_event("gap", ROOT, replace(ROOT, id="unknown")), "prev event unknown is not held, and no state"),
+    ],
+)
+def test_a_bad_event_is_refused_with_one_clear_error(event: RoomEvent, says: str) -> None:
+    """It says what is wrong, by the event's ID."""
+    rooms = MemoryRooms()
+    rooms.persist(ROOT)
+    refused(rooms, event, says)
+
+
+def test_a_cycle_is_refused_whichever_event_comes_first() -> None:
+    """Of two that name each other, and of three."""
+    rooms = MemoryRooms()
+    rooms.persist(ROOT)
+    first = replace(an_event("first", ROOT), prevs=("root", "second"), depth=5)
+    rooms.persist(first, given=[])
+    refused(rooms, replace(an_event("second", first)), "a cycle: it and first name each other")
+    third = an_event("third", first)
+    rooms.persist(third)
+    refused(
+        rooms, an_event("second", third), "its depth is 7, and first, which names it, has 5: a cycle, or a wrong depth"
+    )
+
+
+def test_the_room_ends_at_the_deepest_depth() -> None:
+    """2^63 - 1 is a depth; what follows it would be past it."""
+    rooms = MemoryRooms()
+    last = replace(an_event("last", ROOT), prevs=("unknown",), depth=DEEPEST_EVENT)
+    rooms.persist(last, given=[])
+    refused(rooms, an_event("past", last), "is not from 1 to 9223372036854775807")
+
+
+def test_state_that_is_given_must_be_held() -> None:
+    """Events of the room, of different keys, less deep than the event, and not rejected."""
+    rooms = MemoryRooms()
+    topic, plain = an_event("topic", key="a"), an_event("plain")
+    for event in (topic, plain, an_event("far", key="a", room="!other"), an_event("again", topic, key="a")):
+        rooms.persist(event)
+    deeper = replace(plain, id="deeper", prevs=("unknown",), depth=3)
+    for wrong in (["nowhere"], ["plain"], ["far"], ["topic", "again"]):
+        with pytest.raises(BadEvent, match="the state before it names"):
+            rooms.persist(deeper, given=wrong)
+    with pytest.raises(BadEvent, match="no less deep"):
+        rooms.persist(replace(deeper, depth=2), given=["again"])
+    rooms.persist(deeper, given=["again"])
+
+
+def test_an_outlier_is_in_nothing_until_it_is_regular() -> None:
+    """No edges, no extremities, no state group, no timeline; then all of them, once."""
+    rooms = MemoryRooms()
+    rooms.persist(ROOT)
+    outlier = replace(an_event("late", ROOT, key="a"), kept=HeldAs.OUTLIER)
+    rooms.persist(outlier)
+    assert ({*rooms.rooms[ROOM].forward}, rooms.live, {*rooms.group_of}) == ({"root"}, ["root"], {"root"})
+    refused(rooms, outlier, "a duplicate: it is held already, outlier")
+    rooms.persist(replace(outlier, kept=HeldAs.REGULAR))
+    assert ({*rooms.rooms[ROOM].forward}, rooms.live) == ({"late"}, ["root", "late"])
+    refused(rooms, outlier, "a duplicate: it is held already, regular")
+
+
+def test_an_out_of_band_membership_is_told_and_told_again_as_a_regular_event() -> None:
+    """An invite is sent to its user although the room is not known; later it is in the room's timeline."""
+    rooms = MemoryRooms()
+    invite = RoomEvent(
+        "invite", ROOM, MEMBER, "@ada", ("unknown",), 9, "@bob", {"membership": "invite"}, HeldAs.OUT_OF_BAND
+    )
+    rooms.persist(invite)
+    assert (rooms.live, rooms.rooms[ROOM].backward, rooms.rooms[ROOM].group) == (["invite"], set(), None)
+    rooms.persist(replace(invite, kept=HeldAs.REGULAR), given=[])
+    assert (rooms.live, rooms.rooms[ROOM].backward) == (["invite", "invite"], {"unknown"})
+
+
+def test_a_new_event_takes_the_ten_deepest_extremities() -> None:
+    """A room with many forks heals: what is left is taken by the next event."""
+    rooms = MemoryRooms()
+    rooms.persist(ROOT)
+    for number in range(25):
+        rooms.persist(an_event(f"fork{number}", ROOT))
+    for number in range(3):
+        prevs = rooms.extremities(ROOM)
+        assert len(prevs) <= MOST_PREVS
+        rooms.persist(RoomEvent(f"heal{number}", ROOM, "m", "@ada", tuple(it.id for it in prevs), depth_after(prevs)))
+    assert {*rooms.rooms[ROOM].forward} == {"heal2"}
+
+
+def test_a_soft_failed_or_rejected_event_neither_is_an_extremity_nor_removes_one() -> None:
+    """New events are built on what was there before it; those that name it are regular all the same."""
+    rooms = MemoryRooms()
+    rooms.persist(ROOT)
+    bad = replace(an_event("bad", ROOT), kept=HeldAs.SOFT_FAILED)
+    rooms.persist(bad)
+    assert {*rooms.rooms[ROOM].forward} == {"root"}
+    rooms.persist(an_event("upon", bad))
+    assert {*rooms.rooms[ROOM].forward} == {"root", "upon"}
