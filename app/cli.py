@@ -14,7 +14,7 @@ from typing import BinaryIO, Literal
 
 import click
 
-from tidemark.app import act_commands, ask_commands
+from tidemark.app import act_commands, ask_commands, record_commands
 from tidemark.app.commands import Amount, CommandFailed, CommandGroup, loaded, waiting
 from tidemark.app.late_commands import late
 from tidemark.app.letter_commands import dead_letters
@@ -271,7 +271,7 @@ def simulate(
     run(loaded(), Play(Players(streams, writers, rate, prefix), faults(named), seed, seconds), verify=verify)
 
 
-for command in (*ask_commands.COMMANDS, *act_commands.COMMANDS, dead_letters, late, relay):
+for command in (*ask_commands.COMMANDS, *record_commands.COMMANDS, *act_commands.COMMANDS, dead_letters, late, relay):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -179,9 +179,9 @@ def _let_go(it: Explanation) -> Iterator[str]:
         if it.stand.went_to is not None:
             yield f"  the line went to {it.stand.went_to} without an advance: a writer that it waited for retired"
         return
-    offsets = ", ".join(map(_offsets, it.offsets))
+    read = ", ".join(map(offsets, it.offsets))
     batch = f"batch {it.moved[0].batch}" if it.moved else "a batch"
-    yield f"  let go by {batch}{f', offsets {offsets}' if offsets else ''}: the line went to {it.stand.went_to}"
+    yield f"  let go by {batch}{f', offsets {read}' if read else ''}: the line went to {it.stand.went_to}"
     yield from (f"    {_move(one)}" for one in it.moved[:SHOWN])
     if it.joined:
         yield f"    for the first time something was told by {', '.join(it.joined[:SHOWN])}"
@@ -189,7 +189,7 @@ def _let_go(it: Explanation) -> Iterator[str]:
         yield f"    {act.kind} of {act.writer} in epoch {act.epoch} up to {act.id}, by {act.by}: {act.why}"
 
 
-def _offsets(it: OffsetRange) -> str:
+def offsets(it: OffsetRange) -> str:
     if it.first is None:
         return f"{it.topic}/{it.partition} up to {it.last}"
     return f"{it.topic}/{it.partition} {it.first}" + (f"..{it.last}" if it.last > it.first else "")

@@ -17,6 +17,12 @@ def as_lines(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Coll
     ]
 
 
+def printable(text: str) -> str:
+    """What anybody may have written, so that no terminal obeys it: what is no character to be seen comes as its
+    escape."""
+    return "".join(it if it.isprintable() else it.encode("unicode_escape").decode() for it in text)
+
+
 def as_object(found: object) -> str:
     """Of whatever msgspec encodes, indented."""
     return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()

@@ -4,6 +4,8 @@ A record on Kafka tells nobody who produced it, so this is where an act meets an
 """
 
 from dataclasses import dataclass
+from datetime import datetime
+from typing import LiteralString
 
 from tidemark.streaming.effects import Forced
 from tidemark.streaming.errors import BadRecord
@@ -17,6 +19,52 @@ class NotedAct:
     number: int
     seen_as: str
     audited: int
+
+
+@dataclass(frozen=True, slots=True)
+class ListedAct:
+    """What an operator did to `(prev, id]` of `writer`. `seen_as` and `seen_from`: user and address that Postgres knew;
+    None, as `number`: it came to the control topic by other means, and Kafka tells nobody from whom. `topic`,
+    `partition` and `offset` say where it went. `outcome` is what is known of it: `applied`, `refused`; None: nothing
+    yet, or it was never sent."""
+
+    number: int | None
+    time: datetime
+    kind: str
+    stream: str
+    writer: str
+    epoch: int
+    prev: int
+    id: int
+    by: str
+    why: str
+    seen_as: str | None
+    seen_from: str | None
+    topic: str | None
+    partition: int | None
+    offset: int | None
+    outcome: str | None
+
+
+# An act that no verb waited for is known by its row in the audit.
+_LISTED: LiteralString = """
+with listed as (
+    select a.number, a.time, a.kind, a.stream, a.writer, a.epoch, a.prev, a.id, a.by, a.why, a.seen_as,
+        host(a.seen_from) as seen_from, a.topic, a.partition, a."offset", coalesce(a.outcome, (
+            select 'applied' from tidemark.skips s
+            where (s.stream, s.kind, s.writer, s.epoch, s.prev, s.id, s.by, s.why)
+                = (a.stream, a.kind, a.writer, a.epoch, a.prev, a.id, a.by, a.why) limit 1)) as outcome
+    from tidemark.acts a
+    union all
+    select null, s.time, s.kind, s.stream, s.writer, s.epoch, s.prev, s.id, s.by, s.why, null, null, null, null, null,
+        'applied'
+    from tidemark.skips s where not exists (
+        select from tidemark.acts a
+        where (s.stream, s.kind, s.writer, s.epoch, s.prev, s.id, s.by, s.why)
+            = (a.stream, a.kind, a.writer, a.epoch, a.prev, a.id, a.by, a.why))
+)
+select * from listed
+"""
 
 
 class Acts:
@@ -88,3 +136,28 @@ class Acts:
         with self._database.use() as connection:
             rows = connection.execute('select topic, partition, "offset", act from tidemark.replays')
             return {(topic, partition, offset): act for topic, partition, offset, act in rows}
+
+    def newest(self, stream: str | None, most: int) -> list[ListedAct]:
+        """Of one stream or of all, newest first; also acts that came to the control topic by other means."""
+        with self._database.use() as connection:
+            rows = connection.execute(
+                _LISTED + " where %(stream)s::text is null or stream = %(stream)s"
+                " order by time desc, number desc limit %(most)s",
+                {"stream": stream, "most": most},
+            )
+            return [ListedAct(*row) for row in rows]
+
+    def about(self, stream: str, id: int, most: int) -> list[ListedAct]:
+        """Those whose range holds `id`, oldest first."""
+        with self._database.use() as connection:
+            rows = connection.execute(
+                _LISTED + " where stream = %(stream)s and abs(prev) < abs(%(id)s) and abs(id) >= abs(%(id)s)"
+                " order by time, number limit %(most)s",
+                {"stream": stream, "id": id, "most": most},
+            )
+            return [ListedAct(*row) for row in rows]
+
+    def numbered(self, number: int) -> ListedAct | None:
+        with self._database.use() as connection:
+            row = connection.execute(_LISTED + " where number = %s", (number,)).fetchone()
+            return ListedAct(*row) if row else None

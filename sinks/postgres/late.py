@@ -60,6 +60,16 @@ class LateCompletions:
             )
             return [LateFact(*row) for row in rows]
 
+    def about(self, stream: str, id: int, most: int) -> list[LateFact]:
+        """Those that may have completed `id`, oldest first."""
+        with self._database.use() as connection:
+            rows = connection.execute(
+                _FOUND + " where stream = %(stream)s and abs(prev) < abs(%(id)s) and abs(id) >= abs(%(id)s)"
+                " order by l.number limit %(most)s",
+                {"stream": stream, "id": id, "most": most},
+            )
+            return [LateFact(*row) for row in rows]
+
     def resolve(self, found: Sequence[LateFact], by: str, why: str) -> list[LateFact]:
         """Note it of all or of none: `BadRecord` where one was resolved before."""
         with self._database.use() as connection, connection.transaction():

@@ -11,7 +11,7 @@ from tidemark.streaming.direction import farther
 from tidemark.streaming.model import Evidence
 from tidemark.streaming.postgres_session import Connection, Dsn
 
-_OTHER_CLOCK = timedelta(minutes=1)  # by which the database's may be behind the pipeline's
+OTHER_CLOCK = timedelta(minutes=1)  # by which the database's may be behind the pipeline's
 _LOOKS = (timedelta(hours=1), timedelta(days=1))  # how far is looked at first; then all that is kept
 
 
@@ -88,8 +88,8 @@ class StreamPast:
     """A context manager; needs the rights of the role tidemark_reader. Raises `Unavailable`, `Refused` and
     `SchemaMismatch`."""
 
-    def __init__(self, dsn: Dsn) -> None:
-        self._session = session_of(dsn, "tidemark explain")
+    def __init__(self, dsn: Dsn, application: str = "tidemark explain") -> None:
+        self._session = session_of(dsn, application)
 
     def __enter__(self) -> Self:
         return self
@@ -197,7 +197,7 @@ class StreamPast:
                 " select t.key, p.key::int, (select max((o.offsets -> t.key ->> p.key)::bigint)"
                 "   from tidemark.applied_batches o where o.number < b.number), p.value::bigint - 1"
                 " from b, jsonb_each(b.offsets) t, jsonb_each_text(t.value) p order by 1, 2",
-                (batch, at - _OTHER_CLOCK),
+                (batch, at - OTHER_CLOCK),
             ).fetchall()
         return [OffsetRange(*row) for row in rows if row[2] is None or row[2] <= row[3]]
 

@@ -7,6 +7,7 @@ from typing import Any
 from tidemark.sinks.redis.errors import StreamFault, sound
 from tidemark.sinks.redis.names import key
 
+_PAGE = 1000  # entries of a list in one reading
 HIGHEST_TOKEN = 2**62  # of a lease; what is higher was not written by us
 
 
@@ -38,6 +39,20 @@ def held(client: Any, streams: Sequence[str]) -> tuple[dict[str, RedisPositions]
         except StreamFault as fault:
             faults[stream] = str(fault)
     return found, faults
+
+
+def entry_time(client: Any, stream: str, writer: str, id: int) -> int | None:
+    """Redis's time (ms) of the entry that took `writer` over `id`; None where the list has none, or no longer."""
+    newest = "+"
+    while entries := client.xrevrange(key(stream, "advances"), max=newest, count=_PAGE):
+        for name, it in entries:
+            if it.get("writer") == writer and it.get("kind") == "POSITION":
+                if abs(int(it["id"])) < abs(id):
+                    return None
+                if abs(int(it["prev"])) < abs(id):
+                    return int(name.partition("-")[0])
+        newest = f"({entries[-1][0]}"
+    return None
 
 
 def tokens(client: Any, streams: Sequence[str]) -> dict[str, str | None]:

@@ -20,7 +20,7 @@ from tidemark.sinks.postgres.history import PastAdvance, PastLate
 from tidemark.sinks.postgres.store import StreamPositions
 from tidemark.sinks.redis.client import RedisAddress, RedisSession, redis_address
 from tidemark.sinks.redis.errors import Remedies, StreamFault, of_stream, sound
-from tidemark.sinks.redis.held import RedisPositions, fencing_token, held, tokens
+from tidemark.sinks.redis.held import RedisPositions, entry_time, fencing_token, held, tokens
 from tidemark.sinks.redis.names import SENTINEL, STREAMS, key
 from tidemark.streaming.effects import LateCompletion, StreamEffects, WriterAdvance
 from tidemark.streaming.errors import LeaseLost
@@ -231,6 +231,11 @@ class Redis:
         """What readers find under the name `token`; None where there is nothing, or no text."""
         with self._session.use() as client:
             return tokens(client, streams)
+
+    def published(self, stream: str, writer: str, id: int) -> int | None:
+        """When (ms, its own clock) it took `writer` over `id`; None where its list of advances does not tell."""
+        with self._session.use() as client:
+            return entry_time(client, stream, writer, id)
 
     def names(self) -> set[str]:
         """The streams that it lists."""

@@ -1,0 +1,86 @@
+"""What Postgres knows of one ID: who settled it and when, which gaps were below it, when the line passed it."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import datetime
+
+from tidemark.sinks.postgres.acts import Acts, ListedAct
+from tidemark.sinks.postgres.late import LateCompletions, LateFact
+from tidemark.sinks.postgres.past import OTHER_CLOCK, BatchAdvance, PastGap, StreamPast
+from tidemark.streaming.model import Evidence
+
+MOST = 100  # rows of one kind: an ID lies in an advance of every writer that passed it
+
+
+@dataclass(frozen=True, slots=True)
+class LinePassed:
+    """The first advance after which the line had passed an ID."""
+
+    time: datetime
+    linear: int
+    batch: int
+
+
+class IdPast(StreamPast):
+    """As `StreamPast`, of single IDs. Costs one reading of the stream's history."""
+
+    def settled(self, stream: str, id: int) -> list[BatchAdvance]:
+        """The advances that took a writer over it, oldest first."""
+        with self._session.use() as connection:
+            rows = connection.execute(
+                "select writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch, time"
+                " from tidemark.advances_of(%(stream)s) where abs(prev) < abs(%(id)s) and abs(id) >= abs(%(id)s)"
+                " order by time, writer limit %(most)s",
+                {"stream": stream, "id": id, "most": MOST},
+            ).fetchall()
+        return [
+            BatchAdvance(writer, epoch, prev, upto, Evidence(*counts), linear, batch, time)
+            for writer, epoch, prev, upto, *counts, linear, batch, time in rows
+        ]
+
+    def passed(self, stream: str, id: int, since: datetime) -> LinePassed | None:
+        """None where no advance since then tells it."""
+        with self._session.use() as connection:
+            row = connection.execute(
+                "select time, linear, batch from tidemark.advances_of(%s, %s) where abs(linear) >= abs(%s)"
+                " order by time limit 1",
+                (stream, since, id),
+            ).fetchone()
+        return LinePassed(*row) if row else None
+
+    def below(self, stream: str, id: int, writers: Collection[str], since: datetime | None) -> list[PastGap]:
+        """The gaps of `writers` that begin below it and were not closed before `since`; oldest first."""
+        with self._session.use() as connection:
+            rows = connection.execute(
+                "select writer, epoch, low, top, opened_at, closed_at, closed_by from tidemark.stream_gaps"
+                " where stream = %s and writer = any(%s) and abs(low) < abs(%s)"
+                " and (closed_at is null or closed_at >= coalesce(%s::timestamptz, '-infinity'))"
+                " order by opened_at, abs(top) limit %s",
+                (stream, list(writers), id, since, MOST),
+            ).fetchall()
+        return [PastGap(*row) for row in rows]
+
+    def read_before(self, topic: str, partition: int, time: datetime) -> int | None:
+        """The offset up to which batches had come before that time; None: no batch that is noted tells."""
+        with self._session.use() as connection:
+            row = connection.execute(
+                "select max((offsets -> %(topic)s ->> %(partition)s)::bigint) from tidemark.applied_batches"
+                " where applied_at < %(time)s",
+                {"topic": topic, "partition": str(partition), "time": time - OTHER_CLOCK},
+            ).fetchone()
+        return row[0] if row else None
+
+    def next_offset(self, topic: str, partition: int) -> int | None:
+        """The first offset that no batch has read; None where none has read any."""
+        with self._session.use() as connection:
+            row = connection.execute(
+                "select next from tidemark.kafka_offsets where (topic, partition) = (%s, %s)", (topic, partition)
+            ).fetchone()
+        return row[0] if row else None
+
+    def late(self, stream: str, id: int) -> list[LateFact]:
+        return LateCompletions(self._session).about(stream, id, MOST)
+
+    def acts_about(self, stream: str, id: int) -> list[ListedAct]:
+        """What operators did to a range that holds it."""
+        return Acts(self._session).about(stream, id, MOST)

@@ -1,0 +1,77 @@
+"""A pipeline without Spark: what stands on real topics goes through the rules into real sinks, batch by batch."""
+
+from collections.abc import Iterable
+from typing import Self
+
+from tests.sinks.given import NOW
+from tests.sinks.reader.given import Pipeline
+from tidemark.app.replay import packed
+from tidemark.sinks.port import Batch
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.producer import RecordProducer
+from tidemark.sources.recorded import Recorded
+from tidemark.sources.topics import Topics, plans
+from tidemark.streaming import records
+from tidemark.streaming.batch import advance
+from tidemark.streaming.model import Bounds
+from tidemark.streaming.records import Record, Topic
+
+
+class Recording:
+    """Each `batch` sends records and has them read and published a minute after the last."""
+
+    def __init__(self, pipeline: Pipeline, dsn: str, redis_url: str, kafka: str, prefix: str) -> None:
+        self.facts, self.control, self.dead = f"{prefix}.facts", f"{prefix}.control", f"{prefix}.dead"
+        self.connection = KafkaConnection(kafka)
+        self.variables = {
+            "TIDEMARK_POSTGRES_DSN": dsn,
+            "TIDEMARK_REDIS_URL": redis_url,
+            "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": kafka,
+            "TIDEMARK_KAFKA_FACTS_TOPIC": self.facts,
+            "TIDEMARK_KAFKA_CONTROL_TOPIC": self.control,
+            "TIDEMARK_KAFKA_DEAD_LETTERS_TOPIC": self.dead,
+        }
+        self.states: dict[str, bytes] = {}
+        self._pipeline = pipeline
+        self._roles = {self.facts: Topic.FACTS, self.control: Topic.CONTROL}
+        self._next = dict.fromkeys(self._roles, 0)
+        self._number = 0
+        self._kafka = Recorded(self.connection)
+        self._producers: dict[str, RecordProducer] = {}
+        Topics(self.connection).create_missing(plans(self.facts, self.control, self.dead, 1))
+
+    def send(self, *told: Record, topic: str | None = None) -> None:
+        self.send_bytes(*((records.encode(it), it.stream) for it in told), topic=topic)
+
+    def send_bytes(self, *values: tuple[bytes, str], topic: str | None = None) -> None:
+        """Each under its key."""
+        name = topic or self.facts
+        if name not in self._producers:
+            self._producers[name] = RecordProducer(self.connection, name, give_up_after=30.0)
+        for value, key in values:
+            self._producers[name].send(key, value)
+        assert self._producers[name].flush(30.0) == 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._kafka.__exit__(*error)
+
+    def batch(self, *facts: Record, acts: Iterable[Record] = ()) -> None:
+        self.send(*facts)
+        self.send(*acts, topic=self.control)
+        self.read()
+
+    def read(self) -> None:
+        """One batch of all that is new."""
+        self._number += 1
+        now = NOW + 60_000 * self._number
+        messages = []
+        for topic, first in self._next.items():
+            _, end = self._kafka.bounds(topic, 0)
+            messages += [*self._kafka.between(topic, 0, first, end)]
+            self._next[topic] = end
+        effects = advance(0, self.states, packed(messages, self._roles), now, Bounds())
+        batch = Batch("query", self._number, self._pipeline.lease.token, [effects])
+        self._pipeline.mirror.publish(batch, self._pipeline.store.apply(batch))
