@@ -5,7 +5,7 @@ No group and no commits: who reads says where to begin, and begins anew after ev
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Self
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
@@ -15,7 +15,8 @@ from tidemark.streaming.errors import BadRecord, TopicMissing, Unavailable
 from tidemark.streaming.kafka_errors import ErrorListener
 from tidemark.streaming.records import FactRun, Rdata, Record, Topic, Void, read
 
-AT_ONCE = 2_000  # records that one call gives at most
+AT_ONCE = 2_000
+"""Records that one call gives at most: a RUN has any number, and who takes them has other things to do."""
 _GONE = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
 
 
@@ -31,6 +32,7 @@ class Tail:
         self._patience = patience
         self._errors = ErrorListener(connection.bootstrap)
         self._consumer: Consumer | None = None
+        self._left: Iterator[tuple[int, Record]] = iter(())  # of what the consumer gave
 
     def __enter__(self) -> Self:
         return self
@@ -39,6 +41,7 @@ class Tail:
         self.close()
 
     def close(self) -> None:
+        self._left = iter(())
         if self._consumer is not None:
             self._consumer.close()
             self._consumer = None
@@ -59,9 +62,12 @@ class Tail:
         in order and without a hole, but for bad ones, which count for nothing; of a RUN each edge is a record."""
         assert self._consumer is not None, "begin first"
         try:
-            first = self._consumer.poll(seconds)
-            messages = [] if first is None else [first, *self._consumer.consume(AT_ONCE - 1, 0)]
-            records = [found for message in messages for found in self._records(message)]
+            records = [*islice(self._left, AT_ONCE)]
+            if not records:
+                first = self._consumer.poll(seconds)
+                messages = [] if first is None else [first, *self._consumer.consume(AT_ONCE - 1, 0)]
+                self._left = (found for message in messages for found in self._records(message))
+                records = [*islice(self._left, AT_ONCE)]
             self._errors.raise_refusal()
         except KafkaException as error:
             raise self._errors.explain(error.args[0]) from error

@@ -9,7 +9,7 @@ from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import RecordProducer
-from tidemark.sources.tail import Tail
+from tidemark.sources.tail import AT_ONCE, Tail
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming.errors import TopicMissing, Unavailable
 from tidemark.streaming.records import FactRun, Rdata, Record, Void, encode, row
@@ -80,6 +80,21 @@ def test_facts_of_one_record_come_one_by_one(producer: RecordProducer, tail: Tai
         (0, Rdata(stream="s", writer="w", epoch=2, id="batch", row=one)),
         (0, Rdata(stream="s", writer="w", epoch=2, prev=6, id=9, row=other)),
     ]
+
+
+def test_one_record_of_many_facts_is_given_in_parts(producer: RecordProducer, tail: Tail) -> None:
+    """Whoever takes them keeps an event loop waiting meanwhile; none is lost, also where reading begins anew."""
+    many = 2 * AT_ONCE + 5
+    sent(producer, encode(FactRun(stream="s", writer="w", prev=0, ids=[*range(1, many + 1)], rows=[[]] * many)))
+    sent(producer, encode(fact(many + 1)))
+    tail.begin({})
+    assert [it.id for _, it in eventually(lambda: tail.read(0.2)) if isinstance(it, Void)] == [*range(1, AT_ONCE + 1)]
+    tail.begin({})
+    parts: list[list[object]] = []
+    while sum(map(len, parts)) <= many:
+        parts.append([getattr(record, "id", None) for _, record in tail.read(0.2)])
+    assert [id for part in parts for id in part] == [*range(1, many + 2)]
+    assert max(map(len, parts)) == AT_ONCE
 
 
 def test_place_that_is_gone_is_told(producer: RecordProducer, tail: Tail) -> None:

@@ -22,7 +22,7 @@ from tidemark.streaming.compact import MOST_FACTS, compactor
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import ShardEffects
 from tidemark.streaming.errors import BadRecord
-from tidemark.streaming.model import Reason, shard_of
+from tidemark.streaming.model import Bounds, Reason, shard_of
 from tidemark.streaming.records import Topic
 from tidemark.streaming.runs import Packet
 
@@ -95,12 +95,28 @@ def test_fast_and_naive_compaction_agree(log: list[Message], batch_size: int) ->
     assert compacted(log, batch_size) == naive.compact(log)
 
 
+@st.composite
+def logs_with_acts(draw: st.DrawFn) -> list[Message]:
+    """A log, and among it what operators force on the control topic."""
+    log = draw(logs())
+    random = draw(st.randoms(use_true_random=False))
+    for at in range(0, len(log), draw(st.integers(3, 40))):
+        prev, kind = random.randint(0, 40), random.choice(["SKIP", "SKIP", "SKIP", "JOIN", "RETIRE"])
+        stream = random.choice(["events", "caches"])
+        act = {"kind": kind, "stream": stream, "writer": random.choice("ab"), "prev": prev, "beyond": True}
+        act |= {"id": prev + random.randint(1, 20), "by": "ann", "why": "so"}
+        if random.randrange(3):
+            act["epoch"] = random.choice([0, 1])
+        log.insert(at, replace(log[at], value=json.dumps(act).encode(), key=stream.encode(), topic=CONTROL))
+    return log
+
+
 @settings(max_examples=examples(100))
-@given(logs(), st.integers(1, 130))
-def test_runs_on_the_wire_mean_what_their_edges_mean(log: list[Message], cut: int) -> None:
+@given(logs_with_acts(), st.integers(1, 130), st.integers(0, 4), st.integers(1, 10))
+def test_runs_on_the_wire_mean_what_their_edges_mean(log: list[Message], cut: int, held: int, completed: int) -> None:
     """A log and the same with a record for each edge have equal effects, in batches that end at the same places: but
     for offsets, and for each dead letter, which is one record and names the first ID that does not fit."""
-    whole, apart = Shard(), Shard()
+    whole, apart = (Shard(bounds=Bounds(held=held, completed=completed)) for _ in range(2))
     for first in range(0, len(log), cut):
         batch = log[first : first + cut]
         one = whole.feed_packets(packed(map(frame, batch)))
@@ -134,7 +150,8 @@ def facts(packet: Packet) -> int:
 
 
 def frame(it: Message) -> Framed:
-    return it.offset, it.time, it.partition, it.key, it.value
+    topic = Topic.FACTS if it.topic == FACTS else Topic.CONTROL
+    return it.offset, it.time, topic.origin(it.partition), it.key, it.value
 
 
 ROOM = 1000  # offsets for the parts of a record
