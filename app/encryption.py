@@ -1,33 +1,18 @@
-"""TLS of the sidecar: its certificate, which may rotate, and the handshake before a connection is served.
+"""TLS of the sidecar: its certificate, which may rotate, and whom its clients trust."""
 
-asyncio's own servers bound neither the number of handshakes nor their time, and never take up another certificate; so
-connections are accepted here. For one event loop.
-"""
-
-import asyncio
-import socket
 import ssl
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import structlog
 
-from tidemark.app.crowd import Waiting, crowding
 from tidemark.streaming.errors import BadSetting
 
 log = structlog.get_logger(__name__)
 
 CERTIFICATE, KEY, CA = (f"TIDEMARK_SIDECAR_{name}_FILE" for name in ("CERTIFICATE", "KEY", "CA"))
 LOOK_EVERY = 1.0  # seconds
-_SHUTDOWN_SECONDS = 1.0  # for a client to agree to the end of TLS
-_EXHAUSTED_SECONDS = 0.1  # to wait where the process may open no more files
-
-Connect = Callable[[], asyncio.Protocol]
-"""Makes the protocol of a connection, as `loop.create_server` asks for it."""
 
 
 class Certificate:
@@ -118,87 +103,3 @@ def trusting(ca_file: Path | None) -> ssl.SSLContext:
         raise BadSetting(CA, f"there is no certificate in {ca_file}: PEM is expected") from None
     except OSError as error:
         raise BadSetting(CA, f"cannot read {ca_file}: {error.strerror}") from None
-
-
-@dataclass(frozen=True, slots=True)
-class HandshakesConfig:
-    """`open` at once, each of which takes `seconds` at most."""
-
-    open: int = 1000
-    seconds: float = 5.0
-
-
-class Accepting(Protocol):
-    """What takes connections, as an `asyncio.Server` does."""
-
-    def close(self) -> None:
-        """Take nobody any more; connections are left alone."""
-
-    async def wait_closed(self) -> None: ...
-
-
-class EncryptedServer:
-    """Accepts connections, and serves them once their handshake is done. Past the bound of open handshakes the oldest
-    of whoever has most of them gives way."""
-
-    def __init__(
-        self, listening: socket.socket, connect: Connect, certificate: Certificate, bounds: HandshakesConfig
-    ) -> None:
-        self._listening = listening
-        self._connect = connect
-        self._certificate = certificate
-        self._bounds = bounds
-        self._open: dict[asyncio.Task[None], Waiting[asyncio.Task[None]]] = {}
-        listening.settimeout(0)
-        self._accepting = asyncio.create_task(self._accept())
-
-    def close(self) -> None:
-        """Take nobody any more, and end the handshakes that are open; connections are left alone."""
-        self._accepting.cancel()
-        self._listening.close()
-        for handshake in [*self._open]:
-            handshake.cancel()
-
-    async def wait_closed(self) -> None:
-        with suppress(asyncio.CancelledError):
-            await self._accepting
-
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, (address, *_) = await loop.sock_accept(self._listening)
-            except OSError:
-                await asyncio.sleep(_EXHAUSTED_SECONDS)
-                continue
-            if len(self._open) >= self._bounds.open and (oldest := crowding([*self._open.values()])) is not None:
-                del self._open[oldest]
-                oldest.cancel()
-            handshake = asyncio.create_task(self._shake_hands(connection))
-            self._open[handshake] = Waiting(handshake, address, loop.time())
-            handshake.add_done_callback(lambda done: self._open.pop(done, None))
-
-    async def _shake_hands(self, connection: socket.socket) -> None:
-        """What is no TLS, has no common version, goes away or is too slow ends without a word."""
-        with suppress(OSError):
-            await asyncio.get_running_loop().connect_accepted_socket(
-                self._connect,
-                connection,
-                ssl=self._certificate.context(),
-                ssl_handshake_timeout=self._bounds.seconds,
-                ssl_shutdown_timeout=_SHUTDOWN_SECONDS,
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Acceptor:
-    """How connections are taken: with TLS where there is a certificate."""
-
-    certificate: Certificate | None = None
-    bounds: HandshakesConfig = field(default_factory=HandshakesConfig)
-
-    async def serve(self, listening: socket.socket, connect: Connect) -> Accepting:
-        """On a socket that listens."""
-        if self.certificate is None:
-            return await asyncio.get_running_loop().create_server(connect, sock=listening, backlog=1024)
-        return EncryptedServer(listening, connect, self.certificate, self.bounds)

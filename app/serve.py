@@ -16,8 +16,9 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 import structlog
 import uvicorn
 
+from tidemark.app.accepting import Acceptor
 from tidemark.app.connections import host_port, is_loopback
-from tidemark.app.encryption import Acceptor, Certificate
+from tidemark.app.encryption import Certificate
 from tidemark.app.lines.channel import Channel
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer, LineServerConfig
@@ -44,10 +45,10 @@ HANGS_SECONDS = 6.0  # after SIGTERM: then a server that does not answer is not 
 
 
 class StoppedServer(uvicorn.Server):
-    """Once its `end` was called it takes nobody any more, sets `stopping`, and returns when all that is open has ended,
-    or after `LAST_SECONDS`. It leaves signals alone."""
+    """Serves on sockets that listen. Once its `end` was called it takes nobody any more, sets `stopping`, and returns
+    when all that is open has ended, or after `LAST_SECONDS`. It leaves signals alone."""
 
-    def __init__(self, config: uvicorn.Config, stopping: asyncio.Event, acceptor: Acceptor | None = None) -> None:
+    def __init__(self, config: uvicorn.Config, stopping: asyncio.Event, acceptor: Acceptor) -> None:
         super().__init__(config)
         self._stopping = stopping
         self._acceptor = acceptor
@@ -63,11 +64,9 @@ class StoppedServer(uvicorn.Server):
         _end_at_last()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._acceptor is None or sockets is None:
-            await super().startup(sockets)
-            return
+        assert sockets is not None
         await super().startup([])
-        self.servers = [await self._acceptor.serve(each, self._connection) for each in sockets]  # type: ignore[misc]
+        self.servers = [self._acceptor.serve(each, self._connection) for each in sockets]  # type: ignore[misc]
 
     def _connection(self) -> asyncio.Protocol:
         return self.config.http_protocol_class(  # type: ignore[call-arg]

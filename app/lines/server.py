@@ -14,7 +14,7 @@ from typing import Literal, cast
 
 import structlog
 
-from tidemark.app.encryption import Accepting, Acceptor
+from tidemark.app.accepting import AcceptingServer, Acceptor
 from tidemark.app.lines.announcer import Announcement
 from tidemark.app.lines.commands import Command, ErrorCommand, RelayedCommand, Splitter, encoded
 from tidemark.app.lines.conversation import (
@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 
 Why = Literal["slow", "silent", "bad", "crowded"]
 
-A_TURN = 500
+A_TURN = 100
 """What is done at most before the event loop looks after all else: lines taken, and lines relayed to a client."""
 _LAST_SECONDS = 0.5  # that clients have to read that the server stops
 AT_ONCE = 50  # of it for one client, before the next one has its turn
@@ -63,7 +63,7 @@ class LineServer:
         self.config = config
         self.on_relayed: Callable[[RelayedCommand], None] = lambda _: None
         self._hub = hub
-        self._listening: Accepting | None = None
+        self._listening: AcceptingServer | None = None
         self._connections: set[_Connection] = set()
         self._replicating: set[_Connection] = set()  # since they sent REPLICATE
         self._unanswered: set[_Connection] = set()
@@ -73,7 +73,7 @@ class LineServer:
     @asynccontextmanager
     async def serving(self, listening: socket.socket, acceptor: Acceptor) -> AsyncIterator[None]:
         """Serve on a socket that listens. Clients that are connected at the end are told so."""
-        self._listening = await acceptor.serve(listening, lambda: _Connection(self))
+        self._listening = acceptor.serve(listening, lambda: _Connection(self))
         clock = asyncio.create_task(self._tick())
         try:
             yield
@@ -216,20 +216,23 @@ class _Connection(asyncio.Protocol):
 
     def work(self, most: int) -> int:
         """Take lines that were sent; gives how much that was, of which about `most` are allowed."""
-        now, done = time.monotonic(), 0
+        now, lines, others = time.monotonic(), 0, 0
         try:
-            while done < most and not self._transport.is_closing():
+            while lines + others < most and not self._transport.is_closing():
                 line = next(self._lines, None)
                 if line is None:
                     self.has_lines = False
                     self._transport.resume_reading()
-                    return done
-                metrics.LINES_IN.inc()
-                done += 1 + self._do(self._conversation.receive(line, now))
+                    break
+                lines += 1
+                others += self._do(self._conversation.receive(line, now))
+            else:
+                self.has_lines = not self._transport.is_closing()
         except BadCommand as problem:
             self._do(self._conversation.refuse(problem))
-        self.has_lines = not self._transport.is_closing()
-        return done
+            self.has_lines = not self._transport.is_closing()
+        metrics.LINES_IN.inc(lines)
+        return lines + others
 
     @property
     def unread(self) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -60,12 +61,18 @@ def parsed(query: type[msgspec.Struct], given: Sequence[tuple[str, str]]) -> msg
     many: dict[str, list[str]] = {}
     for name, text in given:
         many.setdefault(name, []).append(text)
-    lists = {field.encode_name for field in msgspec.structs.fields(query) if "list" in str(field.type)}
+    lists = _lists(query)
     values = {name: texts if name in lists else texts[-1] for name, texts in many.items()}
     try:
         return msgspec.convert(values, query, strict=False)
     except msgspec.ValidationError as error:
         raise BadRequest(str(error)) from None
+
+
+@cache
+def _lists(query: type[msgspec.Struct]) -> frozenset[str]:
+    """Names of the parameters that may stand there several times."""
+    return frozenset(field.encode_name for field in msgspec.structs.fields(query) if "list" in str(field.type))
 
 
 def json(body: msgspec.Struct, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -20,7 +20,6 @@ from tidemark.streaming.direction import Direction, DirectionName, beyond, farth
 from tidemark.streaming.errors import BadToken
 
 _ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
-_ESCAPE = re.compile(r"%(25|7E)")
 _STRAY = re.compile(r"%(?!25|7E)")
 
 
@@ -60,12 +59,11 @@ class Token:
             name, dot, id = entry.rpartition(".")
             if not dot or not name:
                 raise BadToken(text, f"{entry!r} is not a writer's name, a dot and its position")
-            if _STRAY.search(name):
-                raise BadToken(text, f"in {entry!r} a percent sign does not begin %25 or %7E")
-            writer = _ESCAPE.sub(lambda escape: "%" if escape[1] == "25" else "~", name)
-            if writer in positions:
-                raise BadToken(text, f"it names {writer!r} twice")
-            positions[writer] = _id(text, id)
+            if "%" in name:
+                name = _unescaped(text, name)
+            if name in positions:
+                raise BadToken(text, f"it names {name!r} twice")
+            positions[name] = _id(text, id)
         return cls.of(_id(text, first[1:]), positions)
 
     def __str__(self) -> str:
@@ -125,10 +123,16 @@ ZERO = Token(0)
 """Nothing was read."""
 
 
+def _unescaped(text: str, name: str) -> str:
+    if _STRAY.search(name):
+        raise BadToken(text, f"in {name!r} a percent sign does not begin %25 or %7E")
+    return name.replace("%7E", "~").replace("%25", "%")
+
+
 def _id(text: str, id: str) -> int:
-    if not _ID.fullmatch(id) or not -(2**63) <= int(id) < 2**63:
+    if not _ID.fullmatch(id) or not -(2**63) <= (number := int(id)) < 2**63:
         raise BadToken(text, f"{id!r} is not a stream ID")
-    return int(id)
+    return number
 
 
 def _check_direction(a: Token, b: Token) -> None:

@@ -1,11 +1,7 @@
-"""TLS of the sidecar: certificates that are wrong or rotate, and handshakes that never end."""
+"""TLS of the sidecar: certificates that are wrong or rotate."""
 
-import os
 import shutil
-import socket
-import ssl
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,10 +12,8 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from tests.app.lines.given import NOWHERE, Address, served
 from tests.fix_tls import Authority, Pem
-from tests.waiting import eventually
-from tidemark.app.encryption import Acceptor, Certificate, HandshakesConfig, trusting
+from tidemark.app.encryption import Certificate, trusting
 from tidemark.app.stack.server import LOOPBACK
 from tidemark.streaming.errors import BadSetting
 
@@ -116,42 +110,3 @@ def test_an_authority_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     with pytest.raises(BadSetting, match="TIDEMARK_SIDECAR_CA_FILE: there is no certificate"):
         trusting(tmp_path / "empty")
-
-
-def _connected(address: Address, authority: Authority) -> ssl.SSLSocket:
-    raw = socket.create_connection(address, timeout=10)
-    return trusting(authority.ca_file).wrap_socket(raw, server_hostname=LOOPBACK)
-
-
-def _over(connection: socket.socket) -> bool:
-    """Whether the server has ended it."""
-    try:
-        return connection.recv(100) == b""
-    except (ConnectionResetError, BrokenPipeError):
-        return True
-
-
-def test_handshakes_that_say_nothing_keep_nobody_out(pem: Pem, authority: Authority) -> None:
-    """Past the bound the oldest of them gives way, and at last all do; whoever shook hands before is left alone."""
-    acceptor = Acceptor(Certificate(pem.certificate, pem.key), HandshakesConfig(open=3, seconds=1.5))
-    with served(NOWHERE, acceptor=acceptor) as address, ExitStack() as stack:
-        honest = stack.enter_context(_connected(address, authority))
-        assert honest.recv(7) == b"SERVER "
-        silent = [stack.enter_context(socket.create_connection(address, timeout=10)) for _ in range(20)]
-        assert _over(silent[0])
-        another = stack.enter_context(_connected(address, authority))
-        assert another.recv(7) == b"SERVER "
-        assert all(_over(each) for each in silent)
-        honest.sendall(b"PING 1\nNONSENSE\n")
-        eventually(lambda: b"ERROR" in honest.recv(1000))
-
-
-def test_whoever_speaks_no_tls_is_sent_away(pem: Pem) -> None:
-    """Noise, or a client without TLS, ends its own connection alone."""
-    acceptor = Acceptor(Certificate(pem.certificate, pem.key))
-    with served(NOWHERE, acceptor=acceptor) as address:
-        for said in (b"REPLICATE\n", b"GET / HTTP/1.1\r\n\r\n", os.urandom(2000)):
-            with socket.create_connection(address, timeout=10) as connection:
-                connection.sendall(said)
-                while not _over(connection):
-                    """What TLS says of it."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import uvloop
 
-from tidemark.app.encryption import Acceptor
+from tidemark.app.accepting import Acceptor
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer, LineServerConfig
 from tidemark.app.read_side.opened import ReadSide, ReadSideConfig, opened

@@ -16,7 +16,8 @@ import pytest
 from tests.app.lines.given import NOWHERE, Address, LineClient, served
 from tests.fix_tls import Authority
 from tests.sinks.reader.given import Pipeline
-from tidemark.app.encryption import Acceptor, Certificate
+from tidemark.app.accepting import Acceptor
+from tidemark.app.encryption import Certificate
 from tidemark.app.lines import listen
 from tidemark.app.lines.commands import (
     Command,

@@ -12,7 +12,7 @@ import psutil
 from tests.app.lines.given import MIB, NOWHERE, RELAYED, LineClient, client, no_facts, served
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
-from tidemark.app.encryption import Acceptor
+from tidemark.app.accepting import Acceptor
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import A_TURN, LineServer, LineServerConfig
 from tidemark.app.read_side import metrics

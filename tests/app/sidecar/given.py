@@ -1,6 +1,7 @@
 """A sidecar that runs beside a test, and streams with a true state, so that it can tell who holds them back."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import uvicorn
 
 from tests.sinks.given import NOW, advance, stream
 from tests.waiting import eventually
+from tidemark.app.accepting import Acceptor
 from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.serve import StoppedServer
 from tidemark.app.sidecar.admission import AdmissionConfig, admission
@@ -54,20 +56,20 @@ def sidecar(
     stopping = asyncio.Event()
     config = uvicorn.Config(
         site(servers, terms or SiteConfig(), stopping),
-        port=port,
         log_config=None,
         access_log=False,
         ws="none",
         http=admission(admitted or AdmissionConfig()),
         timeout_graceful_shutdown=1,
     )
-    server = StoppedServer(config, stopping)
-    thread = threading.Thread(target=server.run, daemon=True)
+    server = StoppedServer(config, stopping, Acceptor())
+    listening = socket.create_server(("127.0.0.1", port))
+    host, port = listening.getsockname()
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     try:
         eventually(lambda: server.started)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        with SidecarClient(base_url=f"http://127.0.0.1:{port}", timeout=15) as client:
+        with SidecarClient(base_url=f"http://{host}:{port}", timeout=15) as client:
             yield client
     finally:
         server.should_exit = True

@@ -1,0 +1,129 @@
+"""How the sidecar takes connections: many at once, and with TLS where it has a certificate.
+
+uvloop's own server takes one connection at each turn of the event loop, so that whoever comes behind a thousand others,
+as a probe may, waits for a thousand turns. And no server of asyncio bounds the number of handshakes or their time, or
+takes up another certificate. So connections are accepted here. For one event loop.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+from tidemark.app.crowd import Waiting, crowding
+from tidemark.app.encryption import Certificate
+
+AT_ONCE = 64  # connections that are taken at one turn of the event loop
+_SHUTDOWN_SECONDS = 1.0  # for a client to agree to the end of TLS
+_EXHAUSTED_SECONDS = 0.1  # to wait where the process may open no more files
+
+Connect = Callable[[], asyncio.Protocol]
+"""Makes the protocol of a connection, as `loop.create_server` asks for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandshakesConfig:
+    """`open` at once, each of which takes `seconds` at most."""
+
+    open: int = 1000
+    seconds: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptor:
+    """With TLS where there is a certificate."""
+
+    certificate: Certificate | None = None
+    bounds: HandshakesConfig = field(default_factory=HandshakesConfig)
+
+    def serve(self, listening: socket.socket, connect: Connect) -> "AcceptingServer":
+        """On a socket that listens, for the event loop that runs."""
+        return AcceptingServer(listening, connect, self.certificate, self.bounds)
+
+
+class AcceptingServer:
+    """Accepts connections, and serves them, with TLS once their handshake is done. Past the bound of open handshakes
+    the oldest of whoever has most of them gives way."""
+
+    def __init__(
+        self, listening: socket.socket, connect: Connect, certificate: Certificate | None, bounds: HandshakesConfig
+    ) -> None:
+        self._listening = listening
+        self._connect = connect
+        self._certificate = certificate
+        self._bounds = bounds
+        self._open: dict[asyncio.Task[None], Waiting[asyncio.Task[None]]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._again: asyncio.TimerHandle | None = None
+        listening.settimeout(0)
+        self._loop.add_reader(listening, self._accept)
+
+    def close(self) -> None:
+        """Take nobody any more, and end the handshakes that are open; connections are left alone. May be called
+        again."""
+        if self._closed:
+            return
+        if self._again is not None:
+            self._again.cancel()
+        self._loop.remove_reader(self._listening)
+        self._listening.close()
+        if self._certificate is not None:
+            for handshake in [*self._open]:
+                handshake.cancel()
+
+    @property
+    def _closed(self) -> bool:
+        return self._listening.fileno() < 0
+
+    async def wait_closed(self) -> None:
+        """For uvicorn, which closes what it serves on."""
+
+    def _accept(self) -> None:
+        for _ in range(AT_ONCE):
+            try:
+                connection, (address, *_) = self._listening.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError:
+                self._loop.remove_reader(self._listening)
+                self._again = self._loop.call_later(
+                    _EXHAUSTED_SECONDS, self._loop.add_reader, self._listening, self._accept
+                )
+                return
+            connection.settimeout(0)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._is_full and (oldest := crowding([*self._open.values()])) is not None:
+                del self._open[oldest]
+                oldest.cancel()
+            handshake = self._loop.create_task(self._shake_hands(connection))
+            self._open[handshake] = Waiting(handshake, address, self._loop.time())
+            handshake.add_done_callback(partial(self._shook, connection))
+
+    @property
+    def _is_full(self) -> bool:
+        return self._certificate is not None and len(self._open) >= self._bounds.open
+
+    def _shook(self, connection: socket.socket, handshake: asyncio.Task[None]) -> None:
+        self._open.pop(handshake, None)
+        if handshake.cancelled():  # perhaps before it began
+            connection.close()
+
+    async def _shake_hands(self, connection: socket.socket) -> None:
+        """What is no TLS, has no common version, goes away or is too slow ends without a word."""
+        certificate, seconds = self._certificate, self._bounds.seconds
+        with suppress(OSError):
+            if certificate is not None:
+                await self._loop.connect_accepted_socket(
+                    self._connect,
+                    connection,
+                    ssl=certificate.context(),
+                    ssl_handshake_timeout=seconds,
+                    ssl_shutdown_timeout=_SHUTDOWN_SECONDS,
+                )
+                return
+            # Never cancelled: it takes a turn of the loop, and uvloop would leave the connection open.
+            transport, _ = await self._loop.connect_accepted_socket(self._connect, connection)
+            if self._closed:
+                transport.abort()
