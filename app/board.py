@@ -25,7 +25,7 @@ from tidemark.streaming import state
 from tidemark.streaming.effects import ShardEffects, StreamEffects, Summary, summarize
 from tidemark.streaming.errors import Retry, Stop, TopicMissing
 from tidemark.streaming.holders import HELD_AFTER, Holder
-from tidemark.streaming.model import Bounds
+from tidemark.streaming.policies import Policies
 
 log = structlog.get_logger(__name__)
 
@@ -34,7 +34,7 @@ ROUNDS_PER_CHECK = 15
 ROUNDS_MISSING = 5  # in a row: a broker that has just started may not know its topics yet
 
 
-BOUNDS = Bounds()
+THRESHOLDS = ("gap_seconds", "silent_seconds", "behind_seconds", "behind_ids")
 NEAR = 0.5  # of a bound: what fills less of it is no series
 OTHER_STREAMS, OTHER_WRITERS = "other streams", "other writers"  # no name has a space
 
@@ -60,13 +60,12 @@ Entries = Sequence[tuple[str, BoardEntry]]
 class Board(Collector):
     """`now` gives seconds since 1970. `read` holds the next offset to read, by topic and partition.
 
-    The first `streams` by name have series of their own, and of their writers the first `writers`; the others are one
-    series together, so that a scrape has a bound. Streams that ended and writers that retired have none.
+    The first `streams` by name, those with a policy of their own before all, have series of their own, and of their
+    writers the first `writers`; the others are one series together, so that a scrape has a bound. Streams that ended
+    and writers that retired have none.
     """
 
-    def __init__(
-        self, now: Callable[[], float] = time.time, streams: int = 1000, writers: int = 5000, bounds: Bounds = BOUNDS
-    ) -> None:
+    def __init__(self, now: Callable[[], float] = time.time, streams: int = 1000, writers: int = 5000) -> None:
         self.read: dict[tuple[str, int], int] = {}
         self._entries: dict[str, BoardEntry] = {}
         self._lock = threading.Lock()
@@ -74,7 +73,8 @@ class Board(Collector):
         self._began = now()
         self._streams = streams
         self._writers = writers
-        self._bounds = bounds
+        self._policies = Policies()
+        self._bounds = self._policies.bounds()
         self._sinks: Sequence[Sink] = ()
 
     def load(self, states: Mapping[str, bytes], read: Mapping[tuple[str, int], int]) -> None:
@@ -91,6 +91,10 @@ class Board(Collector):
             entries[name] = BoardEntry(signed(stream.line.position), signed(stream.allocated), positions, summary)
         with self._lock:
             self._entries = {name: entry for name, entry in entries.items() if not entry.ended}
+
+    def follow(self, policies: Policies) -> None:
+        """From now on, until there are others."""
+        self._policies, self._bounds = policies, policies.bounds()
 
     @contextmanager
     def beside(self, sinks: Sequence[Sink]) -> Iterator[None]:
@@ -133,7 +137,8 @@ class Board(Collector):
         }
         now = self._now()
         with self._lock:
-            entries = sorted(self._entries.items())
+            own = self._policies.given
+            entries = sorted(self._entries.items(), key=lambda it: (it[0] not in own, it[0]))
             named, others = entries[: self._streams], entries[self._streams :]
             left, writers, positions = self._writers, 0, 0
             for number, (stream, entry) in enumerate(entries):
@@ -154,6 +159,7 @@ class Board(Collector):
                 families[key].add_metric([OTHER_STREAMS], several(values[key] for values in of_others))
             self._show_bounds(families["bound"], named, others)
             self._show_copies(families["copy"], named, others)
+            self._show_thresholds(families, named, others)
             unnamed = self._show_holders(families["held"], families["holder_silent"], entries, now)
         for what, count in (("streams", len(others)), ("writers", writers), ("holders", unnamed)):
             families["together"].add_metric([what], count)
@@ -161,22 +167,32 @@ class Board(Collector):
 
     def _show_bounds(self, family: GaugeMetricFamily, named: Entries, others: Entries) -> None:
         for stream, entry in named:
-            for bound, used in self._used(entry.summary).items():
+            for bound, used in self._used(stream, entry.summary).items():
                 family.add_metric([stream, bound], used)
         fullest: dict[str, float] = {}
-        for _, entry in others:
-            for bound, used in self._used(entry.summary).items():
+        for stream, entry in others:
+            for bound, used in self._used(stream, entry.summary).items():
                 fullest[bound] = max(used, fullest.get(bound, 0.0))
         for bound, used in fullest.items():
             family.add_metric([OTHER_STREAMS, bound], used)
 
-    def _used(self, summary: Summary) -> dict[str, float]:
+    def _used(self, stream: str, summary: Summary) -> dict[str, float]:
+        bounds = self._bounds.of(stream)
         used = {
-            "pending": summary.spans / self._bounds.pending,
-            "completed": summary.completed / self._bounds.completed,
-            "unknown": len(summary.unknown) / self._bounds.held,
+            "pending": summary.spans / bounds.pending,
+            "completed": summary.completed / bounds.completed,
+            "unknown": len(summary.unknown) / bounds.held,
         }
         return {bound: ratio for bound, ratio in used.items() if ratio >= NEAR}
+
+    def _show_thresholds(self, families: Mapping[str, GaugeMetricFamily], named: Entries, others: Entries) -> None:
+        for setting in THRESHOLDS:
+            for stream, _ in named:
+                if (value := self._policies.value(stream, setting)) is not None:
+                    families[f"policy_{setting}"].add_metric([stream], value)
+            values = (self._policies.value(stream, setting) for stream, _ in others)
+            if least := min((value for value in values if value is not None), default=None):
+                families[f"policy_{setting}"].add_metric([OTHER_STREAMS], least)
 
     def _show_copies(self, family: GaugeMetricFamily, named: Entries, others: Entries) -> None:
         for copy, lines in self._copies():

@@ -18,6 +18,7 @@ from tidemark.app import act_commands, ask_commands, record_commands
 from tidemark.app.commands import Amount, CommandFailed, CommandGroup, loaded, waiting
 from tidemark.app.late_commands import late
 from tidemark.app.letter_commands import dead_letters
+from tidemark.app.policy_commands import policy
 from tidemark.app.relay_commands import relay
 
 UNHEALTHY = 3
@@ -271,7 +272,8 @@ def simulate(
     run(loaded(), Play(Players(streams, writers, rate, prefix), faults(named), seed, seconds), verify=verify)
 
 
-for command in (*ask_commands.COMMANDS, *record_commands.COMMANDS, *act_commands.COMMANDS, dead_letters, late, relay):
+GROUPS = (dead_letters, late, policy, relay)
+for command in (*ask_commands.COMMANDS, *record_commands.COMMANDS, *act_commands.COMMANDS, *GROUPS):
     main.add_command(command)
 
 if __name__ == "__main__":

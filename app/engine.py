@@ -9,6 +9,7 @@ from pathlib import Path
 
 from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
 
 from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
@@ -145,3 +146,11 @@ def properties(path: Path) -> dict[str, str]:
                 raise BadSetting("TIDEMARK_SPARK_CONF_FILE", f"no setting of Spark in the line {line!r}")
             found[match["name"]] = match["value"]
     return found
+
+
+def cause(running: StreamingQuery) -> str:
+    """The innermost cause that Spark names, as one line."""
+    error = running.exception()
+    lines = [] if error is None else [line.strip() for line in str(error).splitlines() if line.strip()]
+    causes = [line for line in lines if line.startswith("Caused by:")]
+    return (causes or lines[:1] or ["no cause given"])[-1].removeprefix("Caused by:").strip()

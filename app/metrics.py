@@ -216,6 +216,28 @@ STREAM_GAUGES = {
         ["stream"],
         "Incarnations that never joined; while there is one the stream's linear position stays.",
     ),
+    "policy_gap_seconds": (
+        "tidemark_policy_gap_seconds",
+        ["stream"],
+        "How old a gap of the stream may get, and how long its line may stand, before it is an alert: by its policy"
+        " (`tidemark policy`), else TIDEMARK_GAP_SECONDS. Of streams without a series the least, as in all of these.",
+    ),
+    "policy_silent_seconds": (
+        "tidemark_policy_silent_seconds",
+        ["stream"],
+        "For how long a writer of the stream may say nothing before it counts as silent: by its policy, else"
+        " TIDEMARK_SILENT_SECONDS.",
+    ),
+    "policy_behind_seconds": (
+        "tidemark_policy_behind_seconds",
+        ["stream"],
+        "How far behind the stream's line may be in seconds, whoever holds it; none where no policy says so.",
+    ),
+    "policy_behind_ids": (
+        "tidemark_policy_behind_ids",
+        ["stream"],
+        "How far behind the stream's line may be in IDs, whoever holds it; none where no policy says so.",
+    ),
     "together": (
         "tidemark_without_series",
         ["what"],

@@ -21,6 +21,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from tidemark.app import engine, metrics, probes
 from tidemark.app.batches import Batches
 from tidemark.app.board import Board, EndOffsets
+from tidemark.app.policies import PolicyWatch
 from tidemark.app.settings import Settings
 from tidemark.app.signals import told_to_end
 from tidemark.app.start import Start, prepare
@@ -46,10 +47,10 @@ from tidemark.streaming.errors import (
     BatchCut,
     ChainBroken,
     LeaseLost,
+    Outdated,
     QueryFailed,
     Refused,
     Retry,
-    Rotated,
     Stopping,
     Unavailable,
 )
@@ -78,7 +79,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
     """
     stopping = told_to_end(_leave_late)
     metrics.STARTED.set_to_current_time()
-    board = Board(streams=settings.labelled_streams, writers=settings.labelled_writers, bounds=settings.bounds)
+    board = Board(streams=settings.labelled_streams, writers=settings.labelled_writers)
     metrics.REGISTRY.register(board)
     health = metrics.PipelineHealth()
     checkpoint = Checkpoint(Path(settings.checkpoint))
@@ -100,7 +101,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                     raise
                 log.warning("Trying again with the secrets as they are now", problem=str(error))
             except Retry as error:
-                failures = 0 if attempt.published else failures + 1
+                failures = 0 if attempt.published or isinstance(error, Outdated) else failures + 1
                 if isinstance(error, LeaseLost):
                     highest_token = max(highest_token, error.held, error.now)
                     board.forget()
@@ -194,6 +195,7 @@ class Attempt:
             topics = Topics(kafka)
             start = prepare(settings, checkpoint, postgres, topics, accept)
             self.prepared = True
+            self._board.follow(start.policies)
             self._board.load(start.states, start.read)
             sinks = self._sinks(stack, postgres, lease)
             stack.enter_context(self._board.beside(sinks))
@@ -209,19 +211,20 @@ class Attempt:
             end_offsets = stack.enter_context(EndOffsets(topics, start.topics, self._board).running())
             recaller = RecallerConfig(settings.kafka_facts_topic, kafka.client(), kafka.producer())
             recalling = stack.enter_context(Recaller(recaller, postgres, lease, metrics.RECALLED.inc))
+            watching = stack.enter_context(PolicyWatch(postgres.policies, lease, start.policies, self._board.follow))
             interval = settings.batch_interval_ms / 1000
             self._batches = Batches(publisher, self._board, start.seed, start.topics, self._most, interval)
             spark, store = self._spark.session(stopping), settings.checkpoint_store
             location = str(checkpoint.path) if store is None else stack.enter_context(folder(spark, store))
             running = stack.enter_context(self._query(spark, start, location, self._batches))
-            self._supervise(spark, running, lease, sinks, (self._batches, end_offsets, maintenance, recalling))
+            self._supervise(
+                spark, running, lease, sinks, (self._batches, end_offsets, maintenance, recalling, watching)
+            )
 
     def _sinks(self, stack: ExitStack, postgres: Postgres, lease: Lease) -> list[Sink]:
         """Where positions are shown, each in turn. One sink, one line."""
         redis = RedisConfig(self._settings.redis, self._settings.advances_kept)
-        return [
-            Mirror(postgres, stack.enter_context(Redis(redis)), lease),
-        ]
+        return [Mirror(postgres, stack.enter_context(Redis(redis)), lease)]
 
     @contextmanager
     def _query(self, spark: SparkSession, start: Start, location: str, batches: Batches) -> Iterator[StreamingQuery]:
@@ -234,7 +237,7 @@ class Attempt:
             shards=start.seed.shards,
             most=max(MOST_FACTS, settings.max_records_per_batch),  # no cut of records that hold one fact each
             seeds=start.seed.states,
-            bounds=settings.bounds,
+            bounds=start.policies.bounds(),
         )
         writer = effects.writeStream.queryName("tidemark").option("checkpointLocation", location)
         try:
@@ -274,9 +277,9 @@ class Attempt:
             if time.monotonic() - looked > SECRETS_SECONDS:
                 looked = time.monotonic()
                 if self.outdated:
-                    raise Rotated("Kafka")
+                    raise Outdated("a secret for Kafka")
             if not running.isActive:
-                raise QueryFailed(_cause(running))
+                raise QueryFailed(engine.cause(running))
             if not running.status["message"].startswith("Initializing"):
                 lacks = None if self._local or executors(spark) else NO_EXECUTOR
                 if lacks is not None and lacks != self._health.lacks():
@@ -290,11 +293,3 @@ def _leave_late() -> None:
     time.sleep(LAST_SECONDS)
     log.warning("Left what still waited for a server; the next start does it again")
     os._exit(0)
-
-
-def _cause(running: StreamingQuery) -> str:
-    """The innermost cause that Spark names, as one line."""
-    error = running.exception()
-    lines = [] if error is None else [line.strip() for line in str(error).splitlines() if line.strip()]
-    causes = [line for line in lines if line.startswith("Caused by:")]
-    return (causes or lines[:1] or ["no cause given"])[-1].removeprefix("Caused by:").strip()

@@ -27,7 +27,7 @@ from pydantic_settings import (
 from tidemark.app.connections import PREFIX, AnyPort, Connections, Positive, masked, variable
 from tidemark.app.sidecar_settings import SidecarSettings
 from tidemark.streaming.errors import BadSetting
-from tidemark.streaming.model import Bounds
+from tidemark.streaming.policies import POLICY_SETTINGS
 
 # Written to `stack.env` for people and their programs; read by none of ours.
 FOR_OTHERS = {f"{PREFIX}METRICS_URL", f"{PREFIX}SIDECAR_URL"}
@@ -140,6 +140,8 @@ class Settings(SidecarSettings, Connections):
     )
     retirement_days: Positive = Field(7, description="Days after which a retired writer leaves the state.")
     retired_bound: Positive = Field(10_000, description="Retired writers kept of one stream before that.")
+    gap_seconds: Positive = Field(120, description="Age at which a gap, or a line that stands, is an alert.")
+    silent_seconds: Positive = Field(60, description="Seconds without a record after which a writer counts as silent.")
 
     up_kafka_port: AnyPort = Field(19092, description="`tidemark up`: port of Kafka; 0 = any free one.")
     up_postgres_port: AnyPort = Field(15432, description="`tidemark up`: port of Postgres; 0 = any free one.")
@@ -170,13 +172,9 @@ class Settings(SidecarSettings, Connections):
         return None if known is None else known.get_secret_value()
 
     @property
-    def bounds(self) -> Bounds:
-        return Bounds(
-            pending=self.pending_bound,
-            completed=self.completed_bound,
-            retired=self.retired_bound,
-            retirement=self.retirement_days * 24 * 3600 * 1000,
-        )
+    def policy_defaults(self) -> dict[str, int]:
+        """What holds of streams without a policy."""
+        return {name: getattr(self, name) for name in POLICY_SETTINGS if name in Settings.model_fields}
 
     @property
     def metrics_url(self) -> str:

@@ -16,6 +16,7 @@ from tidemark.sources.topics import Topics, plans
 from tidemark.streaming import state
 from tidemark.streaming.checkpoint import AppliedBatch, Checkpoint, Seed
 from tidemark.streaming.errors import ShardsChanged
+from tidemark.streaming.policies import Policies
 from tidemark.streaming.query import by_shard
 
 log = structlog.get_logger(__name__)
@@ -51,6 +52,7 @@ class Start:
     offsets: Offsets
     topics: dict[str, RememberedTopic]
     states: dict[str, bytes]
+    policies: Policies
     read: dict[tuple[str, int], int]
 
 
@@ -84,12 +86,15 @@ def prepare(
     states = postgres.states()
     last = postgres.last_batch()
     applied = None if last is None else AppliedBatch(*last)
-    seed = checkpoint.resume(applied) or checkpoint.begin(applied, settings.shards, by_shard(states, settings.shards))
+    policies = Policies(postgres.policies.given(), settings.policy_defaults)
+    bounds, shards = policies.bounds(), settings.shards
+    seed = checkpoint.resume(applied, bounds) or checkpoint.begin(applied, shards, by_shard(states, shards), bounds)
     return Start(
         seed,
         offsets,
         {name: RememberedTopic(topic.id, len(topic.partitions)) for name, topic in read.items()},
         states,
+        policies,
         {(name, number): offset for name, of in _absolute(read, offsets).items() for number, offset in of.items()},
     )
 

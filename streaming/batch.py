@@ -56,7 +56,7 @@ def advance(
     inboxes = inboxes_of(packets, states, bounds)
     crowded = bool(inboxes.keys() - states.keys()) and room(states, bounds) <= 0
     for name, inbox in sorted(inboxes.items()):
-        batch = StreamBatch(name, states.get(name, UNREAD if crowded else None), now, bounds)
+        batch = StreamBatch(name, states.get(name, UNREAD if crowded else None), now, bounds.of(name))
         batch.feed(inbox)
         for topic, partition, refusal in batch.rejected:
             rejected[topic, partition, refusal.reason].append(refusal)

@@ -2,8 +2,9 @@
 
 Whatever is in it can be made again from Postgres (docs/design.md 5). Spark keeps `offsets/N` (batch N is planned) and
 `commits/N` (batch N is done). Tidemark adds `seed` before the first batch: the line of batches (`lineage`), the batch
-that Postgres had applied last when the line began, and the states that the query begins with. A replay of any batch
-must find the same seeds, so Postgres is not asked for them again while the checkpoint lives.
+that Postgres had applied last when the line began, the states that the query begins with, and its bounds. A replay of
+any batch must find the same: so Postgres is not asked for states again while the checkpoint lives, which is until there
+are other bounds.
 
 `Checkpoint` works on files of the driver, without Spark. `folder` makes a folder for one query wherever Spark's JVM
 finds a URI; what a driver that was killed left there is deleted by the next.
@@ -28,6 +29,7 @@ from pyspark.errors import IllegalArgumentException
 from pyspark.sql import SparkSession
 
 from tidemark.streaming.errors import CheckpointNotWritable, Stopping, Unavailable
+from tidemark.streaming.model import Bounds
 
 log = structlog.get_logger(__name__)
 
@@ -48,6 +50,7 @@ class Seed(msgspec.Struct, array_like=True, frozen=True):
     after: AppliedBatch | None
     shards: int
     states: dict[int, bytes]
+    bounds: Bounds | None = None
 
     def before(self, batch: int) -> tuple[str, int] | None:
         """The batch that is applied before `batch` of this line: lineage and number, None where none ever was."""
@@ -65,7 +68,7 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def resume(self, applied: AppliedBatch | None) -> Seed | None:
+    def resume(self, applied: AppliedBatch | None, bounds: Bounds) -> Seed | None:
         """The seed to go on with, or None where the checkpoint cannot be gone on with; `applied` is Postgres' word.
 
         They join where Postgres applied the last batch that Spark finished, or the one after, which Spark has planned
@@ -85,11 +88,14 @@ class Checkpoint:
         if not joins:
             self._set_aside(f"its last batch is {seed.lineage}/{finished}, the database has applied {_named(applied)}")
             return None
+        if seed.bounds != bounds:
+            self._set_aside("bounds of streams have changed")
+            return None
         return seed
 
-    def begin(self, after: AppliedBatch | None, shards: int, states: dict[int, bytes]) -> Seed:
+    def begin(self, after: AppliedBatch | None, shards: int, states: dict[int, bytes], bounds: Bounds) -> Seed:
         """Start a new line of batches from `states`; durable when it returns."""
-        seed = Seed(uuid.uuid4().hex, after, shards, states)
+        seed = Seed(uuid.uuid4().hex, after, shards, states, bounds)
         self.path.mkdir(parents=True, exist_ok=True)
         part = self.path / "seed.part"
         with part.open("wb") as file:

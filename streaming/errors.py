@@ -60,9 +60,9 @@ class NotReached(Retry):
         return f"it stands at {self.stands}" if self.stands else "Redis knows nothing of it"
 
 
-@says("a secret for {what} has changed")
-class Rotated(Retry):
-    what: str  # whose open connections do not take the new one up
+@says("the query begins anew: {what} changed while it ran")
+class Outdated(Retry):
+    what: str  # a query and its connections take it up when they begin
 
 
 @says("the query failed: {problem}")

@@ -4,12 +4,22 @@ Past a bound a state holds, rejects, or forgets towards holding (docs/design.md,
 only write or read import this module too.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 from zlib import crc32
 
 import msgspec
+
+
+def fitting(name: str) -> Iterator[str]:
+    """What a policy of the stream `name` may be called, the most particular first: the name, then each beginning of it
+    with a `*`. Of such a beginning those that are as long, or shorter."""
+    beginning = name.removesuffix("*")
+    if beginning == name:
+        yield name
+    yield from (f"{beginning[:length]}*" for length in range(len(beginning), -1, -1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +28,8 @@ class Bounds:
     highest are forgotten. `held`: incarnations that never joined; further ones are rejected. `retired`: retired
     writers; the longest retired are dropped. `retirement` (ms): after that a retired writer is dropped in any case.
     `unread`: streams of a shard of which nothing could be read yet; past that each new stream is in doubt.
+
+    `own`, by what `fitting` gives, are the bounds of streams that have some of their own.
     """
 
     pending: int = 10_000
@@ -26,6 +38,10 @@ class Bounds:
     retired: int = 10_000
     retirement: int = 7 * 24 * 3600 * 1000
     unread: int = 1_000
+    own: Mapping[str, "Bounds"] = field(default_factory=dict)
+
+    def of(self, stream: str) -> "Bounds":
+        return next((self.own[name] for name in fitting(stream) if name in self.own), self) if self.own else self
 
 
 class Reason(StrEnum):

@@ -20,6 +20,7 @@ from tidemark.streaming.errors import LeaseLost as LeaseLost
 from tidemark.streaming.errors import NotReached as NotReached
 from tidemark.streaming.errors import NotReserved as NotReserved
 from tidemark.streaming.errors import OthersFirst as OthersFirst
+from tidemark.streaming.errors import Outdated as Outdated
 from tidemark.streaming.errors import PartitionsChanged as PartitionsChanged
 from tidemark.streaming.errors import QueryFailed as QueryFailed
 from tidemark.streaming.errors import ReaderModeChanged as ReaderModeChanged
@@ -28,7 +29,6 @@ from tidemark.streaming.errors import RecordsGone as RecordsGone
 from tidemark.streaming.errors import Refused as Refused
 from tidemark.streaming.errors import Reject as Reject
 from tidemark.streaming.errors import Retry as Retry
-from tidemark.streaming.errors import Rotated as Rotated
 from tidemark.streaming.errors import RowUnreadable as RowUnreadable
 from tidemark.streaming.errors import SchemaMismatch as SchemaMismatch
 from tidemark.streaming.errors import SequenceUnfit as SequenceUnfit

@@ -189,10 +189,26 @@ def late_since(
     return found
 
 
+def oldest_kept(connection: Connection, today: date, retention: Retention) -> date:
+    """The first day of advances that is kept. Streams share rows, so the longest that a policy asks for counts."""
+    rows = connection.execute("select stream, value from tidemark.policies where setting = 'history_days'")
+    return today - timedelta(days=max({"*": retention.history, **dict(rows.fetchall())}.values()))
+
+
 def forget(connection: Connection, today: date, retention: Retention) -> None:
     """Delete what is past its time, but for days of advances, which are dropped as a whole. Outside a transaction."""
-    oldest, audited = today - timedelta(days=retention.history), today - timedelta(days=retention.audit)
-    connection.execute("delete from tidemark.stream_gaps where closed_at < %s", (oldest,))
+    oldest, audited = oldest_kept(connection, today, retention), today - timedelta(days=retention.audit)
+    # The most particular policy counts, as in `streaming.policies`.
+    connection.execute(
+        """
+        delete from tidemark.stream_gaps g where closed_at < %s - coalesce((
+            select value from tidemark.policies p where setting = 'history_days'
+                and (p.stream = g.stream or p.stream like '%%*' and starts_with(g.stream, left(p.stream, -1)))
+            order by p.stream = g.stream desc, length(p.stream) desc limit 1
+        ), %s)::integer
+        """,
+        (today, retention.history),
+    )
     connection.execute(
         "delete from tidemark.applied_batches where applied_at < %s"
         " and number < (select max(number) from tidemark.applied_batches)",

@@ -18,6 +18,7 @@ from tidemark.sinks.postgres.audit import STATES
 from tidemark.sinks.postgres.database import READABLE, SCHEMA, execute, session_of
 from tidemark.sinks.postgres.days import drop_before
 from tidemark.sinks.postgres.history import PageBounds, PastAdvance, PastLate, PastPage, Retention
+from tidemark.sinks.postgres.policies import PolicyTable
 from tidemark.sinks.postgres.recalls import KeptRecall
 from tidemark.sinks.postgres.status import Conditions, note_faults
 from tidemark.sinks.postgres.tail import ChangesSince, DurableMark, PastMoves
@@ -70,6 +71,7 @@ class Postgres:
         self._recalls = session_of(config.dsn, "tidemark recalls")
         self.where = self._batches.where
         self.conditions = Conditions(self._reads)
+        self.policies = PolicyTable(self._reads)
 
     def __enter__(self) -> Self:
         return self
@@ -270,8 +272,8 @@ class Postgres:
         Batches go on meanwhile. False where something could not be dropped, because somebody reads it.
         """
         today = now.astimezone(UTC).date()
-        oldest = today - timedelta(days=self._config.retention.history)
         with self._reads.use() as connection:
+            oldest = history.oldest_kept(connection, today, self._config.retention)
             for day in (today, today + timedelta(days=1)):
                 connection.execute("select tidemark.make_history_day(%s)", (day,))
         # In a session of its own: it may wait for those who read the history.

@@ -23,7 +23,8 @@ from tidemark.streaming.effects import Progress, ShardEffects, StreamEffects, Su
 from tidemark.streaming.errors import TopicMissing, TopicReplaced
 from tidemark.streaming.joined import Writers
 from tidemark.streaming.linear import LinearPosition
-from tidemark.streaming.model import Bounds, Evidence
+from tidemark.streaming.model import Evidence
+from tidemark.streaming.policies import Policies
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import WriterState
 
@@ -186,19 +187,41 @@ def test_each_copy_has_its_line(store: Postgres, lease: Lease, tmp_path: Path) -
 
 
 def test_a_bound_is_shown_from_a_half_on() -> None:
-    """By stream, and past their number the fullest of the others. How full each is, is asked of the state itself."""
+    """By stream, as its policy bounds it, and past their number the fullest of the others. How full each is, is asked
+    of the state itself."""
     registry = CollectorRegistry()
-    board = Board(now=lambda: 60.0, streams=1, bounds=Bounds(pending=4, completed=5, held=2))
+    board = Board(now=lambda: 60.0, streams=1)
     registry.register(board)
+    board.follow(Policies({"a": {"pending_bound": 4}}, {"pending_bound": 5, "completed_bound": 5}))
     shard = Shard()
     edges = [rdata("web", id, epoch=1) for id in (3, 5, 7)]
-    done = shard.feed(join("web", 0), *edges, rdata("new", 9, epoch=1))
+    done = shard.feed(join("web", 0), *edges, *(rdata(f"new{number}", 9, epoch=1) for number in range(500)))
     board.load({"a": done.state, "b": done.state, "c": state.encode(a_backward_stream())}, {})
-    used = {"pending": 3 / 4, "completed": 4 / 5, "unknown": 1 / 2}
-    for bound, ratio in used.items():
-        for name in ("a", "other streams"):
+    for name, used in (
+        ("a", {"pending": 3 / 4, "completed": 4 / 5, "unknown": 1 / 2}),
+        ("other streams", {"pending": 3 / 5, "completed": 4 / 5, "unknown": 1 / 2}),
+    ):
+        for bound, ratio in used.items():
             found = registry.get_sample_value("tidemark_bound_used_ratio", {"stream": name, "bound": bound})
             assert found == ratio, (name, bound)
+
+
+def test_what_alerts_compare_with_is_the_streams_own() -> None:
+    """Of streams that share a series the least; a stream with a policy of its own is the last to lose its series."""
+    registry = CollectorRegistry()
+    board = Board(now=lambda: 60.0, streams=1)
+    registry.register(board)
+    board.follow(Policies({"z": {"gap_seconds": 9, "behind_ids": 3}, "b*": {"gap_seconds": 7}}, {"gap_seconds": 8}))
+    board.load(dict.fromkeys(("a", "b", "z"), state.encode(a_backward_stream())), {})
+
+    def shown(setting: str, stream: str) -> float | None:
+        return registry.get_sample_value(f"tidemark_policy_{setting}", {"stream": stream})
+
+    assert [shown("gap_seconds", stream) for stream in ("z", "other streams", "a", "b")] == [9, 7, None, None]
+    assert [shown("silent_seconds", stream) for stream in ("z", "other streams")] == [60, 60]
+    assert [shown("behind_ids", stream) for stream in ("z", "other streams")] == [3, None]
+    board.follow(Policies())
+    assert [shown("gap_seconds", stream) for stream in ("a", "other streams", "z")] == [120, 120, None]
 
 
 def test_who_retired_has_no_series_any_more(scraped: tuple[Board, CollectorRegistry]) -> None:

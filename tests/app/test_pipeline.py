@@ -277,11 +277,36 @@ def test_what_a_writer_aborted_is_no_evidence(shared: Site) -> None:
     shared.reaches("aborted", first=3, linear=3)
 
 
+def test_a_policy_is_followed_without_a_restart(shared: Site) -> None:
+    """What alerts compare with at once, bounds in a query that begins anew: past them records are put off, and come
+    again when the gap is closed. Nothing is lost, and the history joins."""
+    shared.send(fact("own", 1))
+    shared.reaches("own", first=1)
+    assert act(shared, "policy", "set", "own", "gap_seconds=5", "pending_bound=2", "--yes")[0] == 0
+    shared.first.says("the query begins anew: bounds of streams changed")
+    shared.first.says("The checkpoint is set aside")
+    shared.send(*(fact("own", id) for id in (3, 5, 7, 9)))
+
+    def put_off() -> bool:
+        return "put off" in CliRunner(env=shared.variables).invoke(main, ["status", "own"]).stdout
+
+    eventually(put_off, PATIENCE, lambda: "what is put off")
+    assert shared.first.metric('tidemark_policy_gap_seconds{stream="own"}') == 5
+    shared.send(*(fact("own", id) for id in (2, 4, 6, 8)))
+    shared.reaches("own", first=9, linear=9)
+    moved = (
+        "select sum(facts)::int, count(*) = count(distinct prev) from tidemark.position_advances where stream = 'own'"
+    )
+    assert shared.sql(moved) == [(9, True)]
+
+
 # Asked for by alerts and panels, and there only in trouble, or beside a relay.
 SELDOM = {
     "tidemark_bound_used_ratio",
     "tidemark_held_by_seconds",
     "tidemark_holder_silent_seconds",
+    "tidemark_policy_behind_ids",
+    "tidemark_policy_behind_seconds",
     "tidemark_retries_total",
 }
 

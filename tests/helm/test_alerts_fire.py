@@ -59,6 +59,8 @@ QUIET: Series = {
     f"tidemark_behind_ids{{{POD},{STREAM}}}": always(0),
     f"tidemark_behind_seconds{{{POD},{STREAM}}}": always(0),
     f"tidemark_unknown_writers{{{POD},{STREAM}}}": always(0),
+    f"tidemark_policy_gap_seconds{{{POD},{STREAM}}}": always(120),
+    f"tidemark_policy_silent_seconds{{{POD},{STREAM}}}": always(60),
     f'tidemark_dead_letters_total{{{POD},reason="not_json"}}': always(0),
     f'tidemark_records_total{{{POD},outcome="late"}}': always(0),
     f"tidemark_source_regressions_total{{{POD}}}": always(0),
@@ -156,6 +158,44 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
     "IDs are given out, and nobody is named who holds the line": (
         {one("tidemark_behind_seconds"): ages(10), one("tidemark_allocated_position"): f"20+0x9 20+7x{HOUR}"},
         {"TidemarkLineStill"},
+    ),
+    "a stream is farther behind in time than its policy allows, though nobody is old": (
+        {
+            one("tidemark_behind_seconds"): since(10, 50),
+            f"tidemark_policy_behind_seconds{{{POD},{STREAM}}}": always(30),
+        },
+        {"TidemarkBehindPolicy"},
+    ),
+    "a stream is farther behind in IDs than its policy allows": (
+        {one("tidemark_behind_ids"): since(10, 9), f"tidemark_policy_behind_ids{{{POD},{STREAM}}}": always(8)},
+        {"TidemarkBehindPolicy"},
+    ),
+    "a gap that would be young elsewhere is old in this stream": (
+        {one("tidemark_oldest_gap_age_seconds"): since(10, 50), one("tidemark_policy_gap_seconds"): always(30)},
+        {"TidemarkGapOld"},
+    ),
+    "a gap that would be old elsewhere is young in this stream": (
+        {one("tidemark_oldest_gap_age_seconds"): since(10, 5000), one("tidemark_policy_gap_seconds"): always(6000)},
+        set(),
+    ),
+    "a stream whose line may stand for long has a line that stands": (
+        {
+            one("tidemark_behind_seconds"): ages(10),
+            one("tidemark_allocated_position"): f"20+0x9 20+7x{HOUR}",
+            HELD % '"silent"': f"_x10 60+60x{HOUR}",
+            SEEN % '"silent"': f"_x10 60+60x{HOUR}",
+            one("tidemark_policy_gap_seconds"): always(6000),
+        },
+        set(),
+    ),
+    "a writer that may be silent for an hour is so": (
+        {
+            one("tidemark_behind_seconds"): ages(10),
+            HELD % '"silent"': f"_x10 60+60x{HOUR}",
+            SEEN % '"silent"': f"_x10 60+60x{HOUR}",
+            one("tidemark_policy_silent_seconds"): always(3600),
+        },
+        {"TidemarkWriterBehind"},
     ),
     "a sidecar reads from a replica that does not follow": (
         MOVING | {IN_REDIS: MOVED, IN_SIDECAR: f"20+0x{HOUR}"},
@@ -309,6 +349,19 @@ def test_what_happened_once_is_told_for_some_minutes(rules: Path, event: str) ->
     """Then it has been, and whoever was called looks at the record of it."""
     series, alerts = EVENTS[event]
     check(rules, QUIET | series, {29: set(), 31: alerts, 38: alerts, 50: set()})
+
+
+def test_one_streams_policy_is_nothing_to_another(rules: Path) -> None:
+    """Of two whose gaps are as old, that one is told whose policy has the lower threshold."""
+    patient = {series.replace('"orders"', '"slow"'): values for series, values in QUIET.items() if STREAM in series}
+    ages_of_both = {
+        f'tidemark_oldest_gap_age_seconds{{{POD},stream="{stream}"}}': since(10, 100) for stream in ("orders", "slow")
+    }
+    own = {f'tidemark_policy_gap_seconds{{{POD},stream="slow"}}': always(90)}
+    asked = 'group by (alertname, stream) (ALERTS{alertstate="firing"})'
+    told = [{"labels": '{alertname="TidemarkGapOld",stream="slow"}', "value": 1}]
+    wanted = {"expr": asked, "eval_time": "40m", "exp_samples": told}
+    run_test(rules, QUIET | patient | ages_of_both | own, {"promql_expr_test": [wanted]})
 
 
 def test_a_sidecar_that_sees_a_hole_tells(rules: Path) -> None:

@@ -49,7 +49,6 @@ def alert_rules() -> str:
         "NAMESPACE": "streams",
         "RELAY": "tidemark-relay-shop",
         "DATABASE": "shop",
-        "GAP_SECONDS": values["gapSeconds"],
         "LAG_RECORDS": values["lagRecords"],
         "OPEN_SECONDS": values["gapSeconds"],
         "OUTBOX_IDS": values["outboxIds"],

@@ -7,8 +7,10 @@ import pytest
 
 from tidemark.streaming.checkpoint import KEPT_ASIDE, AppliedBatch, Checkpoint, Seed, locked
 from tidemark.streaming.errors import CheckpointNotWritable, Stopping
+from tidemark.streaming.model import Bounds
 
 STATES = {3: b"state"}
+BOUNDS = Bounds(pending=5, own={"a*": Bounds(completed=2)})
 
 
 @pytest.fixture
@@ -17,7 +19,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 
 
 def begun(checkpoint: Checkpoint, after: AppliedBatch | None = None) -> Seed:
-    return checkpoint.begin(after, 16, STATES)
+    return checkpoint.begin(after, 16, STATES, BOUNDS)
 
 
 def leave(checkpoint: Checkpoint, planned: int, done: int | None) -> None:
@@ -31,9 +33,9 @@ def leave(checkpoint: Checkpoint, planned: int, done: int | None) -> None:
 
 def test_a_new_checkpoint_holds_nothing_to_go_on_with(checkpoint: Checkpoint) -> None:
     """Neither where there is no folder, nor where no batch was ever planned: both begin anew, unsaid."""
-    assert checkpoint.resume(None) is None
+    assert checkpoint.resume(None, BOUNDS) is None
     begun(checkpoint)
-    assert checkpoint.resume(None) is None
+    assert checkpoint.resume(None, BOUNDS) is None
     assert checkpoint.path.exists()
 
 
@@ -44,7 +46,7 @@ def test_it_is_gone_on_with_where_postgres_stands_at_its_last_or_next_batch(
     """Spark finished 6 and planned 7; Postgres has 6, or 7 too: the seed is that of the beginning, states and all."""
     seed = begun(checkpoint)
     leave(checkpoint, planned=7, done=6)
-    assert checkpoint.resume(AppliedBatch(seed.lineage, applied)) == seed
+    assert checkpoint.resume(AppliedBatch(seed.lineage, applied), BOUNDS) == seed
     assert seed.states == STATES
 
 
@@ -53,8 +55,8 @@ def test_its_first_batch_may_be_replayed_before_postgres_has_any(checkpoint: Che
     before = AppliedBatch("earlier", 41)
     seed = begun(checkpoint, before)
     leave(checkpoint, planned=0, done=None)
-    assert checkpoint.resume(before) == seed
-    assert checkpoint.resume(AppliedBatch(seed.lineage, 0)) == seed
+    assert checkpoint.resume(before, BOUNDS) == seed
+    assert checkpoint.resume(AppliedBatch(seed.lineage, 0), BOUNDS) == seed
 
 
 @pytest.mark.parametrize("applied", [None, AppliedBatch("another", 6), 5, 8])
@@ -65,10 +67,19 @@ def test_it_is_set_aside_where_postgres_stands_elsewhere(
     seed = begun(checkpoint)
     leave(checkpoint, planned=7, done=6)
     stands = AppliedBatch(seed.lineage, applied) if isinstance(applied, int) else applied
-    assert checkpoint.resume(stands) is None
+    assert checkpoint.resume(stands, BOUNDS) is None
     assert not checkpoint.path.exists()
     (aside,) = checkpoint.path.parent.glob("checkpoint.aside-*")
     assert (aside / "seed").exists()
+
+
+@pytest.mark.parametrize("bounds", [Bounds(pending=5), Bounds(pending=5, own={"a*": Bounds(completed=3)})])
+def test_it_is_set_aside_where_bounds_are_others(checkpoint: Checkpoint, bounds: Bounds) -> None:
+    """A batch that is replayed with them would do something else than it did."""
+    seed = begun(checkpoint)
+    leave(checkpoint, planned=7, done=6)
+    assert checkpoint.resume(AppliedBatch(seed.lineage, 6), bounds) is None
+    assert not checkpoint.path.exists()
 
 
 def test_it_is_set_aside_without_a_seed(checkpoint: Checkpoint) -> None:
@@ -76,7 +87,7 @@ def test_it_is_set_aside_without_a_seed(checkpoint: Checkpoint) -> None:
     begun(checkpoint)
     leave(checkpoint, planned=7, done=6)
     (checkpoint.path / "seed").write_bytes(b"torn")
-    assert checkpoint.resume(None) is None
+    assert checkpoint.resume(None, BOUNDS) is None
     assert not checkpoint.path.exists()
 
 
@@ -126,5 +137,5 @@ def test_one_for_executors_elsewhere_never_meets_the_states_of_another(checkpoin
     begun(first)
     with checkpoint.apart() as second:
         assert second.path != first.path
-        assert second.resume(None) is None
+        assert second.resume(None, BOUNDS) is None
         assert not first.path.exists()

@@ -294,6 +294,24 @@ def test_retention_and_a_batch_do_not_wait_for_each_other(store: Postgres, sql: 
         tidied.result()
 
 
+def test_a_stream_may_keep_its_history_longer(dsn: str, sql: psycopg.Connection, lease: Lease) -> None:
+    """Its gaps exactly as long as its policy says; days of advances, which all share, as the longest says."""
+    with Postgres(PostgresConfig(dsn, Retention(history=2))) as store:
+        for policy, days in (("*", 1), ("a*", 3), ("ab", 2)):
+            store.policies.change(policy, {"history_days": days}, "ada", "audit")
+        gap, end = Gap("w", 1, 20, 30, NOW), GapClosed("w", 30, "joined")
+        names = ("a", "ab", "b")
+        streams = [stream(it, advance("w", 0, 9), gaps=[gap]) for it in names]
+        store.apply(batch(1, *streams, token=lease.token))
+        store.apply(batch(2, *(stream(it, closed=[end]) for it in names), token=lease.token))
+        for days, gaps in ((1, "a ab b"), (2, "a ab"), (3, "a"), (4, "")):
+            store.tidy(TODAY + days * DAY)
+            assert rows(sql, "select coalesce(string_agg(stream, ' ' order by 1), '') from tidemark.stream_gaps") == [
+                (gaps,)
+            ]
+            assert rows(sql, "select count(*) from tidemark.position_advances") == [(3 if days < 4 else 0,)]
+
+
 def test_history_past_its_time_is_dropped(dsn: str, sql: psycopg.Connection, lease: Lease) -> None:
     """Advances, closed gaps and batches go after their days, what is audited after more; what still counts stays."""
     late = [LateCompletion("w", 1, n, n + 1, 1, "skipped") for n in (7, 3)]

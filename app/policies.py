@@ -1,0 +1,50 @@
+"""The pipeline follows the policies of its streams (`streaming.policies`), as they are changed while it runs."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import structlog
+
+from tidemark.sinks.leased_thread import LeasedThread
+from tidemark.sinks.postgres.lease import Lease
+from tidemark.sinks.postgres.policies import PolicyTable
+from tidemark.streaming.errors import Outdated, Unavailable
+from tidemark.streaming.policies import Policies
+
+log = structlog.get_logger(__name__)
+
+SECONDS = 2.0  # between two looks
+SHOWN = 10  # names in the log
+
+
+class PolicyWatch(LeasedThread):
+    """Tells `follow` of policies that differ from those it had. Bounds change what a batch does, and a batch that is
+    replayed must do the same again: so where these differ the `failure` asks for a query that begins anew with them.
+    """
+
+    def __init__(
+        self, table: PolicyTable, lease: Lease, policies: Policies, follow: Callable[[Policies], None]
+    ) -> None:
+        super().__init__("policies", lease)
+        self._table = table
+        self._policies = policies
+        self._follow = follow
+        self._away = False
+
+    def work(self) -> float:
+        try:
+            given = self._table.given()
+        except Unavailable as problem:
+            if not self._away:
+                log.warning("Could not read the policies; trying again", problem=str(problem))
+            self._away = True
+            return SECONDS
+        self._away = False
+        if given != self._policies.given:
+            before, self._policies = self._policies, replace(self._policies, given=given)
+            changed = [name for name in sorted({*given, *before.given}) if given.get(name) != before.given.get(name)]
+            log.info("Follows other policies", changed=changed[:SHOWN], count=len(changed))
+            self._follow(self._policies)
+            if self._policies.bounds() != before.bounds():
+                self.failure = Outdated("bounds of streams")
+        return SECONDS

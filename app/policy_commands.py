@@ -1,0 +1,164 @@
+"""`tidemark policy`: what streams have of their own: bounds, what alerts compare with, how long history is kept."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from tidemark.app.act_commands import answering
+from tidemark.app.commands import CommandFailed, CommandGroup, confirmed, loaded, tell
+from tidemark.app.printed import as_lines, as_object
+from tidemark.streaming.model import fitting
+from tidemark.streaming.policies import POLICY_SETTINGS, Policies
+
+if TYPE_CHECKING:
+    from tidemark.app.settings import Settings
+    from tidemark.sinks.postgres.store import Postgres
+
+SHOWN: Final = 5  # streams by name that a policy fits
+NAME: Final = 255  # characters of a stream's name
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
+
+
+def _name(_: click.Context, param: click.Parameter, name: str) -> str:
+    plain = name.removesuffix("*")
+    if not name or len(plain) > NAME or not plain.isprintable() or any(it.isspace() for it in plain):
+        raise click.BadParameter(f"{name!r} is no stream, nor the beginning of names with a * behind it", param=param)
+    return name
+
+
+def _known(setting: str) -> str:
+    if setting not in POLICY_SETTINGS:
+        raise click.BadParameter(f"{setting!r} is no setting of a policy: {', '.join(POLICY_SETTINGS)}")
+    return setting
+
+
+def _values(_: click.Context, param: click.Parameter, words: Sequence[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for word in words:
+        setting, _equals, text = word.partition("=")
+        most = POLICY_SETTINGS[_known(setting)].most
+        if setting in found:
+            raise click.BadParameter(f"{setting} is there twice", param=param)
+        if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and 1 <= int(text) <= most):
+            raise click.BadParameter(f"{word!r}: {setting} is a whole number from 1 to {most}", param=param)
+        found[setting] = int(text)
+    return found
+
+
+@click.group("policy", cls=CommandGroup)
+def policy() -> None:
+    """What streams have of their own: bounds, what alerts compare with, how long history is kept.
+
+    A policy is called like a stream, or like the beginning of some streams' names with a `*` behind it; `*` is all.
+    """
+
+
+@policy.command("list", extra="sidecar")
+@_as_json
+def policy_list(*, as_json: bool) -> None:
+    """List all policies."""
+    with _database() as (_, postgres):
+        given = postgres.policies.given()
+    if as_json:
+        click.echo(as_object({"policies": given}))
+    else:
+        rows = [(name, setting, str(value)) for name, known in given.items() for setting, value in known.items()]
+        lines = as_lines(("POLICY", "SETTING", "VALUE"), rows, {"VALUE"})
+        click.echo("\n".join(lines) if rows else "no stream has a policy")
+
+
+@policy.command("show", extra="sidecar")
+@click.argument("stream", callback=_name)
+@_as_json
+def policy_show(stream: str, *, as_json: bool) -> None:
+    """Show what holds of STREAM, and which policy says so; a stream need not be there yet."""
+    with _database() as (settings, postgres):
+        policies = Policies(postgres.policies.given(), settings.policy_defaults)
+    sources = {setting: policies.source(stream, setting) for setting in POLICY_SETTINGS}
+    values = {setting: policies.value(stream, setting) for setting in POLICY_SETTINGS}
+    if as_json:
+        found = {setting: {"value": values[setting], "policy": sources[setting]} for setting in POLICY_SETTINGS}
+        click.echo(as_object({"stream": stream, "settings": found}))
+        return
+    rows = [
+        (
+            setting,
+            "none" if values[setting] is None else str(values[setting]),
+            sources[setting] or "default",
+            it.meaning,
+        )
+        for setting, it in POLICY_SETTINGS.items()
+    ]
+    click.echo("\n".join(as_lines(("SETTING", "VALUE", "FROM", "MEANING"), rows, {"VALUE"})))
+
+
+@policy.command("set", extra="sidecar")
+@click.argument("name", callback=_name)
+@click.argument("values", nargs=-1, required=True, metavar="SETTING=VALUE...", callback=_values)
+@answering
+def policy_set(
+    name: str, values: dict[str, int], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
+) -> None:
+    """Have streams that NAME fits keep to these values. `tidemark policy show` tells which settings there are."""
+    _change(name, values, by, why, dry_run=dry_run, yes=yes, as_json=as_json)
+
+
+@policy.command("unset", extra="sidecar")
+@click.argument("name", callback=_name)
+@click.argument("settings", nargs=-1, metavar="[SETTING]...", callback=lambda *it: [_known(word) for word in it[2]])
+@answering
+def policy_unset(
+    name: str, settings: Sequence[str], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
+) -> None:
+    """Take back what the policy NAME says, all of it or these settings: the next that fits counts, else the default."""
+    _change(name, dict.fromkeys(settings), by, why, dry_run=dry_run, yes=yes, as_json=as_json)
+
+
+@contextmanager
+def _database() -> "Iterator[tuple[Settings, Postgres]]":
+    from tidemark.sinks.postgres.store import Postgres, PostgresConfig
+
+    settings = loaded()
+    with Postgres(PostgresConfig(settings.postgres)) as postgres:
+        postgres.check_readable()
+        yield settings, postgres
+
+
+def _change(
+    name: str, changes: Mapping[str, int | None], by: str, why: str, *, dry_run: bool, yes: bool, as_json: bool
+) -> None:
+    with _database() as (_, postgres):
+        given = postgres.policies.given()
+        changes = changes or dict.fromkeys(given.get(name, ()))
+        missing = [
+            setting for setting, value in changes.items() if value is None and setting not in given.get(name, ())
+        ]
+        if missing or not changes:
+            raise CommandFailed(f"the policy {name} says nothing of {', '.join(missing) or 'anything'}")
+        streams = [stream for stream in postgres.streams() if name in fitting(stream)]
+        for line in _would(name, changes, streams, given):
+            click.echo(line, err=as_json)
+        act, done = None, ""
+        if not dry_run:
+            confirmed(name, "the policy's name", yes=yes)
+            act, done = postgres.policies.change(name, changes, by, why)
+    if as_json:
+        tell(as_object({"policy": name, "changes": changes, "streams": streams, "dry_run": dry_run, "act": act}))
+    elif not dry_run:
+        tell(f"{done}; noted as act {act}. A pipeline that runs follows within seconds")
+
+
+def _would(
+    name: str, changes: Mapping[str, int | None], streams: Sequence[str], given: Mapping[str, Mapping[str, int]]
+) -> Iterator[str]:
+    """What is changed, for whom, and what that costs; for people, before they confirm it."""
+    named = ", ".join(streams[:SHOWN]) + (f" and {len(streams) - SHOWN} more" if len(streams) > SHOWN else "")
+    yield f"the policy {name} fits {named}" if streams else f"no stream is there yet that {name} fits"
+    after = {**given.get(name, {}), **{setting: value for setting, value in changes.items() if value is not None}}
+    after = {setting: value for setting, value in after.items() if changes.get(setting, value) is not None}
+    before = Policies(given).bounds()
+    if Policies({**given, name: after}).bounds() != before:
+        yield "the pipeline begins its query anew for it, behind the batch in hand: readers wait a few seconds longer"
