@@ -44,7 +44,7 @@ class MemoryRooms:
         change = persisted(event, around, timeline)
         before = given_state(event, change, given, self.events)
         self.rooms[event.room] = room
-        if not event.kept.outlier:
+        if not event.held_as.outlier:
             self._place(event, room, change, before)
         self.events[event.id], self._known[event.id] = event, event.known
         if change.timeline:

@@ -45,7 +45,7 @@ class Truth:
                 continue
             open_ones.pop()
             found = self.state_before(event)
-            if event.key is not None and event.kept is not HeldAs.REJECTED:
+            if event.key is not None and event.held_as is not HeldAs.REJECTED:
                 _deepen(found, {event.key: KeyHolder(event.depth, event.id)})
             self._states[event.id] = found
         return self._states[id]

@@ -59,7 +59,7 @@ class KnownEvent(NamedTuple):
     id: str
     room: str
     depth: int
-    kept: HeldAs
+    held_as: HeldAs
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class RoomEvent:
     depth: int
     state_key: str | None = None
     content: Mapping[str, Any] = field(default_factory=dict)
-    kept: HeldAs = HeldAs.REGULAR
+    held_as: HeldAs = HeldAs.REGULAR
 
     @property
     def key(self) -> tuple[str, str] | None:
@@ -83,7 +83,7 @@ class RoomEvent:
 
     @property
     def known(self) -> KnownEvent:
-        return KnownEvent(self.id, self.room, self.depth, self.kept)
+        return KnownEvent(self.id, self.room, self.depth, self.held_as)
 
     def same(self, other: "RoomEvent") -> bool:
         """Whether it is the same event, whatever it is held as."""
@@ -120,15 +120,15 @@ def persisted(event: RoomEvent, around: Around, timeline: Timeline = "events") -
     _check_alone(event)
     if around.itself is not None:
         _check_again(event, around.itself)
-    if event.kept.outlier:
-        told: Timeline | None = timeline if event.kept is HeldAs.OUT_OF_BAND else None
+    if event.held_as.outlier:
+        told: Timeline | None = timeline if event.held_as is HeldAs.OUT_OF_BAND else None
         return RoomChange((), counts=False, extremity=False, missing=(), timeline=told)
     _check_place(event, around)
-    counts = event.kept.counts
+    counts = event.held_as.counts
     return RoomChange(
         edges=event.prevs,
         counts=counts,
-        extremity=counts and not any(other.kept.counts for other in around.named_by),
+        extremity=counts and not any(other.held_as.counts for other in around.named_by),
         missing=tuple(id for id in event.prevs if _is_missing(around.prevs.get(id))),
         timeline=timeline,
     )
@@ -145,7 +145,7 @@ def depth_after(prevs: Iterable[KnownEvent]) -> int:
 
 
 def _is_missing(known: KnownEvent | None) -> bool:
-    return known is None or known.kept.outlier
+    return known is None or known.held_as.outlier
 
 
 def _content(event: RoomEvent) -> tuple[object, ...]:
@@ -173,7 +173,7 @@ def _check_alone(event: RoomEvent) -> None:
     _require(event, len({*event.prevs}) == len(event.prevs), "it names a prev event twice")
     exact = type(event.depth) is int and 1 <= event.depth <= DEEPEST_EVENT
     _require(event, exact, f"its depth {event.depth!r} is not from 1 to {DEEPEST_EVENT}")
-    if event.kept is HeldAs.OUT_OF_BAND:
+    if event.held_as is HeldAs.OUT_OF_BAND:
         membership = event.content.get("membership")
         sent = event.type == MEMBER and bool(event.state_key) and membership in _OUT_OF_BAND
         _require(event, sent, "only an invite, its rejection or a knock is sent to its user out of band")
@@ -185,8 +185,8 @@ def _is_fit(name: str) -> bool:
 
 def _check_again(event: RoomEvent, held: RoomEvent) -> None:
     _require(event, event.same(held), "another event has this ID")
-    again = held.kept.outlier and not event.kept.outlier
-    _require(event, again, f"a duplicate: it is held already, {held.kept}")
+    again = held.held_as.outlier and not event.held_as.outlier
+    _require(event, again, f"a duplicate: it is held already, {held.held_as}")
 
 
 def _check_place(event: RoomEvent, around: Around) -> None:

@@ -70,7 +70,7 @@ def given_state(
     state: dict[StateKey, KeyHolder] = {}
     for id in given:
         other = held.get(id)
-        if other is None or other.room != event.room or other.kept is HeldAs.REJECTED or other.key is None:
+        if other is None or other.room != event.room or other.held_as is HeldAs.REJECTED or other.key is None:
             raise BadEvent(event.id, f"the state before it names {id}, which is held as no state event of its room")
         if other.key in state or other.depth >= event.depth:
             raise BadEvent(event.id, f"the state before it names {id}, which is no less deep, or the second of its key")
@@ -83,7 +83,7 @@ def group_at(event: RoomEvent, prevs: Iterable[int], given: State | None, groups
 
     `prevs` are the groups of those prev events that are held; `given` is the state before it, where not all are.
     """
-    own = {event.key: KeyHolder(event.depth, event.id)} if event.key and event.kept is not HeldAs.REJECTED else {}
+    own = {event.key: KeyHolder(event.depth, event.id)} if event.key and event.held_as is not HeldAs.REJECTED else {}
     return merged([*dict.fromkeys(prevs)], given, own, groups)
 
 

@@ -14,11 +14,11 @@ _KEYS = ["a", "b", "c"]
 
 
 def an_event(
-    id: str, *prevs: RoomEvent, key: str | None = None, kept: HeldAs = HeldAs.REGULAR, room: str = ROOM
+    id: str, *prevs: RoomEvent, key: str | None = None, held_as: HeldAs = HeldAs.REGULAR, room: str = ROOM
 ) -> RoomEvent:
     """One that follows `prevs`."""
     depth = 1 + max((prev.depth for prev in prevs), default=0)
-    return RoomEvent(id, room, "topic", "@ada", tuple(prev.id for prev in prevs), depth, key, kept=kept)
+    return RoomEvent(id, room, "topic", "@ada", tuple(prev.id for prev in prevs), depth, key, held_as=held_as)
 
 
 @st.composite
@@ -28,7 +28,7 @@ def dags(draw: st.DrawFn, most: int = 25) -> list[RoomEvent]:
     for number in range(1, draw(st.integers(1, most))):
         prevs = draw(st.lists(st.sampled_from(events[-6:]), min_size=1, max_size=3, unique_by=lambda event: event.id))
         key = draw(st.sampled_from([None, None, *_KEYS]))
-        events.append(an_event(f"e{number:02}", *prevs, key=key, kept=draw(st.sampled_from(_KEPT))))
+        events.append(an_event(f"e{number:02}", *prevs, key=key, held_as=draw(st.sampled_from(_KEPT))))
     return events
 
 
@@ -45,5 +45,5 @@ def arrive(rooms: MemoryRooms, event: RoomEvent, truth: Truth) -> None:
     before = [holder.id for holder in truth.state_before(event).values()]
     for id in before:
         if id not in rooms.events:
-            rooms.persist(replace(truth.everything[id], kept=HeldAs.OUTLIER))
+            rooms.persist(replace(truth.everything[id], held_as=HeldAs.OUTLIER))
     rooms.persist(event, given=before)

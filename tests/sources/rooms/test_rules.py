@@ -25,7 +25,7 @@ def test_whatever_comes_in_whichever_order_is_as_the_definitions_say(
     rooms = MemoryRooms()
     for event in order:
         arrive(rooms, event, Truth(everything, {}))
-        truth = Truth(everything, {id: held.kept for id, held in rooms.events.items()})
+        truth = Truth(everything, {id: held.held_as for id, held in rooms.events.items()})
         room = rooms.rooms[ROOM]
         assert {*room.forward} == truth.forward
         assert room.backward == truth.backward
@@ -47,7 +47,7 @@ def test_backfill_from_backward_extremities_closes_them(events: list[RoomEvent],
             before = [holder.id for holder in truth.state_before(event).values()]
             for other in before:
                 if other not in rooms.events:
-                    rooms.persist(replace(truth.everything[other], kept=HeldAs.OUTLIER))
+                    rooms.persist(replace(truth.everything[other], held_as=HeldAs.OUTLIER))
             rooms.persist(event, "backfill", before)
     assert len(rooms.history) == len({*rooms.history})
     assert rooms.rooms[ROOM].backward == set()
@@ -106,7 +106,7 @@ ROOT = an_event("root")
         (replace(ROOT, id="x" * 256), "its ID"),
         (replace(ROOT, id="\ud800"), "its ID"),
         (replace(ROOT, id="x", prevs=tuple(map(str, range(21))), depth=2), "it names 21 prev events, and 20 are"),
-        (replace(ROOT, id="x", kept=HeldAs.OUT_OF_BAND), "only an invite, its rejection or a knock"),
+        (replace(ROOT, id="x", held_as=HeldAs.OUT_OF_BAND), "only an invite, its rejection or a knock"),
         (an_event("gap", ROOT, replace(ROOT, id="unknown")), "prev event unknown is not held, and no state"),
     ],
 )
@@ -158,11 +158,11 @@ def test_an_outlier_is_in_nothing_until_it_is_regular() -> None:
     """No edges, no extremities, no state group, no timeline; then all of them, once."""
     rooms = MemoryRooms()
     rooms.persist(ROOT)
-    outlier = replace(an_event("late", ROOT, key="a"), kept=HeldAs.OUTLIER)
+    outlier = replace(an_event("late", ROOT, key="a"), held_as=HeldAs.OUTLIER)
     rooms.persist(outlier)
     assert ({*rooms.rooms[ROOM].forward}, rooms.live, {*rooms.group_of}) == ({"root"}, ["root"], {"root"})
     refused(rooms, outlier, "a duplicate: it is held already, outlier")
-    rooms.persist(replace(outlier, kept=HeldAs.REGULAR))
+    rooms.persist(replace(outlier, held_as=HeldAs.REGULAR))
     assert ({*rooms.rooms[ROOM].forward}, rooms.live) == ({"late"}, ["root", "late"])
     refused(rooms, outlier, "a duplicate: it is held already, regular")
 
@@ -175,7 +175,7 @@ def test_an_out_of_band_membership_is_told_and_told_again_as_a_regular_event() -
     )
     rooms.persist(invite)
     assert (rooms.live, rooms.rooms[ROOM].backward, rooms.rooms[ROOM].group) == (["invite"], set(), None)
-    rooms.persist(replace(invite, kept=HeldAs.REGULAR), given=[])
+    rooms.persist(replace(invite, held_as=HeldAs.REGULAR), given=[])
     assert (rooms.live, rooms.rooms[ROOM].backward) == (["invite", "invite"], {"unknown"})
 
 
@@ -196,7 +196,7 @@ def test_a_soft_failed_or_rejected_event_neither_is_an_extremity_nor_removes_one
     """New events are built on what was there before it; those that name it are regular all the same."""
     rooms = MemoryRooms()
     rooms.persist(ROOT)
-    bad = replace(an_event("bad", ROOT), kept=HeldAs.SOFT_FAILED)
+    bad = replace(an_event("bad", ROOT), held_as=HeldAs.SOFT_FAILED)
     rooms.persist(bad)
     assert {*rooms.rooms[ROOM].forward} == {"root"}
     rooms.persist(an_event("upon", bad))

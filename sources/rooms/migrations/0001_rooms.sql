@@ -1,0 +1,105 @@
+-- The rooms of a server, in the service's own database (docs/rooms.md). What was told on a stream stands in
+-- rooms.timeline or rooms.invalidations with its stream ID, and never changes.
+
+create schema rooms;
+
+create table rooms.state_groups (
+    id          bigint  primary key generated always as identity,
+    room        text    not null,
+    base        bigint  references rooms.state_groups
+);
+create index state_groups_by_room on rooms.state_groups (room, id);
+create index state_groups_by_base on rooms.state_groups (base);
+comment on table rooms.state_groups is 'States that events share, each as what it says otherwise than its base';
+
+create table rooms.state_deltas (
+    state_group bigint  not null references rooms.state_groups on delete cascade,
+    type        text    not null,
+    state_key   text    not null,
+    event       text    not null,
+    depth       bigint  not null,
+    primary key (state_group, type, state_key)
+);
+
+create table rooms.rooms (
+    room        text    primary key,
+    state_group bigint  references rooms.state_groups,
+    version     bigint  not null default 0
+);
+create index rooms_by_group on rooms.rooms (state_group);
+comment on table rooms.rooms is 'Whoever persists an event holds the lock of its room''s row';
+comment on column rooms.rooms.state_group is 'Of the current state; none where there is no forward extremity';
+comment on column rooms.rooms.version is 'Of the current state: one more for each change';
+
+create table rooms.events (
+    event       text    primary key,
+    room        text    not null references rooms.rooms,
+    type        text    not null,
+    sender      text    not null,
+    prevs       text[]  not null,
+    depth       bigint  not null check (depth > 0),
+    state_key   text,
+    content     jsonb   not null,
+    held_as     text    not null,
+    state_group bigint  references rooms.state_groups
+);
+create index events_by_group on rooms.events (state_group);
+
+create table rooms.edges (
+    room        text    not null,
+    prev        text    not null,
+    event       text    not null references rooms.events,
+    depth       bigint  not null,
+    counts      boolean not null,
+    primary key (room, prev, event)
+);
+comment on table rooms.edges is 'Which events, of which depth, name `prev`, be it held or not';
+comment on column rooms.edges.counts is 'Whether that takes `prev` from the forward extremities';
+
+create table rooms.forward_extremities (
+    room        text    not null,
+    event       text    not null references rooms.events,
+    primary key (room, event)
+);
+create table rooms.backward_extremities (
+    room        text    not null,
+    event       text    not null,
+    primary key (room, event)
+);
+
+create table rooms.timeline (
+    stream_ordering bigint primary key,
+    event       text    not null references rooms.events,
+    room        text    not null,
+    depth       bigint  not null,
+    writer      text    not null,
+    recipient   text
+);
+comment on table rooms.timeline is 'The facts of the streams events (1, 2, ...) and backfill (-1, -2, ...)';
+comment on column rooms.timeline.recipient is 'The user to whom alone it is sent: an out-of-band membership';
+create index timeline_by_arrival on rooms.timeline (room, stream_ordering) where recipient is null;
+create index timeline_by_depth on rooms.timeline (room, depth, stream_ordering) where recipient is null;
+create index timeline_by_recipient on rooms.timeline (recipient, stream_ordering) where recipient is not null;
+create unique index timeline_by_event on rooms.timeline (event) where recipient is null;
+
+create table rooms.memberships (
+    member      text    not null,
+    room        text    not null references rooms.rooms,
+    membership  text    not null,
+    event       text    not null,
+    primary key (member, room)
+);
+create index memberships_by_room on rooms.memberships (room);
+comment on table rooms.memberships is 'What the rooms'' current states say of their members';
+
+create table rooms.invalidations (
+    stream_id   bigint  primary key,
+    cache       text    not null,
+    keys        text[],
+    ms          bigint  not null,
+    writer      text    not null,
+    version     bigint
+);
+comment on table rooms.invalidations is 'The facts of the stream caches';
+comment on column rooms.invalidations.keys is 'None: all of the cache';
+comment on column rooms.invalidations.version is 'Of the room''s state that is no more cached';

@@ -1,0 +1,280 @@
+"""Persisting an event: in the caller's transaction, with its facts on the streams `events`, `backfill` and `caches`.
+
+Whoever persists takes the lock of the event's room first, so that rooms are independent and each is changed by one
+transaction at a time. The transaction is one of `read committed`: what others did is seen once the lock is there.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import psycopg
+
+from tidemark.sources.client import Writer
+from tidemark.sources.rooms import tables
+from tidemark.sources.rooms.rules import (
+    MEMBER,
+    Around,
+    BadEvent,
+    HeldAs,
+    RoomChange,
+    RoomEvent,
+    Timeline,
+    chosen_prevs,
+    depth_after,
+    persisted,
+)
+from tidemark.sources.rooms.states import State, difference, given_state, group_at, merged
+from tidemark.sources.rooms.tables import PostgresGroups
+from tidemark.streaming.postgres_session import Connection
+
+ALL_OF_ROOM = "*room"
+"""In place of a cache's name: every cache whose key is the room."""
+STATE, MEMBERS, ROOMS_OF = "state", "members", "rooms_of"
+"""Caches of a room's current state, of its members, and of a member's rooms."""
+MOST_MEMBERS = 10
+"""Members whose rooms change; of more, the whole cache is cleared."""
+
+
+class Appender(Protocol):
+    """How a service says that a fact happened. `name` is that of its writer."""
+
+    name: str
+
+    def append(self, connection: Connection, stream: str, row: object) -> int: ...
+
+    def complete(self, connection: Connection, stream: str, id: int, row: object) -> None: ...
+
+
+class WriterAppender:
+    """By `tidemark.Writer`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._writer = Writer(name)
+
+    def append(self, connection: Connection, stream: str, row: object) -> int:
+        return self._writer.append(connection, stream, row)
+
+    def complete(self, connection: Connection, stream: str, id: int, row: object) -> None:
+        self._writer.complete(connection, stream, id, row)
+
+
+class SqlAppender:
+    """By the SQL functions, as the database itself, whose name is `name`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def append(self, connection: Connection, stream: str, row: object) -> int:
+        found = connection.execute("select tidemark.append(%s, %s::jsonb)", [stream, _text(row)]).fetchone()
+        assert found is not None
+        return int(found[0])
+
+    def complete(self, connection: Connection, stream: str, id: int, row: object) -> None:
+        connection.execute("select tidemark.complete(%s, %s, %s::jsonb)", [stream, id, _text(row)])
+
+
+@dataclass(frozen=True, slots=True)
+class RoomStreams:
+    """What the streams are called."""
+
+    events: str = "events"
+    backfill: str = "backfill"
+    caches: str = "caches"
+
+    def of(self, timeline: Timeline) -> str:
+        return self.events if timeline == "events" else self.backfill
+
+
+class RoomStore:
+    """Persists events as one writer. For one thread at a time; it keeps nothing."""
+
+    def __init__(self, appender: Appender, streams: RoomStreams, clock: Callable[[], float] = time.time) -> None:
+        self._appender = appender
+        self._streams = streams
+        self._clock = clock
+
+    def persist(
+        self,
+        connection: Connection,
+        event: RoomEvent,
+        timeline: Timeline = "events",
+        given: Collection[str] | None = None,
+        reserved: int | None = None,
+    ) -> int | None:
+        """Persist an event in the open transaction; its stream ID, None for an outlier that is told nobody.
+
+        `given` are the events of the state before it, needed where not all of its prev events are held; `reserved` is
+        an ID that this transaction has reserved of the timeline's stream. Raises `BadEvent`: then nothing was written.
+        """
+        _require_json(event)
+        try:
+            with connection.transaction():
+                return self._persist(connection, event, timeline, given, reserved)
+        except psycopg.errors.UniqueViolation as error:  # the same ID in two rooms at once
+            raise BadEvent(event.id, "another event has this ID") from error
+
+    def _persist(
+        self,
+        connection: Connection,
+        event: RoomEvent,
+        timeline: Timeline,
+        given: Collection[str] | None,
+        reserved: int | None,
+    ) -> int | None:
+        current, version = tables.locked(connection, event.room)
+        found = tables.events_of(connection, {event.id, *event.prevs, *(given or ())})
+        held = {id: other for id, (other, _) in found.items()}
+        around = Around(
+            held.get(event.id),
+            {id: held[id].known for id in event.prevs if id in held},
+            tables.named_by(connection, event.room, event.id),
+        )
+        change = persisted(event, around, timeline)
+        before = given_state(event, change, given, held)
+        groups, group = PostgresGroups(connection, event.room), None
+        if not event.held_as.outlier:
+            prevs = [group for id in event.prevs if id in found and (group := found[id][1]) is not None]
+            group = group_at(event, prevs, before, groups)
+        _write(connection, event, group)
+        _change(connection, event, change)
+        id = None
+        if change.timeline:
+            id = self._tell(connection, event, change.timeline, reserved)
+        if change.counts:
+            self._renew(connection, event.room, current, version, groups, group if change.extremity else None)
+        return id
+
+    def _tell(self, connection: Connection, event: RoomEvent, timeline: Timeline, reserved: int | None) -> int:
+        stream, row = self._streams.of(timeline), {"event": event.id, "room": event.room}
+        id = self._appender.append(connection, stream, row) if reserved is None else reserved
+        if reserved is not None:
+            self._appender.complete(connection, stream, id, row)
+        recipient = event.state_key if event.held_as is HeldAs.OUT_OF_BAND else None
+        connection.execute(
+            "insert into rooms.timeline (stream_ordering, event, room, depth, writer, recipient)"
+            " values (%s, %s, %s, %s, %s, %s)",
+            [id, event.id, event.room, event.depth, self._appender.name, recipient],
+        )
+        return id
+
+    def _renew(
+        self,
+        connection: Connection,
+        room: str,
+        current: int | None,
+        version: int,
+        groups: PostgresGroups,
+        newest: int | None,
+    ) -> None:
+        """The room's current state, what is made of it, and the caches that held the one before."""
+        found = dict.fromkeys(group for _, group in tables.forward_extremities(connection, room).values())
+        if newest is not None and current is not None and len(found) > 1:
+            found = dict.fromkeys([current, newest])  # as in `memory`: the newest state holds those that it replaced
+        group = merged([*found], None, {}, groups) if found else None
+        if group == current:
+            return
+        after: State = {} if group is None else groups.state(group)
+        changed = difference(after, {} if current is None else groups.state(current))
+        if not changed:  # an equal state that came by another way
+            return
+        connection.execute(
+            "update rooms.rooms set state_group = %s, version = %s where room = %s", [group, version + 1, room]
+        )
+        members = [key for kind, key in changed if kind == MEMBER]
+        if members:
+            _renew_members(connection, room, [changed[MEMBER, key].id for key in members])
+        for cache, keys in _stale(room, members):
+            self._invalidate(connection, cache, keys, version + 1 if cache != ROOMS_OF else None)
+
+    def _invalidate(self, connection: Connection, cache: str, keys: Sequence[str] | None, version: int | None) -> None:
+        now = int(self._clock() * 1000)
+        id = self._appender.append(connection, self._streams.caches, [cache, keys, now])
+        connection.execute(
+            "insert into rooms.invalidations (stream_id, cache, keys, ms, writer, version)"
+            " values (%s, %s, %s, %s, %s, %s)",
+            [id, cache, keys if keys is None else [*keys], now, self._appender.name, version],
+        )
+
+
+def _stale(room: str, members: Sequence[str]) -> Iterator[tuple[str, Sequence[str] | None]]:
+    if not members:
+        yield STATE, [room]
+        return
+    yield ALL_OF_ROOM, [room]
+    if len(members) > MOST_MEMBERS:
+        yield ROOMS_OF, None
+    else:
+        yield from ((ROOMS_OF, [member]) for member in members)
+
+
+def _write(connection: Connection, event: RoomEvent, group: int | None) -> None:
+    connection.execute(
+        "insert into rooms.events (event, room, type, sender, prevs, depth, state_key, content, held_as, state_group)"
+        " values (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
+        " on conflict (event) do update set held_as = excluded.held_as, state_group = excluded.state_group"
+        " where events.held_as in ('outlier', 'out-of-band')",
+        [
+            *(event.id, event.room, event.type, event.sender, [*event.prevs], event.depth, event.state_key),
+            *(tables.as_json(event.content), event.held_as.value, group),
+        ],
+    )
+
+
+def _change(connection: Connection, event: RoomEvent, change: RoomChange) -> None:
+    if event.held_as.outlier:
+        return
+    edges = [*change.edges]
+    connection.execute(
+        "insert into rooms.edges (room, prev, event, depth, counts)"
+        " select %s, prev, %s, %s, %s from unnest(%s::text[]) as prev",
+        [event.room, event.id, event.depth, change.counts, edges],
+    )
+    connection.execute("delete from rooms.backward_extremities where room = %s and event = %s", [event.room, event.id])
+    if change.missing:
+        connection.execute(
+            "insert into rooms.backward_extremities (room, event) select %s, unnest(%s::text[]) on conflict do nothing",
+            [event.room, [*change.missing]],
+        )
+    if change.counts:
+        connection.execute(
+            "delete from rooms.forward_extremities where room = %s and event = any(%s)", [event.room, edges]
+        )
+    if change.extremity:
+        connection.execute(
+            "insert into rooms.forward_extremities (room, event) values (%s, %s)", [event.room, event.id]
+        )
+
+
+def _renew_members(connection: Connection, room: str, events: Sequence[str]) -> None:
+    connection.execute(
+        "insert into rooms.memberships (member, room, membership, event)"
+        " select state_key, %s, coalesce(content->>'membership', 'leave'), event"
+        " from rooms.events where event = any(%s)"
+        " on conflict (member, room) do update set membership = excluded.membership, event = excluded.event",
+        [room, [*events]],
+    )
+
+
+def _require_json(event: RoomEvent) -> None:
+    """Content that the table or a reader could not take."""
+    try:
+        text = tables.as_json(event.content)
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadEvent(event.id, f"its content is no JSON: {error}") from error
+    if "\\u0000" in text:
+        raise BadEvent(event.id, "its content has the character NUL, which Postgres does not take")
+
+
+def _text(row: object) -> str:
+    return tables.as_json(row)  # type: ignore[arg-type]
+
+
+def following(connection: Connection, room: str) -> tuple[tuple[str, ...], int]:
+    """Prev events and depth of a new event in the room, whose lock is taken: it follows the forward extremities."""
+    tables.locked(connection, room)
+    prevs = chosen_prevs(known for known, _ in tables.forward_extremities(connection, room).values())
+    return tuple(known.id for known in prevs), depth_after(prevs)

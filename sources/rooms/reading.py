@@ -1,0 +1,243 @@
+"""Reading rooms as clients do, by positions that the caller has: sync, messages, initial sync.
+
+Forwards, by arrival: `sync` hands over what came between two positions of the stream `events`, late events of slow
+writers among it. Backwards, by `(depth, stream_ordering)`: `messages` goes through history, page after page. The caller
+has read the position before it calls, so that what the position promises is there to be seen.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from tidemark.sources.rooms.states import KeyHolder, State, resolved
+from tidemark.sources.rooms.tables import state_of
+from tidemark.streaming.postgres_session import Connection
+
+JOINED = "join"
+
+
+@dataclass(frozen=True, slots=True)
+class Upto:
+    """How far the stream `events` is read: all writers up to `linear`, and single ones further. A token's content."""
+
+    linear: int
+    positions: Mapping[str, int] = field(default_factory=dict)
+
+    def at(self, writer: str) -> int:
+        return max(self.linear, self.positions.get(writer, 0))
+
+    @property
+    def farthest(self) -> int:
+        return max([self.linear, *self.positions.values()])
+
+
+class TimelineRow(NamedTuple):
+    """A row of a timeline."""
+
+    stream_ordering: int
+    event: str
+    room: str
+    depth: int
+    writer: str
+
+
+class PageEnd(NamedTuple):
+    """The last event of a page: the next one begins before it."""
+
+    depth: int
+    stream_ordering: int
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """What came for a member; `rooms` are those whose timelines were read. `until` is the next call's `since`."""
+
+    until: Upto
+    rooms: Sequence[str]
+    events: Sequence[TimelineRow]
+    sent: Sequence[TimelineRow]
+    """Out-of-band memberships, to the member alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A room as a member sees it first: the newest events of the timeline, the state, and where to go on backwards."""
+
+    events: Sequence[TimelineRow]
+    state: State
+    before: PageEnd | None
+
+
+_COLUMNS = "stream_ordering, event, room, depth, writer"
+
+
+def _passed(row: str) -> str:
+    """Whether a row of a timeline is history, or no further than its writer's position."""
+    position = f"greatest(%(linear)s, (%(to)s::jsonb->>{row}.writer)::bigint)"
+    return f"({row}.stream_ordering < 0 or {row}.stream_ordering <= {position})"
+
+
+def joined_rooms(connection: Connection, member: str) -> list[str]:
+    rows = connection.execute(
+        "select room from rooms.memberships where member = %s and membership = %s order by room", [member, JOINED]
+    )
+    return [room for (room,) in rows.fetchall()]
+
+
+def members_of(connection: Connection, room: str) -> list[str]:
+    rows = connection.execute(
+        "select member from rooms.memberships where room = %s and membership = %s order by member", [room, JOINED]
+    )
+    return [member for (member,) in rows.fetchall()]
+
+
+def sync(
+    connection: Connection, member: str, since: Upto, now: Upto, limit: int = 100, rooms: Sequence[str] | None = None
+) -> Synced:
+    """What came after `since` up to `now`, in order of arrival: of the member's rooms, or of those given.
+
+    Of more than `limit` events the first ones; `until` is then no vector, and less than `now`.
+    """
+    found = joined_rooms(connection, member) if rooms is None else rooms
+    until = now
+    events = _arrived(connection, found, since, now, limit + 1)
+    if len(events) > limit:
+        events, until = _cut(events, since, now, limit)
+    sent = connection.execute(
+        f"""select {_COLUMNS} from rooms.timeline where recipient = %(member)s
+            and stream_ordering > %(since)s and stream_ordering <= %(farthest)s order by stream_ordering""".encode(),
+        {"member": member, "since": since.linear, "farthest": until.farthest},
+    )
+    told = (TimelineRow(*row) for row in sent.fetchall())
+    return Synced(
+        until, found, events, [it for it in told if since.at(it.writer) < it.stream_ordering <= until.at(it.writer)]
+    )
+
+
+def _cut(events: list[TimelineRow], since: Upto, now: Upto, limit: int) -> tuple[list[TimelineRow], Upto]:
+    """The first `limit` events, and the position behind them. Beyond the linear position every writer has its own."""
+    kept = events[:limit]
+    last = kept[-1].stream_ordering
+    linear = min(last, now.linear)
+    positions = {
+        writer: max(min(last, now.at(writer)), since.at(writer)) for writer in {*now.positions, *since.positions}
+    }
+    return kept, Upto(max(linear, since.linear), positions)
+
+
+def _arrived(connection: Connection, rooms: Sequence[str], since: Upto, now: Upto, limit: int) -> list[TimelineRow]:
+    """Each room's part is found by the index, so that it costs what came there, and not what came everywhere."""
+    writers = [*{*since.positions, *now.positions}]
+    rows = connection.execute(
+        f"""
+        select {_COLUMNS}
+        from unnest(%(rooms)s::text[]) as wanted (name) cross join lateral (
+            select {_COLUMNS} from rooms.timeline as told
+            where told.room = wanted.name and recipient is null
+                and stream_ordering > %(since)s and stream_ordering <= %(farthest)s
+                and stream_ordering > greatest(%(since)s, (%(from)s::jsonb->>writer)::bigint)
+                and stream_ordering <= greatest(%(linear)s, (%(to)s::jsonb->>writer)::bigint)
+            order by stream_ordering limit %(limit)s
+        ) as told
+        order by stream_ordering limit %(limit)s
+        """.encode(),
+        {
+            "rooms": [*rooms],
+            "since": since.linear,
+            "linear": now.linear,
+            "farthest": now.farthest,
+            "from": _json({writer: since.at(writer) for writer in writers}),
+            "to": _json({writer: now.at(writer) for writer in writers}),
+            "limit": limit,
+        },
+    )
+    return [TimelineRow(*row) for row in rows.fetchall()]
+
+
+def messages(
+    connection: Connection, room: str, upto: Upto, before: PageEnd | None = None, limit: int = 100
+) -> tuple[list[TimelineRow], PageEnd | None]:
+    """A page of history, the deepest events first, and where the next one begins; None: there is nothing more.
+
+    No key comes twice, so pages neither leave out nor repeat what is there as the first is read, whatever is inserted
+    meanwhile. Live events beyond `upto` are left to sync.
+    """
+    begins = PageEnd(2**63 - 1, 2**63 - 1) if before is None else before
+    rows = connection.execute(
+        f"""
+        select {_COLUMNS} from rooms.timeline as told
+        where room = %(room)s and recipient is null and {_passed("told")}
+            and (depth, stream_ordering) < (%(depth)s, %(stream_ordering)s)
+        order by depth desc, stream_ordering desc limit %(limit)s
+        """.encode(),
+        {"room": room, "limit": limit, **begins._asdict(), **_bounds(upto)},
+    )
+    found = [TimelineRow(*row) for row in rows.fetchall()]
+    last = found[-1] if len(found) == limit else None
+    return found, None if last is None else PageEnd(last.depth, last.stream_ordering)
+
+
+def opened(connection: Connection, room: str, now: Upto, limit: int = 20) -> Opened:
+    """The room at `now`, for one who then goes on from there with `sync` and, backwards, with `messages`.
+
+    Of one snapshot; the connection is outside a transaction.
+    """
+    with connection.transaction():
+        connection.execute("set transaction isolation level repeatable read read only")
+        events, before = messages(connection, room, now, None, limit)
+        return Opened(events, state_at(connection, room, now), before)
+
+
+def state_at(connection: Connection, room: str, now: Upto) -> State:
+    """The room's state at a position: that of what were the forward extremities, had nothing come after it."""
+    groups = connection.execute(
+        f"""
+        with later as (
+            select event from rooms.timeline
+            where room = %(room)s and recipient is null and stream_ordering > %(linear)s
+        ), candidates as (
+            select event from rooms.forward_extremities where room = %(room)s
+            union select unnest(prevs) from later join rooms.events using (event)
+        )
+        select distinct held.state_group
+        from candidates join rooms.events as held using (event) join rooms.timeline as told using (event)
+        where held.held_as = 'regular' and told.recipient is null and {_passed("told")}
+            and not exists (
+                select from rooms.edges as edge join rooms.timeline as naming using (event)
+                where edge.room = %(room)s and edge.prev = held.event and edge.counts
+                    and naming.recipient is null and {_passed("naming")}
+            )
+        """.encode(),
+        {"room": room, **_bounds(now)},
+    )
+    return resolved([state_of(connection, group) for (group,) in groups.fetchall()])
+
+
+def current_state(connection: Connection, room: str) -> tuple[int, State]:
+    """The room's current state and its version, of one snapshot."""
+    rows = connection.execute(
+        """
+        with recursive chain as (
+            select id, base, version, 1 as place
+            from rooms.rooms left join rooms.state_groups on id = rooms.state_group where rooms.room = %s
+            union all
+            select below.id, below.base, chain.version, chain.place + 1
+            from chain join rooms.state_groups as below on below.id = chain.base
+        )
+        select distinct on (type, state_key) version, type, state_key, depth, event
+        from chain left join rooms.state_deltas on state_group = chain.id order by type, state_key, place
+        """,
+        [room],
+    ).fetchall()
+    state = {(kind, key): KeyHolder(depth, event) for _, kind, key, depth, event in rows if kind is not None}
+    return (rows[0][0] if rows else 0), state
+
+
+def _bounds(upto: Upto) -> dict[str, object]:
+    return {"linear": upto.linear, "to": _json(upto.positions)}
+
+
+def _json(positions: Mapping[str, int]) -> str:
+    return msgspec.json.encode(positions).decode()

@@ -1,0 +1,178 @@
+"""The tables of the rooms, in the service's own database: what the rules look up there, and state groups."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from tidemark.sources.rooms.rules import HeldAs, KnownEvent, RoomEvent
+from tidemark.sources.rooms.states import KeyHolder, Placed, State, StateKey, compacted
+from tidemark.streaming.postgres_migrations import Migrations
+from tidemark.streaming.postgres_session import Connection
+
+SCHEMA = Migrations("tidemark.sources.rooms", "rooms_schema_version", "tidemark simulate --workload rooms")
+
+_STATE = """
+with recursive chain as (
+    select id, base, 1 as place from rooms.state_groups where id = %s
+    union all
+    select below.id, below.base, chain.place + 1
+    from chain join rooms.state_groups as below on below.id = chain.base
+)
+"""
+
+
+class PostgresGroups:
+    """The state groups of one room, in one transaction that holds the room's lock; a state is read once."""
+
+    def __init__(self, connection: Connection, room: str) -> None:
+        self._connection = connection
+        self._room = room
+        self._states: dict[int, State] = {}
+
+    def state(self, group: int) -> State:
+        if group not in self._states:
+            self._states[group] = state_of(self._connection, group)
+        return self._states[group]
+
+    def chain(self, group: int) -> Sequence[int]:
+        rows = self._connection.execute(f"{_STATE} select id from chain order by place".encode(), [group])
+        return [id for (id,) in rows.fetchall()]
+
+    def add(self, placed: Placed) -> int:
+        types, keys, events, depths = _columns(placed.delta)
+        row = self._connection.execute(
+            """
+            with made as (insert into rooms.state_groups (room, base) values (%s, %s) returning id),
+                filled as (
+                    insert into rooms.state_deltas (state_group, type, state_key, event, depth)
+                    select made.id, delta.* from made, unnest(%s::text[], %s::text[], %s::text[], %s::bigint[]) as delta
+                )
+            select id from made
+            """,
+            [self._room, placed.base, types, keys, events, depths],
+        ).fetchone()
+        assert row is not None
+        return int(row[0])
+
+
+def state_of(connection: Connection, group: int) -> State:
+    """The whole state of a group."""
+    rows = connection.execute(
+        f"""{_STATE} select distinct on (type, state_key) type, state_key, depth, event
+            from chain join rooms.state_deltas on state_group = chain.id order by type, state_key, place""".encode(),
+        [group],
+    )
+    return {(kind, key): KeyHolder(depth, event) for kind, key, depth, event in rows.fetchall()}
+
+
+def locked(connection: Connection, room: str) -> tuple[int | None, int]:
+    """Take the room's lock until the transaction ends; the group of its current state, and that state's version."""
+    row = connection.execute(
+        "insert into rooms.rooms (room) values (%s) on conflict (room) do update set room = excluded.room"
+        " returning state_group, version",
+        [room],
+    ).fetchone()
+    assert row is not None
+    return row[0], row[1]
+
+
+def events_of(connection: Connection, ids: Collection[str]) -> dict[str, tuple[RoomEvent, int | None]]:
+    """Those that are held, with the groups of their states."""
+    rows = connection.execute(
+        "select event, room, type, sender, prevs, depth, state_key, content, held_as, state_group"
+        " from rooms.events where event = any(%s)",
+        [[*ids]],
+    )
+    return {row[0]: (_event(row), row[9]) for row in rows.fetchall()}
+
+
+def _event(row: Sequence[Any]) -> RoomEvent:
+    id, room, kind, sender, prevs, depth, key, content, held, _ = row
+    return RoomEvent(id, room, kind, sender, tuple(prevs), depth, key, content, HeldAs(held))
+
+
+def named_by(connection: Connection, room: str, id: str) -> list[KnownEvent]:
+    """The events with an edge to one; those that do not count as soft-failed ones."""
+    rows = connection.execute("select event, depth, counts from rooms.edges where room = %s and prev = %s", [room, id])
+    return [
+        KnownEvent(event, room, depth, HeldAs.REGULAR if counts else HeldAs.SOFT_FAILED)
+        for event, depth, counts in rows.fetchall()
+    ]
+
+
+def forward_extremities(connection: Connection, room: str) -> dict[str, tuple[KnownEvent, int]]:
+    """With the groups of their states."""
+    rows = connection.execute(
+        "select event, depth, held_as, state_group from rooms.forward_extremities join rooms.events using (event)"
+        " where forward_extremities.room = %s",
+        [room],
+    )
+    return {id: (KnownEvent(id, room, depth, HeldAs(held)), group) for id, depth, held, group in rows.fetchall()}
+
+
+def backward_extremities(connection: Connection, room: str) -> list[str]:
+    """Where history is to be fetched; first what is named by the deepest event."""
+    rows = connection.execute(
+        "select b.event from rooms.backward_extremities b join rooms.edges e on e.room = b.room and e.prev = b.event"
+        " where b.room = %s group by b.event order by max(e.depth) desc, b.event",
+        [room],
+    )
+    return [event for (event,) in rows.fetchall()]
+
+
+def as_json(content: Mapping[str, Any]) -> str:
+    return msgspec.json.encode(content).decode()
+
+
+def compact_states(connection: Connection, room: str) -> int:
+    """Store the room's state groups anew in fewer rows; how many groups went. In a transaction of its own."""
+    with connection.transaction():
+        locked(connection, room)
+        stored = _stored(connection, room)
+        rows = connection.execute(
+            "select distinct state_group from rooms.events where room = %(room)s and state_group is not null"
+            " union select state_group from rooms.rooms where room = %(room)s and state_group is not null",
+            {"room": room},
+        )
+        after = compacted(stored, {group for (group,) in rows.fetchall()})
+        for group, placed in after.items():
+            if placed.base == stored[group].base and placed.delta == stored[group].delta:
+                continue
+            connection.execute("delete from rooms.state_deltas where state_group = %s", [group])
+            connection.execute("update rooms.state_groups set base = %s where id = %s", [placed.base, group])
+            connection.execute(
+                "insert into rooms.state_deltas (state_group, type, state_key, event, depth)"
+                " select %s, delta.* from unnest(%s::text[], %s::text[], %s::text[], %s::bigint[]) as delta",
+                [group, *_columns(placed.delta)],
+            )
+        gone = sorted(stored.keys() - after.keys(), reverse=True)
+        connection.execute("delete from rooms.state_groups where id = any(%s)", [gone])
+    return len(gone)
+
+
+def _stored(connection: Connection, room: str) -> dict[int, Placed]:
+    deltas: dict[int, dict[StateKey, KeyHolder]] = {}
+    bases: dict[int, int | None] = {}
+    rows = connection.execute(
+        "select id, base, type, state_key, depth, event from rooms.state_groups"
+        " left join rooms.state_deltas on state_group = id where room = %s",
+        [room],
+    )
+    for id, base, kind, key, depth, event in rows.fetchall():
+        bases[id] = base
+        delta = deltas.setdefault(id, {})
+        if kind is not None:
+            delta[kind, key] = KeyHolder(depth, event)
+    return {id: Placed(base, deltas[id], 0) for id, base in bases.items()}
+
+
+def _columns(delta: State) -> tuple[list[str], list[str], list[str], list[int]]:
+    items: Iterable[tuple[StateKey, KeyHolder]] = delta.items()
+    types, keys, events, depths = [], [], [], []
+    for (kind, key), holder in items:
+        types.append(kind)
+        keys.append(key)
+        events.append(holder.id)
+        depths.append(holder.depth)
+    return types, keys, events, depths

@@ -1,0 +1,29 @@
+"""A service's database with rooms and their streams."""
+
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+
+from tidemark.sources.relay import database as relay
+from tidemark.sources.rooms.tables import SCHEMA
+from tidemark.streaming.postgres_session import Connection
+
+
+@pytest.fixture
+def rooms(database: str) -> Iterator[Connection]:
+    """A connection in autocommit."""
+    with relay.session_of(database, "tests") as session:
+        relay.SCHEMA.migrate(session)
+        SCHEMA.migrate(session)
+    with psycopg.connect(database, autocommit=True) as connection:
+        for stream, direction in (("events", "forward"), ("backfill", "backward"), ("caches", "forward")):
+            connection.execute("select tidemark.create_stream(%s, %s)", [stream, direction])
+        yield connection
+
+
+@pytest.fixture
+def another(database: str, rooms: Connection) -> Iterator[Connection]:
+    """A second connection to it."""
+    with psycopg.connect(database, autocommit=True) as connection:
+        yield connection

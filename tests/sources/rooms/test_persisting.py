@@ -1,0 +1,179 @@
+"""Events in Postgres: the tables say what the rules in memory say, and a refused event leaves nothing."""
+
+import json
+import threading
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.examples import examples
+from tests.sources.rooms.dags import ROOM, an_event, arrivals
+from tidemark.sources.rooms import tables
+from tidemark.sources.rooms.memory import MemoryRooms
+from tidemark.sources.rooms.model import Truth
+from tidemark.sources.rooms.persisting import RoomStore, RoomStreams, SqlAppender, WriterAppender, following
+from tidemark.sources.rooms.reading import current_state, joined_rooms, members_of
+from tidemark.sources.rooms.rules import MEMBER, BadEvent, HeldAs, RoomEvent
+from tidemark.streaming.postgres_session import Connection
+
+STORE = RoomStore(WriterAppender("web"), RoomStreams())
+OWN = RoomStore(SqlAppender("service"), RoomStreams())
+ROOT = an_event("root")
+
+
+def a_member(id: str, member: str, *prevs: RoomEvent, membership: str = "join") -> RoomEvent:
+    event = an_event(id, *prevs, key=member)
+    return replace(event, type=MEMBER, content={"membership": membership})
+
+
+def invalidations(connection: Connection) -> list[tuple[str, list[str] | None]]:
+    rows = connection.execute("select cache, keys from rooms.invalidations order by stream_id")
+    return rows.fetchall()
+
+
+def everything(connection: Connection) -> list[object]:
+    """All that the tables hold, but for sequences."""
+    names = ["rooms", "events", "edges", "forward_extremities", "backward_extremities", "timeline", "memberships"]
+    names += ["invalidations", "state_groups", "state_deltas"]
+    found: list[object] = []
+    for name in [*(f"rooms.{name}" for name in names), "tidemark.append_outbox"]:
+        found += [name, *sorted(connection.execute(f"select * from {name}".encode()).fetchall(), key=repr)]
+    return found
+
+
+def in_room(event: RoomEvent, room: str) -> RoomEvent:
+    """The same with names that no other room has."""
+    return replace(event, id=room + event.id, room=room, prevs=tuple(room + id for id in event.prevs))
+
+
+@settings(max_examples=examples(12), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(arrivals())
+def test_the_tables_say_what_the_rules_say(rooms: Connection, given: tuple[list[RoomEvent], list[RoomEvent]]) -> None:
+    """Random rooms in any order of arrival: extremities, states, timelines; then again after compaction."""
+    everything, order = given
+    room = f"!{rooms.execute('select count(*) from rooms.rooms').fetchall()[0][0]}"
+    named = {event.id: in_room(event, room) for event in everything}
+    memory, truth = MemoryRooms(), Truth(named.values(), {})
+    for number, event in enumerate(named[event.id] for event in order):
+        before = [holder.id for holder in truth.state_before(event).values()]
+        with rooms.transaction():
+            for id in (id for id in before if id not in memory.events):
+                memory.persist(replace(truth.everything[id], held_as=HeldAs.OUTLIER))
+                STORE.persist(rooms, replace(truth.everything[id], held_as=HeldAs.OUTLIER))
+            memory.persist(event, given=before)
+            assert (OWN if number % 2 else STORE).persist(rooms, event, given=before)
+        assert {*tables.forward_extremities(rooms, room)} == {*memory.rooms[room].forward}
+        assert {*tables.backward_extremities(rooms, room)} == memory.rooms[room].backward
+    for _ in range(2):
+        held = tables.events_of(rooms, [event.id for event in named.values()])
+        truth = Truth(named.values(), {id: event.held_as for id, (event, _) in held.items()})
+        assert current_state(rooms, room)[1] == truth.current
+        states = {id: tables.state_of(rooms, group) for id, (_, group) in held.items() if group is not None}
+        assert states == {id: truth.state_at(id) for id in truth.placed}
+        tables.compact_states(rooms, room)
+
+
+def test_an_event_its_rows_and_its_facts_are_one(rooms: Connection) -> None:
+    """Rolled back, nothing of it is there; committed, the outbox has what readers need to find it."""
+    with rooms.transaction(force_rollback=True):
+        STORE.persist(rooms, a_member("ada", "@ada"))
+    assert not [row for row in everything(rooms) if not isinstance(row, str)]
+    assert STORE.persist(rooms, a_member("ada", "@ada")) == 2
+    told = rooms.execute(
+        "select stream, rows[1] from tidemark.append_outbox join tidemark.append_streams using (number)"
+    )
+    rows = [(stream, json.loads(row)) for stream, row in told.fetchall()]
+    assert ("events", {"room": "!tea", "event": "ada"}) in rows
+    assert [row[:2] for stream, row in rows if stream == "caches"] == [["*room", ["!tea"]], ["rooms_of", ["@ada"]]]
+
+
+def test_history_is_told_backwards(rooms: Connection) -> None:
+    """-1, -2, ... on its own stream; it closes the backward extremity that it was fetched for."""
+    middle, last = an_event("middle", ROOT), an_event("last", an_event("middle", ROOT))
+    STORE.persist(rooms, last, given=[])
+    assert tables.backward_extremities(rooms, ROOM) == ["middle"]
+    assert STORE.persist(rooms, middle, "backfill", given=[]) == -1
+    assert tables.backward_extremities(rooms, ROOM) == ["root"]
+    assert STORE.persist(rooms, ROOT, "backfill") == -2
+    assert tables.backward_extremities(rooms, ROOM) == []
+    assert [*tables.forward_extremities(rooms, ROOM)] == ["last"]
+
+
+def test_an_id_may_be_reserved_before_the_room_is_locked(rooms: Connection, another: Connection) -> None:
+    """So events of a room complete in another order than that of their IDs, as several processes' do."""
+    for store in (STORE, OWN):
+        with another.transaction():
+            writer = "web" if store is STORE else ""
+            ((early,),) = another.execute("select tidemark.reserve('events', writer => %s)", [writer]).fetchall()
+            root = replace(ROOT, id=f"root{early}", room=f"!{early}")
+            assert store.persist(rooms, root) == early + 1
+            prevs, depth = following(another, root.room)
+            late = replace(root, id=f"late{early}", prevs=prevs, depth=depth)
+            assert store.persist(another, late, reserved=early) == early
+
+
+REFUSED = [
+    (an_event("self", replace(ROOT, id="self")), "names itself"),
+    (ROOT, "a duplicate"),
+    (replace(ROOT, room="!other"), "another event has this ID"),
+    (an_event("far", ROOT, room="!other"), "is of another room"),
+    (replace(ROOT, id="deep", depth=2**63), "its depth 9223372036854775808"),
+    (an_event("gap", replace(ROOT, id="unknown")), "no state before it is given"),
+    (replace(ROOT, id="nul", content={"text": "\0"}), "the character NUL"),
+    (replace(ROOT, id="stray", content={"text": "\ud800"}), "no JSON"),
+    (replace(ROOT, id="nan", content={"text": {1, object()}}), "no JSON"),
+]
+
+
+def test_a_refused_event_leaves_nothing_half_written(rooms: Connection) -> None:
+    """Not even where the service goes on with its transaction."""
+    STORE.persist(rooms, ROOT)
+    before = everything(rooms)
+    for event, says in REFUSED:
+        with rooms.transaction(), pytest.raises(BadEvent, match=says):
+            STORE.persist(rooms, event)
+        assert everything(rooms) == before
+
+
+def test_one_id_in_two_rooms_at_once_is_refused_of_one(rooms: Connection, another: Connection) -> None:
+    """Rooms are locked one by one, so it is the table that notices; the other transaction goes on."""
+    errors: list[BaseException] = []
+
+    def second() -> None:
+        try:
+            STORE.persist(another, replace(ROOT, room="!other"))
+        except BadEvent as error:
+            errors.append(error)
+
+    with rooms.transaction():
+        STORE.persist(rooms, ROOT)
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join(0.2)
+    thread.join()
+    assert [str(error) for error in errors] == ["event 'root' is refused: another event has this ID"]
+    assert rooms.execute("select room from rooms.rooms").fetchall() == [(ROOM,)]
+
+
+def test_memberships_and_invalidations_follow_the_current_state(rooms: Connection) -> None:
+    """A reserved name for what depends on the room; members one by one, or all of them where they are many."""
+    ada, bob = a_member("ada", "@ada"), a_member("bob", "@bob", a_member("ada", "@ada"))
+    for event in (ada, bob, an_event("topic", bob, key=""), an_event("hello", an_event("topic", bob))):
+        STORE.persist(rooms, event)
+    assert (members_of(rooms, ROOM), joined_rooms(rooms, "@bob")) == (["@ada", "@bob"], [ROOM])
+    assert invalidations(rooms) == [
+        ("*room", [ROOM]),
+        ("rooms_of", ["@ada"]),
+        ("*room", [ROOM]),
+        ("rooms_of", ["@bob"]),
+        ("state", [ROOM]),
+    ]
+    assert current_state(rooms, ROOM)[0] == 3
+    crowd = [replace(a_member(f"m{number}", f"@m{number}"), held_as=HeldAs.OUTLIER) for number in range(11)]
+    for member in crowd:
+        STORE.persist(rooms, member)
+    far = replace(an_event("far", ROOT), depth=9, prevs=("unknown",))
+    STORE.persist(rooms, far, given=[member.id for member in crowd])
+    assert invalidations(rooms)[-2:] == [("*room", [ROOM]), ("rooms_of", None)]
+    assert len(members_of(rooms, ROOM)) == 13
