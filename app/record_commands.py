@@ -1,5 +1,8 @@
-"""The verbs that read Kafka's records again: `tidemark trace`. They change nothing."""
+"""The verbs that read Kafka's records again: `tidemark trace`, `tail` and `replay`. They change nothing."""
 
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -9,6 +12,7 @@ from tidemark.app.commands import CommandFailed, OurCommand, loaded
 if TYPE_CHECKING:
     from tidemark.app.settings import Settings
     from tidemark.sinks.letters import DeadLetter
+    from tidemark.sources.recorded import Recorded, RecordedMessage
 
 MOST_ID: Final = 2**63 - 1
 
@@ -74,4 +78,110 @@ def _letters(settings: "Settings", most: int) -> "list[DeadLetter]":
         return letters.newest(range(len(partitions)), most)
 
 
-COMMANDS: Final = [trace]
+@click.command("tail", cls=OurCommand, extra="sidecar")
+@click.argument("stream", required=False)
+@click.option("--last", type=click.IntRange(0), default=10, show_default=True, help="So many of each partition first.")
+@click.option("--all", "everything", is_flag=True, help="All that retention kept, in place of the last.")
+@click.option("--follow", is_flag=True, help="Go on with what comes, until Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="A JSON object per line, as `tidemark replay` reads them.")
+def tail(stream: str | None, last: int, *, everything: bool, follow: bool, as_json: bool) -> None:
+    """Show the records of all streams (or STREAM) on the facts and the control topic as they lie in Kafka.
+
+    `tidemark tail --all --json > FILE` records them.
+    """
+    from tidemark.app.recordings import as_line, as_text
+    from tidemark.sources.recorded import Recorded
+
+    settings = loaded()
+    show = as_line if as_json else as_text
+    key = None if stream is None else stream.encode()
+    with Recorded(settings.kafka) as kafka:
+        places = _places(settings, kafka)
+        nexts = {place: low if everything else max(low, high - last) for place, (low, high) in places.items()}
+        while True:
+            for place, first in nexts.items():
+                _, end = kafka.bounds(*place)
+                for it in kafka.between(*place, first, end):
+                    if key in (None, it.key):
+                        click.echo(show(it))
+                nexts[place] = max(first, end)
+            if not follow:
+                return
+            time.sleep(0.5)
+
+
+def _places(settings: "Settings", kafka: "Recorded") -> dict[tuple[str, int], tuple[int, int]]:
+    """Topic and partition -> its bounds."""
+    from tidemark.sources.topics import Topics
+
+    topics = Topics(settings.kafka).describe([settings.kafka_facts_topic, settings.kafka_control_topic])
+    return {
+        (topic, partition): kafka.bounds(topic, partition)
+        for topic in (settings.kafka_facts_topic, settings.kafka_control_topic)
+        for partition in range(len(topics[topic].partitions))
+    }
+
+
+@click.command("replay", cls=OurCommand, extra="pipeline")
+@click.argument("source", metavar="[TOPIC or FILE]", required=False)
+@click.option("--stream", help="Only this stream.")
+@click.option(
+    "--records", type=click.IntRange(1), default=1_000_000, show_default=True, help="Read so many of Kafka at most."
+)
+@click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
+@click.pass_context
+def replay(context: click.Context, source: str | None, stream: str | None, records: int, *, as_json: bool) -> None:
+    """Feed recorded records to the rules again, without Spark, and compare with the history in Postgres.
+
+    They come from the FILE that `tidemark tail --all --json` wrote (-: standard input), or from Kafka: from TOPIC, or
+    without it from the facts topic. Exit code 1 where the two part, 3 where of a stream it cannot be told.
+    """
+    from tidemark.app import replay
+    from tidemark.sinks.postgres.past_batches import past_batches
+    from tidemark.streaming.records import Topic
+
+    settings = loaded()
+    file = source is not None and (source == "-" or Path(source).is_file())
+    facts = settings.kafka_facts_topic if source is None or file else source
+    roles = {facts: Topic.FACTS, settings.kafka_control_topic: Topic.CONTROL}
+    if len(roles) == 1:
+        raise click.UsageError(f"{facts} is the control topic: name the facts topic, whose acts come with it")
+    with past_batches(settings.postgres) as past:
+        read = _from_file(source or "-") if file else _from_kafka(settings, facts, records)
+        messages = []
+        for it in read:
+            if it.topic not in roles:
+                raise CommandFailed(
+                    f"{it.topic} is neither TIDEMARK_KAFKA_FACTS_TOPIC nor TIDEMARK_KAFKA_CONTROL_TOPIC"
+                )
+            if stream is None or it.key == stream.encode():
+                messages.append(it)
+        found = replay.report(past, messages, roles, settings.bounds)
+    click.echo(replay.as_json(found) if as_json else replay.as_text(found))
+    if found.parted or found.unknown or not found.alike:
+        context.exit(1 if found.parted else 3)
+
+
+def _from_file(name: str) -> "Iterator[RecordedMessage]":
+    from tidemark.app.recordings import from_lines
+
+    with click.open_file(name, "rb") as lines:
+        yield from from_lines(lines, CommandFailed)
+
+
+def _from_kafka(settings: "Settings", facts: str, most: int) -> "Iterator[RecordedMessage]":
+    from tidemark.sources.recorded import Recorded
+
+    with Recorded(settings.kafka) as kafka:
+        changed = settings.model_copy(update={"kafka_facts_topic": facts})
+        places = _places(changed, kafka)
+        count = sum(high - low for low, high in places.values())
+        if count > most:
+            raise CommandFailed(
+                f"there are about {count} records, and --records allows {most}: they are held in memory"
+            )
+        for place, bounds in places.items():
+            yield from kafka.between(*place, *bounds)
+
+
+COMMANDS: Final = [trace, tail, replay]

@@ -5,7 +5,7 @@ from typing import Self
 
 from tests.sinks.given import NOW
 from tests.sinks.reader.given import Pipeline
-from tidemark.app.replay import packed
+from tidemark.app.replayed import packed
 from tidemark.sinks.port import Batch
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import RecordProducer
@@ -14,7 +14,13 @@ from tidemark.sources.topics import Topics, plans
 from tidemark.streaming import records
 from tidemark.streaming.batch import advance
 from tidemark.streaming.model import Bounds
-from tidemark.streaming.records import Record, Topic
+from tidemark.streaming.records import FactRun, Join, Position, Rdata, Record, Topic, row
+
+STREAM = "events"
+
+
+def fact(writer: str, id: int, prev: int) -> Record:
+    return Rdata(stream=STREAM, writer=writer, epoch=1, prev=prev, id=id, row=row({"id": id}))
 
 
 class Recording:
@@ -75,3 +81,12 @@ class Recording:
         effects = advance(0, self.states, packed(messages, self._roles), now, Bounds())
         batch = Batch("query", self._number, self._pipeline.lease.token, [effects])
         self._pipeline.mirror.publish(batch, self._pipeline.store.apply(batch))
+
+    def tell(self) -> None:
+        """a completes 2 and 4 a minute after 5, and b never tells of 9 and 10."""
+        self.batch(*(Join(stream=STREAM, writer=name, epoch=1, id=0) for name in ("a", "b")))
+        over = Position(stream=STREAM, writer="b", epoch=1, prev=3, id=5)
+        self.batch(fact("a", 1, 0), fact("a", 5, 4), fact("b", 3, 0), over)
+        run = FactRun(stream=STREAM, writer="a", epoch=1, prev=1, ids=[2, 4], rows=[[], [row("x\u009b2J")]])
+        self.batch(run)
+        self.batch(fact("b", 12, 10), fact("b", 8, 5), Position(stream=STREAM, writer="a", epoch=1, prev=5, id=12))

@@ -2,38 +2,19 @@
 
 import json
 import re
-from collections.abc import Iterator
 
 import pytest
 from click.testing import CliRunner, Result
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from tests.app.recording import Recording
-from tests.sinks.reader.given import Pipeline
+from tests.app.recording import STREAM, Recording, fact
 from tidemark.app.cli import main
 from tidemark.app.stack.server import free_port
-from tidemark.app.stack.servers import KafkaServer
 from tidemark.app.trace import said
-from tidemark.streaming.records import FactRun, Join, Position, Rdata, Record, Retire, Skip, Void, row
+from tidemark.streaming.records import FactRun, Join, Rdata, Record, Retire, Skip, Void, row
 
-S = "events"
-
-
-def fact(writer: str, id: int, prev: int) -> Record:
-    return Rdata(stream=S, writer=writer, epoch=1, prev=prev, id=id, row=row({"id": id}))
-
-
-@pytest.fixture
-def recording(pipeline: Pipeline, dsn: str, redis_url: str, kafka: KafkaServer, prefix: str) -> Iterator[Recording]:
-    """a completes 2 and 4 a minute after 5, and b never tells of 9 and 10."""
-    with Recording(pipeline, dsn, redis_url, kafka.bootstrap_servers, prefix) as told:
-        told.batch(Join(stream=S, writer="a", epoch=1, id=0), Join(stream=S, writer="b", epoch=1, id=0))
-        over = Position(stream=S, writer="b", epoch=1, prev=3, id=5)
-        told.batch(fact("a", 1, 0), fact("a", 5, 4), fact("b", 3, 0), over)
-        told.batch(FactRun(stream=S, writer="a", epoch=1, prev=1, ids=[2, 4], rows=[[], [row("x\u009b2J")]]))
-        told.batch(fact("b", 12, 10), fact("b", 8, 5), Position(stream=S, writer="a", epoch=1, prev=5, id=12))
-        yield told
+S = STREAM
 
 
 def traced(recording: Recording, *words: str, **changed: str) -> Result:

@@ -1,0 +1,102 @@
+"""Recorded records through the pure core: packed as the query packs them, and fed to one stream after another."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from tidemark.sinks.postgres.past_batches import PastBatch
+from tidemark.sources.recorded import RecordedMessage
+from tidemark.streaming.batch import advance
+from tidemark.streaming.compact import pack
+from tidemark.streaming.decode import Decoder
+from tidemark.streaming.direction import beyond
+from tidemark.streaming.frames import HEADER, Frames
+from tidemark.streaming.model import Bounds
+from tidemark.streaming.records import Topic
+from tidemark.streaming.runs import Packet
+
+Counts = tuple[int, ...]
+"""Of evidence: facts, empty, unseen, skipped."""
+NOTHING_COUNTED: Final = (0, 0, 0, 0)
+
+
+class _Named(msgspec.Struct):
+    stream: str = ""
+
+
+_named = msgspec.json.Decoder(_Named)
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A stream as far as it was replayed; `counts` are the sums of each writer's evidence."""
+
+    stream: str
+    bounds: Bounds
+    encoded: bytes | None = None
+    linear: int = 0
+    positions: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, Counts] = field(default_factory=dict)
+
+    def fed(self, messages: Sequence[RecordedMessage], roles: Mapping[str, Topic], now: int) -> "Replayed":
+        """With more records, as one batch at `now` (ms)."""
+        if not messages:
+            return self
+        states = {} if self.encoded is None else {self.stream: self.encoded}
+        effects = advance(0, states, packed(messages, roles), now, self.bounds)
+        for done in effects.streams:
+            if done.stream == self.stream:
+                positions, counts = dict(self.positions), dict(self.counts)
+                for move in done.advances:
+                    positions[move.writer] = move.id
+                    was = counts.get(move.writer, NOTHING_COUNTED)
+                    counts[move.writer] = tuple(map(sum, zip(was, move.evidence.counts, strict=True)))
+                return replace(
+                    self, encoded=states[self.stream], linear=done.linear, positions=positions, counts=counts
+                )
+        return self
+
+    def reaches(self, batch: PastBatch) -> bool:
+        """Whether all has come at least as far as after that batch."""
+        return not beyond(batch.linear, self.linear) and not any(
+            beyond(move.id, self.positions.get(move.writer, 0)) for move in batch.advances
+        )
+
+
+def by_stream(messages: Iterable[RecordedMessage]) -> dict[str, list[RecordedMessage]]:
+    """In their order, under the stream that the key names and that which the value names: a record that is refused may
+    be a fact of either."""
+    found: dict[str, list[RecordedMessage]] = defaultdict(list)
+    for it in messages:
+        keyed = (it.key or b"").decode(errors="replace")
+        try:
+            named = _named.decode(it.value or b"").stream or keyed
+        except (ValueError, RecursionError):
+            named = keyed
+        for stream in {keyed, named}:
+            found[stream].append(it)
+    return found
+
+
+def packed(messages: Iterable[RecordedMessage], roles: Mapping[str, Topic]) -> list[Packet]:
+    """As the query packs them, of any partitions; `roles` has each topic's."""
+    parted: dict[tuple[str, int], list[bytes]] = defaultdict(list)
+    for it in messages:
+        parted[it.topic, it.partition].append(_frame(it, roles[it.topic]))
+    found: list[Packet] = []
+    for (topic, partition), frames in parted.items():
+        decoder = Decoder(roles[topic])
+        decoder.add(Frames.of(pa.array(frames, pa.binary())))
+        found += pack(topic, partition, decoder, 1).values()
+    return found
+
+
+def _frame(it: RecordedMessage, role: Topic) -> bytes:
+    key = it.key or b""
+    header = np.array((it.offset, it.time, role.origin(it.partition), len(key)), HEADER)
+    return header.tobytes() + key + (it.value or b"")

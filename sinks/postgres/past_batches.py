@@ -1,0 +1,114 @@
+"""The history batch by batch, and where it ends, all of one moment: what a replay is held against."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import groupby
+from operator import itemgetter
+
+from tidemark.sinks.postgres.audit import PACKED
+from tidemark.sinks.postgres.database import SCHEMA, session_of
+from tidemark.sinks.postgres.past import BatchAdvance
+from tidemark.streaming.model import Evidence
+from tidemark.streaming.postgres_session import Connection, Dsn
+
+
+@dataclass(frozen=True, slots=True)
+class PastBatch:
+    """What a batch did to a stream: `linear` is the line after it."""
+
+    batch: int
+    time: datetime
+    linear: int
+    advances: list[BatchAdvance]
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedAct:
+    """An operator's record as the audit has it; `prev` of a SKIP alone has a meaning."""
+
+    kind: str
+    writer: str
+    prev: int
+    id: int
+    by: str
+    why: str
+    time: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class PastStream:
+    """`whole`: from the first advance of every writer on. `positions` are where writers stand in the end."""
+
+    linear: int
+    positions: dict[str, int]
+    batches: list[PastBatch] = field(default_factory=list)
+    acts: list[AppliedAct] = field(default_factory=list)
+    whole: bool = True
+
+
+class PastBatches:
+    """Needs the rights of the role tidemark_reader. Raises `Unavailable`, `Refused` and `SchemaMismatch`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def read_up_to(self) -> dict[tuple[str, int], int]:
+        """Topic and partition -> the first offset that no batch has read."""
+        rows = self._connection.execute("select topic, partition, next from tidemark.kafka_offsets")
+        return {(topic, partition): next_ for topic, partition, next_ in rows}
+
+    def stream(self, name: str) -> PastStream | None:
+        """None where there is no such stream."""
+        row = self._connection.execute("select linear from tidemark.streams where stream = %s", (name,)).fetchone()
+        if row is None:
+            return None
+        positions: dict[str, int] = dict(
+            self._connection.execute(
+                "select writer, position from tidemark.stream_positions where stream = %s", (name,)
+            ).fetchall()
+        )
+        batches = self._batches(name)
+        firsts: dict[str, int] = {}
+        for batch in batches:
+            for move in batch.advances:
+                firsts.setdefault(move.writer, move.prev)
+        whole = not any(firsts.values()) and all(writer in firsts or not at for writer, at in positions.items())
+        return PastStream(row[0], positions, batches, self._acts(name), whole)
+
+    def _batches(self, stream: str) -> list[PastBatch]:
+        rows = self._connection.execute(
+            "select time, batch, linear, writer, epoch, prev, id, facts, empty, unseen, skipped"
+            " from tidemark.advances_of(%s) order by time, batch, abs(linear), writer, abs(id)",
+            (stream,),
+        )
+        return [
+            PastBatch(
+                batch,
+                time,
+                linear,
+                [
+                    BatchAdvance(writer, epoch, prev, id, Evidence(*counts), linear, batch, time)
+                    for _, _, _, writer, epoch, prev, id, *counts in moves
+                ],
+            )
+            for (time, batch, linear), moves in groupby(rows, itemgetter(0, 1, 2))
+        ]
+
+    def _acts(self, stream: str) -> list[AppliedAct]:
+        rows = self._connection.execute(
+            "select kind, writer, prev, id, by, why, time from tidemark.skips where stream = %s order by number",
+            (stream,),
+        )
+        return [AppliedAct(*row) for row in rows]
+
+
+@contextmanager
+def past_batches(dsn: Dsn) -> Iterator[PastBatches]:
+    """Whatever is read until it ends is of one moment."""
+    with session_of(dsn, "tidemark replay") as session, session.use() as connection:
+        SCHEMA.check_from(connection, PACKED)
+        with connection.transaction():
+            connection.execute("set transaction isolation level repeatable read, read only")
+            yield PastBatches(connection)

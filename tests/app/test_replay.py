@@ -1,0 +1,100 @@
+"""`tidemark replay` of what a pipeline read from real topics, and `tidemark tail`, which records it."""
+
+import json
+from pathlib import Path
+
+import psycopg
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.app.recording import STREAM, Recording, fact
+from tidemark.app.cli import main
+from tidemark.app.recordings import as_line, from_lines
+from tidemark.sources.recorded import RecordedMessage
+from tidemark.streaming.records import Retire, Skip
+
+
+def run(recording: Recording, *words: str) -> Result:
+    done = CliRunner(env=recording.variables).invoke(main, words)
+    assert not done.exception or isinstance(done.exception, SystemExit), done.exception
+    return done
+
+
+def recorded(recording: Recording, path: Path) -> list[str]:
+    done = run(recording, "tail", "--all", "--json")
+    path.write_text(done.output)
+    return done.output.splitlines()
+
+
+def test_what_was_recorded_gives_the_history_again(recording: Recording, tmp_path: Path) -> None:
+    """However the batches were cut, with an operator's act and what came late; what no batch has read is left out."""
+    recording.send_bytes((b"not json", STREAM))
+    skip = Skip(stream=STREAM, writer="b", prev=8, id=10, by="ann", why="lost")
+    refused = Skip(stream=STREAM, writer="b", prev=90, id=99, by="ann", why="mistyped")
+    recording.batch(fact("a", 13, 12), acts=[refused, skip])
+    recording.batch(fact("b", 9, 8), Retire(stream=STREAM, writer="b", epoch=1, id=13), fact("a", 15, 13))
+    recording.send(fact("a", 16, 15))
+    expected = "17 records give the history of 1 of 1 stream: 5 batches\n"
+    assert (run(recording, "replay").output, run(recording, "replay").exit_code) == (expected, 0)
+    file = tmp_path / "recorded"
+    lines = recorded(recording, file)
+    assert json.loads(lines[0])["value"].startswith('{"kind":"JOIN"')
+    assert run(recording, "replay", str(file)).output == expected
+    told = json.loads(run(recording, "replay", str(file), "--json").output)
+    assert (told["alike"], told["parted"], told["records"]) == ([STREAM], [], 17)
+    assert "RDATA of a in events: {" in run(recording, "tail", "--last", "1").output
+    assert run(recording, "tail", "none", "--all").output == ""
+
+
+def test_the_first_record_where_they_part_is_shown(recording: Recording, sql: psycopg.Connection) -> None:
+    """A history that somebody changed, and an end; exit code 1 for scripts."""
+    sql.execute("update tidemark.packed_advances set facts = array[3]::bigint[] where batch = 3")
+    wrong = run(recording, "replay")
+    first, record, last = wrong.output.splitlines()
+    assert (wrong.exit_code, first) == (
+        1,
+        "events: they part at the record below: after batch 3 of 2026-09-21 14:16:20.000Z a is at 5 by facts 4 (seen),"
+        " empty 1 (void, or announced to be) in the history, and by facts 3 (seen), empty 1 (void, or announced to be)"
+        " in the replay",
+    )
+    assert f"{recording.facts}/0 6 RUN of a in events: " in record
+    assert last == "10 records give the history of 0 of 1 stream: 3 batches"
+    sql.execute("update tidemark.packed_advances set facts = array[2]::bigint[] where batch = 3")
+    sql.execute("update tidemark.stream_positions set position = 11 where writer = 'a'")
+    end = json.loads(run(recording, "replay", "--json").output)["parted"][0]
+    assert (end["writer"], end["history"], end["replayed"], end["batch"]) == ("a", 11, 12, None)
+
+
+def test_a_record_that_is_missing_shows(recording: Recording, tmp_path: Path) -> None:
+    """The replay never comes as far as the history went; one that begins too late cannot tell."""
+    file = tmp_path / "recorded"
+    lines = recorded(recording, file)
+    file.write_text("\n".join(line for line in lines if '"RUN' not in json.loads(line)["value"]))
+    lost = run(recording, "replay", str(file), "--json")
+    assert lost.exit_code == 1
+    (parting,) = json.loads(lost.output)["parted"]
+    assert (parting["record"], parting["writer"], parting["history"], parting["replayed"]) == (None, "a", 5, 1)
+    file.write_text("\n".join(lines[1:]))
+    late = run(recording, "replay", str(file))
+    assert (late.exit_code, late.output.splitlines()[0]) == (
+        3,
+        "events: it cannot be told: the recording begins at offset 1, and its first records are not in it",
+    )
+
+
+def test_what_is_no_recording_is_refused(recording: Recording, tmp_path: Path) -> None:
+    """With the number of the line; and a topic that is not there."""
+    file = tmp_path / "recorded"
+    recorded(recording, file)
+    file.write_text(file.read_text() + "{}\n")
+    assert "Error: line 11 is no record as" in run(recording, "replay", str(file)).output
+    assert run(recording, "replay", "no-such").exit_code in (1, 2)
+    assert run(recording, "replay", recording.control).exit_code == 2
+    assert run(recording, "replay", "--records", "3").exit_code == 1
+
+
+@pytest.mark.parametrize("data", [None, b"", b"text", b"\xff\x00"])
+def test_a_line_holds_a_record_byte_for_byte(data: bytes | None) -> None:
+    """Also what is no text, and what is not there."""
+    it = RecordedMessage("facts", 2, 40, 1000, data, data)
+    assert [*from_lines([as_line(it).encode(), b"\n"], ValueError)] == [it]
