@@ -138,6 +138,7 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
     """
     from tidemark.app import replay
     from tidemark.sinks.postgres.past_batches import past_batches
+    from tidemark.streaming.policies import Policies
     from tidemark.streaming.records import Topic
 
     settings = loaded()
@@ -156,7 +157,8 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
                 )
             if stream is None or it.key == stream.encode():
                 messages.append(it)
-        found = replay.report(past, messages, roles, settings.bounds)
+        bounds = Policies(past.policies(), settings.policy_defaults).bounds()
+        found = replay.report(past, messages, roles, bounds)
     click.echo(replay.as_json(found) if as_json else replay.as_text(found))
     if found.parted or found.unknown or not found.alike:
         context.exit(1 if found.parted else 3)

@@ -10,8 +10,9 @@ from operator import itemgetter
 from tidemark.sinks.postgres.audit import PACKED
 from tidemark.sinks.postgres.database import SCHEMA, session_of
 from tidemark.sinks.postgres.past import BatchAdvance
+from tidemark.sinks.postgres.policies import PolicyTable
 from tidemark.streaming.model import Evidence
-from tidemark.streaming.postgres_session import Connection, Dsn
+from tidemark.streaming.postgres_session import Connection, Dsn, PostgresSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,14 @@ class PastStream:
 class PastBatches:
     """Needs the rights of the role tidemark_reader. Raises `Unavailable`, `Refused` and `SchemaMismatch`."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, session: PostgresSession, connection: Connection) -> None:
+        self._session = session
         self._connection = connection
+
+    def policies(self) -> dict[str, dict[str, int]]:
+        """Those of now, as `PolicyTable` gives them; none where the schema has none yet."""
+        row = self._connection.execute("select to_regclass('tidemark.policies') is not null").fetchone()
+        return PolicyTable(self._session).given() if row and row[0] else {}
 
     def read_up_to(self) -> dict[tuple[str, int], int]:
         """Topic and partition -> the first offset that no batch has read."""
@@ -111,4 +118,4 @@ def past_batches(dsn: Dsn) -> Iterator[PastBatches]:
         SCHEMA.check_from(connection, PACKED)
         with connection.transaction():
             connection.execute("set transaction isolation level repeatable read, read only")
-            yield PastBatches(connection)
+            yield PastBatches(session, connection)
