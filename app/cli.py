@@ -20,6 +20,7 @@ from tidemark.app.late_commands import late
 from tidemark.app.letter_commands import dead_letters
 from tidemark.app.policy_commands import policy
 from tidemark.app.relay_commands import relay
+from tidemark.app.synapse_commands import synapse
 
 UNHEALTHY = 3
 
@@ -272,7 +273,7 @@ def simulate(
     run(loaded(), Play(Players(streams, writers, rate, prefix), faults(named), seed, seconds), verify=verify)
 
 
-GROUPS = (dead_letters, late, policy, relay)
+GROUPS = (dead_letters, late, policy, relay, synapse)
 for command in (*ask_commands.COMMANDS, *record_commands.COMMANDS, *act_commands.COMMANDS, *GROUPS):
     main.add_command(command)
 

@@ -78,9 +78,19 @@ class Shown:
     """Of a secret: an address that may be shown, but for the passwords in it."""
 
 
+def _is_no_or_conninfo(secret: SecretStr | None) -> SecretStr | None:
+    return None if secret is None else _is_conninfo(secret)
+
+
+def _is_no_or_redis_url(secret: SecretStr | None) -> SecretStr | None:
+    return None if secret is None else _is_redis_url(secret)
+
+
 WebUrl = Annotated[SecretStr | None, AfterValidator(_is_web_url), Shown()]
 PostgresDsn = Annotated[SecretStr, AfterValidator(_is_conninfo), Shown()]
 RedisUrl = Annotated[SecretStr, AfterValidator(_is_redis_url), Shown()]
+OtherDsn = Annotated[SecretStr | None, AfterValidator(_is_no_or_conninfo), Shown()]
+OtherRedisUrl = Annotated[SecretStr | None, AfterValidator(_is_no_or_redis_url), Shown()]
 Positive = Annotated[int, Field(ge=1)]
 AnyPort = Annotated[int, Field(ge=0, le=65535)]
 HostPort = Annotated[str, AfterValidator(_is_host_port)]
@@ -128,6 +138,10 @@ class Connections(BaseSettings):
     redis_password: SecretStr | None = Field(None, description="Password, in place of one in the URL.")
     redis_sentinel_password: SecretStr | None = Field(None, description="Password of the Sentinels, if they have one.")
     redis_ca_file: Path | None = Field(None, description="PEM file of the authority that signed Redis's names.")
+    synapse_dsn: OtherDsn = Field(None, description="`tidemark synapse`: address of Synapse's own database.")
+    synapse_redis_url: OtherRedisUrl = Field(
+        None, description="`tidemark synapse`: URL of the Redis by which Synapse's processes replicate."
+    )
 
     @model_validator(mode="after")
     def _sasl_is_complete(self) -> Self:

@@ -1,4 +1,4 @@
-"""`docs/metrics.md`, made from the metrics themselves: of pipeline, sidecar and relay."""
+"""`docs/metrics.md`, made from the metrics themselves: of pipeline, sidecar, relay and bridge."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,6 +8,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from tidemark.app import metrics
 from tidemark.app.read_side import metrics as sidecar
 from tidemark.sources.relay.metrics import RelayMetrics
+from tidemark.sources.synapse.metrics import BridgeMetrics
 
 Row = tuple[str, str, Sequence[str], str]
 """Name, kind, labels, meaning."""
@@ -34,6 +35,12 @@ def page() -> str:
         "[`tidemark relay`](writing.md) serves them at the address of `--metrics`.",
         "",
         *_table(_rows(vars(RelayMetrics(CollectorRegistry())).values())),
+        "",
+        "## The bridge to Synapse",
+        "",
+        "[`tidemark synapse`](synapse.md) serves them at the address of `--metrics`.",
+        "",
+        *_table(_rows(vars(BridgeMetrics(CollectorRegistry())).values())),
     ]
     return "\n".join(lines) + "\n"
 

@@ -53,8 +53,8 @@ def run(settings: Settings, plan: RelayPlan) -> None:
     with ExitStack() as stack:
         stack.enter_context(suppress(Stopping))
         if plan.metrics is not None:
-            stack.enter_context(probes.served("--metrics", _address(plan.metrics), RelayHealth(metrics)))
-        wait_out(lambda: _find_topic(settings), halt)
+            stack.enter_context(probes.served("--metrics", metrics_address(plan.metrics), RelayHealth(metrics)))
+        wait_out(lambda: find_topic(settings), halt)
         session = stack.enter_context(session_of(plan.dsn, "tidemark relay"))
         AppendRelay(
             session,
@@ -66,7 +66,7 @@ def run(settings: Settings, plan: RelayPlan) -> None:
         ).run()
 
 
-def _find_topic(settings: Settings) -> None:
+def find_topic(settings: Settings) -> None:
     """Raises `Unavailable` also where there is no such topic: whoever makes it may begin after the relay."""
     try:
         Topics(settings.kafka).describe([settings.kafka_facts_topic])
@@ -95,7 +95,7 @@ class RelayHealth:
         return None if works else "starting, or waiting for Kafka or the database"
 
 
-def _address(text: str) -> tuple[str, int]:
+def metrics_address(text: str) -> tuple[str, int]:
     try:
         return host_port(text)
     except ValueError as problem:

@@ -12,6 +12,7 @@ pytest_plugins = [
     "tests.fix_stack",
     "tests.fix_tls",
     "tests.fix_redis",
+    "tests.fix_synapse",
     "tests.fix_kafka",
     "tests.fix_spark",
 ]

@@ -28,10 +28,16 @@ SERVERS = {
     "spark": {"spark", "connector_jars"},
     "browser": {"browser"},
     "stack": {"terminal"},
+    "synapse": {"homeserver"},
 }
 """The fixtures that start a server, by marker; `connector_jars` are what every pipeline process is started with."""
 
-LONGEST = ({"terminal", "site"}, {"spark", "guarded_kafka", "base_install", "shared"}, {"kafka"}, {"postgres"})
+LONGEST = (
+    {"terminal", "site", "homeserver"},
+    {"spark", "guarded_kafka", "base_install", "shared"},
+    {"kafka"},
+    {"postgres"},
+)
 """Fixtures by how long the tests take that have them. Modules that have the first begin first, so that no process of
 `pytest -n --dist loadfile` is left with one in the end."""
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tidemark.app.lines.commands import PositionCommand, RdataCommand
 from tidemark.app.lines.rows import Lacking, RowBuffer, UnannouncedFact, Writer
 from tidemark.sinks.reader.events import Advance
+from tidemark.streaming.commands import PositionCommand, RdataCommand
 from tidemark.streaming.direction import beyond, farther
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import structlog
 
-from tidemark.app.lines.commands import RelayedCommand, ReplicateCommand, parse
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer
 from tidemark.app.lines.speaker import ChannelConfig, Speaker
@@ -21,6 +20,7 @@ from tidemark.app.read_side.notifications import listen
 from tidemark.app.read_side.tasks import ended
 from tidemark.sinks.reader.redis import translated
 from tidemark.sinks.redis.names import lines_channel
+from tidemark.streaming.commands import RelayedCommand, ReplicateCommand, parse
 from tidemark.streaming.errors import BadCommand, Stop, Unavailable
 
 log = structlog.get_logger(__name__)

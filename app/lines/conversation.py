@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from tidemark.app.lines import commands
-from tidemark.app.lines.commands import (
+from tidemark.streaming import commands
+from tidemark.streaming.commands import (
     Command,
     ErrorCommand,
     NameCommand,

@@ -13,7 +13,6 @@ from typing import Any
 import structlog
 
 from tidemark.app.lines.announcer import Announcement, Announcer
-from tidemark.app.lines.commands import PositionCommand
 from tidemark.app.lines.rows import RowBuffer, Writer
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.opened import ReadSide
@@ -21,6 +20,7 @@ from tidemark.app.read_side.slices import Begun, Item, Listener, Slice
 from tidemark.app.read_side.tasks import ended
 from tidemark.sinks.reader.events import Advance, Event, Reread
 from tidemark.sources.tail import Tail
+from tidemark.streaming.commands import PositionCommand
 from tidemark.streaming.direction import beyond
 from tidemark.streaming.errors import Stop, TidemarkError, Unavailable
 from tidemark.streaming.records import Record

@@ -14,7 +14,8 @@ import click
 import msgspec
 
 from tidemark.app.encryption import CA
-from tidemark.app.lines.commands import (
+from tidemark.sinks.retry import Patience
+from tidemark.streaming.commands import (
     Command,
     ErrorCommand,
     NameCommand,
@@ -28,7 +29,6 @@ from tidemark.app.lines.commands import (
     encoded,
     parse,
 )
-from tidemark.sinks.retry import Patience
 from tidemark.streaming.errors import BadCommand, Stop, Unavailable
 
 PING_EVERY = 4.0  # seconds; the protocol asks for 5

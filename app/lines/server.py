@@ -16,7 +16,6 @@ import structlog
 
 from tidemark.app.accepting import AcceptingServer, Acceptor
 from tidemark.app.lines.announcer import Announcement
-from tidemark.app.lines.commands import Command, ErrorCommand, RelayedCommand, Splitter, encoded
 from tidemark.app.lines.conversation import (
     Act,
     Conversation,
@@ -29,6 +28,7 @@ from tidemark.app.lines.conversation import (
 from tidemark.app.lines.hub import Hub
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.tasks import ended
+from tidemark.streaming.commands import Command, ErrorCommand, RelayedCommand, Splitter, encoded
 from tidemark.streaming.errors import BadCommand
 
 log = structlog.get_logger(__name__)

@@ -21,13 +21,13 @@ from redis.asyncio.lock import Lock
 from redis.exceptions import LockNotOwnedError, RedisError
 
 from tidemark.app.lines.announcer import AnnouncedPositions, Announcement
-from tidemark.app.lines.commands import PositionCommand, RdataCommand
 from tidemark.app.lines.hub import FORGET_EVERY, Hub
 from tidemark.app.lines.rows import Writer
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.tasks import ended
 from tidemark.sinks.reader.redis import translated
 from tidemark.sinks.redis.names import tag
+from tidemark.streaming.commands import PositionCommand, RdataCommand
 from tidemark.streaming.errors import Stop, Unavailable
 
 log = structlog.get_logger(__name__)

@@ -1,41 +1,8 @@
 """Who holds a stream: the open transactions that have appended to it, by the lock that each of them has."""
 
-from dataclasses import dataclass
-from datetime import datetime
-
 from tidemark.sources.relay.looks import LOCK
+from tidemark.sources.transactions import OpenTransaction
 from tidemark.streaming.postgres_session import Connection
-
-
-@dataclass(frozen=True, slots=True)
-class OpenTransaction:
-    """`pid` is None for a prepared one, which `gid` names. What this user may not see is empty.
-
-    `writer`: in whose name it has appended, several where they share a lock; empty where no fact of that name was told.
-    """
-
-    stream: str
-    writer: str
-    pid: int | None
-    gid: str | None
-    user: str
-    application: str
-    state: str
-    since: datetime | None
-    query: str
-
-    def __str__(self) -> str:
-        return f"{self.stream}: {self.who}" + (f": {self.query or '-'}" if self.pid is not None else "")
-
-    @property
-    def who(self) -> str:
-        """Without its query, whose values are the service's own."""
-        since = "" if self.since is None else f" since {self.since:%Y-%m-%d %H:%M:%S%z}"
-        writer = f"writer {self.writer or 'not told yet'}"
-        if self.pid is None:
-            return f"{writer}, prepared transaction {self.gid or '?'}{since}, user {self.user or '-'}"
-        who = f"user {self.user or '-'}, application {self.application or '-'}"
-        return f"{writer}, pid {self.pid}{since}, {self.state or 'state not shown'}, {who}"
 
 
 def blockers(connection: Connection) -> list[OpenTransaction]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tidemark.sources import transactions
 from tidemark.sources.relay import looks
 from tidemark.sources.relay.evidence import StreamEvidence
 from tidemark.sources.relay.join import Told
@@ -112,9 +113,9 @@ class Decider:
             return []
         if any(heads.get(each.told.stream.number, 0) > each.evidence.head for each in looked):
             yield "end one"
-            looks.end_one(self._connection)
+            transactions.end_one(self._connection)
         yield "running"
-        running = looks.running(self._connection)
+        running = transactions.running(self._connection)
         held = None
         if any(each.evidence.lingers for each in looked):
             yield "holders"

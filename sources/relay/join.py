@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tidemark.sources.relay.looks import BEAT, AppendStream
+from tidemark.sources.transactions import ServerHistory
 from tidemark.streaming.direction import Direction
-from tidemark.streaming.errors import BadSetting, Unavailable
+from tidemark.streaming.errors import BadSetting
 from tidemark.streaming.postgres_session import Connection
 from tidemark.streaming.records import Join, Retire, Timeline
 
@@ -81,35 +82,6 @@ class Told:
     def _retires(self) -> list[Retire]:
         signed, stream = self.stream.towards.signed, self.stream.name
         return [Retire(stream=stream, writer=it.name, epoch=it.epoch, id=signed(it.last)) for it in self.retiring]
-
-
-@dataclass(frozen=True, slots=True)
-class ServerHistory:
-    """`database` changes where the database is another: system, timeline, database, its table (a restore makes it
-    anew). A disk image that is put back has the same; but it has a `server` that began later.
-    """
-
-    database: str
-    server: str
-
-
-def history(connection: Connection, where: str) -> ServerHistory:
-    """The timeline is that of the log that is being written; pg_control_checkpoint() tells of a promotion only after
-    the next checkpoint. Raises `Unavailable` on a standby.
-    """
-    row = connection.execute("select pg_is_in_recovery()").fetchone()
-    if row is None or row[0]:
-        raise Unavailable("Postgres", where, "it is a standby")
-    row = connection.execute(
-        """
-        select format('%s/%s/%s/%s', system_identifier, left(pg_walfile_name(pg_current_wal_insert_lsn()), 8),
-            (select oid from pg_database where datname = current_database()),
-            'tidemark.append_outbox'::regclass::oid), extract(epoch from pg_postmaster_start_time())::text
-        from pg_control_system()
-        """
-    ).fetchone()
-    assert row is not None
-    return ServerHistory(*row)
 
 
 Strangers = Mapping[int, Mapping[str, int]]

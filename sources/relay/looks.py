@@ -101,22 +101,6 @@ def _sound(connection: Connection, result: PGresult) -> PGresult:
     raise psycopg.errors.error_from_result(result)
 
 
-def end_one(connection: Connection) -> None:
-    """A snapshot lists only what runs below the last transaction that has ended; what is above may run or not exist.
-
-    So one of our own ends: whoever had an ID before this call is listed from now on.
-    """
-    connection.execute("select pg_current_xact_id()")
-
-
-def running(connection: Connection) -> frozenset[int]:
-    """The transactions that have an ID and have not ended, prepared ones too; none that began after `end_one`."""
-    row = connection.execute("select pg_current_snapshot()::text").fetchone()
-    assert row is not None
-    listed = str(row[0]).rpartition(":")[2]
-    return frozenset(map(int, listed.split(","))) if listed else frozenset()
-
-
 def holders(connection: Connection, running: Collection[int]) -> dict[int, frozenset[Holder]]:
     """By number of the stream: which of the transactions that ran a moment ago hold the lock of which writer now.
 

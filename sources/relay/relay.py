@@ -21,8 +21,9 @@ from tidemark.sources.relay.blockers import blockers
 from tidemark.sources.relay.database import SCHEMA, SILENT_SECONDS, silence
 from tidemark.sources.relay.decider import Decided, Decider
 from tidemark.sources.relay.metrics import RelayMetrics
-from tidemark.sources.relay.reports import Reports
 from tidemark.sources.relay.told import told
+from tidemark.sources.reports import Reports
+from tidemark.sources.transactions import history
 from tidemark.streaming import records
 from tidemark.streaming.errors import BadSetting, Refused, Retry
 from tidemark.streaming.intervals import EMPTY, Intervals
@@ -45,6 +46,7 @@ _PAUSE, _LONGEST_PAUSE = 0.2, 5.0
 _TURN = 1.0
 """Seconds between two attempts of a relay that waits for another."""
 _SETTINGS = "tcp_keepalives_idle, tcp_keepalives_interval, tcp_keepalives_count or idle_in_transaction_session_timeout"
+OUTBOX = "tidemark.append_outbox"
 LOCK_TIMEOUT = "10s"
 """How long it waits in silence for whoever has locked its tables or sequences."""
 _PATIENCE = 30.0
@@ -89,7 +91,7 @@ class AppendRelay:
         self._strangers: dict[int, dict[str, int]] = {}
         self._due: deque[Decided] = deque()
         self._flying: list[_InFlight] = []
-        self._reports = Reports(())
+        self._reports = Reports({})
 
     def run(self) -> None:
         """Raises `Stop` where a person must decide, what a server refuses before it ever worked, and what nobody
@@ -144,7 +146,7 @@ class AppendRelay:
             self._metrics.heartbeat.set_to_current_time()
             self._metrics.relaying.set(1)
             decider = Decider(connection, streams)
-            self._reports = Reports(streams)
+            self._reports = Reports({it.stream.name: (it.own, it.writers[it.own].epoch) for it in streams})
             self._due.clear()
             self._flying = []
             try:
@@ -153,11 +155,11 @@ class AppendRelay:
                 self._strangers = decider.strangers
 
     def _joined(self, connection: Connection) -> list[join.Told]:
-        history = join.history(connection, self._session.where)
+        found_history = history(connection, self._session.where, OUTBOX)
         self._writer = self._given or connection.info.dbname
         if not is_writer(self._writer):
             raise BadSetting("writer", why_no_name(self._writer))
-        found = join.begin(connection, history, self._writer, self._strangers)
+        found = join.begin(connection, found_history, self._writer, self._strangers)
         if acts := [record for each in found for record in each.acts()]:
             for record in acts:
                 self._producer.send(record.stream, records.encode(record))

@@ -12,6 +12,7 @@ ENTRIES = {
     "writer": ["sources.client"],
     "relay": ["app.produce", "app.relay"],
     "reader": ["sinks.reader"],
+    "synapse": ["app.synapse"],
     "pipeline": ["app.pipeline", "app.start"],
     "sidecar": ["app.acting", "app.acts", "app.late_commands", "app.letters", "app.serve", "app.status"],
     "local": ["app.simulation.__main__", "app.simulation.simulate", "app.up"],

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.app.lines.commands import (
+from tidemark.streaming.commands import (
     Command,
     ErrorCommand,
     NameCommand,
@@ -48,6 +48,7 @@ def test_what_is_printed_is_parsed_again(command: Command) -> None:
         "USER_SYNC worker1 @a:b start 1500000000000",
         "USER_SYNC worker1 @a:b end 1500000000000",
         "USER_SYNC worker1 @a:b start 1500000000000 DEVICE",
+        "USER_SYNC Xw9ZpQ @a:b DEVICE start 1500000000000",
         "CLEAR_USER_SYNC worker1",
         "FEDERATION_ACK master 1234",
         "REMOTE_SERVER_UP example.org",

@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-from tidemark.app.lines.commands import RELAYED
+from tidemark.streaming.commands import RELAYED
 
 PAGE = Path("docs/protocol.md").read_text()
 HERE = Path(__file__).parent

@@ -19,7 +19,11 @@ from tests.sinks.reader.given import Pipeline
 from tidemark.app.accepting import Acceptor
 from tidemark.app.encryption import Certificate
 from tidemark.app.lines import listen
-from tidemark.app.lines.commands import (
+from tidemark.app.lines.server import LineServerConfig
+from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.settings import child_environment
+from tidemark.app.stack.server import LOOPBACK
+from tidemark.streaming.commands import (
     Command,
     ErrorCommand,
     PositionCommand,
@@ -28,10 +32,6 @@ from tidemark.app.lines.commands import (
     ReplicateCommand,
     ServerCommand,
 )
-from tidemark.app.lines.server import LineServerConfig
-from tidemark.app.read_side.opened import ReadSideConfig
-from tidemark.app.settings import child_environment
-from tidemark.app.stack.server import LOOPBACK
 
 
 @contextmanager

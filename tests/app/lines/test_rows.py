@@ -12,10 +12,10 @@ from tests.play.simulation import Simulation
 from tests.play.test_core_agrees import NO_BOUNDS, WILD
 from tests.streaming.builders import packed
 from tidemark.app.lines.announcer import Announcement, Announcer
-from tidemark.app.lines.commands import PositionCommand, RdataCommand
 from tidemark.app.lines.rows import RowBuffer, Writer
 from tidemark.sinks.reader import events
 from tidemark.streaming.batch import advance
+from tidemark.streaming.commands import PositionCommand, RdataCommand
 from tidemark.streaming.direction import beyond
 from tidemark.streaming.model import Evidence
 from tidemark.streaming.records import Join, Rdata, Record, Retire, Topic, Void, encode, read, row

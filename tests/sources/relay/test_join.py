@@ -7,7 +7,9 @@ import psycopg
 import pytest
 
 from tidemark.sources.relay import join, looks
-from tidemark.sources.relay.join import ServerHistory, Told
+from tidemark.sources.relay.join import Told
+from tidemark.sources.relay.relay import OUTBOX
+from tidemark.sources.transactions import ServerHistory, history
 from tidemark.streaming.errors import BadSetting
 
 
@@ -125,10 +127,10 @@ def test_a_database_keeps_its_name(sql: psycopg.Connection) -> None:
 
 def test_a_table_that_was_made_anew_is_another_history(sql: psycopg.Connection) -> None:
     """A restore into the same database shows by it; a server that was only restarted has the same."""
-    before = join.history(sql, "here")
-    assert before == join.history(sql, "here")
+    before = history(sql, "here", OUTBOX)
+    assert before == history(sql, "here", OUTBOX)
     sql.execute("create table copy (like tidemark.append_outbox including all)")
     sql.execute("drop table tidemark.append_outbox")
     sql.execute("alter table copy set schema tidemark")
     sql.execute("alter table tidemark.copy rename to append_outbox")
-    assert before != join.history(sql, "here")
+    assert before != history(sql, "here", OUTBOX)

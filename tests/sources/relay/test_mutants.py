@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from types import ModuleType
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -9,6 +10,7 @@ import psycopg
 import pytest
 
 from tests.sources.relay.world import WRITER, MakeDecider, World
+from tidemark.sources import transactions
 from tidemark.sources.relay import join, looks
 from tidemark.sources.relay.decider import Decided, Decider, Steps, _Stream
 from tidemark.sources.relay.evidence import Holder, StreamEvidence
@@ -25,10 +27,10 @@ class HeadLast(Decider):
 
     def round(self, most_bytes: int) -> Steps:
         real = looks.heads
-        looks.end_one(self._connection)
-        running = looks.running(self._connection)
+        transactions.end_one(self._connection)
+        running = transactions.running(self._connection)
         yield "heads"
-        with patch.object(looks, "running", lambda _: running), patch.object(looks, "heads", real):
+        with patch.object(transactions, "running", lambda _: running), patch.object(looks, "heads", real):
             return (yield from super().round(most_bytes))
 
 
@@ -488,10 +490,10 @@ DECIDERS: list[tuple[Scene, MakeDecider]] = [
     (taken_over, Hasty),
     (unacknowledged, Deleting),
 ]
-LOOKS: list[tuple[Scene, str, Any]] = [
-    (open_long, "end_one", lambda _: None),
-    (prepared_long, "holders", sessions_only),
-    (crashed_after_telling, "note_told", lambda *_: None),
+LOOKS: list[tuple[Scene, ModuleType, str, Any]] = [
+    (open_long, transactions, "end_one", lambda _: None),
+    (prepared_long, looks, "holders", sessions_only),
+    (crashed_after_telling, looks, "note_told", lambda *_: None),
 ]
 FUNCTIONS = [
     (open_long, "append_fact", "perform pg_advisory_xact_lock_shared(1414087749 + _number, hashtext(_writer));", ""),
@@ -554,10 +556,10 @@ def test_decider(ready: str, scene: Scene, mutant: MakeDecider) -> None:
     caught(ready, scene, mutant)
 
 
-@pytest.mark.parametrize(("scene", "name", "wrong"), LOOKS, ids=[name for _, name, _ in LOOKS])
-def test_looks(ready: str, scene: Scene, name: str, wrong: object) -> None:
+@pytest.mark.parametrize(("scene", "module", "name", "wrong"), LOOKS, ids=[name for _, _, name, _ in LOOKS])
+def test_looks(ready: str, scene: Scene, module: ModuleType, name: str, wrong: object) -> None:
     """A look that does not see all who may own an ID, or does not wait for the disk, leads to what is not true."""
-    with patch.object(looks, name, wrong):
+    with patch.object(module, name, wrong):
         caught(ready, scene)
 
 

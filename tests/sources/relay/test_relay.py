@@ -21,10 +21,10 @@ from tidemark.app.cli import main
 from tidemark.app.settings import child_environment
 from tidemark.app.stack.postgres import postgres_program
 from tidemark.app.stack.servers import KafkaServer
+from tidemark.sources import reports
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import FOR_EVER, RecordProducer
 from tidemark.sources.relay import relay as relaying
-from tidemark.sources.relay import reports
 from tidemark.sources.relay.database import SILENT_SECONDS, session_of, silence
 from tidemark.sources.relay.decider import Decider
 from tidemark.sources.relay.metrics import RelayMetrics

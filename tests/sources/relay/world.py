@@ -17,10 +17,13 @@ from tidemark.sources.relay import join
 from tidemark.sources.relay.database import SCHEMA, session_of
 from tidemark.sources.relay.decider import Decided, Decider
 from tidemark.sources.relay.join import Told
+from tidemark.sources.relay.relay import OUTBOX
 from tidemark.sources.relay.told import told
 from tidemark.sources.tail import singles
+from tidemark.sources.transactions import history
 from tidemark.streaming import records
 from tidemark.streaming.batch import advance
+from tidemark.streaming.effects import StreamEffects
 from tidemark.streaming.errors import Unavailable
 from tidemark.streaming.model import Bounds
 from tidemark.streaming.postgres_session import Connection, PostgresSession
@@ -118,7 +121,7 @@ _DIED = (psycopg.Error, Unavailable)
 class SteppedRelay:
     """A relay that takes a step at a time; after an error of its connection it begins anew, as a process would."""
 
-    def __init__(self, dsn: str, make: MakeDecider, sent: Callable[[list[bytes]], None], most_facts: int) -> None:
+    def __init__(self, dsn: str, make: MakeDecider, sent: Callable[[list[bytes]], object], most_facts: int) -> None:
         self._dsn = dsn
         self._make = make
         self._sent = sent
@@ -228,7 +231,7 @@ class SteppedRelay:
         self.die()
 
     def _acted(self, connection: Connection) -> list[Told]:
-        found = join.begin(connection, join.history(connection, "here"), WRITER, self._strangers)
+        found = join.begin(connection, history(connection, "here", OUTBOX), WRITER, self._strangers)
         self._strangers = {}
         self._sent([records.encode(record) for each in found for record in each.acts()])
         return found
@@ -386,6 +389,8 @@ class Core:
         self._epochs: dict[str, int] = {}
         self.facts: dict[int, int] = {}
         self.writers: dict[int, str] = {}
+        self.joined: dict[str, int] = {}
+        """By writer the ID of its first JOIN."""
         self.voids: set[int] = set()
         self.rejected: dict[str, int] = {}
         self.late = 0
@@ -396,9 +401,10 @@ class Core:
         self.positions: dict[str, int] = {}
         self.retired: set[str] = set()
 
-    def take(self, values: list[bytes]) -> None:
+    def take(self, values: list[bytes]) -> list[StreamEffects]:
+        """The next records of the topic; gives what they do."""
         if not values:
-            return
+            return []
         batch = 0
         for record in (one for value in values for one in singles(records.decode(value))):
             if isinstance(record, Rdata):
@@ -408,6 +414,7 @@ class Core:
                         self.facts[record.id], self.writers[record.id] = batch, record.writer
                     batch = 0
             elif isinstance(record, Join):
+                self.joined.setdefault(record.writer, abs(record.id))
                 self._epochs[record.writer] = max(record.epoch, self._epochs.get(record.writer, 0))
             elif isinstance(record, Void):
                 self.voids.add(record.id)
@@ -426,6 +433,7 @@ class Core:
         self.line = state.line.position
         self.positions = {name: state.writers[name].position for name in state.writers}
         self.retired = {name for name in state.writers if state.writers[name].retired is not None}
+        return [*done.streams]
 
 
 @contextmanager

@@ -134,7 +134,7 @@ Command = (
 
 # What must follow the word; the last four belong to the workers alone.
 RELAYED: Final = {
-    "USER_SYNC": re.compile(r"\S+ \S+ (start|end) [0-9]+( \S+)?"),  # the last is a device
+    "USER_SYNC": re.compile(r"\S+ \S+ (\S+ )?(start|end) [0-9]+( \S+)?"),  # the device is here or there, or nowhere
     "CLEAR_USER_SYNC": re.compile(r"\S+"),
     "FEDERATION_ACK": re.compile(r"\S+ -?[0-9]+"),
     "REMOTE_SERVER_UP": re.compile(r"\S+"),

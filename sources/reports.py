@@ -1,10 +1,9 @@
-"""What the relay tells of open transactions, for people who look at Tidemark and not at this database."""
+"""What is told of open transactions, for people who look at Tidemark and not at the database where they run."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 
-from tidemark.sources.relay.blockers import OpenTransaction
-from tidemark.sources.relay.join import Told
+from tidemark.sources.transactions import OpenTransaction
 from tidemark.streaming.records import LONGEST_TRANSACTION, MOST_TRANSACTIONS, Open
 
 WORTH_TELLING = timedelta(seconds=2)
@@ -12,20 +11,21 @@ WORTH_TELLING = timedelta(seconds=2)
 
 
 class Reports:
-    """Of one epoch. Who is named is told again where that has changed, and once at the start: a relay before may have
-    named others."""
+    """Of one epoch. `tellers`: by stream the writer in whose name, and in which epoch, it is told. Who is named is told
+    again where that has changed, and once at the start: another process may have named others before.
+    """
 
-    def __init__(self, told: Iterable[Told]) -> None:
-        self._told = {each.stream.name: each for each in told}
+    def __init__(self, tellers: Mapping[str, tuple[str, int]]) -> None:
+        self.tellers = tellers
         self._named: dict[str, list[str]] = {}
 
     def due(self, found: Sequence[OpenTransaction], now: datetime) -> Iterator[Open]:
         """What is to be told of the transactions that hold streams now, the oldest first."""
-        for name, told in self._told.items():
+        for name, (writer, epoch) in self.tellers.items():
             named = _named([it for it in found if it.stream == name], now)
             if self._named.get(name) != named:
                 self._named[name] = named
-                yield Open(stream=name, writer=told.own, epoch=told.writers[told.own].epoch, transactions=named)
+                yield Open(stream=name, writer=writer, epoch=epoch, transactions=named)
 
 
 def _named(found: Sequence[OpenTransaction], now: datetime) -> list[str]:

@@ -2,19 +2,14 @@
 
 from datetime import UTC, datetime, timedelta
 
-from tidemark.sources.relay.blockers import OpenTransaction
-from tidemark.sources.relay.join import Told, ToldWriter
-from tidemark.sources.relay.looks import AppendStream
-from tidemark.sources.relay.reports import Reports
-from tidemark.streaming.direction import Direction
-from tidemark.streaming.records import LONGEST_TRANSACTION, MOST_TRANSACTIONS, Timeline
+from tidemark.sources.reports import Reports
+from tidemark.sources.transactions import OpenTransaction
+from tidemark.streaming.records import LONGEST_TRANSACTION, MOST_TRANSACTIONS
 
 NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 
 
-def told(name: str = "orders") -> Told:
-    own = ToldWriter("shop", 7, 0, "joined", frozenset())
-    return Told(AppendStream(1, name, Direction.FORWARD), 1, 0, 0, Timeline("d", "s"), "shop", {"shop": own})
+TELLERS = {"orders": ("shop", 7)}
 
 
 def held(
@@ -33,7 +28,7 @@ def said(reports: Reports, *found: OpenTransaction) -> dict[str, list[str]]:
 
 def test_who_holds_a_stream_is_told_once_and_when_it_changes() -> None:
     """At first also that nobody does, for a relay before may have named some; then nothing until others hold it."""
-    reports = Reports([told(), told("items")])
+    reports = Reports(TELLERS | {"items": ("shop", 7)})
     assert said(reports) == {"orders": [], "items": []}
     assert said(reports) == {}
     line = "writer till, pid 7 since 2026-03-01 11:59:00+0000, idle in transaction, user web, application checkout"
@@ -47,23 +42,23 @@ def test_who_holds_a_stream_is_told_once_and_when_it_changes() -> None:
 
 def test_it_is_told_in_the_name_and_epoch_of_the_database() -> None:
     """Only a writer that has joined may say who holds its IDs."""
-    (record,) = Reports([told()]).due([held(7)], NOW)
+    (record,) = Reports(TELLERS).due([held(7)], NOW)
     assert (record.stream, record.writer, record.epoch) == ("orders", "shop", 7)
 
 
 def test_what_transactions_usually_take_is_not_told() -> None:
     """Short ones come and go; of each a record would be one for every fact."""
-    assert said(Reports([told()]), held(7, seconds=1)) == {"orders": []}
+    assert said(Reports(TELLERS), held(7, seconds=1)) == {"orders": []}
 
 
 def test_no_query_leaves_the_database() -> None:
     """Its values are the service's own."""
-    assert "secret" not in str(said(Reports([told()]), held(7), held(None)))
+    assert "secret" not in str(said(Reports(TELLERS), held(7), held(None)))
 
 
 def test_what_is_told_has_a_bound() -> None:
     """Of very many the oldest are named, the others counted; no line is longer than the pipeline takes."""
-    (lines,) = said(Reports([told()]), *(held(pid, application="x" * 900) for pid in range(30))).values()
+    (lines,) = said(Reports(TELLERS), *(held(pid, application="x" * 900) for pid in range(30))).values()
     assert len(lines) == MOST_TRANSACTIONS
     assert lines[-1] == f"and {30 - MOST_TRANSACTIONS + 1} more"
     assert max(map(len, lines)) == LONGEST_TRANSACTION

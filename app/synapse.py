@@ -1,0 +1,123 @@
+"""`tidemark synapse`: tells what the workers of a Synapse write; prepares the database in which it remembers."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+
+from tidemark.app import probes
+from tidemark.app.relay import STALE_SECONDS, find_topic, metrics_address
+from tidemark.app.settings import Settings
+from tidemark.app.signals import told_to_end
+from tidemark.sinks.redis.client import RedisAddress
+from tidemark.sinks.retry import wait_out
+from tidemark.sources.producer import FOR_EVER, RecordProducer
+from tidemark.sources.synapse.bridge import SynapseBridge
+from tidemark.sources.synapse.channel import SynapseChannel
+from tidemark.sources.synapse.looks import synapse_session
+from tidemark.sources.synapse.metrics import BridgeMetrics
+from tidemark.sources.synapse.state import SCHEMA, state_session
+from tidemark.sources.synapse.streams import BridgedStream
+from tidemark.sources.synapse.tables import REFUSED, STREAMS
+from tidemark.streaming.errors import BadSetting, Stopping
+from tidemark.streaming.records import is_name, is_writer, why_no_name
+
+REDIS_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class BridgePlan:
+    """`server` is Synapse's server_name; `writers` are `stream=worker,worker`; `prefix` begins each stream's name on
+    Kafka; `metrics` an address to serve them on."""
+
+    server: str
+    streams: Sequence[str]
+    writers: Sequence[str] = ()
+    prefix: str = ""
+    metrics: str | None = None
+
+    def bridged(self) -> list[BridgedStream]:
+        """Raises `BadSetting` for a stream that is not told, with the reason."""
+        named = dict(map(_writers, self.writers))
+        for stream in [*self.streams, *named]:
+            if stream in REFUSED:
+                raise BadSetting("--stream", f"{stream} is not told: {REFUSED[stream]}")
+            if stream not in STREAMS:
+                raise BadSetting("--stream", f"{stream!r} is none of {', '.join(STREAMS)}")
+        if unused := named.keys() - {*self.streams}:
+            raise BadSetting("--writers", f"stream {', '.join(sorted(unused))} is not told: add --stream")
+        found = [
+            BridgedStream(STREAMS[name], self.prefix + name, named.get(name, ()))
+            for name in dict.fromkeys(self.streams)
+        ]
+        for each in found:
+            if not is_name(each.name):
+                raise BadSetting("--prefix", why_no_name(each.name))
+        return found
+
+
+def _writers(text: str) -> tuple[str, Sequence[str]]:
+    stream, sign, names = text.partition("=")
+    found = names.split(",")
+    if not sign or not all(map(is_writer, found)):
+        raise BadSetting("--writers", f"{text!r} is not a list of workers such as events=event1,event2")
+    return stream, found
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeHealth:
+    """What probes are told of the bridge."""
+
+    metrics: BridgeMetrics
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        return self.metrics.registry
+
+    def hangs(self, now: float) -> str | None:
+        speaking = probes.reading(self.metrics.speaking) == 1
+        stale = speaking and now - probes.reading(self.metrics.heartbeat) >= STALE_SECONDS
+        return "the loop stands still" if stale else None
+
+    def lacks(self) -> str | None:
+        works = probes.reading(self.metrics.speaking) or probes.reading(self.metrics.standby)
+        return None if works else "starting, or waiting for Kafka or a database"
+
+
+def run(settings: Settings, plan: BridgePlan) -> None:
+    """Tell until SIGTERM or SIGINT. Raises `Stop` where a person must decide."""
+    streams = plan.bridged()
+    dsn, redis = settings.secret("synapse_dsn"), settings.secret("synapse_redis_url")
+    if dsn is None:
+        raise BadSetting("TIDEMARK_SYNAPSE_DSN", "is not set: the address of Synapse's own database")
+    if redis is None:
+        raise BadSetting("TIDEMARK_SYNAPSE_REDIS_URL", "is not set: the Redis of Synapse's workers")
+    address = RedisAddress(redis)
+    halt = told_to_end()
+    metrics = BridgeMetrics(CollectorRegistry())
+    with ExitStack() as stack:
+        stack.enter_context(suppress(Stopping))
+        if plan.metrics is not None:
+            stack.enter_context(probes.served("--metrics", metrics_address(plan.metrics), BridgeHealth(metrics)))
+        wait_out(lambda: find_topic(settings), halt)
+        synapse = stack.enter_context(synapse_session(lambda: settings.secret("synapse_dsn") or dsn))
+        own = stack.enter_context(state_session(settings.postgres))
+        channel = SynapseChannel(lambda: address.client(REDIS_SECONDS), plan.server, halt)
+        stack.enter_context(channel)
+        SynapseBridge(
+            synapse,
+            own,
+            channel,
+            lambda: RecordProducer(settings.kafka, settings.kafka_facts_topic, give_up_after=FOR_EVER),
+            streams,
+            metrics,
+            halt,
+        ).run()
+
+
+def migrate(settings: Settings, say: Callable[[str], None]) -> None:
+    """Make or update the tables in which the bridge remembers."""
+    with state_session(settings.postgres) as session:
+        applied = SCHEMA.migrate(session)
+    say(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")

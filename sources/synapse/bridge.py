@@ -1,0 +1,232 @@
+"""`tidemark synapse`: what the workers of a Synapse write, told to Kafka as they complete it (docs/synapse.md).
+
+While a server is away it waits, for as long as that takes. What it holds in memory is bounded: the rest waits in
+Synapse's database. One of several speaks, the others wait for its session to end.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import partial
+
+import structlog
+
+from tidemark.sources.producer import RecordProducer
+from tidemark.sources.reports import Reports
+from tidemark.sources.synapse import looks, state
+from tidemark.sources.synapse.channel import ChannelEvent, SynapseChannel
+from tidemark.sources.synapse.looks import TableWriter
+from tidemark.sources.synapse.metrics import BridgeMetrics
+from tidemark.sources.synapse.state import SCHEMA, SynapseServer
+from tidemark.sources.synapse.streams import BridgedStream, StreamTelling
+from tidemark.sources.transactions import OpenTransaction, durable, end_one, history, running
+from tidemark.streaming import records
+from tidemark.streaming.errors import Refused, Retry
+from tidemark.streaming.postgres_session import Connection, PostgresSession
+
+log = structlog.get_logger(__name__)
+
+MOST_UNSENT = 20_000
+"""Records that wait for Kafka's acknowledgement; the rest waits in Synapse's database."""
+SHORTEST, LONGEST = 0.01, 0.05
+_WATCHED_EVERY = 1.0
+_ASKED_EVERY = 10.0
+"""Seconds for which nobody is asked again how far it is: every answer is a line of every writer of every stream."""
+_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
+_TURN = 1.0
+_PATIENCE = 30.0
+LOCK_TIMEOUT = "10s"
+
+
+class SynapseBridge:
+    """Runs in the thread that calls `run`, until `halt` is set."""
+
+    def __init__(
+        self,
+        synapse: PostgresSession,
+        own: PostgresSession,
+        channel: SynapseChannel,
+        producer: Callable[[], RecordProducer],
+        streams: Sequence[BridgedStream],
+        metrics: BridgeMetrics,
+        halt: threading.Event,
+    ) -> None:
+        self._synapse = synapse
+        self._own = own
+        self._channel = channel
+        self._make_producer = producer
+        self._producer = producer()
+        self._streams = streams
+        self._names = [each.name for each in streams]
+        self._metrics = metrics
+        self._halt = halt
+        self._tellings: dict[str, StreamTelling] = {}
+        self._sent = 0
+        """The highest number of the outbox that was sent on this connection."""
+        self._done: list[int] = []
+        self._flying = 0
+        self._reports = Reports({})
+        self._asked = 0.0
+
+    def run(self) -> None:
+        """Raises `Stop` where a person must decide, and what a server refuses before it ever worked."""
+        pause, problem, worked = _PAUSE, "", False
+        while not self._halt.is_set():
+            try:
+                with self._own.use() as own:
+                    SCHEMA.check(own)
+                    if self._has_its_turn(own):
+                        with self._synapse.use() as synapse:
+                            synapse.execute("select set_config('lock_timeout', %s, false)", [LOCK_TIMEOUT])
+                            self._begin(synapse, own)
+                            worked = True
+                            if problem:
+                                log.info("Synapse is told again")
+                            pause, problem = _PAUSE, ""
+                            self._work(synapse, own)
+            except (Retry, Refused) as error:
+                if isinstance(error, Refused) and not worked:
+                    raise
+                if problem != (problem := str(error)):
+                    log.warning("Synapse is not told", problem=problem)
+                self._own.close()
+                self._synapse.close()
+                self._producer = self._make_producer()
+                self._halt.wait(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            finally:
+                self._metrics.speaking.set(0)
+                self._metrics.standby.set(0)
+                self._metrics.held({})
+
+    def _has_its_turn(self, own: Connection) -> bool:
+        """Wait until no other bridge of these streams is connected. Not in the server: that would hold a snapshot."""
+        while not self._halt.is_set():
+            if state.has_turn(own, self._names):
+                self._metrics.standby.set(0)
+                return True
+            if not self._metrics.standby._value.get():
+                log.info("Another bridge speaks; waiting for its end")
+            self._metrics.standby.set(1)
+            self._halt.wait(_TURN)
+        return False
+
+    def _begin(self, synapse: Connection, own: Connection) -> None:
+        """Send what another one left, and learn how the streams stand."""
+        self._sent, self._done, self._flying = 0, [], 0
+        found = history(synapse, self._synapse.where, "events")
+        server = SynapseServer(found.database, durable(synapse))
+        self._tellings = {}
+        for each in self._streams:
+            looks.check_sequence(synapse, each.stream)
+            known = state.begin(own, each.stream, each.name, server, looks.head(synapse, each.stream))
+            writers = looks.writers(synapse, each.stream) | {*each.writers}
+            self._tellings[each.stream.name] = StreamTelling(each, server, known, writers)
+        self._send(own)
+        self._producer.deliver(_PATIENCE)
+        self._settle(own)
+        self._reports = Reports({})
+        self._channel.take()
+        self._channel.ask()
+        self._asked = time.monotonic()
+
+    def _work(self, synapse: Connection, own: Connection) -> None:
+        pause, watched = SHORTEST, 0.0
+        self._metrics.speaking.set(1)
+        while not self._halt.is_set():
+            self._metrics.heartbeat.set_to_current_time()
+            heard = self._hear()
+            if self._flying < MOST_UNSENT and self._round(synapse, own):
+                self._send(own)
+                heard = True
+            self._producer.backlog()
+            now = time.monotonic()
+            if now - watched >= _WATCHED_EVERY:
+                self._settle(own)
+                self._watch(synapse)
+                watched = now
+            pause = SHORTEST if heard else min(pause * 1.2, LONGEST)
+            self._halt.wait(pause)
+        self._producer.flush(_PATIENCE)
+        self._settle(own)
+
+    def _hear(self) -> bool:
+        heard = self._channel.take()
+        for each in heard:
+            if isinstance(each, ChannelEvent):
+                for telling in self._tellings.values():
+                    telling.decider.doubt()
+            elif (of := self._tellings.get(each.stream)) is not None:
+                of.hear(each)
+        return bool(heard)
+
+    def _round(self, synapse: Connection, own: Connection) -> bool:
+        """Whether something is to be sent."""
+        asked = [each for each in self._tellings.values() if each.decider.wants_look]
+        if asked:
+            heads = looks.heads(synapse, [each.of.stream for each in asked])
+            end_one(synapse)
+            runs = running(synapse)
+            who = looks.table_writers(synapse, [each.of.stream for each in asked], runs) if runs else []
+            for each in asked:
+                name = each.of.stream.name
+                each.decider.look(heads[name], frozenset(it.number for it in who if name in it.streams))
+        moved = False
+        for each in self._tellings.values():
+            before = each.known
+            for advance in each.round(synapse, own):
+                self._metrics.facts.labels(each.of.name).inc(len(advance.facts))
+                if advance.unseen:
+                    self._metrics.unseen.labels(each.of.name).inc()
+            moved |= each.known is not before
+        return moved
+
+    def _send(self, own: Connection) -> None:
+        for each in state.unsent(own, self._names, self._sent):
+            self._sent = each.number
+            self._flying += 1
+            self._producer.send_all(each.stream, [each.value], partial(self._acknowledged, each.number))
+
+    def _acknowledged(self, number: int) -> None:
+        self._done.append(number)
+        self._flying -= 1
+
+    def _settle(self, own: Connection) -> None:
+        if self._done:
+            done, self._done = self._done, []
+            state.acknowledged(own, done)
+
+    def _watch(self, synapse: Connection) -> None:
+        """For people: who holds which stream. And everybody is asked where somebody seems to have been missed."""
+        self._metrics.listening.set(self._channel.connected)
+        self._metrics.lines.set(self._channel.lines)
+        heads = looks.heads(synapse, [each.of.stream for each in self._tellings.values()])
+        behind = {name: each.behind(heads[name]) for name, each in self._tellings.items()}
+        for name, writers in behind.items():
+            for writer, count in writers.items():
+                self._metrics.behind.labels(self._tellings[name].of.name, writer).set(count)
+        held = {name for name, writers in behind.items() if any(writers.values())}
+        unfounded = any(not each.founded for each in self._tellings.values())
+        if (held or unfounded) and time.monotonic() - self._asked >= _ASKED_EVERY:
+            self._asked = time.monotonic()
+            self._channel.ask()
+            for each in self._tellings.values():
+                if not each.founded:
+                    log.info("Waiting for the word of every writer", stream=each.of.name, silent=each.silent)
+        self._report(looks.table_writers(synapse, [self._tellings[name].of.stream for name in held]) if held else [])
+
+    def _report(self, found: Sequence[TableWriter]) -> None:
+        now, ages = datetime.now(UTC), dict[str, float]()
+        opened = list[OpenTransaction]()
+        holders = {name: each.known.holder for name, each in self._tellings.items() if each.known is not None}
+        for each in found:
+            for name in sorted(each.streams & holders.keys()):
+                told = self._tellings[name].of.name
+                age = 0.0 if each.since is None else (now - each.since).total_seconds()
+                ages[told] = max(age, ages.get(told, 0.0))
+                opened.append(each.held(told, holders[name].writer))
+        self._metrics.held(ages)
+        self._reports.tellers = {each.stream: (each.writer, each.epoch) for each in holders.values()}
+        for report in self._reports.due(opened, now):
+            self._producer.send(report.stream, records.encode(report))

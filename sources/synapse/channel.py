@@ -1,0 +1,144 @@
+"""Synapse's replication channel on Redis, heard by a thread: what was said, and where something may have been missed.
+
+A subscription is confirmed before anything is asked for. Redis keeps nothing, so whatever was said while it, or the
+way to it, was away is lost, and so may be what was said before; the thread says so, and asks everybody.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from enum import Enum
+from typing import Any
+
+import redis
+import structlog
+
+from tidemark.streaming.commands import PositionCommand, RdataCommand, ReplicateCommand, parse
+from tidemark.streaming.errors import BadCommand
+
+log = structlog.get_logger(__name__)
+
+MOST_LINES = 200_000
+_PING_EVERY, _SILENCE = 5.0, 15.0
+_PAUSE = 1.0
+
+
+class ChannelEvent(Enum):
+    """What is no line. `DOUBT`: lines may have been lost, everybody was asked how far it is."""
+
+    DOUBT = "doubt"
+
+
+Heard = PositionCommand | RdataCommand | ChannelEvent
+
+
+class SynapseChannel:
+    """Its thread runs from `__enter__` to `__exit__`. `take` and `ask` are for one other thread."""
+
+    def __init__(self, make: Callable[[], Any], name: str, halt: threading.Event) -> None:
+        """`make` gives a client of redis-py, whose time-outs are its own."""
+        self._make = make
+        self._name = name
+        self._halt = halt
+        self._heard: deque[Heard] = deque()
+        self._asked = 0
+        self._lock = threading.Lock()
+        self._asking = threading.Event()
+        self._client: Any = None
+        self._thread = threading.Thread(target=self._run, name="synapse-channel", daemon=True)
+        self.lines = 0
+        self.connected = False
+
+    def __enter__(self) -> "SynapseChannel":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._halt.set()
+        self._thread.join(10)
+
+    def take(self) -> list[Heard]:
+        """What was heard since the last call, in order."""
+        with self._lock:
+            heard = [*self._heard]
+            self._heard.clear()
+        return heard
+
+    def ask(self) -> None:
+        """Have everybody say how far it is; soon."""
+        self._asking.set()
+
+    def _run(self) -> None:
+        problem = ""
+        while not self._halt.is_set():
+            try:
+                self._client = self._make()
+                with self._client.pubsub() as subscription:
+                    self._listen(subscription)
+                problem = ""
+            except (redis.RedisError, OSError) as error:
+                if problem != (problem := str(error)):
+                    log.warning("Synapse's channel is not heard", channel=self._name, problem=problem)
+            finally:
+                self.connected = False
+                with suppress(redis.RedisError, OSError):
+                    if self._client is not None:
+                        self._client.close()
+            self._halt.wait(_PAUSE)
+
+    def _listen(self, subscription: Any) -> None:
+        subscription.subscribe(self._name)
+        alive = pinged = time.monotonic()
+        while not self._halt.is_set():
+            message = subscription.get_message(timeout=0.2)
+            now = time.monotonic()
+            if message is not None:
+                alive = now
+                if message["type"] == "subscribe":
+                    log.info("Listening to Synapse", channel=self._name)
+                    self._doubt()
+                    self.connected = True
+                    self._ask()
+                elif message["type"] == "message":
+                    self._hear(message["data"])
+            if self._asking.is_set() and self.connected:
+                self._ask()
+            if now - pinged >= _PING_EVERY:
+                subscription.ping()
+                pinged = now
+            if now - alive >= _SILENCE:
+                raise redis.TimeoutError("no answer")
+
+    def _ask(self) -> None:
+        self._asking.clear()
+        self._asked += 1
+        self._client.publish(self._name, "REPLICATE")
+
+    def _doubt(self) -> None:
+        with self._lock:
+            self._asked = 0
+            self._heard.clear()
+            self._heard.append(ChannelEvent.DOUBT)
+
+    def _hear(self, line: str | bytes) -> None:
+        self.lines += 1
+        try:
+            command = parse(line.encode() if isinstance(line, str) else line)
+        except BadCommand:
+            return  # of a newer Synapse, or of somebody else
+        if isinstance(command, ReplicateCommand):
+            if self._asked:
+                self._asked -= 1  # our own, or one that does as well
+                return
+            heard: Heard = ChannelEvent.DOUBT
+        elif isinstance(command, PositionCommand | RdataCommand):
+            heard = command
+        else:
+            return
+        with self._lock:
+            self._heard.append(heard)
+        if len(self._heard) > MOST_LINES:
+            self._doubt()
+            self.ask()

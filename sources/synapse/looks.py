@@ -1,0 +1,149 @@
+"""What the bridge asks of Synapse's database, which it only reads; a statement each, which sees it as it is then.
+
+Three of them write nothing that anybody could see: one takes a number of a transaction, one a message in the server's
+log, by which all before it is on the disk.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from datetime import datetime
+
+from tidemark.sources.synapse.decider import StreamFact
+from tidemark.sources.synapse.tables import SynapseStream
+from tidemark.sources.transactions import OpenTransaction
+from tidemark.streaming.direction import Direction
+from tidemark.streaming.errors import SequenceUnfit
+from tidemark.streaming.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
+
+_USE = DatabaseUse(
+    "TIDEMARK_SYNAPSE_DSN",
+    refusals={
+        "42P01": "give the dsn of Synapse's own database, of a Synapse that is not older than 1.100",
+        "42703": "give the dsn of Synapse's own database, of a Synapse that is not older than 1.100",
+        "42501": "grant the user pg_read_all_data",
+    },
+    options=(
+        ("synchronous_commit", "on"),
+        # The order of its looks is the proof, and each look needs a snapshot of its own.
+        ("default_transaction_isolation", "'read committed'"),
+        ("jit", "off"),
+    ),
+    # A server that crashed would not be noticed.
+    pooled="give the bridge a direct connection to the server",
+)
+
+
+def synapse_session(dsn: Dsn) -> PostgresSession:
+    """The bridge's session in Synapse's database."""
+    return PostgresSession(dsn, "tidemark synapse", _USE)
+
+
+def head(connection: Connection, stream: SynapseStream) -> int:
+    """Up to where IDs were given out, as a magnitude."""
+    row = connection.execute("select coalesce(pg_sequence_last_value(%s::regclass), 0)", [stream.sequence]).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def heads(connection: Connection, streams: Iterable[SynapseStream]) -> dict[str, int]:
+    """The same of several, by name."""
+    names = {each.sequence: each.name for each in streams}
+    rows = connection.execute(
+        "select name, coalesce(pg_sequence_last_value(name::regclass), 0) from unnest(%s::text[]) as name", [[*names]]
+    ).fetchall()
+    return {names[sequence]: int(value) for sequence, value in rows}
+
+
+def check_sequence(connection: Connection, stream: SynapseStream) -> None:
+    """Raises `SequenceUnfit` where IDs would not be given out one by one, in order."""
+    row = connection.execute(
+        "select seqincrement, seqcache, seqcycle from pg_sequence where seqrelid = %s::regclass", [stream.sequence]
+    ).fetchone()
+    if row != (1, 1, False):
+        problem = f"it has increment, cache and cycle {row}, and Synapse's have (1, 1, False)"
+        raise SequenceUnfit(stream.sequence, problem, "let Synapse make it")
+
+
+def writers(connection: Connection, stream: SynapseStream) -> set[str]:
+    """Those that the database names: who has ever written, until Synapse is started without it."""
+    rows = connection.execute(
+        "select distinct instance_name from stream_positions where stream_name = %s", [stream.positions]
+    ).fetchall()
+    return {name for (name,) in rows}
+
+
+def facts(connection: Connection, stream: SynapseStream, low: int, top: int) -> tuple[int, list[StreamFact]]:
+    """The head, and the facts in `(low, top]`, of one snapshot; magnitudes."""
+    first, last = low + 1, top
+    if stream.towards is Direction.BACKWARD:
+        first, last = -top, -low - 1
+    every = " union all ".join(question.sql(place) for place, question in enumerate(stream.questions))
+    rows = connection.execute(
+        f"""
+        select abs(id), writer, row, coalesce(pg_sequence_last_value(%(sequence)s::regclass), 0) as head
+        from ({every}) as found
+        union all
+        select null, null, null, coalesce(pg_sequence_last_value(%(sequence)s::regclass), 0)
+        """.encode(),
+        {"sequence": stream.sequence, "low": first, "high": last},
+    ).fetchall()
+    found: dict[int, tuple[str, dict[str, None]]] = {}
+    for id, writer, row, _ in rows:
+        if id is not None:
+            found.setdefault(id, (writer, {}))[1][row] = None
+    return int(rows[-1][3]), [StreamFact(id, writer, [*each]) for id, (writer, each) in sorted(found.items())]
+
+
+@dataclass(frozen=True, slots=True)
+class TableWriter:
+    """An open transaction that writes to the tables of these streams; `number` as snapshots list it."""
+
+    streams: frozenset[str]
+    number: int
+    pid: int | None
+    gid: str | None
+    user: str
+    application: str
+    state: str
+    since: datetime | None
+    query: str
+
+    def held(self, stream: str, writer: str) -> OpenTransaction:
+        who = (self.pid, self.gid, self.user, self.application, self.state, self.since, self.query)
+        return OpenTransaction(stream, writer, *who)
+
+
+def table_writers(
+    connection: Connection, streams: Iterable[SynapseStream], running: Collection[int] | None = None
+) -> list[TableWriter]:
+    """Who of those that run has written to the tables of the streams, or is about to: the oldest first."""
+    tables: dict[str, set[str]] = {}
+    for stream in streams:
+        for question in stream.questions:
+            tables.setdefault(question.name, set()).add(stream.name)
+    rows = connection.execute(
+        """
+        select array_agg(distinct held.relation::regclass::text), own.transactionid::text::bigint, held.pid,
+            prepared.gid, coalesce(activity.usename, prepared.owner, ''), coalesce(activity.application_name, ''),
+            coalesce(activity.state, ''), coalesce(activity.xact_start, prepared.prepared),
+            coalesce(regexp_replace(left(activity.query, 300), '\\s+', ' ', 'g'), '')
+        from pg_locks held
+        join pg_locks own on own.virtualtransaction = held.virtualtransaction and own.locktype = 'transactionid'
+            and own.mode = 'ExclusiveLock' and own.granted
+        left join pg_stat_activity activity on activity.pid = held.pid
+        left join pg_prepared_xacts prepared on held.pid is null and prepared.transaction = own.transactionid
+        where held.locktype = 'relation' and held.relation = any (%s::regclass[]::oid[])
+            and held.mode not in ('AccessShareLock', 'RowShareLock')
+            and held.database = (select oid from pg_database where datname = current_database())
+        group by 2, 3, 4, 5, 6, 7, 8, 9
+        order by 8 nulls first
+        """,
+        [[*tables]],
+    ).fetchall()
+    whole = None if running is None else {number & 0xFFFF_FFFF: number for number in running}
+    found = []
+    for names, number, *who in rows:
+        if whole is None or number in whole:  # locks know the lower half of a transaction's number
+            of = frozenset(stream for name in names for stream in tables.get(name.rpartition(".")[2], ()))
+            found.append(TableWriter(of, number if whole is None else whole[number], *who))
+    return found

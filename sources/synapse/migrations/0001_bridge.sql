@@ -1,0 +1,34 @@
+-- What `tidemark synapse` remembers of what it said (docs/synapse.md). It lies in Tidemark's own database, never in Synapse's.
+
+create table tidemark.synapse_streams (
+    stream      text        primary key,
+    database    text        not null,
+    place       pg_lsn      not null,
+    start       text        not null,
+    after       text
+);
+comment on table tidemark.synapse_streams is 'Streams of Synapse that were told, and the history of its database in which';
+comment on column tidemark.synapse_streams.place is
+    'The end of its server''s log when it was told last: one that is shorter is of a disk that was put back'
+;
+comment on column tidemark.synapse_streams.start is 'The token of this history''s JOINs, which follows that of the one before';
+
+create table tidemark.synapse_writers (
+    stream      text        not null references tidemark.synapse_streams on delete cascade,
+    writer      text        not null,
+    epoch       bigint      not null,
+    told        bigint      not null,
+    primary key (stream, writer)
+);
+comment on table tidemark.synapse_writers is 'Writers of Synapse''s streams as they were told';
+comment on column tidemark.synapse_writers.told is
+    'How far it was told (a magnitude): in Kafka, or waiting for it in tidemark.synapse_outbox';
+
+-- Written with what it moves, in one transaction: whoever comes after sends the same bytes again, and goes on behind them.
+create table tidemark.synapse_outbox (
+    number      bigint      primary key generated always as identity,
+    stream      text        not null,
+    value       bytea       not null
+)
+with (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000);
+comment on table tidemark.synapse_outbox is 'Records that Kafka has not acknowledged, in their order';

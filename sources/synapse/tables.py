@@ -1,0 +1,182 @@
+"""What Synapse's streams are in its database: their sequences, their tables, and what a missing row proves there.
+
+Each question gives a row of a fact as JSON in the form in which Synapse itself sends it, `[...]`; of several rows of
+one fact the later question's come last.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tidemark.streaming.direction import Direction
+
+MASTER = "master"
+"""The main process, which older rows do not name."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableQuestion:
+    """`id` is its column of stream IDs, `row` an expression of JSON over `table`, which may be a join."""
+
+    table: str
+    id: str
+    row: str
+
+    @property
+    def name(self) -> str:
+        """Of the table that has the rows."""
+        return self.table.partition(" ")[0]
+
+    @property
+    def alias(self) -> str:
+        return self.table.split(" ")[1]
+
+    def sql(self, place: int) -> str:
+        """Asks for the IDs between `%(low)s` and `%(high)s`, signed."""
+        return (
+            f"select {place} as place, {self.alias}.{self.id} as id,"
+            f" coalesce({self.alias}.instance_name, '{MASTER}') as writer, ({self.row})::text as row"
+            f" from {self.table} where {self.alias}.{self.id} between %(low)s and %(high)s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SynapseStream:
+    """`name` as it is on the channel. `positions` is its name in `stream_positions`, empty where it has none.
+
+    `keeps`: every fact keeps a row for long enough; else rows are overwritten or deleted, and a missing one proves
+    nothing.
+    """
+
+    name: str
+    sequence: str
+    questions: Sequence[TableQuestion]
+    keeps: bool
+    positions: str = ""
+    towards: Direction = Direction.FORWARD
+
+
+_EVENTS = (
+    TableQuestion(
+        "events e left join redactions x using (event_id) left join event_relations r using (event_id)"
+        " left join room_memberships m using (event_id)",
+        "stream_ordering",
+        "json_build_array('ev', json_build_array(event_id, e.room_id, e.type, e.state_key, x.redacts, r.relates_to_id,"
+        " m.membership, e.rejection_reason is not null, e.outlier))",
+    ),
+    # An event that was held without its room's state, and now is with it: its row in `events` keeps its older ID.
+    TableQuestion(
+        "ex_outlier_stream o join events e using (event_id)",
+        "event_stream_ordering",
+        "json_build_array('ev', json_build_array(event_id, e.room_id, e.type, e.state_key, null, null, null,"
+        " e.rejection_reason is not null, e.outlier))",
+    ),
+    TableQuestion(
+        "current_state_delta_stream d",
+        "stream_id",
+        "json_build_array('state', json_build_array(d.room_id, d.type, d.state_key, d.event_id))",
+    ),
+)
+
+
+def _question(table: str, row: str) -> TableQuestion:
+    return TableQuestion(f"{table} t", "stream_id", f"json_build_array({row})")
+
+
+_KNOWN = (
+    SynapseStream("events", "events_stream_seq", _EVENTS, keeps=True, positions="events"),
+    SynapseStream(
+        "backfill",
+        "events_backfill_stream_seq",
+        _EVENTS[:2],
+        keeps=True,
+        positions="backfill",
+        towards=Direction.BACKWARD,
+    ),
+    SynapseStream(
+        "caches",
+        "cache_invalidation_stream_seq",
+        [_question("cache_invalidation_stream_by_instance", "t.cache_func, to_json(t.keys), t.invalidation_ts")],
+        keeps=True,
+    ),
+    SynapseStream(
+        "push_rules",
+        "push_rules_stream_sequence",
+        [_question("push_rules_stream", "t.user_id")],
+        keeps=True,
+        positions="push_rules_stream",
+    ),
+    SynapseStream(
+        "account_data",
+        "account_data_sequence",
+        [
+            _question("account_data", "t.user_id, null, t.account_data_type"),
+            _question("room_account_data", "t.user_id, t.room_id, t.account_data_type"),
+            _question("room_tags_revisions", "t.user_id, t.room_id, 'm.tag'"),
+        ],
+        keeps=False,
+        positions="account_data",
+    ),
+    SynapseStream(
+        "to_device",
+        "device_inbox_sequence",
+        [_question("device_inbox", "t.user_id"), _question("device_federation_outbox", "t.destination")],
+        keeps=False,
+        positions="to_device",
+    ),
+    SynapseStream(
+        "receipts",
+        "receipts_sequence",
+        [
+            _question(
+                "receipts_linearized",
+                "t.room_id, t.receipt_type, t.user_id, t.event_id, t.thread_id, t.data::json",
+            )
+        ],
+        keeps=False,
+        positions="receipts",
+    ),
+    SynapseStream(
+        "device_lists",
+        "device_lists_sequence",
+        [
+            _question("device_lists_stream", "t.user_id, false, false"),
+            _question("user_signature_stream", "t.from_user_id, true, false"),
+            _question("device_lists_outbound_pokes", "t.destination, false, false"),
+        ],
+        keeps=False,
+        positions="device_lists_stream",
+    ),
+    SynapseStream(
+        "presence",
+        "presence_stream_sequence",
+        [
+            _question(
+                "presence_stream",
+                "t.user_id, t.state, t.last_active_ts, t.last_federation_update_ts, t.last_user_sync_ts,"
+                " t.status_msg, t.currently_active",
+            )
+        ],
+        keeps=False,
+        positions="presence_stream",
+    ),
+)
+STREAMS: Mapping[str, SynapseStream] = {each.name: each for each in _KNOWN}
+
+_MEMORY = "it lives in its writer's memory, where its IDs begin anew with each start"
+_OTHER = "what its tables prove was not looked into"
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("typing", "federation", "presence_federation"), _MEMORY),
+    **dict.fromkeys(
+        (
+            "pushers",
+            "thread_subscriptions",
+            "un_partial_stated_room",
+            "un_partial_stated_event",
+            "sticky_events",
+            "profile_updates",
+            "quarantined_media",
+        ),
+        _OTHER,
+    ),
+}
+"""Streams of Synapse that are none of ours, and why."""

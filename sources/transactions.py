@@ -1,0 +1,99 @@
+"""Transactions of a database that is read as evidence: which of them run, who they are, in which history of the server.
+
+For the relay and the bridge, each of which reads what others have committed and says what they have not.
+"""
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from tidemark.streaming.errors import Unavailable
+from tidemark.streaming.postgres_session import Connection
+
+
+@dataclass(frozen=True, slots=True)
+class ServerHistory:
+    """`database` changes where the database is another: system, timeline, database, its table (a restore makes it
+    anew). A disk image that is put back has the same; but it has a `server` that began later.
+    """
+
+    database: str
+    server: str
+
+
+def history(connection: Connection, where: str, table: str) -> ServerHistory:
+    """`table` is one that a restore makes anew. Raises `Unavailable` on a standby.
+
+    The timeline is that of the log that is being written; pg_control_checkpoint() tells of a promotion only after the
+    next checkpoint.
+    """
+    row = connection.execute("select pg_is_in_recovery()").fetchone()
+    if row is None or row[0]:
+        raise Unavailable("Postgres", where, "it is a standby")
+    row = connection.execute(
+        """
+        select format('%%s/%%s/%%s/%%s', system_identifier, left(pg_walfile_name(pg_current_wal_insert_lsn()), 8),
+            (select oid from pg_database where datname = current_database()),
+            %s::regclass::oid), extract(epoch from pg_postmaster_start_time())::text
+        from pg_control_system()
+        """,
+        [table],
+    ).fetchone()
+    assert row is not None
+    return ServerHistory(*row)
+
+
+def end_one(connection: Connection) -> None:
+    """A snapshot lists only what runs below the last transaction that has ended; what is above may run or not exist.
+
+    So one of our own ends: whoever had an ID before this call is listed from now on.
+    """
+    connection.execute("select pg_current_xact_id()")
+
+
+def running(connection: Connection) -> frozenset[int]:
+    """The transactions that have an ID and have not ended, prepared ones too; none that began after `end_one`."""
+    row = connection.execute("select pg_current_snapshot()::text").fetchone()
+    assert row is not None
+    listed = str(row[0]).rpartition(":")[2]
+    return frozenset(map(int, listed.split(","))) if listed else frozenset()
+
+
+def durable(connection: Connection) -> str:
+    """All that the server has done so far survives a crash: this writes to its log and waits for the disk; where in it.
+
+    `nextval` is durable only with a later commit, and so is what a transaction commits that does not wait itself.
+    """
+    row = connection.execute("select pg_logical_emit_message(true, 'tidemark', '')::text").fetchone()
+    assert row is not None
+    return str(row[0])
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTransaction:
+    """`pid` is None for a prepared one, which `gid` names. What this user may not see is empty.
+
+    `writer`: in whose name it has appended, several where they share a lock; empty where no fact of that name was told.
+    """
+
+    stream: str
+    writer: str
+    pid: int | None
+    gid: str | None
+    user: str
+    application: str
+    state: str
+    since: datetime | None
+    query: str
+
+    def __str__(self) -> str:
+        return f"{self.stream}: {self.who}" + (f": {self.query or '-'}" if self.pid is not None else "")
+
+    @property
+    def who(self) -> str:
+        """Without its query, whose values are the service's own."""
+        since = "" if self.since is None else f" since {self.since:%Y-%m-%d %H:%M:%S%z}"
+        writer = f"writer {self.writer or 'not told yet'}"
+        if self.pid is None:
+            return f"{writer}, prepared transaction {self.gid or '?'}{since}, user {self.user or '-'}"
+        who = f"user {self.user or '-'}, application {self.application or '-'}"
+        return f"{writer}, pid {self.pid}{since}, {self.state or 'state not shown'}, {who}"

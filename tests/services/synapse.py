@@ -1,0 +1,218 @@
+"""A real Synapse for tests: main process and workers, each a process of its own, on a given database and Redis.
+
+Its programs stand in a virtual environment of their own below TIDEMARK_HOME, which pip makes once.
+"""
+
+import fcntl
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
+
+import httpx
+from psycopg.conninfo import conninfo_to_dict
+
+from tidemark.app.settings import Settings
+from tidemark.app.stack.home import Home
+from tidemark.app.stack.server import LOOPBACK, ServerProcess, free_port, listens
+
+PACKAGES = ("matrix-synapse[redis]==1.163.2", "psycopg2-binary", "hiredis")
+NAME = "syn.test"
+MAIN = "main"
+_FREE = {"per_second": 100_000, "burst_count": 100_000}
+_LIMITS = {
+    **dict.fromkeys(
+        ("rc_message", "rc_registration", "rc_admin_redaction", "rc_joins_per_room", "rc_room_creation"), _FREE
+    ),
+    "rc_login": {"address": _FREE, "account": _FREE, "failed_attempts": _FREE},
+    "rc_joins": {"local": _FREE, "remote": _FREE},
+    "rc_invites": {"per_room": _FREE, "per_user": _FREE, "per_issuer": _FREE},
+    "rc_presence": {"per_user": _FREE},
+}
+"""Synapse's brakes for strangers, released."""
+
+
+class NoSynapse(Exception):
+    """Its packages cannot be had here; the text says why."""
+
+
+def programs() -> Path:
+    """The Python that can run Synapse. Raises `NoSynapse`."""
+    place = Settings().home / "synapse"
+    place.mkdir(parents=True, exist_ok=True)
+    python = place / "venv/bin/python"
+    with (place / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = place / "installed"
+        if not done.exists() or done.read_text() != " ".join(PACKAGES):
+            for command in (
+                [sys.executable, "-m", "venv", str(place / "venv")],
+                [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *PACKAGES],
+            ):
+                made = subprocess.run(command, capture_output=True, text=True, check=False)
+                if made.returncode:
+                    raise NoSynapse((made.stderr.splitlines() or ["pip failed"])[-1])
+            done.write_text(" ".join(PACKAGES))
+    return python
+
+
+class SynapseProcess(ServerProcess):
+    """One process of a homeserver; `port` serves clients and other processes."""
+
+    name: ClassVar[str] = "synapse"
+    patience: ClassVar[float] = 90.0
+
+    def __init__(self, home: Home, name: str, command: Sequence[str]) -> None:
+        super().__init__(home, free_port())
+        self.name = name  # type: ignore[misc]
+        self._command = command
+
+    def command(self) -> Sequence[str]:
+        return self._command
+
+    def environment(self) -> Mapping[str, str]:
+        return {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+
+    def answers(self) -> bool:
+        if not listens(self.port):
+            return False
+        try:
+            return httpx.get(f"http://{LOOPBACK}:{self.port}/health", timeout=1).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+
+class Homeserver:
+    """`writers`: which workers write which stream; what is not named there the main process writes."""
+
+    def __init__(
+        self, home: Home, python: Path, database: str, redis_port: int, writers: Mapping[str, Sequence[str]]
+    ) -> None:
+        self._python = str(python)
+        self._root = home.data("synapse")
+        self.dsn = database
+        self._redis_port = redis_port
+        self._writers = writers
+        self._secret = secrets.token_hex(16)
+        shared = self._root / "homeserver.yaml"
+        self.main = SynapseProcess(home, MAIN, [self._python, "-m", "synapse.app.homeserver", "-c", str(shared)])
+        self.replication_port = free_port()
+        names = dict.fromkeys(name for workers in writers.values() for name in workers)
+        self.workers = {name: self._worker(home, name) for name in names}
+        self._tokens: dict[str, tuple[str, str]] = {}
+        self.patience = 60.0
+        """Seconds that an answer may take."""
+
+    def start(self) -> None:
+        self._configure()
+        self.main.start()
+        with ThreadPoolExecutor() as pool:
+            [*pool.map(SynapseProcess.start, self.workers.values())]
+
+    def stop(self) -> None:
+        for process in [*self.workers.values(), self.main]:
+            process.kill()  # its orderly end takes seconds, and everything of it is thrown away
+
+    def call(self, at: str, method: str, path: str, user: str | None = None, body: object = None) -> Any:
+        """What the process `at` answers a client of this user. Raises `httpx.HTTPError`."""
+        process = self.main if at == MAIN else self.workers[at]
+        head = {"Authorization": f"Bearer {self._token(user)}"} if user else {}
+        # One that is sent for another, which is dead, is tried for long.
+        found = httpx.request(
+            method, f"http://{LOOPBACK}:{process.port}{path}", json=body, headers=head, timeout=self.patience
+        ).raise_for_status()
+        return found.json()
+
+    def client(self, method: str, path: str, user: str, body: object = None, at: str = MAIN) -> Any:
+        return self.call(at, method, f"/_matrix/client/v3{path}", user, body)
+
+    def room(self, user: str, at: str = MAIN) -> str:
+        """A new room; its events are written by one of the writers, as the hash of its name says."""
+        return str(self.client("POST", "/createRoom", user, {"preset": "public_chat"}, at)["room_id"])
+
+    def send(self, room: str, user: str, text: str, at: str = MAIN) -> str:
+        """The ID of the event, once it is committed."""
+        body = {"msgtype": "m.text", "body": text}
+        path = f"/rooms/{room}/send/m.room.message/{secrets.token_hex(8)}"
+        return str(self.client("PUT", path, user, body, at)["event_id"])
+
+    def token(self, user: str) -> str:
+        """How far `events` is, as a client that syncs now is told: `s5`, or `m5~1.7`."""
+        only = {"room": {"timeline": {"limit": 0, "not_types": [secrets.token_hex(4)]}}}  # no answer is reused
+        found = self.client("GET", f"/sync?timeout=0&filter={json.dumps(only)}", user)["next_batch"]
+        return str(found).partition("_")[0]
+
+    def device(self, user: str) -> str:
+        return self._session(user)[1]
+
+    def _token(self, user: str) -> str:
+        return self._session(user)[0]
+
+    def _session(self, user: str) -> tuple[str, str]:
+        if user not in self._tokens:
+            path = "/_synapse/admin/v1/register"
+            nonce = self.call(MAIN, "GET", path)["nonce"]
+            said = f"{nonce}\0{user}\0secret\0notadmin".encode()
+            body = {"nonce": nonce, "username": user, "password": "secret", "admin": False}
+            body["mac"] = hmac.new(self._secret.encode(), said, hashlib.sha1).hexdigest()
+            made = self.call(MAIN, "POST", path, body=body)
+            self._tokens[user] = made["access_token"], made["device_id"]
+        return self._tokens[user]
+
+    def _worker(self, home: Home, name: str) -> SynapseProcess:
+        files = [str(self._root / "homeserver.yaml"), "-c", str(self._root / f"{name}.yaml")]
+        return SynapseProcess(home, name, [self._python, "-m", "synapse.app.generic_worker", "-c", *files])
+
+    def _configure(self) -> None:
+        at = conninfo_to_dict(self.dsn)
+        self._write("homeserver", self._shared(at))
+        for name, process in self.workers.items():
+            listeners = [_listener(process.port, "client", "replication")]
+            worker = {"worker_app": "synapse.app.generic_worker", "worker_name": name, "worker_listeners": listeners}
+            self._write(name, {**worker, "worker_log_config": str(self._root / "log.yaml")})
+        handlers = {"file": {"class": "logging.StreamHandler", "formatter": "plain"}}
+        formats = {"plain": {"format": "%(asctime)s %(levelname)s %(name)s %(message)s"}}
+        root = {"level": "WARNING", "handlers": ["file"]}
+        self._write("log", {"version": 1, "formatters": formats, "handlers": handlers, "root": root})
+        shared = ["-c", str(self._root / "homeserver.yaml")]
+        self.main.run_first([self._python, "-m", "synapse.app.homeserver", *shared, "--generate-keys"])
+
+    def _shared(self, at: Mapping[str, Any]) -> dict[str, object]:
+        login = {key: at[key] for key in ("user", "password", "host", "port", "dbname") if at.get(key)}
+        workers = {name: {"host": LOOPBACK, "port": process.port} for name, process in self.workers.items()}
+        return {
+            "server_name": NAME,
+            "public_baseurl": f"http://{LOOPBACK}:{self.main.port}/",
+            "report_stats": False,
+            "suppress_key_server_warning": True,
+            "trusted_key_servers": [],
+            "signing_key_path": str(self._root / "signing.key"),
+            "media_store_path": str(self._root / "media"),
+            "pid_file": str(self._root / "main.pid"),
+            "log_config": str(self._root / "log.yaml"),
+            **dict.fromkeys(("macaroon_secret_key", "form_secret", "worker_replication_secret"), self._secret),
+            "registration_shared_secret": self._secret,
+            "send_federation": False,
+            "federation_domain_whitelist": [],
+            "presence": {"enabled": True},
+            "database": {"name": "psycopg2", "args": {**login, "cp_min": 1, "cp_max": 4}},
+            "redis": {"enabled": True, "host": LOOPBACK, "port": self._redis_port},
+            "listeners": [_listener(self.main.port, "client"), _listener(self.replication_port, "replication")],
+            "instance_map": {"main": {"host": LOOPBACK, "port": self.replication_port}, **workers},
+            "stream_writers": {stream: [*names] for stream, names in self._writers.items()},
+            **_LIMITS,
+        }
+
+    def _write(self, name: str, content: object) -> None:
+        (self._root / f"{name}.yaml").write_text(json.dumps(content))  # which YAML contains
+
+
+def _listener(port: int, *resources: str) -> dict[str, object]:
+    return {"port": port, "bind_addresses": [LOOPBACK], "type": "http", "resources": [{"names": [*resources]}]}

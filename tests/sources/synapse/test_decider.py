@@ -1,0 +1,136 @@
+"""The decision alone, against writers of whom everything is known."""
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.examples import examples
+from tests.sources.synapse.world import NAMES, Told, Writers
+from tidemark.sources.synapse.decider import ProvenAdvance, StreamDecider
+
+Act = tuple[str, int, bool]
+MakeDecider = Callable[[], StreamDecider]
+WEIGHTS = {
+    "take": 8,
+    "begin": 8,
+    "end": 8,
+    "hear": 8,
+    "read": 8,
+    "follow": 4,
+    "kill": 2,
+    "start": 4,
+    "answer": 2,
+    "orphan": 2,
+    "waste": 1,
+    "look": 2,
+    "lose": 1,
+}
+
+
+def script_of(seed: int) -> list[Act]:
+    chance = Random(seed)
+    whats = chance.choices([*WEIGHTS], [*WEIGHTS.values()], k=chance.randint(1, 200))
+    return [(what, chance.randrange(6), chance.random() < 0.6) for what in whats]
+
+
+def play(script: list[Act], make: MakeDecider) -> Told:
+    writers = Writers()
+    told = Told(writers, make())
+    for what, value, flag in script:
+        name = NAMES[value % len(NAMES)]
+        match what:
+            case "take":
+                writers.take(name)
+            case "begin":
+                writers.begin(name)
+            case "end":
+                writers.end(name, commits=flag, last=value == 0)
+            case "follow":
+                writers.follow(name)
+            case "kill":
+                writers.kill(name, committing=flag)
+            case "start":
+                writers.start(name, behind=flag)
+            case "answer":
+                writers.answer(name)
+            case "orphan":
+                writers.end_orphan(commits=flag)
+            case "waste":
+                writers.waste()
+            case "hear":
+                told.hear(value)
+            case "lose":
+                told.lose(value)
+            case "look":
+                told.look()
+            case "read":
+                told.look()
+                told.read()
+        told.check()
+    return told
+
+
+def _made() -> StreamDecider:
+    return StreamDecider(dict.fromkeys(NAMES, 1))
+
+
+@settings(max_examples=examples(400))
+@given(seed=st.integers(0, 2**40))
+def test_no_event_is_stepped_over(seed: int) -> None:
+    """Whatever is killed, late, rolled back or lost; and when everything rests, everything is told, once."""
+    play(script_of(seed), _made).finish()
+
+
+class _NoBarrier(StreamDecider):
+    """Takes a successor's word for its predecessor's."""
+
+    def look(self, head: int, running: frozenset[int]) -> None:
+        super().look(head, frozenset())
+
+
+class _NoDoubt(StreamDecider):
+    """Takes who begins for one who goes on."""
+
+    def announced(self, writer: str, prev: int, id: int) -> None:
+        super().announced(writer, min(prev, id - 1), id)
+
+
+class _WordOfOthers(StreamDecider):
+    """Takes the word of one writer for that of all."""
+
+    def announced(self, writer: str, prev: int, id: int) -> None:
+        for name in NAMES:
+            super().announced(name, prev, id)
+
+
+class _HeardAlone(StreamDecider):
+    """Believes that whoever is heard has told all its facts."""
+
+    def read(self, asked: tuple[int, int], head: int, facts: object) -> list[ProvenAdvance]:
+        return super().read(asked, head, [])
+
+
+SPOKEN: list[Act] = [("answer", 0, True), ("hear", 9, True), ("read", 0, True)]
+SUCCESSOR: list[Act] = [("take", 0, True), ("begin", 0, True), ("kill", 0, True), ("start", 0, False), *SPOKEN[1:]]
+LATE: Act = ("orphan", 0, True)
+ONES_OWN: list[Act] = [("take", 0, True), ("follow", 1, True), *SPOKEN[1:], ("begin", 0, True), ("end", 0, True)]
+LOST: list[Act] = [("take", 0, True), ("begin", 0, True), ("end", 0, True), ("lose", 6, True), *SPOKEN]
+
+
+@pytest.mark.parametrize(
+    ("bent", "script"),
+    [
+        (_NoBarrier, [*SUCCESSOR, LATE]),
+        (_NoDoubt, [*SPOKEN, *SUCCESSOR, LATE]),
+        (_WordOfOthers, ONES_OWN),
+        (_HeardAlone, LOST),
+    ],
+)
+def test_each_rule_is_needed(bent: type[StreamDecider], script: list[Act]) -> None:
+    """A few steps after which no event is stepped over, and without the rule one is."""
+    play(script, _made).finish()
+    with pytest.raises(AssertionError, match="stepped over"):
+        play(script, lambda: bent(dict.fromkeys(NAMES, 1)))

@@ -1,0 +1,185 @@
+"""Writers that behave as those of Synapse do, by the rules that were observed, and what is known of their truth.
+
+An ID is taken outside any transaction, used in one, and ends with it. A writer says how far it is; lines are lost only
+together with a sign of it. One that is killed leaves transactions that were asked to commit, and a successor that says
+how far it found everything.
+"""
+
+from dataclasses import dataclass, field
+
+from tidemark.sources.synapse.decider import ProvenAdvance, StreamDecider, StreamFact
+
+NAMES = ("event1", "event2", "event3")
+
+
+@dataclass
+class Transaction:
+    number: int
+    id: int
+    writer: str
+    orphan: bool = False
+
+
+@dataclass
+class Process:
+    """`taken`: IDs in no transaction yet; `open`: transactions. None of them is complete."""
+
+    name: str
+    position: int
+    taken: list[int] = field(default_factory=list)
+    open: list[Transaction] = field(default_factory=list)
+    ended: dict[int, bool] = field(default_factory=dict)
+
+    def complete_upto(self, head: int) -> int:
+        flying = [*self.taken, *(each.id for each in self.open)]
+        return min(flying) - 1 if flying else head
+
+
+class Writers:
+    """`facts` are committed, by ID; `lines` have not been heard yet: the arguments of what the decider is told."""
+
+    def __init__(self) -> None:
+        self.head = 1
+        self.numbers = 0
+        self.live = {name: Process(name, 1) for name in NAMES}
+        self.orphans: list[Transaction] = []
+        self.facts: dict[int, str] = {}
+        self.lines: list[tuple[str, int, int | None]] = []
+
+    def take(self, name: str) -> None:
+        if process := self.live.get(name):
+            self.head += 1
+            process.taken.append(self.head)
+
+    def waste(self) -> None:
+        """Somebody who is no writer takes an ID."""
+        self.head += 1
+
+    def begin(self, name: str) -> None:
+        if (process := self.live.get(name)) and process.taken:
+            self.numbers += 1
+            process.open.append(Transaction(self.numbers, process.taken.pop(0), name))
+
+    def end(self, name: str, *, commits: bool, last: bool) -> None:
+        if (process := self.live.get(name)) and process.open:
+            each = process.open.pop(-1 if last else 0)
+            if commits:
+                self.facts[each.id] = name
+            process.ended[each.id] = commits
+            self._say(process)
+
+    def end_orphan(self, *, commits: bool) -> None:
+        if self.orphans:
+            each = self.orphans.pop(0)
+            if commits:
+                self.facts[each.id] = each.writer
+
+    def kill(self, name: str, *, committing: bool) -> None:
+        if process := self.live.pop(name, None):
+            self.orphans += [each for each in process.open if committing]
+
+    def start(self, name: str, *, behind: bool) -> None:
+        """`behind`: it finds the IDs of facts, not those that were given out."""
+        if name not in self.live:
+            found = max(self.facts, default=1) if behind else self.head
+            self.live[name] = Process(name, found)
+            self.lines.append((name, found, found))
+
+    def answer(self, name: str) -> None:
+        if process := self.live.get(name):
+            self.lines.append((name, process.position, process.position))
+
+    def follow(self, name: str) -> None:
+        """An idle one says that it is as far as others are."""
+        if process := self.live.get(name):
+            self._say(process)
+
+    def running(self) -> frozenset[int]:
+        live = [each.number for process in self.live.values() for each in process.open]
+        return frozenset([*live, *(each.number for each in self.orphans)])
+
+    def _say(self, process: Process) -> None:
+        top = process.complete_upto(self.head)
+        if top <= process.position:
+            return
+        facts = [id for id in sorted(process.ended) if process.position < id <= top and process.ended[id]]
+        for id in facts:
+            self.lines.append((process.name, id, None))
+        last = facts[-1] if facts else process.position
+        if last < top:
+            self.lines.append((process.name, last, top))
+        process.position = top
+
+
+class Told:
+    """What the decider tells, held against the truth."""
+
+    def __init__(self, writers: Writers, decider: StreamDecider) -> None:
+        self._writers = writers
+        self.decider = decider
+        self.at = dict.fromkeys(NAMES, 1)
+        self.facts: dict[int, str] = {}
+
+    def hear(self, count: int) -> None:
+        lines = self._writers.lines
+        for name, first, second in lines[:count]:
+            if second is None:
+                self.decider.completed(name, first, f'["{name}",{first}]')
+            else:
+                self.decider.announced(name, first, second)
+        del lines[:count]
+
+    def lose(self, count: int) -> None:
+        """The newest lines are lost; whoever was disconnected asks, and everybody answers in time."""
+        lines = self._writers.lines
+        del lines[max(0, len(lines) - count) :]
+        self.hear(len(lines))
+        self.decider.doubt()
+
+    def look(self) -> None:
+        if self.decider.wants_look:
+            self.decider.look(self._writers.head, self._writers.running())
+
+    def read(self) -> None:
+        if asked := self.decider.asked():
+            low, top = asked
+            table = [StreamFact(id, writer, ["{}"]) for id, writer in self._writers.facts.items() if low < id <= top]
+            for advance in self.decider.read(asked, self._writers.head, table):
+                self._take(advance)
+
+    def _take(self, advance: ProvenAdvance) -> None:
+        assert advance.prev == self.at[advance.writer] < advance.id
+        self.at[advance.writer] = advance.id
+        for fact in advance.facts:
+            assert fact.id not in self.facts
+            self.facts[fact.id] = fact.writer
+        assert not advance.unseen
+
+    def check(self) -> None:
+        """No event is stepped over: of what is committed, all that lies at or below its writer's position is told."""
+        over = {id: name for id, name in self._writers.facts.items() if id <= self.at[name] and id not in self.facts}
+        assert not over, f"stepped over: {over}, told {self.at}"
+        assert self.facts.items() <= self._writers.facts.items()
+
+    def finish(self) -> None:
+        """Everybody lives and nothing is open: then everything is told."""
+        writers = self._writers
+        while writers.orphans:
+            writers.end_orphan(commits=True)
+        for name in NAMES:
+            writers.start(name, behind=False)
+            while writers.live[name].taken:
+                writers.begin(name)
+            while writers.live[name].open:
+                writers.end(name, commits=True, last=False)
+        self.lose(0)
+        for name in NAMES:
+            writers.follow(name)
+            writers.answer(name)
+        for _ in range(5):
+            self.hear(len(writers.lines))
+            self.look()
+            self.read()
+            self.check()
+        assert self.facts == writers.facts
+        assert set(self.at.values()) == {writers.head}
