@@ -150,7 +150,7 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
             try:
                 stored, how = (
                     postgres.states(None if stream is None else [stream]),
-                    health.read(postgres, settings.kafka),
+                    health.read(postgres, settings.kafka, settings.redis),
                 )
             except Unavailable as problem:
                 click.echo(str(problem), err=True)

@@ -1,8 +1,6 @@
-"""What scrapes show of streams and topics: the positions of every stream, and the end offsets of Kafka's partitions.
+"""What scrapes show of streams: the positions of every stream, and who holds them.
 
-Positions come from the states at the start, from effects afterwards. One thread writes (the batch's), any number read.
-End offsets are asked of Kafka on a thread of their own, and not of the
-query: its own lag can read 0 while it is dead.
+They come from the states at the start, from effects afterwards. One thread writes (the batch's), any number read.
 """
 
 import threading
@@ -10,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self
 
 import structlog
 from prometheus_client.core import GaugeMetricFamily
@@ -19,20 +16,12 @@ from prometheus_client.registry import Collector
 from tidemark.app import metrics
 from tidemark.app.metrics import STREAM_GAUGES
 from tidemark.sinks.port import Sink
-from tidemark.sources.start import RememberedTopic, require_same, require_uncompacted
-from tidemark.sources.topics import Topics
 from tidemark.streaming import state
 from tidemark.streaming.effects import ShardEffects, StreamEffects, Summary, summarize
-from tidemark.streaming.errors import Retry, Stop, TopicMissing
 from tidemark.streaming.holders import HELD_AFTER, Holder
 from tidemark.streaming.policies import Policies
 
 log = structlog.get_logger(__name__)
-
-SECONDS = 2.0  # between two rounds of end offsets
-ROUNDS_PER_CHECK = 15
-ROUNDS_MISSING = 5  # in a row: a broker that has just started may not know its topics yet
-
 
 THRESHOLDS = ("gap_seconds", "silent_seconds", "behind_seconds", "behind_ids")
 NEAR = 0.5  # of a bound: what fills less of it is no series
@@ -106,9 +95,12 @@ class Board(Collector):
             self._sinks = ()
 
     def forget(self) -> None:
-        """Another process has the lease: what this one knows gets old, and a gap that is closed would age for ever."""
+        """Another process has the lease: what this one knows gets old, and a gap that is closed would age for ever, as
+        would records that this one has not read."""
         with self._lock:
             self._entries = {}
+        for gauge in (metrics.KAFKA_END, metrics.KAFKA_READ, metrics.KAFKA_LAG):
+            gauge.clear()
 
     def update(self, effects: Iterable[ShardEffects]) -> None:
         """A batch was published."""
@@ -244,56 +236,3 @@ class Board(Collector):
     def _age(self, since: int | None, now: float) -> float:
         """Of what nobody knows since when (a state of an earlier version), since this process looks."""
         return max(0.0, now - (self._began if since is None else since / 1000))
-
-
-class EndOffsets:
-    """Keeps the metrics of end offsets and lag up to date. `remembered` are the topics as they were at the start.
-
-    It also notices at run time what is checked at every start: a topic that was repartitioned or replaced, in every
-    round, and one that was compacted; `failure` is the Stop that was found, for the thread that supervises.
-    """
-
-    def __init__(self, topics: Topics, remembered: Mapping[str, RememberedTopic], board: Board) -> None:
-        self._topics = topics
-        self._remembered = remembered
-        self._partitions = {name: topic.partitions for name, topic in remembered.items()}
-        self._board = board
-        self._closing = threading.Event()
-        self.failure: Stop | None = None
-
-    @contextmanager
-    def running(self) -> Iterator[Self]:
-        thread = threading.Thread(target=self._run, name="end-offsets", daemon=True)
-        thread.start()
-        try:
-            yield self
-        finally:
-            self._closing.set()
-            thread.join(timeout=1.0)
-
-    def _run(self) -> None:
-        away = False
-        rounds = missing = 0
-        while not self._closing.is_set():
-            try:
-                require_same(self._topics.identities(self._remembered), self._remembered)
-                read = dict(self._board.read)  # first, so that what is read meanwhile makes no lag below 0
-                for (topic, partition), end in self._topics.end_offsets(self._partitions).items():
-                    metrics.set_offsets(topic, partition, end=end, read=read[topic, partition])
-                rounds, missing = rounds + 1, 0
-                if rounds % ROUNDS_PER_CHECK == 0:
-                    require_uncompacted(self._topics.describe(self._remembered))
-                if away:
-                    log.info("Kafka answers again")
-                away = False
-            except Retry as error:
-                if not away:
-                    log.warning("Waiting for Kafka", problem=str(error))
-                away = True
-                metrics.RETRIES.labels("Kafka").inc()
-            except Stop as error:
-                missing += 1
-                if not isinstance(error, TopicMissing) or missing == ROUNDS_MISSING:
-                    self.failure = error
-                    return
-            self._closing.wait(SECONDS)

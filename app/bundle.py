@@ -139,7 +139,8 @@ def _versions() -> str:
 
 
 def _status(settings: Settings, postgres: Postgres) -> str:
-    return status.as_json(status.of(postgres, postgres.states()), time.time(), health.read(postgres, settings.kafka))
+    how = health.read(postgres, settings.kafka, settings.redis)
+    return status.as_json(status.of(postgres, postgres.states()), time.time(), how)
 
 
 def _redis(settings: Settings) -> str:

@@ -148,7 +148,7 @@ def status(context: click.Context, stream: str | None, *, as_json: bool, check: 
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
         found = status.of(postgres, postgres.states(), stream)
-        how = health.read(postgres, settings.kafka)
+        how = health.read(postgres, settings.kafka, settings.redis)
     if stream is not None and not found:
         raise CommandFailed(f"there is no stream {stream}; `tidemark status` shows all")
     if as_json:

@@ -164,11 +164,10 @@ def _lines(it: Explanation, now: datetime) -> Iterator[str]:
 
 
 def _holder(it: PastHolder) -> str:
-    named = f"{it.writer} (epoch {it.epoch})"
     if it.gap is None:
-        return f"{named}, which had told nothing beyond {it.position}"
-    gap = it.gap
-    what = f"{named}, which owed {ids_between(gap.low, gap.top)} since {clock(gap.opened)}"
+        return f"{it.writer} (epoch {it.epoch}), which had told nothing beyond {it.position}"
+    gap = it.gap  # of the epoch that owed it: the writer's next advance may be of a later one
+    what = f"{it.writer} (epoch {gap.epoch}), which owed {ids_between(gap.low, gap.top)} since {clock(gap.opened)}"
     if gap.closed is None:
         return f"{what} and owes it still"
     return f"{what} until {clock(gap.closed)}: {CLOSED.get(gap.closed_by or '', gap.closed_by)}"

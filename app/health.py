@@ -1,4 +1,4 @@
-"""How the pipeline is from which positions come: the lease, the last batch, and Kafka's end against what was read.
+"""How the pipeline is from which positions come: the lease, the last batch, Kafka's end against what was read, Redis.
 
 Positions stand in Postgres however dead it is, so whoever shows them says this too.
 """
@@ -9,23 +9,27 @@ from typing import Any
 
 from tidemark.sinks.postgres.status import Condition
 from tidemark.sinks.postgres.store import Postgres
+from tidemark.sinks.redis.client import RedisAddress
+from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics
 from tidemark.streaming.errors import TidemarkError
 
-PATIENCE = 3.0  # seconds for Kafka: people wait for the answer
+PATIENCE = 3.0  # seconds for Kafka, and for Redis: people wait for the answer
 QUIET_AFTER = 60.0  # seconds without a batch that are none of a healthy pipeline for which records wait
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineCondition:
     """`waiting` counts records that Kafka has and nobody read, by topic and partition; below 0: it has fewer than were
-    read. None where no pipeline ever started here, or Kafka does not answer: `kafka` says what it said.
+    read. None where no pipeline ever started here, or Kafka does not answer: `kafka` says what it said. `redis` is what
+    Redis said where it does not let us in.
     """
 
     condition: Condition
     waiting: Mapping[tuple[str, int], int] | None
     kafka: str | None
+    redis: str | None = None
 
     @property
     def records(self) -> int:
@@ -40,6 +44,8 @@ class PipelineCondition:
             found.append(f"no pipeline holds the lease; the last one was {it.owner}")
         if self.kafka is not None:
             found.append(f"Kafka does not tell how many records wait: {self.kafka}")
+        if self.redis is not None:
+            found.append(f"nothing can be published: {self.redis}")
         for (topic, partition), records in sorted((self.waiting or {}).items()):
             if records < 0:
                 found.append(f"partition {partition} of {topic} ends {-records} records before what was read of it")
@@ -66,21 +72,37 @@ class PipelineCondition:
         }
 
 
-def read(postgres: Postgres, kafka: KafkaConnection, patience: float = PATIENCE) -> PipelineCondition:
-    """Waits `patience` seconds for Kafka. Raises `Unavailable` and `Refused` of Postgres alone."""
+def read(
+    postgres: Postgres, kafka: KafkaConnection, redis: RedisAddress | str, patience: float = PATIENCE
+) -> PipelineCondition:
+    """Waits `patience` seconds for Kafka, and for Redis. Raises `Unavailable` and `Refused` of Postgres alone."""
     condition = postgres.conditions.now()
     topics = {name: partitions for name, (_, partitions) in postgres.remembered().topics.items()}
     if not topics:
-        return PipelineCondition(condition, None, None)
+        return PipelineCondition(condition, None, None, _said_by(redis, patience))
     known = postgres.offsets()  # first, so that what is read meanwhile makes no count below 0
     try:
         ends = Topics(kafka, patience).end_offsets(topics)
     except TidemarkError as problem:
-        return PipelineCondition(condition, None, " ".join(str(problem).split()))
+        return PipelineCondition(condition, None, _one_line(problem), _said_by(redis, patience))
     waiting = {
         (topic, partition): ends[topic, partition] - offset
         for topic, partitions in known.items()
         for partition, offset in partitions.items()
         if (topic, partition) in ends
     }
-    return PipelineCondition(condition, waiting, None)
+    return PipelineCondition(condition, waiting, None, _said_by(redis, patience))
+
+
+def _said_by(redis: RedisAddress | str, patience: float) -> str | None:
+    """None where it lets us in."""
+    try:
+        with Redis(RedisConfig(redis, timeout=patience)) as sink:
+            sink.check()
+    except TidemarkError as problem:
+        return _one_line(problem)
+    return None
+
+
+def _one_line(problem: TidemarkError) -> str:
+    return " ".join(str(problem).split())

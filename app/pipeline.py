@@ -1,7 +1,7 @@
 """`tidemark pipeline`: the composition root of the query, its source and its sinks.
 
 Its threads: this one supervises; Spark's callback publishes batches (`app.batches`); the lease renews itself; a guard
-refills Redis; another asks Kafka for its end offsets (`app.board`); scrapes and probes are
+refills Redis; another asks Kafka for its end offsets (`app.end_offsets`); scrapes and probes are
 answered from threads of `app.probes`.
 """
 
@@ -20,7 +20,8 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from tidemark.app import engine, metrics, probes
 from tidemark.app.batches import Batches
-from tidemark.app.board import Board, EndOffsets
+from tidemark.app.board import Board
+from tidemark.app.end_offsets import EndOffsets
 from tidemark.app.policies import PolicyWatch
 from tidemark.app.settings import Settings
 from tidemark.app.signals import told_to_end
@@ -102,6 +103,8 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                 log.warning("Trying again with the secrets as they are now", problem=str(error))
             except Retry as error:
                 failures = 0 if attempt.published or isinstance(error, Outdated) else failures + 1
+                if isinstance(error, Unavailable):
+                    metrics.RETRIES.labels(error.what).inc()
                 if isinstance(error, LeaseLost):
                     highest_token = max(highest_token, error.held, error.now)
                     board.forget()
@@ -206,7 +209,9 @@ class Attempt:
             dead_letters = stack.enter_context(
                 DeadLetters(DeadLettersConfig(settings.kafka_dead_letters_topic, kafka.client(), kafka.producer()))
             )
-            publisher = Publisher(postgres, sinks, dead_letters, lease, stopping)
+            publisher = Publisher(
+                postgres, sinks, dead_letters, lease, stopping, lambda it: metrics.RETRIES.labels(it.what).inc()
+            )
             publisher.send_unsent(start.seed.lineage)
             end_offsets = stack.enter_context(EndOffsets(topics, start.topics, self._board).running())
             recaller = RecallerConfig(settings.kafka_facts_topic, kafka.client(), kafka.producer())

@@ -20,7 +20,7 @@ from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.retry import wait_out
 from tidemark.streaming.effects import ShardEffects
-from tidemark.streaming.errors import LeaseLost
+from tidemark.streaming.errors import LeaseLost, Unavailable
 
 log = structlog.get_logger(__name__)
 
@@ -45,7 +45,10 @@ class Published:
 
 
 class Publisher:
-    """`commit`, `show` for each sink in turn, and `dead_letter` are the steps of `publish`; each may be repeated."""
+    """`commit`, `show` for each sink in turn, and `dead_letter` are the steps of `publish`; each may be repeated.
+
+    `failed` is told of each attempt that a server did not answer.
+    """
 
     def __init__(
         self,
@@ -54,12 +57,14 @@ class Publisher:
         dead_letters: DeadLetters,
         lease: Lease,
         stopping: threading.Event,
+        failed: Callable[[Unavailable], object] = lambda _: None,
     ) -> None:
         self._postgres = postgres
         self._sinks = sinks
         self._dead_letters = dead_letters
         self._lease = lease
         self._stopping = stopping
+        self._failed = failed
 
     def publish(
         self,
@@ -122,4 +127,4 @@ class Publisher:
                 raise
 
         began = time.monotonic()
-        return wait_out(checked, self._stopping), time.monotonic() - began
+        return wait_out(checked, self._stopping, failed=self._failed), time.monotonic() - began

@@ -49,8 +49,15 @@ class Patience:
             self._waited_for = ""
 
 
-def wait_out(step: Callable[[], T], stopping: threading.Event, seconds: float = math.inf) -> T:
+def wait_out(
+    step: Callable[[], T],
+    stopping: threading.Event,
+    seconds: float = math.inf,
+    failed: Callable[[Unavailable], object] = lambda _: None,
+) -> T:
     """Call `step` until it does not raise `Unavailable`; every other error passes, and this one too after `seconds`.
+
+    `failed` is told of each that is waited out.
 
     Raises `Stopping` as soon as `stopping` is set during a pause.
     """
@@ -62,6 +69,7 @@ def wait_out(step: Callable[[], T], stopping: threading.Event, seconds: float = 
             left = deadline - time.monotonic()
             if left <= 0:
                 raise
+            failed(problem)
             if stopping.wait(min(patience.pause_after(problem), left)):
                 raise Stopping(f"told to stop while waiting for {problem.what}") from problem
         else:

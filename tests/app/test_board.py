@@ -9,7 +9,9 @@ from tests.sinks.sqlite import SqliteSink
 from tests.streaming.builders import Shard, join, position, rdata
 from tests.waiting import eventually
 from tidemark.app import board as board_module
-from tidemark.app.board import Board, EndOffsets
+from tidemark.app import metrics
+from tidemark.app.board import Board
+from tidemark.app.end_offsets import EndOffsets
 from tidemark.app.stack.servers import KafkaServer
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
@@ -69,8 +71,11 @@ def test_who_lost_the_lease_shows_no_stream(scraped: tuple[Board, CollectorRegis
     board, registry = scraped
     stored, labels = {"history": state.encode(a_backward_stream())}, {"stream": "history"}
     board.load(stored, {})
+    metrics.set_offsets("facts", 0, end=9, read=5)
     board.forget()
     assert registry.get_sample_value("tidemark_oldest_gap_age_seconds", labels) is None
+    of_partition = {"topic": "facts", "partition": "0"}
+    assert metrics.REGISTRY.get_sample_value("tidemark_kafka_lag_records", of_partition) is None
     board.load(stored, {})
     assert registry.get_sample_value("tidemark_oldest_gap_age_seconds", labels) == 15.0
 

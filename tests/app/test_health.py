@@ -33,6 +33,10 @@ def condition(owner: str | None = "host:7", lease: float = 9.0, quiet: float | N
             PipelineCondition(condition(), {("facts", 1): -4}, None),
             ["partition 1 of facts ends 4 records before what was read of it"],
         ),
+        (
+            PipelineCondition(condition(), {("facts", 0): 0}, None, "Redis is away"),
+            ["nothing can be published: Redis is away"],
+        ),
         (PipelineCondition(condition(), None, "gone"), ["Kafka does not tell how many records wait: gone"]),
     ],
 )
@@ -50,18 +54,22 @@ def test_the_line_says_who_when_and_how_much() -> None:
     assert dead.line() == "pipeline: nobody holds the lease, no batch yet, records that wait in Kafka: unknown"
 
 
-def test_kafka_is_asked_what_nobody_read(store: Postgres, lease: Lease, kafka: KafkaServer, prefix: str) -> None:
-    """Its end against the offset that the last batch left; more than it has is told, and so is a Kafka that is gone."""
+def test_kafka_is_asked_what_nobody_read(
+    store: Postgres, lease: Lease, kafka: KafkaServer, redis_url: str, prefix: str
+) -> None:
+    """Its end against the offset that the last batch left; more than it has is told, and so is a
+    Kafka or a Redis that is gone."""
     connection = KafkaConnection(kafka.bootstrap_servers)
     Topics(connection).create_missing([TopicPlan(prefix, 1, 1000)])
-    assert health.read(store, connection).waiting is None
+    assert health.read(store, connection, redis_url).waiting is None
     store.remember(RememberedSetup(shards=1, topics={prefix: ("id", 1)}))
     store.set_offsets({prefix: {0: 0}})
     store.apply(batch(1, stream("s", advance("w", 0, 3)), token=lease.token))
-    found = health.read(store, connection, 30.0)
+    found = health.read(store, connection, redis_url, 30.0)
     assert (found.waiting, found.kafka, found.condition.owner) == ({(prefix, 0): 0}, None, "test")
     store.set_offsets({prefix: {0: 5}})
-    assert health.read(store, connection, 30.0).waiting == {(prefix, 0): -5}
-    away = health.read(store, KafkaConnection("127.0.0.1:1"), 0.5)
+    assert health.read(store, connection, redis_url, 30.0).waiting == {(prefix, 0): -5}
+    away = health.read(store, KafkaConnection("127.0.0.1:1"), "redis://127.0.0.1:1", 0.5)
     assert away.waiting is None
     assert "127.0.0.1:1" in str(away.kafka)
+    assert "127.0.0.1:1" in str(away.redis)

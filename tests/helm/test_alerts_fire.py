@@ -98,6 +98,10 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
     ),
     "the loop hangs": ({one("tidemark_heartbeat_timestamp_seconds"): "0+60x9 540+0x60"}, {"TidemarkHangs"}),
     "the query stands while records wait": ({one("tidemark_kafka_lag_records"): since(10)}, {"TidemarkStandsStill"}),
+    "Kafka is away, so that nobody knows whether records wait": (
+        {f'tidemark_retries_total{{{POD},what="Kafka"}}': f"_x10 1+12x{HOUR}"},
+        {"TidemarkServerAway"},
+    ),
     "a stream cannot be shown in Redis": ({one("tidemark_sink_faults"): since(10)}, {"TidemarkStreamsNotShown"}),
     "the pipeline is too slow": (
         {
@@ -150,7 +154,9 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
     "a writer never joined": (
         {
             one("tidemark_unknown_writers"): since(10),
+            one("tidemark_oldest_gap_age_seconds"): ages(10),
             one("tidemark_behind_seconds"): ages(10),
+            HELD % '"unknown"': f"_x10 60+60x{HOUR}",
             one("tidemark_allocated_position"): f"20+0x9 20+7x{HOUR}",
         },
         {"TidemarkUnknownWriter"},
@@ -292,6 +298,7 @@ def test_no_alert_on_a_busy_system(rules: Path) -> None:
         one("tidemark_oldest_gap_age_seconds"): " ".join(["2 0 100"] * 20),
         one("tidemark_dead_letters_total"): always(3),
         one("tidemark_records_total"): always(9),
+        f'tidemark_retries_total{{{POD},what="Redis"}}': f"4+0x20 9+0x{HOUR}",  # it failed over
         one("tidemark_relay_outbox_ids"): " ".join(["5000 0 700"] * 20),
     }
     check(rules, QUIET | moving, {})
