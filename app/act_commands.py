@@ -11,22 +11,15 @@ from typing import Any, Final
 
 import click
 
-from tidemark.app.commands import Amount, CommandFailed, OurCommand, confirmed, loaded, tell
+from tidemark.app.commands import Amount, CommandFailed, OurCommand, confirmed, loaded, said, tell
 
 NOT_SEEN: Final = 3
 MOST_ID: Final = 2**63 - 1
 
 
-def _said(_: click.Context, param: click.Parameter, text: str) -> str:
-    """Rule 1: nobody and nothing are no answers."""
-    if not text.strip() or "\0" in text:
-        raise click.BadParameter("say it in words", param=param)
-    return text
-
-
 _ANSWERING: Final[list[Callable[[Any], Any]]] = [
-    click.option("--by", required=True, callback=_said, help="Who answers for it; it is kept."),
-    click.option("--why", required=True, callback=_said, help="Why it must be; it is kept."),
+    click.option("--by", required=True, callback=said, help="Who answers for it; it is kept."),
+    click.option("--why", required=True, callback=said, help="Why it must be; it is kept."),
     click.option("--dry-run", is_flag=True, help="Show what would happen and send nothing."),
     click.option("--yes", is_flag=True, help="Do not ask. Needed where nobody can be asked."),
     click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object."),
@@ -151,7 +144,7 @@ def _carry_out(
         noted = Acts(session)
         sent = acting.send(noted, settings.kafka, settings.kafka_control_topic, trial)
         tell(sent.told(), err=as_json)
-        found = acting.outcome(noted, sent, wait, lambda: noted.is_audited(sent.noted))
+        found = acting.outcome(noted, sent, wait, lambda: noted.became(sent.noted))
         now = acting.result(found, postgres, trial, wait)
     tell(acting.as_json(trial, sent, found, now) if as_json else now)
     if found != "applied":

@@ -8,17 +8,19 @@ from typing import Any, Final, Literal
 import msgspec
 
 from tidemark.app.acts import Trial, standing
+from tidemark.app.commands import CommandFailed
 from tidemark.app.letters import Replay
 from tidemark.app.printed import as_object
 from tidemark.app.produce import produce
 from tidemark.sinks.postgres.acts import Acts, NotedAct
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.topics import Topics
 from tidemark.streaming import records
-from tidemark.streaming.errors import BadRecord
+from tidemark.streaming.errors import BadRecord, TidemarkError
 from tidemark.streaming.records import Topic
 
-Outcome = Literal["applied", "refused", "not seen"]
+Outcome = Literal["applied", "refused", "settled before", "not seen"]
 LOOK_EVERY: Final = 0.2  # seconds
 
 
@@ -43,6 +45,7 @@ class SentAct:
 
 def send(acts: Acts, connection: KafkaConnection, topic: str, trial: Trial) -> SentAct:
     """Note the act that was tried, and send it for the epoch that was shown."""
+    _require(connection, topic)
     noted = acts.note(trial.act.stream, trial.forced)
     return _sent(acts, noted, connection, topic, Topic.CONTROL, records.encode(trial.act))
 
@@ -50,35 +53,49 @@ def send(acts: Acts, connection: KafkaConnection, topic: str, trial: Trial) -> S
 def send_again(acts: Acts, connection: KafkaConnection, topic: str, trial: Replay, by: str, why: str) -> SentAct:
     """Note that a dead letter is replayed, and send its record as it was. Raises `BadRecord` where one did before."""
     assert trial.letter.value is not None
+    _require(connection, topic)
     noted = acts.note_replay(trial.record.stream, trial.act(by, why), trial.letter.origin)
     return _sent(acts, noted, connection, topic, Topic.FACTS, trial.letter.value)
 
 
+def _require(connection: KafkaConnection, topic: str) -> None:
+    """Raise `CommandFailed` where Kafka is away or has no such topic: then nothing is noted either."""
+    try:
+        Topics(connection).describe([topic])
+    except TidemarkError as problem:
+        raise CommandFailed(f"{problem}; nothing was noted or sent") from problem
+
+
 def _sent(acts: Acts, noted: NotedAct, connection: KafkaConnection, topic: str, role: Topic, value: bytes) -> SentAct:
     refused: list[str] = []
-    produced = produce(connection, topic, role, [value], refused.append)
+    try:
+        produced = produce(connection, topic, role, [value], refused.append)
+    except TidemarkError as problem:
+        raise CommandFailed(
+            f"{problem}; act {noted.number} is noted, and whether Kafka has it is not known: look with `tidemark tail`"
+        ) from problem
     assert produced.last is not None, refused
     acts.sent(noted, topic, *produced.last)
     return SentAct(noted, topic, *produced.last)
 
 
-def is_taken(tried: Callable[[], Replay]) -> bool:
-    """Whether the state that a record was tried on knows all of it by now."""
+def replayed(tried: Callable[[], Replay]) -> Outcome:
+    """Applied, where the state that a record was tried on knows all of it by now."""
     try:
-        return tried().is_settled()
+        return "applied" if tried().is_settled() else "refused"
     except BadRecord:
-        return False
+        return "refused"
 
 
-def outcome(acts: Acts, sent: SentAct, seconds: float, taken: Callable[[], bool]) -> Outcome:
-    """What the pipeline made of it, once it has read it; `not seen` where that takes longer than `seconds`. `taken`
-    says then whether it was applied."""
+def outcome(acts: Acts, sent: SentAct, seconds: float, became: Callable[[], Outcome]) -> Outcome:
+    """What the pipeline made of it, once it has read it, as `became` says then; `not seen` where that takes longer than
+    `seconds`."""
     deadline = time.monotonic() + seconds
     while not acts.is_read(sent.topic, sent.partition, sent.offset):
         if time.monotonic() >= deadline:
             return "not seen"
         time.sleep(LOOK_EVERY)
-    found: Outcome = "applied" if taken() else "refused"
+    found = became()
     acts.close(sent.noted, found)
     return found
 
@@ -93,6 +110,8 @@ def result(found: Outcome, postgres: Postgres, trial: Trial, seconds: float) -> 
     now = standing(postgres.states([trial.act.stream])[trial.act.stream], trial.act.writer)
     if found == "refused":
         return f"the pipeline refused it, since its state had moved on; {now}"
+    if found == "settled before":
+        return f"another act settled it meanwhile, and this one did nothing (`tidemark acts list` shows both); {now}"
     return f"applied: {now}"
 
 

@@ -15,7 +15,8 @@ from typing import BinaryIO, Literal
 import click
 
 from tidemark.app import act_commands, ask_commands, record_commands
-from tidemark.app.commands import Amount, CommandFailed, CommandGroup, loaded, waiting
+from tidemark.app.audit_commands import acts
+from tidemark.app.commands import Amount, CommandFailed, CommandGroup, loaded, said, waiting
 from tidemark.app.late_commands import late
 from tidemark.app.letter_commands import dead_letters
 from tidemark.app.policy_commands import policy
@@ -186,7 +187,7 @@ def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bo
 
 
 @main.command(extra="pipeline")
-@click.option("--why", default="by hand", show_default=True, help="Why it must be; it is logged.")
+@click.option("--why", default="by hand", show_default=True, callback=said, help="Why it must be; it is logged.")
 @click.option("--dry-run", is_flag=True, help="Show what would happen and change nothing.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 def reseed(why: str, *, dry_run: bool, as_json: bool) -> None:
@@ -273,7 +274,7 @@ def simulate(
     run(loaded(), Play(Players(streams, writers, rate, prefix), faults(named), seed, seconds), verify=verify)
 
 
-GROUPS = (dead_letters, late, policy, relay, synapse)
+GROUPS = (acts, dead_letters, late, policy, relay, synapse)
 for command in (*ask_commands.COMMANDS, *record_commands.COMMANDS, *act_commands.COMMANDS, *GROUPS):
     main.add_command(command)
 

@@ -1,15 +1,18 @@
 """What all commands share: exit codes, errors as one line, and the extra that a command needs."""
 
+import errno
 import math
 import os
 import sys
-from typing import Any
+from typing import Any, Final, TextIO
 
 import click
 
 from tidemark.app import logs
 from tidemark.app.settings import Settings, called, load
 from tidemark.streaming.errors import ExtraMissing, Stop, TidemarkError
+
+_UNWRITABLE: Final = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO}
 
 
 class CommandFailed(click.ClickException):
@@ -59,6 +62,11 @@ class CommandGroup(OurCommand, click.Group):
             raise CommandFailed(_one_line(error)) from None
         except KeyboardInterrupt:
             ctx.exit(130)
+        except OSError as problem:
+            if problem.errno not in _UNWRITABLE:
+                raise
+            _to_nowhere(sys.stdout)
+            raise CommandFailed(f"the output cannot be written: {problem.strerror}") from None
 
 
 def _one_line(error: Exception) -> str:
@@ -96,7 +104,12 @@ def confirmed(word: str, what: str, *, yes: bool) -> None:
         return
     if sys.stdin is None or not sys.stdin.isatty():  # None: it was closed
         raise click.UsageError("nobody can be asked here: say --yes, or look first with --dry-run")
-    if click.prompt(f"Type {what} to do it ({word})", err=True) != word:
+    try:
+        answer = click.prompt(f"Type {what} to do it ({word})", err=True)
+    except click.Abort as end:
+        click.echo("\nnothing was sent", err=True)
+        raise (KeyboardInterrupt if isinstance(end.__context__, KeyboardInterrupt) else SystemExit(1)) from None
+    if answer != word:
         raise CommandFailed("nothing was sent")
 
 
@@ -104,5 +117,17 @@ def tell(line: str, *, err: bool = False) -> None:
     """`click.echo` of what is done already: where nobody can take the line any more, the exit code still says it."""
     try:
         click.echo(line, err=err)
-    except OSError:  # and what is left in the buffer goes nowhere, too, at the end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), (sys.stderr if err else sys.stdout).fileno())
+    except OSError:
+        _to_nowhere(sys.stderr if err else sys.stdout)
+
+
+def _to_nowhere(stream: TextIO) -> None:
+    """What is left in its buffer, too, at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def said(_: click.Context, param: click.Parameter, text: str) -> str:
+    """Rule 1: nobody and nothing are no answers, and what a terminal would obey is none either."""
+    if not text.strip() or not text.isprintable():
+        raise click.BadParameter("say it in words, in one line without control characters", param=param)
+    return text

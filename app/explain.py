@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
-from tidemark.app.printed import as_object
+from tidemark.app.behind import moment as moment_of
+from tidemark.app.printed import as_object, for_people
 from tidemark.app.status import aged, ids_between
 from tidemark.sinks.postgres.past import (
     BatchAdvance,
@@ -45,12 +46,13 @@ CLOSED = {
 @dataclass(frozen=True, slots=True)
 class PastHolder:
     """A writer that had not passed the line, with the nearest gap of it that was open; None: it had told nothing beyond
-    its position."""
+    its position. `retired`: when it did, before anything else let the line go."""
 
     writer: str
     epoch: int
     position: int
     gap: PastGap | None
+    retired: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +78,29 @@ def at(past: StreamPast, stream: str, encoded: bytes, when: datetime) -> Explana
         return None
     line = now.direction.signed(now.line.position)
     if stand.until is None and beyond(line, stand.linear):
-        stand = replace(stand, went_to=line)
+        # Retirements move a line and have no advance. The last of those that held it let it go.
+        last = max((time for time in _retirements(now, stand).values()), default=None)
+        if last is None:
+            stand = replace(stand, went_to=line)
+        elif when < last:
+            stand = replace(stand, until=last, went_to=line)
+        else:
+            stand = LineStand(line, last, None, None)
     return _explained(past, stream, now, stand, when)
+
+
+def _retirements(now: StreamState, stand: LineStand) -> dict[str, datetime]:
+    """Of writers that had not passed the line while it stood, as far as the state keeps them."""
+    found = {
+        name: moment_of(known.retired)
+        for name, known in now.writers.items()
+        if known.retired is not None and known.position <= abs(stand.linear)
+    }
+    return {
+        name: time
+        for name, time in found.items()
+        if stand.since < time and (stand.until is None or time <= stand.until)
+    }
 
 
 def between(past: StreamPast, stream: str, encoded: bytes, since: datetime, until: datetime) -> list[Explanation]:
@@ -100,11 +123,15 @@ def _explained(past: StreamPast, stream: str, now: StreamState, stand: LineStand
     for gap in past.gaps(stream, moment if stand.until is None else stand.until):
         if gap.opened <= moment:
             gaps.setdefault(gap.writer, gap)
+    retired = _retirements(now, stand)
     holders = [
-        PastHolder(it.writer, it.epoch, it.position, gaps.get(it.writer))
+        PastHolder(it.writer, it.epoch, it.position, gaps.get(it.writer), retired.get(it.writer))
         for it in past.behind(stream, moment, stand.linear)
-        if _was_there(it, now, moment, gaps)
+        if it.writer in retired or _was_there(it, now, moment, gaps)
     ]
+    last = max((it.retired for it in holders if it.retired is not None), default=None)
+    if last is not None and stand.until is not None and when < last and all(it.retired for it in holders):
+        stand = replace(stand, until=last, went_to=stand.went_to if last == stand.until else None)
     moved = [] if stand.until is None else past.batch(stream, stand.until)
     return Explanation(
         stream,
@@ -141,7 +168,7 @@ def as_json(found: Sequence[Explanation]) -> str:
 
 
 def as_text(found: Sequence[Explanation], now: datetime) -> str:
-    return "\n".join(line for it in found for line in _lines(it, now))
+    return for_people(line for it in found for line in _lines(it, now))
 
 
 def _lines(it: Explanation, now: datetime) -> Iterator[str]:
@@ -165,7 +192,8 @@ def _lines(it: Explanation, now: datetime) -> Iterator[str]:
 
 def _holder(it: PastHolder) -> str:
     if it.gap is None:
-        return f"{it.writer} (epoch {it.epoch}), which had told nothing beyond {it.position}"
+        until = "" if it.retired is None else f", until it retired at {clock(it.retired)}"
+        return f"{it.writer} (epoch {it.epoch}), which had told nothing beyond {it.position}{until}"
     gap = it.gap  # of the epoch that owed it: the writer's next advance may be of a later one
     what = f"{it.writer} (epoch {gap.epoch}), which owed {ids_between(gap.low, gap.top)} since {clock(gap.opened)}"
     if gap.closed is None:
@@ -180,7 +208,10 @@ def _let_go(it: Explanation) -> Iterator[str]:
         return
     read = ", ".join(map(offsets, it.offsets))
     batch = f"batch {it.moved[0].batch}" if it.moved else "a batch"
-    yield f"  let go by {batch}{f', offsets {read}' if read else ''}: the line went to {it.stand.went_to}"
+    if not it.moved and any(one.retired == it.stand.until for one in it.held_by):
+        batch = "that retirement, without an advance"
+    where = "on, to where no advance tells" if it.stand.went_to is None else f"to {it.stand.went_to}"
+    yield f"  let go by {batch}{f', offsets {read}' if read else ''}: the line went {where}"
     yield from (f"    {_move(one)}" for one in it.moved[:SHOWN])
     if it.joined:
         yield f"    for the first time something was told by {', '.join(it.joined[:SHOWN])}"

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Literal
 
 from tidemark.app.behind import last_seen, moment
-from tidemark.app.printed import as_object
+from tidemark.app.printed import as_object, for_people
 from tidemark.app.status import aged, ids_between
 from tidemark.streaming import state
 from tidemark.streaming.holders import behind, is_brief
@@ -140,7 +140,7 @@ def as_text(found: Sequence[OpenRange], now: float) -> str:
         if len(ranges) > SHOWN:
             lines.append(f"{ranges[0].stream}: {ranges[0].writer} has {len(ranges) - SHOWN} gaps more")
         lines += _remedy(ranges[0])
-    return "\n".join(lines)
+    return for_people(lines)
 
 
 def _line(it: OpenRange, now: float) -> str:

@@ -9,7 +9,7 @@ import click
 
 from tidemark.app.act_commands import answering
 from tidemark.app.commands import CommandFailed, CommandGroup, confirmed, loaded
-from tidemark.app.printed import as_lines, as_object
+from tidemark.app.printed import as_lines, as_object, for_people
 
 if TYPE_CHECKING:
     from tidemark.sinks.postgres.late import LateCompletions, LateFact
@@ -97,4 +97,4 @@ def _table(found: "Sequence[LateFact]", now: float) -> str:
         )
         for it in found
     ]
-    return "\n".join(as_lines(HEADINGS, rows))
+    return for_people(as_lines(HEADINGS, rows))

@@ -119,7 +119,7 @@ def letters_replay(
         confirmed(letter.place, "the offset", yes=yes)
         sent = acting.send_again(noted, settings.kafka, topic, trial, by, why)
         click.echo(sent.told(), err=as_json)
-        found = acting.outcome(noted, sent, wait, lambda: acting.is_taken(tried))
+        found = acting.outcome(noted, sent, wait, lambda: acting.replayed(tried))
         stored = postgres.states([letter.stream]).get(letter.stream)
     now = {
         "not seen": f"no batch has read it within {wait:g} s; it will be counted when the pipeline reads it",

@@ -1,12 +1,17 @@
 """What the verbs print: a table for people, one JSON object for programs."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final
 
 import msgspec
 
+WIDEST: Final = 48  # characters of a column, which the longest name would widen for all others
+
 
 def as_lines(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> list[str]:
-    """A line for the headings and one for each of `rows`; columns whose heading is in `right` end where it ends."""
+    """A line for the headings and one for each of `rows`; columns whose heading is in `right` end where it ends. All
+    but the last are cut in their middle where they are too wide."""
+    rows = [[*map(_cut, row[:-1]), *row[-1:]] for row in rows]
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     return [
         "  ".join(
@@ -17,10 +22,20 @@ def as_lines(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Coll
     ]
 
 
+def _cut(cell: str) -> str:
+    half = WIDEST // 2
+    return cell if len(cell) <= WIDEST else f"{cell[: half - 1]}…{cell[len(cell) - half :]}"
+
+
 def printable(text: str) -> str:
     """What anybody may have written, so that no terminal obeys it: what is no character to be seen comes as its
     escape."""
     return "".join(it if it.isprintable() else it.encode("unicode_escape").decode() for it in text)
+
+
+def for_people(lines: Iterable[str]) -> str:
+    """Lines, each of them `printable`."""
+    return "\n".join(map(printable, lines))
 
 
 def as_object(found: object) -> str:

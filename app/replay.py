@@ -13,7 +13,7 @@ import msgspec
 
 from tidemark.app import recordings
 from tidemark.app.explain import clock, evidence
-from tidemark.app.printed import as_object, printable
+from tidemark.app.printed import as_object, for_people
 from tidemark.app.replayed import NOTHING_COUNTED, Counts, Replayed, by_stream
 from tidemark.sinks.postgres.past_batches import AppliedAct, PastBatch, PastBatches, PastStream
 from tidemark.sources.recorded import RecordedMessage
@@ -206,28 +206,28 @@ def as_text(found: ReplayReport) -> str:
     lines = [line for it in found.parted[:SHOWN] for line in _parting(it)]
     if len(found.parted) > SHOWN:
         lines.append(f"{len(found.parted) - SHOWN} streams more part from their history")
-    unknown = [f"{printable(stream)}: it cannot be told: {why}" for stream, why in found.unknown.items()]
+    unknown = [f"{stream}: it cannot be told: {why}" for stream, why in found.unknown.items()]
     lines += unknown[:SHOWN]
     if len(unknown) > SHOWN:
         lines.append(f"of {len(unknown) - SHOWN} streams more it cannot be told")
     said = f"{found.records} records give the history of {len(found.alike)} of"
     every = len(found.alike) + len(found.parted) + len(found.unknown)
-    return "\n".join([*lines, f"{said} {every} stream{'' if every == 1 else 's'}: {found.batches} batches"])
+    return for_people([*lines, f"{said} {every} stream{'' if every == 1 else 's'}: {found.batches} batches"])
 
 
 def _parting(it: Parting) -> Iterator[str]:
     where = "after the last record" if it.record is None else "at the record below"
     when = "in the end" if it.time is None else f"after batch {it.batch} of {clock(it.time)}"
-    whose = "the line" if it.writer is None else printable(it.writer)
+    whose = "the line" if it.writer is None else it.writer
     if it.evidence is None:
         yield (
-            f"{printable(it.stream)}: they part {where}: {when} {whose} is at {it.history} in the history, and at"
+            f"{it.stream}: they part {where}: {when} {whose} is at {it.history} in the history, and at"
             f" {it.replayed} in the replay"
         )
     else:
         told, now = (evidence(Evidence(*counts)) for counts in it.evidence)
         yield (
-            f"{printable(it.stream)}: they part {where}: {when} {whose} is at {it.history} by {told} in the history,"
+            f"{it.stream}: they part {where}: {when} {whose} is at {it.history} by {told} in the history,"
             f" and by {now} in the replay"
         )
     if it.record is not None:

@@ -9,7 +9,7 @@ import msgspec
 
 from tidemark.app.behind import behind_answer, last_seen
 from tidemark.app.health import PipelineCondition
-from tidemark.app.printed import as_lines, as_object
+from tidemark.app.printed import as_lines, as_object, for_people
 from tidemark.sinks.postgres.recalls import RecallStatus
 from tidemark.sinks.postgres.status import SinkFault
 from tidemark.sinks.postgres.store import Postgres
@@ -155,7 +155,7 @@ def as_table(streams: Sequence[StreamStatus], now: float) -> str:
         for stream in streams
         for it in stream.faults
     ]
-    return "\n".join(lines)
+    return for_people(lines)
 
 
 def _held(behind: Behind | None, now: float) -> Iterable[str]:

@@ -6,7 +6,7 @@ from typing import Final
 
 from tidemark.app import letters
 from tidemark.app.explain import CLOSED, clock, evidence, offsets
-from tidemark.app.printed import as_object, printable
+from tidemark.app.printed import as_object, for_people
 from tidemark.app.status import aged, ids_between
 from tidemark.app.trace import IdTrace, Says, Stands, TracedRecord, WriterStand
 from tidemark.sinks.postgres.past import PastGap
@@ -38,10 +38,10 @@ def as_json(it: IdTrace) -> str:
 
 
 def as_text(it: IdTrace) -> str:
-    lines = [f"{printable(it.stream)} {it.id}: {_headline(it)}"]
+    lines = [f"{it.stream} {it.id}: {_headline(it)}"]
     parts = (_told(it), _settled(it), _standing(it), _line(it), _beside(it))
     lines += [f"  {line}" for part in parts for line in part]
-    return "\n".join([*lines, *(f"  not known: {problem}" for problem in it.unknown)])
+    return for_people([*lines, *(f"  not known: {problem}" for problem in it.unknown)])
 
 
 def _headline(it: IdTrace) -> str:
@@ -63,8 +63,7 @@ def _some(lines: Iterable[str], count: int, what: str) -> Iterator[str]:
 def _told(it: IdTrace) -> Iterator[str]:
     for record, _ in zip(it.records, range(SHOWN), strict=False):
         yield _record(record) + (", and no batch has read it yet" if record.offset >= it.unread else "")
-        text = printable(record.text[:LINE])
-        yield f"    {text}" + ("..." if record.cut or len(record.text) > LINE else "")
+        yield f"    {record.text[:LINE]}" + ("..." if record.cut or len(record.text) > LINE else "")
     if len(it.records) > SHOWN:
         yield f"and {len(it.records) - SHOWN} records more: --json has them"
     looked = it.looked if it.known else None
@@ -80,14 +79,14 @@ def _told(it: IdTrace) -> Iterator[str]:
 
 
 def _record(it: TracedRecord) -> str:
-    whose = "a record" if it.kind is None else f"{it.kind} of {printable(it.writer or '')} (epoch {it.epoch})"
+    whose = "a record" if it.kind is None else f"{it.kind} of {it.writer or ''} (epoch {it.epoch})"
     return f"{clock(it.time)} told by {whose} at {it.topic}/{it.partition} {it.offset}: {_SAYS[it.says]}"
 
 
 def _settled(it: IdTrace) -> Iterator[str]:
     how = "settled" if it.writer is not None or it.passed else "passed"
     moves = (
-        f"{clock(one.time)} {how} in batch {one.batch}: {printable(one.writer)} (epoch {one.epoch}) moved from"
+        f"{clock(one.time)} {how} in batch {one.batch}: {one.writer} (epoch {one.epoch}) moved from"
         f" {one.prev} to {one.id}: {evidence(one.evidence)}"
         for one in it.settled
     )
@@ -102,7 +101,7 @@ def _settled(it: IdTrace) -> Iterator[str]:
 def _gap(it: IdTrace, gap: PastGap) -> str:
     inside = abs(gap.low) < abs(it.id) <= abs(gap.top)
     what = "it lay in the gap" if inside else "below it was the gap"
-    opened = f"{what} {ids_between(gap.low, gap.top)} of {printable(gap.writer)}, open from {clock(gap.opened)}"
+    opened = f"{what} {ids_between(gap.low, gap.top)} of {gap.writer}, open from {clock(gap.opened)}"
     if gap.closed is None:
         return f"{opened} on"
     lasted = aged((gap.closed - gap.opened).total_seconds())
@@ -121,9 +120,7 @@ def _standing(it: IdTrace) -> Iterator[str]:
 def _stand(it: WriterStand) -> str:
     since = "" if it.since is None else clock(it.since)
     span = "" if it.low is None or it.top is None else ids_between(it.low, it.top)
-    return f"{printable(it.writer)} (epoch {it.epoch}) " + _STANDS[it.stands].format(
-        range=span, low=it.low, since=since
-    )
+    return f"{it.writer} (epoch {it.epoch}) " + _STANDS[it.stands].format(range=span, low=it.low, since=since)
 
 
 def _line(it: IdTrace) -> Iterator[str]:
@@ -143,15 +140,15 @@ def _line(it: IdTrace) -> Iterator[str]:
 
 def _beside(it: IdTrace) -> Iterator[str]:
     late = (
-        f"{clock(one.time)} late, number {one.number}: {printable(one.writer)} (epoch {one.epoch}) completed"
+        f"{clock(one.time)} late, number {one.number}: {one.writer} (epoch {one.epoch}) completed"
         f" {ids_between(one.prev, one.id)}, facts {one.facts} ({one.why}); "
         + ("nobody has resolved it" if one.act is None else f"resolved by act {one.act}")
         for one in it.late
     )
     yield from _some(late, len(it.late), "late completions")
     acts = (
-        f"{clock(one.time)} {one.kind} of {printable(one.writer)} in epoch {one.epoch},"
-        f" {ids_between(one.prev, one.id)}, by {printable(one.by)}: {printable(one.why)}"
+        f"{clock(one.time)} {one.kind} of {one.writer} in epoch {one.epoch},"
+        f" {ids_between(one.prev, one.id)}, by {one.by}: {one.why}"
         + ("" if one.number is None else f" (act {one.number} of {one.seen_as})")
         for one in it.acts
     )

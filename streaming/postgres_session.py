@@ -13,7 +13,7 @@ from typing import Any, Self, TypeAlias
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from psycopg.pq import PGconn, Ping
+from psycopg.pq import Conninfo, PGconn, Ping
 from psycopg.rows import TupleRow
 
 from tidemark.streaming.errors import BadSetting, Refused, Slow, TidemarkError, Unavailable
@@ -87,7 +87,7 @@ def unprepared_where_pooled(
 
 def address(dsn: str, setting: str = "dsn") -> str:
     """Host, port and database of `dsn`, fit for a message: no user, no password."""
-    parts = _parsed(dsn, setting)
+    parts = {**_of_the_environment(), **_parsed(dsn, setting)}
     return f"{parts.get('host') or 'localhost'}:{parts.get('port') or 5432}/{parts.get('dbname') or ''}"
 
 
@@ -120,6 +120,11 @@ def first_line(error: psycopg.Error) -> str:
 def answers(dsn: str) -> bool:
     """Whether a server answers there, whatever it says of our user."""
     return PGconn.ping(dsn.encode()) == Ping.OK
+
+
+def _of_the_environment() -> dict[str, str]:
+    """What libpq takes where an address leaves it out (`PGHOST` and others)."""
+    return {it.keyword.decode(): it.val.decode() for it in Conninfo.get_defaults() if it.val}
 
 
 def _parsed(dsn: str, setting: str) -> dict[str, str]:

@@ -277,7 +277,7 @@ def _check_topic(record: Record, topic: Topic) -> None:
         if topic is Topic.CONTROL:
             raise BadRecord(Reason.WRONG_TOPIC, f"{kind} belongs on the facts topic")
     elif topic is Topic.CONTROL:
-        if not (record.by and record.why):
+        if not ((record.by or "").strip() and (record.why or "").strip()):
             raise BadRecord(Reason.MISSING_FIELD, f"{kind} on the control topic must say `by` whom and `why`")
     elif isinstance(record, Skip) or record.by is not None or record.why is not None:
         raise BadRecord(Reason.WRONG_TOPIC, f"{kind} by an operator belongs on the control topic")

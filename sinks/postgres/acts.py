@@ -5,7 +5,7 @@ A record on Kafka tells nobody who produced it, so this is where an act meets an
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import LiteralString
+from typing import Literal, LiteralString
 
 from tidemark.streaming.effects import Forced
 from tidemark.streaming.errors import BadRecord
@@ -67,6 +67,33 @@ select * from listed
 """
 
 
+# Rows of the audit stand in the order in which the records were applied.
+_BECAME: LiteralString = """
+with act as (select * from tidemark.acts where number = %(number)s), mine as (
+    select s.number from act a join tidemark.skips s on (s.stream, s.kind, s.writer, s.epoch, s.prev, s.id, s.by, s.why)
+        = (a.stream, a.kind, a.writer, a.epoch, a.prev, a.id, a.by, a.why)
+    where s.number > %(audited)s
+    order by s.number offset (
+        select least(count(*), (select greatest(count(*) - 1, 0) from act a join tidemark.skips s
+            on (s.stream, s.kind, s.writer, s.epoch, s.prev, s.id, s.by, s.why)
+            = (a.stream, a.kind, a.writer, a.epoch, a.prev, a.id, a.by, a.why) where s.number > %(audited)s))
+        from act a join tidemark.acts b
+            on (b.stream, b.kind, b.writer, b.epoch, b.prev, b.id, b.by, b.why, b.topic, b.partition)
+            = (a.stream, a.kind, a.writer, a.epoch, a.prev, a.id, a.by, a.why, a.topic, a.partition)
+            and b."offset" < a."offset" and b.outcome is distinct from 'refused'
+        where not exists (select from tidemark.skips s
+            where (s.stream, s.kind, s.writer, s.epoch, s.prev, s.id, s.by, s.why)
+                = (b.stream, b.kind, b.writer, b.epoch, b.prev, b.id, b.by, b.why) and s.number <= %(audited)s)
+    ) limit 1
+)
+select exists (
+    select from act a join tidemark.skips s on (s.stream, s.kind, s.writer, s.epoch)
+        = (a.stream, a.kind, a.writer, a.epoch) and abs(s.prev) <= abs(a.prev) and abs(s.id) >= abs(a.id)
+    where s.number > %(audited)s and s.number < mine.number
+) from mine
+"""
+
+
 class Acts:
     """Needs the roles tidemark_reader and tidemark_operator. Raises `Unavailable` and `Refused`."""
 
@@ -101,17 +128,14 @@ class Acts:
             )
             return found.fetchone() is not None
 
-    def is_audited(self, noted: NotedAct) -> bool:
-        """Whether the pipeline took the act, once its record was read; False: it refused it."""
+    def became(self, noted: NotedAct) -> Literal["applied", "refused", "settled before"]:
+        """What the pipeline made of an act, once its record was read. `settled before`: since it was noted another act
+        was applied that had settled all of it. Of two that say the same the one at the lower offset is the first."""
         with self._database.use() as connection:
-            found = connection.execute(
-                "select 1 from tidemark.acts a join tidemark.skips s on"
-                " (s.stream, s.kind, s.writer, s.epoch, s.prev, s.id, s.by, s.why)"
-                " = (a.stream, a.kind, a.writer, a.epoch, a.prev, a.id, a.by, a.why)"
-                " where a.number = %s and s.number > %s limit 1",
-                (noted.number, noted.audited),
-            )
-            return found.fetchone() is not None
+            row = connection.execute(_BECAME, {"number": noted.number, "audited": noted.audited}).fetchone()
+        if row is None:
+            return "refused"
+        return "settled before" if row[0] else "applied"
 
     def close(self, noted: NotedAct, outcome: str) -> None:
         """What was seen of it."""

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from tests.sinks.given import NOW, batch, stream
 from tests.streaming.builders import STREAM, Shard, join, rdata
 from tidemark.app.cli import main
 from tidemark.app.settings import child_environment
+from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer
 from tidemark.sinks.port import Batch
 from tidemark.sinks.postgres.acts import Acts
@@ -69,11 +71,32 @@ class Operator:
         os.close(theirs)
         return process.returncode, said.decode()
 
-    def to_a_full_disk(self, *words: str) -> int:
-        """The exit code where standard output can take nothing."""
-        command = [sys.executable, "-m", "tidemark.app.cli", *words, *BY]
+    def interrupted(self, *words: str) -> tuple[int, str]:
+        """Ctrl-C at the question: the exit code, and what stands on the screen."""
+        ours, theirs = pty.openpty()
+        # A shell starts its background jobs deaf to Ctrl-C, and this test may run in one.
+        hear = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+        program = f"{hear}; from tidemark.app.cli import main; main({[*words, *BY]})"
+        environment = child_environment(self._variables)
+        command = [sys.executable, "-c", program]
+        with subprocess.Popen(command, env=environment, stdin=theirs, stdout=PIPE, stderr=STDOUT) as process:
+            assert process.stdout is not None
+            said = b""
+            while b"Type the" not in said and (more := os.read(process.stdout.fileno(), 1000)):
+                said += more
+            process.send_signal(signal.SIGINT)
+            rest, _ = process.communicate(timeout=60)
+        os.close(ours)
+        os.close(theirs)
+        return process.returncode, (said + rest).decode()
+
+    def to_a_full_disk(self, *words: str) -> tuple[int, str]:
+        """The exit code where standard output can take nothing, and what stands on the screen."""
+        command = [sys.executable, "-m", "tidemark.app.cli", *words]
+        environment = child_environment(self._variables)
         with Path("/dev/full").open("w") as full:
-            return subprocess.call(command, env=child_environment(self._variables), stdout=full, timeout=60)
+            done = subprocess.run(command, env=environment, stdout=full, stderr=PIPE, timeout=60, check=False)
+        return done.returncode, done.stderr.decode()
 
     def sent(self) -> list[Record]:
         """All records on the control topic."""
@@ -120,7 +143,7 @@ def refusing(operator: Operator, store: Postgres, lease: Lease, dsn: str) -> Ite
 
 def test_an_act_whose_output_is_lost_still_ends_with_its_exit_code(operator: Operator, sql: psycopg.Connection) -> None:
     """Exit code 1 would say that it was refused, and somebody would do it again."""
-    assert operator.to_a_full_disk("retire", STREAM, "b", "--yes", "--json", "--wait", "0") == 3
+    assert operator.to_a_full_disk("retire", STREAM, "b", "--yes", "--json", "--wait", "0", *BY)[0] == 3
     assert sql.execute("select kind from tidemark.acts").fetchall() == [("RETIRE",)]
 
 
@@ -201,3 +224,35 @@ def test_a_terminal_is_asked_for_the_writers_name(operator: Operator, sql: psyco
     assert sql.execute("select 1 from tidemark.acts").fetchall() == []
     code, said = operator.typed("b", "retire", STREAM, "b", "--wait", "0")
     assert (code, "noted as act 1 of postgres" in said) == (3, True)
+
+
+def test_nothing_is_noted_where_kafka_is_away(operator: Operator, dsn: str, sql: psycopg.Connection) -> None:
+    """An act without an outcome would be looked for by somebody."""
+    away = Operator(dsn, f"127.0.0.1:{free_port()}", "nowhere")
+    done = away.run("skip", STREAM, "a", "3..4", "--yes")
+    assert (done.exit_code, "; nothing was noted or sent" in done.output) == (1, True)
+    assert sql.execute("select 1 from tidemark.acts").fetchall() == []
+
+
+def test_a_full_disk_is_told_in_one_line(operator: Operator) -> None:
+    """Whatever asks, for people or for programs."""
+    for words in (("gaps", "--json"), ("status",)):
+        told = "Error: the output cannot be written: No space left on device\n"
+        assert operator.to_a_full_disk(*words) == (1, told)
+
+
+def test_what_an_operator_says_is_words(operator: Operator) -> None:
+    """Neither nothing nor what a terminal would obey."""
+    for text in (" ", "\u200b", "ada\x1b[2J", "two\nlines"):
+        done = CliRunner().invoke(main, ["skip", STREAM, "a", "3..4", "--why", "lost", "--by", text])
+        assert (done.exit_code, "without control characters" in done.output) == (2, True), text
+    assert CliRunner().invoke(main, ["reseed", "--why", " "]).exit_code == 2
+
+
+def test_ctrl_c_and_the_end_of_input_at_the_question_send_nothing(operator: Operator, sql: psycopg.Connection) -> None:
+    """The one is 130, as shells have it, the other 1."""
+    code, said = operator.interrupted("skip", STREAM, "a", "3..4")
+    assert (code, "nothing was sent" in said, "Traceback" in said) == (130, True, False)
+    code, said = operator.typed("\x04", "skip", STREAM, "a", "3..4")
+    assert (code, "nothing was sent" in said) == (1, True)
+    assert sql.execute("select 1 from tidemark.acts").fetchall() == []

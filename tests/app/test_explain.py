@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from tests.sinks.given import NOW
 from tests.sinks.reader.given import Pipeline
-from tests.streaming.builders import STREAM, Record, Shard, join, packets, position, rdata, retire, sent, skip
+from tests.streaming.builders import STREAM, Record, Shard, forced, join, packets, position, rdata, retire, sent, skip
 from tidemark.app.cli import main
 from tidemark.sinks.port import Batch
 
@@ -122,10 +122,30 @@ def test_what_cannot_be_told_is_said(explain: Explain, dsn: str) -> None:
 
 
 def test_a_line_that_went_on_without_an_advance_is_told(explain: Explain, pipeline: Pipeline) -> None:
-    """A writer that retires moves the line and no position: when, no advance tells."""
+    """A writer that retires moves the line and no position; before and after, that is told."""
     told(pipeline, [join("a", 0), join("b", 0)], [rdata("b", 3, 0, epoch=1)], [retire("a", 0)])
     assert explain("--at", minute(2, 30)).output.splitlines() == [
-        "events: the line stood at 0 from 2026-09-21 14:15:20.000Z to a time that no advance tells",
-        "  held by a (epoch 1), which had told nothing beyond 0",
-        "  the line went to 3 without an advance: a writer that it waited for retired",
+        "events: the line stood at 0 from 2026-09-21 14:15:20.000Z to 2026-09-21 14:16:20.000Z, for 60 s",
+        "  held by a (epoch 1), which had told nothing beyond 0, until it retired at 2026-09-21 14:16:20.000Z",
+        "  let go by that retirement, without an advance: the line went to 3",
+    ]
+    after = explain("--at", minute(3, 30)).output
+    assert after.startswith("events: the line stood at 3 from 2026-09-21 14:16:20.000Z to now, for ")
+
+
+def test_an_operator_who_retires_a_writer_is_named(explain: Explain, pipeline: Pipeline) -> None:
+    """The audit has the time of the batch; a later advance hides neither."""
+    told(
+        pipeline,
+        [join("a", 0), join("b", 0)],
+        [rdata("b", 3, 0, epoch=1)],
+        [forced(retire("a", 0))],
+        [rdata("b", 4, 3, epoch=1)],
+    )
+    lines = explain("--at", minute(2, 30)).output.splitlines()
+    assert lines == [
+        "events: the line stood at 0 from 2026-09-21 14:15:20.000Z to 2026-09-21 14:16:20.000Z, for 60 s",
+        "  held by a (epoch 1), which had told nothing beyond 0, until it retired at 2026-09-21 14:16:20.000Z",
+        "  let go by that retirement, without an advance: the line went on, to where no advance tells",
+        "    RETIRE of a in epoch 1 up to 0, by ann: because",
     ]

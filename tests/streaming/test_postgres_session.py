@@ -10,6 +10,7 @@ from tests.fix_tls import SSL_REQUEST, Authority, tls_front
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.sinks.postgres.database import session_of
 from tidemark.streaming.errors import BadSetting, Refused, Unavailable
+from tidemark.streaming.postgres_session import address
 
 
 def test_a_server_is_known_by_its_certificate(
@@ -79,3 +80,12 @@ def test_address_that_cannot_be_read_is_not_quoted() -> None:
     with pytest.raises(BadSetting) as caught:
         session_of("host=h secret word", "test")
     assert "secret" not in str(caught.value)
+
+
+def test_an_address_names_what_libpq_takes_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A person looks for the server where we looked."""
+    assert address("postgresql://ada@db/tide") == "db:5432/tide"
+    monkeypatch.setenv("PGPORT", "6543")
+    monkeypatch.setenv("PGDATABASE", "low")
+    assert address("postgresql://ada@db") == "db:6543/low"
+    assert address("postgresql://ada@db:7000/tide") == "db:7000/tide"

@@ -222,6 +222,7 @@ def test_an_operator_must_say_who_and_why(record: dict[str, Any], name: str) -> 
     assert isinstance(read(raw(record), topic=Topic.CONTROL), records.Skip | records.Join | records.Retire)
     assert reason(without(record, name), topic=Topic.CONTROL) == Reason.MISSING_FIELD
     assert reason(raw(record, **{name: ""}), topic=Topic.CONTROL) == Reason.MISSING_FIELD
+    assert reason(raw(record, **{name: " \u00a0"}), topic=Topic.CONTROL) == Reason.MISSING_FIELD
     assert reason(raw(record, **{name: None}), topic=Topic.CONTROL) == Reason.MISSING_FIELD
 
 

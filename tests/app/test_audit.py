@@ -1,0 +1,98 @@
+"""`tidemark acts`: what the table of acts and the audit tell together, on a real database."""
+
+import json
+
+import psycopg
+import pytest
+from click.testing import CliRunner
+
+from tests.sinks.given import batch, stream
+from tests.sinks.reader.given import Pipeline
+from tidemark.app.cli import main
+from tidemark.sinks.postgres.acts import Acts, NotedAct
+from tidemark.sinks.postgres.database import session_of
+from tidemark.streaming.effects import Forced
+
+SKIP = Forced("w", 1, "SKIP", 2, 4, "ann", "lost")
+TWIN = Forced("w", 1, "SKIP", 2, 4, "bob", "also lost")
+WIDER = Forced("w", 1, "SKIP", 2, 9, "bob", "also lost")
+OTHER = Forced("w", 1, "SKIP", 5, 9, "bob", "also lost")
+
+
+def noted(acts: Acts, *forced: Forced, first: int = 0) -> list[NotedAct]:
+    """All sent before any is read."""
+    found = [acts.note("s", it) for it in forced]
+    for offset, it in enumerate(found, first):
+        acts.sent(it, "control", 0, offset)
+    return found
+
+
+def applied(pipeline: Pipeline, *forced: Forced) -> None:
+    pipeline.number += 1
+    made = batch(pipeline.number, stream("s", forced=list(forced)), token=pipeline.lease.token)
+    pipeline.store.apply(made)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "became"),
+    [
+        (SKIP, TWIN, "settled before"),
+        (SKIP, SKIP, "settled before"),
+        (WIDER, SKIP, "settled before"),
+        (SKIP, WIDER, "applied"),
+        (SKIP, OTHER, "applied"),
+    ],
+)
+def test_of_two_who_settle_the_same_the_second_is_told(
+    pipeline: Pipeline, dsn: str, first: Forced, second: Forced, became: str
+) -> None:
+    """Both tried it while it was open, and the records that say so were applied one after the other."""
+    with session_of(dsn, "test") as session:
+        acts = Acts(session)
+        one, other = noted(acts, first, second)
+        assert acts.became(one) == acts.became(other) == "refused"
+        applied(pipeline, first, second)
+        assert (acts.became(one), acts.became(other)) == ("applied", became)
+        (again,) = noted(acts, second, first=2)
+        assert acts.became(again) == "refused"
+        applied(pipeline, second)
+        assert acts.became(again) == "applied"
+
+
+def test_an_act_that_was_refused_does_not_hide_its_repetition(pipeline: Pipeline, dsn: str) -> None:
+    """The same words a second time, after what was wrong is mended."""
+    with session_of(dsn, "test") as session:
+        acts = Acts(session)
+        noted(acts, SKIP)
+        (again,) = noted(acts, SKIP, first=1)
+        applied(pipeline, SKIP)
+        assert acts.became(again) == "applied"
+
+
+def test_acts_are_listed_with_who_did_them(pipeline: Pipeline, dsn: str, sql: psycopg.Connection) -> None:
+    """Also what came to the control topic by other means, whose sender nobody knows; no terminal obeys a word."""
+    with session_of(dsn, "test") as session:
+        acts = Acts(session)
+        (done,) = noted(acts, SKIP)
+        acts.note("s", Forced("w", 1, "RETIRE", 0, 9, "ann", "gone"))
+        applied(pipeline, SKIP, Forced("v", 1, "JOIN", 0, 9, "eve\x1b[2J", "x" * 90))
+        acts.close(done, "applied")
+    runner = CliRunner(env={"TIDEMARK_POSTGRES_DSN": dsn})
+    listed = runner.invoke(main, ["acts", "list"]).output.splitlines()
+    assert listed[0].startswith("ACT ")
+    text = "\n".join(listed)
+    assert "not sent" in text
+    assert "eve\\x1b[2J" in text
+    assert "unknown" in text
+    rows = json.loads(runner.invoke(main, ["acts", "list", "s", "--json"]).output)["acts"]
+    user = sql.execute("select session_user").fetchone()
+    assert {(it["kind"], it["outcome"], it["seen_as"]) for it in rows} == {
+        ("SKIP", "applied", (user or [None])[0]),
+        ("RETIRE", None, (user or [None])[0]),
+        ("JOIN", "applied", None),
+    }
+    shown = runner.invoke(main, ["acts", "show", str(done.number)]).output.splitlines()
+    assert shown[0] == "SKIP of w in epoch 1 of s 3..4"
+    assert shown[-2:] == ["sent: control/0 0", "outcome: applied"]
+    assert runner.invoke(main, ["acts", "show", "99"]).exit_code == 1
+    assert runner.invoke(main, ["acts", "list", "none"]).output == "no acts\n"
