@@ -1,10 +1,15 @@
 """What may be seen on stderr besides lines of ours: nothing."""
 
+import json
 import socket
 import struct
 import subprocess
 import sys
 from threading import Thread
+
+import pytest
+
+from tidemark.app.settings import child_environment
 
 _ASK = """
 import sys
@@ -45,3 +50,44 @@ def test_connection_that_the_jvm_resets_is_told_by_an_exception_alone() -> None:
         )
         jvm.shutdown(socket.SHUT_RDWR)
     assert (asked.stdout, asked.stderr) == ("told\n", "")
+
+
+_SPEAK = """
+import logging, threading, warnings
+from tidemark.app import logs
+from tidemark.app.settings import Settings
+
+import structlog
+logs.configure(Settings())
+structlog.get_logger().warning("Read", stream="a\x1b[2Jb")
+logging.getLogger("some.library").warning("two\\nlines of %s", "it")
+warnings.warn("old")
+thread = threading.Thread(target=lambda: 1 / 0)
+thread.start()
+thread.join()
+raise ValueError("three\\nlines")
+"""
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_an_event_is_a_line(form: str) -> None:
+    """For programs also what a library logs, warns of, and what ends a thread or the process; and no terminal obeys
+    what anybody else wrote."""
+    said = subprocess.run(
+        [sys.executable, "-c", _SPEAK],
+        env=child_environment({"TIDEMARK_LOG_FORMAT": form}),
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    lines = said.stderr.splitlines()
+    assert said.returncode == 1
+    assert "\x1b" not in said.stderr
+    if form == "console":
+        assert "two lines of it" in lines[1]
+        return
+    told = [json.loads(line) for line in lines]
+    assert [it["level"] for it in told] == ["warning", "warning", "warning", "critical", "critical"]
+    assert [it["event"] for it in told[:2]] == ["Read", "two lines of it"]
+    assert [it["exception"][0]["exc_type"] for it in told[3:]] == ["ZeroDivisionError", "ValueError"]
