@@ -47,7 +47,8 @@ class SynapseChannel:
         self._lock = threading.Lock()
         self._asking = threading.Event()
         self._client: Any = None
-        self._thread = threading.Thread(target=self._run, name="synapse-channel", daemon=True)
+        self._thread = threading.Thread(target=self._listen_on, name="synapse-channel", daemon=True)
+        self._failure: BaseException | None = None
         self.lines = 0
         self.connected = False
 
@@ -60,7 +61,9 @@ class SynapseChannel:
         self._thread.join(10)
 
     def take(self) -> list[Heard]:
-        """What was heard since the last call, in order."""
+        """What was heard since the last call, in order. Raises what nobody expected of the thread, which has ended."""
+        if self._failure is not None:
+            raise self._failure
         with self._lock:
             heard = [*self._heard]
             self._heard.clear()
@@ -69,6 +72,12 @@ class SynapseChannel:
     def ask(self) -> None:
         """Have everybody say how far it is; soon."""
         self._asking.set()
+
+    def _listen_on(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:  # noqa: BLE001 - raised in the other thread
+            self._failure = error
 
     def _run(self) -> None:
         problem = ""

@@ -62,8 +62,10 @@ class _SynapseWriter:
     doubted: bool = True
     spoken: bool = False
     barriers: list[_Barrier] = field(default_factory=list)
+    since: int = 0
+    """IDs beyond were given out in its present life."""
     empty: Intervals = EMPTY
-    """What it has announced to be empty, beyond what is told."""
+    """What it has announced to be empty of those, beyond what is told."""
     moved: bool = False
     """Whether there is reason to look at the table since it was last told."""
 
@@ -140,8 +142,8 @@ class StreamDecider:
         self._whole.add(writer)
         if known := self._known(writer):
             known.say(id, began=prev >= id)
-            if prev < id and id > known.told and not self._keeps:
-                known.empty = known.empty.union(Intervals.of([(prev, id)]))
+            if not known.doubted and (first := max(prev, known.since, known.told)) < id:
+                known.empty = known.empty.union(Intervals.of([(first, id)]))
 
     def completed(self, writer: str, id: int | None, row: str) -> None:
         """`RDATA writer id row`; None is one of several rows, of which the last has the number."""
@@ -171,6 +173,7 @@ class StreamDecider:
             writer.moved |= len(left) < len(writer.barriers)
             if writer.doubted and writer.spoken:
                 writer.doubted = writer.spoken = False
+                writer.since = head
                 if running:
                     left.append(_Barrier(head, running))
             by_waiting = {it.waiting: it for it in sorted(left, key=lambda it: it.head)}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from tidemark.sources.synapse.decider import StreamFact
-from tidemark.sources.synapse.tables import SynapseStream
+from tidemark.sources.synapse.tables import MASTER, SynapseStream
 from tidemark.sources.transactions import OpenTransaction
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.errors import SequenceUnfit
@@ -66,10 +66,10 @@ def check_sequence(connection: Connection, stream: SynapseStream) -> None:
 
 def writers(connection: Connection, stream: SynapseStream) -> set[str]:
     """Those that the database names: who has ever written, until Synapse is started without it."""
-    rows = connection.execute(
-        "select distinct instance_name from stream_positions where stream_name = %s", [stream.positions]
-    ).fetchall()
-    return {name for (name,) in rows}
+    names = "select instance_name from stream_positions where stream_name = %s"
+    if not stream.positions:
+        names += f" union select coalesce(instance_name, '{MASTER}') from {stream.questions[0].name}"
+    return {name for (name,) in connection.execute(names.encode(), [stream.positions]).fetchall()}
 
 
 def facts(connection: Connection, stream: SynapseStream, low: int, top: int) -> tuple[int, list[StreamFact]]:

@@ -109,22 +109,23 @@ def begin(
     Where the database is another one, or has gone back, a new timeline begins at the head that it has now.
     """
     row = connection.execute(
-        "select database, start, after, place > %s::pg_lsn from tidemark.synapse_streams where stream = %s",
+        "select database, history, start, after, place > %s::pg_lsn from tidemark.synapse_streams where stream = %s",
         [seen.place, name],
     ).fetchone()
     if row is None:
         return None
-    database, start, after, back = row
+    database, history, start, after, back = row
     rows = connection.execute(
         "select writer, epoch, told from tidemark.synapse_writers where stream = %s", [name]
     ).fetchall()
     told = {writer: at for writer, _, at in rows}
     epochs = {writer: epoch for writer, epoch, _ in rows}
-    known = ToldWriters(stream, name, Timeline(database, start, after), told, epochs)
+    known = ToldWriters(stream, name, Timeline(history, start, after), told, epochs)
     back = back or max(told.values(), default=0) > head
     if database == seen.database and not back:
         return known
-    turned = Timeline(seen.database, uuid.uuid4().hex, start)
+    token = uuid.uuid4().hex
+    turned = Timeline(f"{seen.database}/{token}", token, start)
     now = _now(connection)
     anew = replace(
         known,
@@ -134,8 +135,9 @@ def begin(
     )
     with connection.transaction():
         connection.execute(
-            "update tidemark.synapse_streams set database = %s, place = %s, start = %s, after = %s where stream = %s",
-            [seen.database, seen.place, turned.start, turned.after, name],
+            "update tidemark.synapse_streams set database = %s, history = %s, place = %s, start = %s, after = %s"
+            " where stream = %s",
+            [seen.database, turned.database, seen.place, turned.start, turned.after, name],
         )
         for writer, at in anew.told.items():
             connection.execute(
@@ -155,8 +157,9 @@ def found(
     made = ToldWriters(stream, name, timeline, dict.fromkeys(names, floor), dict.fromkeys(names, now))
     with connection.transaction():
         connection.execute(
-            "insert into tidemark.synapse_streams (stream, database, place, start) values (%s, %s, %s, %s)",
-            [name, seen.database, seen.place, timeline.start],
+            "insert into tidemark.synapse_streams (stream, database, history, place, start)"
+            " values (%s, %s, %s, %s, %s)",
+            [name, seen.database, seen.database, seen.place, timeline.start],
         )
         for writer in names:
             _add(connection, made, writer, floor)

@@ -42,6 +42,10 @@ EVERYTHING = [
         "relay.databases[0].name=shop",
         "relay.databases[0].dsnSecret.name=shop-relay",
         "relay.databases[0].migrate.dsnSecret.name=shop-owner",
+        "synapse.enabled=true",
+        "synapse.serverName=example.org",
+        "synapse.dsnSecret.name=synapse-db",
+        "synapse.redisUrlSecret.name=synapse-redis",
     )
     for word in ("--set", value)
 ]

@@ -20,7 +20,7 @@ postgresPassword: {{ toJson .Values.postgres.passwordSecret }}
 
 {{/*
 How a role reaches its database, as YAML: of dsn, dsnSecret and dsnFile one is not empty, and `value` is the value that
-says so. Roles: pipeline, sidecar, migrations, and with a "database" relay and relay-migrations.
+says so. Roles: pipeline, sidecar, migrations, synapse, and with a "database" relay and relay-migrations.
 */}}
 {{- define "tidemark.postgres" -}}
 {{- $servers := include "tidemark.servers" .root | fromYaml -}}
@@ -34,7 +34,7 @@ says so. Roles: pipeline, sidecar, migrations, and with a "database" relay and r
 {{- else -}}
 {{- $found = merge (pick .database "dsn" "dsnSecret" "dsnFile" "passwordSecret") (dict "value" $value) $found -}}
 {{- end -}}
-{{- else if and (ne .role "pipeline") (index .root.Values .role).dsnSecret.name -}}
+{{- else if and (has .role (list "sidecar" "migrations")) (index .root.Values .role).dsnSecret.name -}}
 {{- $found = merge (dict "dsnSecret" (index .root.Values .role).dsnSecret "value" (print .role ".dsnSecret")) $found -}}
 {{- else -}}
 {{- $value := ternary "postgres.dsnSecret" "postgres.dsn" (ne $servers.postgresDsn.name "") -}}
@@ -66,7 +66,7 @@ says so. Roles: pipeline, sidecar, migrations, and with a "database" relay and r
 
 {{/* Whether a role talks to Kafka: a sidecar only for the rows of the line protocol. */}}
 {{- define "tidemark.needsKafka" -}}
-{{- if or (has .role (list "pipeline" "topics" "test" "relay")) (and (eq .role "sidecar") (include "tidemark.speaksLines" .root)) -}}yes{{- end -}}
+{{- if or (has .role (list "pipeline" "topics" "test" "relay" "synapse")) (and (eq .role "sidecar") (include "tidemark.speaksLines" .root)) -}}yes{{- end -}}
 {{- end -}}
 
 {{- define "tidemark.speaksLines" -}}
@@ -75,7 +75,7 @@ says so. Roles: pipeline, sidecar, migrations, and with a "database" relay and r
 
 {{/*
 Secrets of a role as sources of a projected volume: (dict "root" $ "role" "pipeline"). Empty where it needs none.
-Roles: pipeline, sidecar, migrations, topics, test, and with a "database" relay and relay-migrations.
+Roles: pipeline, sidecar, migrations, topics, test, synapse, and with a "database" relay and relay-migrations.
 */}}
 {{- define "tidemark.secretSources" -}}
 {{- $v := .root.Values -}}
@@ -93,7 +93,7 @@ Roles: pipeline, sidecar, migrations, topics, test, and with a "database" relay 
 {{- $files = append $files (list $v.redis.sentinelPasswordSecret.name $v.redis.sentinelPasswordSecret.key "redis/sentinel-password") -}}
 {{- $files = append $files (list $v.redis.caSecret.name $v.redis.caSecret.key "redis/ca.crt") -}}
 {{- end -}}
-{{- if has .role (list "pipeline" "sidecar" "migrations" "relay" "relay-migrations") -}}
+{{- if has .role (list "pipeline" "sidecar" "migrations" "synapse" "relay" "relay-migrations") -}}
 {{- with include "tidemark.postgres" . | fromYaml -}}
 {{- $files = append $files (list .dsnSecret.name .dsnSecret.key "postgres/dsn") -}}
 {{- $files = append $files (list .passwordSecret.name .passwordSecret.key "postgres/password") -}}
@@ -102,6 +102,10 @@ Roles: pipeline, sidecar, migrations, topics, test, and with a "database" relay 
 {{- end -}}
 {{- if has .role (list "sidecar" "test") -}}
 {{- $files = append $files (list $v.sidecar.tokensSecret.name $v.sidecar.tokensSecret.key "sidecar/tokens") -}}
+{{- end -}}
+{{- if eq .role "synapse" -}}
+{{- $files = append $files (list $v.synapse.dsnSecret.name $v.synapse.dsnSecret.key "synapse/dsn") -}}
+{{- $files = append $files (list $v.synapse.redisUrlSecret.name $v.synapse.redisUrlSecret.key "synapse/redis") -}}
 {{- end -}}
 {{- if eq .role "sidecar" -}}
 {{- $files = append $files (list $v.sidecar.tls.secret.name $v.sidecar.tls.secret.certificateKey "sidecar/tls.crt") -}}
@@ -143,14 +147,14 @@ Roles: pipeline, sidecar, migrations, topics, test, and with a "database" relay 
 {{/* Which value is behind each variable of a role, as JSON: its messages name settings, and the user knows values. */}}
 {{- define "tidemark.settingNames" -}}
 {{- $found := dict -}}
-{{- $groups := dict "REDIS" (list "pipeline" "sidecar" "test") "SIDECAR" (list "sidecar") "SPARK" (list "pipeline") "CHECKPOINT" (list "pipeline") -}}
+{{- $groups := dict "REDIS" (list "pipeline" "sidecar" "test") "SIDECAR" (list "sidecar") "SPARK" (list "pipeline") "SYNAPSE" (list "synapse") "CHECKPOINT" (list "pipeline") -}}
 {{- range $name, $value := .root.Files.Get "files/names.json" | fromJson -}}
 {{- $group := first (splitList "_" $name) -}}
 {{- if or (has $.role (get $groups $group | default list)) (and (eq $group "KAFKA") (include "tidemark.needsKafka" $)) -}}
 {{- $_ := set $found (print "TIDEMARK_" $name) $value -}}
 {{- end -}}
 {{- end -}}
-{{- if has .role (list "pipeline" "sidecar" "migrations" "relay" "relay-migrations") -}}
+{{- if has .role (list "pipeline" "sidecar" "migrations" "synapse" "relay" "relay-migrations") -}}
 {{- with include "tidemark.postgres" . | fromYaml -}}
 {{- $_ := set $found "TIDEMARK_POSTGRES_DSN" .value -}}
 {{- $_ := set $found "TIDEMARK_POSTGRES_PASSWORD" (ternary (print (trimSuffix ".dsn" .value) ".passwordSecret") .value (empty .dsnSecret.name)) -}}
@@ -211,8 +215,12 @@ Roles: pipeline, sidecar, migrations, topics, test, and with a "database" relay 
 {{- $env = append $env (list "REDIS_CA_FILE" (print $files "/redis/ca.crt")) -}}
 {{- end -}}
 {{- end -}}
+{{- if eq .role "synapse" -}}
+{{- $env = append $env (list "SYNAPSE_DSN_FILE" (print $files "/synapse/dsn")) -}}
+{{- $env = append $env (list "SYNAPSE_REDIS_URL_FILE" (print $files "/synapse/redis")) -}}
+{{- end -}}
 {{- $postgres := dict -}}
-{{- if has .role (list "pipeline" "sidecar" "migrations" "relay" "relay-migrations") -}}
+{{- if has .role (list "pipeline" "sidecar" "migrations" "synapse" "relay" "relay-migrations") -}}
 {{- $postgres = include "tidemark.postgres" . | fromYaml -}}
 {{- if $postgres.dsnSecret.name -}}
 {{- $env = append $env (list "POSTGRES_DSN_FILE" (print $files "/postgres/dsn")) -}}

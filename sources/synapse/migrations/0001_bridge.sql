@@ -3,14 +3,15 @@
 create table tidemark.synapse_streams (
     stream      text        primary key,
     database    text        not null,
+    history     text        not null,
     place       pg_lsn      not null,
     start       text        not null,
     after       text
 );
 comment on table tidemark.synapse_streams is 'Streams of Synapse that were told, and the history of its database in which';
+comment on column tidemark.synapse_streams.history is 'What JOINs call it: another one too where the same database has gone back';
 comment on column tidemark.synapse_streams.place is
-    'The end of its server''s log when it was told last: one that is shorter is of a disk that was put back'
-;
+    'The end of its server''s log when it was told last: one that is shorter is of a disk that was put back';
 comment on column tidemark.synapse_streams.start is 'The token of this history''s JOINs, which follows that of the one before';
 
 create table tidemark.synapse_writers (
@@ -32,3 +33,14 @@ create table tidemark.synapse_outbox (
 )
 with (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000);
 comment on table tidemark.synapse_outbox is 'Records that Kafka has not acknowledged, in their order';
+
+do $$
+begin
+    if to_regrole('tidemark_owner') is not null then
+        grant usage on schema tidemark to tidemark_owner;
+        grant select on tidemark.synapse_schema_version to tidemark_owner;
+        grant select, insert, update, delete
+            on tidemark.synapse_streams, tidemark.synapse_writers, tidemark.synapse_outbox to tidemark_owner;
+    end if;
+end
+$$;

@@ -391,6 +391,8 @@ class Core:
         self.writers: dict[int, str] = {}
         self.joined: dict[str, int] = {}
         """By writer the ID of its first JOIN."""
+        self.unseen: dict[str, int] = {}
+        """By writer up to where facts may be that were never announced."""
         self.voids: set[int] = set()
         self.rejected: dict[str, int] = {}
         self.late = 0
@@ -415,6 +417,8 @@ class Core:
                     batch = 0
             elif isinstance(record, Join):
                 self.joined.setdefault(record.writer, abs(record.id))
+                if record.unseen:
+                    self.unseen[record.writer] = abs(record.id)
                 self._epochs[record.writer] = max(record.epoch, self._epochs.get(record.writer, 0))
             elif isinstance(record, Void):
                 self.voids.add(record.id)

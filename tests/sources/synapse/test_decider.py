@@ -36,9 +36,9 @@ def script_of(seed: int) -> list[Act]:
     return [(what, chance.randrange(6), chance.random() < 0.6) for what in whats]
 
 
-def play(script: list[Act], make: MakeDecider) -> Told:
+def play(script: list[Act], make: MakeDecider, *, forgets: bool = False) -> Told:
     writers = Writers()
-    told = Told(writers, make())
+    told = Told(writers, make(), forgets=forgets)
     for what, value, flag in script:
         name = NAMES[value % len(NAMES)]
         match what:
@@ -84,6 +84,25 @@ def test_no_event_is_stepped_over(seed: int) -> None:
     play(script_of(seed), _made).finish()
 
 
+def _of_overwritten() -> StreamDecider:
+    return StreamDecider(dict.fromkeys(NAMES, 1), keeps=False)
+
+
+@settings(max_examples=examples(400))
+@given(seed=st.integers(0, 2**40))
+def test_of_overwritten_rows_nothing_is_called_empty_that_was_a_fact(seed: int) -> None:
+    """Where the table forgets and lines are lost, readers are told to look; what was heard or is there is told."""
+    play(script_of(seed), _of_overwritten, forgets=True).finish()
+
+
+def test_of_overwritten_rows_nothing_is_unseen_where_nothing_was_lost() -> None:
+    """What was heard needs no table, and the announcement of a writer is its word that nothing is there."""
+    script: list[Act] = [*SPOKEN, ("answer", 1, True), ("answer", 2, True), *SPOKEN]
+    script += [("take", 0, True), ("begin", 0, True), ("end", 0, True), ("follow", 1, True), ("follow", 2, True)]
+    told = play([*script, ("hear", 9, True), ("read", 0, True)], _of_overwritten, forgets=True)
+    assert (told.facts, told.unseen, told.at) == ({2: NAMES[0]}, set(), dict.fromkeys(NAMES, 2))
+
+
 class _NoBarrier(StreamDecider):
     """Takes a successor's word for its predecessor's."""
 
@@ -118,6 +137,13 @@ SUCCESSOR: list[Act] = [("take", 0, True), ("begin", 0, True), ("kill", 0, True)
 LATE: Act = ("orphan", 0, True)
 ONES_OWN: list[Act] = [("take", 0, True), ("follow", 1, True), *SPOKEN[1:], ("begin", 0, True), ("end", 0, True)]
 LOST: list[Act] = [("take", 0, True), ("begin", 0, True), ("end", 0, True), ("lose", 6, True), *SPOKEN]
+
+
+def test_a_missing_row_that_may_be_overwritten_proves_nothing() -> None:
+    """As above, of a table that forgets."""
+    play(LOST, _of_overwritten, forgets=True).finish()
+    with pytest.raises(AssertionError, match="stepped over"):
+        play(LOST, _made, forgets=True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""`tidemark synapse` before it reaches a server: what it tells, and what it refuses with a word."""
+
+import threading
+
+import pytest
+from click.testing import CliRunner
+
+from tests.waiting import eventually
+from tidemark.app.cli import main
+from tidemark.app.synapse import BridgePlan
+from tidemark.sources.synapse.channel import SynapseChannel
+from tidemark.streaming.errors import BadSetting
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (BridgePlan("hs", ["typing"]), "typing is not told: it lives in its writer's memory"),
+        (BridgePlan("hs", ["pushers"]), "pushers is not told: what its tables prove was not looked into"),
+        (BridgePlan("hs", ["evnets"]), "'evnets' is none of events, backfill, "),
+        (BridgePlan("hs", ["events"], ["event1,event2"]), "'event1,event2' is not a list of workers such as events="),
+        (BridgePlan("hs", ["events"], ["events="]), "'events=' is not a list of workers"),
+        (BridgePlan("hs", ["events"], ["caches=main"]), "stream caches is not told: add --stream"),
+        (BridgePlan("hs", ["events"], prefix="two words."), "'two words.events' is not 1 to 255 characters"),
+    ],
+)
+def test_what_cannot_be_told_is_refused_with_a_word(plan: BridgePlan, why: str) -> None:
+    """Before any server is asked."""
+    with pytest.raises(BadSetting) as refused:
+        plan.bridged()
+    assert why in str(refused.value)
+
+
+def test_streams_are_told_once_by_their_prefix() -> None:
+    """However often one is named."""
+    [events, caches] = BridgePlan("hs", ["events", "caches", "events"], ["events=a,b"], "hs1.").bridged()
+    assert (events.name, [*events.writers], caches.name) == ("hs1.events", ["a", "b"], "hs1.caches")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ([], "Missing option '--server-name'"),
+        (["--server-name", "hs"], "TIDEMARK_SYNAPSE_DSN: is not set"),
+    ],
+)
+def test_what_is_missing_is_told(words: list[str], why: str) -> None:
+    """With exit code 2."""
+    done = CliRunner().invoke(main, ["synapse", *words])
+    assert (done.exit_code, why in done.output) == (2, True), done.output
+
+
+def test_a_thread_that_fails_is_no_silence() -> None:
+    """What ends the thread that listens ends the process: it would hear nothing for ever."""
+
+    def fail() -> None:
+        raise BadSetting("url", "none")
+
+    with SynapseChannel(fail, "hs", threading.Event()) as channel:
+
+        def failed() -> bool:
+            try:
+                channel.take()
+            except BadSetting:
+                return True
+            return False
+
+        eventually(failed)
