@@ -108,6 +108,9 @@ class Connections(BaseSettings):
     kafka_create_topics: Annotated[bool, Field(description="Create topics that are missing; the local stack does.")] = (
         False
     )
+    kafka_reader: Literal["spark", "python"] = Field(
+        "spark", description="Who reads Kafka for the pipeline: Spark's own source, or the Python that decodes."
+    )
     kafka_partitions: Positive = Field(4, description="Partitions of a facts topic that is created; fixed for life.")
     kafka_security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = Field(
         "PLAINTEXT", description="How brokers are reached."

@@ -1,4 +1,6 @@
-"""Spark for the pipeline: its JVM warms up while servers and the lease are waited for, and its death is noticed."""
+"""Spark for the pipeline: its JVM warms up while servers and the lease are waited for, its death is noticed; and what
+it reads.
+"""
 
 import re
 import threading
@@ -8,16 +10,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from py4j.protocol import Py4JError
-from pyspark.sql import SparkSession
-from pyspark.sql.streaming.query import StreamingQuery
+from pyspark.sql import DataFrame, SparkSession
 
 from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
-from tidemark.streaming import checkpoint
+from tidemark.app.start import Start
+from tidemark.sources.kafka import KafkaConnection, source_options
+from tidemark.streaming import checkpoint, kafka_source, query
+from tidemark.streaming.compact import MOST_FACTS
 from tidemark.streaming.errors import BadSetting, SparkDied, Stopping
 from tidemark.streaming.executors import Cluster, Pods, address_towards
+from tidemark.streaming.kafka_source import KafkaConfig
 from tidemark.streaming.spark import Jvm, SparkSettings, configuration, connect, is_local
 
+_RAISED = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)+(\S.*)")
 _PROPERTY = re.compile(r"(?P<name>spark\.[^\s=:]+)(\s*[=:]\s*|\s+)(?P<value>.*)")
 
 
@@ -71,6 +77,30 @@ class Engine:
             self._session.set_exception(error)
 
 
+def packets(spark: SparkSession, settings: Settings, kafka: KafkaConnection, start: Start, records: int) -> DataFrame:
+    """What the query reads, compacted: of Kafka's records at most so many a batch. `start` counts while the checkpoint
+    is new.
+    """
+    facts, control, shards = settings.kafka_facts_topic, settings.kafka_control_topic, start.seed.shards
+    most = max(MOST_FACTS, settings.max_records_per_batch)  # no cut of records that hold one fact each
+    if settings.kafka_reader == "python":
+        places: dict[str, dict[int, int]] = {facts: {}, control: {}}
+        for (topic, partition), offset in start.read.items():
+            places[topic][partition] = offset
+        return kafka_source.packets(spark, KafkaConfig(kafka.carried(), facts, control, places, records, shards, most))
+    source = query.source(spark, source_options(kafka, start.offsets, records))
+    return query.compacted(source, facts=facts, control=control, shards=shards, most=most)
+
+
+def cause(text: str) -> str:
+    """The innermost cause that Spark names, as one line: Python's, if it is that."""
+    if raised := _RAISED.findall(text):
+        return str(raised[-1])
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    causes = [line for line in lines if line.startswith("Caused by:")]
+    return (causes or lines[:1] or ["no cause given"])[-1].removeprefix("Caused by:").strip()
+
+
 @contextmanager
 def running(settings: Settings) -> Iterator[Engine]:
     """Spark for as long as this is entered. Raises Stop where there is no Java, or no connector to Kafka."""
@@ -85,7 +115,7 @@ def running(settings: Settings) -> Iterator[Engine]:
         local_dir=settings.home / "spark",
         extra=_extra(settings, cluster),
     )
-    if not wanted.jars:
+    if settings.kafka_reader == "spark" and not wanted.jars:
         raise BadSetting("TIDEMARK_SPARK_JARS", f"no jar of Spark's Kafka connector in {settings.spark_jars}")
     engine = Engine(wanted)
     try:
@@ -146,11 +176,3 @@ def properties(path: Path) -> dict[str, str]:
                 raise BadSetting("TIDEMARK_SPARK_CONF_FILE", f"no setting of Spark in the line {line!r}")
             found[match["name"]] = match["value"]
     return found
-
-
-def cause(running: StreamingQuery) -> str:
-    """The innermost cause that Spark names, as one line."""
-    error = running.exception()
-    lines = [] if error is None else [line.strip() for line in str(error).splitlines() if line.strip()]
-    causes = [line for line in lines if line.startswith("Caused by:")]
-    return (causes or lines[:1] or ["no cause given"])[-1].removeprefix("Caused by:").strip()

@@ -38,12 +38,10 @@ from tidemark.sinks.publisher import Publisher
 from tidemark.sinks.recaller import Recaller, RecallerConfig
 from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.publish import Redis, RedisConfig
-from tidemark.sources.kafka import source_options
 from tidemark.sources.start import Acceptance
 from tidemark.sources.topics import Topics
 from tidemark.streaming import query
 from tidemark.streaming.checkpoint import Checkpoint, folder, locked
-from tidemark.streaming.compact import MOST_FACTS
 from tidemark.streaming.errors import (
     BatchCut,
     ChainBroken,
@@ -154,12 +152,16 @@ class Attempt:
         self._local = is_local(settings.spark_master)
         self._apart = settings.checkpoint_store is not None or not self._local
         self._kafka = settings.kafka
-        self._secrets = self._kafka.jvm()
+        self._secrets = self._known_secrets()
 
     @property
     def outdated(self) -> bool:
         """Whether a secret for Kafka has changed since: its clients take none up while they live."""
-        return self._settings.kafka.jvm() != self._secrets
+        return self._known_secrets() != self._secrets
+
+    def _known_secrets(self) -> dict[str, str]:
+        kafka = self._settings.kafka
+        return kafka.carried() if self._settings.kafka_reader == "python" else kafka.jvm()
 
     @property
     def published(self) -> bool:
@@ -233,21 +235,12 @@ class Attempt:
 
     @contextmanager
     def _query(self, spark: SparkSession, start: Start, location: str, batches: Batches) -> Iterator[StreamingQuery]:
-        settings = self._settings
-        options = source_options(self._kafka, start.offsets, self._most)
-        effects = query.positions(
-            query.source(spark, options),
-            facts=settings.kafka_facts_topic,
-            control=settings.kafka_control_topic,
-            shards=start.seed.shards,
-            most=max(MOST_FACTS, settings.max_records_per_batch),  # no cut of records that hold one fact each
-            seeds=start.seed.states,
-            bounds=start.policies.bounds(),
-        )
-        writer = effects.writeStream.queryName("tidemark").option("checkpointLocation", location)
         try:
+            packets = engine.packets(spark, self._settings, self._kafka, start, self._most)
+            effects = query.positions(packets, seeds=start.seed.states, bounds=start.policies.bounds())
+            writer = effects.writeStream.queryName("tidemark").option("checkpointLocation", location)
             running = writer.foreachBatch(batches).start()
-        except Py4JJavaError as error:  # of a checkpoint that it cannot read, for one
+        except Py4JJavaError as error:  # of a checkpoint that it cannot read, or of Python processes that were killed
             raise QueryFailed(str(error.java_exception.toString()).splitlines()[0]) from error
         except PySparkException as error:
             raise QueryFailed((str(error).splitlines() or [type(error).__name__])[0]) from error
@@ -284,7 +277,7 @@ class Attempt:
                 if self.outdated:
                     raise Outdated("a secret for Kafka")
             if not running.isActive:
-                raise QueryFailed(engine.cause(running))
+                raise QueryFailed(engine.cause(str(running.exception() or "")))
             if not running.status["message"].startswith("Initializing"):
                 lacks = None if self._local or executors(spark) else NO_EXECUTOR
                 if lacks is not None and lacks != self._health.lacks():

@@ -87,8 +87,10 @@ def prepare(
     last = postgres.last_batch()
     applied = None if last is None else AppliedBatch(*last)
     policies = Policies(postgres.policies.given(), settings.policy_defaults)
-    bounds, shards = policies.bounds(), settings.shards
-    seed = checkpoint.resume(applied, bounds) or checkpoint.begin(applied, shards, by_shard(states, shards), bounds)
+    bounds, shards, reader = policies.bounds(), settings.shards, settings.kafka_reader
+    seed = checkpoint.resume(applied, bounds, reader) or checkpoint.begin(
+        applied, shards, by_shard(states, shards), bounds, reader
+    )
     return Start(
         seed,
         offsets,

@@ -84,6 +84,16 @@ class KafkaConnection:
             }
         return settings | {name: value for name, value in optional.items() if value is not None}
 
+    def carried(self) -> dict[str, str]:
+        """The same for clients on other hosts, with certificates and keys in place of the names of their files; two
+        readings are equal until a secret rotates. Never log it. Raises `BadSetting` for a file that cannot be read.
+        """
+        settings = self.client()
+        for part in ("ca", "certificate", "key"):
+            if (path := settings.pop(f"ssl.{part}.location", None)) is not None:
+                settings[f"ssl.{part}.pem"] = _pem(path)
+        return settings
+
     def producer(self) -> dict[str, str]:
         """Settings of every producer of ours: nothing lost, doubled or reordered inside a partition."""
         return self.client() | {

@@ -12,7 +12,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.streaming.errors import BadRecord, TopicMissing, Unavailable
-from tidemark.streaming.kafka_errors import ErrorListener
+from tidemark.streaming.kafka_errors import ErrorListener, concerns_group
 from tidemark.streaming.records import FactRun, Rdata, Record, Topic, Void, read
 
 AT_ONCE = 2_000
@@ -105,6 +105,8 @@ class Tail:
 
     def _records(self, message: Message) -> Iterator[tuple[int, Record]]:
         if (error := message.error()) is not None:
+            if concerns_group(error):
+                return
             if error.code() in _GONE:
                 raise Unavailable("Kafka", self._connection.bootstrap, "retention removed records before we read them")
             raise KafkaException(error)

@@ -44,13 +44,16 @@ class AppliedBatch(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Seed(msgspec.Struct, array_like=True, frozen=True):
-    """What a line of batches began with; `states` as of `streaming.query.by_shard`."""
+    """What a line of batches began with; `states` as of `streaming.query.by_shard`. `reader` names who reads Kafka: no
+    other understands the offsets in the checkpoint.
+    """
 
     lineage: str
     after: AppliedBatch | None
     shards: int
     states: dict[int, bytes]
     bounds: Bounds | None = None
+    reader: str = "spark"
 
     def before(self, batch: int) -> tuple[str, int] | None:
         """The batch that is applied before `batch` of this line: lineage and number, None where none ever was."""
@@ -68,7 +71,7 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def resume(self, applied: AppliedBatch | None, bounds: Bounds) -> Seed | None:
+    def resume(self, applied: AppliedBatch | None, bounds: Bounds, reader: str = "spark") -> Seed | None:
         """The seed to go on with, or None where the checkpoint cannot be gone on with; `applied` is Postgres' word.
 
         They join where Postgres applied the last batch that Spark finished, or the one after, which Spark has planned
@@ -79,6 +82,9 @@ class Checkpoint:
         if seed is None or planned is None:
             if planned is not None or done is not None:
                 self._set_aside("it does not say what it began with")
+            return None
+        if seed.reader != reader:
+            self._set_aside(f"it was made with the reader {seed.reader}, this one is {reader}")
             return None
         finished = -1 if done is None else done
         if applied is not None and applied.lineage == seed.lineage:
@@ -93,9 +99,16 @@ class Checkpoint:
             return None
         return seed
 
-    def begin(self, after: AppliedBatch | None, shards: int, states: dict[int, bytes], bounds: Bounds) -> Seed:
+    def begin(
+        self,
+        after: AppliedBatch | None,
+        shards: int,
+        states: dict[int, bytes],
+        bounds: Bounds,
+        reader: str = "spark",
+    ) -> Seed:
         """Start a new line of batches from `states`; durable when it returns."""
-        seed = Seed(uuid.uuid4().hex, after, shards, states, bounds)
+        seed = Seed(uuid.uuid4().hex, after, shards, states, bounds, reader)
         self.path.mkdir(parents=True, exist_ok=True)
         part = self.path / "seed.part"
         with part.open("wb") as file:

@@ -14,7 +14,7 @@ so in its packets, and how far it came. What it left is read again by a query th
 
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter, itemgetter
@@ -25,6 +25,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tidemark.streaming.decode import ROW, Decoder, Edges
+from tidemark.streaming.fetched import Fetched, PlannedRange
 from tidemark.streaming.frames import Frames, Incarnation
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.link import link
@@ -66,9 +67,32 @@ def compact(
             origins[origin].add(part)
     for origin, columns in origins.items():
         topic, partition = Topic.at(origin)
-        packets = pack(names[topic], partition, columns, shards, cut=cut)
-        encoded = [_encoder.encode(packet) for packet in packets.values()]
-        yield pa.record_batch([pa.array(packets, pa.int32()), pa.array(encoded, pa.binary())], schema=PACKETS)
+        yield _encoded(pack(names[topic], partition, columns, shards, cut=cut))
+
+
+def compact_ranges(
+    ranges: Iterable[tuple[PlannedRange, Iterator[Fetched]]], *, shards: int, names: dict[Topic, str], most: int
+) -> Iterator[pa.RecordBatch]:
+    """The same of offset ranges, each with its records: each says how far it was read, which is to its end but where
+    `most` facts cut it.
+    """
+    held = 0
+    for wanted, records in ranges:
+        columns = Decoder(wanted.topic)
+        cut = False
+        for part in records:
+            if cut := held >= most:
+                break
+            before = len(columns.parts)
+            columns.add(part)
+            held += sum(len(edges.ids) for edges in columns.parts[before:])
+        columns.next_offset = max(columns.next_offset, wanted.start) if cut else wanted.end
+        yield _encoded(pack(names[wanted.topic], wanted.partition, columns, shards, cut=cut))
+
+
+def _encoded(packets: dict[int, Packet]) -> pa.RecordBatch:
+    encoded = [_encoder.encode(packet) for packet in packets.values()]
+    return pa.record_batch([pa.array(packets, pa.int32()), pa.array(encoded, pa.binary())], schema=PACKETS)
 
 
 def _by_origin(batch: pa.RecordBatch) -> Iterator[tuple[int, Frames]]:
@@ -97,8 +121,7 @@ def pack(topic: str, partition: int, columns: Decoder, shards: int, *, cut: bool
     for marker in markers:
         packet_of(shard_of(marker.stream, shards)).markers.append(marker)
 
-    edges = columns.edges()
-    if len(edges.ids):
+    if columns.parts and len((edges := columns.edges()).ids):
         incarnations, ranks = columns.incarnations.ranked()
         shard = {stream: shard_of(stream, shards) for stream, _, _ in incarnations}
         edges = replace(edges, incarnations=ranks[edges.incarnations])

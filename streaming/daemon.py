@@ -14,9 +14,9 @@ if __name__ == "__main__":
     sys.path[:] = [place for place in sys.path if not re.search(r"/python/lib/py(spark|4j)[^/]*\.zip$", place)]
     from pyspark import daemon, worker
 
-    from tidemark.streaming import query
+    from tidemark.streaming import kafka_source, query
 
-    imported = (query, worker)
+    imported = (kafka_source, query, worker)
     gc.collect()
     gc.freeze()  # no worker's collector touches, and so copies, the pages that all share
     daemon.manager()

@@ -27,6 +27,7 @@ import pyarrow as pa
 from tidemark.streaming import records
 from tidemark.streaming.claims import claims
 from tidemark.streaming.errors import BadRecord
+from tidemark.streaming.fetched import Fetched
 from tidemark.streaming.frames import Frames, Incarnations
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.model import Reason
@@ -136,10 +137,10 @@ _decoder_of_any_row: Final[msgspec.json.Decoder[_Line]] = msgspec.json.Decoder(
 _UNDECIDED: Final = _Retire(stream="", writer="", id=0)  # in the place of a record that only `records.read` can judge
 
 
-def _lines(frames: Frames) -> Sequence[_Line]:
+def _lines(frames: Frames | Fetched) -> Sequence[_Line]:
     """For each record what is in it, or `_UNDECIDED`."""
     text = frames.lines()
-    if frames.in_braces() and _is_utf8(text):
+    if text is not None and _is_utf8(text):
         for decoder in (_decoder, _decoder_of_any_row):
             with suppress(ValueError, RecursionError):
                 lines = decoder.decode_lines(text)
@@ -173,7 +174,7 @@ def _line(value: bytes) -> _Line:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Without Python's garbage collector, in the whole process: it would go through the lists in RUN records again and
     again, at the price of all else here, and finds no cycle.
     """
@@ -202,12 +203,12 @@ class Decoder:
         self.next_offset = 0
         self.parts: list[Edges] = []
 
-    def add(self, frames: Frames) -> None:
+    def add(self, frames: Frames | Fetched) -> None:
         """Decode what came of one partition in one batch."""
-        with _no_collection():
+        with no_collection():
             self._add(frames)
 
-    def _add(self, frames: Frames) -> None:
+    def _add(self, frames: Frames | Fetched) -> None:
         lines = _lines(frames) if self.topic is Topic.FACTS else [_UNDECIDED] * len(frames)
         edges, certain = self._from_lines(lines, frames)
         runs = certain & (edges.kinds == Kind.RUN.value)
@@ -250,7 +251,7 @@ class Decoder:
         even[even] = chained
         return even
 
-    def _from_lines(self, lines: Sequence[_Line], frames: Frames) -> tuple[Edges, Mask]:
+    def _from_lines(self, lines: Sequence[_Line], frames: Frames | Fetched) -> tuple[Edges, Mask]:
         """A row for each line, and which of them are certain to be what `records.read` would make of it."""
         count = len(lines)
         numbers = np.fromiter(self._numbers(lines), np.int64, count)
@@ -272,7 +273,7 @@ class Decoder:
         except KeyError:
             return list(starmap(self.incarnations.number, ((line.stream, line.writer, line.epoch) for line in lines)))
 
-    def _read(self, edges: Edges, frames: Frames, at: int) -> None:
+    def _read(self, edges: Edges, frames: Frames | Fetched, at: int) -> None:
         """Replace row `at` by what `records.read` says."""
         offset = int(frames.offsets[at])
         try:

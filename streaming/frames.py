@@ -22,6 +22,7 @@ HEADER: Final = np.dtype([("offset", ">i8"), ("time", ">i8"), ("origin", ">i4"),
 """In Java's byte order. `time` is in ms since 1970, `origin` as of `streaming.records.Topic`."""
 
 _Bytes = npt.NDArray[np.uint8]
+_NO_KEY: Final = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,7 @@ class Frames:
         """Where in `data` the values begin."""
         return self.starts + HEADER.itemsize + self.key_lengths
 
-    def in_braces(self) -> bool:
-        """Whether every value begins with `{` and ends with `}`."""
+    def _in_braces(self) -> bool:
         values = self.values
         return bool(
             np.all(values < self.ends)
@@ -74,8 +74,12 @@ class Frames:
             and np.all(self.data[self.ends - 1] == ord("}"))
         )
 
-    def lines(self) -> memoryview:
-        """The values, each behind a newline and blanks, which stand where its header and key were."""
+    def lines(self) -> memoryview | None:
+        """The values, each behind a newline and blanks, which stand where its header and key were; None where one does
+        not begin with `{` and end with `}`.
+        """
+        if not self._in_braces():
+            return None
         text = self.data[self.starts[0] : self.ends[-1]].copy()
         for length, chosen in self._by_key_length():
             blank = b"\n".ljust(HEADER.itemsize + length)
@@ -102,6 +106,7 @@ class Keys:
     """Keys by number, laid out so that many are compared at once. None is equal to nothing."""
 
     def __init__(self) -> None:
+        self._keys: npt.NDArray[np.object_] = np.zeros(0, np.object_)
         self._memory: _Bytes = np.zeros(0, np.uint8)
         self._starts: Ids = np.zeros(0, np.int64)
         self._lengths: Ids = np.zeros(0, np.int64)
@@ -110,11 +115,17 @@ class Keys:
         return len(self._starts)
 
     def extend(self, keys: Sequence[bytes | None]) -> None:
+        self._keys = np.append(self._keys, np.array([_NO_KEY if key is None else key for key in keys], np.object_))
         lengths = np.array([-1 if key is None else len(key) for key in keys])
         sizes = np.maximum(lengths, 0)
         self._starts = np.append(self._starts, len(self._memory) + np.cumsum(sizes) - sizes)
         self._lengths = np.append(self._lengths, lengths)
         self._memory = np.append(self._memory, np.frombuffer(b"".join(filter(None, keys)), np.uint8))
+
+    def of(self, numbers: Ids) -> list[object]:
+        """For each of `numbers` its key, or something that is equal to no key."""
+        found: list[object] = self._keys[numbers].tolist()
+        return found
 
     def are(self, numbers: Ids, length: int, data: _Bytes, starts: Ids) -> npt.NDArray[np.bool_]:
         """For each of `numbers` whether its key is the `length` bytes that begin in `data` at the same of `starts`."""

@@ -5,8 +5,10 @@ librdkafka tells a request only that it timed out; why (a wrong password, a refu
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from confluent_kafka import KafkaError
+from confluent_kafka import KafkaError, KafkaException
 
 from tidemark.streaming.errors import Refused, TidemarkError, Unavailable
 
@@ -29,6 +31,10 @@ _RIGHTS = frozenset(
 )
 _TLS = frozenset({KafkaError._SSL, KafkaError._INVALID_ARG})
 
+_VAGUE = frozenset(
+    {KafkaError._TIMED_OUT, KafkaError._MSG_TIMED_OUT, KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN}
+)
+
 # What brokers say of a certificate of ours, as of RFC 8446; librdkafka takes it for a lost connection.
 _ALERT = re.compile(r"SSL alert number (42|43|44|45|46|48|49|116)\b")
 _DIGRESSION = re.compile(r" \(after \d+ms in state .*\)$")
@@ -50,11 +56,16 @@ def kafka_error(error: KafkaError, where: str) -> TidemarkError:
     return Unavailable("Kafka", where, problem)
 
 
+def concerns_group(error: KafkaError) -> bool:
+    """Whether a consumer may not use its group, which librdkafka asks for and nobody needs."""
+    return bool(error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED)
+
+
 class ErrorListener:
     """An `error_cb`: remembers why the brokers cannot be reached. Called on the thread that polls the client."""
 
     def __init__(self, where: str) -> None:
-        self._where = where
+        self.where = where
         self._reason: KafkaError | None = None
 
     def __call__(self, error: KafkaError) -> None:
@@ -67,10 +78,18 @@ class ErrorListener:
 
     def raise_refusal(self) -> None:
         """Raise `Refused` as soon as the brokers have said no: waiting for the request's time limit gains nothing."""
-        if self._reason is not None and isinstance(refused := kafka_error(self._reason, self._where), Refused):
+        if self._reason is not None and isinstance(refused := kafka_error(self._reason, self.where), Refused):
             raise refused
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """What a client raises inside comes out in our words."""
+        try:
+            yield
+        except KafkaException as error:
+            raise self.explain(error.args[0]) from error
 
     def explain(self, error: KafkaError) -> TidemarkError:
         """The error of a failed request, with the reason behind a mere time-out."""
-        vague = error.code() in (KafkaError._TIMED_OUT, KafkaError._MSG_TIMED_OUT, KafkaError._TRANSPORT)
-        return kafka_error(self._reason if vague and self._reason is not None else error, self._where)
+        vague = error.code() in _VAGUE
+        return kafka_error(self._reason if vague and self._reason is not None else error, self.where)

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator, Mapping
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from tidemark.streaming.errors import Unavailable
-from tidemark.streaming.kafka_errors import ErrorListener
+from tidemark.streaming.kafka_errors import ErrorListener, concerns_group
 
 
 class PartitionReader:
@@ -70,6 +70,8 @@ class PartitionReader:
                 elif error.code() == KafkaError._PARTITION_EOF:
                     yield None
                     return
+                elif concerns_group(error):
+                    continue
                 elif error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
                     return
                 else:

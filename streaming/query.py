@@ -70,26 +70,23 @@ def advance_shard(
     yield pd.DataFrame({"shard": [shard], "effects": [effects.encode(done)]})
 
 
-def positions(
-    records: DataFrame, *, facts: str, control: str, shards: int, most: int, seeds: dict[int, bytes], bounds: Bounds
-) -> DataFrame:
-    """From Kafka's records to one row of effects per shard and batch (`EFFECTS`).
+def positions(packets: DataFrame, *, seeds: dict[int, bytes], bounds: Bounds) -> DataFrame:
+    """From packets (`PACKETS`) to one row of effects per shard and batch (`EFFECTS`)."""
+    return packets.groupBy("shard").applyInPandasWithState(
+        partial(advance_shard, seeds=seeds, bounds=bounds),
+        outputStructType=EFFECTS,
+        stateStructType=STATE,
+        outputMode="append",
+        timeoutConf=GroupStateTimeout.NoTimeout,
+    )
 
-    `records` has the columns of Spark's Kafka source; `facts` and `control` name the two topics; `most` as of
+
+def compacted(records: DataFrame, *, facts: str, control: str, shards: int, most: int) -> DataFrame:
+    """Packets of what Spark's Kafka source gives; `facts` and `control` name the topics, `most` as of
     `streaming.compact`.
     """
-    return (
-        frames(records, control)
-        .mapInArrow(partial(compact_frames, compact=compactor(shards, facts, control, most)), PACKETS)
-        .groupBy("shard")
-        .applyInPandasWithState(
-            partial(advance_shard, seeds=seeds, bounds=bounds),
-            outputStructType=EFFECTS,
-            stateStructType=STATE,
-            outputMode="append",
-            timeoutConf=GroupStateTimeout.NoTimeout,
-        )
-    )
+    compact = compactor(shards, facts, control, most)
+    return frames(records, control).mapInArrow(partial(compact_frames, compact=compact), PACKETS)
 
 
 def frames(records: DataFrame, control: str) -> DataFrame:

@@ -149,6 +149,9 @@ class GuardedKafka(ArchivedKafka):
             f"{bearer}.server.callback.handler.class": f"{_AUTH}.oauthbearer.OAuthBearerValidatorCallbackHandler",
             "listener.name.tokens.sasl.oauthbearer.jwks.endpoint.url": self._issuer.keys_file.as_uri(),
             "listener.name.tokens.sasl.oauthbearer.expected.issuer": "tests",
+            "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+            "allow.everyone.if.no.acl.found": "true",
+            "super.users": "User:ANONYMOUS",
         }
 
 

@@ -231,6 +231,7 @@ def made_site(
             "TIDEMARK_SPARK_JARS": str(jars),
             "TIDEMARK_SPARK_DRIVER_MEMORY": "512m",
             "TIDEMARK_LOG_LEVEL": "debug",
+            "TIDEMARK_KAFKA_READER": os.environ.get("TIDEMARK_KAFKA_READER", "spark"),  # as `make reader-test` has it
         },
     )
     with psycopg.connect(postgres.dsn("postgres"), autocommit=True) as connection:

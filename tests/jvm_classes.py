@@ -117,9 +117,8 @@ def run(spark: SparkSession, checkpoint: Path) -> None:
         if number >= BATCHES:
             enough.set()
 
-    effects = query.positions(
-        made_up(spark), facts="facts", control="control", shards=4, most=MOST_FACTS, seeds={}, bounds=Bounds()
-    )
+    packets = query.compacted(made_up(spark), facts="facts", control="control", shards=4, most=MOST_FACTS)
+    effects = query.positions(packets, seeds={}, bounds=Bounds())
     running = effects.writeStream.foreachBatch(publish).option("checkpointLocation", str(checkpoint)).start()
     while not enough.wait(0.1):
         assert running.exception() is None, running.exception()

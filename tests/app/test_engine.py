@@ -1,10 +1,10 @@
-"""Settings of Spark's own, from a file."""
+"""Settings of Spark's own, from a file, and what Spark says when it fails."""
 
 from pathlib import Path
 
 import pytest
 
-from tidemark.app.engine import properties
+from tidemark.app.engine import cause, properties
 from tidemark.streaming.errors import BadSetting
 
 
@@ -27,3 +27,39 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     """With its path."""
     with pytest.raises(BadSetting, match=r"TIDEMARK_SPARK_CONF_FILE: cannot read .*nowhere"):
         properties(tmp_path / "nowhere")
+
+
+OF_JAVA = """Job aborted due to stage failure
+\tat org.apache.spark.Scheduler.abort(Scheduler.scala:1)
+Caused by: java.io.IOException: no space left
+\tat java.base/java.io.File.write(File.java:1)
+"""
+OF_PYTHON = """An exception was raised by the Python Proxy. Return Message: Traceback (most recent call last):
+  File "py4j/clientserver.py", line 1, in call
+    return f()
+           ^^^
+pyspark.errors.exceptions.captured.PythonException:
+  An exception was thrown from the Python worker. Please see the stack trace below.
+Traceback (most recent call last):
+  File "kafka_ranges.py", line 1, in read
+    raise self._errors.explain(error)
+tidemark.streaming.errors.Unavailable: Kafka at k:9092: it is gone
+
+\tat org.apache.spark.api.python.PythonException.throw(PythonRunner.scala:1)
+Caused by: org.apache.spark.SparkException: Job aborted
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (OF_JAVA, "java.io.IOException: no space left"),
+        (OF_PYTHON, "tidemark.streaming.errors.Unavailable: Kafka at k:9092: it is gone"),
+        ("one line", "one line"),
+        ("", "no cause given"),
+    ],
+    ids=["Java", "Python", "neither", "nothing"],
+)
+def test_of_a_failure_the_innermost_cause_is_named(text: str, found: str) -> None:
+    """In one line; of what a Python worker raised that is its own error, and not that Spark has seen one."""
+    assert cause(text) == found

@@ -5,6 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from confluent_kafka.admin import (
+    AclBinding,
+    AclBindingFilter,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    ResourcePatternType,
+    ResourceType,
+)
 from pyspark.sql import SparkSession
 
 from tests.fix_kafka import PASSWORD, USER, GuardedKafka, with_wrong_secret
@@ -16,7 +25,11 @@ from tidemark.sources.kafka import EARLIEST, KafkaConnection, source_options
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming.errors import BadSetting, Refused
-from tidemark.streaming.records import Rdata, encode, row
+from tidemark.streaming.fetched import PlannedRange
+from tidemark.streaming.kafka_errors import ErrorListener
+from tidemark.streaming.kafka_ranges import Ends, RangeReader
+from tidemark.streaming.partition_reader import PartitionReader
+from tidemark.streaming.records import Rdata, Topic, encode, row
 
 WAYS = ["scram", "mutual", "tokens"]
 
@@ -27,8 +40,9 @@ def connection(request: pytest.FixtureRequest, guarded_kafka: GuardedKafka) -> K
     return found
 
 
-def test_both_clients_are_let_in(connection: KafkaConnection, spark: SparkSession, prefix: str) -> None:
-    """What librdkafka sends, Spark's JVM reads, with one description of the connection."""
+def test_all_clients_are_let_in(connection: KafkaConnection, spark: SparkSession, prefix: str) -> None:
+    """What librdkafka sends, Spark's JVM reads, and so does a worker of Spark that has no file of ours, with one
+    description of the connection."""
     Topics(connection).create_missing([TopicPlan(prefix, 1, 3_600_000)])
     producer = RecordProducer(connection, prefix, give_up_after=10)
     producer.send("s", b"hello")
@@ -37,6 +51,12 @@ def test_both_clients_are_let_in(connection: KafkaConnection, spark: SparkSessio
     del options["maxOffsetsPerTrigger"]  # of streams only
     found = spark.read.format("kafka").options(**options).load().select("value").collect()
     assert [bytes(record["value"]) for record in found] == [b"hello"]
+    carried = connection.carried()
+    assert not any(name.endswith(".location") for name in carried)
+    assert Ends(carried).beyond({prefix: {0: 0}}) == {prefix: {0: 1}}
+    reader = RangeReader(carried, {Topic.FACTS: prefix}, patience=10)
+    assert [part.values for part in reader.read(PlannedRange(Topic.FACTS, 0, 0, 1))] == [[b"hello"]]
+    reader.close()
 
 
 def test_who_cannot_prove_who_he_is_is_refused_in_one_line(connection: KafkaConnection, stranger: Authority) -> None:
@@ -44,6 +64,50 @@ def test_who_cannot_prove_who_he_is_is_refused_in_one_line(connection: KafkaConn
     with pytest.raises(Refused, match=r"; check .*(password|secret|certificate)") as caught:
         Topics(with_wrong_secret(connection, stranger), patience=30).describe(["any"])
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def _no_groups(guarded_kafka: GuardedKafka) -> Iterator[None]:
+    """Our user may use no consumer group."""
+    admin = AdminClient({"bootstrap.servers": guarded_kafka.bootstrap_servers})
+    nobody = (ResourceType.GROUP, "*", ResourcePatternType.LITERAL, f"User:{USER}", "*", AclOperation.ALL)
+    for made in admin.create_acls([AclBinding(*nobody, AclPermissionType.DENY)]).values():
+        made.result(10)
+    yield
+    for gone in admin.delete_acls([AclBindingFilter(*nobody, AclPermissionType.DENY)]).values():
+        gone.result(10)
+
+
+@pytest.mark.usefixtures("_no_groups")
+def test_a_user_who_may_use_no_group_reads(guarded_kafka: GuardedKafka, prefix: str) -> None:
+    """What docs/deploying.md asks of brokers is enough."""
+    connection = guarded_kafka.scram
+    Topics(connection).create_missing([TopicPlan(prefix, 1, 3_600_000)])
+    producer = RecordProducer(connection, prefix, give_up_after=10)
+    for number in range(3):
+        producer.send("s", b"%d" % number)
+        producer.deliver(10)
+    ends, reader = Ends(connection.carried()), RangeReader(connection.carried(), {Topic.FACTS: prefix}, patience=10)
+    assert ends.beyond({prefix: {0: 0}}) == {prefix: {0: 3}}
+    for number in range(3):
+        (part,) = reader.read(PlannedRange(Topic.FACTS, 0, number, number + 1))
+        assert part.values == [b"%d" % number]
+        reader.park()
+    reader.close()
+    again = PartitionReader(connection.client(), ErrorListener(connection.bootstrap), 10, "read_committed")
+    assert [message and message.value() for message in again.read(prefix, 0, 0)] == [b"0", b"1", b"2", None]
+    again.close()
+
+
+def test_a_reader_that_cannot_prove_who_it_is_says_so(connection: KafkaConnection, stranger: Authority) -> None:
+    """In Spark's workers as in the driver, and as soon."""
+    wrong = with_wrong_secret(connection, stranger).carried()
+    with pytest.raises(Refused, match=r"; check .*(password|secret|certificate)"):
+        Ends(wrong, patience=30).beyond({"any": {0: 0}})
+    reader = RangeReader(wrong, {Topic.FACTS: "any"}, patience=30)
+    with pytest.raises(Refused, match=r"; check .*(password|secret|certificate)"):
+        list(reader.read(PlannedRange(Topic.FACTS, 0, 0, 1)))
+    reader.close()
 
 
 @pytest.mark.parametrize("way", ["scram", "mutual"])

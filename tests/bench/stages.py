@@ -20,7 +20,7 @@ from tests.bench.table import table
 from tests.bench.topic import fill
 from tidemark.sources.kafka import EARLIEST, source_options
 from tidemark.streaming import query
-from tidemark.streaming.compact import compactor
+from tidemark.streaming.compact import MOST_FACTS
 from tidemark.streaming.spark import Jvm, SparkSettings, configuration, connect
 
 
@@ -50,12 +50,12 @@ def run(site: BenchSite, plan: StagesPlan) -> dict[str, Any]:
     options = source_options(site.connection, {loaded.name: dict.fromkeys(range(partitions), EARLIEST)}, plan.records)
     del options["maxOffsetsPerTrigger"]  # of streams only
     records = spark.read.format("kafka").options(**options).load()
-    frames = query.frames(records, "control")
+    names = {"facts": loaded.name, "control": "control"}
     stages = {
         "Kafka source alone": records,
         "+ values to Python and back as a count": records.select("value").mapInArrow(_count, "records long"),
-        "+ the rest of the record": frames.mapInArrow(_count, "records long"),
-        "+ decoding and compaction": frames.mapInArrow(compactor(16, loaded.name, "control"), query.PACKETS),
+        "+ the rest of the record": query.frames(records, "control").mapInArrow(_count, "records long"),
+        "+ decoding and compaction": query.compacted(records, **names, shards=16, most=MOST_FACTS),
     }
     seconds: dict[str, list[float]] = {name: [] for name in stages}
     for number in range(plan.rounds):

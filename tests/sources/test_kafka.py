@@ -26,7 +26,7 @@ def test_both_dialects_say_the_same() -> None:
 
 
 def test_certificates_travel_with_the_jvms_settings(tmp_path: Path) -> None:
-    """Executors on other hosts have no files of ours; librdkafka is in the driver and has."""
+    """Executors on other hosts have no files of ours; librdkafka in the driver has."""
     contents = ["ca", "chain", "-----BEGIN PRIVATE KEY-----"]
     files = [tmp_path / str(number) for number in range(3)]
     for file, content in zip(files, contents, strict=True):
@@ -37,8 +37,11 @@ def test_certificates_travel_with_the_jvms_settings(tmp_path: Path) -> None:
     jvm = connection.jvm()
     named = ("truststore.certificates", "keystore.certificate.chain", "keystore.key")
     assert [jvm[f"ssl.{name}"] for name in named] == contents
+    carried = connection.carried()
+    assert [carried[f"ssl.{part}.pem"] for part in ("ca", "certificate", "key")] == contents
     files[0].write_text("another")
     assert connection.jvm() != jvm
+    assert connection.carried() != carried
 
 
 def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path) -> None:

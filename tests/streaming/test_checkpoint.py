@@ -50,6 +50,14 @@ def test_it_is_gone_on_with_where_postgres_stands_at_its_last_or_next_batch(
     assert seed.states == STATES
 
 
+def test_it_is_not_gone_on_with_by_another_reader_of_kafka(checkpoint: Checkpoint) -> None:
+    """Neither understands the offsets of the other, and Postgres has those that count."""
+    seed = begun(checkpoint)
+    leave(checkpoint, planned=7, done=6)
+    assert checkpoint.resume(AppliedBatch(seed.lineage, 6), BOUNDS, "python") is None
+    assert not checkpoint.path.exists()
+
+
 def test_its_first_batch_may_be_replayed_before_postgres_has_any(checkpoint: Checkpoint) -> None:
     """Killed in batch 0: Postgres still stands where the line of batches began."""
     before = AppliedBatch("earlier", 41)

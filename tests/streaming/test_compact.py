@@ -18,10 +18,11 @@ from tests.streaming.builders import Framed, Shard, packed
 from tests.streaming.naive_compact import CONTROL, FACTS, Message, message
 from tests.streaming.test_records import BAD, GOOD
 from tidemark.streaming import records
-from tidemark.streaming.compact import MOST_FACTS, compactor
+from tidemark.streaming.compact import MOST_FACTS, compact_ranges, compactor
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import ShardEffects
 from tidemark.streaming.errors import BadRecord
+from tidemark.streaming.fetched import Fetched, PlannedRange
 from tidemark.streaming.model import Bounds, Reason, shard_of
 from tidemark.streaming.records import Topic
 from tidemark.streaming.runs import Packet
@@ -34,7 +35,32 @@ decoder = msgspec.msgpack.Decoder(Packet)
 def packets(messages: Sequence[Message], batch_size: int = 10_000, most: int = MOST_FACTS) -> list[tuple[int, Packet]]:
     batches = [naive.arrow(messages[at : at + batch_size]) for at in range(0, len(messages), batch_size)]
     rows = [row for batch in compactor(SHARDS, FACTS, CONTROL, most)(iter(batches)) for row in batch.to_pylist()]
+    assert of_ranges(messages, batch_size, most) == rows, "who reads Kafka makes no difference"
     return [(row["shard"], decoder.decode(row["packet"])) for row in rows]
+
+
+def of_ranges(messages: Sequence[Message], batch_size: int, most: int) -> list[dict[str, Any]]:
+    """What compaction makes of the same records where they come from Kafka's client."""
+    partitions: dict[tuple[str, int], list[Message]] = {}
+    for each in messages:
+        partitions.setdefault((each.topic, each.partition), []).append(each)
+    names = {Topic.FACTS: FACTS, Topic.CONTROL: CONTROL}
+    topics = {name: topic for topic, name in names.items()}
+
+    def read(found: list[Message]) -> Iterator[Fetched]:
+        return (fetched(found[at : at + batch_size]) for at in range(0, len(found), batch_size))
+
+    ranges = [
+        (PlannedRange(topics[topic], partition, 0, max(it.offset for it in found) + 1), read(found))
+        for (topic, partition), found in partitions.items()
+    ]
+    batches = compact_ranges(ranges, shards=SHARDS, names=names, most=most)
+    return [row for batch in batches for row in batch.to_pylist()]
+
+
+def fetched(messages: Sequence[Message]) -> Fetched:
+    numbers = np.array([[it.offset, it.time] for it in messages], np.int64)
+    return Fetched([it.key for it in messages], [it.value or b"" for it in messages], *numbers.T)
 
 
 def compacted(messages: Sequence[Message], batch_size: int = 10_000) -> naive.Compacted:
@@ -419,3 +445,28 @@ def test_the_function_travels_by_name() -> None:
     again = pickle.loads(pickle.dumps(compactor(SHARDS, FACTS, CONTROL)))
     (packed,) = again(iter([naive.arrow([message(fact(1, 0), 1)])]))
     assert packed.num_rows == 1
+
+
+# -- offset ranges
+
+
+def of_range(start: int, end: int, *parts: Sequence[Message], most: int = MOST_FACTS) -> list[Packet]:
+    ranges = [(PlannedRange(Topic.FACTS, 0, start, end), map(fetched, parts)) for _ in range(2)]
+    batches = compact_ranges(ranges, shards=SHARDS, names={Topic.FACTS: FACTS}, most=most)
+    return [decoder.decode(row["packet"]) for batch in batches for row in batch.to_pylist()]
+
+
+def test_a_range_is_read_to_its_end_whatever_it_ends_with() -> None:
+    """The marks of transactions have offsets and are no records: behind them nothing is left to read, and a range of
+    nothing else says so too."""
+    log = numbered([fact(1, 0)])
+    assert {packet.next_offset for packet in of_range(100, 103, log)} == {103}
+    assert [(packet.next_offset, packet.runs) for packet in of_range(100, 103)] == [(103, [])] * 2
+
+
+def test_a_range_that_a_cut_left_to_others_is_not_begun() -> None:
+    """What was read before it is said as read, and of the rest no offset is passed over."""
+    log = numbered([fact(1, 0), fact(2, 1), fact(3, 2)])
+    read, left = of_range(100, 103, log[:2], log[2:], most=2)
+    assert (read.next_offset, read.cut) == (102, True)
+    assert (left.next_offset, left.cut, left.runs) == (100, True, [])

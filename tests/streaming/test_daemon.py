@@ -19,7 +19,7 @@ def test_nothing_that_is_imported_before_the_fork_starts_a_thread() -> None:
     """A thread would be missing after the fork, with whatever it held locked."""
     told = {name.removeprefix(_FOR_PYTHON): it for name, it in LOCAL.items() if name.startswith(_FOR_PYTHON)}
     program = (
-        "import psutil; from pyspark import daemon, worker; from tidemark.streaming import query;"
+        "import psutil; from pyspark import daemon, worker; from tidemark.streaming import kafka_source, query;"
         "print(psutil.Process().num_threads())"
     )
     command = [sys.executable, "-c", program]

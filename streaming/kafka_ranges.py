@@ -1,0 +1,194 @@
+"""Offset ranges of Kafka's partitions, read by Spark's Python workers; and where partitions end, for who plans them.
+
+Spark names a range and nobody else: no group, no commits. A range is exact: what lies in it and was committed comes
+once and in order, and what is not to be had any more raises. After an error a reader is not to be used again.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from operator import itemgetter
+from typing import Final
+
+import numpy as np
+from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
+
+from tidemark.streaming.errors import Unavailable
+from tidemark.streaming.fetched import Fetched, PlannedRange
+from tidemark.streaming.kafka_errors import ErrorListener, concerns_group
+from tidemark.streaming.records import Topic
+
+READING: Final = {
+    "group.id": "tidemark-pipeline",  # wanted by librdkafka; nothing is ever committed to it
+    "enable.auto.commit": "false",
+    "enable.auto.offset.store": "false",
+    # Records that went before they were read must stop the query and not be passed over (docs/design.md 3).
+    "auto.offset.reset": "error",
+    # What a writer's transaction aborted never happened, and is no evidence (docs/design.md, rule 1).
+    "isolation.level": "read_committed",
+    # Nothing else tells that no record comes any more where a range ends with the marks of transactions.
+    "enable.partition.eof": "true",
+    # A broker answers in turn: a fetch of what is not there yet would hold up the next range.
+    "fetch.wait.max.ms": "1",
+    # A full queue is filled again after a second by default, which costs 3 µs a record.
+    "fetch.queue.backoff.ms": "1",
+    # What was fetched beyond the range is fetched again with the next one.
+    "queued.max.messages.kbytes": str(8 << 10),
+}
+
+PATIENCE = 60.0  # seconds for the next record
+_WAIT = 0.01  # seconds: a call waits as long for what may be no record
+_AT_ONCE = 2_000  # messages a call; with 50 000 the price of each is half as much again
+_AT_FIRST = 50  # messages, while nobody knows how large they are
+_BYTES = 4 << 20  # a call, about
+
+_time = itemgetter(1)
+
+Places = dict[str, dict[int, int]]
+"""An offset of each partition, by topic."""
+
+
+class RangeReader:
+    """A consumer for one range after the other. `names` are those of the topics. For one thread.
+
+    `patience`: seconds without a record after which a range that is not at its end raises `Unavailable`.
+    """
+
+    def __init__(self, client: Mapping[str, str], names: Mapping[Topic, str], patience: float = PATIENCE) -> None:
+        self._names = names
+        self._patience = patience
+        self._most = _AT_FIRST
+        self._errors = ErrorListener(client["bootstrap.servers"])
+        with self._errors.explaining():
+            self._consumer = Consumer({**client, **READING, "error_cb": self._errors})
+
+    def read(self, wanted: PlannedRange) -> Iterator[Fetched]:
+        """The records of a range. Whoever leaves off before its end parks, or reads another."""
+        name, at = self._names[wanted.topic], wanted.start
+        self._errors.forget()
+        with self._errors.explaining():
+            self._consumer.assign([TopicPartition(name, wanted.partition, at)])
+        deadline = time.monotonic() + self._patience
+        while at < wanted.end:
+            with self._errors.explaining():
+                records, at = self._next(name, wanted, at)
+            if records is not None:
+                yield records
+                deadline = time.monotonic() + self._patience
+            self._errors.raise_refusal()
+            if time.monotonic() > deadline:
+                nothing = f"nothing comes of {name}[{wanted.partition}] from {at} to {wanted.end}"
+                raise self._errors.explain(KafkaError(KafkaError._TIMED_OUT, nothing))
+
+    def park(self) -> None:
+        """Fetch nothing until the next range: an answer that is under way would hold that up."""
+        with self._errors.explaining():
+            self._consumer.unassign()
+
+    def close(self) -> None:
+        self._consumer.close()
+
+    def _next(self, name: str, wanted: PlannedRange, at: int) -> tuple[Fetched | None, int]:
+        """The next records, if any came, and the offset from which on others may."""
+        messages: list[Message] = self._consumer.consume(min(self._most, wanted.end - at), _WAIT)
+        reached = at
+
+        def of_it(message: Message) -> bool:
+            return (message.topic(), message.partition()) == (name, wanted.partition)
+
+        def inside(message: Message) -> bool:
+            return of_it(message) and at <= message.offset() < wanted.end
+
+        if any(map(Message.error, messages)):  # and not `==`: to compare an error with None spoils the next call
+            ends = [message.offset() for message in messages if _is_end(message.error()) and of_it(message)]
+            reached = max([at, *ends])
+            messages = [message for message in messages if message.error() is None]
+        if not all(map(inside, messages[:1] + messages[-1:])):
+            messages = list(filter(inside, messages))
+        if not messages:
+            return None, reached
+        return self._fetched(messages), max(reached, messages[-1].offset() + 1)
+
+    def _fetched(self, messages: list[Message]) -> Fetched:
+        count, first, last = len(messages), messages[0].offset(), messages[-1].offset()
+        whole = last - first == count - 1
+        offsets = np.arange(first, last + 1) if whole else np.fromiter(map(Message.offset, messages), np.int64, count)
+        times = np.fromiter(map(_time, map(Message.timestamp, messages)), np.int64, count)
+        values = list(map(Message.value, messages))
+        try:
+            size = sum(map(len, values))
+        except TypeError:  # null
+            values = [value or b"" for value in values]
+            size = sum(map(len, values))
+        self._most = max(1, min(_AT_ONCE, _BYTES * count // (size + 1)))
+        return Fetched(list(map(Message.key, messages)), values, offsets, times)
+
+
+def _is_end(error: KafkaError | None) -> bool:
+    """Whether nothing is there yet behind what was read. Raises what else is no record."""
+    if error is None or concerns_group(error):
+        return False
+    if error.code() != KafkaError._PARTITION_EOF:
+        raise KafkaException(error)
+    return True
+
+
+class Ends:
+    """Asks where partitions end: behind what is committed there. For one thread.
+
+    `patience`: seconds that brokers may be away. An answer below what was read already is asked for again a sixth as
+    long, because a partition's new leader may not know for a moment how far it is committed.
+    """
+
+    def __init__(self, client: Mapping[str, str], patience: float = PATIENCE) -> None:
+        self._client = client
+        self._patience = patience
+        self._errors = ErrorListener(client["bootstrap.servers"])
+        self._consumer: Consumer | None = None
+
+    def beyond(self, known: Places) -> Places:
+        """The ends of all partitions in `known`. Raises `Unavailable` and `Refused`."""
+        began = time.monotonic()
+        while True:
+            patience = self._patience
+            try:
+                ends = self._ask(known)
+                back = [(topic, number) for topic, number, end in _each(ends) if end < known[topic][number]]
+                if not back:
+                    return ends
+                topic, number = back[0]
+                problem = f"{topic}[{number}] ends at {ends[topic][number]}, and {known[topic][number]} was read"
+                failure, patience = Unavailable("Kafka", self._errors.where, problem), self._patience / 6
+            except Unavailable as error:
+                self.close()  # a client that has seen its brokers go knows little of those that came
+                failure = error
+            if time.monotonic() - began > patience:
+                raise failure
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        if self._consumer is not None:
+            self._consumer.close()
+            self._consumer = None
+
+    def _ask(self, known: Places) -> Places:
+        self._errors.forget()
+        with self._errors.explaining():
+            if self._consumer is None:
+                self._consumer = Consumer({**self._client, **READING, "error_cb": self._errors})
+            latest = [TopicPartition(topic, number, OFFSET_END) for topic, number, _ in _each(known)]
+            try:
+                answers = self._consumer.offsets_for_times(latest, self._patience / 6)
+            except KafkaException:
+                self._consumer.poll(0.1)  # the reason comes another way
+                self._errors.raise_refusal()
+                raise
+            ends: Places = {topic: {} for topic in known}
+            for answer in answers:
+                if answer.error is not None:
+                    raise KafkaException(answer.error)
+                ends[answer.topic][answer.partition] = answer.offset
+        return ends
+
+
+def _each(places: Places) -> Iterator[tuple[str, int, int]]:
+    return ((topic, number, offset) for topic, by in places.items() for number, offset in by.items())

@@ -1,0 +1,172 @@
+"""Kafka as a source of packets for Spark: ranges are planned in one Python process, read and compacted in the workers.
+
+In place of Spark's own source (docs/decisions/0021-kafka-in-python.md). The JVM sees offsets and packets, no record. A
+worker keeps its consumer from batch to batch.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows
+from pyspark.sql.types import StructType
+
+from tidemark.streaming.compact import compact_ranges
+from tidemark.streaming.decode import no_collection
+from tidemark.streaming.fetched import PlannedRange
+from tidemark.streaming.kafka_ranges import Ends, Places, RangeReader
+from tidemark.streaming.records import Topic
+
+ONE_TASK = 20_000
+"""Records of a batch that are not worth a second task, which costs Spark some milliseconds."""
+
+_OPTION = "secret"  # Spark shows no option of such a name
+
+
+class KafkaConfig(msgspec.Struct, frozen=True):
+    """`client` are librdkafka's settings, with which any host can connect; `start` holds the next offset to read of
+    every partition, for a checkpoint that is new. `records`: of a batch, at most; `most` as of `streaming.compact`.
+    """
+
+    client: dict[str, str]
+    facts: str
+    control: str
+    start: Places
+    records: int
+    shards: int
+    most: int
+
+    @property
+    def names(self) -> dict[Topic, str]:
+        return {Topic.FACTS: self.facts, Topic.CONTROL: self.control}
+
+
+def packets(spark: SparkSession, config: KafkaConfig) -> DataFrame:
+    """The packets of both topics, as a stream."""
+    spark.dataSource.register(PacketSource)
+    option = msgspec.json.encode(config).decode()
+    return spark.readStream.format(PacketSource.name()).option(_OPTION, option).load()
+
+
+class PacketSource(DataSource):
+    """Found by name in Spark's Python processes, and told what to do by its one option."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "tidemark"
+
+    def schema(self) -> str:
+        return "shard int, packet binary"  # of streaming.compact.PACKETS
+
+    def streamReader(self, schema: StructType) -> "PacketReader":
+        return PacketReader(msgspec.json.decode(self.options[_OPTION], type=KafkaConfig))
+
+
+@dataclass
+class _Task(InputPartition):
+    ranges: list[PlannedRange]
+
+
+_Offsets = dict[str, dict[str, int]]
+"""As Spark keeps them, as JSON: the next offset to read, by topic and partition."""
+
+
+class PacketReader(DataSourceStreamReader):
+    """In the planner asked for offsets, in workers for the records of a task."""
+
+    def __init__(self, config: KafkaConfig) -> None:
+        self._config = config
+        self._ends: Ends | None = None
+
+    def initialOffset(self) -> _Offsets:
+        return _written(self._config.start)
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        return ReadMaxRows(self._config.records)
+
+    def latestOffset(self, start: _Offsets, limit: ReadLimit) -> _Offsets:
+        if self._ends is None:
+            self._ends = Ends(self._config.client)
+        known = _read(start)
+        ends = self._ends.beyond(known)
+        return _written(bounded(known, ends, limit.max_rows) if isinstance(limit, ReadMaxRows) else ends)
+
+    def partitions(self, start: _Offsets, end: _Offsets) -> list[_Task]:
+        known, names = _read(start), {name: topic for topic, name in self._config.names.items()}
+        ranges = [
+            PlannedRange(names[name], number, known[name][number], stop)
+            for name, stops in _read(end).items()
+            for number, stop in stops.items()
+        ]
+        return [_Task(task) for task in tasks([it for it in ranges if it.start < it.end])]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        assert isinstance(partition, _Task)
+        config = self._config
+        with no_collection(), _reader(config) as reader:
+            ranges = ((wanted, reader.read(wanted)) for wanted in partition.ranges)
+            yield from compact_ranges(ranges, shards=config.shards, names=config.names, most=config.most)
+
+    def stop(self) -> None:
+        if self._ends is not None:
+            self._ends.close()
+
+
+def bounded(start: Places, ends: Places, most: int) -> Places:
+    """How far to read where it may be `most` offsets together: of each partition as large a part as of all."""
+    sizes = {(topic, number): ends[topic][number] - at for topic, by in start.items() for number, at in by.items()}
+    total = sum(sizes.values())
+    if total <= most:
+        return ends
+    return {
+        topic: {number: at + -(-sizes[topic, number] * most // total) for number, at in by.items()}
+        for topic, by in start.items()
+    }
+
+
+def tasks(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
+    """The ranges spread over as many tasks as they are worth, the longest first to whoever has least."""
+    total = sum(it.end - it.start for it in ranges)
+    count = min(len(ranges), -(-total // ONE_TASK))
+    found: list[list[PlannedRange]] = [[] for _ in range(count)]
+    held = [0] * count
+    for wanted in sorted(ranges, key=lambda it: it.start - it.end):
+        least = held.index(min(held))
+        found[least].append(wanted)
+        held[least] += wanted.end - wanted.start
+    return found
+
+
+# -- one consumer in each Python worker
+
+_kept: list[tuple[Mapping[str, object], RangeReader]] = []
+
+
+@contextmanager
+def _reader(config: KafkaConfig) -> Iterator[RangeReader]:
+    """This worker's, made anew for another connection and after an error."""
+    wanted = {"client": config.client, "names": config.names}
+    if _kept and _kept[0][0] != wanted:
+        _kept.pop()[1].close()
+    if not _kept:
+        _kept.append((wanted, RangeReader(config.client, config.names)))
+    reader = _kept[0][1]
+    try:
+        yield reader
+        reader.park()
+    except BaseException:
+        _kept.clear()
+        reader.close()
+        raise
+
+
+def _written(places: Places) -> _Offsets:
+    return {topic: {str(number): at for number, at in sorted(by.items())} for topic, by in sorted(places.items())}
+
+
+def _read(offsets: _Offsets) -> Places:
+    return {topic: {int(number): at for number, at in by.items()} for topic, by in offsets.items()}

@@ -1,0 +1,187 @@
+"""Offset ranges of a real topic: exact whatever transactions, holes and losses are in them."""
+
+from collections.abc import Iterator
+
+import pytest
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from tests.waiting import eventually
+from tidemark.app.stack.server import free_port
+from tidemark.app.stack.servers import KafkaServer
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.topics import TopicPlan, Topics
+from tidemark.streaming.errors import Unavailable
+from tidemark.streaming.fetched import PlannedRange
+from tidemark.streaming.kafka_ranges import Ends, RangeReader
+from tidemark.streaming.records import Topic
+
+PARTITIONS = 2
+
+
+class Log:
+    """A topic of its own; records are numbers."""
+
+    def __init__(self, connection: KafkaConnection, name: str) -> None:
+        Topics(connection).create_missing([TopicPlan(name, PARTITIONS, 3_600_000)])
+        self.connection, self.name = connection, name
+        self.plain = Producer(connection.producer())
+        self.careful = Producer({**connection.producer(), "transactional.id": name})
+        self.careful.init_transactions(30)
+
+    def send(self, *numbers: int, partition: int = 0) -> None:
+        for number in numbers:
+            self.plain.produce(self.name, partition=partition, key=b"k", value=str(number).encode())
+        assert self.plain.flush(30) == 0
+
+    def begin(self, *numbers: int, partition: int = 0) -> None:
+        self.careful.begin_transaction()
+        for number in numbers:
+            self.careful.produce(self.name, partition=partition, value=str(number).encode())
+        self.careful.flush(30)
+
+    def commit(self) -> None:
+        self.careful.commit_transaction(30)
+        self._ended()
+
+    def abort(self) -> None:
+        self.careful.abort_transaction(30)
+        self._ended()
+
+    def _ended(self) -> None:
+        """Brokers write the mark of a transaction's end after they have acknowledged it."""
+        topics = Topics(self.connection)
+
+        def marked() -> bool:
+            ends = topics.end_offsets({self.name: PARTITIONS})
+            return all(self.end(partition) == end for (_, partition), end in ends.items())
+
+        eventually(marked)
+
+    def end(self, partition: int = 0) -> int:
+        return Ends(self.connection.client()).beyond({self.name: {partition: 0}})[self.name][partition]
+
+
+@pytest.fixture
+def log(connection: KafkaConnection, prefix: str) -> Log:
+    return Log(connection, prefix)
+
+
+@pytest.fixture
+def reader(log: Log) -> Iterator[RangeReader]:
+    reader = RangeReader(log.connection.client(), {Topic.FACTS: log.name}, patience=10)
+    yield reader
+    reader.close()
+
+
+def numbers(reader: RangeReader, start: int, end: int, partition: int = 0) -> list[tuple[int, int]]:
+    """Offset and number of each record of the range."""
+    found = reader.read(PlannedRange(Topic.FACTS, partition, start, end))
+    return [
+        (int(offset), int(value)) for part in found for offset, value in zip(part.offsets, part.values, strict=True)
+    ]
+
+
+def test_a_range_is_read_from_its_start_to_its_end(log: Log, reader: RangeReader) -> None:
+    """And not a record further, in whatever order ranges and partitions are asked for."""
+    log.send(*range(10))
+    log.send(*range(100, 110), partition=1)
+    assert numbers(reader, 3, 7) == [(at, at) for at in range(3, 7)]
+    assert numbers(reader, 0, 10, partition=1) == [(at, 100 + at) for at in range(10)]
+    assert numbers(reader, 9, 10) == [(9, 9)]
+    reader.park()
+    assert numbers(reader, 0, 1) == [(0, 0)]
+
+
+def test_what_a_transaction_aborted_never_happened(log: Log, reader: RangeReader) -> None:
+    """Rule 1: aborted records and the marks of transactions are holes, at the start, inside and at the end of a range,
+    and a range of nothing but holes comes to its end."""
+    log.begin(1, 2)
+    log.abort()
+    log.send(3)
+    log.begin(4)
+    log.commit()
+    assert log.end() == 6
+    assert numbers(reader, 0, 6) == [(3, 3), (4, 4)]
+    assert numbers(reader, 0, 3) == []
+    assert numbers(reader, 5, 6) == []
+    assert numbers(reader, 4, 5) == [(4, 4)]
+
+
+def test_an_open_transaction_is_not_read_into(log: Log, reader: RangeReader) -> None:
+    """The end of a partition is where what is committed ends, whatever others wrote behind it."""
+    log.send(0)
+    log.begin(1)
+    log.send(2)
+    assert log.end() == 1
+    assert numbers(reader, 0, 1) == [(0, 0)]
+    log.commit()
+    assert numbers(reader, 1, log.end()) == [(1, 1), (2, 2)]
+
+
+def test_records_that_are_gone_are_not_passed_over(log: Log, admin: AdminClient) -> None:
+    """Rule 5: a range that begins before the oldest record raises, and says so."""
+    log.send(*range(5))
+    for done in admin.delete_records([TopicPartition(log.name, 0, 3)]).values():
+        done.result(30)
+    reader = RangeReader(log.connection.client(), {Topic.FACTS: log.name}, patience=10)
+    with pytest.raises(Unavailable, match="out of range"):
+        numbers(reader, 2, 5)
+    reader.close()
+
+
+def test_a_range_beyond_the_end_is_waited_for_and_then_raises(log: Log, reader: RangeReader) -> None:
+    """Rule 9: Spark names no such range, unless brokers lost what they had committed."""
+    log.send(0)
+    impatient = RangeReader(log.connection.client(), {Topic.FACTS: log.name}, patience=0.2)
+    with pytest.raises(Unavailable, match=rf"{log.name}\[0\] from 1 to 3"):
+        numbers(impatient, 0, 3)
+    impatient.close()
+    with pytest.raises(Unavailable, match="ends at 1, and 2 was read"):
+        Ends(log.connection.client(), patience=6).beyond({log.name: {0: 2}})
+
+
+def test_nulls_and_times_come_as_they_are(log: Log, reader: RangeReader) -> None:
+    """A null value is an empty one and a null key none: both are refused further on, for what they are."""
+    log.plain.produce(log.name, partition=0, timestamp=1_234)
+    log.plain.produce(log.name, partition=0, key=b"", value=b"x", timestamp=5_678)
+    log.plain.flush(30)
+    parts = list(reader.read(PlannedRange(Topic.FACTS, 0, 0, 2)))
+    assert [key for part in parts for key in part.keys] == [None, b""]
+    assert [value for part in parts for value in part.values] == [b"", b"x"]
+    assert [time for part in parts for time in part.times.tolist()] == [1_234, 5_678]
+
+
+def test_small_ranges_in_any_order_lose_nothing(log: Log, reader: RangeReader) -> None:
+    """Rule 5: hundreds of small ranges over both partitions by turns, parked or not, while transactions leave holes:
+    each holds what one great range holds there."""
+    for first in range(0, 200, 10):
+        log.begin(*range(first, first + 5), partition=first // 10 % 2)
+        log.abort() if first % 40 == 0 else log.commit()
+        log.send(*range(first + 5, first + 10), partition=first // 10 % 2)
+    ends = [log.end(partition) for partition in range(PARTITIONS)]
+    whole = [numbers(reader, 0, end, partition) for partition, end in enumerate(ends)]
+    pieces: list[list[tuple[int, int]]] = [[], []]
+    for start in range(0, max(ends), 3):
+        for partition, end in enumerate(ends):
+            pieces[partition] += numbers(reader, min(start, end), min(start + 3, end), partition)
+            if start % 2:
+                reader.park()
+    assert pieces == whole
+
+
+def test_a_broker_that_is_away_is_named() -> None:
+    """With what keeps us from it, after the patience of whoever asks."""
+    nowhere = KafkaConnection(f"127.0.0.1:{free_port()}")
+    with pytest.raises(Unavailable, match="Kafka at"):
+        Ends(nowhere.client(), patience=0.3).beyond({"t": {0: 0}})
+
+
+def test_a_broker_that_comes_back_is_asked_again(kafka: KafkaServer, log: Log) -> None:
+    """Whoever plans ranges asks the same object for weeks."""
+    ends = Ends(log.connection.client(), patience=30)
+    log.send(0)
+    assert ends.beyond({log.name: {0: 0}}) == {log.name: {0: 1}}
+    kafka.stop()
+    kafka.start()
+    assert ends.beyond({log.name: {0: 1}}) == {log.name: {0: 1}}

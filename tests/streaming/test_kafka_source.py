@@ -1,0 +1,84 @@
+"""What is planned of Kafka's offsets: how much a batch reads, and who reads it."""
+
+import json
+import pickle
+
+from hypothesis import given
+from hypothesis import strategies as st
+from pyspark.sql import SparkSession
+
+from tidemark.streaming.fetched import PlannedRange
+from tidemark.streaming.kafka_source import (
+    ONE_TASK,
+    KafkaConfig,
+    PacketReader,
+    PacketSource,
+    bounded,
+    packets,
+    tasks,
+)
+from tidemark.streaming.records import Topic
+
+CONFIG = KafkaConfig(
+    client={"bootstrap.servers": "nowhere:1", "sasl.password": "well-kept"},
+    facts="f",
+    control="c",
+    start={"f": {1: 7, 0: 3}, "c": {0: 0}},
+    records=9,
+    shards=4,
+    most=99,
+)
+sizes = st.dictionaries(st.integers(0, 20), st.integers(0, 1000), min_size=1)
+
+
+@given(sizes, st.integers(1, 3000))
+def test_a_batch_is_bounded_and_no_partition_starves(behind: dict[int, int], most: int) -> None:
+    """Together at most as many offsets as allowed, but for one a partition, and of each that has any at least one."""
+    ends = bounded({"f": dict.fromkeys(behind, 5)}, {"f": {number: 5 + size for number, size in behind.items()}}, most)
+    read = {number: end - 5 for number, end in ends["f"].items()}
+    assert sum(read.values()) <= most + len(behind)
+    assert all(min(1, size) <= read[number] <= size for number, size in behind.items())
+    assert sum(behind.values()) > most or read == behind
+
+
+@given(sizes)
+def test_every_range_has_one_task(behind: dict[int, int]) -> None:
+    """And no task is without one."""
+    ranges = [PlannedRange(Topic.FACTS, number, 0, 100 * size) for number, size in behind.items() if size]
+    found = tasks(ranges)
+    assert sorted((it for task in found for it in task), key=lambda it: it.partition) == sorted(
+        ranges, key=lambda it: it.partition
+    )
+    assert all(found)
+
+
+def test_few_records_are_one_task_and_many_are_spread() -> None:
+    """A task costs Spark milliseconds: sixteen partitions with a record each are not worth sixteen."""
+    few = [PlannedRange(Topic.FACTS, number, 0, 5) for number in range(16)]
+    assert [len(task) for task in tasks(few)] == [16]
+    many = [PlannedRange(Topic.FACTS, number, 0, ONE_TASK) for number in range(16)]
+    assert [len(task) for task in tasks(many)] == [1] * 16
+
+
+def test_what_spark_keeps_of_offsets_is_the_same_text_every_time() -> None:
+    """It compares texts to see whether anything is new."""
+    reader = PacketReader(CONFIG)
+    assert json.dumps(reader.initialOffset()) == '{"c": {"0": 0}, "f": {"0": 3, "1": 7}}'
+
+
+def test_only_what_is_new_is_planned() -> None:
+    """A partition without anything new is in no task; tasks travel to executors."""
+    reader = PacketReader(CONFIG)
+    (task,) = reader.partitions(reader.initialOffset(), {"c": {"0": 2}, "f": {"0": 3, "1": 9}})
+    assert pickle.loads(pickle.dumps(task)).ranges == [
+        PlannedRange(Topic.CONTROL, 0, 0, 2),
+        PlannedRange(Topic.FACTS, 1, 7, 9),
+    ]
+
+
+def test_spark_shows_no_password(spark: SparkSession) -> None:
+    """The settings of the connection are in an option, and options in plans, which Spark writes into its log."""
+    stream = packets(spark, CONFIG)
+    plan = stream._jdf.queryExecution().toString()
+    assert PacketSource.name() in plan
+    assert "well-kept" not in plan
