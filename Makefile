@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help
 help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } \
-		/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+		/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: setup
 setup: $(VENV)/.installed ## Make the virtual environment .venv with everything that Tidemark needs
@@ -58,7 +58,11 @@ languages-test: setup ## Run the services of docs/writing.md in Go, Java and Nod
 
 .PHONY: torture
 torture: setup ## Let everything befall a stack of its own for ten minutes, and hold what was read against what was written
-	$(BIN)/pytest -s -o faulthandler_timeout=1200 tests/torture
+	$(BIN)/pytest -s -o faulthandler_timeout=1200 tests/torture -k 'not rooms'
+
+.PHONY: rooms-torture
+rooms-torture: setup ## Let everything befall a chat server's rooms and their clients for ten minutes, and hold every answer against the tables
+	$(BIN)/pytest -s -o faulthandler_timeout=1200 tests/torture -k rooms
 
 .PHONY: append-torture
 append-torture: setup ## Try what tidemark.append and its relay promise with forty times as many examples (half an hour)
@@ -83,6 +87,7 @@ format: setup ## Put the code into its one format
 .PHONY: docs
 docs: setup chart-docs ## Write the pages that are made from code
 	$(BIN)/python -c 'from tidemark.app.metrics_page import page; print(page(), end="")' > docs/metrics.md
+	$(BIN)/python -m tests.sources.rooms.picture
 
 .PHONY: pictures
 pictures: setup ## Take the pictures of the live page that docs/ shows

@@ -244,6 +244,13 @@ def produce(file: BinaryIO, *, control: bool) -> None:
 @click.option("--rate", type=Amount(0, min_open=True), default=40.0, show_default=True, help="Transactions/s in all.")
 @click.option("--streams", type=click.IntRange(1), default=5, show_default=True, help="How many streams.")
 @click.option("--writers", type=click.IntRange(1), default=3, show_default=True, help="Writers at the beginning.")
+@click.option(
+    "--workload",
+    type=click.Choice(["streams", "rooms"]),
+    default="streams",
+    show_default=True,
+    help="rooms: a chat server's (docs/rooms.md); --streams is not for them.",
+)
 @click.option("--prefix", default="", help="Begins each stream's and writer's name.")
 @click.option("--seed", type=int, help="Repeat the script that had this seed; the interleaving is never the same.")
 @click.option("--faults", "named", help="Names with commas between, all, or none; without it all but the servers'.")
@@ -256,6 +263,7 @@ def simulate(
     rate: float,
     streams: int,
     writers: int,
+    workload: str,
     prefix: str,
     seed: int | None,
     named: str | None,
@@ -266,12 +274,14 @@ def simulate(
     Faults: rollback, hang, crash, pause, late, leave, relay, reader; of the local stack: pipeline, redis, kafka,
     postgres-crash, failover, restore. For the last three the services get a Postgres of their own.
     """
-    from tidemark.app.simulation.simulate import Play, run
+    from tidemark.app.simulation import rooms, simulate
     from tidemark.sources.simulator.script import Players, faults
 
     seed = secrets.randbits(32) if seed is None else seed
     click.echo(f"playing with --seed {seed}")
-    run(loaded(), Play(Players(streams, writers, rate, prefix), faults(named), seed, seconds), verify=verify)
+    play = simulate.Play(Players(streams, writers, rate, prefix), faults(named), seed, seconds)
+    run = rooms.run if workload == "rooms" else simulate.run
+    run(loaded(), play, verify=verify)
 
 
 GROUPS = (acts, dead_letters, late, policy, relay, synapse)

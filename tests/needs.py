@@ -27,13 +27,13 @@ SERVERS = {
     "redis": {"redis_server", "redis_cluster", "watched"},
     "spark": {"spark", "connector_jars"},
     "browser": {"browser"},
-    "stack": {"terminal"},
+    "stack": {"terminal", "stack"},
     "synapse": {"homeserver"},
 }
 """The fixtures that start a server, by marker; `connector_jars` are what every pipeline process is started with."""
 
 LONGEST = (
-    {"terminal", "site", "homeserver"},
+    {"terminal", "stack", "site", "homeserver"},
     {"spark", "guarded_kafka", "base_install", "shared"},
     {"kafka"},
     {"postgres"},

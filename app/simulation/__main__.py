@@ -14,9 +14,9 @@ import msgspec
 from tidemark.app import logs, relay
 from tidemark.app.settings import load
 from tidemark.app.signals import told_to_end
-from tidemark.app.simulation import reading
+from tidemark.app.simulation import reading, rooms_reading
 from tidemark.app.simulation.company import Part
-from tidemark.sources.simulator import service
+from tidemark.sources.simulator import rooms, service
 from tidemark.streaming.errors import TidemarkError
 
 
@@ -32,6 +32,11 @@ def main() -> None:
     elif part.reader:
         servers = reading.ReaderServers(part.facts, part.effects, settings.redis, settings.postgres())
         reading.read(part.reader, servers, told)
+    elif part.room_service:
+        rooms.serve_rooms(part.room_service, part.facts, told)
+    elif part.room_client:
+        servers = reading.ReaderServers(part.facts, part.effects, settings.redis, settings.postgres())
+        rooms_reading.read_rooms(part.room_client, servers, told)
     else:
         relay.run(settings, relay.RelayPlan(part.facts, writer=None, metrics=None))
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from tidemark.app.simulation import reading
+from tidemark.app.simulation import reading, rooms_reading
 from tidemark.app.simulation.verification import READERS
 from tidemark.app.stack.home import Home
 from tidemark.sinks.reader.follow import Mode
+from tidemark.sources.simulator.rooms import RoomServiceRole
 from tidemark.sources.simulator.script import Fault, Players
 from tidemark.sources.simulator.service import ServiceRole
 
@@ -28,6 +29,8 @@ class Part:
     effects: str
     service: ServiceRole | None = None
     reader: reading.ReaderRole | None = None
+    room_service: RoomServiceRole | None = None
+    room_client: rooms_reading.RoomClientRole | None = None
 
 
 class Actor:
@@ -117,7 +120,7 @@ class Company:
         return [Member(mode, partial(self._reader, mode)) for mode in READERS]
 
     def relay(self) -> Member:
-        return Member("relay", partial(self._actor, part=Part(self.stage.facts, self.stage.effects)))
+        return Member("relay", partial(self.actor, part=Part(self.stage.facts, self.stage.effects)))
 
     def service(self, name: str) -> Member:
         return Member(name, self._service)
@@ -130,11 +133,11 @@ class Company:
             self.cast.rate / self.cast.writers,
             f"{self.seed} {member.name} {member.incarnation}",
         )
-        return self._actor(member, Part(self.stage.facts, self.stage.effects, service=role))
+        return self.actor(member, Part(self.stage.facts, self.stage.effects, service=role))
 
     def _reader(self, mode: Mode, member: Member) -> Actor:
         role = reading.ReaderRole(mode, self.cast.stream_names())
-        return self._actor(member, Part(self.stage.facts, self.stage.effects, reader=role))
+        return self.actor(member, Part(self.stage.facts, self.stage.effects, reader=role))
 
-    def _actor(self, member: Member, part: Part) -> Actor:
+    def actor(self, member: Member, part: Part) -> Actor:
         return Actor(part, self.stage.home.log(f"simulate-{member.name}"))

@@ -23,7 +23,7 @@ from tidemark.app.stack.home import Home
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.reader import Positions, Standing
 from tidemark.sources.simulator import tables
-from tidemark.sources.simulator.script import OF_DATABASES, Fault, Players, script
+from tidemark.sources.simulator.script import OF_DATABASES, Fault, PlayedStream, Players, script
 from tidemark.sources.topics import Topics
 from tidemark.streaming.errors import Stop, TidemarkError, Unavailable
 from tidemark.streaming.state import decode
@@ -87,8 +87,9 @@ def run(settings: Settings, play: Play, *, verify: bool) -> None:
         before = timelines(settings.postgres()) if own else {}
         verification = stack.enter_context(Verification(stage.facts, stage.effects, play.cast.stream_list()))
         servers = stack.enter_context(closing(own.with_stack(settings, verification))) if own else None
-        director = stack.enter_context(_directed(stage, play, servers))
-        for now in _until_over(director, play, stopping):
+        company = Company(stage, play.cast, play.faults, play.seed)
+        director = stack.enter_context(directed(company, servers))
+        for now in until_over(director, play, stopping):
             try:
                 counts = verification.counts()
             except Unavailable as problem:
@@ -97,9 +98,7 @@ def run(settings: Settings, play: Play, *, verify: bool) -> None:
             click.echo(f"{now:6.0f} s  {'; '.join(map(str, counts))}")
             if verify and not all(count.right for count in counts):
                 raise EffectsDiffer(counts)
-        befell = ", ".join(f"{count} x {fault}" for fault, count in sorted(director.done.items()))
-        click.echo(f"the play is over; it had {befell or 'no incidents'}")
-        director.silence()
+        silence(director)
         if verify:
             _conclude(director, verification)
             if own:
@@ -112,14 +111,19 @@ def _stage(settings: Settings, cast: Players, services: str) -> Stage:
     facts, effects = tables.make_database(services), tables.make_database(settings.postgres())
     tables.prepare_writing(facts)
     streams = cast.stream_list()
+    require_own(settings, facts, streams)
+    tables.make_facts(facts, streams)
+    tables.make_effects(effects)
+    return Stage(Home(settings.home), facts, effects)
+
+
+def require_own(settings: Settings, facts: str, streams: Sequence[PlayedStream]) -> None:
+    """Raise `StreamTaken` for a stream that Tidemark knows and the database at `facts` does not."""
     with Positions(settings.redis) as positions:
         for stream in tables.missing(facts, streams):
             # IDs that begin anew below known positions would look like a database set back (docs/design.md 3).
             if isinstance(positions.get(stream.name), Standing):
                 raise StreamTaken(stream.name)
-    tables.make_facts(facts, streams)
-    tables.make_effects(effects)
-    return Stage(Home(settings.home), facts, effects)
 
 
 def timelines(dsn: str) -> dict[str, int]:
@@ -129,8 +133,9 @@ def timelines(dsn: str) -> dict[str, int]:
 
 
 @contextmanager
-def _directed(stage: Stage, play: Play, servers: "Servers | None") -> Iterator[Director]:
-    director = Director(Company(stage, play.cast, play.faults, play.seed), servers)
+def directed(company: Company, servers: "Servers | None") -> Iterator[Director]:
+    """The company at play, and in the end no process of it."""
+    director = Director(company, servers)
     try:
         director.open()
         yield director
@@ -138,7 +143,14 @@ def _directed(stage: Stage, play: Play, servers: "Servers | None") -> Iterator[D
         director.abandon()
 
 
-def _until_over(director: Director, play: Play, stopping: Event) -> Iterator[float]:
+def silence(director: Director) -> None:
+    """Say what befell whom, and end the services."""
+    befell = ", ".join(f"{count} x {fault}" for fault, count in sorted(director.done.items()))
+    click.echo(f"the play is over; it had {befell or 'no incidents'}")
+    director.silence()
+
+
+def until_over(director: Director, play: Play, stopping: Event) -> Iterator[float]:
     """Let everything happen, to its end; gives the play's time (s) whenever a report is due."""
     began, reported = time.monotonic(), 0.0
     acts = script(play.seed, play.faults, play.seconds)

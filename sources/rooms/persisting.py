@@ -44,6 +44,8 @@ class Appender(Protocol):
 
     def append(self, connection: Connection, stream: str, row: object) -> int: ...
 
+    def reserve(self, connection: Connection, stream: str) -> int: ...
+
     def complete(self, connection: Connection, stream: str, id: int, row: object) -> None: ...
 
 
@@ -57,6 +59,9 @@ class WriterAppender:
     def append(self, connection: Connection, stream: str, row: object) -> int:
         return self._writer.append(connection, stream, row)
 
+    def reserve(self, connection: Connection, stream: str) -> int:
+        return self._writer.reserve(connection, stream)
+
     def complete(self, connection: Connection, stream: str, id: int, row: object) -> None:
         self._writer.complete(connection, stream, id, row)
 
@@ -69,6 +74,11 @@ class SqlAppender:
 
     def append(self, connection: Connection, stream: str, row: object) -> int:
         found = connection.execute("select tidemark.append(%s, %s::jsonb)", [stream, _text(row)]).fetchone()
+        assert found is not None
+        return int(found[0])
+
+    def reserve(self, connection: Connection, stream: str) -> int:
+        found = connection.execute("select tidemark.reserve(%s)", [stream]).fetchone()
         assert found is not None
         return int(found[0])
 

@@ -28,6 +28,16 @@ class Upto:
     def at(self, writer: str) -> int:
         return max(self.linear, self.positions.get(writer, 0))
 
+    def passed(self, row: "TimelineRow") -> bool:
+        """History has no position here: it is in nobody's way."""
+        return row.stream_ordering <= self.at(row.writer)
+
+    def beside(self, other: "Upto") -> "Upto":
+        """What either of them stands for."""
+        names = {*self.positions, *other.positions}
+        linear = max(self.linear, other.linear)
+        return Upto(linear, {name: max(self.at(name), other.at(name)) for name in sorted(names)})
+
     @property
     def farthest(self) -> int:
         return max([self.linear, *self.positions.values()])
@@ -93,13 +103,25 @@ def members_of(connection: Connection, room: str) -> list[str]:
     return [member for (member,) in rows.fetchall()]
 
 
+def members_with_version(connection: Connection, room: str) -> tuple[int, list[str]]:
+    """The version of the room's state that says so, and its members, of one snapshot."""
+    rows = connection.execute(
+        "select version, member from rooms.rooms left join rooms.memberships"
+        " on memberships.room = rooms.room and membership = %s where rooms.room = %s order by member",
+        [JOINED, room],
+    ).fetchall()
+    return (rows[0][0] if rows else 0), [member for _, member in rows if member is not None]
+
+
 def sync(
     connection: Connection, member: str, since: Upto, now: Upto, limit: int = 100, rooms: Sequence[str] | None = None
 ) -> Synced:
     """What came after `since` up to `now`, in order of arrival: of the member's rooms, or of those given.
 
-    Of more than `limit` events the first ones; `until` is then no vector, and less than `now`.
+    Of more than `limit` events the first ones; `until` is then less than `now`. It is never less than `since`, which
+    another process may have read further than this one knows.
     """
+    now = now.beside(since)
     found = joined_rooms(connection, member) if rooms is None else rooms
     until = now
     events = _arrived(connection, found, since, now, limit + 1)

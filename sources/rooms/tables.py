@@ -114,8 +114,9 @@ def forward_extremities(connection: Connection, room: str) -> dict[str, tuple[Kn
 def backward_extremities(connection: Connection, room: str) -> list[str]:
     """Where history is to be fetched; first what is named by the deepest event."""
     rows = connection.execute(
-        "select b.event from rooms.backward_extremities b join rooms.edges e on e.room = b.room and e.prev = b.event"
-        " where b.room = %s group by b.event order by max(e.depth) desc, b.event",
+        "select missing.event from rooms.backward_extremities as missing"
+        " left join rooms.edges as edge on edge.room = missing.room and edge.prev = missing.event"
+        " where missing.room = %s group by missing.event order by max(edge.depth) desc, missing.event",
         [room],
     )
     return [event for (event,) in rows.fetchall()]

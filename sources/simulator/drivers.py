@@ -87,7 +87,7 @@ class _OfWriter:
 
 
 @contextmanager
-def _lost(*errors: type[Exception]) -> Iterator[None]:
+def lost(*errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except errors as problem:
@@ -97,7 +97,7 @@ def _lost(*errors: type[Exception]) -> Iterator[None]:
 @contextmanager
 def by_psycopg(dsn: str, name: str) -> Iterator[ServiceConnection]:
     with (
-        _lost(psycopg.OperationalError, psycopg.InterfaceError),
+        lost(psycopg.OperationalError, psycopg.InterfaceError),
         psycopg.connect(dsn, autocommit=True) as connection,
     ):
         yield _OfWriter(connection, name, connection.execute, connection.transaction)
@@ -112,7 +112,7 @@ def by_sqlalchemy(dsn: str, name: str) -> Iterator[ServiceConnection]:
     engine = create_engine("postgresql+psycopg://", creator=lambda: psycopg.connect(dsn), poolclass=NullPool)
     # What follows a lost connection inside a transaction is an InvalidRequestError.
     with (
-        _lost(psycopg.OperationalError, psycopg.InterfaceError, DBAPIError, InvalidRequestError),
+        lost(psycopg.OperationalError, psycopg.InterfaceError, DBAPIError, InvalidRequestError),
         engine.connect() as connection,
     ):
 
@@ -126,10 +126,10 @@ def by_sqlalchemy(dsn: str, name: str) -> Iterator[ServiceConnection]:
 def by_asyncpg(dsn: str, name: str) -> Iterator[ServiceConnection]:
     import asyncpg  # noqa: PLC0415  # need not be installed
 
-    lost = [asyncpg.PostgresConnectionError, asyncpg.InterfaceError, asyncpg.OperatorInterventionError]
+    kinds = [asyncpg.PostgresConnectionError, asyncpg.InterfaceError, asyncpg.OperatorInterventionError]
     at = conninfo_to_dict(dsn)
     names = {"host": "host", "port": "port", "user": "user", "password": "password", "dbname": "database"}
-    with _lost(*lost, asyncpg.InsufficientResourcesError, OSError), asyncio.Runner() as runner:
+    with lost(*kinds, asyncpg.InsufficientResourcesError, OSError), asyncio.Runner() as runner:
         connection = runner.run(asyncpg.connect(**{to: at[name] for name, to in names.items() if name in at}))
         try:
             yield _OfAsyncpg(connection, runner, name)

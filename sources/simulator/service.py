@@ -6,7 +6,7 @@ several connections are at work; some roll back and some hang, where the play ha
 
 import threading
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -42,12 +42,38 @@ def serve(role: ServiceRole, dsn: str, told: threading.Event) -> None:
     """Write until `told` is set. Raises what the database refuses."""
     drivers = installed()
     hands = [_Hand(role, number, dsn, told, drivers[number % len(drivers)]) for number in range(CONNECTIONS)]
-    with ThreadPoolExecutor(CONNECTIONS) as pool:
-        work = [pool.submit(hand.work) for hand in hands]
+    together([hand.work for hand in hands], told)
+
+
+def together(hands: Sequence[Callable[[], None]], told: threading.Event) -> None:
+    """Each on a thread of its own until `told` is set, which it is when one of them ends. Raises what they raise.
+
+    A hand outlives its database: it raises `BrokenOff` when what was open is lost, and begins again with another
+    connection.
+    """
+
+    def outliving(hand: Callable[[], None]) -> None:
+        while not told.is_set():
+            try:
+                hand()
+            except BrokenOff as problem:
+                log.warning("A transaction broke off", problem=str(problem))
+                told.wait(RECONNECT_SECONDS)
+
+    with ThreadPoolExecutor(len(hands)) as pool:
+        work = [pool.submit(outliving, hand) for hand in hands]
         wait(work, return_when=FIRST_EXCEPTION)
         told.set()
     for each in work:
         each.result()
+
+
+def dwell(faults: Set[Fault], random: Random, told: threading.Event) -> None:
+    """A transaction takes its time; a hanging one is cut short when the process is to end."""
+    if Fault.HANG in faults and random.random() < HANGS:
+        told.wait(random.uniform(*HANG_SECONDS))
+    else:
+        time.sleep(random.expovariate(1 / TRANSACTION_SECONDS))
 
 
 class _Hand:
@@ -61,15 +87,6 @@ class _Hand:
         self._driver = driver
 
     def work(self) -> None:
-        """A service outlives its database: what was open is lost, and the next transaction has another connection."""
-        while not self._told.is_set():
-            try:
-                self._work_connected()
-            except BrokenOff as problem:
-                log.warning("A transaction broke off", problem=str(problem))
-                self._told.wait(RECONNECT_SECONDS)
-
-    def _work_connected(self) -> None:
         with self._driver(self._dsn, self._role.writer) as connection:
             while not self._told.wait(self._random.expovariate(self._role.rate / CONNECTIONS)):
                 self._transact(connection)
@@ -82,7 +99,7 @@ class _Hand:
         with connection.transaction() if savepoints else nullcontext():
             with suppress(Undone), connection.transaction():
                 self._write(connection)
-                self._dwell()
+                dwell(self._role.faults, self._random, self._told)
                 if undone:
                     raise Undone
             if savepoints:
@@ -105,10 +122,3 @@ class _Hand:
                 for row in parts:
                     connection.insert(stream.name, id, row["part"])
                 connection.complete(stream.name, id, *parts)
-
-    def _dwell(self) -> None:
-        """The transaction takes its time; a hanging one is cut short when the process is to end."""
-        if Fault.HANG in self._role.faults and self._random.random() < HANGS:
-            self._told.wait(self._random.uniform(*HANG_SECONDS))
-        else:
-            time.sleep(self._random.expovariate(1 / TRANSACTION_SECONDS))

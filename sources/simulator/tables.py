@@ -49,14 +49,14 @@ comment on column {table}.mark is 'Tells a row from one that had its ID before t
 """
 
 
-def own_database(dsn: str) -> str:
-    """The DSN of the play's database, which is called after the one of `dsn`."""
-    return make_conninfo(dsn, dbname=f"{conninfo_to_dict(dsn).get('dbname') or 'tidemark'}_demo")
+def own_database(dsn: str, play: str = "demo") -> str:
+    """The DSN of a play's database, which is called after the one of `dsn`."""
+    return make_conninfo(dsn, dbname=f"{conninfo_to_dict(dsn).get('dbname') or 'tidemark'}_{play}")
 
 
-def make_database(dsn: str) -> str:
+def make_database(dsn: str, play: str = "demo") -> str:
     """Make it where it is missing; its DSN. Raises `Unavailable` and `Refused`."""
-    own = own_database(dsn)
+    own = own_database(dsn, play)
     name = str(conninfo_to_dict(own)["dbname"])
     with _using(dsn) as connection:
         if not connection.execute("select 1 from pg_database where datname = %s", [name]).fetchone():
@@ -92,8 +92,19 @@ def make_facts(dsn: str, streams: Iterable[PlayedStream]) -> None:
 
 def make_effects(dsn: str) -> None:
     """Make the readers' tables."""
+    make_tables(dsn, _EFFECTS)
+
+
+def make_tables(dsn: str, script: str) -> None:
     with _using(dsn) as connection, connection.transaction():
-        connection.execute(_EFFECTS)
+        connection.execute(script.encode())
+
+
+def make_streams(dsn: str, streams: Iterable[PlayedStream]) -> None:
+    """Make streams whose tables somebody else makes."""
+    with _using(dsn) as connection, connection.transaction():
+        for stream in streams:
+            connection.execute("select tidemark.create_stream(%s, %s)", [stream.name, stream.direction])
 
 
 def reached(dsn: str) -> dict[str, tuple[int, int]]:

@@ -21,6 +21,7 @@ from tests.bench import (
     race,
     report,
     results,
+    rooms,
     runs,
     sidecar,
     soak,
@@ -59,6 +60,7 @@ def everything() -> None:
         _record("attacks", attacks.run(site, attacks.AttackPlan()))
         _record("history", history.run(site, history.HistoryPlan()))
         _record("standing", standing.run(site, standing.StandingPlan()))
+        _record("rooms", rooms.run(site, rooms.RoomsPlan()))
     _record("flat", flat.run(flat.FlatPlan()))
 
 
@@ -215,6 +217,13 @@ def history_(**sizes: Any) -> None:
 def standing_(**sizes: Any) -> None:
     """What a stream has and a batch does not touch."""
     _on_servers("standing", lambda site: standing.run(site, standing.StandingPlan(**sizes)))
+
+
+@main.command("rooms")
+@_sizes(rooms.RoomsPlan(), "events", "rooms", "members", "held", "syncs")
+def rooms_(**sizes: Any) -> None:
+    """The room DAG: the pure rules, and sync among very many events."""
+    _on_servers("rooms", lambda site: rooms.run(site, rooms.RoomsPlan(**sizes)))
 
 
 @main.command("soak")

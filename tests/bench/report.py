@@ -16,6 +16,7 @@ from tests.bench import (
     quiet,
     race,
     results,
+    rooms,
     runs,
     sidecar,
     soak,
@@ -43,6 +44,7 @@ SECTIONS: dict[str, tuple[str, Renderer]] = {
     "attacks": ("One sidecar under attack", attacks.render),
     "history": ("The history in Postgres", history.render),
     "standing": ("What a batch does not touch", standing.render),
+    "rooms": ("The room DAG", rooms.render),
     "soak": ("Memory over time", soak.render),
 }
 

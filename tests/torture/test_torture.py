@@ -1,8 +1,9 @@
-"""The play of `tests/app/simulation/test_simulate.py` with all faults, for ten minutes: `make torture`."""
+"""The plays of `tests/app/simulation/test_simulate.py` with all faults, for ten minutes each: `make torture` and `make
+rooms-torture`."""
 
 import click
 
-from tests.app.simulation.test_simulate import require_right
+from tests.app.simulation.test_simulate import OF_ROOMS, require_right, require_rooms_right
 from tests.fix_stack import Terminal
 from tidemark.sources.simulator.script import Fault
 
@@ -11,4 +12,11 @@ SECONDS = 600
 
 def test_nothing_is_missed_doubled_or_disordered_for_as_long_as_it_lasts(terminal: Terminal) -> None:
     """Whatever dies, goes back or is replaced, again and again."""
-    click.echo(require_right(terminal, SECONDS, set(Fault)))
+    with terminal.up():
+        click.echo(require_right(terminal, SECONDS, set(Fault)))
+
+
+def test_rooms_are_right_for_as_long_as_it_lasts(terminal: Terminal) -> None:
+    """Whatever dies, again and again: `make rooms-torture`."""
+    with terminal.up():
+        click.echo(require_rooms_right(terminal, SECONDS, OF_ROOMS))

@@ -1,8 +1,10 @@
 """`tidemark simulate` as the torture machine: real writers, readers, servers and kills, in a stack of its own."""
 
 import re
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from pathlib import Path
 
+import pytest
 import redis
 
 from tests.fix_stack import Terminal
@@ -12,30 +14,60 @@ from tidemark.sources.simulator.script import Fault
 from tidemark.sources.topics import TopicPlan, Topics
 
 SECONDS = 50
+ROOMS_SECONDS = 12
 CATCH_UP_SECONDS = 240.0
+OF_ROOMS = set(Fault) - {Fault.FAILOVER, Fault.RESTORE}
+QUICK = OF_ROOMS - {Fault.PIPELINE, Fault.KAFKA, Fault.POSTGRES_CRASH}
+"""Faults of rooms after which nobody waits long for the stack."""
 
 
-def test_nothing_is_missed_doubled_or_disordered_whatever_dies(terminal: Terminal) -> None:
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, connector_jars: Path) -> Iterator[Terminal]:
+    """One that is up, for several plays whose streams have other names."""
+    terminal = Terminal(tmp_path_factory.mktemp("stack"), connector_jars.parent)
+    with terminal.up():
+        yield terminal
+
+
+def test_nothing_is_missed_doubled_or_disordered_whatever_dies(stack: Terminal) -> None:
     """Services that roll back, hang, die, stand still, join late and leave; their relay, readers, pipeline, Redis,
     Kafka and both Postgres servers killed: both readers read every fact exactly once, in order. Databases that go back
     are for `make torture`."""
-    require_right(terminal, SECONDS, set(Fault) - {Fault.FAILOVER, Fault.RESTORE})
+    require_right(stack, SECONDS, set(Fault) - {Fault.FAILOVER, Fault.RESTORE})
+
+
+def test_rooms_are_right_whatever_dies(stack: Terminal) -> None:
+    """Several processes write a chat server's rooms, one of them with `append`, and fetch history; clients sync by line
+    and by vector, page through history, serve from caches, wait for their own events: no answer is wrong, and in the
+    end extremities, states and timelines are as defined. All that can die does so in `make rooms-torture`."""
+    require_rooms_right(stack, ROOMS_SECONDS, QUICK)
+
+
+def require_rooms_right(terminal: Terminal, seconds: int, faults: Set[Fault]) -> str:
+    """Play rooms with `faults` in a stack that is up; in the end every client was answered rightly. What it said."""
+    words = ["--seconds", str(seconds), "--rate", "60", "--faults", ",".join(sorted(faults)), "--prefix", "rooms_"]
+    done = terminal.run("simulate", "--workload", "rooms", *words, "--verify", patience=seconds + CATCH_UP_SECONDS)
+    told = done.stdout.decode()
+    assert done.returncode == 0, told + done.stderr.decode()
+    for client in ("line", "vector", "history", "caches", "own", "tables"):
+        found = re.search(rf"^{client} +(\d+) +(\d+)( +0){{5}}$", told, re.MULTILINE)
+        assert found, told
+        assert int(found[1]) == int(found[2]) > 0
+    return told
+
+
+def test_rooms_refuse_faults_that_take_back_what_was_told(terminal: Terminal) -> None:
+    """Their clients keep nothing by which they could forget it; one line says so, before anything is begun."""
+    done = terminal.run("simulate", "--workload", "rooms", "--faults", "all")
+    assert done.returncode == 2
+    assert b"failover and restore are not for --workload rooms" in done.stderr
+    assert done.stderr.count(b"\n") == 1
 
 
 def require_right(terminal: Terminal, seconds: int, faults: Set[Fault]) -> str:
-    """Play with `faults` in a stack of its own; each comes, and in the end everything was read. What it said."""
-    with terminal.up():
-        words = [
-            "simulate",
-            "--seconds",
-            str(seconds),
-            "--rate",
-            "60",
-            "--faults",
-            ",".join(sorted(faults)),
-            "--verify",
-        ]
-        done = terminal.run(*words, patience=seconds + CATCH_UP_SECONDS)
+    """Play with `faults` in a stack that is up; each comes, and in the end everything was read. What it said."""
+    words = ["--seconds", str(seconds), "--rate", "60", "--faults", ",".join(sorted(faults)), "--verify"]
+    done = terminal.run("simulate", *words, patience=seconds + CATCH_UP_SECONDS)
     told = done.stdout.decode()
     assert done.returncode == 0, told + done.stderr.decode()
     befell = next(line for line in told.splitlines() if line.startswith("the play is over"))

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from tests.sources.rooms import picture
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -18,3 +20,8 @@ def test_each_statement_has_its_test() -> None:
     }
     assert named - found == set()
     assert len(named) > 10
+
+
+def test_the_picture_is_that_of_the_rules() -> None:
+    """`make docs` draws it anew."""
+    assert picture.PICTURE.read_text() == picture.drawn()

@@ -14,7 +14,7 @@ from tidemark.sources.rooms.model import Truth
 from tidemark.sources.rooms.rules import DEEPEST_EVENT, MEMBER, MOST_PREVS, BadEvent, HeldAs, RoomEvent, depth_after
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(60))
 @given(arrivals())
 def test_whatever_comes_in_whichever_order_is_as_the_definitions_say(
     given: tuple[list[RoomEvent], list[RoomEvent]],
@@ -35,7 +35,7 @@ def test_whatever_comes_in_whichever_order_is_as_the_definitions_say(
     assert rooms.live == [event.id for event in order]
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(60))
 @given(dags(), st.randoms(use_true_random=False))
 def test_backfill_from_backward_extremities_closes_them(events: list[RoomEvent], random: object) -> None:
     """From the last event alone: each round fetches what is missing, as history, until nothing is."""
@@ -53,7 +53,7 @@ def test_backfill_from_backward_extremities_closes_them(events: list[RoomEvent],
     assert rooms.rooms[ROOM].backward == set()
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(60))
 @given(dags(), st.data())
 def test_a_refused_event_changes_nothing(events: list[RoomEvent], data: st.DataObject) -> None:
     """Any event bent into a bad one: the room is as it was, to the last edge."""

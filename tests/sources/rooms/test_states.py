@@ -14,7 +14,7 @@ states = st.dictionaries(
 )
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(60))
 @given(states, states, states)
 def test_the_order_of_resolution_does_not_matter(one: State, two: State, three: State) -> None:
     """Nor how often a state is resolved."""
@@ -47,7 +47,7 @@ def test_chains_keep_their_bound_and_few_rows() -> None:
     assert sum(len(placed.delta) for placed in groups.stored.values()) < 1000 + 9 * 300
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(60))
 @given(dags(40), st.randoms(use_true_random=False), st.integers(0, 100))
 def test_compaction_changes_no_state(events: list[RoomEvent], random: object, share: int) -> None:
     """Of any groups that are used: they have the states that they had, in no more rows, on no longer chains."""

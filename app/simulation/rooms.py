@@ -1,0 +1,165 @@
+"""`tidemark simulate --workload rooms`: a chat server of several processes, its clients, and what befalls them.
+
+One of the processes writes as the database itself, with `tidemark.append`, the others with `tidemark.Writer`; each
+also fetches history. What clients were answered is held against the tables, and these against the definitions.
+"""
+
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from functools import partial
+from threading import Event
+
+import click
+
+from tidemark.app.settings import Settings
+from tidemark.app.signals import told_to_end
+from tidemark.app.simulation.company import Actor, Company, Member, Part, Stage
+from tidemark.app.simulation.director import Director
+from tidemark.app.simulation.rooms_reading import ANSWERS, ClientKind, RoomClientRole
+from tidemark.app.simulation.rooms_verification import RoomCount, RoomsDiffer, RoomsVerification
+from tidemark.app.simulation.simulate import (
+    CATCH_UP_SECONDS,
+    TICK_SECONDS,
+    Play,
+    directed,
+    require_own,
+    silence,
+    until_over,
+)
+from tidemark.app.simulation.verification import Verification
+from tidemark.app.stack.home import Home
+from tidemark.sources.relay.database import session_of
+from tidemark.sources.rooms.tables import SCHEMA
+from tidemark.sources.simulator import tables
+from tidemark.sources.simulator.rooms import REMOTE, RoomServiceRole, played, room_streams
+from tidemark.sources.simulator.script import OF_DATABASES, Fault
+from tidemark.sources.topics import Topics
+from tidemark.streaming.errors import BadSetting, Unavailable
+
+BACK = {Fault.FAILOVER, Fault.RESTORE}
+"""Clients of rooms keep what they were told, and have nothing by which to take it back."""
+
+CLIENTS = {
+    "rooms-sync": (ClientKind.LINE, ClientKind.VECTOR),
+    "rooms-others": (ClientKind.HISTORY, ClientKind.CACHES, ClientKind.OWN),
+}
+"""Clients by process."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoomsCompany(Company):
+    """Services and clients of rooms in the places of others."""
+
+    def readers(self) -> list[Member]:
+        return [Member(name, partial(self._client, kinds)) for name, kinds in CLIENTS.items()]
+
+    def service(self, name: str) -> Member:
+        return Member(name, self._room_service)
+
+    def _room_service(self, member: Member) -> Actor:
+        first = member.name == self.cast.writer_name(1)
+        role = RoomServiceRole(
+            None if first else member.name,
+            room_streams(self.cast.prefix),
+            self.faults,
+            self.cast.rate / self.cast.writers,
+            f"{self.seed} {member.name} {member.incarnation}",
+        )
+        return self.actor(member, Part(self.stage.facts, self.stage.effects, room_service=role))
+
+    def _client(self, kinds: Sequence[ClientKind], member: Member) -> Actor:
+        streams, seed = room_streams(self.cast.prefix), f"{self.seed} {member.name} {member.incarnation}"
+        role = RoomClientRole(kinds, streams, f"{self.cast.prefix}client", seed)
+        return self.actor(member, Part(self.stage.facts, self.stage.effects, room_client=role))
+
+
+def run(settings: Settings, play: Play, *, verify: bool) -> None:
+    """Play to the end, or until SIGTERM or Ctrl-C, as `simulate.run` does.
+
+    Raises `RoomsDiffer` where `verify` finds it; `BadSetting` for faults after which a database lacks what it had;
+    `StreamTaken`, `TopicMissing`, `AlreadyRunning`, `StartFailed`, `Unavailable`.
+    """
+    if play.faults & BACK:
+        raise BadSetting("--faults", "failover and restore are not for --workload rooms: its clients cannot forget")
+    with ExitStack() as stack:
+        own = None
+        if play.faults & OF_DATABASES:
+            from tidemark.app.simulation.servers import ServicesPostgres  # noqa: PLC0415 - it comes with the local stack
+
+            own = stack.enter_context(ServicesPostgres(Home(settings.home)))
+        stage = _stage(settings, play.cast.prefix, own.server.dsn() if own else settings.postgres())
+        stopping = told_to_end(again=signal.SIG_DFL)
+        verification = stack.enter_context(RoomsVerification(stage.facts, stage.effects))
+        nothing_else = Verification(stage.facts, stage.effects, [])
+        servers = stack.enter_context(closing(own.with_stack(settings, nothing_else))) if own else None
+        director = stack.enter_context(directed(RoomsCompany(stage, play.cast, play.faults, play.seed), servers))
+        _await_all(director, verification, stopping)
+        for now in until_over(director, play, stopping):
+            try:
+                counts = verification.counts()
+            except Unavailable as problem:
+                click.echo(f"{now:6.0f} s  {problem}")
+                continue
+            click.echo(f"{now:6.0f} s  {'; '.join(map(str, counts))}")
+            if verify and not all(count.right for count in counts):
+                raise RoomsDiffer(counts)
+        silence(director)
+        if verify:
+            _conclude(director, verification)
+
+
+def _stage(settings: Settings, prefix: str, services: str) -> Stage:
+    """Everything that the play needs, made where it is missing; `services` is the DSN of their server."""
+    Topics(settings.kafka).describe([settings.kafka_facts_topic])
+    play = "_".join(filter(None, ["rooms", prefix]))
+    facts, effects = tables.make_database(services, play), tables.make_database(settings.postgres(), play)
+    tables.prepare_writing(facts)
+    streams = played(room_streams(prefix))
+    require_own(settings, facts, streams)
+    tables.make_streams(facts, streams)
+    with session_of(facts, tables.APPLICATION) as session:
+        SCHEMA.migrate(session)
+    tables.make_tables(facts, REMOTE)
+    tables.make_tables(effects, ANSWERS)
+    return Stage(Home(settings.home), facts, effects)
+
+
+def _await_all(director: Director, verification: RoomsVerification, stopping: Event) -> None:
+    """The play begins when everybody is at work: processes need their time on a busy machine."""
+    deadline = time.monotonic() + CATCH_UP_SECONDS
+    while time.monotonic() < deadline and not stopping.wait(TICK_SECONDS):
+        director.tick()
+        with suppress(Unavailable):
+            if len(verification.counts()) == len(ClientKind):
+                return
+
+
+def _conclude(director: Director, verification: RoomsVerification) -> None:
+    """Wait until the syncing clients have everything; print how each did. Raises `RoomsDiffer`."""
+    deadline = time.monotonic() + CATCH_UP_SECONDS
+    counts: list[RoomCount] = []
+    while not _is_complete(counts) and time.monotonic() < deadline:
+        director.tick()
+        time.sleep(5 * TICK_SECONDS)
+        with suppress(Unavailable):
+            counts = verification.counts()
+    found = [*counts, verification.rooms()]
+    click.echo(table(found))
+    if not (_is_complete(counts) and found[-1].complete):
+        raise RoomsDiffer(found)
+
+
+def _is_complete(counts: Sequence[RoomCount]) -> bool:
+    """Every kind of client was answered, and rightly."""
+    return len(counts) == len(ClientKind) and all(count.complete for count in counts)
+
+
+def table(counts: Sequence[RoomCount]) -> str:
+    """For people: a line for each kind of client, and one for the tables."""
+    columns = ("WRITTEN", "READ", "MISSED", "DOUBLED", "OUT OF ORDER", "STALE", "DIFFERENT")
+    lines = [" ".join(["CLIENT  ", *(f"{column:>12}" for column in columns)])]
+    lines += [" ".join([f"{it.client:8}", *(f"{figure:12}" for figure in it.figures)]) for it in counts]
+    return "\n".join(lines)

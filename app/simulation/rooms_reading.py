@@ -1,0 +1,260 @@
+"""Clients of rooms in a play: sync by line and by vector, history, caches, and who waits for an event of its own.
+
+What each was answered goes into `play.answers` of the readers' database, where it is held against the tables. The last
+answer of a syncing client is its place: after a kill it goes on there.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from random import Random
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+import psycopg
+
+from tidemark.app.simulation.reading import ReaderServers
+from tidemark.sinks.reader import Positions, Standing
+from tidemark.sources.rooms.caches import Caches
+from tidemark.sources.rooms.persisting import (
+    ALL_OF_ROOM,
+    MEMBERS,
+    STATE,
+    RoomStore,
+    RoomStreams,
+    WriterAppender,
+    following,
+)
+from tidemark.sources.rooms.reading import Upto, current_state, members_with_version, messages, opened, sync
+from tidemark.sources.rooms.rules import RoomEvent
+from tidemark.sources.simulator.drivers import BrokenOff, lost
+from tidemark.sources.simulator.rooms import GUEST, ROOMS
+from tidemark.sources.simulator.rooms import MEMBERS as READERS
+from tidemark.sources.simulator.service import together
+from tidemark.streaming.errors import NotReached, Retry, StreamNotKnown, TokenFromTheFuture
+from tidemark.streaming.postgres_session import Connection
+
+PAUSE_SECONDS = 0.05
+OWN_SECONDS = 1.0  # between two events of the client that waits for its own
+PATIENCE = 60.0  # of that client
+
+ANSWERS = """
+create schema if not exists play;
+create table if not exists play.answers (
+    number      bigint  primary key generated always as identity,
+    client      text    not null,
+    kind        text    not null,
+    about       text    not null,
+    since       jsonb,
+    upto        jsonb   not null,
+    answer      jsonb   not null
+);
+create index if not exists answers_by_client on play.answers (client, kind, about, number);
+comment on column play.answers.about is 'The member, room or cache'
+"""
+
+
+class ClientKind(StrEnum):
+    """What clients do."""
+
+    LINE = "line"
+    VECTOR = "vector"
+    HISTORY = "history"
+    CACHES = "caches"
+    OWN = "own"
+
+
+@dataclass(frozen=True, slots=True)
+class RoomClientRole:
+    """The part of one process; `writer` is the name under which it writes, if it does."""
+
+    kinds: Sequence[ClientKind]
+    streams: RoomStreams
+    writer: str
+    seed: str
+
+
+def read_rooms(role: RoomClientRole, servers: ReaderServers, stopping: threading.Event) -> None:
+    """Ask until `stopping` is set. Raises what the library or psycopg does, unless it mends by itself."""
+    with Positions(servers.redis, servers.tidemark) as positions:
+        clients = [_Client(kind, role, servers, positions, stopping) for kind in role.kinds]
+        together([work for client in clients for work in client.work()], stopping)
+
+
+class _Client:
+    """Its methods run on threads of their own, until they are stopped or something breaks off."""
+
+    def __init__(
+        self,
+        kind: ClientKind,
+        role: RoomClientRole,
+        servers: ReaderServers,
+        positions: Positions,
+        stopping: threading.Event,
+    ) -> None:
+        self._kind = kind
+        self._role = role
+        self._servers = servers
+        self._positions = positions
+        self._stopping = stopping
+        self._random = Random(f"{role.seed} {kind}")
+
+    def work(self) -> Sequence[Callable[[], None]]:
+        """What is done at once."""
+        match self._kind:
+            case ClientKind.HISTORY:
+                return [self.history]
+            case ClientKind.CACHES:
+                return [self.caches]
+            case ClientKind.OWN:
+                return [self.own]
+            case _:
+                return [partial(self.sync, member) for member in (*READERS, GUEST)]
+
+    def sync(self, member: str) -> None:
+        """From answer to answer, the first of which begins with the first event."""
+        with ExitStack() as stack:
+            facts, effects = self._connections(stack)
+            since = self._place(effects, member)
+            while not self._stopping.wait(self._random.random() * 2 * PAUSE_SECONDS):
+                now = self._now(self._role.streams.events)
+                if now is None or now == since:
+                    continue
+                found = sync(facts, member, since, now, limit=self._random.choice([5, 50, 500]))
+                told = [it.stream_ordering for it in found.events], [it.stream_ordering for it in found.sent]
+                answer = {"events": told[0], "sent": told[1], "rooms": found.rooms}
+                self._answer(effects, "sync", member, since, found.until, answer)
+                since = found.until
+
+    def history(self) -> None:
+        """Open a room, and go back through all of it."""
+        with ExitStack() as stack:
+            facts, effects = self._connections(stack)
+            while not self._stopping.wait(PAUSE_SECONDS):
+                room = f"!{self._random.randrange(ROOMS)}"
+                now, history = self._now(self._role.streams.events), self._now(self._role.streams.backfill)
+                if now is None or history is None:
+                    continue
+                first = opened(facts, room, now, limit=5)
+                found, before = [*first.events], first.before
+                while before is not None and not self._stopping.wait(self._random.random() * PAUSE_SECONDS):
+                    page, before = messages(facts, room, now, before, limit=self._random.choice([3, 10, 40]))
+                    found += page
+                if before is None:
+                    answer = {
+                        "events": [(it.depth, it.stream_ordering) for it in found],
+                        "history": history.linear,
+                        "state": [(*key, *holder) for key, holder in first.state.items()],
+                    }
+                    self._answer(effects, "history", room, None, now, answer)
+
+    def caches(self) -> None:
+        """Apply what was invalidated up to the position of each writer, and then serve."""
+        with ExitStack() as stack:
+            facts, effects = self._connections(stack)
+            caches = Caches({ALL_OF_ROOM: [STATE, MEMBERS]})
+            applied = None
+            while not self._stopping.wait(PAUSE_SECONDS):
+                now = self._now(self._role.streams.caches)
+                if now is None:
+                    continue
+                if applied is None:
+                    caches.clear()
+                else:
+                    for cache, keys in _invalidated(facts, applied, now):
+                        caches.invalidated(cache, keys)
+                applied = now
+                served = [self._served(caches, facts) for _ in range(20)]
+                self._answer(effects, "served", "", None, now, {"served": served})
+
+    def _served(self, caches: Caches, facts: Connection) -> tuple[str, str, int]:
+        room = f"!{self._random.randrange(ROOMS)}"
+        loads: Mapping[str, Callable[[], tuple[int, object]]] = {
+            STATE: lambda: current_state(facts, room),
+            MEMBERS: lambda: members_with_version(facts, room),
+        }
+        cache = self._random.choice([*loads])
+        version, _ = caches.get(cache, [room], loads[cache])
+        return cache, room, version
+
+    def own(self) -> None:
+        """Write an event, and wait for nothing but it: whoever else is slow, the next sync has it."""
+        with ExitStack() as stack:
+            facts, effects = self._connections(stack)
+            store = RoomStore(WriterAppender(self._role.writer), self._role.streams)
+            stream, member = self._role.streams.events, READERS[0]
+            since = None
+            while not self._stopping.wait(OWN_SECONDS):
+                room = f"!{self._random.randrange(ROOMS)}"
+                with facts.transaction():
+                    prevs, depth = following(facts, room)
+                    event = RoomEvent(f"$own{uuid4().hex}", room, "m.room.message", member, prevs, depth)
+                    id = store.persist(facts, event) if prevs else None
+                if id is None:
+                    continue
+                try:
+                    stands = self._positions.wait(stream, id, self._role.writer, timeout=PATIENCE, grace=PATIENCE)
+                except (NotReached, StreamNotKnown, TokenFromTheFuture):
+                    if self._stopping.is_set():
+                        return
+                    raise
+                now = _upto(stands)
+                found = sync(facts, member, since or Upto(id - 1), now, limit=10_000)
+                since = found.until
+                answer = {"id": id, "found": id in {it.stream_ordering for it in found.events}}
+                self._answer(effects, "own", room, None, now, answer)
+
+    def _connections(self, stack: ExitStack) -> tuple[Connection, Connection]:
+        """To the services' database and to the readers'."""
+        stack.enter_context(lost(psycopg.OperationalError, psycopg.InterfaceError))
+        return (
+            stack.enter_context(psycopg.connect(self._servers.facts, autocommit=True)),
+            stack.enter_context(psycopg.connect(self._servers.effects, autocommit=True)),
+        )
+
+    def _now(self, stream: str) -> Upto | None:
+        """The published position; None while it is not known."""
+        try:
+            stands = self._positions.get(stream)
+        except Retry as problem:
+            raise BrokenOff(str(problem)) from problem
+        if not isinstance(stands, Standing):
+            time.sleep(PAUSE_SECONDS)
+            return None
+        return Upto(stands.linear) if self._kind is ClientKind.LINE else _upto(stands)
+
+    def _place(self, effects: Connection, member: str) -> Upto:
+        row = effects.execute(
+            "select upto from play.answers where client = %s and kind = 'sync' and about = %s"
+            " order by number desc limit 1",
+            [self._kind.value, member],
+        ).fetchone()
+        return Upto(0) if row is None else msgspec.convert(row[0], Upto)
+
+    def _answer(
+        self, effects: Connection, kind: str, about: str, since: Upto | None, upto: Upto, answer: Mapping[str, Any]
+    ) -> None:
+        texts = [msgspec.json.encode(it).decode() for it in (since, upto, answer)]
+        effects.execute(
+            "insert into play.answers (client, kind, about, since, upto, answer) values (%s, %s, %s, %s, %s, %s)",
+            [self._kind.value, kind, about, *texts],
+        )
+
+
+def _upto(stands: Standing) -> Upto:
+    """The published vector, without writers that are no further than the line."""
+    return Upto(stands.linear, {writer: id for writer, id in stands.vector.items() if abs(id) > abs(stands.linear)})
+
+
+def _invalidated(connection: Connection, applied: Upto, now: Upto) -> list[tuple[str, list[str] | None]]:
+    """What was invalidated between the positions; some of it may have been applied before, which does no harm."""
+    return connection.execute(
+        "select cache, keys from rooms.invalidations where stream_id > %s and stream_id <= %s"
+        " and stream_id <= greatest(%s, (%s::jsonb->>writer)::bigint)",
+        [applied.linear, now.farthest, now.linear, msgspec.json.encode(now.positions).decode()],
+    ).fetchall()

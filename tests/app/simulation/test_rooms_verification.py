@@ -1,0 +1,149 @@
+"""Answers that tests make up, held against rooms that they have written: each kind of fault is seen."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import psycopg
+import pytest
+
+from tests.sources.rooms.test_persisting import STORE, a_member
+from tidemark.app.simulation.rooms_reading import ANSWERS
+from tidemark.app.simulation.rooms_verification import RoomCount, RoomsVerification
+from tidemark.sources.relay.database import session_of
+from tidemark.sources.rooms.persisting import following
+from tidemark.sources.rooms.reading import Upto, current_state, messages
+from tidemark.sources.rooms.rules import HeldAs, RoomEvent
+from tidemark.sources.rooms.tables import SCHEMA
+from tidemark.sources.simulator import tables
+from tidemark.sources.simulator.rooms import REMOTE, played, room_streams
+from tidemark.streaming.postgres_session import Connection
+
+ROOM = "!tea"
+
+
+class World:
+    """One room of two members: events 1 and 2, and what `say` adds."""
+
+    def __init__(self, dsn: str, connection: Connection) -> None:
+        self.dsn = dsn
+        self.connection = connection
+        ada = a_member("ada", "@ada")
+        for event in (ada, a_member("bob", "@bob", ada)):
+            STORE.persist(connection, event)
+
+    def say(self, id: str, **more: Any) -> None:
+        prevs, depth = following(self.connection, ROOM)
+        STORE.persist(self.connection, RoomEvent(id, ROOM, "m", "@ada", prevs, depth, **more))
+
+    def answer(self, client: str, kind: str, about: str, since: int, upto: int, answer: Mapping[str, Any]) -> None:
+        texts = [msgspec.json.encode(it).decode() for it in (Upto(since), Upto(upto), answer)]
+        self.connection.execute(
+            "insert into play.answers (client, kind, about, since, upto, answer) values (%s, %s, %s, %s, %s, %s)",
+            [client, kind, about, *texts],
+        )
+
+    def synced(self, since: int, upto: int, *events: int) -> None:
+        self.answer("line", "sync", "@ada", since, upto, {"events": events, "sent": [], "rooms": [ROOM]})
+
+    def counts(self) -> dict[str, RoomCount]:
+        with RoomsVerification(self.dsn, self.dsn) as verification:
+            return {it.client: it for it in [*verification.counts(), verification.rooms()]}
+
+
+@pytest.fixture
+def world(database: str) -> Iterator[World]:
+    dsn = tables.make_database(database, "rooms")
+    tables.prepare_writing(dsn)
+    tables.make_streams(dsn, played(room_streams("")))
+    with session_of(dsn, "tests") as session:
+        SCHEMA.migrate(session)
+    tables.make_tables(dsn, REMOTE)
+    tables.make_tables(dsn, ANSWERS)
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        yield World(dsn, connection)
+
+
+def test_a_sync_is_right_only_with_each_event_once_and_in_order(world: World) -> None:
+    """What is still to come is neither read nor missed; a client's answers join."""
+    for id in ("three", "four", "five"):
+        world.say(id)
+    world.synced(0, 2, 1, 2)
+    assert world.counts()["line"] == RoomCount("line", 5, 2)
+    world.synced(2, 4, 4)
+    assert world.counts()["line"] == RoomCount("line", 5, 3, missed=1)
+    world.synced(4, 4, 3)
+    assert world.counts()["line"] == RoomCount("line", 5, 4)
+    world.synced(3, 5, 5, 4)
+    assert world.counts()["line"] == RoomCount("line", 5, 5, doubled=1, disordered=1)
+
+
+def test_a_walk_through_history_is_right_only_with_all_that_was_there(world: World) -> None:
+    """Of live events those up to its position; in the order of history; with the state of its beginning."""
+    world.say("three")
+    found, _ = messages(world.connection, ROOM, Upto(3))
+    keys = [(it.depth, it.stream_ordering) for it in found]
+    state = [(*key, *holder) for key, holder in current_state(world.connection, ROOM)[1].items()]
+    for events in (keys, keys[1:], keys[::-1], [*keys, keys[-1]]):
+        world.answer("history", "history", ROOM, 0, 3, {"events": events, "history": 0, "state": state})
+    world.answer("history", "history", ROOM, 0, 2, {"events": keys, "history": 0, "state": []})
+    found_count = world.counts()["history"]
+    assert found_count == RoomCount("history", 14, 13, missed=1, doubled=2, disordered=1)
+
+
+def test_the_state_of_a_first_sync_is_that_of_its_position(world: World) -> None:
+    """One that lacks a member is not."""
+    state = [(*key, *holder) for key, holder in current_state(world.connection, ROOM)[1].items()]
+    events = [(2, 2), (1, 1)]
+    for given in (state, state[1:]):
+        world.answer("history", "history", ROOM, 0, 2, {"events": events, "history": 0, "state": given})
+    assert world.counts()["history"] == RoomCount("history", 4, 4, different=1)
+
+
+def test_an_invite_is_in_no_state_before_it_is_placed(world: World) -> None:
+    """It was told to its user with an ID that the position has passed, and is in the room with a later one."""
+    prevs, depth = following(world.connection, ROOM)
+    content = {"membership": "invite"}
+    invite = RoomEvent("invite", ROOM, "m.room.member", "@ada", prevs, depth, "@eve", content, HeldAs.OUT_OF_BAND)
+    STORE.persist(world.connection, invite)
+    state = [(*key, *holder) for key, holder in current_state(world.connection, ROOM)[1].items()]
+    STORE.persist(world.connection, replace(invite, held_as=HeldAs.REGULAR))
+    world.answer("history", "history", ROOM, 0, 3, {"events": [(2, 2), (1, 1)], "history": 0, "state": state})
+    assert world.counts()["history"] == RoomCount("history", 2, 2)
+
+
+def test_a_cache_is_stale_behind_an_invalidation_that_its_position_has_passed(world: World) -> None:
+    """Not one that is newer than it need be, nor one whose invalidation it has not come to."""
+    ((first, last),) = world.connection.execute(
+        "select min(stream_id), max(stream_id) from rooms.invalidations"
+    ).fetchall()
+    served = [["state", ROOM, 1], ["members", ROOM, 2], ["members", ROOM, 1]]
+    world.answer("caches", "served", "", 0, last, {"served": served})
+    world.answer("caches", "served", "", 0, first, {"served": served})
+    assert world.counts()["caches"] == RoomCount("caches", 6, 6, stale=2)
+
+
+def test_a_client_that_does_not_find_its_own_event_has_missed_it(world: World) -> None:
+    """It waited for the position."""
+    for found in (True, False):
+        world.answer("own", "own", ROOM, 0, 2, {"id": 2, "found": found})
+    assert world.counts()["own"] == RoomCount("own", 2, 1, missed=1)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "delete from rooms.forward_extremities",
+        "insert into rooms.backward_extremities values ('!tea', 'nowhere')",
+        "update rooms.rooms set state_group = 1",
+        "update rooms.events set state_group = 1",
+        "update rooms.memberships set event = 'ada'",
+        "delete from rooms.timeline where stream_ordering = 1",
+    ],
+)
+def test_tables_are_right_only_as_the_definitions_say(world: World, harm: str) -> None:
+    """Extremities, states, members, timelines."""
+    assert world.counts()["tables"] == RoomCount("tables", 1, 1)
+    world.connection.execute(harm.encode())
+    assert world.counts()["tables"] == RoomCount("tables", 1, 0, different=1)

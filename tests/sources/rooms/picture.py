@@ -1,0 +1,101 @@
+"""The picture of docs/rooms.md: one room by depth and by arrival, as the rules make it. `make docs` draws it."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tests.sources.rooms.dags import ROOM, an_event
+from tidemark.sources.rooms.memory import MemoryRooms
+from tidemark.sources.rooms.rules import RoomEvent
+
+PICTURE = Path(__file__).parents[3] / "docs" / "pictures" / "room.svg"
+
+_STEP, _ROW, _RADIUS, _LEFT = 84, 46, 17, 60
+_LANES = {"A": 1, "B": 1, "C": 0, "D": 2, "E": 1, "F": 0, "G": 1}
+_STYLE = """
+  text { font: 13px system-ui, sans-serif; fill: #334155; text-anchor: middle }
+  .title { font-size: 15px; font-weight: 600; text-anchor: start }
+  .name { font-weight: 600 }
+  .edge { stroke: #94a3b8; stroke-width: 1.5; fill: none; marker-end: url(#tip) }
+  circle { fill: #e0f2fe; stroke: #0284c7; stroke-width: 1.5 }
+  .history { fill: #fef3c7; stroke: #d97706 }
+  .end { stroke-width: 4 }
+  .missing { fill: white; stroke: #94a3b8; stroke-dasharray: 4 3 }
+  rect { fill: white }
+"""
+
+
+def told() -> tuple[MemoryRooms, list[RoomEvent]]:
+    """A fork (C, D) that E heals; F is late, and forks off C; B is fetched as history, and A is not held yet."""
+    start = an_event("A")
+    begun = an_event("B", start)
+    up, down = an_event("C", begun), an_event("D", begun)
+    healed = an_event("E", up, down)
+    late = an_event("F", up)
+    last = an_event("G", healed)
+    rooms = MemoryRooms()
+    for event in (up, down, healed, last, late):
+        rooms.persist(event, given=[])
+    rooms.persist(begun, "backfill", [])
+    return rooms, [start, begun, up, down, healed, late, last]
+
+
+def drawn() -> str:
+    rooms, events = told()
+    depths = {event.id: (_LEFT + (event.depth - 1) * _STEP, 60 + _LANES[event.id] * _ROW) for event in events}
+    orders = {id: -1 - place for place, id in enumerate(rooms.history)} | {
+        id: 1 + place for place, id in enumerate(rooms.live)
+    }
+    ranks = {id: place for place, id in enumerate(sorted(orders, key=lambda id: orders[id]))}
+    arrivals = {id: (_LEFT + place * _STEP, 285) for id, place in ranks.items()}
+    width, height = _LEFT * 2 + _STEP * 5, 360
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"'
+        ' aria-label="A room by depth and by arrival">',
+        f"<style>{_STYLE}</style>",
+        '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+        '<path d="M0 0L8 4L0 8z" fill="#94a3b8"/></marker>',
+        f'<rect width="{width}" height="{height}"/>',
+        '<text class="title" x="20" y="24">by depth: how history is read, from right to left</text>',
+        *_edges(events, depths, bend=0),
+        *_nodes(rooms, depths),
+        *(f'<text x="{_LEFT + depth * _STEP}" y="198">{depth + 1}</text>' for depth in range(5)),
+        '<text class="title" x="20" y="232">by arrival: how sync reads, from left to right</text>',
+        *_edges([event for event in events if event.id in arrivals], arrivals, bend=38),
+        *_nodes(rooms, arrivals),
+        *(f'<text x="{x}" y="{y + 50}">{orders[id]}</text>' for id, (x, y) in arrivals.items()),
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _edges(events: list[RoomEvent], at: Mapping[str, tuple[int, int]], bend: int) -> Iterator[str]:
+    """From an event to those that it names: back in time."""
+    for event in events:
+        for prev in event.prevs:
+            if prev not in at:
+                continue
+            (x, y), (to, level) = at[event.id], at[prev]
+            along, across = to - x, level - y
+            length = (along**2 + across**2) ** 0.5
+            dx, dy = along / length * _RADIUS, across / length * _RADIUS
+            high = bend if abs(along) > _STEP or along > 0 else 0
+            begin = f"{x + dx:.0f} {y + dy - (high and _RADIUS * 0.8):.0f}"
+            end = f"{to - dx * 1.15:.0f} {level - dy * 1.15 - (high and _RADIUS * 0.8):.0f}"
+            yield f'<path class="edge" d="M{begin}Q{(x + to) / 2:.0f} {(y + level) / 2 - high:.0f} {end}"/>'
+
+
+def _nodes(rooms: MemoryRooms, at: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+    for id, (x, y) in at.items():
+        kinds = {
+            "history": id in rooms.history,
+            "end": id in rooms.rooms[ROOM].forward,
+            "missing": id in rooms.rooms[ROOM].backward,
+        }
+        words = " ".join(kind for kind, holds in kinds.items() if holds)
+        yield f'<circle class="{words}" cx="{x}" cy="{y}" r="{_RADIUS}"/>'
+        yield f'<text class="name" x="{x}" y="{y + 5}">{id}</text>'
+
+
+if __name__ == "__main__":
+    PICTURE.parent.mkdir(exist_ok=True)
+    PICTURE.write_text(drawn())
