@@ -80,7 +80,7 @@ WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE helm/tools/requirements helm/tools/trim ./
 # What changes seldom comes first: with the dependencies in a layer of their own, a new version of ours builds in seconds.
 RUN python3 -m venv --without-pip /opt/tidemark \
-    && python3 requirements relay reader pipeline sidecar >runtime.txt \
+    && python3 requirements relay reader pipeline sidecar otel >runtime.txt \
     && python3 -m pip --python /opt/tidemark/bin/python install --no-cache-dir --constraint constraints.txt --requirement runtime.txt \
     && ./trim /opt/tidemark
 # The jars of Spark's Kafka source, by the Ivy that pyspark carries, as `tidemark up` does it.

@@ -12,6 +12,7 @@ from pyspark.sql import DataFrame
 
 from tidemark.app import metrics
 from tidemark.app.board import Board
+from tidemark.app.tracing import BatchTrace, Trace
 from tidemark.sinks.publisher import Publisher
 from tidemark.sources.start import RememberedTopic
 from tidemark.streaming.checkpoint import Seed
@@ -26,7 +27,7 @@ FEWER = 8  # so many times fewer records has a batch after one that had to be cu
 
 class Batches:
     """The query's sink. `seed` is what its batches began with; `topics` are those that are read; `most` is how many
-    records Spark gives a batch; `interval` are the least seconds from one batch to the next.
+    records Spark gives a batch; `interval` are the least seconds from one batch to the next; `trace` is told of each.
 
     After `finish` the batch in hand is completed and none begins.
     """
@@ -39,6 +40,7 @@ class Batches:
         topics: Mapping[str, RememberedTopic],
         most: int,
         interval: float,
+        trace: Trace,
     ) -> None:
         self._publisher = publisher
         self._board = board
@@ -46,6 +48,7 @@ class Batches:
         self._topics = topics
         self._most = most
         self._interval = interval
+        self._trace = trace
         self._finishing = threading.Event()
         self._in_hand = threading.Lock()
         self.failure: TidemarkError | None = None
@@ -57,7 +60,8 @@ class Batches:
             try:
                 if self._finishing.is_set():
                     raise Stopping("told to end between two batches")
-                self._publish(batch, number)
+                with self._trace(self._seed.lineage, number) as trace:
+                    self._publish(batch, number, trace)
             except TidemarkError as error:
                 self.failure = error
                 raise
@@ -73,15 +77,17 @@ class Batches:
         self._in_hand.release()
         return True
 
-    def _publish(self, batch: DataFrame, number: int) -> None:
+    def _publish(self, batch: DataFrame, number: int, trace: BatchTrace) -> None:
         began = time.monotonic()
         effects = collect(batch)
+        trace.computed(batch, effects)
         self._require_known_partitions(effects)
         cut = any(shard.cut for shard in effects)
         # Spark takes all of a batch for done. Under another name it is none of this line of batches, so that no query
         # goes on with this checkpoint, whenever we are killed.
         line = f"{self._seed.lineage}.cut" if cut else self._seed.lineage
         published = self._publisher.publish(line, number, effects, self._seed.before(number))
+        trace.published(published)
         self._board.update(effects)
         metrics.count_batch(effects, published, time.monotonic() - began)
         self.published += 1

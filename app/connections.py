@@ -146,6 +146,10 @@ class Connections(BaseSettings):
         None, description="`tidemark synapse`: URL of the Redis by which Synapse's processes replicate."
     )
 
+    otlp_url: WebUrl = Field(
+        None, description="Collector (http://host:4318) that gets a trace of each batch, in OTLP over HTTP."
+    )
+
     @model_validator(mode="after")
     def _sasl_is_complete(self) -> Self:
         needed = _OAUTHBEARER if self.kafka_sasl_mechanism == "OAUTHBEARER" else _LOGIN

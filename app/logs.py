@@ -16,7 +16,7 @@ from tidemark.app.settings import Settings, called
 def configure(settings: Settings) -> None:
     """Call once per process, before the first line is logged."""
     # What these libraries complain of reaches us as an exception too, and whatever handles that logs it.
-    for library in ("psycopg", "py4j"):
+    for library in ("psycopg", "py4j", "opentelemetry"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
     logging.getLogger().addFilter(_not_py4j)  # of a lost connection py4j tells the root logger itself
     common: list[Processor] = [

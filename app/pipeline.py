@@ -1,8 +1,7 @@
 """`tidemark pipeline`: the composition root of the query, its source and its sinks.
 
 Its threads: this one supervises; Spark's callback publishes batches (`app.batches`); the lease renews itself; a guard
-refills Redis; another asks Kafka for its end offsets (`app.end_offsets`); scrapes and probes are
-answered from threads of `app.probes`.
+refills Redis; others ask Kafka for its end offsets and Postgres for policies; `app.probes` answers scrapes and probes.
 """
 
 import os
@@ -26,6 +25,7 @@ from tidemark.app.policies import PolicyWatch
 from tidemark.app.settings import Settings
 from tidemark.app.signals import told_to_end
 from tidemark.app.start import Start, prepare
+from tidemark.app.tracing import tracing
 from tidemark.app.versions import OURS, require_successor
 from tidemark.sinks.dead_letters import DeadLetters, DeadLettersConfig
 from tidemark.sinks.leased_thread import LeasedThread
@@ -219,14 +219,14 @@ class Attempt:
             recaller = RecallerConfig(settings.kafka_facts_topic, kafka.client(), kafka.producer())
             recalling = stack.enter_context(Recaller(recaller, postgres, lease, metrics.RECALLED.inc))
             watching = stack.enter_context(PolicyWatch(postgres.policies, lease, start.policies, self._board.follow))
-            interval = settings.batch_interval_ms / 1000
-            self._batches = Batches(publisher, self._board, start.seed, start.topics, self._most, interval)
+            trace = stack.enter_context(tracing(settings.secret("otlp_url"), settings.owner, lease.token))
+            most, interval = self._most, settings.batch_interval_ms / 1000
+            self._batches = Batches(publisher, self._board, start.seed, start.topics, most, interval, trace)
             spark, store = self._spark.session(stopping), settings.checkpoint_store
             location = str(checkpoint.path) if store is None else stack.enter_context(folder(spark, store))
             running = stack.enter_context(self._query(spark, start, location, self._batches))
-            self._supervise(
-                spark, running, lease, sinks, (self._batches, end_offsets, maintenance, recalling, watching)
-            )
+            threads = self._batches, end_offsets, maintenance, recalling, watching
+            self._supervise(spark, running, lease, sinks, threads)
 
     def _sinks(self, stack: ExitStack, postgres: Postgres, lease: Lease) -> list[Sink]:
         """Where positions are shown, each in turn. One sink, one line."""

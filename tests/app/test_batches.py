@@ -11,6 +11,7 @@ from pyspark.sql import DataFrame
 from tests.waiting import eventually
 from tidemark.app.batches import Batches
 from tidemark.app.board import Board
+from tidemark.app.tracing import untraced
 from tidemark.sinks.dead_letters import DeadLettered
 from tidemark.sinks.publisher import Published, Publisher
 from tidemark.streaming.checkpoint import Seed
@@ -34,7 +35,7 @@ EMPTY = cast("DataFrame", _Empty())
 
 def batches(interval: float) -> Batches:
     publisher = cast("Publisher", _Quick())
-    return Batches(publisher, Board(streams=1, writers=1), Seed("first", None, 16, {}), {}, 1000, interval)
+    return Batches(publisher, Board(streams=1, writers=1), Seed("first", None, 16, {}), {}, 1000, interval, untraced)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import redis
 from click.testing import CliRunner
 from confluent_kafka import Producer
 from msgspec.structs import replace
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from tests.app.collector import Collector, attributes, collecting
 from tests.app.prometheus import IS_THERE, scraping
 from tests.app.proofs import dead_letters
 from tests.app.running import PATIENCE
@@ -30,7 +33,14 @@ NOTHING = row({})
 
 
 @pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with collecting() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
 def shared(
+    collector: Collector,
     kafka: KafkaServer,
     postgres: PostgresServer,
     redis_server: RedisServer,
@@ -39,7 +49,7 @@ def shared(
 ) -> Iterator[Site]:
     """A site whose pipeline runs for all tests of this module; each has streams of its own."""
     with made_site(kafka, postgres, redis_server, connector_jars, tmp_path_factory.mktemp("shared")) as site:
-        site.start().ready()
+        site.start(otlp_url=collector.address).ready()
         yield site
 
 
@@ -275,6 +285,31 @@ def test_what_a_writer_aborted_is_no_evidence(shared: Site) -> None:
     shared.reaches("aborted", first=1, linear=1)
     shared.send(fact("aborted", 2))
     shared.reaches("aborted", first=3, linear=3)
+
+
+def test_a_batch_is_traced_from_kafka_to_the_dead_letters(shared: Site, collector: Collector) -> None:
+    """As a collector receives it: what Spark did, then what each server took, one after the other."""
+    shared.send(fact("traced", 1))
+    shared.reaches("traced", first=1)
+    order = ["read", "state", "postgres", "redis", "dead_letters"]
+
+    def found() -> dict[str, Span] | None:
+        return next((it for it in collector.traces() if {*it} == {"batch", *order}), None)
+
+    spans = eventually(found, PATIENCE, lambda: f"a trace among {[[*it] for it in collector.traces()]}")
+    root = spans["batch"]
+    told = attributes(root)
+    applied = "select 1 from tidemark.applied_batches where (query, batch) = (%s, %s)"
+    assert shared.sql(applied, told["tidemark.query"], told["tidemark.batch"]) == [(1,)]
+    named = "select encode(substr(sha256(convert_to(%s || '/' || %s, 'UTF8')), 1, 16), 'hex')"  # docs/deploying.md
+    assert shared.sql(named, told["tidemark.query"], str(told["tidemark.batch"])) == [(root.trace_id.hex(),)]
+    assert shared.sql("select token from tidemark.query_lease")[0][0] >= told["tidemark.lease_token"]
+    assert told["tidemark.streams"] >= 1
+    for before, after in pairwise(order):
+        assert spans[before].end_time_unix_nano <= spans[after].start_time_unix_nano + 1_000_000, (before, after)
+    assert all(spans[name].parent_span_id == root.span_id for name in order)
+    assert spans["dead_letters"].end_time_unix_nano <= root.end_time_unix_nano + 1_000_000
+    assert collector.strange == []
 
 
 def test_a_policy_is_followed_without_a_restart(shared: Site) -> None:
