@@ -120,6 +120,7 @@ def _carry_out(
     from tidemark.sinks.postgres.acts import Acts
     from tidemark.sinks.postgres.database import session_of
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
+    from tidemark.streaming.policies import Policies
 
     settings = loaded()
     with (
@@ -131,7 +132,7 @@ def _carry_out(
         if stored is None:
             raise CommandFailed(f"there is no stream {fields['stream']}; `tidemark status` shows all")
         act = acts.asked(kind, stored, fields)
-        trial = acts.attempt(stored, act, time.time())
+        trial = acts.attempt(stored, act, time.time(), Policies(postgres.policies.given(), settings.policy_defaults))
         for line in [*trial.moves(), *trial.warnings()]:
             click.echo(line, err=as_json)
         for line in [*trial.dangers(), *(() if overrule else trial.objections())]:

@@ -4,7 +4,7 @@ The trial is the state machine's own answer. The pipeline may know more by the t
 names the epoch that it was tried with, and one whose writer has started again since is refused there.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
@@ -13,13 +13,14 @@ import msgspec
 
 from tidemark.app import gaps
 from tidemark.app.behind import last_seen
-from tidemark.app.gaps import SHOWN, OpenRange, Verdict
+from tidemark.app.gaps import NO_POLICIES, SHOWN, OpenRange, Verdict, silence
 from tidemark.app.status import aged, ids_between
 from tidemark.streaming import records, runs, state
 from tidemark.streaming.batch import advance
 from tidemark.streaming.effects import Forced, StreamEffects
 from tidemark.streaming.errors import BadRecord
 from tidemark.streaming.model import Bounds, Reason
+from tidemark.streaming.policies import Policies
 from tidemark.streaming.records import EVERYBODY, Topic
 from tidemark.streaming.stream import StreamState
 
@@ -41,7 +42,8 @@ HINTS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What `act` would do at `now` (s since 1970) to its stream, as Postgres holds that."""
+    """What `act` would do at `now` (s since 1970) to its stream, as Postgres holds that. Writers are silent after
+    `silent` seconds."""
 
     act: records.Marker
     before: StreamState
@@ -49,6 +51,7 @@ class Trial:
     done: StreamEffects
     waiting: list[OpenRange]
     now: float
+    silent: float
 
     @property
     def forced(self) -> Forced:
@@ -78,11 +81,14 @@ class Trial:
             return
         for it in self._holders():
             unknown = it.verdict == "unknown"
-            yield it.writer, gaps.verdict(it.last_seen, [], self.now) if unknown else it.verdict, it.last_seen
+            yield it.writer, self._verdict(it.last_seen, []) if unknown else it.verdict, it.last_seen
         known = self.before.writers.get(self.act.writer)
         if not self.waiting and known is not None and known.retired is None:
             open_, seen = self.before.transactions.get(self.act.writer, []), last_seen(known.seen)
-            yield self.act.writer, gaps.verdict(seen, open_, self.now), seen
+            yield self.act.writer, self._verdict(seen, open_), seen
+
+    def _verdict(self, seen: datetime | None, transactions: Sequence[str]) -> Verdict:
+        return gaps.verdict(seen, transactions, self.now, self.silent)
 
     def dangers(self) -> Iterator[str]:
         """Why an epoch may not be ended by hand, whatever the operator says."""
@@ -182,7 +188,7 @@ def moved(done: StreamEffects) -> Iterator[str]:
         yield f"the line of {done.stream} moves from {done.linear_prev} to {done.linear}"
 
 
-def attempt(stored: bytes, act: records.Marker, now: float) -> Trial:
+def attempt(stored: bytes, act: records.Marker, now: float, policies: Policies = NO_POLICIES) -> Trial:
     """What `act` would do to a stream whose encoded state is `stored`; `now` in s. Raises `BadRecord`."""
     records.read(records.encode(act), act.stream.encode(), Topic.CONTROL)
     milliseconds = int(now * 1000)
@@ -196,10 +202,12 @@ def attempt(stored: bytes, act: records.Marker, now: float) -> Trial:
     act = msgspec.structs.replace(act, epoch=forced.epoch)
     waiting = [
         it
-        for it in gaps.read({act.stream: stored}, now)
+        for it in gaps.read({act.stream: stored}, now, policies)
         if (it.verdict == "unknown" if act.writer == EVERYBODY else (it.writer == act.writer and it.epoch <= act.epoch))
     ]
-    trial = Trial(act, state.decode(stored), state.decode(states[act.stream]), done, waiting, now)
+    trial = Trial(
+        act, state.decode(stored), state.decode(states[act.stream]), done, waiting, now, silence(policies, act.stream)
+    )
     if isinstance(act, records.Skip) and not trial.settled():
         raise BadRecord("not_a_gap", "nothing of the writer is open there: `tidemark gaps` shows what is")
     return trial

@@ -142,22 +142,24 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
     """Show what `tidemark status` and `tidemark gaps` say, live; a server that is away is waited for."""
     from tidemark.app import gaps, health, status
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
+    from tidemark.streaming.policies import Policies
 
     settings = loaded()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
         for look in itertools.count(1):
             try:
-                stored, how = (
+                stored, how, given = (
                     postgres.states(None if stream is None else [stream]),
                     health.read(postgres, settings.kafka, settings.redis),
+                    postgres.policies.given(),
                 )
             except Unavailable as problem:
                 click.echo(str(problem), err=True)
             else:
                 now = time.time()
                 found = status.of(postgres, stored)
-                held = gaps.read(stored, now)
+                held = gaps.read(stored, now, Policies(given, settings.policy_defaults))
                 if as_json:
                     click.echo(msgspec.json.encode({**status.plain(found, now, how), "gaps": held}))
                 else:

@@ -170,14 +170,16 @@ def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bo
     """Show every gap and silent writer of all streams (or STREAM), and the command that would settle it."""
     from tidemark.app import gaps
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
+    from tidemark.streaming.policies import Policies
 
     settings = loaded()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
         stored = postgres.states(None if stream is None else [stream])
+        policies = Policies(postgres.policies.given(), settings.policy_defaults)
     if stream is not None and not stored:
         raise CommandFailed(f"there is no stream {stream}; `tidemark status` shows all")
-    found = gaps.read(stored, time.time())
+    found = gaps.read(stored, time.time(), policies)
     if as_json:
         click.echo(gaps.as_json(found))
     else:

@@ -11,10 +11,11 @@ from tidemark.app.printed import as_object, for_people
 from tidemark.app.status import aged, ids_between
 from tidemark.streaming import state
 from tidemark.streaming.holders import behind, is_brief
+from tidemark.streaming.policies import Policies
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import HeldWriter, WriterState
 
-ALIVE = 60.0  # seconds in which a writer that lives is heard of
+NO_POLICIES = Policies()
 SHOWN = 10  # gaps of one writer in the text; the JSON has all
 
 Verdict = Literal["open transaction", "alive", "silent", "unknown"]
@@ -41,39 +42,46 @@ class OpenRange:
     verb: str
 
 
-def read(stored: Mapping[str, bytes], now: float) -> list[OpenRange]:
+def read(stored: Mapping[str, bytes], now: float, policies: Policies = NO_POLICIES) -> list[OpenRange]:
     """From the encoded states at `now` (s since 1970): by stream, then longest first. A line that waits for a silent
     writer no longer than a transaction takes is left out."""
     found: list[OpenRange] = []
     for name, data in sorted(stored.items()):
-        of_stream = _of_stream(name, state.decode(data), now)
+        of_stream = _of_stream(name, state.decode(data), now, silence(policies, name))
         found += sorted(of_stream, key=lambda it: (it.since is not None, it.since, it.writer, abs(it.low or 0)))
     return found
 
 
-def _of_stream(name: str, stream: StreamState, now: float) -> Iterator[OpenRange]:
+def silence(policies: Policies, stream: str) -> float:
+    """Seconds in which a writer of the stream that lives is heard of."""
+    return policies.value(stream, "silent_seconds") or 0
+
+
+def _of_stream(name: str, stream: StreamState, now: float, silent: float) -> Iterator[OpenRange]:
     holding = behind(stream)
     stream.writers.open_waiting()
     for (writer, epoch), held in stream.held.items():
         yield _unknown(name, stream, writer, epoch, held)
     owing = {writer: known for writer, known in stream.writers.open.items() if known.chain.pending}
     for writer, known in owing.items():
-        yield from _gaps(name, stream, writer, known, now)
+        yield from _gaps(name, stream, writer, known, now, silent)
     for it in holding.holders if holding else ():
         if it.reason == "unknown" or it.writer in owing or is_brief(it.since, now):
             continue
         transactions = stream.transactions.get(it.writer, [])
         since, seen = None if it.since is None else moment(it.since), last_seen(it.seen)
         heard = it.since is None or it.seen > it.since  # before the line waited it was one of many
-        how = verdict(seen if heard else None, transactions, now)
+        how = verdict(seen if heard else None, transactions, now, silent)
         verb = _verb(how, name, it.writer, it.position)
         yield OpenRange(name, it.writer, it.epoch, it.position, None, since, 0, 0, seen, transactions, how, verb)
 
 
-def _gaps(name: str, stream: StreamState, writer: str, known: WriterState, now: float) -> Iterator[OpenRange]:
+def _gaps(
+    name: str, stream: StreamState, writer: str, known: WriterState, now: float, silent: float
+) -> Iterator[OpenRange]:
     signed, transactions = stream.direction.signed, stream.transactions.get(writer, [])
     seen = last_seen(known.seen)
-    how = verdict(seen, transactions, now)
+    how = verdict(seen, transactions, now, silent)
     verb = _verb(how, name, writer, signed(known.chain.reach))
     waiting = known.chain.waiting
     facts = sum(span.evidence.facts for span in known.chain.pending)
@@ -105,11 +113,12 @@ def _unknown(name: str, stream: StreamState, writer: str, epoch: int, held: Held
     return OpenRange(name, writer, epoch, None, None, since, waiting, facts, seen, [], "unknown", verb)
 
 
-def verdict(seen: datetime | None, transactions: Sequence[str], now: float) -> Verdict:
-    """Of a writer that joined, by its last sign of life and what it says to be open, at `now` (s since 1970)."""
+def verdict(seen: datetime | None, transactions: Sequence[str], now: float, silent: float) -> Verdict:
+    """Of a writer that joined, by its last sign of life and what it says to be open, at `now` (s since 1970). After
+    `silent` seconds without one it is silent."""
     if transactions:
         return "open transaction"
-    return "alive" if seen is not None and now - seen.timestamp() < ALIVE else "silent"
+    return "alive" if seen is not None and now - seen.timestamp() < silent else "silent"
 
 
 def _verb(how: Verdict, stream: str, writer: str, id: int, epoch: int | None = None) -> str:

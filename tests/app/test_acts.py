@@ -12,6 +12,7 @@ from tidemark.app import acts
 from tidemark.app.act_commands import IdRange
 from tidemark.app.cli import main
 from tidemark.streaming.errors import BadRecord
+from tidemark.streaming.policies import Policies
 from tidemark.streaming.records import LIVING, Join, Marker, Retire, Skip, Timeline
 
 
@@ -118,6 +119,8 @@ def test_a_writer_that_lives_is_left_alone_unless_that_is_overruled(stored: byte
     assert [*acts.attempt(stored, act, 61.0).objections()] == []
     (objection,) = acts.attempt(stored, act, 59.0).objections()
     assert f"{act.writer} is alive, last seen 58 s ago, and may yet complete its IDs" in objection
+    hourly = Policies({"*": {"silent_seconds": 3600}})
+    assert "is alive, last seen 16 min ago" in "".join(acts.attempt(stored, act, 1000.0, hourly).objections())
 
 
 @pytest.mark.parametrize("act", [retire("aa"), Join(stream=STREAM, writer="aa", id=2, by="ada", why="it sends none")])

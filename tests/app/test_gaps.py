@@ -6,6 +6,7 @@ import shlex
 from tests.streaming.builders import STREAM, Shard, join, opened, position, rdata
 from tidemark.app import gaps
 from tidemark.app.acts import attempt
+from tidemark.streaming.policies import Policies
 from tidemark.streaming.records import Retire
 
 
@@ -31,6 +32,17 @@ def test_who_was_not_heard_of_since_the_line_waits_is_silent_at_once() -> None:
     shard.now = 9000
     shard.feed(position("w1", 0, 7, epoch=1))
     assert [it.verdict for it in gaps.read(shard.states, 13.0)] == ["alive"]
+
+
+def test_how_long_a_writer_may_be_silent_its_streams_policy_says() -> None:
+    """One that is heard of once an hour lives."""
+    shard = Shard()
+    shard.feed(join("w", 0), rdata("w", 3, 2, epoch=1))
+    hourly = Policies({STREAM: {"silent_seconds": 3600}})
+    assert [[it.verdict for it in gaps.read(shard.states, now, hourly)] for now in (3599.0, 3602.0)] == [
+        ["alive"],
+        ["silent"],
+    ]
 
 
 def test_each_gap_tells_what_waits_behind_it() -> None:
