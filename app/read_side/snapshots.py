@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from tidemark.app.read_side.apart import Apart, Divergence
 from tidemark.app.read_side.coalescer import Coalescer
 from tidemark.app.read_side.durable import Details, Durable
 from tidemark.app.read_side.live import Live
@@ -106,6 +107,7 @@ class Snapshot:
     known: Known | None
     details: Details | None = None
     details_read_at: float | None = None
+    apart: Apart | None = None
 
 
 class Snapshots:
@@ -122,6 +124,7 @@ class Snapshots:
         self._details = Coalescer(self._read_details)
         self._stored = Coalescer(self._read_stored)
         self._stored_at: dict[str, float] = {}
+        self._divergence = Divergence()
         self._detailed: dict[str, tuple[Details, float]] = {}
         self._names: frozenset[str] = frozenset()
         self._named_at = -NAMES_AGE
@@ -184,7 +187,8 @@ class Snapshots:
         # What was answered since we read may be more.
         known = found.known and self._highest.raised(found.stream, found.known)
         details, read_at = self._detailed.get(found.stream, (None, None))
-        return replace(found, known=known, details=details, details_read_at=read_at)
+        apart = self._divergence.of(found.stream)
+        return replace(found, known=known, details=details, details_read_at=read_at, apart=apart)
 
     async def _read_positions(self, streams: Collection[str]) -> Mapping[str, Snapshot]:
         found = await self._from_redis(streams)
@@ -208,6 +212,7 @@ class Snapshots:
         now = self._now()
         with suppress(Unavailable, Stop):
             seen = await self._live.keys(streams)
+            self._divergence.read("redis", {name: it.linear for name, it in seen.items() if it.linear is not None})
             return {
                 name: Known(it.linear, it.positions, it.late, it.allocated, "redis", now)
                 for name, it in seen.items()
@@ -226,6 +231,7 @@ class Snapshots:
         self._stored_at |= dict.fromkeys(streams, self._now())
         with suppress(Unavailable, Stop):
             found = await self._from_postgres(streams)
+            self._divergence.read("postgres", {name: it.linear for name, it in found.items()})
             return {name: self._highest.raised(name, known) for name, known in found.items()}
         return {}
 

@@ -4,6 +4,7 @@ Nothing in it ages by itself, so equal text means that nothing happened; ages fo
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import astuple
 from datetime import datetime
 from typing import Annotated
 
@@ -67,6 +68,14 @@ class LateSummaryAnswer(msgspec.Struct, frozen=True):
     newest: datetime
 
 
+class CopiesAnswer(msgspec.Struct, frozen=True):
+    """Redis and Postgres tell different linear positions, as this sidecar read them one after the other."""
+
+    redis: StreamId
+    postgres: StreamId
+    since: datetime
+
+
 class WatchedStreamAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="stream"):
     """One stream with its writers. `source` is null where it is recovering."""
 
@@ -84,6 +93,30 @@ class WatchedStreamAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="
         ),
     ]
     late: LateSummaryAnswer | None
+    copies: Annotated[CopiesAnswer | None, Meta(description="Where they differ; a moment of it is a batch under way.")]
+
+
+class ActAnswer(msgspec.Struct, frozen=True):
+    """What an operator did by a verb: `by` and `why` are their own words, `seen_as` is the user that Postgres knew."""
+
+    number: Count
+    kind: str
+    stream: str
+    writer: str
+    by: str
+    why: str
+    seen_as: str
+    time: datetime
+    outcome: str | None
+
+
+class NotShownAnswer(msgspec.Struct, frozen=True):
+    """A stream that `sink` cannot show, while it shows the others."""
+
+    sink: str
+    stream: str
+    problem: str
+    since: datetime
 
 
 class DeadLettersAnswer(msgspec.Struct, frozen=True):
@@ -102,6 +135,8 @@ class PipelineAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
     lease_seconds: Annotated[Seconds | None, Meta(description="How long the lease still lives; 0: nobody has it.")]
     quiet_seconds: Annotated[Seconds | None, Meta(description="How long ago the last batch was applied.")]
     dead_letters: list[DeadLettersAnswer] | None
+    acts: Annotated[list[ActAnswer] | None, Meta(description="Of the last day, newest first; at most 5.")]
+    not_shown: Annotated[list[NotShownAnswer] | None, Meta(description="Streams that a sink cannot show.")]
     problems: Annotated[list[str], Meta(description="Servers that do not answer this sidecar, for people.")]
 
 
@@ -128,13 +163,23 @@ def watched(snapshot: Snapshot) -> WatchedStreamAnswer:
         late=None
         if details is None or details.late is None
         else LateSummaryAnswer(details.late.count, details.late.newest),
+        copies=None
+        if (it := snapshot.apart) is None
+        else CopiesAnswer(it.redis, it.postgres, moment(int(it.since * 1000))),
     )
 
 
 def pipeline(condition: Condition | None, problems: Sequence[str], now: datetime) -> PipelineAnswer:
     """`condition` None: Postgres does not answer."""
     answer = PipelineAnswer(
-        time=now, owner=None, lease_seconds=None, quiet_seconds=None, dead_letters=None, problems=list(problems)
+        time=now,
+        owner=None,
+        lease_seconds=None,
+        quiet_seconds=None,
+        dead_letters=None,
+        acts=None,
+        not_shown=None,
+        problems=list(problems),
     )
     if condition is None:
         return answer
@@ -144,6 +189,8 @@ def pipeline(condition: Condition | None, problems: Sequence[str], now: datetime
         lease_seconds=round(condition.lease, 1),
         quiet_seconds=None if condition.quiet is None else round(condition.quiet, 1),
         dead_letters=[DeadLettersAnswer(it.reason, it.records, it.newest) for it in condition.dead_letters],
+        acts=[ActAnswer(*astuple(it)) for it in condition.acts],
+        not_shown=[NotShownAnswer(it.sink, it.stream, it.problem, it.since) for it in condition.faults],
     )
 
 

@@ -10,6 +10,7 @@ from datetime import datetime
 from tidemark.sinks.postgres.recalls import RecallStatus, unfinished
 from tidemark.streaming.postgres_session import Connection, PostgresSession
 
+ACTS_SHOWN = 5
 LATE_COUNTED = 100  # late completions of one stream are counted up to here: nobody waits for more
 
 
@@ -23,14 +24,42 @@ class DeadLetterCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class SinkFault:
+    """A stream that `sink` cannot show by a fault of its own, while it shows the others."""
+
+    sink: str
+    stream: str
+    problem: str
+    since: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class RecentAct:
+    """As `tidemark.acts` has it."""
+
+    number: int
+    kind: str
+    stream: str
+    writer: str
+    by: str
+    why: str
+    seen_as: str
+    time: datetime
+    outcome: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Condition:
     """`owner` held the lease last (None: nobody ever did), which lives for `lease` seconds more; 0: it is over.
-    `quiet` is how long ago a batch was last applied (s), None where none ever was. By the database's clock."""
+    `quiet` is how long ago a batch was last applied (s), None where none ever was. By the database's clock. `acts` are
+    those of the last day, the newest first."""
 
     owner: str | None
     lease: float
     quiet: float | None
     dead_letters: Sequence[DeadLetterCounts]
+    acts: Sequence[RecentAct] = ()
+    faults: Sequence[SinkFault] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +68,6 @@ class LateCount:
 
     count: int
     newest: datetime
-
-
-@dataclass(frozen=True, slots=True)
-class SinkFault:
-    """A stream that `sink` cannot show by a fault of its own, while it shows the others."""
-
-    sink: str
-    stream: str
-    problem: str
-    since: datetime
 
 
 def note_faults(connection: Connection, faults: Mapping[tuple[str, str], str]) -> None:
@@ -89,8 +108,22 @@ class Conditions:
             rejected = connection.execute(
                 "select reason, records, newest_at from tidemark.dead_letters order by records desc, reason"
             ).fetchall()
+            acts = self._acts(connection)
+            faults = self.faults()
         owner, left = lease or (None, 0.0)
-        return Condition(owner, left, batch[0] if batch else None, [DeadLetterCounts(*row) for row in rejected])
+        counts = [DeadLetterCounts(*row) for row in rejected]
+        return Condition(owner, left, batch[0] if batch else None, counts, acts, faults)
+
+    def _acts(self, connection: Connection) -> list[RecentAct]:
+        """None where the schema is of a version that does not note them."""
+        if not connection.execute("select 1 where to_regclass('tidemark.acts') is not null").fetchone():
+            return []
+        rows = connection.execute(
+            "select number, kind, stream, writer, by, why, seen_as, time, outcome from tidemark.acts"
+            " where time > now() - interval '1 day' order by number desc limit %s",
+            (ACTS_SHOWN,),
+        )
+        return [RecentAct(*row) for row in rows]
 
     def late(self, streams: Collection[str]) -> dict[str, LateCount]:
         """Of each of `streams`, without those that have none."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+import redis
 from msgspec.structs import replace
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
@@ -202,7 +203,25 @@ def test_rejected_and_late_records_are_told(pipeline: Pipeline, page: Page) -> N
     says(page, "#late", "1")
     says(page, ".late", "1 late")
     said = r"Records were rejected, the last \d+ s ago: 3 zombie, 1 conflict in all\."
-    expect(page.locator("#notices li")).to_have_text(re.compile(said), timeout=PATIENCE)
+    expect(page.locator("#notices li").nth(1).locator("span")).to_have_text(re.compile(said), timeout=PATIENCE)
+    expect(page.locator("#notices .verb")).to_have_text(["tidemark late list", "tidemark dead-letters list"])
+
+
+def test_copies_that_differ_and_what_operators_did_are_told(pipeline: Pipeline, redis_url: str, page: Page) -> None:
+    """A Redis that knows more than Postgres, once that has lasted; an act with who did it, and in whose name."""
+    pipeline.publish(moved("orders", 7, shop=At(0, 7)))
+    says(page, "#headline", re.compile("The only stream is (moving|complete)"))
+    expect(page.locator("#audit")).to_be_hidden()
+    pipeline.store.policies.change("orders", {"gap_seconds": 5}, "ada", "customers wait")
+    with redis.Redis.from_url(redis_url) as client:
+        client.set("tidemark:{orders}:linear", "9")
+    says(
+        page,
+        "#acts li span",
+        re.compile(r"POLICY of orders, \d+ s ago, by ada \(as \w+\): customers wait \(gap_seconds:"),
+    )
+    says(page, "#subline", re.compile(r"orders: Redis says 9 where Postgres says 7, for \d+ s\."))
+    says(page, ".trouble .verb", "tidemark verify")
 
 
 def test_numbers_are_grouped_and_strips_say_where_they_begin(pipeline: Pipeline, page: Page) -> None:

@@ -1,6 +1,6 @@
 // The list of streams: its order, its filter, and the keyboard. Rows never move under the reader's pointer or focus.
 
-import { judge, sentence } from "./verdict.js";
+import { judge, seconds, sentence } from "./verdict.js";
 import { Motion } from "./motion.js";
 import { Row } from "./row.js";
 import { counted } from "./words.js";
@@ -85,6 +85,7 @@ export class Board {
       behind: all.reduce((sum, { row }) => sum + (row.verdict.behind ?? 0), 0),
       rate: all.reduce((sum, { motion }) => sum + motion.rate, 0),
       late: all.reduce((sum, { stream }) => sum + (stream.late?.count ?? 0), 0),
+      newestLate: Math.max(...all.map(({ stream }) => (stream.late ? seconds(stream.late.newest) : -Infinity))),
       memory: all.some(({ stream }) => stream.source === "memory"),
       oldest: held.map(({ row }) => row).sort(byTrouble)[0] ?? null,
     };

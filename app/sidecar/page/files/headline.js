@@ -53,24 +53,52 @@ export function figures(sum, pipeline) {
   };
 }
 
-// What needs attention besides streams, in sentences.
+// What needs attention besides streams: {said, verb}, a sentence and what to type first, if anything.
 export function notices(sum, pipeline, now) {
-  const said = pipeline.problems.map((it) => `${it}.`);
-  if (sum.memory) said.push("Neither Redis nor Postgres answers: positions are the last that this sidecar knew.");
+  const found = pipeline.problems.map((it) => ({ said: `${it}.` }));
+  if (sum.memory) found.push({ said: "Neither Redis nor Postgres answers: positions are the last that this sidecar knew." });
+  if (pipeline.owner !== null && pipeline.lease_seconds === 0) found.push({ said: "What the pipeline waits for or why it ended:", verb: "tidemark status" });
+  const [hidden] = pipeline.not_shown ?? [];
+  if (hidden) {
+    const others = pipeline.not_shown.length - 1;
+    const said = `${hidden.stream}${others ? ` and ${counted(others, "stream")} more` : ""} cannot be shown in ${hidden.sink}, for ${age(now - seconds(hidden.since))}: ${hidden.problem}.`;
+    found.push({ said, verb: "tidemark status" });
+  }
+  if (now - sum.newestLate < FRESH) {
+    const said = `Facts came late, the last ${age(now - sum.newestLate)} ago: readers that have passed their IDs must take them up.`;
+    found.push({ said, verb: "tidemark late list" });
+  }
   const fresh = (pipeline.dead_letters ?? []).filter((it) => now - seconds(it.newest) < FRESH);
   if (fresh.length) {
     const newest = Math.max(...fresh.map((it) => seconds(it.newest)));
-    said.push(
-      `Records were rejected, the last ${age(now - newest)} ago: ${fresh.map((it) => `${count(it.records)} ${it.reason}`).join(", ")}` +
-        " in all. The topic of the dead letters has them; headers tell partition and offset.",
-    );
+    const reasons = fresh.map((it) => `${count(it.records)} ${it.reason}`).join(", ");
+    found.push({ said: `Records were rejected, the last ${age(now - newest)} ago: ${reasons} in all.`, verb: "tidemark dead-letters list" });
   }
-  return said;
+  return found;
 }
 
-export function listed(list, said) {
-  if ([...list.children].map((it) => it.textContent).join("\n") === said.join("\n")) return;
-  list.replaceChildren(...said.map((it) => element("li", "", it)));
+// What operators did by a verb in the last day, the newest first.
+export function acts(pipeline, now) {
+  return (pipeline.acts ?? []).map((it) => {
+    const whose = it.writer ? `${it.writer} of ${it.stream}` : it.stream;
+    const by = it.by === it.seen_as ? it.by : `${it.by} (as ${it.seen_as})`;
+    return { said: `${it.kind} of ${whose}, ${age(now - seconds(it.time))} ago, by ${by}: ${it.why} (${it.outcome ?? "its effect was not seen"})` };
+  });
+}
+
+// Only what changed is touched: somebody may be copying the rest.
+export function listed(list, found) {
+  while (list.children.length > found.length) list.lastElementChild.remove();
+  while (list.children.length < found.length) {
+    const item = element("li");
+    item.append(element("span"), element("code", "verb"));
+    list.append(item);
+  }
+  found.forEach(({ said, verb }, at) => {
+    const [sentence, code] = list.children[at].children;
+    if (sentence.textContent !== said) sentence.textContent = said;
+    if (code.textContent !== (verb ?? "")) code.textContent = verb ?? "";
+  });
 }
 
 function are(number) {

@@ -12,7 +12,7 @@ export function judge(stream, motion, now) {
   if (stream.state === "recovering") return { state: "recovering", since: null, troubles: [], allocated: null, behind: null };
   const allocated = farthest([stream.allocated ?? stream.linear, stream.linear, ...stream.writers.map((it) => it.reach)]);
   const behind = ahead(allocated, stream.linear);
-  const troubles = [...gaps(stream), ...unknownWriters(stream), ...silent(stream, motion, now)];
+  const troubles = [...gaps(stream), ...unknownWriters(stream), ...silent(stream, motion, now), ...copies(stream, now)];
   troubles.sort((a, b) => a.since - b.since);
   const since = troubles[0]?.since ?? null;
   return { state: state(since, motion, now), since, troubles, allocated, behind };
@@ -65,8 +65,26 @@ function unknownWriters(stream) {
     since: seconds(it.since),
     what: `has not joined with epoch ${it.epoch}`,
     more: "its records are held, and the linear position with them",
-    how: "The linear position moves again once it has joined.",
+    how: "The linear position moves again once it has joined. If it is gone for good:",
+    verb: `tidemark retire --epoch ${it.epoch} --by "$USER" --why "gone for good" ${words(stream.stream, it.writer)}`,
   }));
+}
+
+// Redis and Postgres tell different lines, for longer than a batch is under way from one to the other.
+function copies(stream, now) {
+  const { copies: told } = stream;
+  if (!told || now - seconds(told.since) < HELD_AFTER) return [];
+  const beyond = ahead(told.redis, told.postgres) > 0;
+  return [{
+    writer: "Redis",
+    since: seconds(told.since),
+    what: `says ${grouped(told.redis)} where Postgres says ${grouped(told.postgres)}`,
+    more: beyond
+      ? "Postgres went back to an older state, or they are of two databases; readers may have acted on what Redis says"
+      : "readers of Redis wait; the pipeline compares once a minute and fills in what is missing",
+    how: "This names every difference:",
+    verb: "tidemark verify",
+  }];
 }
 
 // Without a gap of theirs, and yet the linear position waits for them: they say nothing, not even that they are idle.
