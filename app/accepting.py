@@ -16,6 +16,7 @@ from tidemark.app.crowd import Waiting, crowding
 from tidemark.app.encryption import Certificate
 
 AT_ONCE = 64  # connections that are taken at one turn of the event loop
+ENCRYPTED_AT_ONCE = 8  # of those whose handshake takes a millisecond
 _SHUTDOWN_SECONDS = 1.0  # for a client to agree to the end of TLS
 _EXHAUSTED_SECONDS = 0.1  # to wait where the process may open no more files
 
@@ -45,7 +46,7 @@ class Acceptor:
 
 class AcceptingServer:
     """Accepts connections, and serves them, with TLS once their handshake is done. Past the bound of open handshakes
-    the oldest of whoever has most of them gives way."""
+    the oldest of whoever has most of them give way."""
 
     def __init__(
         self, listening: socket.socket, connect: Connect, certificate: Certificate | None, bounds: HandshakesConfig
@@ -81,7 +82,7 @@ class AcceptingServer:
         """For uvicorn, which closes what it serves on."""
 
     def _accept(self) -> None:
-        for _ in range(AT_ONCE):
+        for _ in range(AT_ONCE if self._certificate is None else ENCRYPTED_AT_ONCE):
             try:
                 connection, (address, *_) = self._listening.accept()
             except (BlockingIOError, ConnectionAbortedError):
@@ -94,9 +95,10 @@ class AcceptingServer:
                 return
             connection.settimeout(0)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._is_full and (oldest := crowding([*self._open.values()])) is not None:
-                del self._open[oldest]
-                oldest.cancel()
+            if self._is_full:
+                for oldest in crowding([*self._open.values()], self._bounds.open):
+                    del self._open[oldest]
+                    oldest.cancel()
             handshake = self._loop.create_task(self._shake_hands(connection))
             self._open[handshake] = Waiting(handshake, address, self._loop.time())
             handshake.add_done_callback(partial(self._shook, connection))

@@ -1,9 +1,12 @@
-"""Who gives way where every place is taken: the oldest that says nothing, of whoever has most of those. Pure."""
+"""Who gives way where every place is taken: the oldest that say nothing, of whoever has most of those. Pure."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from typing import Generic, TypeVar
+
+SHARE = 64  # of the places: one of so many is made free at once
 
 T = TypeVar("T")
 
@@ -17,9 +20,11 @@ class Waiting(Generic[T]):
     since: float
 
 
-def crowding(waiting: Sequence[Waiting[T]]) -> T | None:
-    """The one that waits longest, of the address from which most wait; None where nobody does."""
+def crowding(waiting: Sequence[Waiting[T]], places: int) -> list[T]:
+    """Those that wait longest, of the address from which most wait; none where nobody does. More than one where there
+    are many `places`: a crowd that goes on coming would be looked through for each of them."""
     if not waiting:
-        return None
+        return []
     [(address, _)] = Counter(each.address for each in waiting).most_common(1)
-    return min((each for each in waiting if each.address == address), key=lambda each: each.since).it
+    here = (each for each in waiting if each.address == address)
+    return [each.it for each in nsmallest(max(1, places // SHARE), here, key=lambda each: each.since)]

@@ -156,7 +156,8 @@ class _ProbesServer(ThreadingWSGIServer):
     def _make_room(self) -> None:
         found = self._connections.items()
         silent = [Waiting(request, it.address, it.since) for request, it in found if not it.asked]
-        self._cut(crowding(silent) or next(iter(self._connections)))
+        for request in crowding(silent, self.bounds.connections) or [next(iter(self._connections))]:
+            self._cut(request)
 
     def _cut(self, request: socket.socket) -> None:
         """Its thread, which waits to read or to write, then ends it."""

@@ -157,6 +157,7 @@ def run(settings: Settings) -> None:
             access_log=False,
             ws="none",
             server_header=False,
+            proxy_headers=False,  # who asks is whose connection it is
             http=admission(AdmissionConfig(settings.sidecar_connections)),
             timeout_graceful_shutdown=LAST_SECONDS,
         )

@@ -155,7 +155,7 @@ class Hub:
                         while self._beginning:
                             await self._take(listener)
                 self._begun.set()
-                while not listener.cut_off.is_set():
+                while not listener.cut_off.done():
                     await self._take(listener)
             log.warning("Clients of the line protocol fetch what was missed: the moves came too fast, or broke off")
             await asyncio.sleep(PAUSE)

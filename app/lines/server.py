@@ -37,6 +37,7 @@ Why = Literal["slow", "silent", "bad", "crowded"]
 
 A_TURN = 100
 """What is done at most before the event loop looks after all else: lines taken, and lines relayed to a client."""
+PAUSE = 0.001  # seconds after a turn that left some: a flood is no reason for the event loop never to rest
 _LAST_SECONDS = 0.5  # that clients have to read that the server stops
 AT_ONCE = 50  # of it for one client, before the next one has its turn
 
@@ -149,7 +150,7 @@ class LineServer:
             if connection.has_lines:
                 self._busy.append(connection)
         if self._busy:
-            asyncio.get_running_loop().call_soon(self._turn)
+            asyncio.get_running_loop().call_later(PAUSE, self._turn)
 
     async def _answer(self) -> None:
         """Answer all connections that wait for positions now, and those that come meanwhile, at once."""
@@ -219,8 +220,7 @@ class _Connection(asyncio.Protocol):
         now, lines, others = time.monotonic(), 0, 0
         try:
             while lines + others < most and not self._transport.is_closing():
-                line = next(self._lines, None)
-                if line is None:
+                if (line := next(self._lines, None)) is None:
                     self.has_lines = False
                     self._transport.resume_reading()
                     break

@@ -17,7 +17,7 @@ from tidemark.app.read_side.notifications import Notifications
 from tidemark.app.read_side.recent import Recalled, Recent
 from tidemark.app.read_side.requests import RequestHandler
 from tidemark.app.read_side.sentinel import Sentinel
-from tidemark.app.read_side.slices import Appeared, Begun, Item, Listener, Slice, ToldUpTo
+from tidemark.app.read_side.slices import Appeared, Begun, Item, Listener, Slice, ToldUpTo, settle
 from tidemark.app.read_side.snapshots import Known, Snapshots
 from tidemark.app.read_side.tasks import ended
 from tidemark.sinks.postgres.tail import ChangesSince, DurableMark, Moved
@@ -94,7 +94,7 @@ class Feed:
         if not task.cancelled() and (problem := task.exception()) is not None:
             log.error("Following a stream broke off", stream=self._stream, problem=repr(problem))
             for listener in self.listeners:
-                listener.cut_off.set()
+                settle(listener.cut_off)
 
     async def _run(self) -> None:
         driver: Driver[Event | CaughtUp] = Driver(self._following.steps())

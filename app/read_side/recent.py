@@ -15,7 +15,7 @@ from tidemark.sinks.reader.events import Place
 from tidemark.streaming.direction import beyond
 
 SECONDS = 15.0
-MOVES = 75_000  # that are kept, of all streams: some 40 MB, and SECONDS at 5000 a second
+MOVES = 40_000  # that are kept, of all streams: some 20 MB, and 8 s at 5000 a second
 SLICES = 10_000  # likewise; less than a listener may be behind
 MARKS = 30
 

@@ -23,7 +23,7 @@ NEAR_MARKS = 5_000  # ms, likewise
 MOST = 100_000  # moves that are told again: snapshots are less than that
 AT_ONCE = 4  # readings
 PAGE = 200  # events, some 40 KB: what is sent to a client in one piece is kept for it until it has read it
-READ = 5000  # advances that Postgres is asked for at once
+READ = 1000  # advances that Postgres is asked for at once: whoever asks may go after a page
 
 
 class MissedPage:

@@ -71,10 +71,10 @@ Item = Begun | Appeared | Slice | ToldUpTo
 
 
 class Listener:
-    """For one event loop. `cut_off` is set when it was too slow: nothing more comes then."""
+    """For one event loop. `cut_off` is done when it was too slow: nothing more comes then."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self.cut_off = asyncio.Event()
+        self.cut_off: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.marks = False
         """Whether it is given `ToldUpTo` items."""
         self._now = now
@@ -82,16 +82,16 @@ class Listener:
         self._given: asyncio.Future[None] | None = None  # of the one who waits
 
     def give(self, stream: str, item: Item) -> None:
-        if self.cut_off.is_set():
+        if self.cut_off.done():
             return
         now = self._now()
         if self._items and (len(self._items) >= BUFFER or now - self._items[0][0] > PATIENCE):
             self._items.clear()
-            self.cut_off.set()
+            settle(self.cut_off)
         else:
             self._items.append((now, stream, item))
             if self._given is not None:
-                _settle(self._given)
+                settle(self._given)
 
     async def waited(self, seconds: float) -> bool:
         """Return when there is something to take (True), or after `seconds`. For one task at a time."""
@@ -99,7 +99,7 @@ class Listener:
             # Thousands wait so, some times a second: a time-out of asyncio costs several times as much.
             loop = asyncio.get_running_loop()
             self._given = loop.create_future()
-            timer = loop.call_later(seconds, _settle, self._given)
+            timer = loop.call_later(seconds, settle, self._given)
             try:
                 await self._given
             finally:
@@ -112,6 +112,6 @@ class Listener:
         return [self._items.popleft()[1:] for _ in range(min(most, len(self._items)))]
 
 
-def _settle(given: "asyncio.Future[None]") -> None:
+def settle(given: "asyncio.Future[None]") -> None:
     if not given.done():
         given.set_result(None)

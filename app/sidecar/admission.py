@@ -83,7 +83,7 @@ class AdmittedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= self._bounds.places:
-            _make_room(cast(Iterable[AdmittedConnection], self.connections))
+            _make_room(cast(Iterable[AdmittedConnection], self.connections), self._bounds.places)
         super().connection_made(transport)
         transport.set_write_buffer_limits(_UNSENT)
         self._wait()
@@ -179,9 +179,9 @@ class AdmittedConnection(HttpToolsProtocol):
             self._deadline = None
 
 
-def _make_room(connections: Iterable[AdmittedConnection]) -> None:
+def _make_room(connections: Iterable[AdmittedConnection], places: int) -> None:
     waiting = [Waiting(it, it.address, it.waits_since) for it in connections if it.waits_since is not None]
-    if (oldest := crowding(waiting)) is not None:
+    for oldest in crowding(waiting, places):
         oldest.abort()
 
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 from starlette.responses import Response
 
-from tidemark.app.read_side.slices import Listener
+from tidemark.app.read_side.slices import Listener, settle
 from tidemark.app.sidecar import cursor
 from tidemark.app.sidecar.events_client import FEW, EventsClient
 from tidemark.app.sidecar.operation import Operation, OperationCall
@@ -58,14 +58,14 @@ async def watch(call: OperationCall) -> Response:
         stack.enter_context(call.service.limiter.one("watch"))
         watcher = stack.enter_context(call.service.watch.watching())
         resources = stack.pop_all()
-    cut_off = asyncio.Event()
+    cut_off: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     return EventStream(_changes(call.service.watch, watcher, cut_off), cut_off, resources)
 
 
-async def _changes(watch: Watch, watcher: Watcher, cut_off: asyncio.Event) -> AsyncIterator[bytes]:
+async def _changes(watch: Watch, watcher: Watcher, cut_off: asyncio.Future[None]) -> AsyncIterator[bytes]:
     while True:
         text = await watch.news(watcher)
-        stalled = asyncio.get_running_loop().call_later(STALLED, cut_off.set)
+        stalled = asyncio.get_running_loop().call_later(STALLED, settle, cut_off)
         yield text
         stalled.cancel()
 

@@ -108,7 +108,7 @@ class EventsClient:
             text = b": at\n" + self._id(None) + b"\n"
         if text:
             yield text
-        while not self._listener.cut_off.is_set():
+        while not self._listener.cut_off.done():
             if await self._listener.waited(KEEP_ALIVE):
                 if text := await self._next():
                     yield text

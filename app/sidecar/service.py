@@ -4,9 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.opened import ReadSide
+from tidemark.app.read_side.tasks import ended
 from tidemark.app.sidecar.events_client import SnapshotTexts
 from tidemark.app.sidecar.problems import Busy
 from tidemark.app.sidecar.watch import Watch
@@ -53,11 +55,18 @@ class Service:
     limits: Limits
     stopping: asyncio.Event
     """Set when the process ends: what is held open is answered then."""
+    stopped: asyncio.Future[Any]
+    """Done when that is set; for all who wait for it among other things."""
 
 
 @asynccontextmanager
 async def serving(read_side: ReadSide, limits: Limits, stopping: asyncio.Event) -> AsyncIterator[Service]:
     """The service on a read side that stays open for longer."""
     watch = Watch(read_side)
-    async with watch.running():
-        yield Service(read_side, watch, SnapshotTexts(read_side.snapshots), Limiter(limits.held), limits, stopping)
+    stopped = asyncio.create_task(stopping.wait())
+    try:
+        async with watch.running():
+            texts, limiter = SnapshotTexts(read_side.snapshots), Limiter(limits.held)
+            yield Service(read_side, watch, texts, limiter, limits, stopping, stopped)
+    finally:
+        await ended(stopped)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -19,13 +20,13 @@ def block(body: msgspec.Struct, name: str | None = None) -> bytes:
 
 
 class EventStream(Response):
-    """Closes `resources` when the client is gone, and leaves a client for which `cut_off` is set: sending to one that
+    """Closes `resources` when the client is gone, and leaves a client for which `cut_off` is done: sending to one that
     does not read waits for ever. Where the process stops, it ends as a whole answer does, so that nothing on the way
     takes it for a failure."""
 
     media_type = MEDIA_TYPE
 
-    def __init__(self, texts: AsyncIterator[bytes], cut_off: asyncio.Event, resources: ExitStack) -> None:
+    def __init__(self, texts: AsyncIterator[bytes], cut_off: "asyncio.Future[None]", resources: ExitStack) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["Content-Length"]
         self._texts = texts
@@ -34,19 +35,20 @@ class EventStream(Response):
         self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stopping: asyncio.Event = scope["app"].state.service.stopping
+        stopped: asyncio.Future[Any] = scope["app"].state.service.stopped
         with self._resources:
             serving = asyncio.create_task(self._serve(send))
-            ends = [asyncio.create_task(it) for it in (_gone(receive), self._cut_off.wait(), stopping.wait())]
+            gone = asyncio.create_task(_gone(receive))
             try:
-                await asyncio.wait((serving, *ends), return_when=asyncio.FIRST_COMPLETED)
+                # Two tasks of its own, and futures of others: there are thousands of such streams.
+                await asyncio.wait((serving, gone, self._cut_off, stopped), return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for task in (serving, *ends):
-                    task.cancel()
-                await asyncio.gather(serving, *ends, return_exceptions=True)
+                serving.cancel()
+                gone.cancel()
+                await asyncio.gather(serving, gone, return_exceptions=True)
             if not serving.cancelled():
                 serving.result()
-            elif stopping.is_set() and not self._cut_off.is_set():
+            elif stopped.done() and not self._cut_off.done():
                 await self._end(scope, receive, send)
 
     async def _serve(self, send: Send) -> None:

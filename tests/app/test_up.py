@@ -4,7 +4,10 @@ import os
 import signal
 import socket
 import subprocess
+from contextlib import suppress
 from urllib.request import urlopen
+
+import psutil
 
 from tests.app.lines import given as lines
 from tests.fix_stack import READY_SECONDS, Terminal
@@ -34,12 +37,19 @@ def _append(terminal: Terminal) -> None:
 
 def test_stack_ends_cleanly_or_is_killed_and_the_next_start_finds_its_data(terminal: Terminal) -> None:
     """One Ctrl-C ends every process with exit code 0; the next stack goes on where the first one ended. What psql
-    appends in the database that the stack's own settings name is relayed. A killed server is started again; after `up`
-    itself was killed, the next one ends what it left behind. The demo's services write, also the one in Java."""
+    appends in the database that the stack's own settings name is relayed. No password stands in the arguments of a
+    process, which everybody on the machine may read. A killed server is started again; after `up` itself was killed,
+    the next one ends what it left behind. The demo's services write, also the one in Java."""
     with terminal.up() as process:
         names = {path.stem for path in (terminal.home.root / "run").iterdir()}
         assert names == {"up", "kafka", "postgres", "redis", "pipeline", "relay", "sidecar"}
         pids = [int(terminal.home.pid(name).read_text()) for name in names - {"up"}]
+        arguments = []
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has ended since
+                arguments.append(" ".join(child.cmdline()))
+        assert len(arguments) >= len(pids)
+        assert not [words for words in arguments if str(terminal.stack_env["PGPASSWORD"]) in words]
         assert b"1 record sent" in terminal.run("produce", stdin=FACT).stdout
         with terminal.redis() as client:
             _append(terminal)

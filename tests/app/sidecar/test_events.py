@@ -246,6 +246,18 @@ def test_two_clients_hear_the_same(pipeline: Pipeline, client: SidecarClient) ->
             assert one.ranges(1) == two.ranges(1) == [("s", 2, 3)]
 
 
+def test_clients_do_not_come_back_at_the_same_moment(pipeline: Pipeline, client: SidecarClient) -> None:
+    """Each is told another time (`retry`) after which it shall ask again, from 1 to 3 s."""
+    grow(pipeline, 0, 1)
+    told = set()
+    for _ in range(8):
+        with client.stream("GET", "/v1/events") as answer:
+            told.add(next(answer.iter_lines()))
+    times = [int(line.removeprefix("retry: ")) for line in told]
+    assert len(times) > 1
+    assert all(1000 <= time <= 3000 for time in times)
+
+
 @pytest.mark.parametrize("last", ["17", "t", "t1", "t1.x", "t1.2.3", "t99999999999999999999.1", "t1.-5"])
 def test_wrong_last_event_id_is_refused(client: SidecarClient, last: str) -> None:
     """An ID of somebody else's is a problem, not a silent beginning."""
@@ -430,6 +442,35 @@ def test_open_stream_of_events_holds_no_compressor(pipeline: Pipeline, client: S
         assert not [it for it in gc.get_objects() if isinstance(it, GZipResponder)]
 
 
+def test_open_stream_of_events_takes_few_tasks() -> None:
+    """That of its request, one that sends and one that looks whether the client is there: a task is a kilobyte and
+    more, and there are thousands of streams."""
+
+    async def texts() -> AsyncIterator[bytes]:
+        yield b"event: line\n\n"
+        await asyncio.Event().wait()
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(_: Any) -> None:
+        pass
+
+    async def serve() -> int:
+        app = Starlette()
+        app.state.service = SimpleNamespace(stopped=asyncio.get_running_loop().create_future())
+        before = len(asyncio.all_tasks())
+        streams = [EventStream(texts(), Listener().cut_off, ExitStack()) for _ in range(10)]
+        serving = [asyncio.create_task(it({"type": "http", "app": app}, receive, send)) for it in streams]
+        await asyncio.sleep(0.01)
+        taken = len(asyncio.all_tasks()) - before
+        app.state.service.stopped.set_result(None)
+        await asyncio.gather(*serving)
+        return taken
+
+    assert asyncio.run(serve()) <= 30
+
+
 def test_client_that_does_not_read_is_left() -> None:
     """Where something waits for too long the client is dropped, although its connection takes nothing, and its place is
     free."""
@@ -451,10 +492,10 @@ def test_client_that_does_not_read_is_left() -> None:
         held.callback(left.append, "gone")
         stream = EventStream(texts(), listener.cut_off, held)
         app = Starlette()
-        app.state.service = SimpleNamespace(stopping=asyncio.Event())
+        app.state.service = SimpleNamespace(stopped=asyncio.get_running_loop().create_future())
         serving = asyncio.create_task(stream({"type": "http", "app": app}, receive, stuck))
         for _ in range(3):
-            assert not listener.cut_off.is_set()
+            assert not listener.cut_off.done()
             listener.give("s", Appeared())
         await asyncio.wait_for(serving, 5)
 

@@ -1,9 +1,12 @@
 """What HTTP itself asks of every answer: what may be kept of it, and refusals that programs can read."""
 
+import re
 import zlib
 from base64 import urlsafe_b64encode
 from collections.abc import Iterator
+from http import HTTPStatus
 from itertools import product
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,6 +17,7 @@ from tests.app.sidecar.test_admission import answer, connected, send_on
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.sidecar.admission import AdmissionConfig
 from tidemark.app.sidecar.openapi import PATH
+from tidemark.app.sidecar.problems import Problem, phrase
 from tidemark.app.sidecar.site import OPERATIONS, SiteConfig
 
 PATHS = sorted({PATH, *(it.path.format(stream="s") for it in OPERATIONS)})
@@ -132,3 +136,18 @@ def test_what_is_no_http_is_a_problem_that_is_not_kept(alone: SidecarClient) -> 
         assert head.split(b" ")[1] == status
         assert b"content-type: application/problem+json" in head
         assert b"cache-control: no-store" in head
+
+
+def test_every_type_of_problem_is_documented() -> None:
+    """What a program may be told stands in docs/sidecar.md with its status, and nothing else does."""
+    page = (Path(__file__).parents[3] / "docs" / "sidecar.md").read_text().partition("## Problems")[2]
+    rows = re.findall(r"^\| (`.+`) \| ([0-9, ]+) \|", page, re.MULTILINE)
+    told = {
+        type_: int(status)
+        for types, statuses in rows
+        for type_, status in zip(re.findall("`([a-z-]+)`", types), statuses.split(", "), strict=True)
+    }
+    http = (404, 405, 413, 431)
+    ours = {each.type: int(each.status) for each in Problem.__subclasses__()}
+    theirs = {phrase(HTTPStatus(status)).lower().replace(" ", "-"): status for status in http}
+    assert told == {**ours, **theirs, "internal": 500}

@@ -1,5 +1,6 @@
 """Tokens as text and as an order, held against the text that Redis holds and against sets of (writer, ID)."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -96,6 +97,63 @@ def test_bounds_are_union_and_intersection(pair: tuple[Token, Token]) -> None:
     a, b = pair
     assert had(a.least_upper(b)) == had(a) | had(b)
     assert had(a.greatest_lower(b)) == had(a) & had(b)
+
+
+class _Looked(str):
+    """A text, or a piece of one, that counts how often any of them is looked at: hashed or compared."""
+
+    times = 0
+
+    def __hash__(self) -> int:
+        _Looked.times += 1
+        return super().__hash__()
+
+    def __eq__(self, other: object) -> bool:
+        _Looked.times += 1
+        return super().__eq__(other)
+
+    def __lt__(self, other: str) -> bool:
+        _Looked.times += 1
+        return super().__lt__(other)
+
+    def split(self, *given: Any) -> list[str]:
+        return [*map(_Looked, super().split(*given))]
+
+    def rpartition(self, sep: str) -> tuple[str, str, str]:
+        before, found, after = super().rpartition(sep)
+        return _Looked(before), found, after
+
+
+def _looks(act: Callable[[Token, Token], object], writers: int) -> int:
+    """How often `act` looks at the names of two tokens that name so many writers each, half of them both."""
+    text = {
+        first: _Looked(f"m1{''.join(f'~w{number:05}.9' for number in range(first, first + writers))}")
+        for first in (0, writers // 2)
+    }
+    a, b = (Token.parse(each) for each in text.values())
+    _Looked.times = 0
+    act(a, b)
+    return _Looked.times
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda a, _: Token.parse(_Looked(str(a))),
+        lambda a, b: a.covers(b),
+        lambda a, b: a.compare(b),
+        lambda a, b: a.least_upper(b),
+        lambda a, b: a.greatest_lower(b),
+        lambda a, b: a == b,
+    ],
+    ids=["parse", "covers", "compare", "least_upper", "greatest_lower", "equal"],
+)
+def test_long_tokens_cost_what_they_are_long(act: Callable[[Token, Token], object]) -> None:
+    """Who sends a token of all that a request may hold takes about as many steps as it has entries, and not their
+    square."""
+    few, many = _looks(act, 500), _looks(act, 4000)
+    assert few > 0
+    assert many <= 16 * few  # and not 64 times; what sorts takes a little more than 8
 
 
 def test_directions_are_not_compared() -> None:
