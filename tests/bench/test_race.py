@@ -45,12 +45,16 @@ def test_a_row_has_rate_core_time_and_ratio() -> None:
 
 
 def test_many_facts_are_compared_with_tidemark_and_with_one_by_one() -> None:
-    """Each contestant against itself and against Tidemark with as many facts a record."""
-    one = {"facts": 1.0, "bytes": 100, "rates": {WHOLE: [10.0], "loop-java": [40.0]}, "prices": {}}
-    many = {"facts": 20.0, "bytes": 50, "rates": {WHOLE: [30.0], "loop-java": [60.0]}, "prices": {WHOLE: [0.25]}}
+    """Each contestant against itself and against Tidemark with as many facts a record; of Tidemark a rate is wanted."""
+    one = {"facts": 1.0, "bytes": 100, "wanted": None, "rates": {WHOLE: [10.0], "loop-java": [40.0]}, "prices": {}}
+    many: dict[str, object] = {"facts": 20.0, "bytes": 50, "wanted": 31.0}
+    many |= {"rates": {WHOLE: [30.0], "loop-java": [60.0]}, "prices": {WHOLE: [0.25]}}
     text = "\n".join(runs.render({"facts": 7, "rows": [one, many], "jvm": "on it", "skipped": ""}))
-    assert "| 20.0, 50 | **Tidemark whole**, Postgres and Redis included | 30 | 30 | 0.25 |  | 3.00 x |" in text
-    assert "no evidence | 60 | 60 |  | 0.50 x | 1.50 x |" in text
+    assert (
+        "| 20.0, 50 | **Tidemark whole**, Postgres and Redis included | 30 | 30 | 0.25 |  | 3.00 x | 31/s **missed** |"
+        in text
+    )
+    assert "no evidence | 60 | 60 |  | 0.50 x | 1.50 x |  |" in text
     assert text.endswith("\n\nOn the JVM: on it.")
 
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from confluent_kafka import Consumer, Message, TopicPartition
 
 from tests.streaming.builders import packed
 from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.tail import singles
 from tidemark.sources.topics import Topics
 from tidemark.streaming import state
 from tidemark.streaming.batch import advance
@@ -17,7 +19,8 @@ from tidemark.streaming.records import FactRun, Open, Rdata, Record, Topic, read
 
 @dataclass
 class Verdict:
-    """`effects` of one batch with everything, by stream; IDs are signed. `announced` are the IDs that came as RDATA."""
+    """`effects` of one batch with everything, by stream; IDs are signed. `announced` are the IDs of facts, in
+    records of their own or of many."""
 
     records: list[Record]
     effects: dict[str, StreamEffects]
@@ -77,7 +80,7 @@ def judged(messages: Sequence[tuple[bytes, bytes]]) -> Verdict:
     done = advance(0, states, packets, 0, Bounds())
     records = [read(value, key, Topic.FACTS) for key, value in messages]
     announced: dict[str, set[int]] = {}
-    for record in records:
+    for record in chain.from_iterable(map(singles, records)):
         if isinstance(record, Rdata) and isinstance(record.id, int):
             announced.setdefault(record.stream, set()).add(record.id)
     rejected: dict[str, int] = {}

@@ -29,10 +29,12 @@ from tidemark.sources.relay.database import SILENT_SECONDS, session_of, silence
 from tidemark.sources.relay.decider import Decider
 from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.sources.relay.relay import AppendRelay
+from tidemark.sources.relay.told import MOST_FACTS
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming import state
 from tidemark.streaming.errors import BadSetting, FactUnfit
 from tidemark.streaming.postgres_session import Dsn
+from tidemark.streaming.records import FactRun
 from tidemark.streaming.stream import StreamState
 
 
@@ -58,7 +60,7 @@ def sql(ready: str) -> Iterator[psycopg.Connection]:
 class Running:
     """A relay in a thread; `failure` is what it ended with."""
 
-    def __init__(self, dsn: Dsn, kafka: KafkaServer, topic: str, writer: str) -> None:
+    def __init__(self, dsn: Dsn, kafka: KafkaServer, topic: str, writer: str, most_facts: int) -> None:
         self.halt = threading.Event()
         self.metrics = RelayMetrics(CollectorRegistry())
         self.failure: BaseException | None = None
@@ -70,6 +72,7 @@ class Running:
             writer,
             self.metrics,
             self.halt,
+            most_facts,
         )
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -102,8 +105,8 @@ def run(ready: str, kafka: KafkaServer, topic: str) -> Iterator[Run]:
     """Starts relays, which end with the test."""
     started: list[Running] = []
 
-    def run(writer: str = "shop", dsn: Dsn = ready) -> Running:
-        started.append(Running(dsn, kafka, topic, writer))
+    def run(writer: str = "shop", dsn: Dsn = ready, most_facts: int = 1) -> Running:
+        started.append(Running(dsn, kafka, topic, writer, most_facts))
         return started[-1]
 
     yield run
@@ -162,7 +165,8 @@ def open_transaction(dsn: str) -> Iterator[psycopg.Connection]:
 
 def test_positions_equal_the_truth(ready: str, sql: psycopg.Connection, run: Run, judge: Judge) -> None:
     """Facts of several rows, voids, an open transaction that others overtake, 20 000 at once, and a second relay that
-    takes over from the first, which is killed at its database.
+    takes over from the first, which is killed at its database. It lets facts share a record, where the first sent some
+    of them one by one.
     """
     first = run()
     facts = append(sql)
@@ -178,14 +182,15 @@ def test_positions_equal_the_truth(ready: str, sql: psycopg.Connection, run: Run
         eventually(
             lambda: (first.metric("tidemark_relay_oldest_transaction_seconds", stream="orders", writer="shop") or 0) > 0
         )
-        second = run()
+        second = run(most_facts=MOST_FACTS)
         sql.execute("select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'tidemark relay'")
         held.commit()
-    facts |= {3}
+    facts |= {3} | append(sql, 20_000)
     rolled_back(sql)
     eventually(lambda: settled(sql), 30)
     assert 1 in {first.metric("tidemark_relay_relaying"), second.metric("tidemark_relay_relaying")}
     agrees(judge, sql, facts)
+    assert max(len(it.ids) for it in judge.verdict().records if isinstance(it, FactRun)) == MOST_FACTS
 
 
 def test_a_stream_that_is_made_later_is_relayed_too(sql: psycopg.Connection, run: Run, judge: Judge) -> None:
