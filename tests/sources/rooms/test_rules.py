@@ -185,6 +185,8 @@ def test_a_new_event_takes_the_ten_deepest_extremities() -> None:
     rooms.persist(ROOT)
     for number in range(25):
         rooms.persist(an_event(f"fork{number}", ROOT))
+    rooms.persist(an_event("more", rooms.events["fork24"]))
+    assert rooms.extremities(ROOM)[0].id == "more"
     for number in range(3):
         prevs = rooms.extremities(ROOM)
         assert len(prevs) <= MOST_PREVS

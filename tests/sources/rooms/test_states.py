@@ -66,6 +66,16 @@ def test_compaction_changes_no_state(events: list[RoomEvent], random: object, sh
     assert compacted(after.stored, used) == after.stored
 
 
+def test_compaction_keeps_a_group_on_which_several_stand() -> None:
+    """Nobody uses 2, whose rows would be written twice without it; 5 goes into the one group that stands on it."""
+    keys = {("topic", str(number)): KeyHolder(1, "e") for number in range(20)}
+    own = {number: {("topic", "x"): KeyHolder(number, "e")} for number in range(1, 7)}
+    chains = {1: Placed(None, own[1], 1), 2: Placed(1, keys, 2), 3: Placed(2, own[3], 3), 4: Placed(2, own[4], 3)}
+    after = compacted(chains | {5: Placed(4, own[5], 4), 6: Placed(5, own[6], 5)}, {1, 3, 4, 6})
+    assert {number: placed.base for number, placed in after.items()} == {1: None, 2: 1, 3: 2, 4: 2, 6: 4}
+    assert rows(MemoryGroups(after)) == 24
+
+
 def test_compaction_cuts_chains_that_are_too_long() -> None:
     """As another version may have stored them."""
     long = {
