@@ -1,5 +1,6 @@
 """The verbs that read Kafka's records again: `tidemark trace`, `tail` and `replay`. They change nothing."""
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,22 +144,26 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
 
     settings = loaded()
     file = source is not None and (source == "-" or Path(source).is_file())
+    if source is not None and not file and re.fullmatch(r"[\w.-]{1,249}", source, re.ASCII) is None:
+        raise click.BadParameter(
+            f"{source!r} is no file that is there, and no topic's name", param_hint="TOPIC or FILE"
+        )
     facts = settings.kafka_facts_topic if source is None or file else source
     roles = {facts: Topic.FACTS, settings.kafka_control_topic: Topic.CONTROL}
     if len(roles) == 1:
         raise click.UsageError(f"{facts} is the control topic: name the facts topic, whose acts come with it")
     with past_batches(settings.postgres) as past:
         read = _from_file(source or "-") if file else _from_kafka(settings, facts, records)
-        messages = []
+        messages = {}
         for it in read:
             if it.topic not in roles:
                 raise CommandFailed(
                     f"{it.topic} is neither TIDEMARK_KAFKA_FACTS_TOPIC nor TIDEMARK_KAFKA_CONTROL_TOPIC"
                 )
             if stream is None or it.key == stream.encode():
-                messages.append(it)
+                messages[it.topic, it.partition, it.offset] = it  # two recordings may be in one file
         bounds = Policies(past.policies(), settings.policy_defaults).bounds()
-        found = replay.report(past, messages, roles, bounds)
+        found = replay.report(past, [messages[place] for place in sorted(messages)], roles, bounds)
     click.echo(replay.as_json(found) if as_json else replay.as_text(found))
     if found.parted or found.unknown or not found.alike:
         context.exit(1 if found.parted else 3)

@@ -7,9 +7,10 @@ from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+from msgspec import Meta
 
 from tidemark.app.explain import clock
 from tidemark.app.printed import printable
@@ -22,9 +23,9 @@ LINE: Final = 200  # characters of a record
 
 class RecordedLine(msgspec.Struct, omit_defaults=True):
     topic: str
-    partition: int
-    offset: int
-    time: int
+    partition: Annotated[int, Meta(ge=0, lt=2**31)]
+    offset: Annotated[int, Meta(ge=0, lt=2**63 - 1)]
+    time: Annotated[int, Meta(ge=-1, lt=2**53)]
     key: str | None = None
     value: str | None = None
     key_base64: str | None = None

@@ -39,6 +39,7 @@ def test_what_was_recorded_gives_the_history_again(recording: Recording, tmp_pat
     file = tmp_path / "recorded"
     lines = recorded(recording, file)
     assert json.loads(lines[0])["value"].startswith('{"kind":"JOIN"')
+    file.write_text("\n".join([*reversed(lines), *lines]))
     assert run(recording, "replay", str(file)).output == expected
     told = json.loads(run(recording, "replay", str(file), "--json").output)
     assert (told["alike"], told["parted"], told["records"]) == ([STREAM], [], 17)
@@ -88,6 +89,7 @@ def test_what_is_no_recording_is_refused(recording: Recording, tmp_path: Path) -
     recorded(recording, file)
     file.write_text(file.read_text() + "{}\n")
     assert "Error: line 11 is no record as" in run(recording, "replay", str(file)).output
+    assert "is no file that is there" in run(recording, "replay", str(tmp_path / "recordd")).output
     assert run(recording, "replay", "no-such").exit_code in (1, 2)
     assert run(recording, "replay", recording.control).exit_code == 2
     assert run(recording, "replay", "--records", "3").exit_code == 1
@@ -98,3 +100,12 @@ def test_a_line_holds_a_record_byte_for_byte(data: bytes | None) -> None:
     """Also what is no text, and what is not there."""
     it = RecordedMessage("facts", 2, 40, 1000, data, data)
     assert [*from_lines([as_line(it).encode(), b"\n"], ValueError)] == [it]
+
+
+@pytest.mark.parametrize("field", ['"partition":-1', '"partition":4294967296', '"offset":-3', '"time":1e3', '"key":7'])
+def test_a_line_with_what_kafka_never_gives_is_refused(field: str) -> None:
+    """Somebody wrote it by hand."""
+    fields = {"partition": '"partition":0', "offset": '"offset":0', "time": '"time":0', "topic": '"topic":"facts"'}
+    line = "{" + ",".join((fields | {field.split('"')[1]: field}).values()) + "}"
+    with pytest.raises(ValueError, match="line 1 is no record"):
+        [*from_lines([line.encode()], ValueError)]
