@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 from prometheus_client.core import GaugeMetricFamily
@@ -156,6 +157,29 @@ class Board(Collector):
         for what, count in (("streams", len(others)), ("writers", writers), ("holders", unnamed)):
             families["together"].add_metric([what], count)
         return families.values()
+
+    def waiting(self) -> dict[str, dict[str, Any]]:
+        """Streams whose line is below its head for longer than it may be, each with what a log says of that."""
+        now, found = self._now(), {}
+        with self._lock:
+            for stream, it in self._entries.items():
+                behind = it.summary.behind
+                seconds = self._age(behind.since, now) if behind is not None else 0.0
+                if behind is None or seconds < (self._policies.value(stream, "behind_seconds") or HELD_AFTER):
+                    continue
+                who = {"writer": behind.holders[0].writer, "reason": behind.holders[0].reason} if behind.holders else {}
+                found[stream] = {"stream": stream, "linear": it.linear, "ids": behind.ids, "seconds": round(seconds)}
+                found[stream] |= who
+        return found
+
+    def near(self) -> dict[str, dict[str, Any]]:
+        """The same of streams and bounds of them that are filled by half or more."""
+        with self._lock:
+            return {
+                f"{stream} {bound}": {"stream": stream, "bound": bound, "used": round(used, 2)}
+                for stream, it in self._entries.items()
+                for bound, used in self._used(stream, it.summary).items()
+            }
 
     def _show_bounds(self, family: GaugeMetricFamily, named: Entries, others: Entries) -> None:
         for stream, entry in named:

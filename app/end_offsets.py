@@ -11,6 +11,7 @@ import structlog
 
 from tidemark.app import metrics
 from tidemark.app.board import Board
+from tidemark.app.crossings import Crossings
 from tidemark.sources.start import RememberedTopic, require_same, require_uncompacted
 from tidemark.sources.topics import Topics
 from tidemark.streaming.errors import Retry, Stop, TopicMissing
@@ -26,7 +27,8 @@ class EndOffsets:
     """Keeps the metrics of end offsets and lag up to date. `remembered` are the topics as they were at the start.
 
     It also notices at run time what is checked at every start: a topic that was repartitioned or replaced, in every
-    round, and one that was compacted; `failure` is the Stop that was found, for the thread that supervises.
+    round, and one that was compacted; `failure` is the Stop that was found, for the thread that supervises. And it logs
+    what crosses a threshold meanwhile (`app.crossings`).
     """
 
     def __init__(self, topics: Topics, remembered: Mapping[str, RememberedTopic], board: Board) -> None:
@@ -50,7 +52,9 @@ class EndOffsets:
     def _run(self) -> None:
         away = False
         rounds = missing = 0
+        crossings = Crossings(self._board)
         while not self._closing.is_set():
+            crossings.look()
             try:
                 require_same(self._topics.identities(self._remembered), self._remembered)
                 read = dict(self._board.read)  # first, so that what is read meanwhile makes no lag below 0

@@ -1,0 +1,81 @@
+"""What crosses a threshold is one line in the log, and what is over is one."""
+
+from dataclasses import replace
+
+from structlog.testing import capture_logs
+
+from tests.streaming.builders import Shard, join, position, rdata
+from tidemark.app.board import Board
+from tidemark.app.crossings import SINGLE, Crossings
+from tidemark.streaming.model import Bounds
+from tidemark.streaming.policies import Policies
+
+
+class Watched:
+    """A board of one shard, and what its crossings log at each look; `now` in seconds."""
+
+    def __init__(self, bounds: Bounds | None = None) -> None:
+        self.now = 0.0
+        self.shard = Shard(bounds=bounds or Bounds())
+        self.board = Board(now=lambda: self.now)
+        self._crossings = Crossings(self.board)
+
+    def at(self, now: float) -> list[dict[str, object]]:
+        self.now = now
+        self.board.load(self.shard.states, {})
+        with capture_logs() as told:
+            self._crossings.look()
+        return [dict(it) for it in told]
+
+
+def test_a_line_that_waits_is_told_once_and_once_that_it_goes_on() -> None:
+    """Not before a transaction has had its time; with the writer for whom it waits, and why."""
+    watched = Watched()
+    watched.shard.feed(join("a", 0), join("b", 0), rdata("a", 5, 4, epoch=1), position("b", 0, 5, epoch=1))
+    assert watched.at(5.0) == []
+    assert watched.at(12.0) == [
+        {
+            "event": "A line waits",
+            "log_level": "warning",
+            "stream": "events",
+            "linear": 0,
+            "ids": 5,
+            "seconds": 11,
+            "writer": "a",
+            "reason": "gap",
+        }
+    ]
+    assert watched.at(90.0) == []
+    watched.shard.feed(position("a", 0, 4, epoch=1))
+    assert watched.at(91.0) == [{"event": "A line goes on", "log_level": "info", "stream": "events"}]
+    assert watched.at(99.0) == []
+
+
+def test_the_policy_of_a_stream_says_how_long_is_long() -> None:
+    """As it does for the alerts."""
+    watched = Watched()
+    watched.board.follow(Policies({"events": {"behind_seconds": 60}}))
+    watched.shard.feed(join("a", 0), rdata("a", 5, 4, epoch=1))
+    assert watched.at(50.0) == []
+    assert [it["event"] for it in watched.at(70.0)] == ["A line waits"]
+
+
+def test_many_that_cross_together_are_one_line() -> None:
+    """A pipeline that comes back finds thousands; the log names some."""
+    watched = Watched()
+    for number in range(SINGLE + 1):
+        told = join("a", 0), rdata("a", 5, 4, epoch=1)
+        watched.shard.feed(*(replace(it, stream=f"s{number:02}") for it in told))
+    (line,) = watched.at(90.0)
+    assert (line["event"], line["count"], line["streams"]) == (
+        "A line waits", SINGLE + 1, [f"s{number:02}" for number in range(SINGLE)],
+    )  # fmt: skip
+
+
+def test_a_bound_that_is_half_full_is_told() -> None:
+    """Before it bites."""
+    watched = Watched()
+    watched.board.follow(Policies({"events": {"pending_bound": 4}}))
+    watched.shard.feed(join("a", 0), rdata("a", 5, 4, epoch=1), rdata("a", 8, 7, epoch=1))
+    told = [it for it in watched.at(2.0) if it["event"] == "A bound is near"]
+    assert [(it["bound"], it["used"]) for it in told] == [("pending", 0.5)]
