@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
@@ -213,6 +214,31 @@ def test_an_operator_skips_a_gap_and_takes_back_a_skip_that_went_too_far(shared:
     assert shared.positions("forced") == {"A": 2_000_000_000, "B": 8, "linear": 6}
     late = "select writer, prev, id, facts, why from tidemark.late_completions where stream = 'forced'"
     assert shared.sql(late) == [("A", 4, 6, 1, "regressed")]
+
+
+def test_a_writer_that_cannot_be_stopped_is_fenced(shared: Site) -> None:
+    """Rule 1: what it left open is settled by the act, nothing counts any more that its old process sends, and its next
+    start goes on. Who was heard of within a minute is left alone, whatever is forced."""
+    edge = Rdata(stream="fenced", writer="A", epoch=1, prev=3, id=4, row=NOTHING)
+    joins = [Join(stream="fenced", writer=name, epoch=1, id=0) for name in "AB"]
+    long_ago = int((time.time() - 120) * 1000)
+    producer = Producer(shared.kafka.producer())
+    told: list[Record] = [*joins, replace(edge, prev=0, id=2), edge, replace(edge, writer="B", prev=0, id=5)]
+    for record in told:
+        producer.produce(shared.facts, key=b"fenced", value=encode(record), timestamp=long_ago)
+    assert producer.flush(30) == 0
+    shared.reaches("fenced", A=2, B=5, linear=2)
+    code, said = act(shared, "fence", "fenced", "A", "--yes")
+    assert (code, said.splitlines()[-1]) == (0, "applied: A is at 4, the line is at 5"), said
+    shared.send(replace(edge, prev=4, id=6), Join(stream="fenced", writer="A", epoch=3, id=5))
+    shared.send(replace(edge, epoch=3, prev=5, id=7), replace(edge, writer="B", prev=5, id=8))
+    shared.reaches("fenced", A=7, B=8, linear=8)
+    code, said = act(shared, "fence", "fenced", "A", "--yes", "--force")
+    assert (code, "A is alive" in said) == (1, True)
+    assert shared.sql("select kind, epoch, id, outcome from tidemark.acts where stream = 'fenced'") == [
+        ("JOIN", 2, 4, "applied")
+    ]
+    assert [origin.reason for origin, letter in dead_letters(shared) if letter.key() == b"fenced"] == ["zombie"]
 
 
 def test_a_dead_letter_is_replayed_once_and_counts(shared: Site) -> None:
