@@ -8,8 +8,7 @@ from tests.sinks.given import advance, batch, stream
 from tests.sinks.sqlite import SqliteSink
 from tests.streaming.builders import Shard, join, position, rdata
 from tests.waiting import eventually
-from tidemark.app import board as board_module
-from tidemark.app import metrics
+from tidemark.app import end_offsets, metrics
 from tidemark.app.board import Board
 from tidemark.app.end_offsets import EndOffsets
 from tidemark.app.stack.servers import KafkaServer
@@ -246,8 +245,8 @@ def test_a_topic_that_is_made_anew_is_noticed_at_run_time(
     kafka: KafkaServer, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its records are others: the failure names the topic and what to do, although offsets and partitions fit."""
-    monkeypatch.setattr(board_module, "SECONDS", 0.05)
-    monkeypatch.setattr(board_module, "ROUNDS_MISSING", 10_000)
+    monkeypatch.setattr(end_offsets, "SECONDS", 0.05)
+    monkeypatch.setattr(end_offsets, "ROUNDS_MISSING", 10_000)
     connection = KafkaConnection(kafka.bootstrap_servers)
     topics, admin = Topics(connection), AdminClient(connection.client())
     topics.create_missing([TopicPlan(prefix, 1, 1000)])
@@ -265,7 +264,7 @@ def test_a_topic_that_stays_away_is_noticed_at_run_time(
     kafka: KafkaServer, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not at the first answer: a broker that has just started may not know its topics yet."""
-    monkeypatch.setattr(board_module, "SECONDS", 0.05)
+    monkeypatch.setattr(end_offsets, "SECONDS", 0.05)
     connection = KafkaConnection(kafka.bootstrap_servers)
     absent = {prefix: RememberedTopic("some", 1)}
     with EndOffsets(Topics(connection), absent, Board()).running() as noticing:
