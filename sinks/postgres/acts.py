@@ -88,7 +88,8 @@ with act as (select * from tidemark.acts where number = %(number)s), mine as (
 )
 select exists (
     select from act a join tidemark.skips s on (s.stream, s.kind, s.writer, s.epoch)
-        = (a.stream, a.kind, a.writer, a.epoch) and abs(s.prev) <= abs(a.prev) and abs(s.id) >= abs(a.id)
+        = (a.stream, a.kind, a.writer, a.epoch) and abs(s.prev) <= abs(a.prev)
+        and case when a.kind = 'JOIN' then s.id = a.id else abs(s.id) >= abs(a.id) end
     where s.number > %(audited)s and s.number < mine.number
 ) from mine
 """

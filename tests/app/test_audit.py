@@ -16,6 +16,8 @@ from tidemark.streaming.effects import Forced
 SKIP = Forced("w", 1, "SKIP", 2, 4, "ann", "lost")
 TWIN = Forced("w", 1, "SKIP", 2, 4, "bob", "also lost")
 WIDER = Forced("w", 1, "SKIP", 2, 9, "bob", "also lost")
+JOIN = Forced("w", 1, "JOIN", 0, 9, "ann", "too far")
+LOWER = Forced("w", 1, "JOIN", 0, 4, "bob", "much too far")
 OTHER = Forced("w", 1, "SKIP", 5, 9, "bob", "also lost")
 
 
@@ -41,6 +43,8 @@ def applied(pipeline: Pipeline, *forced: Forced) -> None:
         (WIDER, SKIP, "settled before"),
         (SKIP, WIDER, "applied"),
         (SKIP, OTHER, "applied"),
+        (JOIN, LOWER, "applied"),
+        (JOIN, JOIN, "settled before"),
     ],
 )
 def test_of_two_who_settle_the_same_the_second_is_told(
