@@ -2,18 +2,23 @@
 
 import json
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import psycopg
 import pytest
 import redis
 from click.testing import CliRunner
 from confluent_kafka import Producer
 from msgspec.structs import replace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from psycopg import sql
 
 from tests.app.collector import Collector, attributes, collecting
 from tests.app.prometheus import IS_THERE, scraping
@@ -23,9 +28,12 @@ from tests.app.sidecar.given import sidecar
 from tests.fix_pipeline import PARTITIONS, Site, made_site
 from tests.helm.tools import CHART, alert_rules
 from tests.waiting import eventually
+from tidemark.app import relay
 from tidemark.app.cli import main
 from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.settings import child_environment
 from tidemark.app.stack.postgres import PostgresServer
+from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer, RedisServer
 from tidemark.sources.producer import RecordProducer
 from tidemark.streaming.records import FactRun, Join, Position, Rdata, Record, Void, encode, row
@@ -372,22 +380,50 @@ SELDOM = {
 }
 
 
+@contextmanager
+def relaying(site: Site) -> Iterator[int]:
+    """A relay of a service's database, in which a transaction is open; gives the port of its metrics."""
+    name, port = f"{site.database}_service", free_port()
+    with psycopg.connect(site.postgres.dsn("postgres"), autocommit=True) as admin:
+        admin.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+    dsn = site.postgres.dsn(name)
+    relay.migrate(dsn, ["relayed"], "forward", lambda _: None)
+    append = "select tidemark.append('relayed', '{}')"
+    command = [sys.executable, "-m", "tidemark", "relay", "--dsn", dsn, "--metrics", f"127.0.0.1:{port}"]
+    with psycopg.connect(dsn) as service, subprocess.Popen(command, env=child_environment(site.variables)) as process:
+        try:
+            service.execute(append)
+            service.rollback()
+            service.execute(append)
+            service.commit()
+            # With one open before that, the relay would wait with its JOIN.
+            eventually(lambda: site.positions("relayed")["linear"] == 2, PATIENCE, lambda: "what was committed")
+            service.execute(append)
+            yield port
+        finally:
+            process.terminate()
+
+
 @pytest.mark.skipif(not IS_THERE, reason="there is no Prometheus: Debian's package prometheus has it")
 def test_prometheus_answers_what_alerts_and_dashboard_ask(shared: Site, tmp_path: Path) -> None:
-    """Of a pipeline and a sidecar that it scrapes: every metric is there, every rule is evaluated, and a panel shows
-    series that have the labels by which it calls them."""
+    """Of a pipeline, a sidecar and a relay that it scrapes: every metric is there, every rule is evaluated, and a panel
+    shows series that have the labels by which it calls them."""
     shared.send(fact("asked", 1), fact("asked", 2))
     shared.reaches("asked", first=2, linear=2)
     panels = json.loads((CHART / "files/dashboard.json").read_text())["panels"]
     targets = [target for panel in panels for target in panel["targets"]]
     rules = alert_rules()
     asked = set(re.findall(r"\btidemark_\w+", rules + "".join(target["expr"] for target in targets)))
-    with sidecar(ReadSideConfig(shared.redis_url, shared.dsn)) as client:
+    with sidecar(ReadSideConfig(shared.redis_url, shared.dsn)) as client, relaying(shared) as relayed:
         client.json("/v1/streams/asked")
-        pods = {"tidemark-pipeline-0": shared.first.metrics_port, "tidemark-sidecar-0": client.base_url.port or 0}
+        pods = {
+            "tidemark-pipeline-0": shared.first.metrics_port,
+            "tidemark-sidecar-0": client.base_url.port or 0,
+            "tidemark-relay-shop-5d4f-x7kqz": relayed,
+        }
         with scraping(tmp_path, rules, pods) as prometheus:
             there = {*prometheus.ask("label/__name__/values")}
-            assert {name for name in asked - there - SELDOM if "_relay_" not in name} == set()
+            assert asked <= there | SELDOM, asked - there - SELDOM
             for target in targets:
                 found = prometheus.query(target["expr"].replace("$namespace", "streams"))
                 names = set(re.findall(r"\w+", target["expr"])) & asked
@@ -396,6 +432,9 @@ def test_prometheus_answers_what_alerts_and_dashboard_ask(shared: Site, tmp_path
                 assert all(called <= labels.keys() for labels in found), (target, found)
             groups = prometheus.ask("rules")["groups"]
             assert {(it["health"], it.get("lastError")) for group in groups for it in group["rules"]} == {("ok", None)}
+            assert {it["state"] for group in groups for it in group["rules"] if "RelaySilent" in it["name"]} == {
+                "inactive"
+            }
 
 
 def test_a_taken_port_is_named(shared: Site) -> None:
