@@ -41,6 +41,9 @@ _AT_ONCE = 2_000  # messages a call; with 50 000 the price of each is half as mu
 _AT_FIRST = 50  # messages, while nobody knows how large they are
 _BYTES = 4 << 20  # a call, about
 
+_ANSWER = 1.0  # seconds for one of the brokers' answers
+_STALE = 5.0  # seconds without any: a client that has seen its brokers go knows little of those that came
+
 _time = itemgetter(1)
 
 Places = dict[str, dict[int, int]]
@@ -147,7 +150,7 @@ class Ends:
 
     def beyond(self, known: Places) -> Places:
         """The ends of all partitions in `known`. Raises `Unavailable` and `Refused`."""
-        began = time.monotonic()
+        began = fresh = time.monotonic()
         while True:
             patience = self._patience
             try:
@@ -159,8 +162,10 @@ class Ends:
                 problem = f"{topic}[{number}] ends at {ends[topic][number]}, and {known[topic][number]} was read"
                 failure, patience = Unavailable("Kafka", self._errors.where, problem), self._patience / 6
             except Unavailable as error:
-                self.close()  # a client that has seen its brokers go knows little of those that came
                 failure = error
+                if time.monotonic() - fresh > _STALE:
+                    self.close()
+                    fresh = time.monotonic()
             if time.monotonic() - began > patience:
                 raise failure
             time.sleep(0.1)
@@ -177,9 +182,9 @@ class Ends:
                 self._consumer = Consumer({**self._client, **READING, "error_cb": self._errors})
             latest = [TopicPartition(topic, number, OFFSET_END) for topic, number, _ in _each(known)]
             try:
-                answers = self._consumer.offsets_for_times(latest, self._patience / 6)
+                answers = self._consumer.offsets_for_times(latest, _ANSWER)
             except KafkaException:
-                self._consumer.poll(0.1)  # the reason comes another way
+                self._consumer.poll(0.1)  # why, is told to the listener, and not while the request waits
                 self._errors.raise_refusal()
                 raise
             ends: Places = {topic: {} for topic in known}
