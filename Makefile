@@ -56,6 +56,10 @@ reader-test: setup ## Run pipelines through all faults with Kafka read in Python
 languages-test: setup ## Run the services of docs/writing.md in Go, Java and Node, and the rivals of the benchmark in Java; skips what is not installed
 	$(BIN)/pytest tests/services/check_registries.py tests/bench/check_rivals.py
 
+.PHONY: stories
+stories: setup ## Tell the twelve stories of docs/operations on real servers, alerts included (nine minutes; needs Prometheus; STORIES_WRITE=1 writes the pages anew)
+	$(BIN)/pytest -n 0 -o faulthandler_timeout=600 tests/stories/test_*.py
+
 .PHONY: torture
 torture: setup ## Let everything befall a stack of its own for ten minutes, and hold what was read against what was written
 	$(BIN)/pytest -s -o faulthandler_timeout=1200 tests/torture -k 'not rooms'
@@ -90,8 +94,8 @@ docs: setup chart-docs ## Write the pages that are made from code
 	$(BIN)/python -m tests.sources.rooms.picture
 
 .PHONY: pictures
-pictures: setup ## Take the pictures of the live page that docs/ shows
-	$(BIN)/pytest tests/app/sidecar/pictures.py
+pictures: setup ## Take the pictures of the live page and of the dashboard that docs/ shows
+	$(BIN)/pytest tests/app/sidecar/pictures.py tests/stories/pictures.py
 
 ##@ Ship
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)

@@ -17,8 +17,8 @@ pytest_plugins = [
     "tests.fix_spark",
 ]
 
-# Too long for every run; named, they run: `make cluster-test`, `make worlds`, `make torture`.
-collect_ignore = ["cluster", "torture", "worlds"]
+# Too long for every run; named, they run: `make cluster-test`, `make worlds`, `make torture`, `make stories`.
+collect_ignore = ["cluster", "torture", "worlds", *(f"stories/test_{it}.py" for it in ("held", "restored", "servers"))]
 
 # In the background of a script SIGINT is ignored, and would be in every process that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

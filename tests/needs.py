@@ -33,7 +33,7 @@ SERVERS = {
 """The fixtures that start a server, by marker; `connector_jars` are what every pipeline process is started with."""
 
 LONGEST = (
-    {"terminal", "stack", "site", "homeserver"},
+    {"terminal", "stack", "site", "scene", "homeserver"},
     {"spark", "guarded_kafka", "base_install", "shared"},
     {"kafka"},
     {"postgres"},
@@ -93,6 +93,13 @@ NEEDS = (
         everywhere=False,
     ),
     Need("Maven", "maven", frozenset({"rivals"}), lambda: shutil.which("mvn") is not None, everywhere=False),
+    Need(
+        "Prometheus",
+        "prometheus",
+        frozenset({"scene"}),
+        lambda: shutil.which("prometheus") is not None,
+        everywhere=False,
+    ),
     Need("PgBouncer", "pgbouncer", frozenset({"pooler"}), lambda: pgbouncer() is not None, everywhere=False),
     Need("Java 17 or newer", "openjdk-17-jre-headless", frozenset({"java"}), _java),
     Need("setpriv for root", "util-linux", frozenset({"postgres", "terminal"}), _other_user),

@@ -38,12 +38,15 @@ class Prometheus:
 
 
 @contextmanager
-def scraping(home: Path, rules: str, targets: Mapping[str, int]) -> Iterator[Prometheus]:
-    """One that asks each second, in the namespace `streams`, the ports of `targets`, by the names of their pods."""
+def scraping(
+    home: Path, rules: str, targets: Mapping[str, int], later: Mapping[str, int] | None = None
+) -> Iterator[Prometheus]:
+    """One that asks each second, in the namespace `streams`, the ports of `targets`, by the names of their pods; and
+    those of `later`, where nothing listens yet."""
     (home / "rules.yaml").write_text(rules)
     static = [
         {"targets": [f"{LOOPBACK}:{port}"], "labels": {"namespace": "streams", "pod": pod}}
-        for pod, port in targets.items()
+        for pod, port in {**targets, **(later or {})}.items()
     ]
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},

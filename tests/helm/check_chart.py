@@ -135,7 +135,7 @@ def test_alerts_are_expressions_of_prometheus_and_say_what_to_do() -> None:
     for alert in (alert for group in rule["spec"]["groups"] for alert in group["rules"]):
         promql_parser.parse(alert["expr"])
         assert alert["labels"]["severity"] in {"critical", "warning"}
-        assert set(alert["annotations"]) == {"summary", "command", "action"}
+        assert set(alert["annotations"]) == {"summary", "command", "action", "runbook_url"}
 
 
 def test_dashboard_asks_in_expressions_of_prometheus() -> None:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from tests.helm.tools import CHART
+from tests.helm.tools import CHART, ROOT
 from tidemark.app import cli, metrics
 from tidemark.app.read_side import metrics as sidecar_metrics
 from tidemark.sources.relay.metrics import RelayMetrics
@@ -44,6 +44,21 @@ def test_every_alert_names_a_command_to_type_first(file: str) -> None:
         assert program == "tidemark"
         assert command is not None
         assert not isinstance(command, click.Group)
+
+
+@pytest.mark.parametrize("file", ALERTS)
+def test_every_alert_leads_to_a_story(file: str) -> None:
+    """Behind the chart's `runbookUrl` stands the alert's name as the fragment of a heading; below it stand its command
+    and a page that tells more."""
+    page, fragment = yaml.safe_load((CHART / "values.yaml").read_text())["monitoring"]["prometheusRule"][
+        "runbookUrl"
+    ].split("#")
+    assert fragment == ""
+    headings = dict(re.findall(r"^### (\w+)\n(.*?)(?=^#|\Z)", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL))
+    for rule in rules(file):
+        told = headings[rule["alert"]]
+        assert f"`{rule['annotations']['command']}`" in told
+        assert re.search(r"\]\([\w./-]+\.md\)", told)
 
 
 @pytest.mark.parametrize("file", ALERTS)

@@ -1,0 +1,24 @@
+"""One scene for all stories of a module."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fix_pipeline import made_site
+from tests.stories.scene import Scene, made_scene
+from tidemark.app.stack.postgres import PostgresServer
+from tidemark.app.stack.servers import KafkaServer, RedisServer
+
+
+@pytest.fixture(scope="session")
+def scene(
+    kafka: KafkaServer,
+    postgres: PostgresServer,
+    redis_server: RedisServer,
+    connector_jars: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Scene]:
+    home = tmp_path_factory.mktemp("stories")
+    with made_site(kafka, postgres, redis_server, connector_jars, home) as site, made_scene(site, home) as made:
+        yield made

@@ -1,0 +1,234 @@
+"""What the stories are staged on: real servers, a pipeline, a sidecar, a service's database with its relay, and a
+Prometheus that scrapes them and has the chart's alerts. One for all stories, each of which leaves it in peace.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psycopg
+from click.testing import CliRunner
+
+from tests.app.prometheus import Prometheus, scraping
+from tests.app.running import PATIENCE, Running
+from tests.app.sidecar.given import SidecarClient, sidecar
+from tests.fix_pipeline import ROOT, Site
+from tests.fix_servers import own_postgres
+from tests.helm.tools import alert_rules
+from tests.stories import pages
+from tests.stories.hasty import hastened
+from tests.stories.pages import Entry
+from tests.stories.way import Way
+from tests.waiting import eventually
+from tidemark.app.cli import main
+from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.stack.postgres import PostgresServer, postgres_program
+from tidemark.app.stack.server import LOOPBACK, free_port
+
+WRITE = "STORIES_WRITE"
+"""The variable by which the run writes the pages anew; it must not look like a setting."""
+PIPELINE, SECOND, SIDECAR, RELAY = (
+    "tidemark-pipeline-0",
+    "tidemark-pipeline-1",
+    "tidemark-sidecar-0",
+    "tidemark-relay-shop-5f7d-x2x4",
+)
+
+
+@dataclass
+class Scene:
+    """`shop` is a server of the services' own: what befalls Tidemark's does not befall theirs. The pipeline alone goes
+    by `way` to Postgres."""
+
+    site: Site
+    shop: PostgresServer
+    pipeline: Running
+    way: Way
+    client: SidecarClient
+    prometheus: Prometheus
+    second_port: int
+
+    @property
+    def shop_dsn(self) -> str:
+        return self.shop.dsn("shop")
+
+    @contextmanager
+    def service(self, name: str = "checkout") -> Iterator[psycopg.Connection]:
+        """A session of a service on its database."""
+        with psycopg.connect(self.shop_dsn, autocommit=True, application_name=name) as connection:
+            yield connection
+
+    def firing(self) -> set[str]:
+        return {found["alertname"] for found in self.prometheus.query('ALERTS{alertstate="firing"}')}
+
+    def append(self, stream: str) -> int:
+        """A fact of a service, and its ID."""
+        with self.service() as connection:
+            row = connection.execute("select tidemark.append(%s, '{}')", [stream]).fetchone()
+        assert row is not None
+        return int(row[0])
+
+    @contextmanager
+    def story(self, name: str, *alerts: str) -> Iterator["Story"]:
+        """Whoever is on call is woken by these `alerts` alone, and by none at the end."""
+        eventually(lambda: not self.firing(), PATIENCE, lambda: f"peace before the story; {self.firing()} fire")
+        story = Story(self, name, set(alerts))
+        yield story
+        story.end()
+
+
+@dataclass
+class Story:
+    """What is done about one fault; what was printed meanwhile is on its page."""
+
+    scene: Scene
+    name: str
+    alerts: set[str]
+    entries: list[Entry] = field(default_factory=list)
+    began: float = field(default_factory=time.time)
+
+    def woken(self, alert: str | None = None) -> None:
+        """Wait until the alert fires, without which there is only one; it and no other fires up to then."""
+        (name,) = self.alerts if alert is None else (alert,)
+        eventually(lambda: name in self.scene.firing(), PATIENCE, lambda: f"{name}; {self.scene.firing()} fire")
+        found = [it for it in self.scene.prometheus.ask("alerts")["alerts"] if it["labels"]["alertname"] == name]
+        said = found[0]["annotations"]
+        self.entries.append(
+            Entry(
+                f"alert: {name}, {found[0]['labels']['severity']}",
+                f"{said['summary']}\nfirst: {said['command']}\n{said['action']}",
+            )
+        )
+
+    def tidemark(self, *words: str, code: int = 0) -> str:
+        """What a verb prints."""
+        environment = {**self.scene.site.variables, "COLUMNS": "120"}
+        done = CliRunner(env=environment).invoke(main, words)
+        assert done.exit_code == code, done.output
+        self.shown(shlex.join(["tidemark", *words]), done.output)
+        return done.output
+
+    def act(self, *words: str, why: str, code: int = 0) -> str:
+        return self.tidemark(*words, "--by", "ada", "--why", why, "--yes", code=code)
+
+    def now(self) -> str:
+        """For `--at`."""
+        return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+    def psql(self, dsn: str, query: str) -> str:
+        """What Postgres's own program prints."""
+        command = [postgres_program("psql"), dsn, "-X", "-c", query]
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        self.shown(shlex.join(["psql", "-c", query]), found.stdout)
+        return found.stdout
+
+    def shown(self, command: str, printed: str) -> None:
+        self.entries.append(Entry(f"$ {self._placed(command)}", self._placed(printed)))
+
+    def ever(self) -> set[str]:
+        """The alerts that fired since the story began."""
+        seconds = int(time.time() - self.began) + 1
+        query = f'count_over_time(ALERTS{{alertstate="firing"}}[{seconds}s])'
+        return {found["alertname"] for found in self.scene.prometheus.query(query)}
+
+    def calm(self) -> None:
+        """Wait until no alert fires."""
+        eventually(lambda: not self.scene.firing(), 2 * PATIENCE, lambda: f"{self.scene.firing()} fire")
+
+    def end(self) -> None:
+        self.calm()
+        ever = self.ever()
+        assert ever == self.alerts, f"{sorted(ever)} fired, and not {sorted(self.alerts)}"
+        path = pages.FOLDER / f"{self.name}.md"
+        text = path.read_text()
+        if os.environ.get(WRITE):
+            text = pages.made_anew(text, self.entries)
+            path.write_text(text)
+        assert not (wrong := pages.differs(text, self.entries)), wrong
+
+    def _placed(self, text: str) -> str:
+        """With the addresses and names of a stack that is installed, for those of this run."""
+        site = self.scene.site
+        for ours, shown in {
+            self.scene.shop_dsn: "postgresql://tidemark@shop-db:5432/shop",
+            f"{site.database}.": "tidemark.",
+            f"/{site.database}": "/tidemark",
+            site.kafka.bootstrap: "kafka:9092",
+            f"{LOOPBACK}:{site.postgres.port}": "postgres:5432",
+            f'"{LOOPBACK}", port {site.postgres.port}': '"postgres", port 5432',
+            f"{LOOPBACK}:{self.scene.shop.port}": "shop-db:5432",
+            site.redis_url.removeprefix("redis://").partition("/")[0]: "redis:6379",
+            str(site.home): "/var/lib/tidemark",
+            str(self.scene.client.base_url).rstrip("/"): "http://sidecar:9480",
+        }.items():
+            text = text.replace(ours, shown)
+        return text
+
+
+@contextmanager
+def made_scene(site: Site, home: Path) -> Iterator[Scene]:
+    with own_postgres(home / "shop") as shop, Way(site.postgres.port).leading() as way:
+        with psycopg.connect(shop.dsn("postgres"), autocommit=True) as connection:
+            connection.execute("create database shop")
+        dsn = site.dsn.replace(f":{site.postgres.port}/", f":{way.here}/")
+        pipeline = site.start(module=("tests.stories.hasty",), owner=PIPELINE, postgres_dsn=dsn)
+        second, relay_port = free_port(), free_port()
+        migrated = CliRunner(env=site.variables).invoke(
+            main, ["relay", "--dsn", shop.dsn("shop"), "migrate", "--stream", "orders", "--stream", "returns"]
+        )
+        assert migrated.exit_code == 0, migrated.output
+        with (
+            relaying(site, shop.dsn("shop"), relay_port, home),
+            sidecar(ReadSideConfig(site.redis_url, site.dsn)) as client,
+        ):
+            pipeline.ready()
+            pods = {PIPELINE: pipeline.metrics_port, SIDECAR: client.base_url.port or 0, RELAY: relay_port}
+            with scraping(home, hastened(alert_rules()), pods, {SECOND: second}) as prometheus, asking(client):
+                yield Scene(site, shop, pipeline, way, client, prometheus, second)
+
+
+@contextmanager
+def asking(client: SidecarClient) -> Iterator[None]:
+    """A reader, who asks the sidecar twice a second, whatever it answers; that asks Postgres of what Redis lacks."""
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.wait(0.5):
+            for stream in ("orders", "unheard_of"):
+                client.get(f"/v1/streams/{stream}")
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
+def relaying(site: Site, dsn: str, port: int, home: Path) -> Iterator[None]:
+    """`tidemark relay` beside the services' database."""
+    clean = {name: text for name, text in os.environ.items() if not name.startswith("TIDEMARK_")}
+    words = ["relay", "--dsn", dsn, "--writer", "shop", "--metrics", f"{LOOPBACK}:{port}"]
+    with (home / "relay.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tidemark.app.cli", *words],
+            stdout=log,
+            stderr=log,
+            cwd=home,
+            env={**clean, **site.variables, "PYTHONPATH": str(ROOT)},
+        )
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(20)

@@ -1,0 +1,87 @@
+"""What holds a position: a writer that is dead or silent, or waits for a transaction that hangs."""
+
+import time
+
+import psycopg
+from confluent_kafka import Producer
+
+from tests.fix_pipeline import Site
+from tests.stories.scene import Scene
+from tidemark.streaming.records import Join, Rdata, Record, encode, row
+
+NOTHING = row({})
+
+
+def fact(stream: str, writer: str, id: int, prev: int | None = None) -> Rdata:
+    return Rdata(stream=stream, writer=writer, epoch=1, prev=id - 1 if prev is None else prev, id=id, row=NOTHING)
+
+
+def aged(site: Site, seconds: float, *records: Record) -> None:
+    """Send facts of a program that sent them so long ago: Kafka's time of a record is its producer's."""
+    producer, sent = Producer(site.kafka.producer()), int((time.time() - seconds) * 1000)
+    for record in records:
+        producer.produce(site.facts, key=record.stream.encode(), value=encode(record), timestamp=sent)
+    assert producer.flush(30) == 0
+
+
+def test_a_silent_writer(scene: Scene) -> None:
+    """It dies between two transactions, holding nothing that anybody knows of; the other writer goes on."""
+    site = scene.site
+    with scene.story("silent-writer", "TidemarkWriterSilent", "TidemarkForced") as story:
+        site.send(*(Join(stream="payments", writer=name, epoch=1, id=0) for name in ("till-1", "till-2")))
+        site.send(fact("payments", "till-1", 7, 0), fact("payments", "till-2", 8, 0))
+        site.reaches("payments", linear=8)
+        site.send(fact("payments", "till-2", 20, 8))
+        story.woken("TidemarkWriterSilent")
+        said = story.tidemark("gaps")
+        assert "payments: till-1 (epoch 1) has told nothing beyond 7" in said
+        assert "silent" in said
+        story.tidemark("status", "payments")
+        done = story.act("retire", "payments", "till-1", why="sold on Friday")
+        assert done.splitlines()[-1] == "applied: till-1 is at 7, the line is at 20"
+        site.reaches("payments", linear=20)
+        story.woken("TidemarkForced")
+        noted = "select time, seen_as, by, kind, writer, why, outcome from tidemark.acts order by number desc limit 1"
+        assert "sold on Friday" in story.psql(site.dsn, noted)
+
+
+def test_a_dead_writer(scene: Scene) -> None:
+    """It dies in the middle of a transaction, above which it had completed another: a gap with its name."""
+    site = scene.site
+    with scene.story("dead-writer", "TidemarkGapOld") as story:
+        aged(site, 120.0, *(Join(stream="invoices", writer=name, epoch=1, id=0) for name in ("w1", "w2")))
+        aged(site, 120.0, fact("invoices", "w1", 7, 0), fact("invoices", "w1", 9, 8))
+        site.send(fact("invoices", "w2", 20, 0))
+        site.reaches("invoices", w1=7, w2=20, linear=7)
+        story.woken()
+        then = story.now()
+        said = story.tidemark("gaps")
+        assert "invoices: w1 (epoch 1) owes 8" in said
+        assert "silent, last seen 2 min ago" in said
+        # It is started again, and its JOIN settles what its last life left open.
+        site.send(Join(stream="invoices", writer="w1", epoch=2, id=20))
+        site.reaches("invoices", w1=20, linear=20)
+        told = story.tidemark("explain", "invoices", "--at", then)
+        assert "held by w1 (epoch 1), which owed 8" in told
+
+
+def test_a_hung_transaction(scene: Scene) -> None:
+    """A service takes an ID, and its transaction stays open; other transactions go on."""
+    site = scene.site
+    with scene.story("hung-transaction", "TidemarkRelayTransactionOld", "TidemarkGapOld") as story:
+        site.reaches("orders", linear=scene.append("orders"))
+        hung = psycopg.connect(scene.shop_dsn, application_name="checkout")
+        hung.execute("select tidemark.append('orders', '{}')")
+        last = max(scene.append("orders") for _ in range(3))
+        story.woken("TidemarkRelayTransactionOld")
+        story.woken("TidemarkGapOld")
+        then = story.now()
+        assert "open transaction" in story.tidemark("gaps")
+        said = story.tidemark("relay", "--dsn", scene.shop_dsn, "blockers")
+        pid = hung.info.backend_pid
+        assert f"pid {pid}" in said
+        assert "application checkout" in said
+        story.psql(scene.shop_dsn, f"select pg_terminate_backend({pid})")
+        hung.close()
+        site.reaches("orders", linear=last)
+        assert "held by shop" in story.tidemark("explain", "orders", "--at", then)

@@ -1,0 +1,77 @@
+"""The stories' pages without their servers, and the rules with which they are staged."""
+
+import re
+
+import yaml
+
+from tests.helm.tools import alert_rules
+from tests.stories.hasty import FASTER, hastened
+from tests.stories.pages import FOLDER, Entry, differs, made_anew, told
+
+INDEX = (FOLDER / "README.md").read_text()
+STORIES = {line.split("(")[1].split(")")[0]: line for line in INDEX.splitlines() if line.startswith("| [")}
+PAGE = """# A story
+
+```console
+$ tidemark gaps
+orders: w (epoch 7) owes 3
+alert: TidemarkGapOld, warning
+held for 17 s
+```
+
+It ends.
+
+```console
+$ tidemark wait orders 12
+```
+"""
+
+
+def test_the_index_has_twelve_stories_with_the_alerts_of_their_pages() -> None:
+    """Each page wakes by the alerts that its line names, as the chart has them, and shows what was typed."""
+    rules = [rule for group in yaml.safe_load(alert_rules())["groups"] for rule in group["rules"]]
+    known = {f"alert: {rule['alert']}, {rule['labels']['severity']}" for rule in rules}
+    assert len(STORIES) == 12
+    for name, line in STORIES.items():
+        shown = told((FOLDER / name).read_text())
+        woken = {prompt for prompt in shown if prompt.startswith("alert: ")}
+        assert woken <= known
+        named = set(re.findall(r"Tidemark\w+", line)) | {"TidemarkForced"}
+        assert {prompt.split()[1].rstrip(",") for prompt in woken} <= named, name
+        assert [prompt for prompt in shown if prompt.startswith("$ tidemark ")]
+
+
+def test_a_page_gets_what_was_printed_below_what_was_typed() -> None:
+    """Prose stays. Numbers in a command may be others than on the page, words may not."""
+    entries = [
+        Entry("$ tidemark gaps", "nothing is held back\n"),
+        Entry("alert: TidemarkGapOld, warning", "held for 9 s"),
+        Entry("$ tidemark wait orders 13", "orders stands at m13\n"),
+    ]
+    page = made_anew(PAGE, entries)
+    assert page.splitlines()[3:7] == ["$ tidemark gaps", "nothing is held back", *str(entries[1]).splitlines()]
+    assert page.endswith("```console\n$ tidemark wait orders 13\norders stands at m13\n```\n")
+    assert "\nIt ends.\n" in page
+    assert differs(PAGE, entries) == ""
+    assert "the story typed" in differs(PAGE, entries[:2])
+    assert "the story typed" in differs(PAGE, [*entries[:2], Entry("$ tidemark wait returns 12", "")])
+
+
+def test_all_times_of_the_rules_are_shortened_alike() -> None:
+    """Of `for:`, of ranges and offsets, and of seconds that are compared; counts stay."""
+    before, after = (
+        {rule["alert"]: rule for group in yaml.safe_load(text)["groups"] for rule in group["rules"]}
+        for text in (alert_rules(), hastened(alert_rules()))
+    )
+    assert (before["TidemarkStandsStill"]["for"], after["TidemarkStandsStill"]["for"]) == (
+        "2m",
+        f"{120_000 // FASTER}ms",
+    )
+    assert "> 300)" in before["TidemarkStandsStill"]["expr"]
+    assert f"> {300 // FASTER})" in after["TidemarkStandsStill"]["expr"]
+    assert f"[{600_000 // FASTER}ms]" in after["TidemarkDeadLetters"]["expr"]
+    assert after["TidemarkLag"]["expr"] == before["TidemarkLag"]["expr"]
+    left = [
+        rule["alert"] for rule in after.values() if re.search(r"\d[smh]\b(?<!ms)", rule["expr"] + rule.get("for", ""))
+    ]
+    assert left == []

@@ -1,0 +1,83 @@
+"""What went back, or is gone, or is there twice: a checkpoint, a database, the pipeline itself."""
+
+import shutil
+
+import psycopg
+from psycopg import sql
+
+from tests.stories.scene import PIPELINE, SECOND, Scene
+from tests.stories.test_held import fact
+from tidemark.streaming.records import Join
+
+
+def test_a_lost_checkpoint(scene: Scene) -> None:
+    """Its folder is deleted under the query: nobody is woken, because it begins anew from Postgres by itself."""
+    site = scene.site
+    with scene.story("lost-checkpoint") as story:
+        site.send(Join(stream="admissions", writer="w", epoch=1, id=0), fact("admissions", "w", 1))
+        site.reaches("admissions", linear=1)
+        shutil.rmtree(site.checkpoint)
+        for id in (2, 3, 4):
+            site.send(fact("admissions", "w", id))
+            site.reaches("admissions", linear=id)
+        story.tidemark("status", "admissions")
+        assert "no difference" in story.tidemark("verify", "--history")
+
+
+def test_two_pipelines(scene: Scene) -> None:
+    """The first loses its way to Postgres, and a second takes over: the first cannot know."""
+    site = scene.site
+    with scene.story("two-pipelines", "TidemarkTwoOwners", "TidemarkServerAway", "TidemarkStandsStill") as story:
+        site.send(Join(stream="seats", writer="w", epoch=1, id=0), fact("seats", "w", 1))
+        site.reaches("seats", linear=1)
+        second = site.start(
+            module=("tests.stories.hasty",),
+            owner=SECOND,
+            checkpoint=site.home / "second",
+            metrics_port=scene.second_port,
+        )
+        second.says("Waiting for the lease")
+        with scene.way.cut():
+            second.says("Took the lease")
+            site.send(fact("seats", "w", 2))
+            site.reaches("seats", linear=2)
+            story.woken("TidemarkTwoOwners")
+            story.woken("TidemarkServerAway")
+            story.woken("TidemarkStandsStill")
+            said = story.tidemark("status", "seats")
+            assert f"{SECOND} holds the lease" in said
+        scene.pipeline.says("the lease was taken over")
+        story.calm()
+        second.terminate()
+        site.send(fact("seats", "w", 3))
+        site.reaches("seats", linear=3)
+        assert f"{PIPELINE} holds the lease" in story.tidemark("status", "seats")
+        assert "no difference" in story.tidemark("verify", "--history")
+
+
+def test_a_restored_database_of_writers(scene: Scene) -> None:
+    """The services' database is set back by a restore, and gives IDs out again that readers have seen."""
+    site, shop = scene.site, scene.shop
+
+    def administer(statement: str, *names: str) -> None:
+        with psycopg.connect(shop.dsn("postgres"), autocommit=True) as connection:
+            connection.execute("select pg_terminate_backend(pid) from pg_stat_activity where datname = 'shop'")
+            connection.execute(sql.SQL(statement).format(*map(sql.Identifier, names)))
+
+    with scene.story("restored-database", "TidemarkSourceRegressed", "TidemarkLateCompletions") as story:
+        site.reaches("returns", linear=scene.append("returns"))
+        administer("create database {} template {}", "backup", "shop")
+        lost = scene.append("returns")
+        site.reaches("returns", linear=lost)
+        administer("drop database {} with (force)", "shop")
+        administer("alter database {} rename to {}", "backup", "shop")
+        assert scene.append("returns") == lost
+        story.woken("TidemarkSourceRegressed")
+        story.woken("TidemarkLateCompletions")
+        site.reaches("returns", linear=scene.append("returns"))
+        said = story.tidemark("late", "list")
+        assert "regressed" in said
+        story.tidemark("gaps")
+        story.act("late", "resolve", "returns", said.splitlines()[1].split()[0], why="booked again by hand")
+        story.calm()
+        assert "act " in story.tidemark("late", "list", "--all")
