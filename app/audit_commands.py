@@ -97,9 +97,11 @@ def _table(found: "Sequence[ListedAct]", now: float) -> list[str]:
 def _whole(it: "ListedAct") -> Iterator[str]:
     from tidemark.app.explain import clock
 
-    yield f"{it.kind} of {it.writer} in epoch {it.epoch} of {it.stream} {_ids(it)}".rstrip()
+    whose = f"{it.writer} in epoch {it.epoch} of {it.stream}" if it.writer else it.stream
+    yield f"{it.kind} of {whose} {_ids(it)}".rstrip()
     yield f"when: {clock(it.time)}"
     yield f"who: {it.seen_as} as Postgres knew it, from {it.seen_from or 'a local socket'}; by {it.by}, as they said"
     yield f"why: {it.why}"
-    yield "sent: " + ("not known to be" if it.topic is None else f"{it.topic}/{it.partition} {it.offset}")
+    if it.writer:  # else it is none of a writer's, and goes nowhere
+        yield "sent: " + ("not known to be" if it.topic is None else f"{it.topic}/{it.partition} {it.offset}")
     yield f"outcome: {_outcome(it)}"

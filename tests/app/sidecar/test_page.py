@@ -19,7 +19,7 @@ from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.needs import CHROMIUM, chromium
 from tests.sinks.given import batch, rejected
 from tests.sinks.reader.given import Pipeline
-from tests.streaming.builders import Shard, position
+from tests.streaming.builders import Shard, position, rdata
 from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.sidecar.site import SiteConfig
 from tidemark.app.stack.server import free_port
@@ -208,7 +208,8 @@ def test_rejected_and_late_records_are_told(pipeline: Pipeline, page: Page) -> N
 
 
 def test_copies_that_differ_and_what_operators_did_are_told(pipeline: Pipeline, redis_url: str, page: Page) -> None:
-    """A Redis that knows more than Postgres, once that has lasted; an act with who did it, and in whose name."""
+    """A Redis that knows more than Postgres, once that has lasted; an act with who did it, and in whose name; a writer
+    that never joined with the command that would end the waiting."""
     pipeline.publish(moved("orders", 7, shop=At(0, 7)))
     says(page, "#headline", re.compile("The only stream is (moving|complete)"))
     expect(page.locator("#audit")).to_be_hidden()
@@ -222,6 +223,9 @@ def test_copies_that_differ_and_what_operators_did_are_told(pipeline: Pipeline, 
     )
     says(page, "#subline", re.compile(r"orders: Redis says 9 where Postgres says 7, for \d+ s\."))
     says(page, ".trouble .verb", "tidemark verify")
+    shard = Shard()
+    pipeline.publish(shard.feed(rdata("desk", 4, epoch=3)))
+    says(page, ".trouble .verb >> nth=0", re.compile(r"tidemark retire --epoch 3 .* events desk"))
 
 
 def test_numbers_are_grouped_and_strips_say_where_they_begin(pipeline: Pipeline, page: Page) -> None:

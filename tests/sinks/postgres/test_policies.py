@@ -53,6 +53,8 @@ def test_every_change_is_an_act(known: str, sql: psycopg.Connection) -> None:
     assert run(known, "set", "imp*", "gap_seconds=9", *BY[:-1]).exit_code == 2
     assert run(known, "unset", "imp*", *BY, "--json").exit_code == 0
     assert run(known, "list").output == "no stream has a policy\n"
+    shown = CliRunner(env={"TIDEMARK_POSTGRES_DSN": known}).invoke(main, ["acts", "show", "1"]).output.splitlines()
+    assert (shown[0], shown[-1]) == ("POLICY of imp*", f"outcome: {done.output.splitlines()[1].partition(';')[0]}")
     assert sql.execute("select kind, stream, by, seen_as = session_user, outcome from tidemark.acts").fetchall() == [
         ("POLICY", "imp*", "ada", True, "gap_seconds: not set -> 600, history_days: not set -> 30"),
         ("POLICY", "imp*", "ada", True, "gap_seconds: 600 -> not set, history_days: 30 -> not set"),
