@@ -72,6 +72,10 @@ rooms-torture: setup ## Let everything befall a chat server's rooms and their cl
 append-torture: setup ## Try what tidemark.append and its relay promise with forty times as many examples (half an hour)
 	$(BIN)/pytest -n 2 --hypothesis-profile long tests/sources/relay
 
+.PHONY: synapse-test
+synapse-test: setup ## Tell all streams of a real Synapse for ten minutes while workers, bridges and Redis die (pip brings Synapse)
+	$(BIN)/pytest -s -o faulthandler_timeout=1200 tests/sources/synapse/check_long.py
+
 .PHONY: worlds
 worlds: setup ## Go through every order of events in a world of two writers (two minutes on a core, 1 GB)
 	$(BIN)/pytest tests/worlds

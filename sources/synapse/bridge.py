@@ -31,8 +31,9 @@ MOST_UNSENT = 20_000
 """Records that wait for Kafka's acknowledgement; the rest waits in Synapse's database."""
 SHORTEST, LONGEST = 0.01, 0.05
 _WATCHED_EVERY = 1.0
-_ASKED_EVERY = 10.0
-"""Seconds for which nobody is asked again how far it is: every answer is a line of every writer of every stream."""
+_ASKED_AFTER, _ASKED_EVERY = 10.0, 60.0
+"""Seconds for which nobody is asked again how far it is, at first and in the end: each answer is a line of every writer
+of every stream."""
 _PAUSE, _LONGEST_PAUSE = 0.2, 5.0
 _TURN = 1.0
 _PATIENCE = 30.0
@@ -67,7 +68,7 @@ class SynapseBridge:
         self._done: list[int] = []
         self._flying = 0
         self._reports = Reports({})
-        self._asked = 0.0
+        self._asked, self._patience = 0.0, _ASKED_AFTER
 
     def run(self) -> None:
         """Raises `Stop` where a person must decide, and what a server refuses before it ever worked."""
@@ -102,12 +103,14 @@ class SynapseBridge:
 
     def _has_its_turn(self, own: Connection) -> bool:
         """Wait until no other bridge of these streams is connected. Not in the server: that would hold a snapshot."""
+        waits = False
         while not self._halt.is_set():
             if state.has_turn(own, self._names):
                 self._metrics.standby.set(0)
                 return True
-            if not self._metrics.standby._value.get():
+            if not waits:
                 log.info("Another bridge speaks; waiting for its end")
+            waits = True
             self._metrics.standby.set(1)
             self._halt.wait(_TURN)
         return False
@@ -208,8 +211,10 @@ class SynapseBridge:
                 self._metrics.behind.labels(self._tellings[name].of.name, writer).set(count)
         held = {name for name, writers in behind.items() if any(writers.values())}
         unfounded = any(not each.founded for each in self._tellings.values())
-        if (held or unfounded) and time.monotonic() - self._asked >= _ASKED_EVERY:
-            self._asked = time.monotonic()
+        if not (held or unfounded):
+            self._patience = _ASKED_AFTER
+        elif time.monotonic() - self._asked >= self._patience:
+            self._asked, self._patience = time.monotonic(), min(2 * self._patience, _ASKED_EVERY)
             self._channel.ask()
             for each in self._tellings.values():
                 if not each.founded:
@@ -227,6 +232,8 @@ class SynapseBridge:
                 ages[told] = max(age, ages.get(told, 0.0))
                 opened.append(each.held(told, holders[name].writer))
         self._metrics.held(ages)
-        self._reports.tellers = {each.stream: (each.writer, each.epoch) for each in holders.values()}
+        # In one name, whoever holds: who was told in another would stand there for ever.
+        known = [each.known for each in self._tellings.values() if each.known is not None]
+        self._reports.tellers = {it.name: (first, it.epochs[first]) for it in known for first in [min(it.told)]}
         for report in self._reports.due(opened, now):
             self._producer.send(report.stream, records.encode(report))

@@ -11,7 +11,7 @@ Three kinds of evidence, of which no two are enough:
 What a writer says twice, late or out of order changes nothing: its highest word counts.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from tidemark.streaming.intervals import EMPTY, Intervals
@@ -95,8 +95,12 @@ class StreamDecider:
         self._begun: dict[str, list[str]] = {}
         self._whole: set[str] = set()
         """Writers of whose next fact every row was heard, or none."""
-        self.strangers: set[str] = set()
+        self._strangers: dict[str, _SynapseWriter] = {}
+
+    @property
+    def strangers(self) -> Set[str]:
         """Writers that were heard or read of and are not known: nothing is told until they are."""
+        return self._strangers.keys()
 
     @property
     def told(self) -> Mapping[str, int]:
@@ -123,27 +127,34 @@ class StreamDecider:
         """Whether it is to be asked who runs before anything is read."""
         return any(it.barriers or (it.doubted and it.spoken) for it in self._writers.values())
 
+    def meet(self, writers: Iterable[str]) -> None:
+        """These are there, whether known or not."""
+        for name in writers:
+            if name not in self._writers:
+                self._strangers.setdefault(name, _SynapseWriter(0))
+
     def introduce(self, writer: str, told: int) -> None:
-        """The writer has joined there."""
-        self.strangers.discard(writer)
-        if writer not in self._writers:
-            self._writers[writer] = _SynapseWriter(told)
+        """The writer has joined there; what it said before counts."""
+        self.meet([writer])
+        if stranger := self._strangers.pop(writer, None):
+            stranger.told, stranger.moved = told, stranger.word > told
+            self._writers[writer] = stranger
 
     def doubt(self) -> None:
         """Lines may have been lost, and with them the first words of a successor."""
         self._begun.clear()
         self._whole.clear()
-        for writer in self._writers.values():
+        for writer in [*self._writers.values(), *self._strangers.values()]:
             writer.doubted, writer.spoken = True, False
 
     def announced(self, writer: str, prev: int, id: int) -> None:
         """`POSITION writer prev id`. Of one number twice: it has begun, or was asked."""
         self._begun.pop(writer, None)
         self._whole.add(writer)
-        if known := self._known(writer):
-            known.say(id, began=prev >= id)
-            if not known.doubted and (first := max(prev, known.since, known.told)) < id:
-                known.empty = known.empty.union(Intervals.of([(first, id)]))
+        known = self._known(writer)
+        known.say(id, began=prev >= id)
+        if not known.doubted and (first := max(prev, known.since, known.told)) < id:
+            known.empty = known.empty.union(Intervals.of([(first, id)]))
 
     def completed(self, writer: str, id: int | None, row: str) -> None:
         """`RDATA writer id row`; None is one of several rows, of which the last has the number."""
@@ -152,18 +163,16 @@ class StreamDecider:
         if id is None:
             return
         del self._begun[writer]
-        if known := self._known(writer):
-            known.say(id)
+        self._known(writer).say(id)
         if writer in self._whole:
             self._heard.setdefault(id, StreamFact(id, writer, rows))
             while len(self._heard) > MOST_HEARD:
                 del self._heard[next(iter(self._heard))]
         self._whole.add(writer)
 
-    def _known(self, writer: str) -> _SynapseWriter | None:
-        if (known := self._writers.get(writer)) is None:
-            self.strangers.add(writer)
-        return known
+    def _known(self, writer: str) -> _SynapseWriter:
+        self.meet([writer])
+        return self._writers.get(writer) or self._strangers[writer]
 
     def look(self, head: int, running: frozenset[int]) -> None:
         """How far IDs are given out, and then who runs: both asked for after everything was heard."""
@@ -203,7 +212,7 @@ class StreamDecider:
         low, top = asked[0], min(asked[1], head)
         table = {fact.id: fact for fact in facts}
         known = {id: fact for id, fact in self._heard.items() if low < id <= top} | table
-        self.strangers |= {fact.writer for fact in known.values()} - self._writers.keys()
+        self.meet(fact.writer for fact in known.values())
         if self.strangers:
             return []
         here = Intervals.of((id - 1, id) for id in known)

@@ -72,8 +72,10 @@ def writers(connection: Connection, stream: SynapseStream) -> set[str]:
     return {name for (name,) in connection.execute(names.encode(), [stream.positions]).fetchall()}
 
 
-def facts(connection: Connection, stream: SynapseStream, low: int, top: int) -> tuple[int, list[StreamFact]]:
-    """The head, and the facts in `(low, top]`, of one snapshot; magnitudes."""
+def facts(
+    connection: Connection, stream: SynapseStream, low: int, top: int, of: str | None = None
+) -> tuple[int, list[StreamFact]]:
+    """The head, and the facts in `(low, top]` (those of one writer, where it is named), of one snapshot; magnitudes."""
     first, last = low + 1, top
     if stream.towards is Direction.BACKWARD:
         first, last = -top, -low - 1
@@ -81,11 +83,11 @@ def facts(connection: Connection, stream: SynapseStream, low: int, top: int) -> 
     rows = connection.execute(
         f"""
         select abs(id), writer, row, coalesce(pg_sequence_last_value(%(sequence)s::regclass), 0) as head
-        from ({every}) as found
+        from ({every}) as found where %(of)s::text is null or writer = %(of)s
         union all
         select null, null, null, coalesce(pg_sequence_last_value(%(sequence)s::regclass), 0)
         """.encode(),
-        {"sequence": stream.sequence, "low": first, "high": last},
+        {"sequence": stream.sequence, "low": first, "high": last, "of": of},
     ).fetchall()
     found: dict[int, tuple[str, dict[str, None]]] = {}
     for id, writer, row, _ in rows:
@@ -119,8 +121,8 @@ def table_writers(
     """Who of those that run has written to the tables of the streams, or is about to: the oldest first."""
     tables: dict[str, set[str]] = {}
     for stream in streams:
-        for question in stream.questions:
-            tables.setdefault(question.name, set()).add(stream.name)
+        for table in [*stream.before, *(question.name for question in stream.questions)]:
+            tables.setdefault(table, set()).add(stream.name)
     rows = connection.execute(
         """
         select array_agg(distinct held.relation::regclass::text), own.transactionid::text::bigint, held.pid,

@@ -8,8 +8,9 @@ its session and speaks. One that lost it unaware finds that its places were move
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
-from tidemark.sources.synapse.decider import ProvenAdvance
+from tidemark.sources.synapse.decider import ProvenAdvance, StreamFact
 from tidemark.sources.synapse.tables import SynapseStream
 from tidemark.sources.synapse.told import WriterTeller
 from tidemark.streaming import records
@@ -49,13 +50,14 @@ class SynapseServer:
 
 @dataclass(frozen=True, slots=True)
 class ToldWriters:
-    """A stream as it was told, called `name` on Kafka; `told`: by writer up to where (magnitudes)."""
+    """A stream as it was told from `floor` on, called `name` on Kafka; `told`: by writer up to where (magnitudes)."""
 
     stream: SynapseStream
     name: str
     timeline: Timeline
     told: Mapping[str, int]
     epochs: Mapping[str, int]
+    floor: int
 
     def teller(self, writer: str) -> WriterTeller:
         return WriterTeller(self.name, writer, self.epochs[writer], self.stream.towards, self.timeline)
@@ -109,18 +111,19 @@ def begin(
     Where the database is another one, or has gone back, a new timeline begins at the head that it has now.
     """
     row = connection.execute(
-        "select database, history, start, after, place > %s::pg_lsn from tidemark.synapse_streams where stream = %s",
+        "select database, history, start, after, floor, place > %s::pg_lsn from tidemark.synapse_streams"
+        " where stream = %s",
         [seen.place, name],
     ).fetchone()
     if row is None:
         return None
-    database, history, start, after, back = row
+    database, history, start, after, floor, back = row
     rows = connection.execute(
         "select writer, epoch, told from tidemark.synapse_writers where stream = %s", [name]
     ).fetchall()
     told = {writer: at for writer, _, at in rows}
     epochs = {writer: epoch for writer, epoch, _ in rows}
-    known = ToldWriters(stream, name, Timeline(history, start, after), told, epochs)
+    known = ToldWriters(stream, name, Timeline(history, start, after), told, epochs, floor)
     back = back or max(told.values(), default=0) > head
     if database == seen.database and not back:
         return known
@@ -154,12 +157,12 @@ def found(
     """The stream is told from `floor` on: what lies below was never announced, and readers find it in the table."""
     names, now = sorted(writers), _now(connection)
     timeline = Timeline(seen.database, uuid.uuid4().hex)
-    made = ToldWriters(stream, name, timeline, dict.fromkeys(names, floor), dict.fromkeys(names, now))
+    made = ToldWriters(stream, name, timeline, dict.fromkeys(names, floor), dict.fromkeys(names, now), floor)
     with connection.transaction():
         connection.execute(
-            "insert into tidemark.synapse_streams (stream, database, history, place, start)"
-            " values (%s, %s, %s, %s, %s)",
-            [name, seen.database, seen.database, seen.place, timeline.start],
+            "insert into tidemark.synapse_streams (stream, database, history, place, start, floor)"
+            " values (%s, %s, %s, %s, %s, %s)",
+            [name, seen.database, seen.database, seen.place, timeline.start, floor],
         )
         for writer in names:
             _add(connection, made, writer, floor)
@@ -167,8 +170,10 @@ def found(
     return made
 
 
-def introduce(connection: Connection, known: ToldWriters, writer: str, at: int) -> ToldWriters:
-    """The writer joins there."""
+def introduce(
+    connection: Connection, known: ToldWriters, writer: str, at: int, late: Sequence[StreamFact] = ()
+) -> ToldWriters:
+    """The writer joins there. What it has below, and nobody waited for, is told too: it is late."""
     now = _now(connection)
     row = connection.execute(
         "select epoch from tidemark.synapse_writers where (stream, writer) = (%s, %s)", [known.name, writer]
@@ -177,7 +182,9 @@ def introduce(connection: Connection, known: ToldWriters, writer: str, at: int) 
     more = replace(known, told={**known.told, writer: at}, epochs={**known.epochs, writer: epoch})
     with connection.transaction():
         _add(connection, more, writer, at)
-        _leave(connection, known.name, [more.teller(writer).join(at)])
+        teller = more.teller(writer)
+        facts = (teller.advance(ProvenAdvance(writer, fact.id - 1, fact.id, [fact])) for fact in late)
+        _leave(connection, known.name, [teller.join(at), *chain.from_iterable(facts)])
     return more
 
 

@@ -36,7 +36,7 @@ class StreamTelling:
         self.known = known
         told = dict.fromkeys(writers, 0) if known is None else known.told
         self.decider = StreamDecider(told, keeps=of.stream.keeps)
-        self.decider.strangers |= {*writers} - told.keys()
+        self.decider.meet(writers)
 
     @property
     def founded(self) -> bool:
@@ -61,7 +61,7 @@ class StreamTelling:
         """Write down what can be told now; gives it."""
         if self.known is None:
             self._found(own)
-        if self.known is None or self._introduced(own):
+        if self.known is None or self._introduced(synapse, own):
             return []
         if (asked := self.decider.asked()) is None:
             return []
@@ -71,7 +71,7 @@ class StreamTelling:
             place = durable(synapse)
             self.known = state.tell(own, self.known, advances, place)
         else:
-            self._introduced(own)
+            self._introduced(synapse, own)
         return advances
 
     def _found(self, own: Connection) -> None:
@@ -84,13 +84,14 @@ class StreamTelling:
         self.decider.begin(floor)
         log.info("Telling a stream of Synapse", stream=self.of.name, floor=floor, writers=sorted(writers))
 
-    def _introduced(self, own: Connection) -> bool:
+    def _introduced(self, synapse: Connection, own: Connection) -> bool:
         """Whether writers were found that nobody knew."""
         found = sorted(self.decider.strangers)
         for stranger in found:
             assert self.known is not None
             at = self.decider.line
-            self.known = state.introduce(own, self.known, stranger, at)
+            _, facts = looks.facts(synapse, self.of.stream, self.known.floor, at, stranger)
+            self.known = state.introduce(own, self.known, stranger, at, facts)
             self.decider.introduce(stranger, at)
-            log.info("A writer of Synapse joins", stream=self.of.name, writer=stranger, id=at)
+            log.info("A writer of Synapse joins", stream=self.of.name, writer=stranger, id=at, late=len(facts))
         return bool(found)

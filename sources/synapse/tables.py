@@ -23,7 +23,7 @@ class TableQuestion:
 
     @property
     def name(self) -> str:
-        """Of the table that has the rows."""
+        """That of the table with the rows."""
         return self.table.partition(" ")[0]
 
     @property
@@ -52,6 +52,8 @@ class SynapseStream:
     questions: Sequence[TableQuestion]
     keeps: bool
     positions: str = ""
+    before: Sequence[str] = ()
+    """Tables that a transaction writes to before it comes to those of the rows."""
     towards: Direction = Direction.FORWARD
 
 
@@ -83,13 +85,14 @@ def _question(table: str, row: str) -> TableQuestion:
 
 
 _KNOWN = (
-    SynapseStream("events", "events_stream_seq", _EVENTS, keeps=True, positions="events"),
+    SynapseStream("events", "events_stream_seq", _EVENTS, keeps=True, positions="events", before=["event_json"]),
     SynapseStream(
         "backfill",
         "events_backfill_stream_seq",
         _EVENTS[:2],
         keeps=True,
         positions="backfill",
+        before=["event_json"],
         towards=Direction.BACKWARD,
     ),
     SynapseStream(

@@ -170,13 +170,22 @@ class Homeserver:
         files = [str(self._root / "homeserver.yaml"), "-c", str(self._root / f"{name}.yaml")]
         return SynapseProcess(home, name, [self._python, "-m", "synapse.app.generic_worker", "-c", *files])
 
+    def listener(self, name: str, redis_port: int) -> SynapseProcess:
+        """A worker that writes nothing, and hears of what others write by another Redis than theirs."""
+        self.workers[name] = self._worker(self.main.home, name)
+        self._describe(name, redis={"enabled": True, "host": LOOPBACK, "port": redis_port})
+        return self.workers[name]
+
+    def _describe(self, name: str, **more: object) -> None:
+        listeners = [_listener(self.workers[name].port, "client", "replication")]
+        worker = {"worker_app": "synapse.app.generic_worker", "worker_name": name, "worker_listeners": listeners}
+        self._write(name, {**worker, "worker_log_config": str(self._root / "log.yaml"), **more})
+
     def _configure(self) -> None:
         at = conninfo_to_dict(self.dsn)
         self._write("homeserver", self._shared(at))
-        for name, process in self.workers.items():
-            listeners = [_listener(process.port, "client", "replication")]
-            worker = {"worker_app": "synapse.app.generic_worker", "worker_name": name, "worker_listeners": listeners}
-            self._write(name, {**worker, "worker_log_config": str(self._root / "log.yaml")})
+        for name in self.workers:
+            self._describe(name)
         handlers = {"file": {"class": "logging.StreamHandler", "formatter": "plain"}}
         formats = {"plain": {"format": "%(asctime)s %(levelname)s %(name)s %(message)s"}}
         root = {"level": "WARNING", "handlers": ["file"]}

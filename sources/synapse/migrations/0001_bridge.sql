@@ -6,12 +6,14 @@ create table tidemark.synapse_streams (
     history     text        not null,
     place       pg_lsn      not null,
     start       text        not null,
-    after       text
+    after       text,
+    floor       bigint      not null
 );
 comment on table tidemark.synapse_streams is 'Streams of Synapse that were told, and the history of its database in which';
 comment on column tidemark.synapse_streams.history is 'What JOINs call it: another one too where the same database has gone back';
 comment on column tidemark.synapse_streams.place is
     'The end of its server''s log when it was told last: one that is shorter is of a disk that was put back';
+comment on column tidemark.synapse_streams.floor is 'Where its writers joined first (a magnitude): what lies below was never announced';
 comment on column tidemark.synapse_streams.start is 'The token of this history''s JOINs, which follows that of the one before';
 
 create table tidemark.synapse_writers (

@@ -1,47 +1,65 @@
 """The bridge beside a real Synapse, and what Tidemark makes of what it sends, held against Synapse's tables."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import httpx
 import psycopg
 from confluent_kafka import Consumer, TopicPartition
+from psycopg.conninfo import make_conninfo
 
-from tests.fix_synapse import BridgeProcess
+from tests.fix_redis import Node
+from tests.fix_synapse import READER, BridgeProcess
 from tests.services.synapse import Homeserver
+from tests.sinks.reader.given import Pipeline
 from tests.sources.relay.world import Core
 from tests.waiting import eventually
 from tidemark.app.stack.home import Home
+from tidemark.app.stack.servers import KafkaServer
+from tidemark.sinks.reader import Positions, Reader, Table
 from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.synapse.state import SCHEMA, state_session
+from tidemark.sources.synapse.tables import STREAMS
+from tidemark.sources.topics import TopicPlan, Topics
+from tidemark.streaming import records
 from tidemark.streaming.effects import StreamEffects
+from tidemark.streaming.records import Open
 
 EVENTS = "select stream_ordering, coalesce(instance_name, 'master') from events where stream_ordering > 0"
 
 
 class Follower:
-    """Reads one topic of one partition as it grows; `core` is Tidemark without Spark. `took` is told each batch."""
+    """Reads one topic of one partition as it grows; `cores` are Tidemark without Spark, by stream. `took` is told each
+    batch of one stream."""
 
     def __init__(
-        self,
-        connection: KafkaConnection,
-        topic: str,
-        took: Callable[[Sequence[StreamEffects]], object] = lambda _: None,
+        self, connection: KafkaConnection, topic: str, took: Callable[[Sequence[StreamEffects]], object] = len
     ) -> None:
-        self.core = Core("events")
+        self.cores = {name: Core(name) for name in STREAMS}
         self._took = took
         self.values: list[bytes] = []
         settings = {"group.id": "follower", "enable.auto.commit": "false", "fetch.wait.max.ms": "50"}
         self._consumer = Consumer({**connection.client(), **settings})
         self._consumer.assign([TopicPartition(topic, 0, 0)])
 
+    @property
+    def core(self) -> Core:
+        """That of `events`."""
+        return self.cores["events"]
+
     def follow(self, seconds: float = 0.1) -> None:
         """Take what comes in that time."""
-        values = [message.value() or b"" for message in self._consumer.consume(5000, seconds) if not message.error()]
-        self.values += values
-        if values:
-            self._took(self.core.take(values))
+        found: dict[str, list[bytes]] = {}
+        for message in self._consumer.consume(5000, seconds):
+            if not message.error():
+                found.setdefault((message.key() or b"").decode(), []).append(message.value() or b"")
+        for stream, values in found.items():
+            self.values += values
+            self._took(self.cores[stream].take(values))
 
     def close(self) -> None:
         self._consumer.close()
@@ -101,16 +119,39 @@ class SynapseSite:
         assert {id: writer for id, writer in self.rows().items() if id > self.floor} == {
             id: writer for id, writer in core.writers.items() if id > self.floor
         }
-        assert self.server.token("alice") == f"s{core.line}"
+        eventually(lambda: self.server.token("alice") == f"s{core.line}", what=lambda: self.server.token("alice"))
+
+    def wait(self, seconds: float) -> None:
+        """Look on meanwhile."""
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends:
+            self.checked()
+
+    def room_of(self, writer: str) -> str:
+        """A room whose events this worker writes."""
+        while True:
+            room = self.server.room("alice")
+            if self.sql.execute(
+                "select 1 from events where room_id = %s and instance_name = %s", [room, writer]
+            ).fetchone():
+                return room
+
+    def opened(self) -> list[str]:
+        """Who was told to hold the stream, last."""
+        found = [record for value in self.follower.values if isinstance(record := records.decode(value), Open)]
+        return found[-1].transactions if found else []
 
     def known(self) -> str:
         logs = [self.home.log(bridge.name).read_text()[-2000:] for bridge in self.bridges]
         return f"positions {self.follower.core.positions}\n" + "\n".join(logs)
 
     @contextmanager
-    def traffic(self, rooms: Sequence[str], threads: int = 2) -> Iterator[list[str]]:
+    def traffic(
+        self, rooms: Sequence[str], threads: int = 2, others: Callable[[int], object] | None = None
+    ) -> Iterator[list[str]]:
         """Messages into these rooms meanwhile; gives those that were acknowledged. Nobody waits long for the dead."""
         ended, sent = threading.Event(), list[str]()
+        others = others or (lambda _: None)
         patience, self.server.patience = self.server.patience, 2.0
 
         def run(number: int) -> None:
@@ -119,6 +160,7 @@ class SynapseSite:
                 count += 1
                 try:
                     sent.append(self.server.send(rooms[(count * threads + number) % len(rooms)], "alice", f"m{count}"))
+                    others(count)
                 except httpx.HTTPError:
                     ended.wait(0.05)
 
@@ -132,3 +174,54 @@ class SynapseSite:
             for thread in running:
                 thread.join(90)
             self.server.patience = patience
+
+
+@contextmanager
+def made_site(
+    server: Homeserver, home: Home, kafka: KafkaServer, topic: str, database: str, redis: Node, pipeline: Pipeline
+) -> Iterator[SynapseSite]:
+    """`database` is where bridges remember; what they tell goes to the sinks of `pipeline`."""
+    connection = KafkaConnection(kafka.bootstrap_servers)
+    Topics(connection).create_missing([TopicPlan(topic, 1, 3_600_000)])
+    with state_session(database) as session:
+        SCHEMA.migrate(session)
+    variables = {
+        "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": kafka.bootstrap_servers,
+        "TIDEMARK_KAFKA_FACTS_TOPIC": topic,
+        "TIDEMARK_POSTGRES_DSN": database,
+        "TIDEMARK_SYNAPSE_DSN": make_conninfo(server.dsn, user=READER, password=READER),
+        "TIDEMARK_SYNAPSE_REDIS_URL": redis.url,
+    }
+    follower = Follower(connection, topic, lambda effects: pipeline.publish(*effects))
+    with psycopg.connect(server.dsn, autocommit=True) as sql:
+        made = SynapseSite(server, home, variables, follower, sql)
+        try:
+            yield made
+        finally:
+            for bridge in made.bridges:
+                bridge.kill()
+            follower.close()
+
+
+@contextmanager
+def reading(site: SynapseSite, redis_url: str, dsn: str) -> Iterator[list[int]]:
+    """A consumer with the reader's library; gives the IDs of what it has read, as it goes on."""
+    stopping, read = threading.Event(), list[int]()
+    table = Table("events", id="stream_ordering", writer="instance_name", columns=("event_id",))
+
+    def run() -> None:
+        source = site.variables["TIDEMARK_SYNAPSE_DSN"]
+        with (
+            Positions(redis_url) as positions,
+            Reader(positions, "events", table, name="search", source=source, effects=dsn, stopping=stopping) as reader,
+        ):
+            for batch in reader:
+                read.extend(row["stream_ordering"] for row in batch.rows)
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(run)
+        try:
+            yield read
+        finally:
+            stopping.set()
+            done.result()

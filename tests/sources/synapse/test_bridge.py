@@ -1,71 +1,148 @@
 """The bridge beside a real Synapse: what it tells is what the tables hold, whatever dies."""
 
+import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
+import httpx
 import psycopg
 import pytest
-from psycopg.conninfo import make_conninfo
+import redis
 
 from tests.fix_redis import Node
-from tests.fix_synapse import READER
-from tests.services.synapse import Homeserver
-from tests.sources.synapse.site import Follower, SynapseSite
+from tests.services.synapse import NAME, Homeserver
+from tests.sinks.reader.given import Pipeline
+from tests.sources.synapse.site import SynapseSite, made_site, reading
 from tests.waiting import eventually
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.servers import KafkaServer
-from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.synapse.state import SCHEMA, state_session
-from tidemark.sources.topics import TopicPlan, Topics
 
 
 @pytest.fixture
 def site(
-    homeserver: Homeserver, home: Home, kafka: KafkaServer, prefix: str, database: str, synapse_redis: Node
+    homeserver: Homeserver,
+    home: Home,
+    kafka: KafkaServer,
+    prefix: str,
+    database: str,
+    synapse_redis: Node,
+    pipeline: Pipeline,
 ) -> Iterator[SynapseSite]:
-    connection = KafkaConnection(kafka.bootstrap_servers)
-    Topics(connection).create_missing([TopicPlan(prefix, 1, 3_600_000)])
-    with state_session(database) as session:
-        SCHEMA.migrate(session)
-    variables = {
-        "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": kafka.bootstrap_servers,
-        "TIDEMARK_KAFKA_FACTS_TOPIC": prefix,
-        "TIDEMARK_POSTGRES_DSN": database,
-        "TIDEMARK_SYNAPSE_DSN": make_conninfo(homeserver.dsn, user=READER, password=READER),
-        "TIDEMARK_SYNAPSE_REDIS_URL": synapse_redis.url,
-    }
-    follower = Follower(connection, prefix)
-    with psycopg.connect(homeserver.dsn, autocommit=True) as sql:
-        made = SynapseSite(homeserver, home, variables, follower, sql)
+    with made_site(homeserver, home, kafka, prefix, database, synapse_redis, pipeline) as made:
         yield made
-        for bridge in made.bridges:
-            bridge.kill()
-    follower.close()
 
 
-def test_events_of_two_writers_whatever_dies(site: SynapseSite, synapse_redis: Node) -> None:
+def test_events_of_two_writers_whatever_dies(site: SynapseSite, synapse_redis: Node, redis_url: str, dsn: str) -> None:
     """Workers are killed and come back, Redis is, the bridge is, another takes over: at every moment no event is
-    stepped over, and at rest everything is told."""
+    stepped over, at rest everything is told, and a reader has read each event once, those from before too."""
     rooms = [site.server.room("alice") for _ in range(8)]
     first = site.bridge()
     site.bridge()
-    with site.traffic(rooms) as sent:
+    with reading(site, redis_url, dsn) as read:
+        with site.traffic(rooms) as sent:
 
-        def more(count: int) -> None:
-            wanted = len(sent) + count
-            eventually(lambda: site.checked() and len(sent) >= wanted, 60, site.known)
+            def more(count: int) -> None:
+                wanted = len(sent) + count
+                eventually(lambda: site.checked() and len(sent) >= wanted, 60, site.known)
 
-        eventually(lambda: site.checked() and site.floor, 30, site.known)
-        more(20)
-        victim = site.server.workers["event1"]
-        victim.kill()
-        more(4)
-        victim.start()
-        more(10)
-        first.kill()
-        more(10)
-        synapse_redis.kill()
-        synapse_redis.start()
-        more(10)
-        first.start()
+            eventually(lambda: site.checked() and site.floor, 30, site.known)
+            more(10)
+            victim = site.server.workers["event1"]
+            victim.kill()
+            more(3)
+            victim.start()
+            more(5)
+            first.kill()
+            more(5)
+            synapse_redis.kill()
+            synapse_redis.start()
+            more(5)
+            first.start()
+        site.settle()
+        rows = site.rows()
+        eventually(lambda: len(read) >= len(rows), 30, lambda: f"{len(read)} of {len(rows)} events are read")
+    assert read == sorted(rows)
+    assert {"event1", "event2"} <= {*rows.values()}
+
+
+FAULTS = """
+    create or replace function hold() returns trigger language plpgsql as $$
+    begin
+        if new.json like '%{word}%' then
+            perform pg_advisory_xact_lock_shared({number});
+        end if;
+        return null;
+    end $$;
+    drop trigger if exists hold on event_json;
+    create constraint trigger hold after insert on event_json {when} for each row execute function hold();
+"""
+"""Holds the transaction of an event with that word in it for as long as somebody has the lock."""
+
+
+@contextmanager
+def held(site: SynapseSite, when: str) -> Iterator[None]:
+    with psycopg.connect(site.server.dsn, autocommit=True) as holder:
+        holder.execute(FAULTS.format(word="HOLD", number=77, when=when).encode())
+        holder.execute("select pg_advisory_lock(77)")
+        yield
+        holder.execute("select pg_advisory_unlock(77)")
+        holder.execute("drop trigger hold on event_json")
+
+
+def waits(site: SynapseSite) -> bool:
+    row = site.sql.execute("select count(*) from pg_locks where locktype = 'advisory' and objid = 77 and not granted")
+    return row.fetchone() == (1,)
+
+
+def test_one_writer_does_not_hold_the_other(site: SynapseSite) -> None:
+    """While a transaction of one worker is open, the other's position goes on, as Synapse's own token says, the line
+    waits below, and the transaction is named."""
+    slow, quick = site.room_of("event1"), site.room_of("event2")
+    site.bridge()
+    eventually(lambda: site.checked() and site.floor, 30, site.known)
+    with ThreadPoolExecutor(1) as pool:
+        with held(site, "not deferrable"):
+            sending = pool.submit(site.server.send, slow, "alice", "HOLD")
+            eventually(lambda: waits(site))
+            for number in range(3):
+                site.server.send(quick, "alice", f"quick {number}")
+            core = site.follower.core
+            eventually(lambda: site.checked() and core.positions["event2"] == site.head(), 30, site.known)
+            assert core.line < core.positions["event2"]
+            told = site.server.token("alice")
+            assert re.fullmatch(rf"m{core.line}~\d+\.{core.positions['event2']}", told), told
+            eventually(lambda: site.checked() and any("writer event1, pid" in it for it in site.opened()), 30)
+        sending.result()
     site.settle()
-    assert len({*site.rows().values()} & {"event1", "event2"}) == 2
+
+
+def test_commit_of_the_dead_is_waited_for(site: SynapseSite, synapse_redis: Node) -> None:
+    """A worker is killed while it commits, and its successor speaks: the event that lands afterwards, below all that
+    was announced, is stepped over by nobody."""
+    slow, quick = site.room_of("event1"), site.room_of("event2")
+    site.bridge()
+    eventually(lambda: site.checked() and site.floor, 30, site.known)
+    worker = site.server.workers["event1"]
+    with ThreadPoolExecutor(1) as pool, redis.Redis.from_url(synapse_redis.url) as client:
+        with held(site, "deferrable initially deferred"):
+            site.server.patience = 2.0
+            sending = pool.submit(site.server.send, slow, "alice", "HOLD")
+            eventually(lambda: waits(site))
+            dead = site.head()
+            worker.kill()
+            with pytest.raises(httpx.HTTPError):
+                sending.result()
+            site.server.patience = 60.0
+            with client.pubsub() as heard:
+                heard.subscribe(NAME)
+                worker.start()
+                word = f"POSITION events event1 {dead} {dead}".encode()
+                eventually(lambda: (heard.get_message(timeout=1) or {}).get("data") == word)
+            site.server.send(quick, "alice", "quick")
+            core = site.follower.core
+            eventually(lambda: site.checked() and any("pid" in it for it in site.opened()), 30, site.known)
+            assert max(core.line, core.positions["event1"]) < dead
+        eventually(lambda: site.checked() and dead in core.facts, 30, site.known)
+    assert core.writers[dead] == "event1"
+    site.settle()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.sources.synapse.world import NAMES, Told, Writers
-from tidemark.sources.synapse.decider import ProvenAdvance, StreamDecider
+from tidemark.sources.synapse.decider import ProvenAdvance, StreamDecider, StreamFact
 
 Act = tuple[str, int, bool]
 MakeDecider = Callable[[], StreamDecider]
@@ -160,3 +160,18 @@ def test_each_rule_is_needed(bent: type[StreamDecider], script: list[Act]) -> No
     play(script, _made).finish()
     with pytest.raises(AssertionError, match="stepped over"):
         play(script, lambda: bent(dict.fromkeys(NAMES, 1)))
+
+
+def test_what_a_writer_said_before_it_was_known_counts() -> None:
+    """It is not asked again; and nothing is told until it has joined."""
+    decider = StreamDecider({"event1": 1})
+    for name in ("event1", "event2"):
+        decider.announced(name, 3, 3)
+    decider.look(3, frozenset())
+    assert (decider.strangers, decider.asked()) == ({"event2"}, (1, 3))
+    assert decider.read((1, 3), 3, [StreamFact(3, "event2", ["{}"])]) == []
+    decider.introduce("event2", 1)
+    assert decider.wants_look
+    decider.look(3, frozenset())
+    told = decider.read((1, 3), 3, [StreamFact(3, "event2", ["{}"])])
+    assert [(each.writer, each.id, len(each.facts)) for each in told] == [("event1", 3, 0), ("event2", 3, 1)]

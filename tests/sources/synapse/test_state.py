@@ -96,6 +96,14 @@ def test_a_writer_that_is_found_later_joins_at_the_line(sql: psycopg.Connection)
     assert begun(sql).told["event3"] == 9
 
 
+def test_what_nobody_waited_for_is_late(sql: psycopg.Connection) -> None:
+    """Facts of a writer that is found when the line has passed them reach readers all the same, as late ones."""
+    known = state.tell(sql, founded(sql), [advance("event1", 7, 12, 8), advance("event2", 7, 12)], "0/200")
+    state.introduce(sql, known, "event3", 12, [StreamFact(9, "event3", ["1"]), StreamFact(11, "event3", ["2"])])
+    core = told(sql)
+    assert (core.late_ids, core.line, core.rejected) == ({9, 11}, 12, {})
+
+
 @pytest.mark.parametrize(
     ("server", "head"),
     [(SynapseServer("two", "0/300"), 100), (SynapseServer("one", "0/150"), 100), (SynapseServer("one", "0/300"), 8)],

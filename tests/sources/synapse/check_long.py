@@ -1,0 +1,186 @@
+"""All streams of a Synapse with four workers, for ten minutes under all faults: `make synapse-test`."""
+
+import os
+import random
+import secrets
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import click
+import pytest
+
+from tests.fix_redis import Node
+from tests.fix_synapse import started_synapse
+from tests.services.synapse import NAME, Homeserver
+from tests.sinks.reader.given import Pipeline
+from tests.sources.synapse.site import SynapseSite, made_site, reading
+from tests.waiting import eventually
+from tidemark.app.stack.home import Home
+from tidemark.app.stack.postgres import PostgresServer
+from tidemark.app.stack.server import LOOPBACK, free_port
+from tidemark.app.stack.servers import KafkaServer, SidecarProcess
+from tidemark.sources.synapse import looks
+from tidemark.sources.synapse.tables import STREAMS
+
+SECONDS = int(os.environ.get("SYNAPSE_SECONDS", "600"))
+ONE = ["misc1"]
+WRITERS = {
+    "events": ["event1", "event2"],
+    **{stream: ["misc1", "misc2"] for stream in ("receipts", "device_lists")},
+    **dict.fromkeys(("typing", "to_device", "account_data", "presence", "push_rules"), ONE),
+}
+WORDS = [word for stream in STREAMS for word in ("--stream", stream)]
+WORDS += ["--writers", "events=event1,event2", "--writers", "receipts=misc1,misc2"]
+
+
+@pytest.fixture(scope="module")
+def homeserver(home: Home, postgres: PostgresServer, synapse_python: Path, synapse_redis: Node) -> Iterator[Homeserver]:
+    """With four workers, as FACTS of its operators have it: several writers where Synapse allows them."""
+    with started_synapse(home, postgres, synapse_python, synapse_redis.port, WRITERS) as server:
+        yield server
+
+
+def act(site: SynapseSite, rooms: list[str], number: int) -> None:
+    """Something else than a message, through the worker that writes it."""
+    server, room, user = site.server, rooms[number % len(rooms)], "alice"
+    me, text = f"@{user}:{NAME}", {"n": number}
+    match number % 7:
+        case 0:
+            server.client("PUT", f"/user/{me}/account_data/org.test.{number % 5}", user, text, "misc1")
+        case 1:
+            server.client("PUT", f"/user/{me}/rooms/{room}/account_data/org.test.r", user, text, "misc1")
+        case 2:
+            messages = {"messages": {me: {server.device(user): text}}}
+            server.client("PUT", f"/sendToDevice/org.test/{secrets.token_hex(8)}", user, messages, "misc1")
+        case 3:
+            event = server.send(room, user, "to be read")
+            server.client("POST", f"/rooms/{room}/receipt/m.read/{event}", user, {}, ("misc1", "misc2")[number % 2])
+        case 4:
+            body = {"presence": "online", "status_msg": str(number)}
+            server.client("PUT", f"/presence/{me}/status", user, body, "misc1")
+        case 5:
+            rule = {"pattern": str(number), "actions": ["notify"]}
+            server.client("PUT", f"/pushrules/global/content/r{number % 9}", user, rule, "misc1")
+        case 6:
+            server.client("PUT", f"/rooms/{room}/state/org.test/{number % 7}", user, text, "event1")
+
+
+def befall(site: SynapseSite, redis: Node, lot: random.Random) -> str:
+    """One fault; everything lives again when it is over."""
+    what = lot.choice(["worker", "worker", "bridge", "redis", "outsider", "quiet"])
+    if what == "worker":
+        worker = lot.choice([*site.server.workers.values()])
+        worker.kill()
+        site.wait(lot.uniform(0, 3))
+        worker.start()
+        return f"killed {worker.name}"
+    if what == "bridge":
+        bridge = lot.choice(site.bridges)
+        bridge.kill()
+        site.wait(lot.uniform(0, 2))
+        bridge.start()
+    if what == "redis":
+        redis.kill()
+        site.wait(lot.uniform(0, 2))
+        redis.start()
+    if what == "outsider":
+        site.sql.execute("select nextval('events_stream_seq') from generate_series(1, 3)")
+    return what
+
+
+def test_all_streams_whatever_dies(
+    homeserver: Homeserver,
+    home: Home,
+    kafka: KafkaServer,
+    prefix: str,
+    database: str,
+    synapse_redis: Node,
+    pipeline: Pipeline,
+    redis_url: str,
+    dsn: str,
+) -> None:
+    """At every moment no event is stepped over, at rest each stream is told up to what its sequence has given out,
+    and a reader has read each event once."""
+    seed = secrets.randbits(32)
+    click.echo(f"seed {seed}")
+    lot = random.Random(seed)
+    with made_site(homeserver, home, kafka, prefix, database, synapse_redis, pipeline) as site:
+        rooms = [site.server.room("alice") for _ in range(8)]
+        site.bridge(*WORDS)
+        site.bridge(*WORDS)
+        with reading(site, redis_url, dsn) as read:
+            with site.traffic(rooms, others=lambda number: act(site, rooms, number)) as sent:
+                eventually(lambda: site.checked() and site.floor, 60, site.known)
+                ends = time.monotonic() + SECONDS
+                while time.monotonic() < ends:
+                    site.wait(lot.uniform(1, 12))
+                    click.echo(f"{befall(site, synapse_redis, lot)}: sent {len(sent)}, line {site.follower.core.line}")
+            site.settle(120)
+            heads = looks.heads(site.sql, STREAMS.values())
+            cores = site.follower.cores
+
+            def behind() -> dict[str, tuple[int, int]]:
+                return {name: (cores[name].line, head) for name, head in heads.items() if cores[name].line < head}
+
+            eventually(lambda: site.checked() and not behind(), 120, lambda: f"{behind()} {site.known()}")
+            rows = site.rows()
+            eventually(lambda: len(read) >= len(rows), 60, lambda: f"{len(read)} of {len(rows)} events are read")
+        assert read == sorted(rows)
+        for name, stream in STREAMS.items():
+            core = cores[name]
+            _, facts = looks.facts(site.sql, stream, min(core.joined.values()), heads[name])
+            missing = {fact.id: fact.writer for fact in facts if fact.id not in map(abs, core.facts)}
+            unknown = {id: writer for id, writer in missing.items() if id > core.unseen.get(writer, 0)}
+            click.echo(f"{name}: head {heads[name]}, told {len(core.facts)}, unseen {len(missing)}")
+            assert not unknown, (name, unknown)
+            assert not core.late
+            assert not core.rejected
+
+
+def test_real_worker_listens_to_the_sidecar(
+    homeserver: Homeserver,
+    home: Home,
+    kafka: KafkaServer,
+    prefix: str,
+    database: str,
+    synapse_redis: Node,
+    pipeline: Pipeline,
+    redis_url: str,
+    dsn: str,
+    tmp_path: Path,
+) -> None:
+    """One that is connected to no other process of its Synapse hears of a message by what the sidecar says on the
+    channel of another Redis, and tells its client."""
+    with made_site(homeserver, home, kafka, prefix, database, synapse_redis, pipeline) as site:
+        room = site.server.room("alice")
+        site.bridge("--writers", "events=event1,event2")
+        eventually(lambda: site.checked() and site.floor, 60, site.known)
+        variables = {
+            **site.variables,
+            "TIDEMARK_POSTGRES_DSN": dsn,
+            "TIDEMARK_REDIS_URL": redis_url,
+            "TIDEMARK_SIDECAR_PORT": str(free_port()),
+            "TIDEMARK_SIDECAR_TCP": f"{LOOPBACK}:{free_port()}",
+            "TIDEMARK_SIDECAR_CHANNEL": NAME,
+        }
+        sidecar = SidecarProcess(Home(tmp_path), int(variables["TIDEMARK_SIDECAR_PORT"]), variables)
+        listener = site.server.listener("listener", urlsplit(redis_url).port or 0)
+        try:
+            sidecar.start()
+            listener.start()
+            since = site.server.client("GET", "/sync?timeout=0", "alice", at="listener")["next_batch"]
+            with ThreadPoolExecutor(1) as pool:
+                path = f"/sync?since={since}&timeout=50000"
+                waiting = pool.submit(site.server.client, "GET", path, "alice", None, "listener")
+                began = time.monotonic()
+                event = site.server.send(room, "alice", "by way of Tidemark", "event1")
+                eventually(lambda: site.checked() and waiting.done(), 55, site.known)
+            click.echo(f"its client is told after {time.monotonic() - began:.1f} s")
+            timeline = waiting.result()["rooms"]["join"][room]["timeline"]["events"]
+            assert event in [each["event_id"] for each in timeline]
+        finally:
+            listener.kill()
+            sidecar.stop()
