@@ -12,10 +12,12 @@ What a writer says twice, late or out of order changes nothing: its highest word
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tidemark.streaming.intervals import EMPTY, Intervals
 
+MASTER = "master"
+"""The main process, which older rows do not name."""
 MOST_IDS = 5000
 """IDs that are read at once."""
 MOST_HEARD = 50_000
@@ -24,7 +26,7 @@ MOST_HEARD = 50_000
 
 @dataclass(frozen=True, slots=True)
 class StreamFact:
-    """`rows` are JSON, at least one."""
+    """`rows` are JSON, at least one. `writer` is empty where the table does not say whose it is."""
 
     id: int
     writer: str
@@ -210,7 +212,7 @@ class StreamDecider:
     def read(self, asked: tuple[int, int], head: int, facts: Iterable[StreamFact]) -> list[ProvenAdvance]:
         """What the table has of `asked`, and the head, read together and last; gives what may be told now."""
         low, top = asked[0], min(asked[1], head)
-        table = {fact.id: fact for fact in facts}
+        table = {fact.id: fact if fact.writer else replace(fact, writer=self._owner(fact.id)) for fact in facts}
         known = {id: fact for id, fact in self._heard.items() if low < id <= top} | table
         self.meet(fact.writer for fact in known.values())
         if self.strangers:
@@ -224,6 +226,12 @@ class StreamDecider:
         if found:
             self._heard = {id: fact for id, fact in self._heard.items() if id > line}
         return found
+
+    def _owner(self, id: int) -> str:
+        """Who wrote what no row names: who announced it, or the only writer there is."""
+        if heard := self._heard.get(id):
+            return heard.writer
+        return next(iter(self._writers)) if len(self._writers) == 1 else MASTER
 
     def _advance(
         self, name: str, writer: _SynapseWriter, top: int, known: Mapping[int, StreamFact], here: Intervals

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
-from tidemark.sources.synapse.decider import StreamFact
-from tidemark.sources.synapse.tables import MASTER, SynapseStream
+from tidemark.sources.synapse.decider import MASTER, StreamFact
+from tidemark.sources.synapse.tables import SynapseStream
 from tidemark.sources.transactions import OpenTransaction
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.errors import SequenceUnfit
@@ -92,7 +92,7 @@ def facts(
     found: dict[int, tuple[str, dict[str, None]]] = {}
     for id, writer, row, _ in rows:
         if id is not None:
-            found.setdefault(id, (writer, {}))[1][row] = None
+            found.setdefault(id, (writer or "", {}))[1][row] = None
     return int(rows[-1][3]), [StreamFact(id, writer, [*each]) for id, (writer, each) in sorted(found.items())]
 
 

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 
 from tidemark.streaming.direction import Direction
 
-MASTER = "master"
-"""The main process, which older rows do not name."""
-
 
 @dataclass(frozen=True, slots=True)
 class TableQuestion:
@@ -34,7 +31,7 @@ class TableQuestion:
         """Asks for the IDs between `%(low)s` and `%(high)s`, signed."""
         return (
             f"select {place} as place, {self.alias}.{self.id} as id,"
-            f" coalesce({self.alias}.instance_name, '{MASTER}') as writer, ({self.row})::text as row"
+            f" {self.alias}.instance_name as writer, ({self.row})::text as row"
             f" from {self.table} where {self.alias}.{self.id} between %(low)s and %(high)s"
         )
 

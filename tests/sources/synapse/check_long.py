@@ -5,9 +5,7 @@ import random
 import secrets
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import click
 import pytest
@@ -20,8 +18,7 @@ from tests.sources.synapse.site import SynapseSite, made_site, reading
 from tests.waiting import eventually
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.server import LOOPBACK, free_port
-from tidemark.app.stack.servers import KafkaServer, SidecarProcess
+from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources.synapse import looks
 from tidemark.sources.synapse.tables import STREAMS
 
@@ -138,49 +135,3 @@ def test_all_streams_whatever_dies(
             assert not unknown, (name, unknown)
             assert not core.late
             assert not core.rejected
-
-
-def test_real_worker_listens_to_the_sidecar(
-    homeserver: Homeserver,
-    home: Home,
-    kafka: KafkaServer,
-    prefix: str,
-    database: str,
-    synapse_redis: Node,
-    pipeline: Pipeline,
-    redis_url: str,
-    dsn: str,
-    tmp_path: Path,
-) -> None:
-    """One that is connected to no other process of its Synapse hears of a message by what the sidecar says on the
-    channel of another Redis, and tells its client."""
-    with made_site(homeserver, home, kafka, prefix, database, synapse_redis, pipeline) as site:
-        room = site.server.room("alice")
-        site.bridge("--writers", "events=event1,event2")
-        eventually(lambda: site.checked() and site.floor, 60, site.known)
-        variables = {
-            **site.variables,
-            "TIDEMARK_POSTGRES_DSN": dsn,
-            "TIDEMARK_REDIS_URL": redis_url,
-            "TIDEMARK_SIDECAR_PORT": str(free_port()),
-            "TIDEMARK_SIDECAR_TCP": f"{LOOPBACK}:{free_port()}",
-            "TIDEMARK_SIDECAR_CHANNEL": NAME,
-        }
-        sidecar = SidecarProcess(Home(tmp_path), int(variables["TIDEMARK_SIDECAR_PORT"]), variables)
-        listener = site.server.listener("listener", urlsplit(redis_url).port or 0)
-        try:
-            sidecar.start()
-            listener.start()
-            since = site.server.client("GET", "/sync?timeout=0", "alice", at="listener")["next_batch"]
-            with ThreadPoolExecutor(1) as pool:
-                path = f"/sync?since={since}&timeout=50000"
-                waiting = pool.submit(site.server.client, "GET", path, "alice", None, "listener")
-                began = time.monotonic()
-                event = site.server.send(room, "alice", "by way of Tidemark", "event1")
-                eventually(lambda: site.checked() and waiting.done(), 55, site.known)
-            click.echo(f"its client is told after {time.monotonic() - began:.1f} s")
-            timeline = waiting.result()["rooms"]["join"][room]["timeline"]["events"]
-            assert event in [each["event_id"] for each in timeline]
-        finally:
-            listener.kill()
-            sidecar.stop()

@@ -175,3 +175,12 @@ def test_what_a_writer_said_before_it_was_known_counts() -> None:
     decider.look(3, frozenset())
     told = decider.read((1, 3), 3, [StreamFact(3, "event2", ["{}"])])
     assert [(each.writer, each.id, len(each.facts)) for each in told] == [("event1", 3, 0), ("event2", 3, 1)]
+
+
+def test_row_that_names_nobody_is_of_the_only_writer() -> None:
+    """Or of who announced it: some of Synapse's tables leave the name out."""
+    decider = StreamDecider({"misc1": 1})
+    decider.announced("misc1", 3, 3)
+    decider.look(3, frozenset())
+    (told,) = decider.read((1, 3), 3, [StreamFact(3, "", ["{}"])])
+    assert [(fact.id, fact.writer) for fact in told.facts] == [(3, "misc1")]
