@@ -14,14 +14,14 @@ from typing import BinaryIO, Literal
 
 import click
 
-from tidemark.app import act_commands, ask_commands, record_commands
-from tidemark.app.audit_commands import acts
 from tidemark.app.commands import Amount, CommandFailed, CommandGroup, loaded, said, waiting
-from tidemark.app.late_commands import late
-from tidemark.app.letter_commands import dead_letters
-from tidemark.app.policy_commands import policy
 from tidemark.app.relay_commands import relay
 from tidemark.app.synapse_commands import synapse
+from tidemark.app.verbs import act_commands, ask_commands, record_commands
+from tidemark.app.verbs.audit_commands import acts
+from tidemark.app.verbs.late_commands import late
+from tidemark.app.verbs.letter_commands import dead_letters
+from tidemark.app.verbs.policy_commands import policy
 
 UNHEALTHY = 3
 
@@ -142,7 +142,8 @@ def listen(address: str | None, streams: tuple[str, ...], server: str | None, *,
 @click.pass_context
 def status(context: click.Context, stream: str | None, *, as_json: bool, check: bool) -> None:
     """Show how far every stream (or STREAM) and its writers are, who holds them back, and how the pipeline is."""
-    from tidemark.app import health, status
+    from tidemark.app import health
+    from tidemark.app.verbs import status
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
     settings = loaded()
@@ -168,7 +169,7 @@ def status(context: click.Context, stream: str | None, *, as_json: bool, check: 
 @click.pass_context
 def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bool) -> None:
     """Show every gap and silent writer of all streams (or STREAM), and the command that would settle it."""
-    from tidemark.app import gaps
+    from tidemark.app.verbs import gaps
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
     from tidemark.streaming.policies import Policies
 
@@ -197,7 +198,7 @@ def reseed(why: str, *, dry_run: bool, as_json: bool) -> None:
     TIDEMARK_SHARDS says, and with states in today's format."""
     from dataclasses import asdict
 
-    from tidemark.app import reseed
+    from tidemark.app.verbs import reseed
 
     done = reseed.run(loaded(), why, dry_run=dry_run)
     click.echo(json.dumps({**asdict(done), "dry_run": dry_run}) if as_json else done.as_text())
@@ -210,7 +211,7 @@ def reseed(why: str, *, dry_run: bool, as_json: bool) -> None:
 def bundle(file: Path | None, metrics: tuple[str, ...], *, as_json: bool) -> None:
     """Write what a report of a fault needs to FILE (.tar.gz): settings without secrets, versions, positions, gaps, the
     last advances, and what the servers say; also where some of them do not answer."""
-    from tidemark.app import bundle
+    from tidemark.app.verbs import bundle
 
     settings = loaded()
     chosen = file or Path(time.strftime("tidemark-bundle-%Y%m%d-%H%M%S.tar.gz", time.gmtime()))

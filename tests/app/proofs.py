@@ -17,8 +17,8 @@ from tests.fix_pipeline import PARTITIONS, Site
 from tests.play.published import RedisReader, ahead
 from tests.streaming.builders import packed
 from tests.waiting import eventually
-from tidemark.app import verify
-from tidemark.app.copies import RedisKeys, RedisTokens
+from tidemark.app.verbs import verify
+from tidemark.app.verbs.copies import RedisKeys, RedisTokens
 from tidemark.sinks.postgres.audit import Audit
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sources.kafka import KafkaConnection

@@ -46,17 +46,18 @@ def test_image_is_made_of_what_its_dockerfile_copies(wheel: Path, tmp_path: Path
 
 
 def test_image_has_the_libraries_of_every_role_but_the_local_stack() -> None:
-    """The layer below our code holds what the extras name, each as pyproject.toml has it; the small image no Spark."""
+    """The layer below our code holds what the extras name, each as pyproject.toml has it; the small image no pipeline."""
     small, whole = (words.split() for words in re.findall(r"python3 requirements (.+?) >runtime.txt", DOCKERFILE))
-    assert set(whole) - set(small) == {"pipeline"}
+    assert set(whole) - set(small) == {"pipeline", "otel"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     roles = [requirement for role in whole for requirement in extras[role]]
-    assert set(whole) == {"relay", "reader", "pipeline", "sidecar"}
+    assert set(whole) == {"relay", "reader", "pipeline", "sidecar", "otel"}
     required = succeeds(sys.executable, ROOT / "helm/tools/requirements", *whole).split("\n")
     assert set(required) == {*project["dependencies"], *roles, ""}
     (installed,) = re.findall(r"^ +'\.\[(.*)\]'$", (ROOT / "helm/tools/sbom").read_text(), re.MULTILINE)
-    assert extras["local"][0] == f"tidemark[{installed}]"
+    assert set(installed.split(",")) == set(whole)
+    assert extras["local"][0] == f"tidemark[{installed.removesuffix(',otel')}]"
 
 
 @pytest.mark.parametrize("dockerfile", ["Dockerfile", "tests/helm/servers/Dockerfile"])

@@ -15,7 +15,10 @@ ENTRIES = {
     "synapse": ["app.synapse"],
     "pipeline": ["app.pipeline", "app.start"],
     "otel": ["app.otlp"],
-    "sidecar": ["app.acting", "app.acts", "app.late_commands", "app.letters", "app.serve", "app.status"],
+    "sidecar": [
+        "app.serve",
+        *(f"app.verbs.{name}" for name in ("acting", "acts", "late_commands", "letters", "status")),
+    ],
     "local": ["app.simulation.__main__", "app.simulation.simulate", "app.up"],
 }
 # Imported where somebody has them: drivers of a play's services.

@@ -6,8 +6,8 @@ import pytest
 
 from tests.streaming import builders
 from tests.streaming.builders import STREAM, Shard, rdata
-from tidemark.app import letters
 from tidemark.app.printed import as_object
+from tidemark.app.verbs import letters
 from tidemark.sinks.letters import DeadLetter
 from tidemark.streaming.effects import Forced
 from tidemark.streaming.errors import BadRecord

@@ -8,7 +8,7 @@ from typing import Literal
 
 from tidemark.app.behind import last_seen, moment
 from tidemark.app.printed import as_object, for_people
-from tidemark.app.status import aged, ids_between
+from tidemark.app.verbs.status import aged, ids_between
 from tidemark.streaming import state
 from tidemark.streaming.holders import behind, is_brief
 from tidemark.streaming.policies import Policies

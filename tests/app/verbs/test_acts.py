@@ -8,9 +8,9 @@ from click.testing import CliRunner
 
 from tests.streaming import builders
 from tests.streaming.builders import STREAM, Shard, rdata
-from tidemark.app import acts
-from tidemark.app.act_commands import IdRange
 from tidemark.app.cli import main
+from tidemark.app.verbs import acts
+from tidemark.app.verbs.act_commands import IdRange
 from tidemark.streaming.errors import BadRecord
 from tidemark.streaming.policies import Policies
 from tidemark.streaming.records import LIVING, Join, Marker, Retire, Skip, Timeline

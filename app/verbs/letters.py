@@ -11,9 +11,9 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from tidemark.app.acts import moved
 from tidemark.app.printed import as_lines
-from tidemark.app.status import aged
+from tidemark.app.verbs.acts import moved
+from tidemark.app.verbs.status import aged
 from tidemark.sinks.letters import DeadLetter
 from tidemark.streaming import records, state
 from tidemark.streaming.batch import advance

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from tidemark.app.explain import clock
 from tidemark.app.printed import printable
+from tidemark.app.verbs.explain import clock
 from tidemark.sources.recorded import RecordedMessage
 from tidemark.streaming import records
 from tidemark.streaming.errors import BadRecord

@@ -11,10 +11,10 @@ from click.testing import CliRunner
 from tests.app.sidecar.given import sidecar
 from tests.sinks.reader.given import Pipeline
 from tests.streaming.builders import STREAM, Shard, join, position, rdata, void
-from tidemark.app import verify
 from tidemark.app.cli import main
-from tidemark.app.copies import Copy, CopyPositions, RedisKeys, RedisTokens, Sidecar
 from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.verbs import verify
+from tidemark.app.verbs.copies import Copy, CopyPositions, RedisKeys, RedisTokens, Sidecar
 from tidemark.sinks.postgres.audit import Audit
 from tidemark.sinks.redis.names import STREAMS, key
 from tidemark.sinks.redis.publish import Redis

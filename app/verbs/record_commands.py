@@ -44,8 +44,8 @@ def trace(context: click.Context, stream: str, id: int, records: int, *, as_json
 
     Exit code 1 where no record that was counted has named an ID as high.
     """
-    from tidemark.app import trace, trace_text
-    from tidemark.app.letter_commands import LOOKED
+    from tidemark.app.verbs import trace, trace_text
+    from tidemark.app.verbs.letter_commands import LOOKED
     from tidemark.sinks.postgres.life import IdPast
     from tidemark.sinks.redis.publish import Redis, RedisConfig
     from tidemark.sources.recorded import Recorded
@@ -90,7 +90,7 @@ def tail(stream: str | None, last: int, *, everything: bool, follow: bool, as_js
 
     `tidemark tail --all --json > FILE` records them.
     """
-    from tidemark.app.recordings import as_line, as_text
+    from tidemark.app.verbs.recordings import as_line, as_text
     from tidemark.sources.recorded import Recorded
 
     settings = loaded()
@@ -137,7 +137,7 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
     They come from the FILE that `tidemark tail --all --json` wrote (-: standard input), or from Kafka: from TOPIC, or
     without it from the facts topic. Exit code 1 where the two part, 3 where of a stream it cannot be told.
     """
-    from tidemark.app import replay
+    from tidemark.app.verbs import replay
     from tidemark.sinks.postgres.past_batches import past_batches
     from tidemark.streaming.policies import Policies
     from tidemark.streaming.records import Topic
@@ -170,7 +170,7 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
 
 
 def _from_file(name: str) -> "Iterator[RecordedMessage]":
-    from tidemark.app.recordings import from_lines
+    from tidemark.app.verbs.recordings import from_lines
 
     with click.open_file(name, "rb") as lines:
         yield from from_lines(lines, CommandFailed)

@@ -11,7 +11,7 @@ from confluent_kafka.admin import AdminClient
 from tests.app.recording import STREAM, Recording, fact
 from tidemark.app.cli import main
 from tidemark.app.stack.server import free_port
-from tidemark.app.trace import said
+from tidemark.app.verbs.trace import said
 from tidemark.streaming.records import FactRun, Join, Rdata, Record, Retire, Skip, Void, row
 
 S = STREAM

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from tidemark.app.act_commands import answering
 from tidemark.app.commands import CommandFailed, CommandGroup, confirmed, loaded
 from tidemark.app.printed import as_lines, as_object, for_people
+from tidemark.app.verbs.act_commands import answering
 
 if TYPE_CHECKING:
     from tidemark.sinks.postgres.late import LateCompletions, LateFact
@@ -81,7 +81,7 @@ def _database() -> "Iterator[LateCompletions]":
 
 
 def _table(found: "Sequence[LateFact]", now: float) -> str:
-    from tidemark.app.status import aged, ids_between
+    from tidemark.app.verbs.status import aged, ids_between
 
     rows = [
         (

@@ -10,8 +10,8 @@ from click.testing import CliRunner, Result
 from tests.app.sidecar.given import At, moved
 from tests.sinks.reader.given import Pipeline
 from tests.streaming.builders import STATE_OF_FORMAT_5
-from tidemark.app import reseed as reseeding
 from tidemark.app.cli import main
+from tidemark.app.verbs import reseed as reseeding
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres, RememberedSetup
 from tidemark.streaming import state

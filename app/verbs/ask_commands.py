@@ -33,9 +33,9 @@ from tidemark.streaming.errors import NotReached, Reject, StreamNotKnown, Unavai
 @click.pass_context
 def verify(context: click.Context, sidecars: tuple[str, ...], patience: float, *, history: bool, as_json: bool) -> None:
     """Compare Postgres, the query's state, Redis and sidecars; end with exit code 1 where they differ."""
-    from tidemark.app import verify
-    from tidemark.app.copies import RedisKeys, RedisTokens, Sidecar
     from tidemark.app.encryption import trusting
+    from tidemark.app.verbs import verify
+    from tidemark.app.verbs.copies import RedisKeys, RedisTokens, Sidecar
     from tidemark.sinks.postgres.audit import Audit
     from tidemark.sinks.redis.publish import Redis, RedisConfig
 
@@ -75,7 +75,7 @@ class Moment(click.ParamType[datetime]):
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 def explain(stream: str, at: datetime | None, between: tuple[datetime, datetime] | None, *, as_json: bool) -> None:
     """Show why the line of STREAM stood where it stood: who held it, from when to when, and what let it go."""
-    from tidemark.app import explain, gaps
+    from tidemark.app.verbs import explain, gaps
     from tidemark.sinks.postgres.past import StreamPast
 
     if at is not None and between is not None:
@@ -140,7 +140,8 @@ def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json
 @click.option("--json", "as_json", is_flag=True, help="For programs: a JSON object per line and look.")
 def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -> None:
     """Show what `tidemark status` and `tidemark gaps` say, live; a server that is away is waited for."""
-    from tidemark.app import gaps, health, status
+    from tidemark.app import health
+    from tidemark.app.verbs import gaps, status
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
     from tidemark.streaming.policies import Policies
 

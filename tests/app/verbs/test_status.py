@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 
 from tests.app.sidecar.given import At, moved
 from tests.streaming.builders import STREAM, Shard, behind_a_dead_writer, join, opened, packing, position, rdata
-from tidemark.app import status
 from tidemark.app.health import PipelineCondition
+from tidemark.app.verbs import status
 from tidemark.sinks.postgres.recalls import RecallStatus
 from tidemark.sinks.postgres.status import Condition, SinkFault
 from tidemark.streaming.model import Bounds

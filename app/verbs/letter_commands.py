@@ -1,6 +1,6 @@
 """`tidemark dead-letters`: list, show and replay what the pipeline refused.
 
-Exit codes beside those of all commands are those of `tidemark.app.act_commands`.
+Exit codes beside those of all commands are those of `tidemark.app.verbs.act_commands`.
 """
 
 import re
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from tidemark.app.act_commands import NOT_SEEN, answering, until_seen
 from tidemark.app.commands import CommandFailed, CommandGroup, confirmed, loaded
 from tidemark.app.printed import as_object
+from tidemark.app.verbs.act_commands import NOT_SEEN, answering, until_seen
 
 if TYPE_CHECKING:
     from tidemark.app.settings import Settings
@@ -49,7 +49,7 @@ def dead_letters() -> None:
 @_as_json
 def letters_list(stream: str | None, reason: str | None, limit: int, *, as_json: bool) -> None:
     """List the newest dead letters of all streams, or STREAM."""
-    from tidemark.app import letters
+    from tidemark.app.verbs import letters
     from tidemark.sources.topics import Topics
 
     settings = loaded()
@@ -74,7 +74,7 @@ def letters_list(stream: str | None, reason: str | None, limit: int, *, as_json:
 @_as_json
 def letters_show(place: tuple[int, int], *, as_json: bool) -> None:
     """Show all of the dead letter at OFFSET: why, where the record stood, its key, value and headers."""
-    from tidemark.app import letters
+    from tidemark.app.verbs import letters
 
     settings = loaded()
     with _servers(settings) as (kafka, acts):
@@ -93,7 +93,7 @@ def letters_replay(
 
     It is tried on the state first, and not sent where it would be refused again. A JOIN or RETIRE is never sent again.
     """
-    from tidemark.app import acting, acts, letters
+    from tidemark.app.verbs import acting, acts, letters
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
     settings = loaded()

@@ -7,11 +7,11 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from tidemark.app.acts import Trial, standing
 from tidemark.app.commands import CommandFailed
-from tidemark.app.letters import Replay
 from tidemark.app.printed import as_object
 from tidemark.app.produce import produce
+from tidemark.app.verbs.acts import Trial, standing
+from tidemark.app.verbs.letters import Replay
 from tidemark.sinks.postgres.acts import Acts, NotedAct
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sources.kafka import KafkaConnection

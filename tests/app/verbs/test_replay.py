@@ -9,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from tests.app.recording import STREAM, Recording, fact
 from tidemark.app.cli import main
-from tidemark.app.recordings import as_line, from_lines
+from tidemark.app.verbs.recordings import as_line, from_lines
 from tidemark.sources.recorded import RecordedMessage
 from tidemark.streaming.records import Retire, Skip
 

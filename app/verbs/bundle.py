@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.request import urlopen
 
-from tidemark.app import config, gaps, health, status
+from tidemark.app import config, health
 from tidemark.app.printed import as_object
 from tidemark.app.settings import Settings
+from tidemark.app.verbs import gaps, status
 from tidemark.sinks.postgres import dump
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig

@@ -4,8 +4,8 @@ import json
 import shlex
 
 from tests.streaming.builders import STREAM, Shard, join, opened, position, rdata
-from tidemark.app import gaps
-from tidemark.app.acts import attempt
+from tidemark.app.verbs import gaps
+from tidemark.app.verbs.acts import attempt
 from tidemark.streaming.policies import Policies
 from tidemark.streaming.records import Retire
 

@@ -60,7 +60,7 @@ def _database() -> "Iterator[Acts]":
 
 
 def _ids(it: "ListedAct") -> str:
-    from tidemark.app.status import ids_between
+    from tidemark.app.verbs.status import ids_between
 
     if not it.id:
         return ""
@@ -74,7 +74,7 @@ def _outcome(it: "ListedAct") -> str:
 
 
 def _table(found: "Sequence[ListedAct]", now: float) -> list[str]:
-    from tidemark.app.status import aged
+    from tidemark.app.verbs.status import aged
 
     rows = [
         (
@@ -95,7 +95,7 @@ def _table(found: "Sequence[ListedAct]", now: float) -> list[str]:
 
 
 def _whole(it: "ListedAct") -> Iterator[str]:
-    from tidemark.app.explain import clock
+    from tidemark.app.verbs.explain import clock
 
     whose = f"{it.writer} in epoch {it.epoch} of {it.stream}" if it.writer else it.stream
     yield f"{it.kind} of {whose} {_ids(it)}".rstrip()

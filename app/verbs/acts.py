@@ -11,10 +11,10 @@ from typing import Any, Final
 
 import msgspec
 
-from tidemark.app import gaps
 from tidemark.app.behind import last_seen
-from tidemark.app.gaps import NO_POLICIES, SHOWN, OpenRange, Verdict, silence
-from tidemark.app.status import aged, ids_between
+from tidemark.app.verbs import gaps
+from tidemark.app.verbs.gaps import NO_POLICIES, SHOWN, OpenRange, Verdict, silence
+from tidemark.app.verbs.status import aged, ids_between
 from tidemark.streaming import records, runs, state
 from tidemark.streaming.batch import advance
 from tidemark.streaming.effects import Forced, StreamEffects

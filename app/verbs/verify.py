@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tidemark.app.copies import Copy, CopyPositions
 from tidemark.app.printed import as_object
+from tidemark.app.verbs.copies import Copy, CopyPositions
 from tidemark.sinks.postgres.audit import Audit, AuditedStream, HistoryFault
 from tidemark.streaming import state
 from tidemark.streaming.direction import beyond

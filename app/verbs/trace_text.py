@@ -4,11 +4,11 @@ import shlex
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from tidemark.app import letters
-from tidemark.app.explain import CLOSED, clock, evidence, offsets
 from tidemark.app.printed import as_object, for_people
-from tidemark.app.status import aged, ids_between
-from tidemark.app.trace import IdTrace, Says, Stands, TracedRecord, WriterStand
+from tidemark.app.verbs import letters
+from tidemark.app.verbs.explain import CLOSED, clock, evidence, offsets
+from tidemark.app.verbs.status import aged, ids_between
+from tidemark.app.verbs.trace import IdTrace, Says, Stands, TracedRecord, WriterStand
 from tidemark.sinks.postgres.past import PastGap
 from tidemark.streaming.direction import beyond
 

@@ -11,10 +11,10 @@ from typing import Final
 
 import msgspec
 
-from tidemark.app import recordings
-from tidemark.app.explain import clock, evidence
 from tidemark.app.printed import as_object, for_people
-from tidemark.app.replayed import NOTHING_COUNTED, Counts, Replayed, by_stream
+from tidemark.app.verbs import recordings
+from tidemark.app.verbs.explain import clock, evidence
+from tidemark.app.verbs.replayed import NOTHING_COUNTED, Counts, Replayed, by_stream
 from tidemark.sinks.postgres.past_batches import AppliedAct, PastBatch, PastBatches, PastStream
 from tidemark.sources.recorded import RecordedMessage
 from tidemark.streaming import records

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from tidemark.app.act_commands import answering
 from tidemark.app.commands import CommandFailed, CommandGroup, confirmed, loaded, tell
 from tidemark.app.printed import as_lines, as_object
+from tidemark.app.verbs.act_commands import answering
 from tidemark.streaming.model import fitting
 from tidemark.streaming.policies import POLICY_SETTINGS, Policies
 
