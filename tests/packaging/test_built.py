@@ -46,7 +46,7 @@ def test_image_is_made_of_what_its_dockerfile_copies(wheel: Path, tmp_path: Path
 
 
 def test_image_has_the_libraries_of_every_role_but_the_local_stack() -> None:
-    """The layer below our code holds what the extras name, each as pyproject.toml has it; the small image no pipeline."""
+    """The layer below our code holds what the extras name, as pyproject.toml has it; the small image no pipeline."""
     small, whole = (words.split() for words in re.findall(r"python3 requirements (.+?) >runtime.txt", DOCKERFILE))
     assert set(whole) - set(small) == {"pipeline", "otel"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
