@@ -10,7 +10,8 @@ the last name.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Self
@@ -20,6 +21,7 @@ from tidemark.streaming.direction import Direction, DirectionName, beyond, farth
 from tidemark.streaming.errors import BadToken
 
 _ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
+_IDS = re.compile(rf"(?:{_ID.pattern})(?:~(?:{_ID.pattern}))*")
 _STRAY = re.compile(r"%(?!25|7E)")
 
 
@@ -42,9 +44,12 @@ class Token:
     @classmethod
     def of(cls, linear: int, positions: Mapping[str, int] | None = None) -> Self:
         """Raises `BadToken` where signs are mixed: a stream never mixes them."""
-        above = sorted((writer, id) for writer, id in (positions or {}).items() if beyond(id, linear))
+        reached = abs(linear)
+        positions = positions or {}
+        above = [(writer, id) for writer in sorted(positions) if abs(id := positions[writer]) > reached]
         token = cls(linear, tuple(above))
-        if len({id > 0 for id in token._ids()}) > 1:
+        ids = token._ids()
+        if min(ids) < 0 < max(ids):
             raise BadToken(str(token), "it mixes positive and negative IDs")
         return token
 
@@ -54,17 +59,19 @@ class Token:
         first, *entries = text.split("~")
         if not first.startswith("m"):
             raise BadToken(text, "it does not begin with m and the linear position")
-        positions: dict[str, int] = {}
-        for entry in entries:
-            name, dot, id = entry.rpartition(".")
-            if not dot or not name:
-                raise BadToken(text, f"{entry!r} is not a writer's name, a dot and its position")
-            if "%" in name:
-                name = _unescaped(text, name)
-            if name in positions:
-                raise BadToken(text, f"it names {name!r} twice")
-            positions[name] = _id(text, id)
-        return cls.of(_id(text, first[1:]), positions)
+        parts = [entry.rpartition(".") for entry in entries]
+        if not all(name for name, _, _ in parts):
+            wrong = next(entry for entry, (name, _, _) in zip(entries, parts, strict=True) if not name)
+            raise BadToken(text, f"{wrong!r} is not a writer's name, a dot and its position")
+        linear, *reached = _numbers(text, [first[1:], *(id for _, _, id in parts)])
+        names = [name for name, _, _ in parts]
+        if "%" in text:
+            names = [_unescaped(text, name) for name in names]
+        positions = dict(zip(names, reached, strict=True))
+        if len(positions) < len(names):
+            ((twice, _),) = Counter(names).most_common(1)
+            raise BadToken(text, f"it names {twice!r} twice")
+        return cls.of(linear, positions)
 
     def __str__(self) -> str:
         entries = (f"{name.replace('%', '%25').replace('~', '%7E')}.{id}" for name, id in self.positions)
@@ -102,7 +109,8 @@ class Token:
 
     def farthest(self) -> int:
         """The ID furthest from 0 that the token names."""
-        return max((self.linear, *(id for _, id in self.positions)), key=abs)
+        ids = self._ids()
+        return max(max(ids), min(ids), key=abs)
 
     def _merged(self, other: "Token", choose: Callable[[int, int], int]) -> "Token":
         _check_direction(self, other)
@@ -115,8 +123,8 @@ class Token:
         for name in ours.keys() | theirs.keys():
             yield name, ours.get(name, self.linear), theirs.get(name, other.linear)
 
-    def _ids(self) -> Iterator[int]:
-        return (id for id in (self.linear, *(id for _, id in self.positions)) if id)
+    def _ids(self) -> list[int]:
+        return [self.linear, *[id for _, id in self.positions]]
 
 
 ZERO = Token(0)
@@ -129,10 +137,14 @@ def _unescaped(text: str, name: str) -> str:
     return name.replace("%7E", "~").replace("%25", "%")
 
 
-def _id(text: str, id: str) -> int:
-    if not _ID.fullmatch(id) or not -(2**63) <= (number := int(id)) < 2**63:
-        raise BadToken(text, f"{id!r} is not a stream ID")
-    return number
+def _numbers(text: str, ids: Sequence[str]) -> list[int]:
+    """Those of a token of thousands of writers at once: looked at one by one they keep an event loop waiting."""
+    if _IDS.fullmatch("~".join(ids)):
+        numbers = [*map(int, ids)]
+        if min(numbers) >= -(2**63) and max(numbers) < 2**63:
+            return numbers
+    wrong = next(id for id in ids if not _ID.fullmatch(id) or not -(2**63) <= int(id) < 2**63)
+    raise BadToken(text, f"{wrong!r} is not a stream ID")
 
 
 def _check_direction(a: Token, b: Token) -> None:
