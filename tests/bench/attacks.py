@@ -1,10 +1,10 @@
-"""One sidecar under attack from many sides at once, and with all its clients coming back at once."""
+"""One sidecar under attack, from each side and from all at once, and with all its clients coming back at once."""
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
@@ -23,9 +23,10 @@ _PROBES = ("/livez", "/readyz")
 
 @dataclass(frozen=True, slots=True)
 class AttackPlan:
-    """`each` honest clients follow one stream, `all` follow all of them, for `seconds` in peace and for as many under
-    attack. Then `returning` clients, of which `returning_all` follow all streams, come back at once after `away` s; and
-    `many_clients` who follow all of `many` streams come, go and come back."""
+    """`each` honest clients follow one stream, `all` follow all of them, for `seconds` in peace, for as many while all
+    attacks are on another sidecar, and on theirs, and for half as many under each attack alone. Then `returning`
+    clients, of which `returning_all` follow all streams, come back at once after `away` s; and `many_clients` who
+    follow all of `many` streams come, go and come back."""
 
     streams: int = 20
     writers: int = 50
@@ -56,14 +57,19 @@ def run(site: BenchSite, plan: AttackPlan) -> dict[str, Any]:
         "returning": plan.returning,
         "returning_all": plan.returning_all,
         "away": plan.away,
-        "peace": _followed(site, plan, attacked=False),
-        "attack": _followed(site, plan, attacked=True),
+        "peace": _followed(site, plan, "in peace"),
+        "beside": _followed(site, plan, "beside another that is attacked", attacking.ACTS, elsewhere=True),
+        "attack": _followed(site, plan, "attacked", attacking.ACTS),
+        "alone": {act: _followed(site, replace(plan, seconds=plan.seconds / 2), act, [act]) for act in attacking.ACTS},
         "back": _returned(site, plan),
         "many": _many(site, plan),
     }
 
 
-def _followed(site: BenchSite, plan: AttackPlan, *, attacked: bool) -> dict[str, Any]:
+def _followed(
+    site: BenchSite, plan: AttackPlan, name: str, acts: Sequence[str] = (), *, elsewhere: bool = False
+) -> dict[str, Any]:
+    """`elsewhere`: another sidecar on this machine is attacked, which shows what sharing it costs."""
     dsn, url = site.database(), site.emptied_redis()
     names = [stream_name(number) for number in range(plan.streams)]
     stamps = site.directory("stamps") / "events"
@@ -74,8 +80,10 @@ def _followed(site: BenchSite, plan: AttackPlan, *, attacked: bool) -> dict[str,
         crowd = following.Crowd(sidecar.port, names, plan.each, plan.all, str(stamps))
         followers = processes.enter_context(running(following, crowd))
         answer(followers, dict)
-        if attacked:
-            attacker = processes.enter_context(running(attacking, attacking.Attack(sidecar.port, tcp, names)))
+        if acts:
+            victim, lines = processes.enter_context(started(site, dsn, url)) if elsewhere else (sidecar, tcp)
+            attack = attacking.Attack(victim.port, lines, names, [*acts])
+            attacker = processes.enter_context(running(attacking, attack))
             answer(attacker, dict)
         with _probed(sidecar.port) as probes:
             tell(publisher, {})
@@ -83,7 +91,7 @@ def _followed(site: BenchSite, plan: AttackPlan, *, attacked: bool) -> dict[str,
             tell(followers, published.positions)
             saw = answer(followers, following.Saw)
         done = {}
-        if attacked:
+        if acts:
             tell(attacker, {})
             done = answer(attacker, dict)
         if saw.torn or saw.lost or saw.short:
@@ -98,7 +106,7 @@ def _followed(site: BenchSite, plan: AttackPlan, *, attacked: bool) -> dict[str,
             "peak": peak_of(sidecar),
             "done": done,
         }
-    click.echo(f"{'attacked' if attacked else 'in peace'}: {found}", err=True)
+    click.echo(f"{name}: {found}", err=True)
     return found
 
 
@@ -202,13 +210,20 @@ def render(figures: Mapping[str, Any]) -> list[str]:
         f" advances a second of {figures['streams']} streams with {figures['writers']} writers each pass for"
         f" {figures['seconds']:.0f} s: in peace, and while one sidecar is sent newlines without end, endless and"
         " half-open heads, small and large pages of the history, tokens of 60 KB, and clients that come and go from the"
-        " beginning of the history, all at once. Attackers, clients and servers share the machine. Nobody lost a move.",
+        " beginning of the history, all at once. Attackers, clients and servers share the machine, so the same is shown"
+        " while another sidecar on it is attacked instead. Then each attack alone, for half as long. Nobody lost a"
+        " move.",
         "",
         *table(
             ["", "to a client, p50", "p99", "slowest probe", "probes that failed", "most memory"],
             [
                 [name, *(f"{row['latency'][p]:,.0f} ms" for p in ("50", "99")), *_condition(row)]
-                for name, row in (("in peace", peace), ("under attack", attack))
+                for name, row in (
+                    ("in peace", peace),
+                    ("another is attacked", figures["beside"]),
+                    ("under attack", attack),
+                    *((f"`{act}` alone", row) for act, row in figures["alone"].items()),
+                )
             ],
         ),
         "",

@@ -200,9 +200,8 @@ def test_idle_streams_are_looked_at_together(pipeline: Pipeline, client: Sidecar
         pipeline.publish(moved("s0", 2, w=At(1, 2)))
         assert events.ranges(1) == [("s0", 1, 2)]
         keys.config_resetstat()
-        eventually(lambda: calls("exec") >= 3)
+        eventually(lambda: calls("hgetall") >= 100)  # two looks; the stream that moved may be read by itself, too
         assert calls("exec") < 10
-        assert calls("hgetall") >= 100
 
 
 def test_clients_of_everything_that_come_at_once_are_read_for_together(

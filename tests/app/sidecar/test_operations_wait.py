@@ -1,9 +1,11 @@
 """The long poll, on servers that come, go and lose their data."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import redis
 
 from tests.app.sidecar.given import At, SidecarClient, moved, set_back, sidecar
 from tests.fix_servers import away
@@ -84,6 +86,25 @@ def test_redis_that_went_back_makes_no_token_one_of_the_future(
         pipeline.publish(moved("s", 9, w=At(3, 9)))
     with sidecar(servers) as client:
         assert client.json(WAIT, params={"token": "m9", "timeout": 20})["token"] == "m9"
+
+
+def test_fifty_who_wait_for_a_thousand_writers_share_each_reading(
+    pipeline: Pipeline, client: SidecarClient, redis_url: str
+) -> None:
+    """Each is told as soon as it is there, and Redis is asked about once a move, not once for each who waits."""
+    writers = {f"w{number}": number + 2 for number in range(1000)}
+    pipeline.publish(moved("s", 1, **{writer: At(0, id, pending=5000) for writer, id in writers.items()}))
+    waited_for = "m1" + "".join(f"~{writer}.{id + (writer == 'w0')}" for writer, id in writers.items())
+    with redis.Redis.from_url(redis_url) as keys, ThreadPoolExecutor(50) as clients:
+        answers = [clients.submit(client.get, WAIT, params={"token": waited_for}) for _ in range(50)]
+        eventually(lambda: client.held_open("wait") == 50)
+        keys.config_resetstat()
+        for at in range(1002, 1010):  # moves that reach nobody's token
+            pipeline.publish(moved("s", 1, w999=At(at - 1, at, pending=5000)))
+        pipeline.publish(moved("s", 1, w0=At(2, 3, pending=5000)))
+        assert {answer.result().status_code for answer in answers} == {200}
+        read = keys.info("commandstats")["cmdstat_hgetall"]["calls"]
+    assert read < 40, read
 
 
 def test_only_so_many_are_held_open(pipeline: Pipeline, servers: ReadSideConfig) -> None:

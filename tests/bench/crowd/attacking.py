@@ -1,5 +1,5 @@
-"""A process that attacks a sidecar in several ways at once, until a line comes on its input; then it says how much of
-each it did.
+"""A process that attacks a sidecar, in one way or in several at once, until a line comes on its input; then it says how
+much of each it did.
 
 Newlines without end on the line protocol; heads of requests without end, and half-open ones; small pages of a long
 history; tokens of 60 KB; clients of events that come and go by the hundred.
@@ -26,6 +26,8 @@ class Attack(msgspec.Struct, frozen=True):
     port: int
     tcp: int
     streams: list[str]
+    acts: list[str]
+    """Of `ACTS`."""
 
 
 @asynccontextmanager
@@ -96,6 +98,7 @@ _MANY: dict[Callable[[Attack, Counter[str]], Awaitable[None]], int] = {
     long_token: 4,
     come_and_go: 20,
 }
+ACTS = tuple(act.__name__ for act in _MANY)
 
 
 async def again_and_again(
@@ -110,10 +113,11 @@ async def again_and_again(
 
 
 async def run(attack: Attack) -> None:
-    done: dict[str, Counter[str]] = {act.__name__: Counter() for act in _MANY}
+    done: dict[str, Counter[str]] = {name: Counter() for name in attack.acts}
     acts = [
         asyncio.create_task(again_and_again(act, attack, done[act.__name__]))
         for act, count in _MANY.items()
+        if act.__name__ in attack.acts
         for _ in range(count)
     ]
     say({})
