@@ -113,9 +113,10 @@ class PastBatches:
 
 @contextmanager
 def past_batches(dsn: Dsn) -> Iterator[PastBatches]:
-    """Whatever is read until it ends is of one moment."""
+    """Whatever is read until it ends is of the moment at which it began: what Kafka gives then has all of it."""
     with session_of(dsn, "tidemark replay") as session, session.use() as connection:
         SCHEMA.check_from(connection, PACKED)
         with connection.transaction():
             connection.execute("set transaction isolation level repeatable read, read only")
+            connection.execute("select 1")  # the moment is that of the first question
             yield PastBatches(session, connection)

@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 from tests.app.recording import STREAM, Recording, fact
 from tidemark.app.cli import main
 from tidemark.app.verbs.recordings import as_line, from_lines
+from tidemark.sinks.postgres.past_batches import past_batches
 from tidemark.sources.recorded import RecordedMessage
 from tidemark.streaming.records import Retire, Skip
 
@@ -45,6 +46,17 @@ def test_what_was_recorded_gives_the_history_again(recording: Recording, tmp_pat
     assert (told["alike"], told["parted"], told["records"]) == ([STREAM], [], 17)
     assert "RDATA of a in events: {" in run(recording, "tail", "--last", "1").output
     assert run(recording, "tail", "none", "--all").output == ""
+
+
+def test_what_comes_meanwhile_is_not_held_against_the_records(recording: Recording) -> None:
+    """The history is that of before Kafka is read: a pipeline that goes on parts from nothing."""
+    with past_batches(lambda: recording.variables["TIDEMARK_POSTGRES_DSN"]) as past:
+        recording.batch(fact("a", 13, 12))
+        held, upto = past.stream(STREAM), past.read_up_to()
+    assert held is not None
+    assert len(held.batches) == 3
+    with past_batches(lambda: recording.variables["TIDEMARK_POSTGRES_DSN"]) as past:
+        assert sum(past.read_up_to().values()) == sum(upto.values()) + 1
 
 
 def test_the_first_record_where_they_part_is_shown(recording: Recording, sql: psycopg.Connection) -> None:
