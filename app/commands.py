@@ -9,6 +9,7 @@ from typing import Any, Final, TextIO
 import click
 
 from tidemark.app import logs
+from tidemark.app.printed import one_line
 from tidemark.app.settings import Settings, called, load
 from tidemark.streaming.errors import ExtraMissing, Stop, TidemarkError
 
@@ -70,7 +71,7 @@ class CommandGroup(OurCommand, click.Group):
 
 
 def _one_line(error: Exception) -> str:
-    return called(" ".join(str(error).split()))
+    return called(one_line(error))
 
 
 class Amount(click.FloatRange):

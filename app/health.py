@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tidemark.app.printed import one_line
 from tidemark.sinks.postgres.status import Condition
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.redis.client import RedisAddress
@@ -84,7 +85,7 @@ def read(
     try:
         ends = Topics(kafka, patience).end_offsets(topics)
     except TidemarkError as problem:
-        return PipelineCondition(condition, None, _one_line(problem), _said_by(redis, patience))
+        return PipelineCondition(condition, None, one_line(problem), _said_by(redis, patience))
     waiting = {
         (topic, partition): ends[topic, partition] - offset
         for topic, partitions in known.items()
@@ -100,9 +101,5 @@ def _said_by(redis: RedisAddress | str, patience: float) -> str | None:
         with Redis(RedisConfig(redis, timeout=patience)) as sink:
             sink.check()
     except TidemarkError as problem:
-        return _one_line(problem)
+        return one_line(problem)
     return None
-
-
-def _one_line(problem: TidemarkError) -> str:
-    return " ".join(str(problem).split())

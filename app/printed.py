@@ -1,9 +1,13 @@
 """What the verbs print: a table for people, one JSON object for programs."""
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Final
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 WIDEST: Final = 48  # characters of a column, which the longest name would widen for all others
 
@@ -36,6 +40,16 @@ def printable(text: str) -> str:
 def for_people(lines: Iterable[str]) -> str:
     """Lines, each of them `printable`."""
     return "\n".join(map(printable, lines))
+
+
+def one_line(problem: Exception) -> str:
+    """What it says, whatever line breaks it has."""
+    return " ".join(str(problem).split())
+
+
+def plain(it: "DataclassInstance") -> dict[str, Any]:
+    """Its fields, as they are."""
+    return {field.name: getattr(it, field.name) for field in fields(it)}
 
 
 def as_object(found: object) -> str:

@@ -6,7 +6,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 from psycopg import errors
 
 from tidemark.app import probes
@@ -53,7 +53,7 @@ def run(settings: Settings, plan: RelayPlan) -> None:
     with ExitStack() as stack:
         stack.enter_context(suppress(Stopping))
         if plan.metrics is not None:
-            stack.enter_context(probes.served("--metrics", metrics_address(plan.metrics), RelayHealth(metrics)))
+            stack.enter_context(probes.served("--metrics", metrics_address(plan.metrics), relay_health(metrics)))
         wait_out(lambda: find_topic(settings), halt)
         session = stack.enter_context(session_of(plan.dsn, "tidemark relay"))
         AppendRelay(
@@ -75,24 +75,29 @@ def find_topic(settings: Settings) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class RelayHealth:
-    """What probes are told of the relay."""
+class LoopHealth:
+    """What probes are told of a process that goes round in a loop: the relay, or the bridge to Synapse. `working` is 1
+    while it does."""
 
-    metrics: RelayMetrics
-
-    @property
-    def registry(self) -> CollectorRegistry:
-        return self.metrics.registry
+    registry: CollectorRegistry
+    working: Gauge
+    standby: Gauge
+    heartbeat: Gauge
+    waits_for: str
 
     def hangs(self, now: float) -> str | None:
-        relaying = probes.reading(self.metrics.relaying) == 1
-        stale = relaying and now - probes.reading(self.metrics.heartbeat) >= STALE_SECONDS
+        working = probes.reading(self.working) == 1
+        stale = working and now - probes.reading(self.heartbeat) >= STALE_SECONDS
         return "the loop stands still" if stale else None
 
     def lacks(self) -> str | None:
         """None too for one that only waits for its turn: a new release cannot do more while the old one works."""
-        works = probes.reading(self.metrics.relaying) or probes.reading(self.metrics.standby)
-        return None if works else "starting, or waiting for Kafka or the database"
+        works = probes.reading(self.working) or probes.reading(self.standby)
+        return None if works else f"starting, or waiting for Kafka or {self.waits_for}"
+
+
+def relay_health(metrics: RelayMetrics) -> LoopHealth:
+    return LoopHealth(metrics.registry, metrics.relaying, metrics.standby, metrics.heartbeat, "the database")
 
 
 def metrics_address(text: str) -> tuple[str, int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from tidemark.app import probes
-from tidemark.app.relay import STALE_SECONDS, find_topic, metrics_address
+from tidemark.app.relay import LoopHealth, find_topic, metrics_address
 from tidemark.app.settings import Settings
 from tidemark.app.signals import told_to_end
 from tidemark.sinks.redis.client import RedisAddress
@@ -65,26 +65,6 @@ def _writers(text: str) -> tuple[str, Sequence[str]]:
     return stream, found
 
 
-@dataclass(frozen=True, slots=True)
-class BridgeHealth:
-    """What probes are told of the bridge."""
-
-    metrics: BridgeMetrics
-
-    @property
-    def registry(self) -> CollectorRegistry:
-        return self.metrics.registry
-
-    def hangs(self, now: float) -> str | None:
-        speaking = probes.reading(self.metrics.speaking) == 1
-        stale = speaking and now - probes.reading(self.metrics.heartbeat) >= STALE_SECONDS
-        return "the loop stands still" if stale else None
-
-    def lacks(self) -> str | None:
-        works = probes.reading(self.metrics.speaking) or probes.reading(self.metrics.standby)
-        return None if works else "starting, or waiting for Kafka or a database"
-
-
 def run(settings: Settings, plan: BridgePlan) -> None:
     """Tell until SIGTERM or SIGINT. Raises `Stop` where a person must decide."""
     streams = plan.bridged()
@@ -96,10 +76,11 @@ def run(settings: Settings, plan: BridgePlan) -> None:
     address = RedisAddress(redis)
     halt = told_to_end()
     metrics = BridgeMetrics(CollectorRegistry())
+    health = LoopHealth(metrics.registry, metrics.speaking, metrics.standby, metrics.heartbeat, "a database")
     with ExitStack() as stack:
         stack.enter_context(suppress(Stopping))
         if plan.metrics is not None:
-            stack.enter_context(probes.served("--metrics", metrics_address(plan.metrics), BridgeHealth(metrics)))
+            stack.enter_context(probes.served("--metrics", metrics_address(plan.metrics), health))
         wait_out(lambda: find_topic(settings), halt)
         synapse = stack.enter_context(synapse_session(lambda: settings.secret("synapse_dsn") or dsn))
         own = stack.enter_context(state_session(settings.postgres))

@@ -25,9 +25,9 @@ from tidemark.app.simulation.simulate import (
     TICK_SECONDS,
     Play,
     directed,
+    play_through,
     require_own,
-    silence,
-    until_over,
+    services_server,
 )
 from tidemark.app.simulation.verification import Verification
 from tidemark.app.stack.home import Home
@@ -35,7 +35,7 @@ from tidemark.sources.relay.database import session_of
 from tidemark.sources.rooms.tables import SCHEMA
 from tidemark.sources.simulator import tables
 from tidemark.sources.simulator.rooms import REMOTE, RoomServiceRole, played, room_streams
-from tidemark.sources.simulator.script import OF_DATABASES, Fault
+from tidemark.sources.simulator.script import Fault
 from tidemark.sources.topics import Topics
 from tidemark.streaming.errors import BadSetting, Unavailable
 
@@ -85,11 +85,7 @@ def run(settings: Settings, play: Play, *, verify: bool) -> None:
     if play.faults & BACK:
         raise BadSetting("--faults", "failover and restore are not for --workload rooms: its clients cannot forget")
     with ExitStack() as stack:
-        own = None
-        if play.faults & OF_DATABASES:
-            from tidemark.app.simulation.servers import ServicesPostgres  # noqa: PLC0415 - it comes with the local stack
-
-            own = stack.enter_context(ServicesPostgres(Home(settings.home)))
+        own = services_server(settings, play, stack)
         stage = _stage(settings, play.cast.prefix, own.server.dsn() if own else settings.postgres())
         stopping = told_to_end(again=signal.SIG_DFL)
         verification = stack.enter_context(RoomsVerification(stage.facts, stage.effects))
@@ -97,16 +93,7 @@ def run(settings: Settings, play: Play, *, verify: bool) -> None:
         servers = stack.enter_context(closing(own.with_stack(settings, nothing_else))) if own else None
         director = stack.enter_context(directed(RoomsCompany(stage, play.cast, play.faults, play.seed), servers))
         _await_all(director, verification, stopping)
-        for now in until_over(director, play, stopping):
-            try:
-                counts = verification.counts()
-            except Unavailable as problem:
-                click.echo(f"{now:6.0f} s  {problem}")
-                continue
-            click.echo(f"{now:6.0f} s  {'; '.join(map(str, counts))}")
-            if verify and not all(count.right for count in counts):
-                raise RoomsDiffer(counts)
-        silence(director)
+        play_through(director, play, stopping, verification.counts, RoomsDiffer if verify else None)
         if verify:
             _conclude(director, verification)
 

@@ -5,11 +5,11 @@ The truth is what the writers have committed in their tables. See `sources.simul
 
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from threading import Event
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import click
 
@@ -29,7 +29,17 @@ from tidemark.streaming.errors import Stop, TidemarkError, Unavailable
 from tidemark.streaming.state import decode
 
 if TYPE_CHECKING:  # it needs what comes with the local stack
-    from tidemark.app.simulation.servers import Servers
+    from tidemark.app.simulation.servers import Servers, ServicesPostgres
+
+
+class Judged(Protocol):
+    """How one reader does, in a line."""
+
+    @property
+    def right(self) -> bool: ...
+
+
+C = TypeVar("C", bound=Judged)
 
 TICK_SECONDS = 0.1
 REPORT_SECONDS = 5.0
@@ -77,11 +87,7 @@ def run(settings: Settings, play: Play, *, verify: bool) -> None:
     `StartFailed`, `Unavailable`.
     """
     with ExitStack() as stack:
-        own = None
-        if play.faults & OF_DATABASES:
-            from tidemark.app.simulation.servers import ServicesPostgres  # noqa: PLC0415 - it comes with the local stack
-
-            own = stack.enter_context(ServicesPostgres(Home(settings.home)))
+        own = services_server(settings, play, stack)
         stage = _stage(settings, play.cast, own.server.dsn() if own else settings.postgres())
         stopping = told_to_end(again=signal.SIG_DFL)
         before = timelines(settings.postgres()) if own else {}
@@ -89,16 +95,7 @@ def run(settings: Settings, play: Play, *, verify: bool) -> None:
         servers = stack.enter_context(closing(own.with_stack(settings, verification))) if own else None
         company = Company(stage, play.cast, play.faults, play.seed)
         director = stack.enter_context(directed(company, servers))
-        for now in until_over(director, play, stopping):
-            try:
-                counts = verification.counts()
-            except Unavailable as problem:
-                click.echo(f"{now:6.0f} s  {problem}")
-                continue
-            click.echo(f"{now:6.0f} s  {'; '.join(map(str, counts))}")
-            if verify and not all(count.right for count in counts):
-                raise EffectsDiffer(counts)
-        silence(director)
+        play_through(director, play, stopping, verification.counts, EffectsDiffer if verify else None)
         if verify:
             _conclude(director, verification)
             if own:
@@ -143,14 +140,40 @@ def directed(company: Company, servers: "Servers | None") -> Iterator[Director]:
         director.abandon()
 
 
-def silence(director: Director) -> None:
-    """Say what befell whom, and end the services."""
+def services_server(settings: Settings, play: Play, stack: ExitStack) -> "ServicesPostgres | None":
+    """One for the services alone, where faults befall their databases."""
+    if not play.faults & OF_DATABASES:
+        return None
+    from tidemark.app.simulation.servers import ServicesPostgres  # noqa: PLC0415 - it comes with the local stack
+
+    return stack.enter_context(ServicesPostgres(Home(settings.home)))
+
+
+def play_through(
+    director: Director,
+    play: Play,
+    stopping: Event,
+    counts: Callable[[], Sequence[C]],
+    differ: Callable[[Sequence[C]], Exception] | None,
+) -> None:
+    """Let everything happen, and tell how each reader does meanwhile. Then the services are ended, and it is said what
+    befell whom. Raises what `differ` makes of counts of which one is not right.
+    """
+    for now in _until_over(director, play, stopping):
+        try:
+            found = counts()
+        except Unavailable as problem:
+            click.echo(f"{now:6.0f} s  {problem}")
+            continue
+        click.echo(f"{now:6.0f} s  {'; '.join(map(str, found))}")
+        if differ is not None and not all(count.right for count in found):
+            raise differ(found)
     befell = ", ".join(f"{count} x {fault}" for fault, count in sorted(director.done.items()))
     click.echo(f"the play is over; it had {befell or 'no incidents'}")
     director.silence()
 
 
-def until_over(director: Director, play: Play, stopping: Event) -> Iterator[float]:
+def _until_over(director: Director, play: Play, stopping: Event) -> Iterator[float]:
     """Let everything happen, to its end; gives the play's time (s) whenever a report is due."""
     began, reported = time.monotonic(), 0.0
     acts = script(play.seed, play.faults, play.seconds)

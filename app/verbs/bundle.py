@@ -15,7 +15,7 @@ from typing import BinaryIO
 from urllib.request import urlopen
 
 from tidemark.app import config, health
-from tidemark.app.printed import as_object
+from tidemark.app.printed import as_object, one_line
 from tidemark.app.settings import Settings
 from tidemark.app.verbs import gaps, status
 from tidemark.sinks.postgres import dump
@@ -111,7 +111,7 @@ def _pack(bundle: Bundle, target: BinaryIO, parts: Iterator[_Part]) -> None:
             except Exception as problem:  # noqa: BLE001 - a fault in one part is what the others are read for
                 bundle.problems[part.name] = f"{type(problem).__name__}: {problem}"
                 if isinstance(problem, TidemarkError):
-                    bundle.problems[part.name] = " ".join(str(problem).split())
+                    bundle.problems[part.name] = one_line(problem)
                 if isinstance(problem, Unavailable):
                     away[part.server] = bundle.problems[part.name]
                 continue

@@ -79,7 +79,7 @@ def at(past: StreamPast, stream: str, encoded: bytes, when: datetime) -> Explana
     line = now.direction.signed(now.line.position)
     if stand.until is None and beyond(line, stand.linear):
         # Retirements move a line and have no advance. The last of those that held it let it go.
-        last = max((time for time in _retirements(now, stand).values()), default=None)
+        last = max(_retirements(now, stand).values(), default=None)
         if last is None:
             stand = replace(stand, went_to=line)
         elif when < last:
@@ -91,15 +91,11 @@ def at(past: StreamPast, stream: str, encoded: bytes, when: datetime) -> Explana
 
 def _retirements(now: StreamState, stand: LineStand) -> dict[str, datetime]:
     """Of writers that had not passed the line while it stood, as far as the state keeps them."""
-    found = {
-        name: moment_of(known.retired)
-        for name, known in now.writers.items()
-        if known.retired is not None and known.position <= abs(stand.linear)
-    }
     return {
         name: time
-        for name, time in found.items()
-        if stand.since < time and (stand.until is None or time <= stand.until)
+        for name, known in now.writers.items()
+        if known.retired is not None and known.position <= abs(stand.linear)
+        if stand.since < (time := moment_of(known.retired)) and (stand.until is None or time <= stand.until)
     }
 
 

@@ -157,8 +157,7 @@ def _would(
     """What is changed, for whom, and what that costs; for people, before they confirm it."""
     named = ", ".join(streams[:SHOWN]) + (f" and {len(streams) - SHOWN} more" if len(streams) > SHOWN else "")
     yield f"the policy {name} fits {named}" if streams else f"no stream is there yet that {name} fits"
-    after = {**given.get(name, {}), **{setting: value for setting, value in changes.items() if value is not None}}
-    after = {setting: value for setting, value in after.items() if changes.get(setting, value) is not None}
+    after = {setting: value for setting, value in {**given.get(name, {}), **changes}.items() if value is not None}
     before = Policies(given).bounds()
     if Policies({**given, name: after}).bounds() != before:
         yield "the pipeline begins its query anew for it, behind the batch in hand: readers wait a few seconds longer"

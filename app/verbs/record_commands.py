@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from tidemark.app.commands import CommandFailed, OurCommand, loaded
+from tidemark.app.verbs.act_commands import MOST_ID
 
 if TYPE_CHECKING:
     from tidemark.app.settings import Settings
     from tidemark.sinks.letters import DeadLetter
     from tidemark.sources.recorded import Recorded, RecordedMessage
-
-MOST_ID: Final = 2**63 - 1
 
 
 class StreamIdType(click.ParamType[int]):

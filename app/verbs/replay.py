@@ -11,10 +11,10 @@ from typing import Final
 
 import msgspec
 
-from tidemark.app.printed import as_object, for_people
+from tidemark.app.printed import as_object, for_people, plain
 from tidemark.app.verbs import recordings
 from tidemark.app.verbs.explain import clock, evidence
-from tidemark.app.verbs.replayed import NOTHING_COUNTED, Counts, Replayed, by_stream
+from tidemark.app.verbs.replayed import NOTHING, Replayed, by_stream
 from tidemark.sinks.postgres.past_batches import AppliedAct, PastBatch, PastBatches, PastStream
 from tidemark.sources.recorded import RecordedMessage
 from tidemark.streaming import records
@@ -39,7 +39,7 @@ class Parting:
     replayed: int | None
     batch: int | None
     time: datetime | None
-    evidence: tuple[Counts, Counts] | None = None
+    evidence: tuple[Evidence, Evidence] | None = None
 
 
 @dataclass(slots=True)
@@ -88,12 +88,11 @@ def compared(
     """The first place where they part. `messages` are all that batches have read of the stream."""
     facts = [it for it in messages if roles[it.topic] is Topic.FACTS]
     acts = _applied([it for it in messages if roles[it.topic] is Topic.CONTROL], past.acts)
-    now, told = Replayed(stream, bounds), dict[str, Counts]()
+    now, told = Replayed(stream, bounds), dict[str, Evidence]()
     at = 0
     for batch in past.batches:
         for move in batch.advances:
-            was = told.get(move.writer, NOTHING_COUNTED)
-            told[move.writer] = tuple(map(sum, zip(was, move.evidence.counts, strict=True)))
+            told[move.writer] = told.get(move.writer, NOTHING) + move.evidence
         due = [acts.pop(0)[0] for _ in [*acts] if acts[0][1] <= batch.time]
         time = int(batch.time.timestamp() * 1000)
         taken, now = _to(batch, now, facts[at:], due, roles, time)
@@ -137,10 +136,10 @@ def _to(
     return low, tried(now, [])
 
 
-def _differs(stream: str, now: Replayed, batch: PastBatch, told: Mapping[str, Counts]) -> Parting | None:
+def _differs(stream: str, now: Replayed, batch: PastBatch, told: Mapping[str, Evidence]) -> Parting | None:
     for move in batch.advances:
         here = now.positions.get(move.writer, 0)
-        counts = told[move.writer], now.counts.get(move.writer, NOTHING_COUNTED)
+        counts = told[move.writer], now.counts.get(move.writer, NOTHING)
         if here != move.id or counts[0] != counts[1]:
             evidence = counts if here == move.id else None
             return Parting(stream, None, move.writer, move.id, here, batch.batch, batch.time, evidence)
@@ -194,12 +193,10 @@ def _applied(
 
 def as_json(found: ReplayReport) -> str:
     parted = [
-        {name: getattr(it, name) for name in it.__dataclass_fields__}
-        | {"record": None if it.record is None else msgspec.Raw(recordings.as_line(it.record).encode())}
+        plain(it) | {"record": None if it.record is None else msgspec.Raw(recordings.as_line(it.record).encode())}
         for it in found.parted
     ]
-    whole = {name: getattr(found, name) for name in found.__dataclass_fields__}
-    return as_object(whole | {"parted": parted})
+    return as_object(plain(found) | {"parted": parted})
 
 
 def as_text(found: ReplayReport) -> str:
@@ -225,7 +222,7 @@ def _parting(it: Parting) -> Iterator[str]:
             f" {it.replayed} in the replay"
         )
     else:
-        told, now = (evidence(Evidence(*counts)) for counts in it.evidence)
+        told, now = map(evidence, it.evidence)
         yield (
             f"{it.stream}: they part {where}: {when} {whose} is at {it.history} by {told} in the history,"
             f" and by {now} in the replay"

@@ -16,13 +16,11 @@ from tidemark.streaming.compact import pack
 from tidemark.streaming.decode import Decoder
 from tidemark.streaming.direction import beyond
 from tidemark.streaming.frames import HEADER, Frames
-from tidemark.streaming.model import Bounds
+from tidemark.streaming.model import Bounds, Evidence
 from tidemark.streaming.records import Topic
 from tidemark.streaming.runs import Packet
 
-Counts = tuple[int, ...]
-"""Of evidence: facts, empty, unseen, skipped."""
-NOTHING_COUNTED: Final = (0, 0, 0, 0)
+NOTHING: Final = Evidence()
 
 
 class _Named(msgspec.Struct):
@@ -41,7 +39,7 @@ class Replayed:
     encoded: bytes | None = None
     linear: int = 0
     positions: Mapping[str, int] = field(default_factory=dict)
-    counts: Mapping[str, Counts] = field(default_factory=dict)
+    counts: Mapping[str, Evidence] = field(default_factory=dict)
 
     def fed(self, messages: Sequence[RecordedMessage], roles: Mapping[str, Topic], now: int) -> "Replayed":
         """With more records, as one batch at `now` (ms)."""
@@ -54,8 +52,7 @@ class Replayed:
                 positions, counts = dict(self.positions), dict(self.counts)
                 for move in done.advances:
                     positions[move.writer] = move.id
-                    was = counts.get(move.writer, NOTHING_COUNTED)
-                    counts[move.writer] = tuple(map(sum, zip(was, move.evidence.counts, strict=True)))
+                    counts[move.writer] = counts.get(move.writer, NOTHING) + move.evidence
                 return replace(
                     self, encoded=states[self.stream], linear=done.linear, positions=positions, counts=counts
                 )

@@ -26,7 +26,7 @@ KEPT: Final = 100  # records
 LONGEST: Final = 16_384  # characters of a record
 
 Says = Literal["fact", "void", "announced", "settled", "passed", "mentions"]
-Stands = Literal["settled", "complete", "owed", "silent", "unknown"]
+Stands = Literal["complete", "owed", "silent", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)

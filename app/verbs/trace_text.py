@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from tidemark.app.printed import as_object, for_people
+from tidemark.app.printed import as_object, for_people, plain
 from tidemark.app.verbs import letters
 from tidemark.app.verbs.explain import CLOSED, clock, evidence, offsets
 from tidemark.app.verbs.status import aged, ids_between
@@ -24,7 +24,6 @@ _SAYS: Final[dict[Says, str]] = {
     "mentions": "cannot be read, and the number is in it",
 }
 _STANDS: Final[dict[Stands, str]] = {
-    "settled": "has settled it",
     "complete": "has told beyond it, and waits for {range} since {since}",
     "owed": "owes {range}, in which it lies, since {since}",
     "silent": "has told nothing beyond {low}",
@@ -33,8 +32,7 @@ _STANDS: Final[dict[Stands, str]] = {
 
 
 def as_json(it: IdTrace) -> str:
-    plain = {name: getattr(it, name) for name in it.__dataclass_fields__}
-    return as_object(plain | {"dead_letters": [letters.plain(one, {}) for one in it.dead_letters]})
+    return as_object(plain(it) | {"dead_letters": [letters.plain(one, {}) for one in it.dead_letters]})
 
 
 def as_text(it: IdTrace) -> str:
@@ -111,9 +109,8 @@ def _gap(it: IdTrace, gap: PastGap) -> str:
 def _standing(it: IdTrace) -> Iterator[str]:
     if it.passed:
         return
-    waits = [one for one in it.standing if one.stands != "settled"]
-    yield from _some(map(_stand, waits), len(waits), "writers")
-    if waits:
+    yield from _some(map(_stand, it.standing), len(it.standing), "writers")
+    if it.standing:
         yield f"what to do: tidemark gaps {shlex.quote(it.stream)}"
 
 

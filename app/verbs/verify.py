@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tidemark.app.printed import as_object
+from tidemark.app.printed import as_object, one_line
 from tidemark.app.verbs.copies import Copy, CopyPositions
 from tidemark.sinks.postgres.audit import Audit, AuditedStream, HistoryFault
 from tidemark.streaming import state
@@ -88,7 +88,7 @@ def compared(
 
 
 def _away(copy: Copy, problem: TidemarkError) -> Difference:
-    return Difference(copy.name, "", None, "", " ".join(str(problem).split()), None, "away")
+    return Difference(copy.name, "", None, "", one_line(problem), None, "away")
 
 
 def _copy_differences(

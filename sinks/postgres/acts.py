@@ -46,44 +46,47 @@ class ListedAct:
     outcome: str | None
 
 
+_SAID: tuple[LiteralString, ...] = ("stream", "kind", "writer", "epoch", "prev", "id", "by", "why")
+
+
+def _same(one: LiteralString, other: LiteralString) -> LiteralString:
+    """Whether two rows, of the audit or of acts, are of records that say the same."""
+    return " and ".join(f"{one}.{column} = {other}.{column}" for column in _SAID)
+
+
 # An act that no verb waited for is known by its row in the audit.
-_LISTED: LiteralString = """
+_LISTED: LiteralString = f"""
 with listed as (
     select a.number, a.time, a.kind, a.stream, a.writer, a.epoch, a.prev, a.id, a.by, a.why, a.seen_as,
         host(a.seen_from) as seen_from, a.topic, a.partition, a."offset", coalesce(a.outcome, (
             select 'applied' from tidemark.skips s
-            where (s.stream, s.kind, s.writer, s.epoch, s.prev, s.id, s.by, s.why)
-                = (a.stream, a.kind, a.writer, a.epoch, a.prev, a.id, a.by, a.why) limit 1)) as outcome
+            where {_same("s", "a")} limit 1)) as outcome
     from tidemark.acts a
     union all
     select null, s.time, s.kind, s.stream, s.writer, s.epoch, s.prev, s.id, s.by, s.why, null, null, null, null, null,
         'applied'
     from tidemark.skips s where not exists (
         select from tidemark.acts a
-        where (s.stream, s.kind, s.writer, s.epoch, s.prev, s.id, s.by, s.why)
-            = (a.stream, a.kind, a.writer, a.epoch, a.prev, a.id, a.by, a.why))
+        where {_same("s", "a")})
 )
 select * from listed
 """
 
 
 # Rows of the audit stand in the order in which the records were applied.
-_BECAME: LiteralString = """
+_BECAME: LiteralString = f"""
 with act as (select * from tidemark.acts where number = %(number)s), mine as (
-    select s.number from act a join tidemark.skips s on (s.stream, s.kind, s.writer, s.epoch, s.prev, s.id, s.by, s.why)
-        = (a.stream, a.kind, a.writer, a.epoch, a.prev, a.id, a.by, a.why)
+    select s.number from act a join tidemark.skips s on {_same("s", "a")}
     where s.number > %(audited)s
     order by s.number offset (
         select least(count(*), (select greatest(count(*) - 1, 0) from act a join tidemark.skips s
-            on (s.stream, s.kind, s.writer, s.epoch, s.prev, s.id, s.by, s.why)
-            = (a.stream, a.kind, a.writer, a.epoch, a.prev, a.id, a.by, a.why) where s.number > %(audited)s))
+            on {_same("s", "a")} where s.number > %(audited)s))
         from act a join tidemark.acts b
             on (b.stream, b.kind, b.writer, b.epoch, b.prev, b.id, b.by, b.why, b.topic, b.partition)
             = (a.stream, a.kind, a.writer, a.epoch, a.prev, a.id, a.by, a.why, a.topic, a.partition)
             and b."offset" < a."offset" and b.outcome is distinct from 'refused'
         where not exists (select from tidemark.skips s
-            where (s.stream, s.kind, s.writer, s.epoch, s.prev, s.id, s.by, s.why)
-                = (b.stream, b.kind, b.writer, b.epoch, b.prev, b.id, b.by, b.why) and s.number <= %(audited)s)
+            where {_same("s", "b")} and s.number <= %(audited)s)
     ) limit 1
 )
 select exists (

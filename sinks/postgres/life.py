@@ -3,11 +3,11 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import starmap
 
 from tidemark.sinks.postgres.acts import Acts, ListedAct
 from tidemark.sinks.postgres.late import LateCompletions, LateFact
-from tidemark.sinks.postgres.past import OTHER_CLOCK, BatchAdvance, PastGap, StreamPast
-from tidemark.streaming.model import Evidence
+from tidemark.sinks.postgres.past import ADVANCES, GAPS, OTHER_CLOCK, BatchAdvance, PastGap, StreamPast
 
 MOST = 100  # rows of one kind: an ID lies in an advance of every writer that passed it
 
@@ -28,15 +28,12 @@ class IdPast(StreamPast):
         """The advances that took a writer over it, oldest first."""
         with self._session.use() as connection:
             rows = connection.execute(
-                "select writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch, time"
-                " from tidemark.advances_of(%(stream)s) where abs(prev) < abs(%(id)s) and abs(id) >= abs(%(id)s)"
+                ADVANCES
+                + " from tidemark.advances_of(%(stream)s) where abs(prev) < abs(%(id)s) and abs(id) >= abs(%(id)s)"
                 " order by time, writer limit %(most)s",
                 {"stream": stream, "id": id, "most": MOST},
             ).fetchall()
-        return [
-            BatchAdvance(writer, epoch, prev, upto, Evidence(*counts), linear, batch, time)
-            for writer, epoch, prev, upto, *counts, linear, batch, time in rows
-        ]
+        return [*starmap(BatchAdvance.of, rows)]
 
     def passed(self, stream: str, id: int, since: datetime) -> LinePassed | None:
         """None where no advance since then tells it."""
@@ -52,8 +49,7 @@ class IdPast(StreamPast):
         """The gaps of `writers` that begin below it and were not closed before `since`; oldest first."""
         with self._session.use() as connection:
             rows = connection.execute(
-                "select writer, epoch, low, top, opened_at, closed_at, closed_by from tidemark.stream_gaps"
-                " where stream = %s and writer = any(%s) and abs(low) < abs(%s)"
+                GAPS + " where stream = %s and writer = any(%s) and abs(low) < abs(%s)"
                 " and (closed_at is null or closed_at >= coalesce(%s::timestamptz, '-infinity'))"
                 " order by opened_at, abs(top) limit %s",
                 (stream, list(writers), id, since, MOST),

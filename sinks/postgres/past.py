@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Self
+from itertools import starmap
+from typing import Any, LiteralString, Self
 
 from tidemark.sinks.postgres.audit import PACKED, STATES
 from tidemark.sinks.postgres.database import SCHEMA, session_of
@@ -12,6 +13,10 @@ from tidemark.streaming.model import Evidence
 from tidemark.streaming.postgres_session import Connection, Dsn
 
 OTHER_CLOCK = timedelta(minutes=1)  # by which the database's may be behind the pipeline's
+ADVANCES: LiteralString = "select writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch, time"
+"""Of each a `BatchAdvance`."""
+GAPS: LiteralString = "select writer, epoch, low, top, opened_at, closed_at, closed_by from tidemark.stream_gaps"
+"""Of each a `PastGap`."""
 _LOOKS = (timedelta(hours=1), timedelta(days=1))  # how far is looked at first; then all that is kept
 
 
@@ -61,6 +66,12 @@ class BatchAdvance:
     linear: int
     batch: int
     time: datetime
+
+    @classmethod
+    def of(cls, writer: str, epoch: int, prev: int, id: int, *rest: Any) -> Self:
+        """From the columns of `ADVANCES`."""
+        *counts, linear, batch, time = rest
+        return cls(writer, epoch, prev, id, Evidence(*counts), linear, batch, time)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +169,7 @@ class StreamPast:
         """Those that were open at that time, or were closed by the batch of exactly that time; nearest first."""
         with self._session.use() as connection:
             rows = connection.execute(
-                "select writer, epoch, low, top, opened_at, closed_at, closed_by from tidemark.stream_gaps"
-                " where stream = %s and opened_at <= %s and (closed_at is null or closed_at >= %s)"
+                GAPS + " where stream = %s and opened_at <= %s and (closed_at is null or closed_at >= %s)"
                 " order by abs(top)",
                 (stream, at, at),
             ).fetchall()
@@ -168,15 +178,8 @@ class StreamPast:
     def batch(self, stream: str, at: datetime) -> list[BatchAdvance]:
         """The advances of the batch of exactly that time."""
         with self._session.use() as connection:
-            rows = connection.execute(
-                "select writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch, time"
-                " from tidemark.advances_of(%s, %s, %s)",
-                (stream, at, at),
-            ).fetchall()
-        return [
-            BatchAdvance(writer, epoch, prev, id, Evidence(*counts), linear, batch, time)
-            for writer, epoch, prev, id, *counts, linear, batch, time in rows
-        ]
+            rows = connection.execute(ADVANCES + " from tidemark.advances_of(%s, %s, %s)", (stream, at, at)).fetchall()
+        return [*starmap(BatchAdvance.of, rows)]
 
     def acts(self, stream: str, at: datetime) -> list[OperatorAct]:
         """Of operators, in the batch of exactly that time."""

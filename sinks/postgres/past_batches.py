@@ -4,14 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import groupby
-from operator import itemgetter
+from itertools import groupby, starmap
+from operator import attrgetter
 
 from tidemark.sinks.postgres.audit import PACKED
 from tidemark.sinks.postgres.database import SCHEMA, session_of
-from tidemark.sinks.postgres.past import BatchAdvance
+from tidemark.sinks.postgres.past import ADVANCES, BatchAdvance
 from tidemark.sinks.postgres.policies import PolicyTable
-from tidemark.streaming.model import Evidence
 from tidemark.streaming.postgres_session import Connection, Dsn, PostgresSession
 
 
@@ -57,9 +56,8 @@ class PastBatches:
         self._connection = connection
 
     def policies(self) -> dict[str, dict[str, int]]:
-        """Those of now, as `PolicyTable` gives them; none where the schema has none yet."""
-        row = self._connection.execute("select to_regclass('tidemark.policies') is not null").fetchone()
-        return PolicyTable(self._session).given() if row and row[0] else {}
+        """Those of now, as `PolicyTable` gives them."""
+        return PolicyTable(self._session).given()
 
     def read_up_to(self) -> dict[tuple[str, int], int]:
         """Topic and partition -> the first offset that no batch has read."""
@@ -86,21 +84,13 @@ class PastBatches:
 
     def _batches(self, stream: str) -> list[PastBatch]:
         rows = self._connection.execute(
-            "select time, batch, linear, writer, epoch, prev, id, facts, empty, unseen, skipped"
-            " from tidemark.advances_of(%s) order by time, batch, abs(linear), writer, abs(id)",
-            (stream,),
+            ADVANCES + " from tidemark.advances_of(%s) order by time, batch, abs(linear), writer, abs(id)", (stream,)
         )
         return [
-            PastBatch(
-                batch,
-                time,
-                linear,
-                [
-                    BatchAdvance(writer, epoch, prev, id, Evidence(*counts), linear, batch, time)
-                    for _, _, _, writer, epoch, prev, id, *counts in moves
-                ],
+            PastBatch(batch, time, linear, [*moves])
+            for (time, batch, linear), moves in groupby(
+                starmap(BatchAdvance.of, rows), attrgetter("time", "batch", "linear")
             )
-            for (time, batch, linear), moves in groupby(rows, itemgetter(0, 1, 2))
         ]
 
     def _acts(self, stream: str) -> list[AppliedAct]:

@@ -42,28 +42,19 @@ class Appender(Protocol):
 
     name: str
 
-    def append(self, connection: Connection, stream: str, row: object) -> int: ...
+    def append(self, connection: Connection, stream: str, row: object, /) -> int: ...
 
     def reserve(self, connection: Connection, stream: str) -> int: ...
 
-    def complete(self, connection: Connection, stream: str, id: int, row: object) -> None: ...
+    def complete(self, connection: Connection, stream: str, id: int, row: object, /) -> None: ...
 
 
-class WriterAppender:
+class WriterAppender(Writer):
     """By `tidemark.Writer`."""
 
     def __init__(self, name: str) -> None:
+        super().__init__(name)
         self.name = name
-        self._writer = Writer(name)
-
-    def append(self, connection: Connection, stream: str, row: object) -> int:
-        return self._writer.append(connection, stream, row)
-
-    def reserve(self, connection: Connection, stream: str) -> int:
-        return self._writer.reserve(connection, stream)
-
-    def complete(self, connection: Connection, stream: str, id: int, row: object) -> None:
-        self._writer.complete(connection, stream, id, row)
 
 
 class SqlAppender:
@@ -73,7 +64,7 @@ class SqlAppender:
         self.name = name
 
     def append(self, connection: Connection, stream: str, row: object) -> int:
-        found = connection.execute("select tidemark.append(%s, %s::jsonb)", [stream, _text(row)]).fetchone()
+        found = connection.execute("select tidemark.append(%s, %s::jsonb)", [stream, tables.as_json(row)]).fetchone()
         assert found is not None
         return int(found[0])
 
@@ -83,7 +74,7 @@ class SqlAppender:
         return int(found[0])
 
     def complete(self, connection: Connection, stream: str, id: int, row: object) -> None:
-        connection.execute("select tidemark.complete(%s, %s, %s::jsonb)", [stream, id, _text(row)])
+        connection.execute("select tidemark.complete(%s, %s, %s::jsonb)", [stream, id, tables.as_json(row)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,10 +268,6 @@ def _require_json(event: RoomEvent) -> None:
         raise BadEvent(event.id, f"its content is no JSON: {error}") from error
     if "\\u0000" in text:
         raise BadEvent(event.id, "its content has the character NUL, which Postgres does not take")
-
-
-def _text(row: object) -> str:
-    return tables.as_json(row)  # type: ignore[arg-type]
 
 
 def following(connection: Connection, room: str) -> tuple[tuple[str, ...], int]:

@@ -1,6 +1,6 @@
 """The tables of the rooms, in the service's own database: what the rules look up there, and state groups."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -122,7 +122,7 @@ def backward_extremities(connection: Connection, room: str) -> list[str]:
     return [event for (event,) in rows.fetchall()]
 
 
-def as_json(content: Mapping[str, Any]) -> str:
+def as_json(content: object) -> str:
     return msgspec.json.encode(content).decode()
 
 

@@ -7,6 +7,7 @@ Synapse's database. One of several speaks, the others wait for its session to en
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 
@@ -228,9 +229,10 @@ class SynapseBridge:
         for each in found:
             for name in sorted(each.streams & holders.keys()):
                 told = self._tellings[name].of.name
-                age = 0.0 if each.since is None else (now - each.since).total_seconds()
+                since = each.transaction.since
+                age = 0.0 if since is None else (now - since).total_seconds()
                 ages[told] = max(age, ages.get(told, 0.0))
-                opened.append(each.held(told, holders[name].writer))
+                opened.append(replace(each.transaction, stream=told, writer=holders[name].writer))
         self._metrics.held(ages)
         # In one name, whoever holds: who was told in another would stand there for ever.
         known = [each.known for each in self._tellings.values() if each.known is not None]

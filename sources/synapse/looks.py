@@ -6,7 +6,6 @@ log, by which all before it is on the disk.
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from datetime import datetime
 
 from tidemark.sources.synapse.decider import MASTER, StreamFact
 from tidemark.sources.synapse.tables import SynapseStream
@@ -98,21 +97,12 @@ def facts(
 
 @dataclass(frozen=True, slots=True)
 class TableWriter:
-    """An open transaction that writes to the tables of these streams; `number` as snapshots list it."""
+    """An open transaction that writes to the tables of these streams; `number` as snapshots list it. `transaction` is
+    of no stream and no writer yet."""
 
     streams: frozenset[str]
     number: int
-    pid: int | None
-    gid: str | None
-    user: str
-    application: str
-    state: str
-    since: datetime | None
-    query: str
-
-    def held(self, stream: str, writer: str) -> OpenTransaction:
-        who = (self.pid, self.gid, self.user, self.application, self.state, self.since, self.query)
-        return OpenTransaction(stream, writer, *who)
+    transaction: OpenTransaction
 
 
 def table_writers(
@@ -147,5 +137,5 @@ def table_writers(
     for names, number, *who in rows:
         if whole is None or number in whole:  # locks know the lower half of a transaction's number
             of = frozenset(stream for name in names for stream in tables.get(name.rpartition(".")[2], ()))
-            found.append(TableWriter(of, number if whole is None else whole[number], *who))
+            found.append(TableWriter(of, number if whole is None else whole[number], OpenTransaction("", "", *who)))
     return found

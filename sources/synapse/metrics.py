@@ -33,7 +33,10 @@ class BridgeMetrics:
             "tidemark_synapse_lines", "Lines heard on Synapse's channel since the process began.", registry=registry
         )
         self.facts = Counter(
-            "tidemark_synapse_facts", "Facts that Kafka has acknowledged.", ["stream"], registry=registry
+            "tidemark_synapse_facts",
+            "Facts that were told: they are noted, and go to Kafka until it has acknowledged them.",
+            ["stream"],
+            registry=registry,
         )
         self.unseen = Counter(
             "tidemark_synapse_unseen",

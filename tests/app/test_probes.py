@@ -40,7 +40,7 @@ def url(health: metrics.PipelineHealth) -> Iterator[str]:
 
 @pytest.fixture
 def relay_url(relaying: RelayMetrics) -> Iterator[str]:
-    with probes.served("--metrics", ANYWHERE, relay.RelayHealth(relaying), now=lambda: NOW) as port:
+    with probes.served("--metrics", ANYWHERE, relay.relay_health(relaying), now=lambda: NOW) as port:
         yield f"http://127.0.0.1:{port}"
 
 

@@ -135,7 +135,9 @@ def test_those_who_read_the_past_keep_nobody_waiting(pipeline: Pipeline, client:
     with ThreadPoolExecutor(10) as pool, psycopg.connect(dsn) as maintenance:
         maintenance.execute("lock table tidemark.packed_advances in access exclusive mode")
         asking = [pool.submit(client.get, "/v1/streams/s/advances") for _ in range(10)]
-        waiting = "select count(*) from pg_stat_activity where wait_event_type = 'Lock'"
+        waiting = (
+            "select count(*) from pg_stat_activity where wait_event_type = 'Lock' and datname = current_database()"
+        )
         with psycopg.connect(dsn, autocommit=True) as sql:
             eventually(lambda: sql.execute(waiting).fetchone() != (0,))
         assert client.json("/v1/pipeline")["problems"] == []

@@ -223,7 +223,10 @@ def test_cancelled_step_is_taken_again(three: ReadingService) -> None:
                 holder.execute("lock table facts in access exclusive mode")
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(anext(reader), 0.5)
-                query = "select count(*) from pg_stat_activity where application_name = 'tidemark reader copier'"
+                query = (
+                    "select count(*) from pg_stat_activity"
+                    " where application_name = 'tidemark reader copier' and datname = current_database()"
+                )
                 eventually(lambda: three.sql.execute(query).fetchone() == (0,))
             batch = await asyncio.wait_for(anext(reader), 20)
             return [row["stream_id"] for row in batch.rows]

@@ -152,7 +152,10 @@ def rolled_back(sql: psycopg.Connection) -> None:
 
 def waits(sql: psycopg.Connection) -> bool:
     """Whether `tidemark relay retire` has asked."""
-    asked = "select from pg_stat_activity where application_name = 'tidemark relay retire' and query ~ 'retire_writer'"
+    asked = (
+        "select from pg_stat_activity where application_name = 'tidemark relay retire' and query ~ 'retire_writer'"
+        " and datname = current_database()"
+    )
     return sql.execute(asked.encode()).fetchone() is not None
 
 
@@ -183,7 +186,10 @@ def test_positions_equal_the_truth(ready: str, sql: psycopg.Connection, run: Run
             lambda: (first.metric("tidemark_relay_oldest_transaction_seconds", stream="orders", writer="shop") or 0) > 0
         )
         second = run(most_facts=MOST_FACTS)
-        sql.execute("select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'tidemark relay'")
+        sql.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity"
+            " where application_name = 'tidemark relay' and datname = current_database()"
+        )
         held.commit()
     facts |= {3} | append(sql, 20_000)
     rolled_back(sql)
