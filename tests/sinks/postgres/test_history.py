@@ -199,7 +199,7 @@ def test_limit_ends_the_reading(store: Postgres, sql: psycopg.Connection, token:
         sql.execute("select pg_stat_clear_snapshot()")
         return int(rows(sql, "select sum(idx_tup_fetch) from pg_stat_user_tables where relname like 'packed%%'")[0][0])
 
-    # Only of this database: pipelines that other tests share have such sessions on the same server.
+    # Only of this database: of pipelines that were killed, the server may not have noticed yet.
     ended = (
         "select count(*) from pg_stat_activity"
         " where application_name ~ 'reads|batches' and datname = current_database()"

@@ -163,7 +163,10 @@ def test_lease_survives_a_restart_of_postgres(dsn: str, postgres: PostgresServer
 
         def held_again() -> bool:
             with psycopg.connect(dsn) as connection:
-                row = connection.execute("select count(*) from pg_locks where locktype = 'advisory'").fetchone()
+                row = connection.execute(
+                    "select count(*) from pg_locks where locktype = 'advisory'"
+                    " and database = (select oid from pg_database where datname = current_database())"
+                ).fetchone()
             return row == (1,)
 
         eventually(held_again)
