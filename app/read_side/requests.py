@@ -6,7 +6,7 @@ takes the advances from the history, so nothing is missing either way.
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tidemark.app.read_side.durable import Durable
 from tidemark.app.read_side.live import Live
@@ -74,15 +74,16 @@ class HistoryPage:
 
 
 class Past:
-    """What was published of `stream` after `since`, page by page; for one task at a time. Postgres is asked for so many
-    `at_once`; without it, for a page."""
+    """What was published of `stream` after `since`, page by page; for one task at a time. Postgres is asked for a page
+    at first, because whoever asks may go after it, and then for twice as many each time, up to `most`."""
 
     def __init__(
-        self, requests: RequestHandler, stream: str, since: Place | Token, limit: int, at_once: int | None = None
+        self, requests: RequestHandler, stream: str, since: Place | Token, limit: int, most: int | None = None
     ) -> None:
         self._requests = requests
         self._limit = limit
-        self._following = Following(stream, "vector", since, at_once or limit)
+        self._at_once = limit
+        self._following = Following(stream, "vector", since, most or limit)
         self._driver: Driver[Event | CaughtUp] = Driver(self._following.steps())
         self._events: list[Event] = []
 
@@ -95,6 +96,10 @@ class Past:
                     break
                 case AwaitEntry():  # before it has caught up: it waits for a stream that does not exist
                     return None
+                case ReadHistory():
+                    asked = replace(step, most=min(self._at_once, step.most))
+                    self._driver.answered(await self._requests.carry_out(asked))
+                    self._at_once *= 2
                 case Request():
                     self._driver.answered(await self._requests.carry_out(step))
                 case None:

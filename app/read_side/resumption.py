@@ -2,13 +2,16 @@
 
 A thousand clients that lost one sidecar come back within a second or two, and stand within a few moves of each other.
 Those who wait while others are read for go into one reading, from the lowest of their places; each takes of it what is
-beyond its own.
+beyond its own. Nobody is read for who has gone, and what was told from a place is told again from memory for a while:
+so who comes and goes, again and again from the beginning, costs little more than its requests.
 """
 
 import asyncio
-from collections.abc import Collection, Coroutine, Hashable, Iterable, Mapping, Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from tidemark.app.read_side.coalescer import Coalescer
 from tidemark.app.read_side.durable import Durable
@@ -23,7 +26,77 @@ NEAR_MARKS = 5_000  # ms, likewise
 MOST = 100_000  # moves that are told again: snapshots are less than that
 AT_ONCE = 4  # readings
 PAGE = 200  # events, some 40 KB: what is sent to a client in one piece is kept for it until it has read it
-READ = 1000  # advances that Postgres is asked for at once: whoever asks may go after a page
+READ = 1000  # advances that Postgres is asked for at once, in the end: whoever asks may go after a page
+TOLD_FOR = 30.0  # seconds: it may say that evidence is gone, because Postgres was away for a moment
+TOLD = 4 << 20  # bytes that are kept of it
+POSITION = 200  # bytes that one takes in a place, which clients may make long
+
+T = TypeVar("T")
+
+
+class SharedReading(Generic[T]):
+    """A reading for any number of tasks; it ends when the last of them has gone."""
+
+    def __init__(self, reading: Coroutine[Any, Any, T]) -> None:
+        self._task = asyncio.create_task(reading)
+        # Looked at, because whoever waited for it may have gone.
+        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        self._waiting = 0
+        self.abandoned = False
+        """Whether it was ended: nobody may wait for it any more."""
+
+    async def get(self) -> T:
+        """Raises what the reading raises."""
+        self._waiting += 1
+        try:
+            return await asyncio.shield(self._task)
+        finally:
+            self._waiting -= 1
+            if not self._waiting and not self._task.done():
+                self.abandoned = True
+                self._task.cancel()
+
+
+class ToldTexts:
+    """What clients were told of a stream from a place on, and where that led: never all that there was, so whoever is
+    told it again asks for the rest. For one thread."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._texts: OrderedDict[tuple[str, Hashable], tuple[float, int, bytes, Place]] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, stream: str, place: Place) -> tuple[bytes, Place] | None:
+        key = stream, identity(place)
+        if key not in self._texts:
+            return None
+        at, _, text, after = self._texts[key]
+        if self._now() - at > TOLD_FOR:
+            self._drop(key)
+            return None
+        self._texts.move_to_end(key)
+        return text, after
+
+    def keep(self, stream: str, place: Place, text: bytes, after: Place) -> None:
+        """In place of those that were not asked for the longest, where there are too many. Not where it led nowhere, as
+        who is told it again would go on from there for ever."""
+        if after == place:
+            return
+        key = stream, identity(place)
+        if key in self._texts:
+            self._drop(key)
+        size = len(text) + POSITION * (len(place.positions) + len(after.positions))
+        self._texts[key] = self._now(), size, text, after
+        self._bytes += size
+        while self._bytes > TOLD:
+            self._drop(next(iter(self._texts)))
+
+    def _drop(self, key: tuple[str, Hashable]) -> None:
+        self._bytes -= self._texts.pop(key)[1]
+
+
+def identity(place: Place) -> Hashable:
+    return place.linear, tuple(sorted(place.positions.items())), place.late
 
 
 class MissedPage:
@@ -37,15 +110,20 @@ class MissedPage:
         self.sent: dict[Hashable, tuple[bytes, Place]] = {}
         """By where a client stands: what of the page it is sent, and where it stands then. Many stand at one place."""
         self._past = past
-        self._next: asyncio.Task[MissedPage | None] | None = None
+        self._next: SharedReading[MissedPage | None] | None = None
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether the next page was ended half read: whoever wants it asks anew, from its own place."""
+        return self._next is not None and self._next.abandoned
 
     async def next(self) -> "MissedPage | None":
         """For any number of tasks, which share it. Raises `Unavailable`, `Stop`; may be called again."""
         if self._next is None:
-            self._next = _begun(_page(self._past))
+            self._next = SharedReading(_page(self._past))
         reading = self._next
         try:
-            return await asyncio.shield(reading)
+            return await reading.get()
         except TidemarkError:
             if self._next is reading:
                 self._next = None
@@ -55,13 +133,6 @@ class MissedPage:
 async def _page(past: Past) -> MissedPage | None:
     found = await past.page()
     return None if found is None else MissedPage(past, found.events, found.place, complete=found.complete)
-
-
-def _begun(reading: Coroutine[Any, Any, MissedPage | None]) -> "asyncio.Task[MissedPage | None]":
-    task = asyncio.create_task(reading)
-    # Looked at, because whoever waited for it may have gone.
-    task.add_done_callback(lambda task: task.cancelled() or task.exception())
-    return task
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +151,26 @@ class Resumptions:
         self._requests = requests
         self._durable = durable
         self._since = Coalescer(self._read_since)
-        self._waiting: dict[tuple[str, int], tuple[list[Place], asyncio.Task[MissedPage | None]]] = {}
+        self._waiting: dict[tuple[str, int], tuple[dict[object, Place], SharedReading[MissedPage | None]]] = {}
         self._turns = asyncio.Semaphore(AT_ONCE)
+        self.told = ToldTexts()
 
     async def missed(self, stream: str, place: Place) -> MissedPage | None:
         """The first page of what was published after `place`, or after one that is nearly as far; None where nobody
         knows the stream. Read after this call. Raises `Unavailable`, `Stop`."""
         key = stream, place.linear // NEAR
         if key not in self._waiting:
-            places: list[Place] = []
-            self._waiting[key] = places, _begun(self._read(key, places))
-        places, reading = self._waiting[key]
-        places.append(place)
-        return await asyncio.shield(reading)
+            places: dict[object, Place] = {}
+            self._waiting[key] = places, SharedReading(self._read(key, places))
+        waiting = places, reading = self._waiting[key]
+        me = object()
+        places[me] = place
+        try:
+            return await reading.get()
+        finally:
+            del places[me]  # who has gone before it begins must not make others read from there
+            if reading.abandoned and self._waiting.get(key) is waiting:
+                del self._waiting[key]
 
     async def since(self, mark: DurableMark) -> MissedMoves | None:
         """What moved any stream since `mark`, or one shortly before; None where that is more than `MOST`, or not kept.
@@ -110,10 +188,10 @@ class Resumptions:
             answers[mark] = answers[first]
         return answers
 
-    async def _read(self, key: tuple[str, int], places: list[Place]) -> MissedPage | None:
+    async def _read(self, key: tuple[str, int], places: Mapping[object, Place]) -> MissedPage | None:
         async with self._turns:
             del self._waiting[key]  # who comes now wants what is read from now on
-            return await _page(Past(self._requests, key[0], lowest(places), PAGE, READ))
+            return await _page(Past(self._requests, key[0], lowest(places.values()), PAGE, READ))
 
 
 def lowest(places: Iterable[Place]) -> Place:

@@ -5,6 +5,7 @@
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from typing import Annotated
@@ -37,7 +38,13 @@ async def follow(call: OperationCall) -> Response:
     service, read_side = call.service, call.service.read_side
     last = call.request.headers.get("last-event-id")
     stands = cursor.resumed(last) if last else {}
+    address = call.request.client.host if call.request.client else ""
+    if pause := service.churn.pause(address):
+        await asyncio.sleep(pause)
+        if await call.request.is_disconnected():
+            return Response(media_type=MEDIA_TYPE)
     with ExitStack() as stack:
+        stack.callback(service.churn.ended, address, time.monotonic())
         stack.enter_context(service.limiter.one("events"))
         names = set(query.stream) or await read_side.snapshots.names()
         if query.stream:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequen
 
 from tidemark.app.read_side.coalescer import Coalescer
 from tidemark.app.read_side.opened import ReadSide
-from tidemark.app.read_side.resumption import MissedPage
+from tidemark.app.read_side.resumption import MissedPage, identity
 from tidemark.app.read_side.slices import Appeared, Begun, Item, Listener, Slice, ToldUpTo
 from tidemark.app.read_side.snapshots import Snapshots
 from tidemark.app.sidecar import cursor, moves
@@ -119,18 +119,27 @@ class EventsClient:
         """What moved the stream while the client was away."""
         self._places[stream] = place
         page: MissedPage | None = None
+        resumptions = self._read_side.resumptions
         while page is None or not page.complete:
+            if page is not None and page.abandoned:
+                page = None
+            if page is None and (told := resumptions.told.get(stream, place)):
+                text, place = told
+                yield text
+                continue
             try:
-                page = await (page.next() if page else self._read_side.resumptions.missed(stream, place))
+                page = await (page.next() if page else resumptions.missed(stream, place))
             except (Unavailable, Stop):
                 yield b": waiting for Redis or Postgres\n\n"
                 await asyncio.sleep(1.0)
                 continue
             if page is None:  # nobody knows the stream
                 return
-            key = place.linear, tuple(sorted(place.positions.items())), place.late
+            key = identity(place)
             if key not in page.sent:
                 page.sent[key] = _taken(page, stream, place)
+                if not page.complete:
+                    resumptions.told.keep(stream, place, *page.sent[key])
             text, place = page.sent[key]
             yield text
         self._places[stream] = place

@@ -18,15 +18,16 @@ from tests.bench.table import mib, table
 from tests.bench.whole import WrongResult
 
 PROBE_EVERY = 0.2  # seconds
+_HEAVIEST = "come_and_go"
 _PROBES = ("/livez", "/readyz")
 
 
 @dataclass(frozen=True, slots=True)
 class AttackPlan:
     """`each` honest clients follow one stream, `all` follow all of them, for `seconds` in peace, for as many while all
-    attacks are on another sidecar, and on theirs, and for half as many under each attack alone. Then `returning`
-    clients, of which `returning_all` follow all streams, come back at once after `away` s; and `many_clients` who
-    follow all of `many` streams come, go and come back."""
+    attacks are on another sidecar, and on theirs, and for half as many under each attack alone, and while the heaviest
+    is on another. Then `returning` clients, of which `returning_all` follow all streams, come back at once after `away`
+    s; and `many_clients` who follow all of `many` streams come, go and come back."""
 
     streams: int = 20
     writers: int = 50
@@ -49,6 +50,7 @@ class Probes:
 
 
 def run(site: BenchSite, plan: AttackPlan) -> dict[str, Any]:
+    half = replace(plan, seconds=plan.seconds / 2)
     return {
         "streams": plan.streams,
         "writers": plan.writers,
@@ -60,7 +62,8 @@ def run(site: BenchSite, plan: AttackPlan) -> dict[str, Any]:
         "peace": _followed(site, plan, "in peace"),
         "beside": _followed(site, plan, "beside another that is attacked", attacking.ACTS, elsewhere=True),
         "attack": _followed(site, plan, "attacked", attacking.ACTS),
-        "alone": {act: _followed(site, replace(plan, seconds=plan.seconds / 2), act, [act]) for act in attacking.ACTS},
+        "alone": {act: _followed(site, half, act, [act]) for act in attacking.ACTS},
+        "beside_alone": {_HEAVIEST: _followed(site, half, f"beside {_HEAVIEST}", [_HEAVIEST], elsewhere=True)},
         "back": _returned(site, plan),
         "many": _many(site, plan),
     }
@@ -223,6 +226,7 @@ def render(figures: Mapping[str, Any]) -> list[str]:
                     ("another is attacked", figures["beside"]),
                     ("under attack", attack),
                     *((f"`{act}` alone", row) for act, row in figures["alone"].items()),
+                    *((f"`{act}` alone, on another", row) for act, row in figures.get("beside_alone", {}).items()),
                 )
             ],
         ),

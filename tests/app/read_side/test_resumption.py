@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.app.read_side.resumption import lowest
+from tidemark.app.read_side.resumption import POSITION, TOLD, TOLD_FOR, ToldTexts, lowest
 from tidemark.sinks.reader.events import Place
 
 NAMES = ("a", "b", "c")
@@ -26,3 +26,32 @@ def test_lowest_place_is_behind_all_of_them(given: list[Place]) -> None:
         stands = [abs(it.positions.get(name, it.linear)) for it in given]
         assert abs(found.positions.get(name, found.linear)) == min(stands)
     assert found.late == min(it.late for it in given)
+
+
+def test_texts_that_are_asked_for_are_kept_longest() -> None:
+    """Within a bound of bytes; and no longer than what they say may have been for want of Postgres."""
+    clock = [0.0]
+    texts = ToldTexts(lambda: clock[0])
+    third = b"x" * (TOLD // 3 - POSITION)
+    for id in range(3):
+        texts.keep("s", Place(id), third, Place(id + 1))
+    assert texts.get("s", Place(0)) == (third, Place(1))
+    texts.keep("s", Place(3), third, Place(4))
+    assert texts.get("s", Place(1)) is None
+    assert texts.get("s", Place(0, {"w": 1})) is None
+    assert texts.get("t", Place(0)) is None
+    assert all(texts.get("s", Place(id)) for id in (0, 2, 3))
+    clock[0] = TOLD_FOR + 1
+    texts.keep("s", Place(0), third, Place(9))
+    assert texts.get("s", Place(0)) == (third, Place(9))
+    assert texts.get("s", Place(2)) is None
+    for long in (Place(4, dict.fromkeys(map(str, range(TOLD // POSITION + 1)), 5)), Place(5)):
+        texts.keep("s", long, b"x", Place(9))
+        assert (texts.get("s", long) is None) == bool(long.positions)
+
+
+def test_text_that_led_nowhere_is_not_kept() -> None:
+    """Of a page that was read for others, who stand farther back: whoever goes on from memory would stay there."""
+    texts = ToldTexts()
+    texts.keep("s", Place(5, {"w": 6}), b"", Place(5, {"w": 6}))
+    assert texts.get("s", Place(5, {"w": 6})) is None

@@ -4,13 +4,14 @@ import asyncio
 import gc
 import json
 import threading
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import psycopg
 import pytest
 from starlette.applications import Starlette
@@ -23,11 +24,14 @@ from tests.waiting import eventually
 from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.read_side.slices import PATIENCE, Appeared, Listener
 from tidemark.app.read_side.snapshots import Snapshot, Snapshots
-from tidemark.app.sidecar.service import Limits
+from tidemark.app.sidecar import cursor
+from tidemark.app.sidecar.service import Churn, Limits
 from tidemark.app.sidecar.site import SiteConfig
 from tidemark.app.sidecar.sse import EventStream
 from tidemark.app.stack.servers import RedisServer
+from tidemark.sinks.postgres.history import PageBounds, PastPage
 from tidemark.sinks.postgres.store import Postgres
+from tidemark.sinks.reader.events import Place
 from tidemark.sinks.redis.names import channel, key
 
 
@@ -359,8 +363,36 @@ def test_too_much_that_was_missed_is_told_as_snapshots(
         assert {again.next()[0] for _ in range(12)} == {"snapshot"}
 
 
+@dataclass(frozen=True)
+class PageAsked:
+    """What Postgres was asked for: at most `most` moves of a stream beyond where writer `w` stands."""
+
+    stream: str
+    place: int
+    most: int
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[PageAsked]:
+    """Every page of the past that Postgres is asked for from now on."""
+    found: list[PageAsked] = []
+    page_after = Postgres.page_after
+
+    def noted(self: Postgres, stream: str, standing: Callable[[str], int], late: int, bounds: PageBounds) -> PastPage:
+        found.append(PageAsked(stream, standing("w"), bounds.most))
+        return page_after(self, stream, standing, late, bounds)
+
+    monkeypatch.setattr(Postgres, "page_after", noted)
+    return found
+
+
+def beginning(stream: str = "s") -> str:
+    """The ID of who has nothing yet."""
+    return cursor.of_places({stream: Place()})
+
+
 def test_those_who_come_back_together_are_read_for_once(
-    pipeline: Pipeline, servers: ReadSideConfig, dsn: str, monkeypatch: pytest.MonkeyPatch
+    pipeline: Pipeline, servers: ReadSideConfig, dsn: str, asked: list[PageAsked]
 ) -> None:
     """Twenty clients at nearly the same place wait for a few readings, and each is told what it missed itself."""
     lasts = []
@@ -370,14 +402,6 @@ def test_those_who_come_back_together_are_read_for_once(
             with heard(client, stream="s") as events:
                 lasts.append(marked(events))
     grow(pipeline, 20, 22)
-    asked: list[Any] = []
-    page_after = Postgres.page_after
-
-    def noted(self: Postgres, *arguments: Any) -> Any:
-        asked.append(arguments)
-        return page_after(self, *arguments)
-
-    monkeypatch.setattr(Postgres, "page_after", noted)
 
     def resumed(client: SidecarClient, place: int) -> list[tuple[str, int, int]]:
         with heard(client, lasts[place - 1], stream="s") as events:
@@ -391,6 +415,56 @@ def test_those_who_come_back_together_are_read_for_once(
         for place, ranges in enumerate(found, 1):
             assert ranges.result() == [("s", id, id + 1) for id in range(place, 22)]
     assert len(asked) < 10
+
+
+def test_nobody_is_read_for_who_has_gone(
+    pipeline: Pipeline, servers: ReadSideConfig, dsn: str, asked: list[PageAsked]
+) -> None:
+    """Twenty clients begin and leave while Postgres is busy with one: it is asked no more for them, and who stays is
+    told all, from where it stands itself."""
+    grow_many(pipeline, 20, 0)
+    with sidecar(servers) as client, psycopg.connect(dsn) as maintenance:
+        maintenance.execute("lock table tidemark.packed_advances in access exclusive mode")
+        with heard(client, beginning("s0"), stream="s0"):
+            eventually(lambda: asked)
+            with ExitStack() as crowd:
+                for number in range(1, 20):
+                    crowd.enter_context(heard(client, beginning(f"s{number}"), stream=f"s{number}"))
+                eventually(lambda: client.held_open("events") == 20)
+            eventually(lambda: client.held_open("events") == 1)
+        eventually(lambda: client.held_open("events") == 0)
+        with heard(client, beginning("s1"), stream="s1") as one:
+            maintenance.rollback()
+            assert one.ranges(1) == [("s1", 0, 1)]
+    assert {it.stream for it in asked} == {"s0", "s1"}
+
+
+def test_page_that_was_told_is_told_again_from_memory(
+    pipeline: Pipeline, servers: ReadSideConfig, asked: list[PageAsked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever resumes where others did a moment ago costs Postgres no reading of that page; each is told every move,
+    what came since included."""
+    monkeypatch.setattr("tidemark.app.read_side.resumption.PAGE", 5)
+    grow(pipeline, 0, 12)
+    with sidecar(servers) as client:
+        for upto in range(12, 18):
+            with heard(client, beginning(), stream="s") as events:
+                assert events.ranges(upto) == [("s", id, id + 1) for id in range(upto)]
+                events.line(upto)
+            grow(pipeline, upto, upto + 1)
+    assert [it.place for it in asked].count(0) == 1
+
+
+def test_pages_of_the_past_grow_with_patience(
+    pipeline: Pipeline, servers: ReadSideConfig, asked: list[PageAsked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who may go after the first page is read for no farther; who stays is read for by twice as much each time."""
+    monkeypatch.setattr("tidemark.app.read_side.resumption.PAGE", 2)
+    monkeypatch.setattr("tidemark.app.read_side.resumption.READ", 8)
+    grow(pipeline, 0, 20)
+    with sidecar(servers) as client, heard(client, beginning(), stream="s") as events:
+        assert events.ranges(20) == [("s", id, id + 1) for id in range(20)]
+    assert [it.most for it in asked][:4] == [2, 4, 8, 8]
 
 
 def test_who_comes_back_soon_is_told_from_memory(
@@ -420,6 +494,50 @@ def test_who_comes_back_soon_is_told_from_memory(
             grow(pipeline, 3, 4)
             assert one.ranges(1) == [("s", 3, 4)]
             told(many, {("s", 3, 4)})
+
+
+def test_who_comes_and_goes_waits(
+    pipeline: Pipeline, servers: ReadSideConfig, asked: list[PageAsked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where too many ended young, the next ones wait, and cost nothing meanwhile: neither Postgres nor those who are
+    there, nor probes. What lived for longer counts for nothing."""
+    for name, value in {"FREE": 2, "FORGIVEN": 0.0, "EACH": 60.0, "LONGEST": 60.0}.items():
+        monkeypatch.setattr(Churn, name, value)
+    grow(pipeline, 0, 1)
+    with sidecar(servers) as client, heard(client) as events:
+        assert events.next()[0] == "snapshot"
+        with monkeypatch.context() as patient:
+            patient.setattr(Churn, "YOUNG", 0.0)
+            for _ in range(5):
+                with heard(client):
+                    pass
+            eventually(lambda: client.held_open("events") == 1)
+        for _ in range(3):
+            with heard(client):
+                pass
+        eventually(lambda: client.held_open("events") == 1)
+        with pytest.raises(httpx.ReadTimeout):
+            client.get("/v1/events?stream=s", headers={"Last-Event-ID": beginning()}, timeout=0.5)
+        assert client.get("/readyz").status_code == 200
+        assert (client.held_open("events"), asked) == (1, [])
+        grow(pipeline, 1, 2)
+        assert events.ranges(1) == [("s", 1, 2)]
+
+
+def test_churn_is_forgiven() -> None:
+    """By address, and soon: whoever waits does so for a second at most, and no longer than the crowd goes on."""
+    clock = [0.0]
+    churn = Churn(lambda: clock[0])
+    for _ in range(Churn.FREE):
+        churn.ended("a", clock[0])
+    assert churn.pause("a") == 0
+    for _ in range(1000):
+        churn.ended("a", clock[0])
+    assert (churn.pause("a"), churn.pause("b")) == (Churn.LONGEST, 0)
+    clock[0] += Churn.LONGEST / Churn.EACH / Churn.FORGIVEN
+    assert churn.pause("a") == 0
+    churn.ended("a", clock[0] - Churn.YOUNG)
+    assert churn.pause("a") == 0
 
 
 def test_place_is_free_when_a_client_left(pipeline: Pipeline, servers: ReadSideConfig) -> None:

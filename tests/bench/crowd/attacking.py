@@ -74,19 +74,23 @@ async def long_token(attack: Attack, done: Counter[str]) -> None:
 
 
 async def come_and_go(attack: Attack, done: Counter[str]) -> None:
-    """From the beginning of time, so that there is something to read."""
+    """From the beginning of time, so that there is something to read; half of them leave at once, half with 100 KB."""
     stream = random.choice(attack.streams)
     place = cursor.of_places({stream: Place()})
-    await ask(attack, f"/v1/events?stream={stream}", done, f"Last-Event-ID: {place}\r\n")
+    least = random.choice((1, 100_000))
+    await ask(attack, f"/v1/events?stream={stream}", done, f"Last-Event-ID: {place}\r\n", least)
 
 
-async def ask(attack: Attack, path: str, done: Counter[str], more: str = "") -> None:
+async def ask(attack: Attack, path: str, done: Counter[str], more: str = "", least: int = 1) -> None:
+    """Read `least` bytes of the answer, and what comes with them, where there are as many within 10 s."""
     async with opened(attack.port) as (reader, writer):
         writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{more}\r\n".encode())
         async with asyncio.timeout(10):  # `wait_for` may swallow that the attack is over
             head = await reader.readline()
-        done[head[9:12].decode() or "closed"] += 1
-        await reader.read(100_000)
+            done[head[9:12].decode() or "closed"] += 1
+            read = 0
+            while read < least and (some := await reader.read(100_000)):
+                read += len(some)
 
 
 _MANY: dict[Callable[[Attack, Counter[str]], Awaitable[None]], int] = {
