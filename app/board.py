@@ -20,6 +20,7 @@ from tidemark.sinks.port import Sink
 from tidemark.streaming import state
 from tidemark.streaming.effects import ShardEffects, StreamEffects, Summary, summarize
 from tidemark.streaming.holders import HELD_AFTER, Holder
+from tidemark.streaming.plain import at_rest
 from tidemark.streaming.policies import Policies
 
 log = structlog.get_logger(__name__)
@@ -27,6 +28,9 @@ log = structlog.get_logger(__name__)
 THRESHOLDS = ("gap_seconds", "silent_seconds", "behind_seconds", "behind_ids")
 NEAR = 0.5  # of a bound: what fills less of it is no series
 OTHER_STREAMS, OTHER_WRITERS = "other streams", "other writers"  # no name has a space
+
+
+_QUIET = Summary(0, 0, None, [], 0, None)  # one for all: streams may be many
 
 
 @dataclass(slots=True)
@@ -72,6 +76,9 @@ class Board(Collector):
         self.read.update(read)
         entries = {}
         for name, stored in states.items():
+            if (resting := at_rest(stored)) is not None:
+                entries[name] = BoardEntry(resting.line, resting.line, resting.positions, _QUIET)
+                continue
             stream = state.decode(stored)
             signed = stream.direction.signed
             summary = summarize(stream)
@@ -112,8 +119,9 @@ class Board(Collector):
                     self._update(stream)
 
     def _update(self, stream: StreamEffects) -> None:
-        entry = self._entries.setdefault(stream.stream, BoardEntry(0, 0, {}, stream.summary))
-        entry.linear, entry.allocated, entry.summary = stream.linear, stream.allocated, stream.summary
+        summary = _QUIET if stream.summary == _QUIET else stream.summary
+        entry = self._entries.setdefault(stream.stream, BoardEntry(0, 0, {}, summary))
+        entry.linear, entry.allocated, entry.summary = stream.linear, stream.allocated, summary
         for row in stream.writers:
             if row.retired:
                 entry.positions.pop(row.writer, None)

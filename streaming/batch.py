@@ -32,6 +32,7 @@ from tidemark.streaming.effects import (
 from tidemark.streaming.inbox import UNREAD, Fact, Inbox, Partition, inboxes_of, room, segments
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.model import Bounds, Encoded, Reason, Rejected
+from tidemark.streaming.plain import advance_plain
 from tidemark.streaming.records import LIVING, Kind
 from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet, Run, TurnedAway
 from tidemark.streaming.segments import complete
@@ -55,7 +56,12 @@ def advance(
     streams = []
     inboxes = inboxes_of(packets, states, bounds)
     crowded = bool(inboxes.keys() - states.keys()) and room(states, bounds) <= 0
+    plain = advance_plain(inboxes, states, now, bounds)
     for name, inbox in sorted(inboxes.items()):
+        if (done := plain.get(name)) is not None:
+            streams.append(done.effects)
+            states[name] = done.whole
+            continue
         batch = StreamBatch(name, states.get(name, UNREAD if crowded else None), now, bounds.of(name))
         batch.feed(inbox)
         for topic, partition, refusal in batch.rejected:

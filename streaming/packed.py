@@ -85,6 +85,10 @@ class StoredWriter(msgspec.Struct, array_like=True, frozen=True):
             seen=writer.seen,
         )
 
+    @property
+    def position(self) -> int:
+        return max(self.chain.position, self.published)
+
     def writer(self) -> WriterState:
         chain, published = self.chain.chain(), self.published
         if self.again is not None:

@@ -37,12 +37,12 @@ class _Held(msgspec.Struct, array_like=True, frozen=True):
     seen: int = 0  # since format 6
 
 
-class _Table(msgspec.Struct, array_like=True, frozen=True):
+class StoredTable(msgspec.Struct, array_like=True, frozen=True):
     columns: bytes
     rows: bytes
 
     @classmethod
-    def of(cls, table: PackedTable) -> "_Table | None":
+    def of(cls, table: PackedTable) -> "StoredTable | None":
         return cls(table.columns.tobytes(), table.rows) if len(table) else None
 
 
@@ -60,8 +60,8 @@ class _Common(_Leader, array_like=True, frozen=True):
     timeline: int = 1
     database: str | None = None
     ended: int | None = None  # since format 3, like what follows
-    active: _Table | None = None
-    retired: _Table | None = None  # of format 3
+    active: StoredTable | None = None
+    retired: StoredTable | None = None  # of format 3
     refused: int = 0
     began: int = 0
     here: int | None = None
@@ -69,21 +69,23 @@ class _Common(_Leader, array_like=True, frozen=True):
     waiting: list[WaitingWriter] = []
 
 
-class _StoredStream(_Common, array_like=True, frozen=True):
+class StoredStream(_Common, array_like=True, frozen=True):
+    """A state as it is stored. `line` is a position; `completed` is packed as of `Intervals`."""
+
     heads: Pairs = []  # since format 6
-    apart: _Table | None = None  # since format 4, the retired; stays last, so that a new field needs a new format
+    apart: StoredTable | None = None  # since format 4, the retired; stays last, so that a new field needs a new format
 
 
 class _Older(_Common, array_like=True, frozen=True):
     """Up to format 5."""
 
-    apart: _Table | None = None
+    apart: StoredTable | None = None
     heads: Pairs = []
 
 
 _encoder = msgspec.msgpack.Encoder()
 _leader = msgspec.msgpack.Decoder(_Leader)
-_decoder = msgspec.msgpack.Decoder(_StoredStream)
+_decoder = msgspec.msgpack.Decoder(StoredStream)
 _older = msgspec.msgpack.Decoder(_Older)
 
 
@@ -94,9 +96,9 @@ def encode(stream: StreamState) -> bytes:
 
 def encode_apart(stream: StreamState) -> Encoded:
     writers, active, retired, waiting = stream.writers.packed()
-    table = _encoder.encode(_Table.of(retired))
-    state = _encoder.encode(
-        _StoredStream(
+    table = StoredTable.of(retired)
+    encoded = encode_stored(
+        StoredStream(
             FORMAT,
             stream.direction,
             stream.home,
@@ -110,7 +112,7 @@ def encode_apart(stream: StreamState) -> Encoded:
             stream.timeline,
             stream.database,
             stream.ended,
-            _Table.of(active),
+            StoredTable.of(active),
             None,
             stream.refused,
             stream.began,
@@ -118,14 +120,26 @@ def encode_apart(stream: StreamState) -> Encoded:
             dict(sorted(stream.transactions.items())),
             waiting,
             stream.line.heads,
-        )
+        ),
+        table,
     )
-    return Encoded(state[:-1] + table, state, None if retired is stream.writers.stored else table)
+    return encoded if retired is stream.writers.stored else encoded._replace(retired=_encoder.encode(table))
+
+
+def encode_stored(stored: StoredStream, retired: StoredTable | None) -> Encoded:
+    """`stored` is without the table of the retired, which is as it was."""
+    state = _encoder.encode(stored)
+    return Encoded(state if retired is None else state[:-1] + _encoder.encode(retired), state, None)
+
+
+def decode_stored(data: bytes) -> StoredStream | None:
+    """None for a state of another format."""
+    return _decoder.decode(data) if _leader.decode(data).format == FORMAT else None
 
 
 def decode(data: bytes) -> StreamState:
     """Raises StateTooNew for a format that a later Tidemark wrote."""
-    stored = _decode(data)
+    stored = decode_stored(data) or _older_stored(data)
     writers = {writer.name: writer.writer() for writer in stored.writers}
     ended = stored.ended
     if ended is None:
@@ -163,13 +177,14 @@ def _chain(held: _Held) -> Chain:
     return chain
 
 
-def _table(stored: _Table | None) -> PackedTable:
+def _table(stored: StoredTable | None) -> PackedTable:
     return PackedTable(stored.columns, stored.rows) if stored else EMPTY
 
 
-def _decode(data: bytes) -> _StoredStream | _Older:
+def _older_stored(data: bytes) -> _Older:
     # The format first: a later one may well look like this one with more behind.
-    return _decoder.decode(data) if _format(data) == FORMAT else _older.decode(data)
+    _format(data)
+    return _older.decode(data)
 
 
 def _format(data: bytes) -> int:

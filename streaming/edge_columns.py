@@ -1,0 +1,93 @@
+"""The edges of many streams as columns, and what is asked of all of them at once. Pure: numpy; magnitudes only.
+
+A *link* is a chain of runs of one writer, each of which continues the one before.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from tidemark.streaming.intervals import Ids
+from tidemark.streaming.records import Kind
+from tidemark.streaming.runs import Mask, PackedRun
+
+_RDATA, _POSITION = int(Kind.RDATA), int(Kind.POSITION)  # numpy is slow with enums
+_NONE: Ids = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeColumns:
+    """Edges `(prevs[i], ids[i]]` of some streams, link by link: a link begins at each of `firsts`, and a stream at each
+    of `begins`. `streams` numbers the stream of each edge.
+    """
+
+    prevs: Ids
+    ids: Ids
+    kinds: npt.NDArray[np.uint8]
+    firsts: npt.NDArray[np.intp]
+    begins: npt.NDArray[np.intp]
+    streams: Ids
+
+    @classmethod
+    def of(cls, links: Sequence[Sequence[PackedRun]], counts: Sequence[int]) -> "EdgeColumns":
+        """`links` are chains of at least one run each; the first stream has as many of them as the first of `counts`
+        says, and so on.
+        """
+        ids = np.frombuffer(b"".join([run.ids for link in links for run in link]), np.int64)
+        kinds = np.frombuffer(b"".join([run.kinds for link in links for run in link]), np.uint8)
+        lengths = [sum(len(run.kinds) for run in link) for link in links]
+        firsts = np.array([0, *accumulate(lengths[:-1])])
+        prevs = np.empty_like(ids)
+        prevs[1:] = ids[:-1]
+        prevs[firsts] = [link[0].start for link in links]
+        begins = firsts[[0, *accumulate(counts[:-1])]]
+        streams = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(ids)))
+        return cls(prevs, ids, kinds, firsts, begins, streams)
+
+    def reach(self, lines: Ids, floors: Ids, heads: Ids) -> Mask:
+        """For each stream whether its line goes to its head: all IDs beyond its floor are completed, each of them once
+        and none of those that its line had passed.
+        """
+        completes = self.kinds != _POSITION
+        passed = completes & (self.ids <= lines[self.streams])
+        above = completes & (self.ids > floors[self.streams])
+        reached: Mask = np.add.reduceat(above, self.begins, dtype=np.int64) == heads - floors
+        reached &= ~np.logical_or.reduceat(passed, self.begins)
+        reached[self._repeated(completes)] = False
+        return reached
+
+    def _repeated(self, completes: Mask) -> Ids:
+        """The streams in which an ID is completed twice."""
+        if len(self.firsts) == len(self.begins):
+            return _NONE
+        ids, streams = self.ids[completes], self.streams[completes]
+        span = int(ids.max(initial=0)) + 1
+        if span * len(self.begins) >= 2**63:
+            order = np.lexsort((ids, streams))
+            ids, streams = ids[order], streams[order]
+            again: Ids = streams[1:][(ids[1:] == ids[:-1]) & (streams[1:] == streams[:-1])]
+            return again
+        ordered = np.sort(streams * span + ids)
+        repeated: Ids = ordered[1:][ordered[1:] == ordered[:-1]] // span
+        return repeated
+
+    def counts(self) -> tuple[list[int], list[int]]:
+        """By link how many facts there are, and how wide what was declared to be without is."""
+        facts = np.add.reduceat(self.kinds == _RDATA, self.firsts, dtype=np.int64)
+        widths = np.where(self.kinds == _POSITION, self.ids - self.prevs, self.kinds != _RDATA)
+        return facts.tolist(), np.add.reduceat(widths, self.firsts, dtype=np.int64).tolist()
+
+    def declared(self) -> list[tuple[int, int, int]]:
+        """What was declared to be without facts: link, low and high, ascending; what touches is one."""
+        chosen = np.flatnonzero(self.kinds != _RDATA)
+        if not len(chosen):
+            return []
+        highs = self.ids[chosen]
+        lows = np.where(self.kinds[chosen] == _POSITION, self.prevs[chosen], highs - 1)
+        links = np.searchsorted(self.firsts, chosen, side="right") - 1
+        first = np.flatnonzero(np.concatenate(([True], (links[1:] != links[:-1]) | (lows[1:] > highs[:-1]))))
+        last = np.append(first[1:], len(chosen)) - 1
+        return list(zip(links[first].tolist(), lows[first].tolist(), highs[last].tolist(), strict=True))
