@@ -1,8 +1,10 @@
 """`tidemark synapse`: tells what the workers of a Synapse write; prepares the database in which it remembers."""
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
@@ -13,6 +15,7 @@ from tidemark.app.signals import told_to_end
 from tidemark.sinks.redis.client import RedisAddress
 from tidemark.sinks.retry import wait_out
 from tidemark.sources.producer import FOR_EVER, RecordProducer
+from tidemark.sources.synapse import retirement
 from tidemark.sources.synapse.bridge import SynapseBridge
 from tidemark.sources.synapse.channel import SynapseChannel
 from tidemark.sources.synapse.looks import synapse_session
@@ -20,7 +23,8 @@ from tidemark.sources.synapse.metrics import BridgeMetrics
 from tidemark.sources.synapse.state import SCHEMA, state_session
 from tidemark.sources.synapse.streams import BridgedStream
 from tidemark.sources.synapse.tables import REFUSED, STREAMS
-from tidemark.streaming.errors import BadSetting, Stopping
+from tidemark.streaming.errors import BadSetting, OthersFirst, Stopping
+from tidemark.streaming.postgres_session import PostgresSession
 from tidemark.streaming.records import is_name, is_writer, why_no_name
 
 REDIS_SECONDS = 5.0
@@ -102,3 +106,37 @@ def migrate(settings: Settings, say: Callable[[str], None]) -> None:
     with state_session(settings.postgres) as session:
         applied = SCHEMA.migrate(session)
     say(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGone:
+    """Which worker is no writer any more; `stream` as it is called on Kafka, None: each. `wait`: seconds."""
+
+    writer: str
+    stream: str | None
+    wait: float
+
+
+def retire(settings: Settings, gone: WorkerGone, halt: threading.Event, say: Callable[[str], None]) -> None:
+    """Have the bridge that speaks end the writer, once everything of it is told.
+
+    Raises `Refused` where it turns out to live, and `OthersFirst` where it did not end in time: it will all the same.
+    """
+    with state_session(settings.postgres) as session:
+        with session.use() as connection:
+            SCHEMA.check(connection)
+            streams = retirement.order(connection, gone.writer, gone.stream)
+        for stream in streams:
+            id = wait_out(partial(_retired, session, gone.writer, stream), halt, gone.wait)
+            say(f"{gone.writer} ends at {id} of {stream}")
+        if not streams:
+            say(f"no stream has a writer {gone.writer} beside others, that has not retired")
+
+
+def _retired(session: PostgresSession, writer: str, stream: str) -> int:
+    with session.use() as connection:
+        found = retirement.retired_at(connection, writer, stream)
+    if found is None:
+        problem = "it does as soon as a bridge runs and every other worker of the stream has answered"
+        raise OthersFirst(f"the end of {writer}", session.where, problem)
+    return found

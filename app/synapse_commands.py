@@ -4,7 +4,7 @@ import threading
 
 import click
 
-from tidemark.app.commands import CommandGroup, loaded, waiting
+from tidemark.app.commands import Amount, CommandGroup, loaded, waiting
 
 
 @click.group("synapse", cls=CommandGroup, extra="synapse", invoke_without_command=True)
@@ -50,3 +50,21 @@ def synapse_migrate(*, wait: float) -> None:
 
     settings = loaded()
     wait_out(lambda: synapse.migrate(settings, click.echo), threading.Event(), wait)
+
+
+@synapse.command("retire", extra="synapse")
+@click.argument("writer")
+@click.argument("stream", required=False)
+@click.option(
+    "--wait", type=Amount(min=0), default=30.0, help="Seconds to wait for its end; inf: for ever. Default: 30."
+)
+def synapse_retire(writer: str, stream: str | None, *, wait: float) -> None:
+    """End WRITER, a worker that was stopped and taken out of Synapse for good, in STREAM or in all that know it.
+
+    The bridge first tells what the tables have of it. Then readers and positions wait for it no more. If it is heard
+    again it is a writer again.
+    """
+    from tidemark.app import synapse
+
+    settings = loaded()
+    synapse.retire(settings, synapse.WorkerGone(writer, stream, wait), threading.Event(), click.echo)

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any
 
@@ -167,7 +167,7 @@ class Speaker:
         if not flat:
             return
         positions = {f"{it.stream} {it.writer}": str(it.id) for it in flat if it.id is not None}
-        await self._told([str(it) for it in flat], [word for pair in positions.items() for word in pair], [])
+        await self._told([str(_upwards(it)) for it in flat], [word for pair in positions.items() for word in pair], [])
         metrics.LINES_OUT.inc(len(flat))
 
     async def _told(self, lines: list[str], positions: list[str], gone: list[str]) -> None:
@@ -178,3 +178,10 @@ class Speaker:
 
 def _chunks(positions: Sequence[PositionCommand]) -> Iterator[Sequence[PositionCommand]]:
     return (positions[start : start + AT_ONCE] for start in range(0, len(positions), AT_ONCE))
+
+
+def _upwards(command: PositionCommand | RdataCommand) -> PositionCommand | RdataCommand:
+    """As workers say it among themselves: the tokens of a stream that runs backwards rise too."""
+    if isinstance(command, PositionCommand):
+        return replace(command, prev=abs(command.prev), id=abs(command.id))
+    return command if command.id is None else replace(command, id=abs(command.id))

@@ -120,12 +120,13 @@ class SynapseBridge:
         """Send what another one left, and learn how the streams stand."""
         self._sent, self._done, self._flying = 0, [], 0
         found = history(synapse, self._synapse.where, "events")
-        server = SynapseServer(found.database, durable(synapse))
+        looks.check_server(synapse, self._channel.name)
+        server = SynapseServer(found.database, durable(synapse), self._channel.name)
         self._tellings = {}
         for each in self._streams:
             looks.check_sequence(synapse, each.stream)
             known = state.begin(own, each.stream, each.name, server, looks.head(synapse, each.stream))
-            writers = looks.writers(synapse, each.stream) | {*each.writers}
+            writers = {*each.writers} or looks.writers(synapse, each.stream)
             self._tellings[each.stream.name] = StreamTelling(each, server, known, writers)
         self._send(own)
         self._producer.deliver(_PATIENCE)
@@ -148,7 +149,7 @@ class SynapseBridge:
             now = time.monotonic()
             if now - watched >= _WATCHED_EVERY:
                 self._settle(own)
-                self._watch(synapse)
+                self._watch(synapse, own)
                 watched = now
             pause = SHORTEST if heard else min(pause * 1.2, LONGEST)
             self._halt.wait(pause)
@@ -160,7 +161,7 @@ class SynapseBridge:
         for each in heard:
             if isinstance(each, ChannelEvent):
                 for telling in self._tellings.values():
-                    telling.decider.doubt()
+                    telling.decider.asked_all() if each is ChannelEvent.ASKED else telling.decider.doubt()
             elif (of := self._tellings.get(each.stream)) is not None:
                 of.hear(each)
         return bool(heard)
@@ -201,17 +202,22 @@ class SynapseBridge:
             done, self._done = self._done, []
             state.acknowledged(own, done)
 
-    def _watch(self, synapse: Connection) -> None:
-        """For people: who holds which stream. And everybody is asked where somebody seems to have been missed."""
+    def _watch(self, synapse: Connection, own: Connection) -> None:
+        """For people: who holds which stream, and what they ordered. Everybody is asked where somebody seems missed."""
         self._metrics.listening.set(self._channel.connected)
         self._metrics.lines.set(self._channel.lines)
         heads = looks.heads(synapse, [each.of.stream for each in self._tellings.values()])
         behind = {name: each.behind(heads[name]) for name, each in self._tellings.items()}
         for name, writers in behind.items():
-            for writer, count in writers.items():
-                self._metrics.behind.labels(self._tellings[name].of.name, writer).set(count)
+            self._metrics.waited_for(self._tellings[name].of.name, writers)
+        ordered = [each.retire(own) for each in self._tellings.values()]
+        if any(ordered):
+            self._channel.ask()
         held = {name for name, writers in behind.items() if any(writers.values())}
-        unfounded = any(not each.founded for each in self._tellings.values())
+        unfounded = False
+        for each in self._tellings.values():
+            unfounded |= not each.founded
+            self._metrics.silent.labels(each.of.name).set(0 if each.founded else len(each.silent))
         if not (held or unfounded):
             self._patience = _ASKED_AFTER
         elif time.monotonic() - self._asked >= self._patience:

@@ -6,6 +6,7 @@ way to it, was away is lost, and so may be what was said before; the thread says
 
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,9 +27,11 @@ _PAUSE = 1.0
 
 
 class ChannelEvent(Enum):
-    """What is no line. `DOUBT`: lines may have been lost, everybody was asked how far it is."""
+    """What is no line. `DOUBT`: lines may have been lost, or a worker begins; everybody was asked how far it is.
+    `ASKED`: by us, while nothing was lost: the same process answers as has spoken before."""
 
     DOUBT = "doubt"
+    ASKED = "asked"
 
 
 Heard = PositionCommand | RdataCommand | ChannelEvent
@@ -40,10 +43,10 @@ class SynapseChannel:
     def __init__(self, make: Callable[[], Any], name: str, halt: threading.Event) -> None:
         """`make` gives a client of redis-py, whose time-outs are its own."""
         self._make = make
-        self._name = name
+        self.name = name
         self._halt = halt
         self._heard: deque[Heard] = deque()
-        self._asked = 0
+        self._asked = set[str]()
         self._lock = threading.Lock()
         self._asking = threading.Event()
         self._client: Any = None
@@ -89,7 +92,7 @@ class SynapseChannel:
                 problem = ""
             except (redis.RedisError, OSError) as error:
                 if problem != (problem := str(error)):
-                    log.warning("Synapse's channel is not heard", channel=self._name, problem=problem)
+                    log.warning("Synapse's channel is not heard", channel=self.name, problem=problem)
             finally:
                 self.connected = False
                 with suppress(redis.RedisError, OSError):
@@ -98,7 +101,7 @@ class SynapseChannel:
             self._halt.wait(_PAUSE)
 
     def _listen(self, subscription: Any) -> None:
-        subscription.subscribe(self._name)
+        subscription.subscribe(self.name)
         alive = pinged = time.monotonic()
         while not self._halt.is_set():
             message = subscription.get_message(timeout=0.2)
@@ -106,7 +109,7 @@ class SynapseChannel:
             if message is not None:
                 alive = now
                 if message["type"] == "subscribe":
-                    log.info("Listening to Synapse", channel=self._name)
+                    log.info("Listening to Synapse", channel=self.name)
                     self._doubt()
                     self.connected = True
                     self._ask()
@@ -121,27 +124,28 @@ class SynapseChannel:
                 raise redis.TimeoutError("no answer")
 
     def _ask(self) -> None:
+        """By a line of our own: workers look no further than its first word."""
         self._asking.clear()
-        self._asked += 1
-        self._client.publish(self._name, "REPLICATE")
+        line = f"REPLICATE {uuid.uuid4().hex}"
+        self._asked.add(line)
+        self._client.publish(self.name, line)
 
     def _doubt(self) -> None:
         with self._lock:
-            self._asked = 0
+            self._asked.clear()
             self._heard.clear()
             self._heard.append(ChannelEvent.DOUBT)
 
     def _hear(self, line: str | bytes) -> None:
         self.lines += 1
+        text = line if isinstance(line, str) else line.decode(errors="replace")
         try:
-            command = parse(line.encode() if isinstance(line, str) else line)
+            command = ReplicateCommand() if text.split(" ", 1)[0] == "REPLICATE" else parse(text.encode())
         except BadCommand:
             return  # of a newer Synapse, or of somebody else
         if isinstance(command, ReplicateCommand):
-            if self._asked:
-                self._asked -= 1  # our own, or one that does as well
-                return
-            heard: Heard = ChannelEvent.DOUBT
+            heard: Heard = ChannelEvent.ASKED if text in self._asked else ChannelEvent.DOUBT
+            self._asked.discard(text)
         elif isinstance(command, PositionCommand | RdataCommand):
             heard = command
         else:

@@ -11,40 +11,17 @@ Three kinds of evidence, of which no two are enough:
 What a writer says twice, late or out of order changes nothing: its highest word counts.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 
+from tidemark.sources.synapse.facts import MASTER, ProvenAdvance, StreamFact
 from tidemark.streaming.intervals import EMPTY, Intervals
 
-MASTER = "master"
-"""The main process, which older rows do not name."""
+Told = Iterable[tuple[str, int]]
 MOST_IDS = 5000
 """IDs that are read at once."""
 MOST_HEARD = 50_000
 """Rows kept of what was heard and is not told; past it the oldest are forgotten, and the table alone knows."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamFact:
-    """`rows` are JSON, at least one. `writer` is empty where the table does not say whose it is."""
-
-    id: int
-    writer: str
-    rows: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
-class ProvenAdvance:
-    """Everything of the writer in `(prev, id]` has ended, and these are its facts there, in order.
-
-    `unseen`: there may be more, of which nobody knows.
-    """
-
-    writer: str
-    prev: int
-    id: int
-    facts: Sequence[StreamFact]
-    unseen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +47,36 @@ class _SynapseWriter:
     """What it has announced to be empty of those, beyond what is told."""
     moved: bool = False
     """Whether there is reason to look at the table since it was last told."""
+    answers: int = 0
+    """How often it may say where it is and is no successor by that: it was asked."""
+    owes: bool = False
+    """Others had been told beyond its facts when it joined: those are to be read once all of them have ended."""
+    retiring: bool = False
+    ends: int | None = None
+    """Of one that retires: where it ends; None: nobody has looked yet."""
 
-    def say(self, id: int, *, began: bool = False) -> None:
-        self.doubted |= began
+    def say(self, id: int, *, again: bool = False) -> None:
+        """`again`: it tells of no move. It was asked, or has begun."""
+        if again and self.answers:
+            self.answers -= 1
+        else:
+            self.doubted |= again
+        self.retiring = False
         self.spoken = True
         self.moved |= id > self.told
         self.word = max(self.word, id)
+
+    @property
+    def may_be_told(self) -> bool:
+        return self.moved and self.told < self.word and not (self.doubted or self.owes)
+
+    @property
+    def may_pay(self) -> bool:
+        return self.word >= self.told and not (self.doubted or self.barriers)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.ends is not None and self.told >= self.ends and not self.owes
 
     @property
     def guarded(self) -> int:
@@ -87,12 +88,18 @@ class StreamDecider:
     """Of one connection to Synapse's database. `told`: how far each known writer was told.
 
     `keeps`: a row that is in no table is in none for good; else rows are overwritten and deleted, and what stands
-    nowhere may have been a fact. One thread: hear everything that has come, look, read what is asked for.
+    nowhere may have been a fact. `retired`: up to where those were told who are gone; nobody waits for them until they
+    are heard again. `owing`: see `owed`. One thread: hear everything that has come, look, read what is asked for.
     """
 
-    def __init__(self, told: Mapping[str, int], *, keeps: bool = True) -> None:
+    def __init__(
+        self, told: Mapping[str, int], *, keeps: bool = True, retired: Told = (), owing: Iterable[str] = ()
+    ) -> None:
         self._keeps = keeps
+        self._retired = dict(retired)
         self._writers = {name: _SynapseWriter(at) for name, at in told.items()}
+        for name in owing:
+            self._writers[name].owes = True
         self._heard: dict[int, StreamFact] = {}
         self._begun: dict[str, list[str]] = {}
         self._whole: set[str] = set()
@@ -119,42 +126,73 @@ class StreamDecider:
         return min((writer.told for writer in self._writers.values()), default=0)
 
     @property
-    def waiting(self) -> frozenset[int]:
-        """Transactions for which a barrier waits."""
-        every = [barrier.waiting for writer in self._writers.values() for barrier in writer.barriers]
-        return frozenset().union(*every)
-
-    @property
     def wants_look(self) -> bool:
         """Whether it is to be asked who runs before anything is read."""
-        return any(it.barriers or (it.doubted and it.spoken) for it in self._writers.values())
+        return any(it.barriers or (it.doubted and it.spoken) for it in self._writers.values()) or self._may_end
+
+    @property
+    def _may_end(self) -> bool:
+        """Whether somebody is to end, and everybody else has said since how far it is."""
+        every = self._writers.values()
+        ending = any(it.retiring and it.ends is None for it in every)
+        return ending and not any(it.doubted and not it.spoken and not it.retiring for it in every)
 
     def meet(self, writers: Iterable[str]) -> None:
-        """These are there, whether known or not."""
+        """These are there, whether known or not, unless they have retired."""
         for name in writers:
-            if name not in self._writers:
+            if name not in self._writers and name not in self._retired:
                 self._strangers.setdefault(name, _SynapseWriter(0))
 
+    def retire(self, writer: str) -> None:
+        """It is gone for good, a person says. Everybody is to be asked: who answers, is not."""
+        self.doubt()
+        self._writers[writer].retiring, self._writers[writer].ends = True, None
+
+    @property
+    def retiring(self) -> Mapping[str, int | None]:
+        """Those that retire, with their position once everything is told; one that was heard again is none of them."""
+        every = {name: it for name, it in self._writers.items() if it.retiring}
+        return {name: it.told if it.has_ended else None for name, it in every.items()}
+
+    def forget(self, writer: str) -> None:
+        """It has retired: nobody waits for it any more."""
+        self._retired[writer] = self._writers.pop(writer).told
+
     def introduce(self, writer: str, told: int) -> None:
-        """The writer has joined there; what it said before counts."""
+        """The writer has joined there; what it said before counts, and what it wrote below is owed."""
+        self._retired.pop(writer, None)
         self.meet([writer])
         if stranger := self._strangers.pop(writer, None):
-            stranger.told, stranger.moved = told, stranger.word > told
+            stranger.told, stranger.moved, stranger.owes = told, stranger.word > told, True
             self._writers[writer] = stranger
+
+    @property
+    def owed(self) -> list[str]:
+        """Writers that joined where others had been told further, and have ended everything below since. Nothing else
+        is told of them until their facts there are (`paid`)."""
+        return [name for name, it in self._writers.items() if it.owes and it.may_pay]
+
+    def paid(self, writer: str) -> None:
+        self._writers[writer].owes = False
 
     def doubt(self) -> None:
         """Lines may have been lost, and with them the first words of a successor."""
         self._begun.clear()
         self._whole.clear()
         for writer in [*self._writers.values(), *self._strangers.values()]:
-            writer.doubted, writer.spoken = True, False
+            writer.doubted, writer.spoken, writer.answers = True, False, 0
+
+    def asked_all(self) -> None:
+        """Everybody was asked how far it is, by us: whoever begins asks too, and that is a doubt."""
+        for writer in [*self._writers.values(), *self._strangers.values()]:
+            writer.answers += 1
 
     def announced(self, writer: str, prev: int, id: int) -> None:
         """`POSITION writer prev id`. Of one number twice: it has begun, or was asked."""
         self._begun.pop(writer, None)
         self._whole.add(writer)
         known = self._known(writer)
-        known.say(id, began=prev >= id)
+        known.say(id, again=prev >= id)
         if not known.doubted and (first := max(prev, known.since, known.told)) < id:
             known.empty = known.empty.union(Intervals.of([(first, id)]))
 
@@ -173,11 +211,17 @@ class StreamDecider:
         self._whole.add(writer)
 
     def _known(self, writer: str) -> _SynapseWriter:
+        self._retired.pop(writer, None)
         self.meet([writer])
         return self._writers.get(writer) or self._strangers[writer]
 
     def look(self, head: int, running: frozenset[int]) -> None:
         """How far IDs are given out, and then who runs: both asked for after everything was heard."""
+        if self._may_end:
+            for it in self._writers.values():
+                if it.retiring and it.ends is None:
+                    it.say(head)
+                    it.retiring, it.ends = True, head
         for writer in self._writers.values():
             left = [_Barrier(it.head, it.waiting & running) for it in writer.barriers]
             left = [it for it in left if it.waiting]
@@ -199,11 +243,11 @@ class StreamDecider:
     def begin(self, floor: int) -> None:
         """All writers have joined there."""
         for writer in self._writers.values():
-            writer.told, writer.moved = floor, writer.word > floor
+            writer.told, writer.moved, writer.owes = floor, writer.word > floor, False
 
     def asked(self) -> tuple[int, int] | None:
         """`(low, high]`: what the table is to be asked for, now; None: nothing."""
-        moved = [it for it in self._writers.values() if it.moved and it.told < it.word and not it.doubted]
+        moved = [it for it in self._writers.values() if it.may_be_told]
         if not moved:
             return None
         low = min(it.told for it in moved)
@@ -214,13 +258,15 @@ class StreamDecider:
         low, top = asked[0], min(asked[1], head)
         table = {fact.id: fact if fact.writer else replace(fact, writer=self._owner(fact.id)) for fact in facts}
         known = {id: fact for id, fact in self._heard.items() if low < id <= top} | table
-        self.meet(fact.writer for fact in known.values())
+        for fact in known.values():
+            if fact.id > self._retired.get(fact.writer, 0):
+                self._known(fact.writer)
         if self.strangers:
             return []
         here = Intervals.of((id - 1, id) for id in known)
         found = list[ProvenAdvance]()
         for name, writer in self._writers.items():
-            if writer.moved and not writer.doubted and low <= writer.told:
+            if writer.may_be_told and low <= writer.told:
                 found += self._advance(name, writer, top, known, here)
         line = self.line
         if found:

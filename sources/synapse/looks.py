@@ -7,11 +7,11 @@ log, by which all before it is on the disk.
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from tidemark.sources.synapse.decider import MASTER, StreamFact
+from tidemark.sources.synapse.facts import MASTER, StreamFact
 from tidemark.sources.synapse.tables import SynapseStream
 from tidemark.sources.transactions import OpenTransaction
 from tidemark.streaming.direction import Direction
-from tidemark.streaming.errors import SequenceUnfit
+from tidemark.streaming.errors import BadSetting, SequenceUnfit
 from tidemark.streaming.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
 
 _USE = DatabaseUse(
@@ -61,6 +61,13 @@ def check_sequence(connection: Connection, stream: SynapseStream) -> None:
     if row != (1, 1, False):
         problem = f"it has increment, cache and cycle {row}, and Synapse's have (1, 1, False)"
         raise SequenceUnfit(stream.sequence, problem, "let Synapse make it")
+
+
+def check_server(connection: Connection, name: str) -> None:
+    """Raises `BadSetting` where the database is not of the Synapse of this server_name, as far as its users say."""
+    row = connection.execute("select substr(name, position(':' in name) + 1) from users limit 1").fetchone()
+    if row is not None and row[0] != name:
+        raise BadSetting("--server-name", f"is {name}, and the users of TIDEMARK_SYNAPSE_DSN are of {row[0]}")
 
 
 def writers(connection: Connection, stream: SynapseStream) -> set[str]:

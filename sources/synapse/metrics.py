@@ -52,6 +52,13 @@ class BridgeMetrics:
             ["stream", "writer"],
             registry=registry,
         )
+        self.silent = Gauge(
+            "tidemark_synapse_silent_writers",
+            "Workers for whose first word a stream waits that has not begun. Staying above 0: one is not started, or is"
+            " misspelt in --writers; the log names them.",
+            ["stream"],
+            registry=registry,
+        )
         self.oldest = Gauge(
             "tidemark_synapse_oldest_transaction_seconds",
             "How long the oldest transaction has been open that writes to the stream's tables.",
@@ -59,6 +66,7 @@ class BridgeMetrics:
             registry=registry,
         )
         self._held: set[str] = set()
+        self._waited: dict[str, set[str]] = {}
 
     def held(self, seconds: Mapping[str, float]) -> None:
         """By stream how long the oldest transaction is open that writes to it."""
@@ -67,3 +75,11 @@ class BridgeMetrics:
         for name, age in seconds.items():
             self.oldest.labels(name).set(age)
         self._held = {*seconds}
+
+    def waited_for(self, stream: str, behind: Mapping[str, int]) -> None:
+        """By writer how many IDs of the stream are not told."""
+        for gone in self._waited.get(stream, set()) - behind.keys():
+            self.behind.remove(stream, gone)
+        for writer, count in behind.items():
+            self.behind.labels(stream, writer).set(count)
+        self._waited[stream] = {*behind}

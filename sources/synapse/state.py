@@ -7,14 +7,14 @@ its session and speaks. One that lost it unaware finds that its places were move
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from tidemark.sources.synapse.decider import ProvenAdvance, StreamFact
+from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact
 from tidemark.sources.synapse.tables import SynapseStream
 from tidemark.sources.synapse.told import WriterTeller
 from tidemark.streaming import records
-from tidemark.streaming.errors import OthersFirst
+from tidemark.streaming.errors import BadSetting, OthersFirst
 from tidemark.streaming.postgres_migrations import Migrations
 from tidemark.streaming.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
 from tidemark.streaming.records import Record, Timeline
@@ -42,15 +42,17 @@ def state_session(dsn: Dsn) -> PostgresSession:
 
 @dataclass(frozen=True, slots=True)
 class SynapseServer:
-    """Synapse's database as it is now: which one, and the end of its server's log."""
+    """Synapse's database as it is now: which one, and the end of its server's log; and Synapse's server_name."""
 
     database: str
     place: str
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToldWriters:
-    """A stream as it was told from `floor` on, called `name` on Kafka; `told`: by writer up to where (magnitudes)."""
+    """A stream as it was told from `floor` on, called `name` on Kafka; `told`: by writer up to where (magnitudes), and
+    `retired` those who have retired there. `owed`: whose facts from there to where it joined are still to be told."""
 
     stream: SynapseStream
     name: str
@@ -58,6 +60,8 @@ class ToldWriters:
     told: Mapping[str, int]
     epochs: Mapping[str, int]
     floor: int
+    retired: Mapping[str, int] = field(default_factory=dict)
+    owed: Mapping[str, int] = field(default_factory=dict)
 
     def teller(self, writer: str) -> WriterTeller:
         return WriterTeller(self.name, writer, self.epochs[writer], self.stream.towards, self.timeline)
@@ -108,22 +112,27 @@ def begin(
 ) -> ToldWriters | None:
     """How the stream was told; None where nothing of it was. `head` was read after `seen`.
 
-    Where the database is another one, or has gone back, a new timeline begins at the head that it has now.
+    Where the database is another one, or has gone back, a new timeline begins at the head that it has now. Raises
+    `BadSetting` where it is that of another Synapse.
     """
     row = connection.execute(
-        "select database, history, start, after, floor, place > %s::pg_lsn from tidemark.synapse_streams"
-        " where stream = %s",
-        [seen.place, name],
+        "update tidemark.synapse_streams set server = coalesce(server, %s) where stream = %s"
+        " returning database, history, start, after, floor, place > %s::pg_lsn, server",
+        [seen.name, name, seen.place],
     ).fetchone()
     if row is None:
         return None
-    database, history, start, after, floor, back = row
+    database, history, start, after, floor, back, server = row
+    if server != seen.name:
+        raise BadSetting("--prefix", f"stream {name} is told of {server}: those of {seen.name} need names of their own")
     rows = connection.execute(
-        "select writer, epoch, told from tidemark.synapse_writers where stream = %s", [name]
+        "select writer, epoch, told, owed, state = 'retired' from tidemark.synapse_writers where stream = %s", [name]
     ).fetchall()
-    told = {writer: at for writer, _, at in rows}
-    epochs = {writer: epoch for writer, epoch, _ in rows}
-    known = ToldWriters(stream, name, Timeline(history, start, after), told, epochs, floor)
+    told = {writer: at for writer, _, at, _, gone in rows if not gone}
+    epochs = {writer: epoch for writer, epoch, _, _, gone in rows if not gone}
+    retired = {writer: at for writer, _, at, _, gone in rows if gone}
+    owed = {writer: low for writer, _, _, low, gone in rows if not gone and low is not None}
+    known = ToldWriters(stream, name, Timeline(history, start, after), told, epochs, floor, retired, owed)
     back = back or max(told.values(), default=0) > head
     if database == seen.database and not back:
         return known
@@ -135,12 +144,17 @@ def begin(
         timeline=turned,
         told={writer: min(at, head) for writer, at in told.items()},
         epochs={writer: max(epoch + 1, now) for writer, epoch in epochs.items()},
+        retired={writer: min(at, head) for writer, at in retired.items()},
     )
     with connection.transaction():
         connection.execute(
             "update tidemark.synapse_streams set database = %s, history = %s, place = %s, start = %s, after = %s"
             " where stream = %s",
             [seen.database, turned.database, seen.place, turned.start, turned.after, name],
+        )
+        connection.execute(
+            "update tidemark.synapse_writers set told = least(told, %s) where (stream, state) = (%s, 'retired')",
+            [head, name],
         )
         for writer, at in anew.told.items():
             connection.execute(
@@ -160,9 +174,9 @@ def found(
     made = ToldWriters(stream, name, timeline, dict.fromkeys(names, floor), dict.fromkeys(names, now), floor)
     with connection.transaction():
         connection.execute(
-            "insert into tidemark.synapse_streams (stream, database, history, place, start, floor)"
-            " values (%s, %s, %s, %s, %s, %s)",
-            [name, seen.database, seen.database, seen.place, timeline.start, floor],
+            "insert into tidemark.synapse_streams (stream, server, database, history, place, start, floor)"
+            " values (%s, %s, %s, %s, %s, %s, %s)",
+            [name, seen.name, seen.database, seen.database, seen.place, timeline.start, floor],
         )
         for writer in names:
             _add(connection, made, writer, floor)
@@ -170,22 +184,37 @@ def found(
     return made
 
 
-def introduce(
-    connection: Connection, known: ToldWriters, writer: str, at: int, late: Sequence[StreamFact] = ()
-) -> ToldWriters:
-    """The writer joins there. What it has below, and nobody waited for, is told too: it is late."""
-    now = _now(connection)
+def introduce(connection: Connection, known: ToldWriters, writer: str, at: int) -> ToldWriters:
+    """The writer joins there, or where it retired. What it has below, and nobody waited for, is owed."""
+    now, ended = _now(connection), known.retired.get(writer, known.floor)
     row = connection.execute(
         "select epoch from tidemark.synapse_writers where (stream, writer) = (%s, %s)", [known.name, writer]
     ).fetchone()
-    epoch = max(now, row[0] + 1 if row else 0)
-    more = replace(known, told={**known.told, writer: at}, epochs={**known.epochs, writer: epoch})
+    joined, epoch = max(at, ended), max(now, row[0] + 1 if row else 0)
+    more = replace(
+        known,
+        told={**known.told, writer: joined},
+        epochs={**known.epochs, writer: epoch},
+        retired={name: id for name, id in known.retired.items() if name != writer},
+        owed={**known.owed, writer: ended},
+    )
     with connection.transaction():
-        _add(connection, more, writer, at)
-        teller = more.teller(writer)
-        facts = (teller.advance(ProvenAdvance(writer, fact.id - 1, fact.id, [fact])) for fact in late)
-        _leave(connection, known.name, [teller.join(at), *chain.from_iterable(facts)])
+        _add(connection, more, writer, joined)
+        unseen = joined > ended and not known.stream.keeps
+        _leave(connection, known.name, [more.teller(writer).join(joined, unseen=unseen)])
     return more
+
+
+def pay(connection: Connection, known: ToldWriters, writer: str, late: Sequence[StreamFact]) -> ToldWriters:
+    """What was owed of the writer is told: it is late."""
+    teller = known.teller(writer)
+    facts = (teller.advance(ProvenAdvance(writer, fact.id - 1, fact.id, [fact])) for fact in late)
+    with connection.transaction():
+        connection.execute(
+            "update tidemark.synapse_writers set owed = null where (stream, writer) = (%s, %s)", [known.name, writer]
+        )
+        _leave(connection, known.name, chain.from_iterable(facts))
+    return replace(known, owed={name: low for name, low in known.owed.items() if name != writer})
 
 
 def tell(connection: Connection, known: ToldWriters, advances: Sequence[ProvenAdvance], place: str) -> ToldWriters:
@@ -211,13 +240,27 @@ def tell(connection: Connection, known: ToldWriters, advances: Sequence[ProvenAd
     return replace(known, told=told, epochs=epochs)
 
 
+def retire(connection: Connection, known: ToldWriters, writer: str) -> ToldWriters:
+    """Everything of the writer is told, and nothing follows."""
+    at = known.told[writer]
+    with connection.transaction():
+        connection.execute(
+            "update tidemark.synapse_writers set state = 'retired' where (stream, writer) = (%s, %s)",
+            [known.name, writer],
+        )
+        _leave(connection, known.name, [known.teller(writer).retire(at)])
+    told, epochs = ({each: it[each] for each in it if each != writer} for it in (known.told, known.epochs))
+    return replace(known, told=told, epochs=epochs, retired={**known.retired, writer: at})
+
+
 def _add(connection: Connection, known: ToldWriters, writer: str, at: int) -> None:
     connection.execute(
         """
-        insert into tidemark.synapse_writers (stream, writer, epoch, told) values (%s, %s, %s, %s)
-        on conflict (stream, writer) do update set epoch = excluded.epoch, told = excluded.told
+        insert into tidemark.synapse_writers (stream, writer, epoch, told, owed) values (%s, %s, %s, %s, %s)
+        on conflict (stream, writer)
+        do update set epoch = excluded.epoch, told = excluded.told, owed = excluded.owed, state = 'active'
         """,
-        [known.name, writer, known.epochs[writer], at],
+        [known.name, writer, known.epochs[writer], at, known.owed.get(writer)],
     )
 
 

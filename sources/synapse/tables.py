@@ -54,26 +54,27 @@ class SynapseStream:
     towards: Direction = Direction.FORWARD
 
 
-_EVENTS = (
-    TableQuestion(
-        "events e left join redactions x using (event_id) left join event_relations r using (event_id)"
-        " left join room_memberships m using (event_id)",
-        "stream_ordering",
-        "json_build_array('ev', json_build_array(event_id, e.room_id, e.type, e.state_key, x.redacts, r.relates_to_id,"
-        " m.membership, e.rejection_reason is not null, e.outlier))",
-    ),
-    # An event that was held without its room's state, and now is with it: its row in `events` keeps its older ID.
-    TableQuestion(
-        "ex_outlier_stream o join events e using (event_id)",
-        "event_stream_ordering",
-        "json_build_array('ev', json_build_array(event_id, e.room_id, e.type, e.state_key, null, null, null,"
-        " e.rejection_reason is not null, e.outlier))",
-    ),
-    TableQuestion(
-        "current_state_delta_stream d",
-        "stream_id",
-        "json_build_array('state', json_build_array(d.room_id, d.type, d.state_key, d.event_id))",
-    ),
+_ABOUT = (
+    " left join redactions x using (event_id) left join event_relations r using (event_id)"
+    " left join room_memberships m using (event_id)"
+)
+_ROW = "event_id, e.room_id, e.type, e.state_key, x.redacts, r.relates_to_id"
+_LIVE = f"json_build_array('ev', json_build_array({_ROW}, m.membership, e.rejection_reason is not null, e.outlier))"
+_BACKFILLED = f"json_build_array({_ROW})"
+
+
+def _events(row: str) -> tuple[TableQuestion, TableQuestion]:
+    return (
+        TableQuestion(f"events e{_ABOUT}", "stream_ordering", row),
+        # An event that was held without its room's state, and now is with it: its row in `events` keeps its older ID.
+        TableQuestion(f"ex_outlier_stream o join events e using (event_id){_ABOUT}", "event_stream_ordering", row),
+    )
+
+
+_STATE = TableQuestion(
+    "current_state_delta_stream d",
+    "stream_id",
+    "json_build_array('state', json_build_array(d.room_id, d.type, d.state_key, d.event_id))",
 )
 
 
@@ -82,11 +83,18 @@ def _question(table: str, row: str) -> TableQuestion:
 
 
 _KNOWN = (
-    SynapseStream("events", "events_stream_seq", _EVENTS, keeps=True, positions="events", before=["event_json"]),
+    SynapseStream(
+        "events",
+        "events_stream_seq",
+        [*_events(_LIVE), _STATE],
+        keeps=True,
+        positions="events",
+        before=["event_json"],
+    ),
     SynapseStream(
         "backfill",
         "events_backfill_stream_seq",
-        _EVENTS[:2],
+        _events(_BACKFILLED),
         keeps=True,
         positions="backfill",
         before=["event_json"],
@@ -141,7 +149,7 @@ _KNOWN = (
         [
             _question("device_lists_stream", "t.user_id, false, false"),
             _question("user_signature_stream", "t.from_user_id, true, false"),
-            _question("device_lists_outbound_pokes", "t.destination, false, false"),
+            _question("device_lists_outbound_pokes", "t.user_id, false, true"),
         ],
         keeps=False,
         positions="device_lists_stream",

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from msgspec import Raw
 
-from tidemark.sources.synapse.decider import ProvenAdvance
+from tidemark.sources.synapse.facts import ProvenAdvance
 from tidemark.streaming.direction import Direction
-from tidemark.streaming.records import Join, Position, Rdata, Record, Timeline
+from tidemark.streaming.records import Join, Position, Rdata, Record, Retire, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,9 @@ class WriterTeller:
             unseen=unseen and id > 0,
             timeline=self.timeline,
         )
+
+    def retire(self, id: int) -> Retire:
+        return Retire(stream=self.stream, writer=self.writer, epoch=self.epoch, id=self.towards.signed(id))
 
     def advance(self, advance: ProvenAdvance) -> Iterator[Record]:
         """Each fact is an edge from the one before; what is left an announcement. Where more may be there, facts are

@@ -11,8 +11,9 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ from tidemark.app.stack.home import Home
 from tidemark.app.stack.server import LOOPBACK, ServerProcess, free_port, listens
 
 PACKAGES = ("matrix-synapse[redis]==1.163.2", "psycopg2-binary", "hiredis")
+_MODULES = Path(__file__).parent / "homeserver"
 NAME = "syn.test"
 MAIN = "main"
 _FREE = {"per_second": 100_000, "burst_count": 100_000}
@@ -78,7 +80,7 @@ class SynapseProcess(ServerProcess):
         return self._command
 
     def environment(self) -> Mapping[str, str]:
-        return {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+        return {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": str(_MODULES)}
 
     def answers(self) -> bool:
         if not listens(self.port):
@@ -143,11 +145,15 @@ class Homeserver:
         path = f"/rooms/{room}/send/m.room.message/{secrets.token_hex(8)}"
         return str(self.client("PUT", path, user, body, at)["event_id"])
 
+    def synced(self, user: str, since: str = "", at: str = MAIN) -> Any:
+        """What a client is told that syncs now, and is offline to others."""
+        other = {"room": {"timeline": {"not_types": [secrets.token_hex(4)]}}}  # no answer is reused
+        words = f"timeout=0&set_presence=offline&filter={json.dumps(other)}" + (f"&since={since}" if since else "")
+        return self.client("GET", f"/sync?{words}", user, at=at)
+
     def token(self, user: str) -> str:
         """How far `events` is, as a client that syncs now is told: `s5`, or `m5~1.7`."""
-        only = {"room": {"timeline": {"limit": 0, "not_types": [secrets.token_hex(4)]}}}  # no answer is reused
-        found = self.client("GET", f"/sync?timeout=0&filter={json.dumps(only)}", user)["next_batch"]
-        return str(found).partition("_")[0]
+        return str(self.synced(user)["next_batch"]).partition("_")[0]
 
     def device(self, user: str) -> str:
         return self._session(user)[1]
@@ -170,11 +176,23 @@ class Homeserver:
         files = [str(self._root / "homeserver.yaml"), "-c", str(self._root / f"{name}.yaml")]
         return SynapseProcess(home, name, [self._python, "-m", "synapse.app.generic_worker", "-c", *files])
 
-    def listener(self, name: str, redis_port: int) -> SynapseProcess:
-        """A worker that writes nothing, and hears of what others write by another Redis than theirs."""
+    @contextmanager
+    def listener(self, name: str, redis_port: int, lines_port: int) -> Iterator[SynapseProcess]:
+        """A worker that writes nothing, and hears of what others write by another Redis than theirs alone. Beside, it
+        keeps what it hears by the line protocol."""
         self.workers[name] = self._worker(self.main.home, name)
-        self._describe(name, redis={"enabled": True, "host": LOOPBACK, "port": redis_port})
-        return self.workers[name]
+        lines = {"module": "tidemark_modules.LineClient", "config": {"host": LOOPBACK, "port": lines_port}}
+        self._describe(name, redis={"enabled": True, "host": LOOPBACK, "port": redis_port}, modules=[lines])
+        try:
+            self.workers[name].start()
+            yield self.workers[name]
+        finally:
+            self.workers.pop(name).kill()
+
+    def backfill(self, room: str, user: str, count: int, *, outlier: bool = False) -> list[str]:
+        """The IDs of so many events from before the user was in the room, persisted as history of another server."""
+        body = {"room": room, "sender": f"@{user}:{NAME}", "count": count, "outlier": outlier}
+        return list(self.call(MAIN, "POST", "/_synapse/client/backfill", user, body)["events"])
 
     def _describe(self, name: str, **more: object) -> None:
         listeners = [_listener(self.workers[name].port, "client", "replication")]
@@ -213,6 +231,7 @@ class Homeserver:
             "presence": {"enabled": True},
             "database": {"name": "psycopg2", "args": {**login, "cp_min": 1, "cp_max": 4}},
             "redis": {"enabled": True, "host": LOOPBACK, "port": self._redis_port},
+            "modules": [{"module": f"tidemark_modules.{name}"} for name in ("Backfill", "Signatures")],
             "listeners": [_listener(self.main.port, "client"), _listener(self.replication_port, "replication")],
             "instance_map": {"main": {"host": LOOPBACK, "port": self.replication_port}, **workers},
             "stream_writers": {stream: [*names] for stream, names in self._writers.items()},

@@ -122,6 +122,16 @@ def test_moves_are_said_once(pipeline: Pipeline, servers: ReadSideConfig, worker
         assert worker.hears(0.3) is None
 
 
+def test_tokens_of_a_backward_stream_rise(pipeline: Pipeline, servers: ReadSideConfig, worker: ChannelWorker) -> None:
+    """On the channel, as workers have it among themselves."""
+    pipeline.move("w", 0, -1)
+    with speaking(servers, worker):
+        worker.hears_last("POSITION s w 1 1")
+        pipeline.move("w", -1, -3, empty=2)
+        pipeline.move("w", -3, -4)
+        assert [worker.hears(), worker.hears()] == ["POSITION s w 1 3", "POSITION s w 4 4"]
+
+
 def test_relayed_commands_pass_in_both_directions(servers: ReadSideConfig, worker: ChannelWorker) -> None:
     """From a connection to the channel and to the connections of other sidecars, and back; nobody hears an echo."""
     with (

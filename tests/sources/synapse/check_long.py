@@ -9,13 +9,16 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from tests.fix_redis import Node
 from tests.fix_synapse import started_synapse
-from tests.services.synapse import NAME, Homeserver
+from tests.services.synapse import Homeserver
 from tests.sinks.reader.given import Pipeline
 from tests.sources.synapse.site import SynapseSite, made_site, reading
+from tests.sources.synapse.traffic import act
 from tests.waiting import eventually
+from tidemark.app.cli import main
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.servers import KafkaServer
@@ -23,11 +26,11 @@ from tidemark.sources.synapse import looks
 from tidemark.sources.synapse.tables import STREAMS
 
 SECONDS = int(os.environ.get("SYNAPSE_SECONDS", "600"))
-ONE = ["misc1"]
+MISC = ["misc1", "misc2"]
 WRITERS = {
     "events": ["event1", "event2"],
-    **{stream: ["misc1", "misc2"] for stream in ("receipts", "device_lists")},
-    **dict.fromkeys(("typing", "to_device", "account_data", "presence", "push_rules"), ONE),
+    **dict.fromkeys(("receipts", "device_lists"), MISC),
+    **dict.fromkeys(("typing", "to_device", "account_data", "presence", "push_rules"), MISC[:1]),
 }
 WORDS = [word for stream in STREAMS for word in ("--stream", stream)]
 WORDS += ["--writers", "events=event1,event2", "--writers", "receipts=misc1,misc2"]
@@ -40,34 +43,9 @@ def homeserver(home: Home, postgres: PostgresServer, synapse_python: Path, synap
         yield server
 
 
-def act(site: SynapseSite, rooms: list[str], number: int) -> None:
-    """Something else than a message, through the worker that writes it."""
-    server, room, user = site.server, rooms[number % len(rooms)], "alice"
-    me, text = f"@{user}:{NAME}", {"n": number}
-    match number % 7:
-        case 0:
-            server.client("PUT", f"/user/{me}/account_data/org.test.{number % 5}", user, text, "misc1")
-        case 1:
-            server.client("PUT", f"/user/{me}/rooms/{room}/account_data/org.test.r", user, text, "misc1")
-        case 2:
-            messages = {"messages": {me: {server.device(user): text}}}
-            server.client("PUT", f"/sendToDevice/org.test/{secrets.token_hex(8)}", user, messages, "misc1")
-        case 3:
-            event = server.send(room, user, "to be read")
-            server.client("POST", f"/rooms/{room}/receipt/m.read/{event}", user, {}, ("misc1", "misc2")[number % 2])
-        case 4:
-            body = {"presence": "online", "status_msg": str(number)}
-            server.client("PUT", f"/presence/{me}/status", user, body, "misc1")
-        case 5:
-            rule = {"pattern": str(number), "actions": ["notify"]}
-            server.client("PUT", f"/pushrules/global/content/r{number % 9}", user, rule, "misc1")
-        case 6:
-            server.client("PUT", f"/rooms/{room}/state/org.test/{number % 7}", user, text, "event1")
-
-
 def befall(site: SynapseSite, redis: Node, lot: random.Random) -> str:
     """One fault; everything lives again when it is over."""
-    what = lot.choice(["worker", "worker", "bridge", "redis", "outsider", "quiet"])
+    what = lot.choice(["worker", "worker", "bridge", "redis", "outsider", "quiet", "gone"])
     if what == "worker":
         worker = lot.choice([*site.server.workers.values()])
         worker.kill()
@@ -83,6 +61,15 @@ def befall(site: SynapseSite, redis: Node, lot: random.Random) -> str:
         redis.kill()
         site.wait(lot.uniform(0, 2))
         redis.start()
+    if what == "gone":
+        name = lot.choice(["event1", "event2"])
+        site.server.workers[name].kill()
+        site.wait(lot.uniform(0, 2))
+        done = CliRunner().invoke(main, ["synapse", "retire", name, "--wait", "30"], env=site.variables)
+        assert f"{name} ends at " in done.output, done.output
+        site.wait(lot.uniform(0, 5))
+        site.server.workers[name].start()
+        return f"retired {name}"
     if what == "outsider":
         site.sql.execute("select nextval('events_stream_seq') from generate_series(1, 3)")
     return what
@@ -109,7 +96,7 @@ def test_all_streams_whatever_dies(
         site.bridge(*WORDS)
         site.bridge(*WORDS)
         with reading(site, redis_url, dsn) as read:
-            with site.traffic(rooms, others=lambda number: act(site, rooms, number)) as sent:
+            with site.traffic(rooms, others=lambda number: act(site, rooms, number, MISC)) as sent:
                 eventually(lambda: site.checked() and site.floor, 60, site.known)
                 ends = time.monotonic() + SECONDS
                 while time.monotonic() < ends:

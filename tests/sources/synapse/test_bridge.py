@@ -9,28 +9,13 @@ import httpx
 import psycopg
 import pytest
 import redis
+from click.testing import CliRunner
 
 from tests.fix_redis import Node
-from tests.services.synapse import NAME, Homeserver
-from tests.sinks.reader.given import Pipeline
-from tests.sources.synapse.site import SynapseSite, made_site, reading
+from tests.services.synapse import NAME
+from tests.sources.synapse.site import SynapseSite, reading
 from tests.waiting import eventually
-from tidemark.app.stack.home import Home
-from tidemark.app.stack.servers import KafkaServer
-
-
-@pytest.fixture
-def site(
-    homeserver: Homeserver,
-    home: Home,
-    kafka: KafkaServer,
-    prefix: str,
-    database: str,
-    synapse_redis: Node,
-    pipeline: Pipeline,
-) -> Iterator[SynapseSite]:
-    with made_site(homeserver, home, kafka, prefix, database, synapse_redis, pipeline) as made:
-        yield made
+from tidemark.app.cli import main
 
 
 def test_events_of_two_writers_whatever_dies(site: SynapseSite, synapse_redis: Node, redis_url: str, dsn: str) -> None:
@@ -146,3 +131,27 @@ def test_commit_of_the_dead_is_waited_for(site: SynapseSite, synapse_redis: Node
         eventually(lambda: site.checked() and dead in core.facts, 30, site.known)
     assert core.writers[dead] == "event1"
     site.settle()
+
+
+def test_worker_that_is_gone_for_good(site: SynapseSite) -> None:
+    """Killed, it holds the line until a person says so; then the line goes on without it. When it comes back after all,
+    it is a writer again, and each event is told once."""
+    gone, other = site.room_of("event2"), site.room_of("event1")
+    site.bridge("--writers", "events=event1,event2")
+    eventually(lambda: site.checked() and site.floor, 30, site.known)
+    worker, core = site.server.workers["event2"], site.follower.core
+    site.server.send(gone, "alice", "its last")
+    worker.kill()
+    site.sql.execute("select nextval('events_stream_seq')")  # who took it nobody knows
+    site.server.send(other, "alice", "goes on")
+    eventually(lambda: site.checked() and core.positions["event1"] == site.head(), 30, site.known)
+    assert core.line < site.head()
+    done = CliRunner().invoke(main, ["synapse", "retire", "event2"], env=site.variables)
+    assert done.output.splitlines()[-1] == f"event2 ends at {site.head()} of events", done.output
+    site.server.send(other, "alice", "goes on alone")
+    eventually(lambda: site.checked() and core.line == site.head(), 30, site.known)
+    assert core.retired == {"event2"}
+    worker.start()
+    site.server.send(gone, "alice", "is back")
+    site.settle()
+    assert core.retired == set()

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.sources.synapse.world import NAMES, Told, Writers
-from tidemark.sources.synapse.decider import ProvenAdvance, StreamDecider, StreamFact
+from tidemark.sources.synapse.decider import StreamDecider
+from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact
 
 Act = tuple[str, int, bool]
 MakeDecider = Callable[[], StreamDecider]
@@ -27,6 +28,8 @@ WEIGHTS = {
     "waste": 1,
     "look": 2,
     "lose": 1,
+    "retire": 1,
+    "ask": 2,
 }
 
 
@@ -42,24 +45,20 @@ def play(script: list[Act], make: MakeDecider, *, forgets: bool = False) -> Told
     for what, value, flag in script:
         name = NAMES[value % len(NAMES)]
         match what:
-            case "take":
-                writers.take(name)
-            case "begin":
-                writers.begin(name)
+            case "take" | "begin" | "follow" | "answer":
+                getattr(writers, what)(name)
+            case "ask" | "waste":
+                getattr(writers, what)()
             case "end":
                 writers.end(name, commits=flag, last=value == 0)
-            case "follow":
-                writers.follow(name)
             case "kill":
                 writers.kill(name, committing=flag)
-            case "start":
+            case "start" if name not in told.retiring:
                 writers.start(name, behind=flag)
-            case "answer":
-                writers.answer(name)
+            case "retire" if name not in writers.live:
+                told.retire(name)
             case "orphan":
                 writers.end_orphan(commits=flag)
-            case "waste":
-                writers.waste()
             case "hear":
                 told.hear(value)
             case "lose":
@@ -82,6 +81,17 @@ def _made() -> StreamDecider:
 def test_no_event_is_stepped_over(seed: int) -> None:
     """Whatever is killed, late, rolled back or lost; and when everything rests, everything is told, once."""
     play(script_of(seed), _made).finish()
+
+
+def _who_does_not_know_all() -> StreamDecider:
+    return StreamDecider(dict.fromkeys(NAMES[:1], 1))
+
+
+@settings(max_examples=examples(400))
+@given(seed=st.integers(0, 2**40))
+def test_no_event_of_one_that_comes_later_is_stepped_over(seed: int) -> None:
+    """One that nobody knew joins where the others are, and what it writes or wrote below is told once it has ended."""
+    play(script_of(seed), _who_does_not_know_all).finish()
 
 
 def _of_overwritten() -> StreamDecider:
@@ -112,6 +122,9 @@ class _NoBarrier(StreamDecider):
 
 class _NoDoubt(StreamDecider):
     """Takes who begins for one who goes on."""
+
+    def doubt(self) -> None:
+        pass
 
     def announced(self, writer: str, prev: int, id: int) -> None:
         super().announced(writer, min(prev, id - 1), id)
@@ -162,6 +175,33 @@ def test_each_rule_is_needed(bent: type[StreamDecider], script: list[Act]) -> No
         play(script, lambda: bent(dict.fromkeys(NAMES, 1)))
 
 
+def test_who_is_asked_waits_for_nobody_elses_transaction() -> None:
+    """A writer that goes on and answers is no successor: what another one has open for long is not its own."""
+    hung: list[Act] = [*SPOKEN, ("answer", 1, True), *SPOKEN[1:], ("take", 0, True), ("begin", 0, True)]
+    goes_on: list[Act] = [("take", 1, True), ("begin", 1, True), ("end", 1, True), *SPOKEN[1:]]
+    script = [*hung, ("ask", 0, True), *SPOKEN[1:], *goes_on, *goes_on]
+    told = play(script, lambda: StreamDecider(dict.fromkeys(NAMES[:2], 1)))
+    assert told.at == {NAMES[0]: 1, NAMES[1]: 4, NAMES[2]: 1}
+    told.finish()
+
+
+class _PaysAtOnce(StreamDecider):
+    """Reads what a newcomer has below as it joins."""
+
+    @property
+    def owed(self) -> list[str]:
+        return [name for name, writer in self._writers.items() if writer.owes]
+
+
+def test_what_a_newcomer_has_below_is_read_once_it_has_ended() -> None:
+    """A transaction of it may be open there when it is first heard."""
+    passed: list[Act] = [*SPOKEN, ("take", 1, True), ("begin", 1, True), ("follow", 0, True), *SPOKEN[1:]]
+    script = [*passed, ("answer", 1, True), *SPOKEN[1:], ("end", 1, True), *SPOKEN[1:]]
+    play(script, _who_does_not_know_all).finish()
+    with pytest.raises(AssertionError, match="stepped over"):
+        play(script, lambda: _PaysAtOnce(dict.fromkeys(NAMES[:1], 1)))
+
+
 def test_what_a_writer_said_before_it_was_known_counts() -> None:
     """It is not asked again; and nothing is told until it has joined."""
     decider = StreamDecider({"event1": 1})
@@ -171,8 +211,10 @@ def test_what_a_writer_said_before_it_was_known_counts() -> None:
     assert (decider.strangers, decider.asked()) == ({"event2"}, (1, 3))
     assert decider.read((1, 3), 3, [StreamFact(3, "event2", ["{}"])]) == []
     decider.introduce("event2", 1)
-    assert decider.wants_look
+    assert (decider.wants_look, decider.owed) == (True, [])
     decider.look(3, frozenset())
+    assert decider.owed == ["event2"]
+    decider.paid("event2")
     told = decider.read((1, 3), 3, [StreamFact(3, "event2", ["{}"])])
     assert [(each.writer, each.id, len(each.facts)) for each in told] == [("event1", 3, 0), ("event2", 3, 1)]
 

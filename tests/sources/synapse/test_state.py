@@ -4,17 +4,18 @@ from collections.abc import Iterator
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from tests.sources.relay.world import Core
-from tidemark.sources.synapse import state
-from tidemark.sources.synapse.decider import ProvenAdvance, StreamFact
+from tidemark.sources.synapse import looks, retirement, state
+from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact
 from tidemark.sources.synapse.state import SynapseServer, ToldWriters
 from tidemark.sources.synapse.tables import STREAMS
-from tidemark.streaming.errors import OthersFirst
+from tidemark.streaming.errors import BadSetting, OthersFirst, Refused
 
 EVENTS = STREAMS["events"]
-SERVER = SynapseServer("one", "0/100")
-LATER = SynapseServer("one", "0/500")
+SERVER = SynapseServer("one", "0/100", "one.test")
+LATER = SynapseServer("one", "0/500", "one.test")
 WRITERS = ["event1", "event2"]
 
 
@@ -99,14 +100,53 @@ def test_a_writer_that_is_found_later_joins_at_the_line(sql: psycopg.Connection)
 def test_what_nobody_waited_for_is_late(sql: psycopg.Connection) -> None:
     """Facts of a writer that is found when the line has passed them reach readers all the same, as late ones."""
     known = state.tell(sql, founded(sql), [advance("event1", 7, 12, 8), advance("event2", 7, 12)], "0/200")
-    state.introduce(sql, known, "event3", 12, [StreamFact(9, "event3", ["1"]), StreamFact(11, "event3", ["2"])])
+    known = state.introduce(sql, known, "event3", 12)
+    assert begun(sql) == known
+    assert known.owed == {"event3": 7}
+    known = state.pay(sql, known, "event3", [StreamFact(9, "event3", ["1"]), StreamFact(11, "event3", ["2"])])
+    assert begun(sql) == known
     core = told(sql)
-    assert (core.late_ids, core.line, core.rejected) == ({9, 11}, 12, {})
+    assert (core.late_ids, core.line, core.rejected, known.owed) == ({9, 11}, 12, {}, {})
+
+
+def test_a_writer_that_retired_is_waited_for_no_more(sql: psycopg.Connection) -> None:
+    """The line goes on without it; heard again it joins in a later epoch, not below where it ended."""
+    known = state.tell(sql, founded(sql), [advance("event1", 7, 12, 8), advance("event2", 7, 9, 9)], "0/200")
+    assert retirement.order(sql, "event1", None) == ["events"]
+    assert retirement.order(sql, "event2", "events") == []
+    assert (retirement.ordered(sql, "events"), retirement.retired_at(sql, "event1", "events")) == (["event1"], None)
+    known = state.retire(sql, known, "event1")
+    assert begun(sql) == known
+    assert (known.told, known.retired) == ({"event2": 9}, {"event1": 12})
+    assert (retirement.retired_at(sql, "event1", "events"), retirement.order(sql, "event1", None)) == (12, [])
+    known = state.tell(sql, known, [advance("event2", 9, 15, 15)], "0/300")
+    core = told(sql)
+    assert (core.line, core.retired, core.rejected) == (15, {"event1"}, {})
+    known = state.introduce(sql, known, "event1", 15)
+    assert begun(sql) == known
+    assert (known.owed, known.retired) == ({"event1": 12}, {})
+    known = state.pay(sql, known, "event1", [StreamFact(14, "event1", ["1"])])
+    state.tell(sql, known, [advance("event1", 15, 17, 16), advance("event2", 15, 17)], "0/400")
+    core = told(sql)
+    assert (core.line, core.retired, core.late_ids, core.rejected, core.timelines) == (17, set(), {14}, {}, [])
+
+
+def test_a_writer_that_was_heard_does_not_retire(sql: psycopg.Connection) -> None:
+    """Whoever waits for its end is told so."""
+    founded(sql)
+    retirement.order(sql, "event1", "events")
+    retirement.stays(sql, "events", "event1")
+    with pytest.raises(Refused, match="it was heard meanwhile"):
+        retirement.retired_at(sql, "event1", "events")
 
 
 @pytest.mark.parametrize(
     ("server", "head"),
-    [(SynapseServer("two", "0/300"), 100), (SynapseServer("one", "0/150"), 100), (SynapseServer("one", "0/300"), 8)],
+    [
+        (SynapseServer("two", "0/300", "one.test"), 100),
+        (SynapseServer("one", "0/150", "one.test"), 100),
+        (SynapseServer("one", "0/300", "one.test"), 8),
+    ],
     ids=["another database", "an older disk", "a sequence that went back"],
 )
 def test_a_database_that_went_back_begins_a_timeline(sql: psycopg.Connection, server: SynapseServer, head: int) -> None:
@@ -120,6 +160,37 @@ def test_a_database_that_went_back_begins_a_timeline(sql: psycopg.Connection, se
     core = told(sql)
     assert {id for id, _ in core.timelines} == {at}
     assert (core.line, core.rejected) == (12, {})
+
+
+def test_two_synapses_need_names_of_their_own(sql: psycopg.Connection) -> None:
+    """The streams of one do not go on with those of the other, whose bridge came first."""
+    founded(sql)
+    with pytest.raises(BadSetting, match=r"stream events is told of one\.test: those of two\.test need"):
+        begun(sql, SynapseServer("two", "0/300", "two.test"))
+
+
+def test_database_of_another_synapse_is_refused(sql: psycopg.Connection) -> None:
+    """By the names of its users; one that has none says nothing."""
+    sql.execute("create table users (name text)")
+    looks.check_server(sql, "one.test")
+    sql.execute("insert into users values ('@alice:two.test:8448')")
+    looks.check_server(sql, "two.test:8448")
+    with pytest.raises(BadSetting, match=r"is one\.test, and the users of \w+ are of two\.test:8448"):
+        looks.check_server(sql, "one.test")
+
+
+def test_what_is_no_synapse_or_may_not_be_read_is_told(sql: psycopg.Connection, database: str) -> None:
+    """With what to do."""
+    sql.execute("create role synapse_stranger login password 'stranger'")
+    try:
+        with looks.synapse_session(make_conninfo(database, user="synapse_stranger", password="stranger")) as session:
+            with pytest.raises(Refused, match="give the dsn of Synapse's own database"), session.use() as connection:
+                looks.check_server(connection, "one.test")
+            sql.execute("create table users (name text)")
+            with pytest.raises(Refused, match=r"users.*grant the user pg_read_all_data"), session.use() as connection:
+                looks.check_server(connection, "one.test")
+    finally:
+        sql.execute("drop role synapse_stranger")
 
 
 def test_one_speaks_for_a_stream(sql: psycopg.Connection, database: str) -> None:

@@ -7,9 +7,12 @@ how far it found everything.
 
 from dataclasses import dataclass, field
 
-from tidemark.sources.synapse.decider import ProvenAdvance, StreamDecider, StreamFact
+from tidemark.sources.synapse.decider import StreamDecider
+from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact
 
 NAMES = ("event1", "event2", "event3")
+BEGINS, ASKED = "REPLICATE", "REPLICATE of ours"
+"""In place of a writer in what is heard: one that begins asks everybody, and so may we."""
 
 
 @dataclass
@@ -83,7 +86,13 @@ class Writers:
         if name not in self.live:
             found = max(self.facts, default=1) if behind else self.head
             self.live[name] = Process(name, found)
-            self.lines.append((name, found, found))
+            self.lines += [(BEGINS, 0, 0), (name, found, found)]
+
+    def ask(self) -> None:
+        """Everybody that lives answers."""
+        self.lines.append((ASKED, 0, 0))
+        for name in self.live:
+            self.answer(name)
 
     def answer(self, name: str) -> None:
         if process := self.live.get(name):
@@ -121,11 +130,48 @@ class Told:
         self.unseen: set[tuple[str, int]] = set()
         self.at = dict.fromkeys(NAMES, 1)
         self.facts: dict[int, str] = {}
+        self._owed: dict[str, int] = {}
+        self._retired: dict[str, int] = {}
+
+    @property
+    def retiring(self) -> set[str]:
+        return {*self.decider.retiring}
+
+    def retire(self, name: str) -> None:
+        """Of one that is dead; the last one stays."""
+        known = self.decider.told.keys() - self.retiring
+        if name in known and len(known) > 1:
+            self.decider.retire(name)
+
+    def _come_and_go(self) -> None:
+        for name in sorted(self.decider.strangers):
+            self._owed[name] = self._retired.pop(name, 1)
+            self.at[name] = max(self.decider.line, self._owed[name])
+            self.decider.introduce(name, self.at[name])
+            if self._forgets:
+                self.unseen |= {(name, id) for id in range(self._owed[name], self.at[name] + 1)}
+        for name in self.decider.owed:
+            low = self._owed.pop(name)
+            found = [id for id, of in self._table().items() if of == name and low < id <= self.at[name]]
+            assert not self.facts.keys() & found
+            self.facts |= dict.fromkeys(found, name)
+            self.decider.paid(name)
+        for name, ended in self.decider.retiring.items():
+            if ended is not None:
+                self.decider.forget(name)
+                self._retired[name] = ended
+
+    def _table(self) -> dict[int, str]:
+        return {id: of for id, of in self._writers.facts.items() if id % 2 or not self._forgets}
 
     def hear(self, count: int) -> None:
         lines = self._writers.lines
         for name, first, second in lines[:count]:
-            if second is None:
+            if name == BEGINS:
+                self.decider.doubt()
+            elif name == ASKED:
+                self.decider.asked_all()
+            elif second is None:
                 self.decider.completed(name, first, f'["{name}",{first}]')
             else:
                 self.decider.announced(name, first, second)
@@ -143,10 +189,10 @@ class Told:
             self.decider.look(self._writers.head, self._writers.running())
 
     def read(self) -> None:
+        self._come_and_go()
         if asked := self.decider.asked():
             low, top = asked
-            here = {id: writer for id, writer in self._writers.facts.items() if low < id <= top}
-            table = [StreamFact(id, writer, ["{}"]) for id, writer in here.items() if id % 2 or not self._forgets]
+            table = [StreamFact(id, writer, ["{}"]) for id, writer in self._table().items() if low < id <= top]
             for advance in self.decider.read(asked, self._writers.head, table):
                 self._take(advance)
 
@@ -163,6 +209,7 @@ class Told:
     def check(self) -> None:
         """No event is stepped over: of what is committed, all that lies at or below its writer's position is told."""
         below = {id: name for id, name in self._writers.facts.items() if id <= self.at[name] and id not in self.facts}
+        below = {id: name for id, name in below.items() if name not in self._owed}
         over = {id: name for id, name in below.items() if (name, id) not in self.unseen}
         assert not over, f"stepped over: {over}, told {self.at}"
         assert self.facts.items() <= self._writers.facts.items()
@@ -182,7 +229,7 @@ class Told:
         for name in NAMES:
             writers.follow(name)
             writers.answer(name)
-        for _ in range(5):
+        for _ in range(8):
             self.hear(len(writers.lines))
             self.look()
             self.read()

@@ -1,0 +1,49 @@
+"""Workers that a person says are gone for good: ordered in the bridge's own database, done by whichever speaks."""
+
+from tidemark.streaming.errors import Refused
+from tidemark.streaming.postgres_session import Connection
+
+
+def ordered(connection: Connection, name: str) -> list[str]:
+    """Writers of the stream that a person wants to retire."""
+    rows = connection.execute(
+        "select writer from tidemark.synapse_writers where (stream, state) = (%s, 'retiring')", [name]
+    ).fetchall()
+    return [writer for (writer,) in rows]
+
+
+def order(connection: Connection, writer: str, stream: str | None) -> list[str]:
+    """Have the bridge end the writer, in this stream or in each; gives those where it is to retire now. The last writer
+    of a stream stays."""
+    rows = connection.execute(
+        """
+        update tidemark.synapse_writers ending set state = 'retiring'
+        where writer = %(writer)s and state <> 'retired' and (%(stream)s::text is null or stream = %(stream)s)
+            and exists (
+                select from tidemark.synapse_writers other
+                where other.stream = ending.stream and other.writer <> ending.writer and other.state = 'active'
+            )
+        returning stream
+        """,
+        {"writer": writer, "stream": stream},
+    ).fetchall()
+    return sorted(stream for (stream,) in rows)
+
+
+def retired_at(connection: Connection, writer: str, stream: str) -> int | None:
+    """The ID at which it ended; None: it still is to. Raises `Refused` where it lives."""
+    row = connection.execute(
+        "select state, told from tidemark.synapse_writers where (stream, writer) = (%s, %s)", [stream, writer]
+    ).fetchone()
+    if row is None or row[0] == "active":
+        do = "stop the worker, and take it out of Synapse's stream_writers"
+        raise Refused(f"{writer} of {stream}", "", "it was heard meanwhile, so it is not gone", do)
+    return int(row[1]) if row[0] == "retired" else None
+
+
+def stays(connection: Connection, name: str, writer: str) -> None:
+    """It was to retire, and lives."""
+    connection.execute(
+        "update tidemark.synapse_writers set state = 'active' where (stream, writer, state) = (%s, %s, 'retiring')",
+        [name, writer],
+    )

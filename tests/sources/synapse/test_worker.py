@@ -1,0 +1,142 @@
+"""A real worker of Synapse that hears of the others by Tidemark alone, and rows as Synapse itself sends them."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import redis
+
+from tests.fix_redis import Node
+from tests.services.synapse import MAIN, NAME
+from tests.sources.synapse.site import SynapseSite
+from tests.sources.synapse.traffic import KINDS, act
+from tests.waiting import eventually
+from tidemark.app.stack.home import Home
+from tidemark.app.stack.server import LOOPBACK, free_port
+from tidemark.app.stack.servers import SidecarProcess
+from tidemark.sources.synapse.tables import STREAMS
+from tidemark.streaming import records
+from tidemark.streaming.commands import RdataCommand, parse
+from tidemark.streaming.records import Rdata
+
+WORDS = [word for stream in STREAMS for word in ("--stream", stream)]
+Rows = dict[tuple[str, int], list[Any]]
+"""By stream and ID (a magnitude)."""
+
+
+@contextmanager
+def overheard(url: str) -> Iterator[Rows]:
+    """The rows that Synapse's own workers send each other meanwhile."""
+    found: Rows = {}
+    begun: dict[tuple[str, str], list[Any]] = {}
+    ended = threading.Event()
+    with redis.Redis.from_url(url) as client, client.pubsub() as heard:
+        heard.subscribe(NAME)
+        assert heard.get_message(timeout=10)
+
+        def run() -> None:
+            while not ended.is_set():
+                message = heard.get_message(timeout=0.1)
+                if message and message["data"].startswith(b"RDATA "):
+                    command = parse(message["data"])
+                    assert isinstance(command, RdataCommand)
+                    rows = begun.setdefault((command.stream, command.writer), [])
+                    rows.append(json.loads(command.row))
+                    if command.id is not None:
+                        found[command.stream, command.id] = begun.pop((command.stream, command.writer))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield found
+        finally:
+            ended.set()
+            thread.join(10)
+
+
+def told(site: SynapseSite) -> Rows:
+    """The rows that the bridge has sent."""
+    found: Rows = {}
+    begun: dict[tuple[str, str], list[Any]] = {}
+    for value in site.follower.values:
+        record = records.decode(value)
+        if isinstance(record, Rdata):
+            rows = begun.setdefault((record.stream, record.writer), [])
+            rows.append(json.loads(bytes(record.row)))
+            if isinstance(record.id, int):
+                found[record.stream, abs(record.id)] = begun.pop((record.stream, record.writer))
+    return found
+
+
+def by_text(rows: list[Any]) -> list[str]:
+    return sorted(json.dumps(row, sort_keys=True) for row in rows)
+
+
+def test_worker_hears_by_tidemark_what_it_hears_by_its_own(
+    site: SynapseSite, synapse_redis: Node, redis_url: str, dsn: str, tmp_path: Path
+) -> None:
+    """A worker that knows no Redis but the one of Tidemark, where a sidecar speaks, follows every stream to where the
+    main process is, and tells its client of the message; Synapse's own class follows the line protocol to the same
+    places; and each row that the bridge tells is the row that the writer sent."""
+    server = site.server
+    rooms = [site.room_of("event1"), site.room_of("event2")]
+    server.device("alice")
+    site.bridge(*WORDS, "--writers", "events=event1,event2", "--writers", "backfill=event1,event2")
+    cores = site.follower.cores
+    eventually(lambda: site.checked() and all(cores[name].joined for name in STREAMS), 60, site.known)
+    port = free_port()
+    variables = {
+        **site.variables,
+        "TIDEMARK_POSTGRES_DSN": dsn,
+        "TIDEMARK_REDIS_URL": redis_url,
+        "TIDEMARK_SIDECAR_PORT": str(free_port()),
+        "TIDEMARK_SIDECAR_TCP": f"{LOOPBACK}:{port}",
+        "TIDEMARK_SIDECAR_CHANNEL": NAME,
+        "TIDEMARK_SIDECAR_NAME": NAME,
+    }
+    sidecar = SidecarProcess(Home(tmp_path), int(variables["TIDEMARK_SIDECAR_PORT"]), variables)
+    sidecar.start()
+    try:
+        with overheard(synapse_redis.url) as sent, server.listener("listener", urlsplit(redis_url).port or 0, port):
+            since = server.synced("alice", at="listener")["next_batch"]
+            for number in range(KINDS):
+                act(site, rooms, number, [MAIN])
+            event = server.send(rooms[0], "alice", "by way of Tidemark", "event1")
+
+            def follows() -> bool:
+                site.checked()
+                return followed("listener") == followed(MAIN)
+
+            def followed(at: str) -> list[str]:
+                """Events, presence, typing, receipts, account data, push rules, messages to devices, device lists."""
+                return str(server.synced("alice", at=at)["next_batch"]).split("_")[:8]
+
+            eventually(follows, 60, lambda: f"{followed('listener')}, {followed(MAIN)}, {site.known()}")
+            here = server.synced("alice", since, at="listener")["rooms"]["join"][rooms[0]]["timeline"]["events"]
+            assert event in [each["event_id"] for each in here]
+            heard = {}
+
+            def hears() -> bool:
+                nonlocal heard
+                heard = server.call("listener", "GET", "/_synapse/client/heard")
+                at = {
+                    name: {it: STREAMS[name].towards.signed(core.positions[it]) for it in core.positions}
+                    for name, core in cores.items()
+                }
+                return site.checked() and heard == {"tokens": at, "lost": 0}
+
+            eventually(hears, 60, lambda: f"{heard} {site.known()}")
+            problems = server.workers["listener"].home.log("listener").read_text()
+    finally:
+        sidecar.stop()
+    assert "ERROR" not in problems, problems
+    mine = told(site)
+    assert {stream for stream, _ in sent} >= {*STREAMS}
+    for at, rows in sent.items():
+        if at in mine:
+            assert by_text(mine[at]) == by_text(rows), at
+    assert {stream for stream, _ in mine} == {*STREAMS}
