@@ -1,6 +1,7 @@
 """A coalescer of reads: what is asked for while a read is under way goes into the next one, once, whoever asked.
 
-So a thousand requests a second cost a few reads, and each still gets an answer that was read after it asked.
+So a thousand requests a second cost a few reads, and each still gets an answer that was read after it asked. What
+nobody waits for any more when its turn comes is not read.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ Read = Callable[[Collection[K]], Awaitable[Mapping[K, T]]]
 class _Round(Generic[K, T]):
     def __init__(self) -> None:
         self.asked: set[K] = set()
+        self.waiting = 0
         self.answer: asyncio.Future[Mapping[K, T]] = asyncio.get_running_loop().create_future()
 
 
@@ -34,14 +36,21 @@ class Coalescer(Generic[K, T]):
             task = asyncio.create_task(self._go())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        self._next.asked.update(asked)
-        # Shielded: who goes away must not take the answer from the others.
-        return await asyncio.shield(self._next.answer)
+        ours = self._next
+        ours.asked.update(asked)
+        ours.waiting += 1
+        try:
+            # Shielded: who goes away must not take the answer from the others.
+            return await asyncio.shield(ours.answer)
+        finally:
+            ours.waiting -= 1
 
     async def _go(self) -> None:
         async with self._reading:
             here, self._next = self._next, None
             assert here is not None
+            if not here.waiting:
+                return
             try:
                 here.answer.set_result(await self._read(here.asked))
             except Exception as problem:  # noqa: BLE001 - whoever asked raises it

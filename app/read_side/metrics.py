@@ -56,6 +56,12 @@ OPEN = Gauge(
     ["operation"],
     registry=REGISTRY,
 )
+PAUSED = Counter(
+    "tidemark_sidecar_events_paused",
+    "Clients of events that waited up to a second before they began, since more than a hundred streams of events from"
+    " their address had ended within a second. Rising: somebody comes and goes, or all clients share one address.",
+    registry=REGISTRY,
+)
 
 
 CLIENTS = Gauge("tidemark_lines_clients", "Connections of the line protocol that are open now.", registry=REGISTRY)

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 from tidemark.app.read_side.coalescer import Coalescer
 from tidemark.app.read_side.durable import Durable
@@ -135,13 +136,18 @@ async def _page(past: Past) -> MissedPage | None:
     return None if found is None else MissedPage(past, found.events, found.place, complete=found.complete)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class MissedMoves:
-    """What moved any stream since a mark; `told` by stream, by whom it is first told: the text, and where it leads."""
+    """What moved any stream since a mark; `told` by stream, when somebody is first told: the texts, and where they
+    lead. The events are let go then."""
 
-    events: Mapping[str, Sequence[Event]]
+    events: dict[str, Sequence[Event]]
     streams: Mapping[str, Moved]
-    told: dict[str, tuple[bytes, Place]] = field(default_factory=dict)
+    told: dict[str, SharedReading[tuple[list[bytes], Place]]] = field(default_factory=dict)
+    moves: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "moves", sum(map(len, self.events.values())))
 
 
 class Resumptions:
@@ -153,6 +159,7 @@ class Resumptions:
         self._since = Coalescer(self._read_since)
         self._waiting: dict[tuple[str, int], tuple[dict[object, Place], SharedReading[MissedPage | None]]] = {}
         self._turns = asyncio.Semaphore(AT_ONCE)
+        self._being_told: WeakSet[MissedMoves] = WeakSet()
         self.told = ToldTexts()
 
     async def missed(self, stream: str, place: Place) -> MissedPage | None:
@@ -173,8 +180,9 @@ class Resumptions:
                 del self._waiting[key]
 
     async def since(self, mark: DurableMark) -> MissedMoves | None:
-        """What moved any stream since `mark`, or one shortly before; None where that is more than `MOST`, or not kept.
-        Read after this call. Raises `Unavailable`, `Stop`."""
+        """What moved any stream since `mark`, or one shortly before; None where that is more than `MOST`, or not kept,
+        or where so much is held already for clients that have not read it. Read after this call. Raises `Unavailable`,
+        `Stop`."""
         return (await self._since.get([mark]))[mark]
 
     async def _read_since(self, marks: Collection[DurableMark]) -> Mapping[DurableMark, MissedMoves | None]:
@@ -183,10 +191,19 @@ class Resumptions:
         for mark in sorted(marks, key=lambda mark: (mark.lease, mark.time)):
             if first is None or first.lease != mark.lease or mark.time - first.time > NEAR_MARKS:
                 first = mark
-                found = await self._durable.missed(mark, MOST)
-                answers[mark] = None if found is None else MissedMoves(found.events, found.streams)
+                answers[mark] = await self._missed_since(mark)
             answers[mark] = answers[first]
         return answers
+
+    async def _missed_since(self, mark: DurableMark) -> MissedMoves | None:
+        if sum(missed.moves for missed in self._being_told) > MOST:
+            return None
+        found = await self._durable.missed(mark, MOST)
+        if found is None:
+            return None
+        missed = MissedMoves({**found.events}, found.streams)
+        self._being_told.add(missed)
+        return missed
 
     async def _read(self, key: tuple[str, int], places: Mapping[object, Place]) -> MissedPage | None:
         async with self._turns:

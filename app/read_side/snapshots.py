@@ -134,6 +134,10 @@ class Snapshots:
         """Whether it can say something of a stream while neither server answers."""
         return bool(self._highest.streams)
 
+    def has(self, stream: str) -> bool:
+        """Whether the stream was read before: it exists, whatever the servers say now. Asks nobody."""
+        return stream in self._highest
+
     def fresh(self, seconds: float) -> dict[str, int]:
         """The linear positions that were read in the last so many seconds, by stream; asks nobody."""
         return self._highest.lines(self._now() - seconds)

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 from starlette.responses import Response
 
+from tidemark.app.read_side import metrics
 from tidemark.app.read_side.slices import Listener, settle
 from tidemark.app.sidecar import cursor
 from tidemark.app.sidecar.events_client import FEW, EventsClient
@@ -40,21 +41,22 @@ async def follow(call: OperationCall) -> Response:
     stands = cursor.resumed(last) if last else {}
     address = call.request.client.host if call.request.client else ""
     if pause := service.churn.pause(address):
+        metrics.PAUSED.inc()
         await asyncio.sleep(pause)
         if await call.request.is_disconnected():
             return Response(media_type=MEDIA_TYPE)
     with ExitStack() as stack:
-        stack.callback(service.churn.ended, address, time.monotonic())
         stack.enter_context(service.limiter.one("events"))
         names = set(query.stream) or await read_side.snapshots.names()
-        if query.stream:
-            for snapshot in await read_side.snapshots.get(sorted(names)):
+        if query.stream and (others := sorted(it for it in names if not read_side.snapshots.has(it))):
+            for snapshot in await read_side.snapshots.get(others):
                 existing(snapshot)
         listener = Listener()
         listener.marks = len(names) > FEW
         if not query.stream:
             read_side.feeds.to_all(listener)
         joined = stack.enter_context(read_side.feeds.listening(listener, names, stands))
+        stack.callback(service.churn.ended, address, time.monotonic())
         resources = stack.pop_all()
     client = EventsClient(read_side, service.snapshot_texts, listener, stands, joined)
     return EventStream(client.texts(sorted(names)), listener.cut_off, resources)

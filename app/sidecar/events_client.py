@@ -8,22 +8,14 @@ that Postgres published was told, which is as long for a million streams as for 
 import asyncio
 import random
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
-from tidemark.app.read_side.coalescer import Coalescer
 from tidemark.app.read_side.opened import ReadSide
-from tidemark.app.read_side.resumption import MissedPage, identity
+from tidemark.app.read_side.resumption import MissedPage, SharedReading, identity
 from tidemark.app.read_side.slices import Appeared, Begun, Item, Listener, Slice, ToldUpTo
-from tidemark.app.read_side.snapshots import Snapshots
-from tidemark.app.sidecar import cursor, moves
-from tidemark.app.sidecar.answers import described
-from tidemark.app.sidecar.sse import block
+from tidemark.app.sidecar import cursor, event_texts
 from tidemark.sinks.postgres.tail import DurableMark
-from tidemark.sinks.reader import events
 from tidemark.sinks.reader.events import Place
-from tidemark.sinks.reader.merge import Joining
-from tidemark.streaming.direction import beyond
 from tidemark.streaming.errors import Stop, Unavailable
 
 KEEP_ALIVE = 15.0  # seconds without an event, after which a comment shows that the connection lives
@@ -31,52 +23,20 @@ RETRY = 1000, 3000  # ms after which a client comes back: not all of them at onc
 FEW = 8  # streams, up to which an ID holds a place in each
 LONGEST_ID = 16_000  # characters, which servers take in a header
 PIECE = 16 << 10  # bytes that are sent in one piece, and some more: they are kept for a client until it has read them
-AT_ONCE = 100  # streams whose snapshots are: others have their turn in between
-SHARED_FOR = 5.0  # seconds
-
-
-class SnapshotTexts:
-    """Snapshots as they are sent, made once for all clients that come at the same time. For one event loop."""
-
-    def __init__(self, snapshots: Snapshots) -> None:
-        self._snapshots = snapshots
-        self._reads = Coalescer(self._read)
-        self._texts: dict[str, tuple[float, Place, bytes]] = {}
-        self._cleared = time.monotonic()
-
-    async def get(self, streams: Sequence[str], since: float) -> list[tuple[str, Place, bytes]]:
-        """Of each stream, as it was read not before `since` (s, monotonic): where it stood, and its event."""
-        found: Mapping[str, tuple[float, Place, bytes]] = self._texts
-        if missing := [name for name in streams if name not in found or found[name][0] < since]:
-            found = {**{name: found[name] for name in streams if name in found}, **await self._reads.get(missing)}
-        return [(name, *found[name][1:]) for name in streams]
-
-    async def _read(self, streams: Collection[str]) -> Mapping[str, tuple[float, Place, bytes]]:
-        now = time.monotonic()
-        if now - self._cleared > SHARED_FOR:
-            self._texts, self._cleared = {}, now
-        names, found = list(streams), {}
-        for start in range(0, len(names), AT_ONCE):
-            for snapshot in await self._snapshots.get(names[start : start + AT_ONCE]):
-                known = snapshot.known
-                place = Place() if known is None else Place(known.linear, known.vector, known.late)
-                text = block(described(snapshot, time.monotonic()), "snapshot")
-                found[snapshot.stream] = now, place, text
-        self._texts |= found
-        return found
+JOINS = 1000  # places for which an item remembers what is new there: that of a stream that rests stays for long
 
 
 class EventsClient:
     """Its `places` by stream, and the texts that it is sent.
 
     As soon as it has caught up with a follower, its place is the follower's own `Place` object: then it takes slices as
-    they are encoded for all, and comparing by identity is enough.
+    they are encoded for all, and comparing by identity is mostly enough.
     """
 
     def __init__(
         self,
         read_side: ReadSide,
-        snapshots: SnapshotTexts,
+        snapshots: event_texts.SnapshotTexts,
         listener: Listener,
         stands: Mapping[str, Place] | DurableMark,
         joined: dict[str, Place],
@@ -100,8 +60,8 @@ class EventsClient:
             async for text in self._missed_since(self._stands, streams):
                 yield text
         others = [stream for stream in streams if stream not in self._places]
-        for start in range(0, len(others), AT_ONCE):
-            yield b"".join(await self._snapshots(others[start : start + AT_ONCE], self._came))
+        for start in range(0, len(others), event_texts.AT_ONCE):
+            yield b"".join(await self._snapshots(others[start : start + event_texts.AT_ONCE], self._came))
         self._count()
         text = await self._next()
         if not text and self._places and not self._listener.marks:
@@ -137,7 +97,7 @@ class EventsClient:
                 return
             key = identity(place)
             if key not in page.sent:
-                page.sent[key] = _taken(page, stream, place)
+                page.sent[key] = event_texts.page_taken(page, stream, place)
                 if not page.complete:
                     resumptions.told.keep(stream, place, *page.sent[key])
             text, place = page.sent[key]
@@ -159,19 +119,16 @@ class EventsClient:
         if missed is None:
             return
         for stream, stands in known.items():
-            if stream not in missed.events:
+            if stream not in missed.streams:
                 self._places[stream] = Place(stands.linear, stands.vector, stands.late)
                 continue
-            if stream not in missed.told:
-                joining = Joining(Place(stands.linear, stands.vector, stands.late))
-                for event in missed.events[stream]:
-                    deque(_fed(joining, event), maxlen=0)
-                blocks = [block(moves.described(stream, event)) for event in missed.events[stream]]
-                text = b"".join([*blocks, _line(stream, missed.streams[stream].linear)])
-                missed.told[stream] = text, joining.place
+            if stream not in missed.told or missed.told[stream].abandoned:
+                place = Place(stands.linear, stands.vector, stands.late)
+                missed.told[stream] = SharedReading(event_texts.missed_moves(missed, stream, place))
             # The same place for all: what was known before this was read is among the events.
-            text, self._places[stream] = missed.told[stream]
-            yield text
+            texts, self._places[stream] = await missed.told[stream].get()
+            for text in texts:
+                yield text
 
     async def _snapshots(self, streams: Sequence[str], since: float) -> list[bytes]:
         blocks = []
@@ -206,80 +163,26 @@ class EventsClient:
             self._count()
             return blocks
         place = self._places[stream]
-        if isinstance(item, Slice) and place is item.before:
+        if isinstance(item, Slice) and (place is item.before or place == item.before):
             self._places[stream] = item.after
-            return item.once(_blocks)
+            return item.once(event_texts.blocks_of)
+        if isinstance(item, Begun) and place == item.place:
+            self._places[stream] = item.place
+            return ()
         if id(place) not in item.joins:
-            item.joins[id(place)] = place, _joined(stream, place, item)
+            if len(item.joins) >= JOINS:
+                item.joins.clear()
+            item.joins[id(place)] = place, event_texts.joined(stream, place, item)
         found: tuple[list[bytes], Place] = item.joins[id(place)][1]
         self._places[stream] = found[1]
         return found[0]
 
     def _id(self, last: Item | None) -> bytes:
         if isinstance(last, Slice) and len(self._places) == 1 and last.after is self._places[last.stream]:
-            text = last.once(_id)
+            text = last.once(event_texts.id_behind)
         else:
             text = cursor.of_places(self._places).encode()
         if len(text) > LONGEST_ID:
             self._listener.marks = True
             return b""
         return b"id: %s\n" % text
-
-
-def _joined(stream: str, place: Place, item: Begun | Slice) -> tuple[list[bytes], Place]:
-    """What is new to a client that stands elsewhere than the follower did, before it or ahead; and where it is then."""
-    joining = Joining(place)
-    found: list[events.Event]
-    match item:
-        case Begun(after):
-            found = [event for it in after.positions.items() for event in joining.reach(*it)]
-        case Slice(after=after):
-            found = [new for event in item.events for new in _fed(joining, event)]
-    blocks = [block(moves.described(stream, event)) for event in found]
-    joining.settle(after.linear, after.positions)
-    if beyond(after.linear, place.linear):
-        blocks.append(_line(stream, after.linear))
-    if joining.place == place:
-        return blocks, place
-    return blocks, after if joining.place == after else joining.place
-
-
-def _blocks(piece: Slice) -> tuple[bytes, bytes]:
-    """The slice as server-sent events, the last one apart from the others: it is the one that may carry an ID."""
-    blocks = [block(moves.described(piece.stream, event)) for event in piece.events]
-    if piece.linear is not None:
-        blocks.append(_line(piece.stream, piece.linear))
-    return b"".join(blocks[:-1]), blocks[-1]
-
-
-def _id(piece: Slice) -> bytes:
-    """Where a client stands behind this slice that follows nothing but its stream."""
-    return cursor.of_places({piece.stream: piece.after}).encode()
-
-
-def _fed(joining: Joining, event: events.Event) -> Iterable[events.Event]:
-    match event:
-        case events.Advance():
-            return joining.advance(event)
-        case events.Reread(writer=str() as writer):
-            return joining.reach(writer, event.id)
-        case events.Late():
-            return joining.complete(event)
-        case events.LateLost():
-            return joining.lose_late(event.number)
-    return [event]
-
-
-def _line(stream: str, linear: int) -> bytes:
-    return block(moves.LinearMoveAnswer(stream=stream, linear=linear))
-
-
-def _taken(page: MissedPage, stream: str, place: Place) -> tuple[bytes, Place]:
-    """What of the page is new to a client that stands at `place`, and where it stands then."""
-    joining = Joining(place)
-    blocks = [block(moves.described(stream, new)) for event in page.events for new in _fed(joining, event)]
-    if page.complete:
-        joining.settle(page.place.linear, page.place.positions)
-        if beyond(page.place.linear, place.linear):
-            blocks.append(_line(stream, page.place.linear))
-    return b"".join(blocks), page.place if joining.place == page.place else joining.place

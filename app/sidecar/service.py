@@ -11,7 +11,7 @@ from typing import Any
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.opened import ReadSide
 from tidemark.app.read_side.tasks import ended
-from tidemark.app.sidecar.events_client import SnapshotTexts
+from tidemark.app.sidecar.event_texts import SnapshotTexts
 from tidemark.app.sidecar.problems import Busy
 from tidemark.app.sidecar.watch import Watch
 

@@ -22,3 +22,34 @@ def test_what_a_read_raises_is_raised_to_all_who_asked() -> None:
             await reads.get(["a"])
 
     asyncio.run(ask())
+
+
+def test_nothing_is_read_for_those_who_have_gone() -> None:
+    """Who asks while a read is under way, and goes before the next one begins, costs nothing; who stays, or comes
+    then, is answered."""
+    asked: list[set[str]] = []
+
+    async def ask() -> None:
+        go = asyncio.Event()
+
+        async def read(names: Collection[str]) -> Mapping[str, int]:
+            asked.append({*names})
+            await go.wait()
+            return dict.fromkeys(names, 1)
+
+        reads = Coalescer(read)
+        first = asyncio.create_task(reads.get(["a"]))
+        await asyncio.sleep(0)
+        gone = [asyncio.create_task(reads.get(["b"])) for _ in range(3)]
+        await asyncio.sleep(0)
+        for task in gone:
+            task.cancel()
+        await asyncio.wait(gone)
+        go.set()
+        assert await first == {"a": 1}
+        assert await reads.get(["c"]) == {"c": 1}
+
+    asyncio.run(ask())
+    assert asked[0] == {"a"}
+    assert "c" in asked[-1]
+    assert len(asked) == 2

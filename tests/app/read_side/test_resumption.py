@@ -1,10 +1,15 @@
 """One reading for those who stand at nearly the same place."""
 
+import asyncio
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.app.read_side.resumption import POSITION, TOLD, TOLD_FOR, ToldTexts, lowest
-from tidemark.sinks.reader.events import Place
+from tidemark.app.read_side.resumption import MOST, POSITION, TOLD, TOLD_FOR, Resumptions, ToldTexts, lowest
+from tidemark.sinks.postgres.tail import DurableMark
+from tidemark.sinks.reader.events import LateLost, Place
+from tidemark.sinks.reader.history import Missed
 
 NAMES = ("a", "b", "c")
 
@@ -55,3 +60,26 @@ def test_text_that_led_nowhere_is_not_kept() -> None:
     texts = ToldTexts()
     texts.keep("s", Place(5, {"w": 6}), b"", Place(5, {"w": 6}))
     assert texts.get("s", Place(5, {"w": 6})) is None
+
+
+class AllThatMayBe:
+    """Postgres, with as many moves as are told after any mark."""
+
+    async def missed(self, since: DurableMark, most: int) -> Missed:
+        return Missed({"s": [LateLost(1, 2)] * most}, {})  # type: ignore[list-item]
+
+
+def test_what_is_held_for_slow_clients_is_bounded() -> None:
+    """Where clients that have not read it hold so much already, the next one begins with snapshots; and when they
+    have, it is told its moves."""
+
+    async def tell() -> None:
+        nobody: Any = None
+        durable: Any = AllThatMayBe()
+        resumptions = Resumptions(nobody, durable)
+        held = [await resumptions.since(DurableMark(lease, 0)) for lease in range(4)]
+        assert [missed and missed.moves for missed in held] == [MOST, MOST, None, None]
+        held.clear()
+        assert await resumptions.since(DurableMark(9, 0))
+
+    asyncio.run(tell())

@@ -470,8 +470,8 @@ def test_pages_of_the_past_grow_with_patience(
 def test_who_comes_back_soon_is_told_from_memory(
     pipeline: Pipeline, servers: ReadSideConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Clients of one stream and of many, who were away while it moved, cost Postgres no reading of the past, and are
-    told every move, and where they stand then."""
+    """Clients of one stream and of many, who were away while it moved, cost no reading of the past, nor one of where
+    streams stand that are known; they are told every move, and where they stand then."""
     for read in ("page_after", "missed"):
         monkeypatch.setattr(Postgres, read, lambda *_: pytest.fail("the past was read"))
     grow(pipeline, 0, 1)
@@ -485,6 +485,7 @@ def test_who_comes_back_soon_is_told_from_memory(
         eventually(lambda: client.held_open("events") == 0)
         grow(pipeline, 1, 3)
         grow_many(pipeline, 12, 1)
+        monkeypatch.setattr(Snapshots, "get", lambda *_: pytest.fail("a snapshot was read"))
         with heard(client, last, stream="s") as one, heard(client, mark) as many:
             assert one.ranges(2) == [("s", 1, 2), ("s", 2, 3)]
             one.line(3)
@@ -520,6 +521,7 @@ def test_who_comes_and_goes_waits(
             client.get("/v1/events?stream=s", headers={"Last-Event-ID": beginning()}, timeout=0.5)
         assert client.get("/readyz").status_code == 200
         assert (client.held_open("events"), asked) == (1, [])
+        assert "tidemark_sidecar_events_paused_total 0.0" not in client.get("/metrics").text
         grow(pipeline, 1, 2)
         assert events.ranges(1) == [("s", 1, 2)]
 
