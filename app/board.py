@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -15,10 +14,11 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from tidemark.app import metrics
+from tidemark.app.board_entries import QUIET, BoardEntries, BoardEntry
 from tidemark.app.metrics import STREAM_GAUGES
 from tidemark.sinks.port import Sink
 from tidemark.streaming import state
-from tidemark.streaming.effects import ShardEffects, StreamEffects, Summary, summarize
+from tidemark.streaming.effects import ShardEffects, Summary, summarize
 from tidemark.streaming.holders import HELD_AFTER, Holder
 from tidemark.streaming.plain import at_rest
 from tidemark.streaming.policies import Policies
@@ -27,28 +27,11 @@ log = structlog.get_logger(__name__)
 
 THRESHOLDS = ("gap_seconds", "silent_seconds", "behind_seconds", "behind_ids")
 NEAR = 0.5  # of a bound: what fills less of it is no series
+LONGEST = ("age", "behind_seconds")  # of streams together the highest counts, of all else the sum
 OTHER_STREAMS, OTHER_WRITERS = "other streams", "other writers"  # no name has a space
 
 
-_QUIET = Summary(0, 0, None, [], 0, None)  # one for all: streams may be many
-
-
-@dataclass(slots=True)
-class BoardEntry:
-    """`positions` are those of the writers that have not retired."""
-
-    linear: int
-    allocated: int
-    positions: dict[str, int]
-    summary: Summary
-
-    @property
-    def ended(self) -> bool:
-        """All writers have retired, and nobody is waited for."""
-        return not self.positions and not self.summary.unknown
-
-
-Entries = Sequence[tuple[str, BoardEntry]]
+Entries = Mapping[str, BoardEntry]
 
 
 class Board(Collector):
@@ -61,7 +44,9 @@ class Board(Collector):
 
     def __init__(self, now: Callable[[], float] = time.time, streams: int = 1000, writers: int = 5000) -> None:
         self.read: dict[tuple[str, int], int] = {}
-        self._entries: dict[str, BoardEntry] = {}
+        self._entries = BoardEntries(streams)
+        self._copied: dict[int, tuple[object, int, tuple[int, int]]] = {}
+        self._least: tuple[int, Policies, dict[str, int | None]] | None = None
         self._lock = threading.Lock()
         self._now = now
         self._began = now()
@@ -74,24 +59,16 @@ class Board(Collector):
     def load(self, states: Mapping[str, bytes], read: Mapping[tuple[str, int], int]) -> None:
         """Start from what Postgres holds, so that a restart without traffic shows every stream."""
         self.read.update(read)
-        entries = {}
+        entries = BoardEntries(self._streams)
         for name, stored in states.items():
-            if (resting := at_rest(stored)) is not None:
-                entries[name] = BoardEntry(resting.line, resting.line, resting.positions, _QUIET)
-                continue
-            stream = state.decode(stored)
-            signed = stream.direction.signed
-            summary = summarize(stream)
-            positions = {
-                writer: signed(known.position) for writer, known in stream.writers.items() if known.retired is None
-            }
-            entries[name] = BoardEntry(signed(stream.line.position), signed(stream.allocated), positions, summary)
-        with self._lock:
-            self._entries = {name: entry for name, entry in entries.items() if not entry.ended}
+            entries.put(name, _entry(stored))
+        self._begin(entries)
 
     def follow(self, policies: Policies) -> None:
         """From now on, until there are others."""
-        self._policies, self._bounds = policies, policies.bounds()
+        with self._lock:
+            self._policies, self._bounds = policies, policies.bounds()
+            self._entries.prefer(policies.given)
 
     @contextmanager
     def beside(self, sinks: Sequence[Sink]) -> Iterator[None]:
@@ -105,10 +82,14 @@ class Board(Collector):
     def forget(self) -> None:
         """Another process has the lease: what this one knows gets old, and a gap that is closed would age for ever, as
         would records that this one has not read."""
-        with self._lock:
-            self._entries = {}
+        self._begin(BoardEntries(self._streams))
         for gauge in (metrics.KAFKA_END, metrics.KAFKA_READ, metrics.KAFKA_LAG):
             gauge.clear()
+
+    def _begin(self, entries: BoardEntries) -> None:
+        with self._lock:
+            entries.prefer(self._policies.given)
+            self._entries, self._copied, self._least = entries, {}, None
 
     def update(self, effects: Iterable[ShardEffects]) -> None:
         """A batch was published."""
@@ -116,19 +97,7 @@ class Board(Collector):
             for shard in effects:
                 self.read.update({(seen.topic, seen.partition): seen.offset for seen in shard.progress})
                 for stream in shard.streams:
-                    self._update(stream)
-
-    def _update(self, stream: StreamEffects) -> None:
-        summary = _QUIET if stream.summary == _QUIET else stream.summary
-        entry = self._entries.setdefault(stream.stream, BoardEntry(0, 0, {}, summary))
-        entry.linear, entry.allocated, entry.summary = stream.linear, stream.allocated, summary
-        for row in stream.writers:
-            if row.retired:
-                entry.positions.pop(row.writer, None)
-            else:
-                entry.positions[row.writer] = row.position
-        if entry.ended:
-            del self._entries[stream.stream]
+                    self._entries.update(stream)
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """Called by the scrape, on its thread."""
@@ -138,31 +107,31 @@ class Board(Collector):
         }
         now = self._now()
         with self._lock:
-            own = self._policies.given
-            entries = sorted(self._entries.items(), key=lambda it: (it[0] not in own, it[0]))
-            named, others = entries[: self._streams], entries[self._streams :]
-            left, writers, positions = self._writers, 0, 0
-            for number, (stream, entry) in enumerate(entries):
-                shown = sorted(entry.positions.items())[:left] if number < self._streams else []
+            entries = self._entries
+            named = {stream: entries[stream] for stream in entries.first()}
+            others = len(entries) - len(named)
+            restless = {stream: entry for stream, entry in entries.restless.items() if stream not in named}
+            left, writers, positions = self._writers, entries.writers, entries.positions
+            for stream, entry in named.items():
+                shown = sorted(entry.positions.items())[:left]
                 left -= len(shown)
                 for writer, position in shown:
                     families["position"].add_metric([stream, writer], position)
-                writers += len(entry.positions) - len(shown)
-                positions += sum(entry.positions.values()) - sum(position for _, position in shown)
+                writers -= len(shown)
+                positions -= sum(position for _, position in shown)
             if writers:
                 families["position"].add_metric([OTHER_STREAMS, OTHER_WRITERS], positions)
-            for stream, entry in named:
+            for stream, entry in named.items():
                 for key, value in self._values(entry, now).items():
                     families[key].add_metric([stream], value)
-            of_others = [self._values(entry, now) for _, entry in others]
-            for key in of_others[0] if of_others else ():
-                several = max if key in ("age", "behind_seconds") else sum
-                families[key].add_metric([OTHER_STREAMS], several(values[key] for values in of_others))
-            self._show_bounds(families["bound"], named, others)
+            if others:
+                for key, value in self._together(named, restless, now).items():
+                    families[key].add_metric([OTHER_STREAMS], value)
+            self._show_bounds(families["bound"], named, restless)
             self._show_copies(families["copy"], named, others)
             self._show_thresholds(families, named, others)
-            unnamed = self._show_holders(families["held"], families["holder_silent"], entries, now)
-        for what, count in (("streams", len(others)), ("writers", writers), ("holders", unnamed)):
+            unnamed = self._show_holders(families["held"], families["holder_silent"], now)
+        for what, count in (("streams", others), ("writers", writers), ("holders", unnamed)):
             families["together"].add_metric([what], count)
         return families.values()
 
@@ -170,7 +139,7 @@ class Board(Collector):
         """Streams whose line is below its head for longer than it may be, each with what a log says of that."""
         now, found = self._now(), {}
         with self._lock:
-            for stream, it in self._entries.items():
+            for stream, it in self._entries.restless.items():
                 behind = it.summary.behind
                 seconds = self._age(behind.since, now) if behind is not None else 0.0
                 if behind is None or seconds < (self._policies.value(stream, "behind_seconds") or HELD_AFTER):
@@ -185,16 +154,16 @@ class Board(Collector):
         with self._lock:
             return {
                 f"{stream} {bound}": {"stream": stream, "bound": bound, "used": round(used, 2)}
-                for stream, it in self._entries.items()
+                for stream, it in self._entries.restless.items()
                 for bound, used in self._used(stream, it.summary).items()
             }
 
     def _show_bounds(self, family: GaugeMetricFamily, named: Entries, others: Entries) -> None:
-        for stream, entry in named:
+        for stream, entry in named.items():
             for bound, used in self._used(stream, entry.summary).items():
                 family.add_metric([stream, bound], used)
         fullest: dict[str, float] = {}
-        for stream, entry in others:
+        for stream, entry in others.items():
             for bound, used in self._used(stream, entry.summary).items():
                 fullest[bound] = max(used, fullest.get(bound, 0.0))
         for bound, used in fullest.items():
@@ -209,35 +178,55 @@ class Board(Collector):
         }
         return {bound: ratio for bound, ratio in used.items() if ratio >= NEAR}
 
-    def _show_thresholds(self, families: Mapping[str, GaugeMetricFamily], named: Entries, others: Entries) -> None:
+    def _show_thresholds(self, families: Mapping[str, GaugeMetricFamily], named: Entries, others: int) -> None:
         for setting in THRESHOLDS:
-            for stream, _ in named:
+            for stream in named:
                 if (value := self._policies.value(stream, setting)) is not None:
                     families[f"policy_{setting}"].add_metric([stream], value)
-            values = (self._policies.value(stream, setting) for stream, _ in others)
-            if least := min((value for value in values if value is not None), default=None):
+            if others and (least := self._least_of_others(setting)):
                 families[f"policy_{setting}"].add_metric([OTHER_STREAMS], least)
 
-    def _show_copies(self, family: GaugeMetricFamily, named: Entries, others: Entries) -> None:
-        for copy, lines in self._copies():
-            for stream, _ in named:
-                if stream in lines:
-                    family.add_metric([stream, copy], lines[stream])
-            if others:
-                family.add_metric([OTHER_STREAMS, copy], sum(lines.get(stream, 0) for stream, _ in others))
+    def _least_of_others(self, setting: str) -> int | None:
+        if not any(setting in given for given in self._policies.given.values()):
+            return self._policies.value("*", setting)
+        entries, policies = self._entries, self._policies
+        if self._least is None or self._least[:2] != (entries.version, policies):
+            self._least = entries.version, policies, {}
+        found = self._least[2]
+        if setting not in found:
+            named = {*entries.first()}
+            values = (policies.value(stream, setting) for stream in entries if stream not in named)
+            found[setting] = min((value for value in values if value is not None), default=None)
+        return found[setting]
 
-    def _copies(self) -> Iterator[tuple[str, dict[str, int]]]:
+    def _show_copies(self, family: GaugeMetricFamily, named: Entries, others: int) -> None:
         for number, sink in enumerate(self._sinks):
             compared = sink.compared()
-            if number == 0:
-                yield "postgres", {stream: durable for stream, (durable, _) in compared.items()}
-            yield sink.name, {stream: shown for stream, (_, shown) in compared.items()}
+            sums = self._sums(number, compared)
+            for place, copy in enumerate(("postgres", sink.name)):
+                if place == 0 and number > 0:
+                    continue
+                shown = [(stream, compared[stream][place]) for stream in named if stream in compared]
+                for stream, line in shown:
+                    family.add_metric([stream, copy], line)
+                if others:
+                    family.add_metric([OTHER_STREAMS, copy], sums[place] - sum(line for _, line in shown))
 
-    def _show_holders(self, family: GaugeMetricFamily, silent: GaugeMetricFamily, entries: Entries, now: float) -> int:
+    def _sums(self, number: int, compared: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+        """Of the streams that have not ended; counted anew only where they are others, or were compared again."""
+        known = self._copied.get(number)
+        if known is not None and known[0] is compared and known[1] == self._entries.version:
+            return known[2]
+        lines = [lines for stream, lines in compared.items() if stream in self._entries]
+        sums = sum(durable for durable, _ in lines), sum(shown for _, shown in lines)
+        self._copied[number] = compared, self._entries.version, sums
+        return sums
+
+    def _show_holders(self, family: GaugeMetricFamily, silent: GaugeMetricFamily, now: float) -> int:
         """Returns how many have no series of their own."""
         unnamed = 0
         held: list[tuple[float, str, Holder]] = []
-        for stream, entry in entries:
+        for stream, entry in self._entries.restless.items():
             if entry.summary.behind is not None:
                 found = [(self._age(it.since, now), stream, it) for it in entry.summary.behind.holders]
                 held += [it for it in found if it[0] >= HELD_AFTER]
@@ -251,6 +240,14 @@ class Board(Collector):
         if rest := held[self._streams :]:
             family.add_metric([OTHER_STREAMS, OTHER_WRITERS, "any"], rest[0][0])
         return len(rest) + unnamed
+
+    def _together(self, named: Entries, restless: Entries, now: float) -> dict[str, float]:
+        """Those that are not named, in one: the quiet ones among them add their lines alone."""
+        values = [self._values(entry, now) for entry in (BoardEntry(0, 0, {}, QUIET), *restless.values())]
+        found = {key: (max if key in LONGEST else sum)(it[key] for it in values) for key in values[0]}
+        found["linear"] = self._entries.linear - sum(entry.linear for entry in named.values())
+        found["allocated"] = self._entries.allocated - sum(entry.allocated for entry in named.values())
+        return found
 
     def _values(self, entry: BoardEntry, now: float) -> dict[str, float]:
         oldest, behind = entry.summary.oldest, entry.summary.behind
@@ -268,3 +265,12 @@ class Board(Collector):
     def _age(self, since: int | None, now: float) -> float:
         """Of what nobody knows since when (a state of an earlier version), since this process looks."""
         return max(0.0, now - (self._began if since is None else since / 1000))
+
+
+def _entry(stored: bytes) -> BoardEntry:
+    if (resting := at_rest(stored)) is not None:
+        return BoardEntry(resting.line, resting.line, resting.positions, QUIET)
+    stream = state.decode(stored)
+    signed = stream.direction.signed
+    positions = {name: signed(it.position) for name, it in stream.writers.items() if it.retired is None}
+    return BoardEntry(signed(stream.line.position), signed(stream.allocated), positions, summarize(stream))

@@ -1,7 +1,11 @@
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from confluent_kafka.admin import AdminClient
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from tests.sinks.given import advance, batch, stream
@@ -112,6 +116,51 @@ def test_past_their_number_streams_and_writers_share_a_series() -> None:
         "writers": 8,
         "holders": 0,
     }
+
+
+BEHIND = Shard().left_by_a_dead_writer().summary
+MOVES = st.lists(
+    st.tuples(
+        st.sampled_from("abcde"),
+        st.integers(-9, 9),
+        st.dictionaries(st.sampled_from("wxyz"), st.tuples(st.integers(-9, 9), st.booleans()), max_size=3),
+        st.booleans(),
+        st.sampled_from([None, "a", "d", "c*"]),
+    ),
+    max_size=30,
+)
+
+
+def moved(name: str, line: int, rows: Mapping[str, tuple[int, bool]], *, behind: bool) -> ShardEffects:
+    found = [WriterRow(writer, 1, position, retired) for writer, (position, retired) in rows.items()]
+    summary = BEHIND if behind else Summary(0, 0, None, [], 0, None)
+    done = StreamEffects(name, Direction.FORWARD, 0, line, 0, 9, [], found, [], [], [], [], [], [], {}, summary, b"")
+    return ShardEffects(0, 0, [done], [], [])
+
+
+@given(moves=MOVES, streams=st.integers(0, 3))
+def test_what_is_summed_with_each_batch_is_the_sum(moves: Sequence[Any], streams: int) -> None:
+    """Whatever comes and ends: a scrape shows what it would show to who saw the last of each stream alone."""
+
+    def scraped(board: Board) -> set[tuple[str, tuple[str, ...], float]]:
+        families = board.collect()
+        return {(it.name, tuple(it.labels.values()), it.value) for family in families for it in family.samples}
+
+    board, policies = Board(now=lambda: 60.0, streams=streams, writers=2), Policies()
+    last: dict[str, tuple[int, dict[str, tuple[int, bool]], bool]] = {}
+    for name, line, rows, behind, policy in moves:
+        if policy is not None:
+            policies = Policies({policy: {"gap_seconds": 7 + len(policies.given)}, **policies.given})
+            board.follow(policies)
+        board.update([moved(name, line, rows, behind=behind)])
+        _, standing, _ = last.get(name, (0, {}, False))
+        standing = {**standing, **rows}
+        last[name] = line, {writer: it for writer, it in standing.items() if not it[1]}, behind
+        fresh = Board(now=lambda: 60.0, streams=streams, writers=2)
+        for other, (stands, positions, waits) in last.items():
+            fresh.update([moved(other, stands, positions, behind=waits)])
+        fresh.follow(policies)
+        assert scraped(board) == scraped(fresh)
 
 
 def test_a_dead_writer_is_named_without_a_gap(scraped: tuple[Board, CollectorRegistry]) -> None:
