@@ -57,9 +57,9 @@ class PastHolder:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """`held_by` of a line that waited; none where nothing beyond it was known to be given out (`idle`). `moved` and
-    `acts` are of the batch that let it go, which took `offsets`; `joined` are those of its writers that told something
-    for the first time."""
+    """`held_by` of a line that waited; none where nothing beyond it was known to be given out (`idle`). `moved`,
+    `retired` and `acts` are of the batch that let it go, which took `offsets`; `joined` are those of its writers that told
+    something for the first time."""
 
     stream: str
     stand: LineStand
@@ -67,7 +67,9 @@ class Explanation:
     held_by: list[PastHolder]
     moved: list[BatchAdvance]
     joined: list[str]
+    retired: list[str]
     acts: list[OperatorAct]
+    batch: int | None
     offsets: list[OffsetRange]
 
 
@@ -78,14 +80,7 @@ def at(past: StreamPast, stream: str, encoded: bytes, when: datetime) -> Explana
         return None
     line = now.direction.signed(now.line.position)
     if stand.until is None and beyond(line, stand.linear):
-        # Retirements move a line and have no advance. The last of those that held it let it go.
-        last = max(_retirements(now, stand).values(), default=None)
-        if last is None:
-            stand = replace(stand, went_to=line)
-        elif when < last:
-            stand = replace(stand, until=last, went_to=line)
-        else:
-            stand = LineStand(line, last, None, None)
+        stand = replace(stand, went_to=line)
     return _explained(past, stream, now, stand, when)
 
 
@@ -120,15 +115,17 @@ def _explained(past: StreamPast, stream: str, now: StreamState, stand: LineStand
         if gap.opened <= moment:
             gaps.setdefault(gap.writer, gap)
     retired = _retirements(now, stand)
+    alone = None if stand.until is None else past.lone_move(stream, stand.until)
+    epochs = {} if alone is None else alone.retired
+    if alone is not None and stand.until is not None:
+        retired |= dict.fromkeys(alone.retired, stand.until)
     holders = [
-        PastHolder(it.writer, it.epoch, it.position, gaps.get(it.writer), retired.get(it.writer))
+        PastHolder(it.writer, epochs.get(it.writer, it.epoch), it.position, gaps.get(it.writer), retired.get(it.writer))
         for it in past.behind(stream, moment, stand.linear)
         if it.writer in retired or _was_there(it, now, moment, gaps)
     ]
-    last = max((it.retired for it in holders if it.retired is not None), default=None)
-    if last is not None and stand.until is not None and when < last and all(it.retired for it in holders):
-        stand = replace(stand, until=last, went_to=stand.went_to if last == stand.until else None)
     moved = [] if stand.until is None else past.batch(stream, stand.until)
+    batch = moved[0].batch if moved else None if alone is None else alone.batch
     return Explanation(
         stream,
         stand,
@@ -136,8 +133,10 @@ def _explained(past: StreamPast, stream: str, now: StreamState, stand: LineStand
         holders,
         [it for it in moved if beyond(it.id, stand.linear)],
         [it.writer for it in moved if it.prev == 0 and it.writer not in {holder.writer for holder in holders}],
+        sorted(name for name, time in retired.items() if time == stand.until),
         [] if stand.until is None else past.acts(stream, stand.until),
-        past.offsets(moved[0].batch, moved[0].time) if moved else [],
+        batch,
+        [] if batch is None or stand.until is None else past.offsets(batch, stand.until),
     )
 
 
@@ -171,7 +170,7 @@ def _lines(it: Explanation, now: datetime) -> Iterator[str]:
     stand = it.stand
     since = clock(stand.since)
     if stand.until is None and stand.went_to is not None:
-        yield f"{it.stream}: the line stood at {stand.linear} from {since} to a time that no advance tells"
+        yield f"{it.stream}: the line stood at {stand.linear} from {since} to a time that the history does not tell"
     else:
         until = "now" if stand.until is None else clock(stand.until)
         yield f"{it.stream}: the line stood at {stand.linear} from {since} to {until}, for {aged(_seconds(stand, now))}"
@@ -200,15 +199,13 @@ def _holder(it: PastHolder) -> str:
 def _let_go(it: Explanation) -> Iterator[str]:
     if it.stand.until is None:
         if it.stand.went_to is not None:
-            yield f"  the line went to {it.stand.went_to} without an advance: a writer that it waited for retired"
+            yield f"  the line went to {it.stand.went_to}, and nothing that is kept tells when or why"
         return
     read = ", ".join(map(offsets, it.offsets))
-    batch = f"batch {it.moved[0].batch}" if it.moved else "a batch"
-    if not it.moved and any(one.retired == it.stand.until for one in it.held_by):
-        batch = "that retirement, without an advance"
-    where = "on, to where no advance tells" if it.stand.went_to is None else f"to {it.stand.went_to}"
-    yield f"  let go by {batch}{f', offsets {read}' if read else ''}: the line went {where}"
+    yield f"  let go by batch {it.batch}{f', offsets {read}' if read else ''}: the line went to {it.stand.went_to}"
     yield from (f"    {_move(one)}" for one in it.moved[:SHOWN])
+    if it.retired:
+        yield f"    {', '.join(it.retired[:SHOWN])} retired, so the line waits for them no longer"
     if it.joined:
         yield f"    for the first time something was told by {', '.join(it.joined[:SHOWN])}"
     for act in it.acts:

@@ -13,6 +13,7 @@ _TABLES: Final[dict[str, LiteralString]] = {
     "stream_positions": "select * from tidemark.stream_positions order by updated_at desc",
     "position_advances": "select * from tidemark.position_advances where time >"
     " (select max(updated_at) from tidemark.streams) - interval '10 minutes' order by time desc",
+    "line_moves": "select * from tidemark.line_moves order by time desc",
     "stream_gaps": "select * from tidemark.stream_gaps order by closed_at desc nulls first, opened_at desc",
     "acts": "select * from tidemark.acts order by number desc",
     "skips": "select * from tidemark.skips order by number desc",

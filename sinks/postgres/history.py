@@ -199,16 +199,13 @@ def forget(connection: Connection, today: date, retention: Retention) -> None:
     """Delete what is past its time, but for days of advances, which are dropped as a whole. Outside a transaction."""
     oldest, audited = oldest_kept(connection, today, retention), today - timedelta(days=retention.audit)
     # The most particular policy counts, as in `streaming.policies`.
-    connection.execute(
-        """
-        delete from tidemark.stream_gaps g where closed_at < %s - coalesce((
-            select value from tidemark.policies p where setting = 'history_days'
-                and (p.stream = g.stream or p.stream like '%%*' and starts_with(g.stream, left(p.stream, -1)))
-            order by p.stream = g.stream desc, length(p.stream) desc limit 1
-        ), %s)::integer
-        """,
-        (today, retention.history),
-    )
+    past_its_time: LiteralString = """ < %s - coalesce((
+        select value from tidemark.policies p where setting = 'history_days'
+            and (p.stream = g.stream or p.stream like '%%*' and starts_with(g.stream, left(p.stream, -1)))
+        order by p.stream = g.stream desc, length(p.stream) desc limit 1
+    ), %s)::integer"""
+    for rows in ("tidemark.stream_gaps g where closed_at", "tidemark.line_moves g where time"):
+        connection.execute(f"delete from {rows}{past_its_time}", (today, retention.history))
     connection.execute(
         "delete from tidemark.applied_batches where applied_at < %s"
         " and number < (select max(number) from tidemark.applied_batches)",

@@ -7,14 +7,14 @@ from itertools import starmap
 
 from tidemark.sinks.postgres.acts import Acts, ListedAct
 from tidemark.sinks.postgres.late import LateCompletions, LateFact
-from tidemark.sinks.postgres.past import ADVANCES, GAPS, OTHER_CLOCK, BatchAdvance, PastGap, StreamPast
+from tidemark.sinks.postgres.past import ADVANCES, GAPS, LINES, OTHER_CLOCK, BatchAdvance, PastGap, StreamPast
 
 MOST = 100  # rows of one kind: an ID lies in an advance of every writer that passed it
 
 
 @dataclass(frozen=True, slots=True)
 class LinePassed:
-    """The first advance after which the line had passed an ID."""
+    """The first batch after which the line had passed an ID."""
 
     time: datetime
     linear: int
@@ -36,12 +36,11 @@ class IdPast(StreamPast):
         return [*starmap(BatchAdvance.of, rows)]
 
     def passed(self, stream: str, id: int, since: datetime) -> LinePassed | None:
-        """None where no advance since then tells it."""
+        """None where nothing that is kept since then tells it."""
         with self._session.use() as connection:
             row = connection.execute(
-                "select time, linear, batch from tidemark.advances_of(%s, %s) where abs(linear) >= abs(%s)"
-                " order by time limit 1",
-                (stream, since, id),
+                f"select time, linear, batch from {LINES} where abs(linear) >= abs(%(id)s) order by time limit 1",
+                {"stream": stream, "since": since, "until": "infinity", "id": id},
             ).fetchone()
         return LinePassed(*row) if row else None
 

@@ -6,12 +6,13 @@ from datetime import datetime, timedelta
 from itertools import starmap
 from typing import Any, LiteralString, Self
 
-from tidemark.sinks.postgres.audit import PACKED, STATES
+from tidemark.sinks.postgres.audit import STATES
 from tidemark.sinks.postgres.database import SCHEMA, session_of
 from tidemark.streaming.direction import farther
 from tidemark.streaming.model import Evidence
 from tidemark.streaming.postgres_session import Connection, Dsn
 
+LINE_MOVES = 16  # the schema since which a line that moves alone is noted
 OTHER_CLOCK = timedelta(minutes=1)  # by which the database's may be behind the pipeline's
 ADVANCES: LiteralString = "select writer, epoch, prev, id, facts, empty, unseen, skipped, linear, batch, time"
 """Of each a `BatchAdvance`."""
@@ -23,7 +24,7 @@ _LOOKS = (timedelta(hours=1), timedelta(days=1))  # how far is looked at first; 
 @dataclass(frozen=True, slots=True)
 class LineStand:
     """The line was at `linear` from `since` (or earlier, where no advance before is kept) to `until`, when it went to
-    `went_to`. Without `until` it is there still, or went on without an advance."""
+    `went_to`. Without `until` it is there still, or went on before such moves were noted."""
 
     linear: int
     since: datetime
@@ -95,6 +96,22 @@ class OffsetRange:
     last: int
 
 
+@dataclass(frozen=True, slots=True)
+class LoneMove:
+    """A batch moved the line and no position; `retired` are writers that retired in it, with their epochs."""
+
+    batch: int
+    retired: dict[str, int]
+
+
+LINES: LiteralString = """(
+    select time, linear, batch from tidemark.advances_of(%(stream)s, %(since)s, %(until)s)
+    union all select time, linear, batch from tidemark.line_moves
+    where stream = %(stream)s and time between %(since)s and %(until)s
+) lines"""
+"""Where the line was after each batch: an advance tells it, and where none was made a row of its own does."""
+
+
 class StreamPast:
     """A context manager; needs the rights of the role tidemark_reader. Raises `Unavailable`, `Refused` and
     `SchemaMismatch`."""
@@ -111,7 +128,7 @@ class StreamPast:
     def state(self, stream: str) -> bytes | None:
         """The encoded state as it is now; None where there is no such stream."""
         with self._session.use() as connection:
-            SCHEMA.check_from(connection, PACKED)
+            SCHEMA.check_from(connection, LINE_MOVES)
             row = connection.execute(STATES, {"streams": [stream]}).fetchone()
         return row[1] if row else None
 
@@ -129,10 +146,10 @@ class StreamPast:
         """When the line came to where it then stood for `least` or longer, between the two times."""
         with self._session.use() as connection:
             rows = connection.execute(
-                "select time from (select time, lead(time, 1, %s) over (order by time) as next from ("
-                "   select min(time) as time from tidemark.advances_of(%s, %s, %s) group by linear"
-                " ) moves) stands where next - time >= %s order by time",
-                (until, stream, since, until, least),
+                "select time from (select time, lead(time, 1, %(until)s) over (order by time) as next from ("
+                f"   select min(time) as time from {LINES} group by linear"
+                " ) moves) stands where next - time >= %(least)s order by time",
+                {"stream": stream, "since": since, "until": until, "least": least},
             ).fetchall()
         return [time for (time,) in rows]
 
@@ -181,6 +198,16 @@ class StreamPast:
             rows = connection.execute(ADVANCES + " from tidemark.advances_of(%s, %s, %s)", (stream, at, at)).fetchall()
         return [*starmap(BatchAdvance.of, rows)]
 
+    def lone_move(self, stream: str, at: datetime) -> LoneMove | None:
+        """Of the line by the batch of exactly that time, where it has no advances."""
+        with self._session.use() as connection:
+            row = connection.execute(
+                "select batch, retired, epochs from tidemark.line_moves where (stream, time) = (%s, %s)"
+                " order by abs(linear) desc limit 1",
+                (stream, at),
+            ).fetchone()
+        return LoneMove(row[0], dict(zip(row[1], row[2], strict=True))) if row else None
+
     def acts(self, stream: str, at: datetime) -> list[OperatorAct]:
         """Of operators, in the batch of exactly that time."""
         with self._session.use() as connection:
@@ -213,9 +240,8 @@ def _line_before(connection: Connection, stream: str, at: datetime) -> tuple[int
     rows: list[tuple[int, datetime]] = []
     for since in [*(at - look for look in _LOOKS), "-infinity"]:
         rows = connection.execute(
-            "select linear, min(time) from tidemark.advances_of(%s, %s, %s) group by linear"
-            " order by abs(linear) desc limit 2",
-            (stream, since, at),
+            f"select linear, min(time) from {LINES} group by linear order by abs(linear) desc limit 2",
+            {"stream": stream, "since": since, "until": at},
         ).fetchall()
         if len(rows) == 2:  # a lower one before it: so it is known when the line came there
             break
@@ -225,7 +251,7 @@ def _line_before(connection: Connection, stream: str, at: datetime) -> tuple[int
 def _line_after(connection: Connection, stream: str, at: datetime, linear: int) -> Iterator[tuple[datetime, int]]:
     for until in [*(at + look for look in _LOOKS), "infinity"]:
         yield from connection.execute(
-            "select time, linear from tidemark.advances_of(%s, %s, %s) where abs(linear) > abs(%s)"
+            f"select time, linear from {LINES} where abs(linear) > abs(%(linear)s)"
             " order by time, abs(linear) desc limit 1",
-            (stream, _just_after(at), until, linear),
+            {"stream": stream, "since": _just_after(at), "until": until, "linear": linear},
         ).fetchall()

@@ -66,6 +66,7 @@ def apply(connection: Connection, batch: Batch) -> Committed:
         _write_streams(connection, batch)
         advances = write_advances(connection, batch)
         writers = write_writers(connection, batch)
+        _write_line_moves(connection, batch)
         _write_gaps(connection, batch)
         late = _write_late(connection, batch)
         _write_forced(connection, batch)
@@ -132,6 +133,34 @@ def _write_streams(connection: Connection, batch: Batch) -> None:
         connection,
         "select pg_notify('tidemark_positions', stream) from unnest(%s::text[]) as changed (stream)",
         ((s.stream,) for _, s in batch.streams()),
+    )
+
+
+def _write_line_moves(connection: Connection, batch: Batch) -> None:
+    """Of lines that went on while no writer of their stream did: no advance tells that."""
+    execute(
+        connection,
+        """
+        insert into tidemark.line_moves (stream, prev, linear, retired, epochs, time, batch)
+        select stream, prev, linear, string_to_array(retired, ' '), string_to_array(epochs, ' ')::bigint[],
+            to_timestamp(now / 1000.0), batch
+        from unnest(%s::text[], %s::bigint[], %s::bigint[], %s::text[], %s::text[], %s::bigint[])
+            as new (stream, prev, linear, retired, epochs, now),
+            (values (%s::bigint)) as b (batch)
+        """,
+        (
+            (
+                s.stream,
+                s.linear_prev,
+                s.linear,
+                " ".join(it.writer for it in s.writers if it.retired),  # a name has no space in it
+                " ".join(str(it.epoch) for it in s.writers if it.retired),
+                shard.now,
+            )
+            for shard, s in batch.streams()
+            if s.linear != s.linear_prev and not s.advances
+        ),
+        batch.number,
     )
 
 

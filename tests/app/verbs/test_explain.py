@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from datetime import UTC, datetime
 
+import psycopg
 import pytest
 from click.testing import CliRunner, Result
 
@@ -127,7 +128,8 @@ def test_a_line_that_went_on_without_an_advance_is_told(explain: Explain, pipeli
     assert explain("--at", minute(2, 30)).output.splitlines() == [
         "events: the line stood at 0 from 2026-09-21 14:15:20.000Z to 2026-09-21 14:16:20.000Z, for 60 s",
         "  held by a (epoch 1), which had told nothing beyond 0, until it retired at 2026-09-21 14:16:20.000Z",
-        "  let go by that retirement, without an advance: the line went to 3",
+        "  let go by batch 3, offsets tidemark.facts/0 3: the line went to 3",
+        "    a retired, so the line waits for them no longer",
     ]
     after = explain("--at", minute(3, 30)).output
     assert after.startswith("events: the line stood at 3 from 2026-09-21 14:16:20.000Z to now, for ")
@@ -146,6 +148,36 @@ def test_an_operator_who_retires_a_writer_is_named(explain: Explain, pipeline: P
     assert lines == [
         "events: the line stood at 0 from 2026-09-21 14:15:20.000Z to 2026-09-21 14:16:20.000Z, for 60 s",
         "  held by a (epoch 1), which had told nothing beyond 0, until it retired at 2026-09-21 14:16:20.000Z",
-        "  let go by that retirement, without an advance: the line went on, to where no advance tells",
+        "  let go by batch 3, offsets tidemark.control/0 up to 3: the line went to 3",
+        "    a retired, so the line waits for them no longer",
         "    RETIRE of a in epoch 1 up to 0, by ann: because",
     ]
+
+
+def test_waits_that_retirements_alone_ended_are_told_between_two_times(
+    explain: Explain, pipeline: Pipeline, sql: psycopg.Connection
+) -> None:
+    """One after the other, though no advance tells of either, and also where a writer has come back since."""
+    told(
+        pipeline,
+        [join("a", 0), join("b", 0), join("c", 0)],
+        [rdata("c", 2, 0, epoch=1), rdata("b", 5, 0, epoch=1)],
+        [retire("a", 0)],
+        [retire("c", 2)],
+        [join("a", 5, epoch=2)],
+    )
+    lines = explain("--between", minute(0), minute(20)).output.splitlines()
+    assert lines == [
+        "events: the line stood at 0 from 2026-09-21 14:15:20.000Z to 2026-09-21 14:16:20.000Z, for 60 s",
+        "  held by a (epoch 1), which had told nothing beyond 0, until it retired at 2026-09-21 14:16:20.000Z",
+        "  let go by batch 3, offsets tidemark.facts/0 5: the line went to 2",
+        "    a retired, so the line waits for them no longer",
+        "events: the line stood at 2 from 2026-09-21 14:16:20.000Z to 2026-09-21 14:17:20.000Z, for 60 s",
+        "  held by c (epoch 1), which had told nothing beyond 2, until it retired at 2026-09-21 14:17:20.000Z",
+        "  let go by batch 4, offsets tidemark.facts/0 6: the line went to 5",
+        "    c retired, so the line waits for them no longer",
+    ]
+    sql.execute("delete from tidemark.line_moves")  # as a pipeline of before leaves it
+    lines = explain("--at", minute(2, 30)).output.splitlines()
+    assert lines[0] == "events: the line stood at 0 from 2026-09-21 14:15:20.000Z to a time that the history does not tell"
+    assert lines[-1] == "  the line went to 5, and nothing that is kept tells when or why"
