@@ -98,14 +98,26 @@ def tail(stream: str | None, last: int, *, everything: bool, follow: bool, as_js
     with Recorded(settings.kafka) as kafka:
         places = _places(settings, kafka)
         nexts = {place: low if everything else max(low, high - last) for place, (low, high) in places.items()}
+        shown = 0
         while True:
             for place, first in nexts.items():
                 _, end = kafka.bounds(*place)
                 for it in kafka.between(*place, first, end):
                     if key in (None, it.key):
                         click.echo(show(it))
+                        shown += 1
                 nexts[place] = max(first, end)
             if not follow:
+                if stream is not None and not shown:
+                    looked = (
+                        "no record that retention kept" if everything else f"none of the last {last} of each partition"
+                    )
+                    more = (
+                        "`tidemark status` shows all streams"
+                        if everything
+                        else "look farther back with --last or --all"
+                    )
+                    click.echo(f"{looked} is of {stream}; {more}", err=True)
                 return
             time.sleep(0.5)
 
@@ -136,7 +148,7 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
     They come from the FILE that `tidemark tail --all --json` wrote (-: standard input), or from Kafka: from TOPIC, or
     without it from the facts topic. Exit code 1 where the two part, 3 where of a stream it cannot be told.
     """
-    from tidemark.app.verbs import replay
+    from tidemark.app.verbs import replay, replay_text
     from tidemark.sinks.postgres.past_batches import past_batches
     from tidemark.streaming.policies import Policies
     from tidemark.streaming.records import Topic
@@ -162,8 +174,8 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
             if stream is None or it.key == stream.encode():
                 messages[it.topic, it.partition, it.offset] = it  # two recordings may be in one file
         bounds = Policies(past.policies(), settings.policy_defaults).bounds()
-        found = replay.report(past, [messages[place] for place in sorted(messages)], roles, bounds)
-    click.echo(replay.as_json(found) if as_json else replay.as_text(found))
+        found = replay.report(past, [messages[place] for place in sorted(messages)], roles, bounds, stream)
+    click.echo(replay_text.as_json(found) if as_json else replay_text.as_text(found))
     if found.parted or found.unknown or not found.alike:
         context.exit(1 if found.parted else 3)
 

@@ -4,26 +4,23 @@ What a batch is does not matter to the rules, so no batch of the past is made ag
 first record after which the replay has come as far as it went, and there both must be alike.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Final
 
-import msgspec
-
-from tidemark.app.printed import as_object, for_people, plain
-from tidemark.app.verbs import recordings
-from tidemark.app.verbs.explain import clock, evidence
+from tidemark.app.verbs.explain import clock
+from tidemark.app.verbs.replay_start import ReplayStart, start_of
 from tidemark.app.verbs.replayed import NOTHING, Replayed, by_stream
 from tidemark.sinks.postgres.past_batches import AppliedAct, PastBatch, PastBatches, PastStream
 from tidemark.sources.recorded import RecordedMessage
 from tidemark.streaming import records
+from tidemark.streaming.direction import beyond
 from tidemark.streaming.errors import BadRecord
 from tidemark.streaming.model import Bounds, Evidence
 from tidemark.streaming.records import Topic
 
 AT_ONCE: Final = 4096  # records that are tried together while the history is far ahead
-SHOWN: Final = 10  # streams; the JSON has all
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,65 +39,160 @@ class Parting:
     evidence: tuple[Evidence, Evidence] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PartCompared:
+    """What of a stream was compared, where it was not all. `after`: the batch behind which it begins, for want of
+    records before `offset` or of history; lines from where `line_from` was passed (None: none). `upto`: where the
+    records end, and so many batches came `behind` it."""
+
+    after: PastBatch | None = None
+    offset: int = 0
+    line_from: int | None = None
+    upto: PastBatch | None = None
+    behind: int = 0
+
+
 @dataclass(slots=True)
 class ReplayReport:
-    """`unknown`: streams of which it cannot be told, and why."""
+    """`parts`: of streams that are alike as far as they were compared. `unknown`: streams of which nothing could be,
+    and why. `absent`: those of which there is no record."""
 
     records: int = 0
     batches: int = 0
     alike: list[str] = field(default_factory=list)
     parted: list[Parting] = field(default_factory=list)
+    parts: dict[str, PartCompared] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
+    absent: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """`batches` that are alike, up to `last`. Without a `parting` all are, or the records end."""
+
+    batches: int
+    last: PastBatch | None
+    parting: Parting | None = None
+    line: bool = True
 
 
 def report(
-    past: PastBatches, messages: Sequence[RecordedMessage], roles: Mapping[str, Topic], bounds: Bounds
+    past: PastBatches,
+    messages: Sequence[RecordedMessage],
+    roles: Mapping[str, Topic],
+    bounds: Bounds,
+    only: str | None = None,
 ) -> ReplayReport:
-    """Of all streams of the recording, as far as batches have read it."""
+    """Of all streams, or `only` of one, as far as batches have read it."""
     upto = past.read_up_to()
     read = [it for it in messages if it.offset < upto.get((it.topic, it.partition), it.offset + 1)]
     firsts: dict[tuple[str, int], int] = {}
+    lasts = {(it.topic, it.partition): it for it in read}
     for it in read:
         firsts.setdefault((it.topic, it.partition), it.offset)
-    found = ReplayReport(records=len(read))
-    for stream, of_stream in sorted(by_stream(read).items()):
+    found, streams = ReplayReport(records=len(read)), by_stream(read)
+    found.absent = [name for name in past.streams() if name not in streams and only in (None, name)]
+    for stream, of_stream in sorted(streams.items()):
         held = past.stream(stream)
         if held is None:
             continue  # nothing of it was ever taken: its records are in the dead letters
-        found.batches += len(held.batches)
-        if not held.whole:
-            found.unknown[stream] = "the history no longer has its first days"
-            continue
-        parting = compared(held, stream, of_stream, roles, bounds)
-        begins = max((firsts[it.topic, it.partition] for it in of_stream if roles[it.topic] is Topic.FACTS), default=0)
-        if parting is None:
-            found.alike.append(stream)
-        elif begins:
-            found.unknown[stream] = f"the recording begins at offset {begins}, and its first records are not in it"
-        else:
-            found.parted.append(parting)
+        places = {(it.topic, it.partition) for it in of_stream if roles[it.topic] is Topic.FACTS}
+        begins = max((firsts[place] for place in places), default=0)
+        # A batch before the last record was made cannot have read beyond it: so it is to be reached.
+        ends = min((lasts[it].time for it in places if lasts[it].offset + 1 < upto.get(it, 0)), default=None)
+        _compare(found, held, stream, of_stream, roles, bounds, begins, ends)
     return found
 
 
+def _compare(
+    found: ReplayReport,
+    past: PastStream,
+    stream: str,
+    messages: Sequence[RecordedMessage],
+    roles: Mapping[str, Topic],
+    bounds: Bounds,
+    begins: int,
+    ends: int | None,
+) -> None:
+    start, done = None, None
+    if past.whole:
+        done = compared(past, stream, messages, roles, bounds, ends)
+    if not past.whole or (begins and done is not None and done.parting is not None):
+        facts = [it for it in messages if roles[it.topic] is Topic.FACTS]
+        start = start_of(past, stream, facts, bounds, cut=begins > 0)
+        missing = f"the recording begins at offset {begins}" if begins else "the history no longer has its first days"
+        if start is None or start.skipped == len(past.batches):
+            found.unknown[stream] = f"{missing}, and behind no batch since was nothing open"
+            return
+        done = compared(past, stream, messages, roles, bounds, ends, start)
+        if done.parting is not None and done.parting.record is None:
+            found.unknown[stream] = (
+                f"{missing}, and what is there does not lead on from {named(done.last or start.after)}"
+            )
+            return
+    assert done is not None
+    found.batches += done.batches if done.parting is None else len(past.batches) - (start.skipped if start else 0)
+    if done.parting is not None:
+        found.parted.append(done.parting)
+        return
+    found.alike.append(stream)
+    left = len(past.batches) - (start.skipped if start else 0) - done.batches
+    if start is not None or left:
+        found.parts[stream] = PartCompared(
+            start.after if start else None,
+            begins,
+            start.highest if start is not None and done.line else None,
+            done.last if left else None,
+            left,
+        )
+
+
+def named(it: PastBatch) -> str:
+    return f"batch {it.batch} of {clock(it.time)}"
+
+
 def compared(
-    past: PastStream, stream: str, messages: Sequence[RecordedMessage], roles: Mapping[str, Topic], bounds: Bounds
-) -> Parting | None:
-    """The first place where they part. `messages` are all that batches have read of the stream."""
+    past: PastStream,
+    stream: str,
+    messages: Sequence[RecordedMessage],
+    roles: Mapping[str, Topic],
+    bounds: Bounds,
+    ends: int | None = None,
+    start: ReplayStart | None = None,
+) -> _Compared:
+    """Up to the first place where they part. `messages` are all that batches have read of the stream; where `ends` (ms)
+    is given, all up to that time."""
     facts = [it for it in messages if roles[it.topic] is Topic.FACTS]
     acts = _applied([it for it in messages if roles[it.topic] is Topic.CONTROL], past.acts)
     now, told = Replayed(stream, bounds), dict[str, Evidence]()
-    at = 0
-    for batch in past.batches:
+    batches, last, at = past.batches, None, 0
+    if start is not None:
+        now, batches = start.replayed, batches[start.skipped :]
+        acts = [it for it in acts if it[1] > start.after.time]
+    for number, batch in enumerate(batches):
         for move in batch.advances:
             told[move.writer] = told.get(move.writer, NOTHING) + move.evidence
         due = [acts.pop(0)[0] for _ in [*acts] if acts[0][1] <= batch.time]
         time = int(batch.time.timestamp() * 1000)
-        taken, now = _to(batch, now, facts[at:], due, roles, time)
+        goal = batch if start is None or start.tells_line(now) else replace(batch, linear=None)
+        taken, now = _to(goal, now, facts[at:], due, roles, time)
         at += taken
-        found = _differs(stream, now, batch, told)
+        if ends is not None and time >= ends and not now.reaches(goal) and not _beyond(now, past):
+            return _Compared(number, last, line=goal is batch)
+        found = _differs(stream, now, goal, told)
         if found is not None:
-            return replace(found, record=facts[at - 1] if at and now.reaches(batch) else None)
-    return _ends(past, stream, now, facts[at:], [it for it, _ in acts], roles)
+            record = facts[at - 1] if at and now.reaches(goal) else None
+            return _Compared(number, last, replace(found, record=record))
+        last = batch
+    line = start is None or start.tells_line(now)
+    parting = _ends(past, stream, now, facts[at:], [it for it, _ in acts], roles)
+    if parting is not None and (parting.writer is not None or (line and ends is None)):
+        return _Compared(len(batches), last, parting)
+    return _Compared(len(batches), last, line=line)
+
+
+def _beyond(now: Replayed, past: PastStream) -> bool:
+    return any(beyond(at, past.positions.get(writer, 0)) for writer, at in now.positions.items())
 
 
 def _to(
@@ -143,7 +235,7 @@ def _differs(stream: str, now: Replayed, batch: PastBatch, told: Mapping[str, Ev
         if here != move.id or counts[0] != counts[1]:
             evidence = counts if here == move.id else None
             return Parting(stream, None, move.writer, move.id, here, batch.batch, batch.time, evidence)
-    if now.linear != batch.linear:
+    if batch.linear is not None and now.linear != batch.linear:
         return Parting(stream, None, None, batch.linear, now.linear, batch.batch, batch.time)
     return None
 
@@ -189,43 +281,3 @@ def _applied(
                 found.append((it, act.time))
                 break
     return sorted(found, key=lambda pair: pair[1])
-
-
-def as_json(found: ReplayReport) -> str:
-    parted = [
-        plain(it) | {"record": None if it.record is None else msgspec.Raw(recordings.as_line(it.record).encode())}
-        for it in found.parted
-    ]
-    return as_object(plain(found) | {"parted": parted})
-
-
-def as_text(found: ReplayReport) -> str:
-    lines = [line for it in found.parted[:SHOWN] for line in _parting(it)]
-    if len(found.parted) > SHOWN:
-        lines.append(f"{len(found.parted) - SHOWN} streams more part from their history")
-    unknown = [f"{stream}: it cannot be told: {why}" for stream, why in found.unknown.items()]
-    lines += unknown[:SHOWN]
-    if len(unknown) > SHOWN:
-        lines.append(f"of {len(unknown) - SHOWN} streams more it cannot be told")
-    said = f"{found.records} records give the history of {len(found.alike)} of"
-    every = len(found.alike) + len(found.parted) + len(found.unknown)
-    return for_people([*lines, f"{said} {every} stream{'' if every == 1 else 's'}: {found.batches} batches"])
-
-
-def _parting(it: Parting) -> Iterator[str]:
-    where = "after the last record" if it.record is None else "at the record below"
-    when = "in the end" if it.time is None else f"after batch {it.batch} of {clock(it.time)}"
-    whose = "the line" if it.writer is None else it.writer
-    if it.evidence is None:
-        yield (
-            f"{it.stream}: they part {where}: {when} {whose} is at {it.history} in the history, and at"
-            f" {it.replayed} in the replay"
-        )
-    else:
-        told, now = map(evidence, it.evidence)
-        yield (
-            f"{it.stream}: they part {where}: {when} {whose} is at {it.history} by {told} in the history,"
-            f" and by {now} in the replay"
-        )
-    if it.record is not None:
-        yield f"    {recordings.as_text(it.record)}"

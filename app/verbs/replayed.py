@@ -58,9 +58,12 @@ class Replayed:
                 )
         return self
 
+    def counting_anew(self) -> "Replayed":
+        return replace(self, counts={})
+
     def reaches(self, batch: PastBatch) -> bool:
         """Whether all has come at least as far as after that batch."""
-        return not beyond(batch.linear, self.linear) and not any(
+        return not beyond(self.linear if batch.linear is None else batch.linear, self.linear) and not any(
             beyond(move.id, self.positions.get(move.writer, 0)) for move in batch.advances
         )
 

@@ -9,18 +9,18 @@ from operator import attrgetter
 
 from tidemark.sinks.postgres.audit import PACKED
 from tidemark.sinks.postgres.database import SCHEMA, session_of
-from tidemark.sinks.postgres.past import ADVANCES, BatchAdvance
+from tidemark.sinks.postgres.past import ADVANCES, GAPS, BatchAdvance, PastGap
 from tidemark.sinks.postgres.policies import PolicyTable
 from tidemark.streaming.postgres_session import Connection, Dsn, PostgresSession
 
 
 @dataclass(frozen=True, slots=True)
 class PastBatch:
-    """What a batch did to a stream: `linear` is the line after it."""
+    """What a batch did to a stream: `linear` is the line after it; None where that is not to be compared."""
 
     batch: int
     time: datetime
-    linear: int
+    linear: int | None
     advances: list[BatchAdvance]
 
 
@@ -39,10 +39,14 @@ class AppliedAct:
 
 @dataclass(frozen=True, slots=True)
 class PastStream:
-    """`whole`: from the first advance of every writer on. `positions` are where writers stand in the end."""
+    """`whole`: from the first advance of every writer on. `positions` and `epochs` are those of writers in the end;
+    `gaps` are all that are kept."""
 
     linear: int
     positions: dict[str, int]
+    epochs: dict[str, int]
+    retired: set[str]
+    gaps: list[PastGap]
     batches: list[PastBatch] = field(default_factory=list)
     acts: list[AppliedAct] = field(default_factory=list)
     whole: bool = True
@@ -64,23 +68,34 @@ class PastBatches:
         rows = self._connection.execute("select topic, partition, next from tidemark.kafka_offsets")
         return {(topic, partition): next_ for topic, partition, next_ in rows}
 
+    def streams(self) -> list[str]:
+        return [name for (name,) in self._connection.execute("select stream from tidemark.streams order by 1")]
+
     def stream(self, name: str) -> PastStream | None:
         """None where there is no such stream."""
         row = self._connection.execute("select linear from tidemark.streams where stream = %s", (name,)).fetchone()
         if row is None:
             return None
-        positions: dict[str, int] = dict(
-            self._connection.execute(
-                "select writer, position from tidemark.stream_positions where stream = %s", (name,)
-            ).fetchall()
-        )
+        writers = self._connection.execute(
+            "select writer, position, epoch, retired from tidemark.stream_positions where stream = %s", (name,)
+        ).fetchall()
+        positions = {writer: position for writer, position, _, _ in writers}
         batches = self._batches(name)
         firsts: dict[str, int] = {}
         for batch in batches:
             for move in batch.advances:
                 firsts.setdefault(move.writer, move.prev)
         whole = not any(firsts.values()) and all(writer in firsts or not at for writer, at in positions.items())
-        return PastStream(row[0], positions, batches, self._acts(name), whole)
+        return PastStream(
+            row[0],
+            positions,
+            {writer: epoch for writer, _, epoch, _ in writers},
+            {writer for writer, _, _, retired in writers if retired},
+            [PastGap(*gap) for gap in self._connection.execute(GAPS + " where stream = %s", (name,))],
+            batches,
+            self._acts(name),
+            whole,
+        )
 
     def _batches(self, stream: str) -> list[PastBatch]:
         rows = self._connection.execute(

@@ -6,6 +6,8 @@ from pathlib import Path
 import psycopg
 import pytest
 from click.testing import CliRunner, Result
+from confluent_kafka import TopicPartition
+from confluent_kafka.admin import AdminClient
 
 from tests.app.recording import STREAM, Recording, fact
 from tidemark.app.cli import main
@@ -45,7 +47,9 @@ def test_what_was_recorded_gives_the_history_again(recording: Recording, tmp_pat
     told = json.loads(run(recording, "replay", str(file), "--json").output)
     assert (told["alike"], told["parted"], told["records"]) == ([STREAM], [], 17)
     assert "RDATA of a in events: {" in run(recording, "tail", "--last", "1").output
-    assert run(recording, "tail", "none", "--all").output == ""
+    none = run(recording, "tail", "none")
+    assert (none.stdout, "none of the last 10 of each partition is of none" in none.stderr) == ("", True)
+    assert "no record that retention kept is of none" in run(recording, "tail", "none", "--all").stderr
 
 
 def test_what_comes_meanwhile_is_not_held_against_the_records(recording: Recording) -> None:
@@ -79,7 +83,7 @@ def test_the_first_record_where_they_part_is_shown(recording: Recording, sql: ps
 
 
 def test_a_record_that_is_missing_shows(recording: Recording, tmp_path: Path) -> None:
-    """The replay never comes as far as the history went; one that begins too late cannot tell."""
+    """The replay never comes as far as the history went."""
     file = tmp_path / "recorded"
     lines = recorded(recording, file)
     file.write_text("\n".join(line for line in lines if '"RUN' not in json.loads(line)["value"]))
@@ -87,12 +91,72 @@ def test_a_record_that_is_missing_shows(recording: Recording, tmp_path: Path) ->
     assert lost.exit_code == 1
     (parting,) = json.loads(lost.output)["parted"]
     assert (parting["record"], parting["writer"], parting["history"], parting["replayed"]) == (None, "a", 5, 1)
-    file.write_text("\n".join(lines[1:]))
-    late = run(recording, "replay", str(file))
-    assert (late.exit_code, late.output.splitlines()[0]) == (
+
+
+def without_first(recording: Recording, count: int) -> None:
+    """As retention removes them."""
+    admin = AdminClient(recording.connection.client())
+    (done,) = admin.delete_records([TopicPartition(recording.facts, 0, count)]).values()
+    done.result()
+
+
+def test_a_stream_whose_first_records_are_gone_is_compared_from_where_nothing_was_open(
+    recording: Recording, sql: psycopg.Connection
+) -> None:
+    """Retention removed its JOINs; what differs behind that is told as ever."""
+    without_first(recording, 2)
+    done = run(recording, "replay")
+    assert done.output.splitlines() == [
+        "events: compared behind batch 3 of 2026-09-21 14:16:20.000Z only, as the recording begins at offset 2; its"
+        " line beyond 5",
+        "8 records give the history of 1 of 1 stream: 1 batches",
+    ]
+    assert done.exit_code == 0
+    (part,) = json.loads(run(recording, "replay", "--json").output)["parts"].values()
+    assert (part["after"]["batch"], part["offset"], part["line_from"]) == (3, 2, 5)
+    sql.execute("update tidemark.packed_advances set facts = array[7, 7]::bigint[] where batch = 4")
+    assert run(recording, "replay").exit_code == 1
+    without_first(recording, 9)
+    nothing = run(recording, "replay")
+    assert (nothing.exit_code, nothing.output.splitlines()[0]) == (
         3,
-        "events: it cannot be told: the recording begins at offset 1, and its first records are not in it",
+        "events: nothing of it could be compared: the recording begins at offset 9, and behind no batch since was"
+        " nothing open",
     )
+
+
+def test_a_stream_whose_first_days_are_dropped_is_compared_from_there(
+    recording: Recording, sql: psycopg.Connection
+) -> None:
+    """Also where all of its records are there; one without records is named."""
+    sql.execute("delete from tidemark.packed_advances where batch = 2")
+    sql.execute(
+        "insert into tidemark.streams (stream, linear, head, direction, shard, state, updated_at)"
+        " select 'idle', linear, head, direction, shard, state, updated_at from tidemark.streams"
+    )
+    done = run(recording, "replay")
+    assert done.output.splitlines() == [
+        "events: compared behind batch 3 of 2026-09-21 14:16:20.000Z only, as older days of history are dropped; its"
+        " line beyond 5",
+        "not compared, as there is no record of them: 1 streams: idle",
+        "10 records give the history of 1 of 1 stream: 1 batches",
+    ]
+    assert done.exit_code == 0
+
+
+def test_a_recording_older_than_the_history_is_compared_to_its_end(recording: Recording, tmp_path: Path) -> None:
+    """Batches of after it was made are left out; one of before its last record is not."""
+    file = tmp_path / "recorded"
+    lines = recorded(recording, file)[:7]
+    file.write_text("\n".join(lines))
+    assert run(recording, "replay", str(file)).exit_code == 1  # it says that it was made long after the batches
+    file.write_text("\n".join(json.dumps(json.loads(line) | {"time": 1}) for line in lines))
+    done = run(recording, "replay", str(file))
+    assert done.output.splitlines() == [
+        "events: compared up to batch 3 of 2026-09-21 14:16:20.000Z only, where the recording ends: 1 came behind it",
+        "7 records give the history of 1 of 1 stream: 2 batches",
+    ]
+    assert done.exit_code == 0
 
 
 def test_what_is_no_recording_is_refused(recording: Recording, tmp_path: Path) -> None:
