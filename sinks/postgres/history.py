@@ -63,6 +63,11 @@ cross join lateral (select * from ({parts}) parts order by abs(id) limit %s) a
 limit %s
 """
 
+# Streams share rows, and one keeps them for longer than another.
+_SHOWN: LiteralString = """
+                and (p.time >= (select coalesce(max(since), '-infinity') from tidemark.history_since)
+                    or tidemark.is_shown(known.stream, p.time))"""
+
 # From its newest advance back: one chain after the other, so that a limit ends the reading.
 _PACKED: LiteralString = """(
     with recursive chain as (
@@ -79,7 +84,7 @@ _PACKED: LiteralString = """(
                 p.ids[i] - coalesce(p.ahead[i], 0), p.batch, p.time
             from tidemark.packed_advances p cross join lateral array_position(p.writers, chain.number) as i
             where p.time = to_timestamp((chain.before / 4096) / 1000.0) and p.part = mod(chain.before, 4096)
-                and i is not null and abs(p.ids[i]) <= abs(chain.prev)
+                and i is not null and abs(p.ids[i]) <= abs(chain.prev){shown}
             order by abs(p.ids[i]) desc limit 1
         ) a (before, prev, epoch, id, facts, empty, unseen, skipped, linear, batch, time)
         where abs(a.id) > abs(known.position) and length < %s
@@ -103,9 +108,12 @@ def advances_since(
     not there may have been left out.
     """
     # A schema before 7, of a pipeline that is older than we are, has single advances only.
-    packed = connection.execute("select 1 where to_regclass('tidemark.packed_advances') is not null").fetchone()
+    packed, hides = connection.execute(
+        "select to_regclass('tidemark.packed_advances') is not null, to_regclass('tidemark.history_since') is not null"
+    ).fetchone() or (False, False)
     if packed:
-        statement = _CHAINS.format(parts=_PACKED + _SINGLE.format(table="unpacked_advances"))
+        shown: LiteralString = _SHOWN if hides else ""
+        statement = _CHAINS.format(parts=_PACKED.format(shown=shown) + _SINGLE.format(table="unpacked_advances"))
     else:
         statement = _CHAINS.format(parts=_SINGLE.format(table="position_advances"))
     found: dict[tuple[str, str], list[PastAdvance]] = {}
@@ -189,14 +197,37 @@ def late_since(
     return found
 
 
+def _firsts(connection: Connection, today: date, retention: Retention) -> dict[str, date]:
+    """The first day that is kept, by name of the policy."""
+    rows = connection.execute("select stream, value from tidemark.policies where setting = 'history_days'")
+    days = {"*": retention.history, **dict(rows.fetchall())}
+    return {name: today - timedelta(days=count) for name, count in days.items()}
+
+
 def oldest_kept(connection: Connection, today: date, retention: Retention) -> date:
     """The first day of advances that is kept. Streams share rows, so the longest that a policy asks for counts."""
-    rows = connection.execute("select stream, value from tidemark.policies where setting = 'history_days'")
-    return today - timedelta(days=max({"*": retention.history, **dict(rows.fetchall())}.values()))
+    return min(_firsts(connection, today, retention).values())
+
+
+def hide(connection: Connection, today: date, retention: Retention) -> None:
+    """Show no advance that is past the time of its own stream."""
+    firsts = _firsts(connection, today, retention)
+    since = {name: datetime.combine(day, time(), UTC) for name, day in firsts.items()}
+    with connection.transaction():
+        if dict(connection.execute("select stream, since from tidemark.history_since").fetchall()) == since:
+            return
+        connection.execute("delete from tidemark.history_since where stream <> all(%s)", ([*since],))
+        execute(
+            connection,
+            "insert into tidemark.history_since select * from unnest(%s::text[], %s::timestamptz[])"
+            " on conflict (stream) do update set since = excluded.since",
+            since.items(),
+        )
 
 
 def forget(connection: Connection, today: date, retention: Retention) -> None:
     """Delete what is past its time, but for days of advances, which are dropped as a whole. Outside a transaction."""
+    hide(connection, today, retention)
     oldest, audited = oldest_kept(connection, today, retention), today - timedelta(days=retention.audit)
     # The most particular policy counts, as in `streaming.policies`.
     past_its_time: LiteralString = """ < %s - coalesce((

@@ -297,7 +297,7 @@ def test_retention_and_a_batch_do_not_wait_for_each_other(store: Postgres, sql: 
 
 
 def test_a_stream_may_keep_its_history_longer(dsn: str, sql: psycopg.Connection, lease: Lease) -> None:
-    """Its gaps exactly as long as its policy says; days of advances, which all share, as the longest says."""
+    """Gaps and advances are shown exactly as long as its policy says, also of advances that share a row with others."""
     with Postgres(PostgresConfig(dsn, Retention(history=2))) as store:
         for policy, days in (("*", 1), ("a*", 3), ("ab", 2)):
             store.policies.change(policy, {"history_days": days}, "ada", "audit")
@@ -311,7 +311,16 @@ def test_a_stream_may_keep_its_history_longer(dsn: str, sql: psycopg.Connection,
             assert rows(sql, "select coalesce(string_agg(stream, ' ' order by 1), '') from tidemark.stream_gaps") == [
                 (gaps,)
             ]
-            assert rows(sql, "select count(*) from tidemark.position_advances") == [(3 if days < 4 else 0,)]
+            assert " ".join(it for (it,) in viewed(sql, "stream")) == gaps
+            assert " ".join(it for it in names if rows(sql, "select from tidemark.advances_of(%s)", it)) == gaps
+            chains = store.advances_since([(it, "w", 0) for it in names], 9)
+            assert " ".join(sorted(name for name, _ in chains)) == gaps
+            kept = "select coalesce(sum(cardinality(ids)), 0)::int from tidemark.packed_advances"
+            assert rows(sql, kept) == [(3 if days < 4 else 0,)]
+        store.policies.change("*", {"history_days": None}, "ada", "audit is over")
+        store.tidy(TODAY + 5 * DAY)
+        since = "select stream, ((%s)::date - since::date)::int from tidemark.history_since order by 1"
+        assert rows(sql, since, TODAY + 5 * DAY) == [("*", 2), ("a*", 3), ("ab", 2)]
 
 
 def test_history_past_its_time_is_dropped(dsn: str, sql: psycopg.Connection, lease: Lease) -> None:
@@ -342,6 +351,7 @@ def test_history_past_its_time_is_dropped(dsn: str, sql: psycopg.Connection, lea
         assert counts() == after | {"skips": 0, "late_completions": 1}
         assert store.positions(["s"])["s"].late == rows(sql, "select max(number) from tidemark.late_completions")[0][0]
 
-        store.apply(batch(4, stream("t", advance("gone", 5, 6)), token=lease.token))
+        later = NOW + 6 * DAY // timedelta(milliseconds=1)
+        store.apply(batch(4, stream("t", advance("gone", 5, 6)), token=lease.token, now=later))
         assert viewed(sql, "stream, writer, prev, id") == [("t", "gone", 5, 6)]
         assert [it.advance.id for it in store.advances_since([("t", "gone", 0)], 9)["t", "gone"]] == [6]
