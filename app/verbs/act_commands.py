@@ -145,7 +145,14 @@ def _carry_out(
         noted = Acts(session)
         sent = acting.send(noted, settings.kafka, settings.kafka_control_topic, trial)
         tell(sent.told(), err=as_json)
-        found = acting.outcome(noted, sent, wait, lambda: noted.became(sent.noted))
+        try:
+            found = acting.outcome(noted, sent, wait, lambda: noted.became(sent.noted))
+        except KeyboardInterrupt:
+            tell(
+                f"it is sent, and not taken back: `tidemark acts show {sent.noted.number}` tells what becomes of it",
+                err=True,
+            )
+            raise
         now = acting.result(found, postgres, trial, wait)
     tell(acting.as_json(trial, sent, found, now) if as_json else now)
     if found != "applied":

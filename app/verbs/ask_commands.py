@@ -1,5 +1,6 @@
 """The verbs that only ask: nothing is changed by any of them, so anybody on call may type them."""
 
+import curses
 import itertools
 import json
 import math
@@ -87,7 +88,15 @@ def explain(stream: str, at: datetime | None, between: tuple[datetime, datetime]
         if encoded is None:
             raise CommandFailed(f"there is no stream {stream}; `tidemark status` shows all")
         if between is not None:
-            found = explain.between(past, stream, encoded, *sorted(between))
+            since, until = sorted(between)
+            begins = past.begins(stream)
+            if begins is None or begins > until:
+                raise CommandFailed(f"the history of {stream} that is kept does not go back to then")
+            found = explain.between(past, stream, encoded, since, until)
+            if len(found) == explain.STANDS and (last := found[-1].stand.until) is not None:
+                click.echo(f"these are the first {len(found)}; ask again from {last.isoformat()} on", err=True)
+            if begins > since:
+                click.echo(f"the history of {stream} that is kept begins at {explain.clock(begins)}", err=True)
         else:
             found = [it for it in [explain.at(past, stream, encoded, at or now)] if it is not None]
     if not found and between is None:
@@ -158,6 +167,8 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
             except Unavailable as problem:
                 click.echo(str(problem), err=True)
             else:
+                if stream is not None and not stored:
+                    raise CommandFailed(f"there is no stream {stream}; `tidemark status` shows all")
                 now = time.time()
                 found = status.of(postgres, stored)
                 held = gaps.read(stored, now, Policies(given, settings.policy_defaults))
@@ -173,12 +184,28 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
 
 
 def _show(parts: Sequence[str]) -> None:
-    """On a terminal in the place of what was shown before, and no more than it has lines: what is held stands first."""
+    """On a terminal in the place of what was shown before, and no more than it has room for: what is held comes
+    first."""
     lines = "\n".join(parts).splitlines()
     if sys.stdout.isatty():
-        click.clear()
-        lines = lines[: shutil.get_terminal_size().lines - 1]
+        click.echo(_clearing(), nl=False)
+        lines = fitting(lines, *shutil.get_terminal_size())
     click.echo("\n".join(lines))
+
+
+def _clearing() -> str:
+    """What clears this terminal; nothing for one that cannot be cleared, which shows one look below the other."""
+    try:
+        curses.setupterm()
+    except curses.error:  # nobody knows it
+        return "\033[2J\033[1;1H"
+    return (curses.tigetstr("clear") or b"").decode()
+
+
+def fitting(lines: Sequence[str], columns: int, rows: int) -> list[str]:
+    """The first of them for which a terminal of that size, which breaks long ones, has room and a row left over."""
+    taken = itertools.accumulate(max(1, math.ceil(len(line) / max(1, columns))) for line in lines)
+    return [line for line, upto in zip(lines, taken, strict=True) if upto < rows]
 
 
 COMMANDS = [verify, explain, wait, top]

@@ -31,6 +31,8 @@ def acts_list(stream: str | None, limit: int, *, as_json: bool) -> None:
     """List the newest acts on all streams, or STREAM; also those that came to the control topic by other means."""
     with _database() as database:
         found = database.newest(stream, limit)
+        if stream is not None and not found and not database.is_stream(stream):
+            raise CommandFailed(f"there is no act on {stream}, and no such stream; `tidemark status` shows all")
     if as_json:
         click.echo(as_object({"acts": found}))
     else:

@@ -58,8 +58,8 @@ class PastHolder:
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """`held_by` of a line that waited; none where nothing beyond it was known to be given out (`idle`). `moved`,
-    `retired` and `acts` are of the batch that let it go, which took `offsets`; `joined` are those of its writers that told
-    something for the first time."""
+    `retired` and `acts` are of the batch that let it go, which took `offsets`; `joined` are those of its writers that
+    told something for the first time."""
 
     stream: str
     stand: LineStand

@@ -175,6 +175,12 @@ class Acts:
             )
             return [ListedAct(*row) for row in rows]
 
+    def is_stream(self, name: str) -> bool:
+        with self._database.use() as connection:
+            return (
+                connection.execute("select 1 from tidemark.streams where stream = %s", (name,)).fetchone() is not None
+            )
+
     def about(self, stream: str, id: int, most: int) -> list[ListedAct]:
         """Those whose range holds `id`, oldest first."""
         with self._database.use() as connection:

@@ -132,6 +132,14 @@ class StreamPast:
             row = connection.execute(STATES, {"streams": [stream]}).fetchone()
         return row[1] if row else None
 
+    def begins(self, stream: str) -> datetime | None:
+        """The time of the first move of its line or of a position that is kept; None where none is."""
+        with self._session.use() as connection:
+            row = connection.execute(
+                f"select min(time) from {LINES}", {"stream": stream, "since": "-infinity", "until": "infinity"}
+            ).fetchone()
+        return row[0] if row else None
+
     def stand(self, stream: str, at: datetime) -> LineStand | None:
         """None where nothing that is kept of the history is as old."""
         with self._session.use() as connection:

@@ -71,8 +71,8 @@ class Operator:
         os.close(theirs)
         return process.returncode, said.decode()
 
-    def interrupted(self, *words: str) -> tuple[int, str]:
-        """Ctrl-C at the question: the exit code, and what stands on the screen."""
+    def interrupted(self, *words: str, at: bytes = b"Type the") -> tuple[int, str]:
+        """Ctrl-C at what it says: the exit code, and what stands on the screen."""
         ours, theirs = pty.openpty()
         # A shell starts its background jobs deaf to Ctrl-C, and this test may run in one.
         hear = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
@@ -82,7 +82,7 @@ class Operator:
         with subprocess.Popen(command, env=environment, stdin=theirs, stdout=PIPE, stderr=STDOUT) as process:
             assert process.stdout is not None
             said = b""
-            while b"Type the" not in said and (more := os.read(process.stdout.fileno(), 1000)):
+            while at not in said and (more := os.read(process.stdout.fileno(), 1000)):
                 said += more
             process.send_signal(signal.SIGINT)
             rest, _ = process.communicate(timeout=60)
@@ -256,3 +256,10 @@ def test_ctrl_c_and_the_end_of_input_at_the_question_send_nothing(operator: Oper
     code, said = operator.typed("\x04", "skip", STREAM, "a", "3..4")
     assert (code, "nothing was sent" in said) == (1, True)
     assert sql.execute("select 1 from tidemark.acts").fetchall() == []
+
+
+def test_ctrl_c_while_the_effect_is_awaited_takes_nothing_back(operator: Operator) -> None:
+    """Whoever is in a hurry is told so, and where to look; it is sent once."""
+    code, said = operator.interrupted("skip", STREAM, "a", "3..4", "--yes", at=b"noted as act")
+    assert (code, len(operator.sent())) == (130, 1)
+    assert said.splitlines()[-1] == "it is sent, and not taken back: `tidemark acts show 1` tells what becomes of it"

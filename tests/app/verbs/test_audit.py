@@ -99,4 +99,7 @@ def test_acts_are_listed_with_who_did_them(pipeline: Pipeline, dsn: str, sql: ps
     assert shown[0] == "SKIP of w in epoch 1 of s 3..4"
     assert shown[-2:] == ["sent: control/0 0", "outcome: applied"]
     assert runner.invoke(main, ["acts", "show", "99"]).exit_code == 1
-    assert runner.invoke(main, ["acts", "list", "none"]).output == "no acts\n"
+    sql.execute("truncate tidemark.skips, tidemark.acts cascade")
+    assert runner.invoke(main, ["acts", "list", "s"]).output == "no acts\n"
+    mistyped = runner.invoke(main, ["acts", "list", "none"])
+    assert (mistyped.exit_code, "no such stream" in mistyped.output) == (1, True)

@@ -101,7 +101,7 @@ def test_a_line_with_nothing_beyond_it_was_held_by_nobody(explain: Explain) -> N
 @pytest.mark.usefixtures("eventful")
 def test_between_two_times_every_wait_is_told(explain: Explain) -> None:
     """In their order; programs get the same."""
-    lines = explain("--between", minute(0), minute(20)).output.splitlines()
+    lines = explain("--between", minute(0), minute(20)).stdout.splitlines()
     assert [line.split(" from ")[0] for line in lines if not line.startswith(" ")] == [
         f"events: the line stood at {line}" for line in (1, 5, 8)
     ]
@@ -115,6 +115,10 @@ def test_between_two_times_every_wait_is_told(explain: Explain) -> None:
 def test_what_cannot_be_told_is_said(explain: Explain, dsn: str) -> None:
     """Times before the history, streams that are not there, and what is no time."""
     assert explain("--at", minute(-60)).exit_code == 1
+    assert explain("--between", minute(-60), minute(1)).exit_code == 1  # nothing is known of that hour
+    partly = explain("--between", minute(-60), minute(3), "--json")
+    assert partly.stderr == "the history of events that is kept begins at 2026-09-21 14:15:20.000Z\n"
+    assert json.loads(partly.stdout)["stands"]
     assert explain("--at", "yesterday").exit_code == 2
     assert explain("--at", "10:00", "--between", "10:00", "11:00").exit_code == 2
     none = CliRunner().invoke(main, ["explain", "none"], env={"TIDEMARK_POSTGRES_DSN": dsn})
@@ -122,8 +126,11 @@ def test_what_cannot_be_told_is_said(explain: Explain, dsn: str) -> None:
     assert "there is no stream none" in none.output
 
 
-def test_a_line_that_went_on_without_an_advance_is_told(explain: Explain, pipeline: Pipeline) -> None:
-    """A writer that retires moves the line and no position; before and after, that is told."""
+def test_a_line_that_went_on_without_an_advance_is_told(
+    explain: Explain, pipeline: Pipeline, sql: psycopg.Connection
+) -> None:
+    """A writer that retires moves the line and no position; before and after, that is told. An older
+    pipeline noted no such move."""
     told(pipeline, [join("a", 0), join("b", 0)], [rdata("b", 3, 0, epoch=1)], [retire("a", 0)])
     assert explain("--at", minute(2, 30)).output.splitlines() == [
         "events: the line stood at 0 from 2026-09-21 14:15:20.000Z to 2026-09-21 14:16:20.000Z, for 60 s",
@@ -133,6 +140,12 @@ def test_a_line_that_went_on_without_an_advance_is_told(explain: Explain, pipeli
     ]
     after = explain("--at", minute(3, 30)).output
     assert after.startswith("events: the line stood at 3 from 2026-09-21 14:16:20.000Z to now, for ")
+    sql.execute("delete from tidemark.line_moves")
+    lines = explain("--at", minute(2, 30)).output.splitlines()
+    assert (
+        lines[0] == "events: the line stood at 0 from 2026-09-21 14:15:20.000Z to a time that the history does not tell"
+    )
+    assert lines[-1] == "  the line went to 3, and nothing that is kept tells when or why"
 
 
 def test_an_operator_who_retires_a_writer_is_named(explain: Explain, pipeline: Pipeline) -> None:
@@ -166,7 +179,7 @@ def test_waits_that_retirements_alone_ended_are_told_between_two_times(
         [retire("c", 2)],
         [join("a", 5, epoch=2)],
     )
-    lines = explain("--between", minute(0), minute(20)).output.splitlines()
+    lines = explain("--between", minute(0), minute(20)).stdout.splitlines()
     assert lines == [
         "events: the line stood at 0 from 2026-09-21 14:15:20.000Z to 2026-09-21 14:16:20.000Z, for 60 s",
         "  held by a (epoch 1), which had told nothing beyond 0, until it retired at 2026-09-21 14:16:20.000Z",
@@ -177,7 +190,3 @@ def test_waits_that_retirements_alone_ended_are_told_between_two_times(
         "  let go by batch 4, offsets tidemark.facts/0 6: the line went to 5",
         "    c retired, so the line waits for them no longer",
     ]
-    sql.execute("delete from tidemark.line_moves")  # as a pipeline of before leaves it
-    lines = explain("--at", minute(2, 30)).output.splitlines()
-    assert lines[0] == "events: the line stood at 0 from 2026-09-21 14:15:20.000Z to a time that the history does not tell"
-    assert lines[-1] == "  the line went to 5, and nothing that is kept tells when or why"
