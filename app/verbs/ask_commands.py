@@ -83,12 +83,14 @@ def explain(stream: str, at: datetime | None, between: tuple[datetime, datetime]
         raise click.UsageError("--at and --between cannot be given together")
     settings = loaded()
     now = datetime.now(UTC)
+    if min(between or [at or now]) > now:
+        raise click.UsageError("that time is still to come: is it in UTC?")
     with StreamPast(settings.postgres) as past:
         encoded = past.state(stream)
         if encoded is None:
             raise CommandFailed(f"there is no stream {stream}; `tidemark status` shows all")
         if between is not None:
-            since, until = sorted(between)
+            since, until = min(between), min(max(between), now)
             begins = past.begins(stream)
             if begins is None or begins > until:
                 raise CommandFailed(f"the history of {stream} that is kept does not go back to then")

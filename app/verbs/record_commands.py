@@ -164,6 +164,8 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
     if len(roles) == 1:
         raise click.UsageError(f"{facts} is the control topic: name the facts topic, whose acts come with it")
     with past_batches(settings.postgres) as past:
+        if stream is not None and stream not in past.streams():
+            raise CommandFailed(f"there is no stream {stream}; `tidemark status` shows all")
         read = _from_file(source or "-") if file else _from_kafka(settings, facts, records)
         messages = {}
         for it in read:

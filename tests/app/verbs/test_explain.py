@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import psycopg
 import pytest
@@ -124,6 +124,20 @@ def test_what_cannot_be_told_is_said(explain: Explain, dsn: str) -> None:
     none = CliRunner().invoke(main, ["explain", "none"], env={"TIDEMARK_POSTGRES_DSN": dsn})
     assert none.exit_code == 1
     assert "there is no stream none" in none.output
+
+
+def test_of_what_is_still_to_come_nothing_is_told(explain: Explain, pipeline: Pipeline) -> None:
+    """A time that lies ahead is no answer to what was, nor has a line that came just now waited up to then."""
+    now = datetime.now(UTC)
+    minutes = (now.timestamp() * 1000 - NOW) // 60_000 + 1  # the second batch is not held for ten seconds yet
+    told(pipeline, [join("a", 0), join("b", 0), rdata("a", 1, 0, epoch=1), position("b", 0, 1, epoch=1)])
+    shard = Shard(now=NOW + int(minutes) * 60_000)
+    shard.feed_packets(packets(sent([join("a", 0), join("b", 0)], 0)))
+    made = shard.feed_packets(packets(sent([position("b", 0, 2, epoch=1), rdata("a", 3, 0, epoch=1)], 4)))
+    pipeline.store.apply(Batch("query", 2, pipeline.lease.token, [made]))
+    ahead = [(now + timedelta(hours=hours)).isoformat() for hours in (5, 6)]
+    assert explain("--at", ahead[0]).exit_code == explain("--between", *ahead).exit_code == 2
+    assert explain("--between", minute(2), ahead[0]).output == "the line never waited for ten seconds or longer\n"
 
 
 def test_a_line_that_went_on_without_an_advance_is_told(

@@ -169,6 +169,8 @@ def test_what_is_no_recording_is_refused(recording: Recording, tmp_path: Path) -
     assert run(recording, "replay", "no-such").exit_code in (1, 2)
     assert run(recording, "replay", recording.control).exit_code == 2
     assert run(recording, "replay", "--records", "3").exit_code == 1
+    mistyped = run(recording, "replay", "--stream", "event")
+    assert (mistyped.exit_code, "there is no stream event" in mistyped.output) == (1, True)
 
 
 @pytest.mark.parametrize("data", [None, b"", b"text", b"\xff\x00"])
