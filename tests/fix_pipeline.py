@@ -91,7 +91,7 @@ class Site:
 
     def start(self, *arguments: str, module: Sequence[str] = ("tidemark.app.cli",), **changed: object) -> Running:
         """Start `python -m MODULE pipeline ARGUMENTS`; `changed` replaces settings (`shards=8`)."""
-        port = free_port()
+        port = int(str(changed.get("metrics_port", 0))) or free_port()
         settings = {f"TIDEMARK_{name.upper()}": str(value) for name, value in changed.items()}
         clean = {name: text for name, text in os.environ.items() if not name.startswith("TIDEMARK_")}
         log_file = self.home / f"pipeline-{len(self._started) + 1}.log"

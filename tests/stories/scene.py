@@ -66,6 +66,10 @@ class Scene:
         with psycopg.connect(self.shop_dsn, autocommit=True, application_name=name) as connection:
             yield connection
 
+    def restart(self) -> None:
+        """Start the pipeline again, which has ended, where Prometheus looks for it."""
+        self.pipeline = started(self.site, self.way, metrics_port=self.pipeline.metrics_port)
+
     def firing(self) -> set[str]:
         return {found["alertname"] for found in self.prometheus.query('ALERTS{alertstate="firing"}')}
 
@@ -173,13 +177,17 @@ class Story:
         return text
 
 
+def started(site: Site, way: Way, **changed: object) -> Running:
+    dsn = site.dsn.replace(f":{site.postgres.port}/", f":{way.here}/")
+    return site.start(module=("tests.stories.hasty",), owner=PIPELINE, postgres_dsn=dsn, **changed)
+
+
 @contextmanager
 def made_scene(site: Site, home: Path) -> Iterator[Scene]:
     with own_postgres(home / "shop") as shop, Way(site.postgres.port).leading() as way:
         with psycopg.connect(shop.dsn("postgres"), autocommit=True) as connection:
             connection.execute("create database shop")
-        dsn = site.dsn.replace(f":{site.postgres.port}/", f":{way.here}/")
-        pipeline = site.start(module=("tests.stories.hasty",), owner=PIPELINE, postgres_dsn=dsn)
+        pipeline = started(site, way)
         second, relay_port = free_port(), free_port()
         migrated = CliRunner(env=site.variables).invoke(
             main, ["relay", "--dsn", shop.dsn("shop"), "migrate", "--stream", "orders", "--stream", "returns"]

@@ -41,8 +41,7 @@ def test_a_silent_writer(scene: Scene) -> None:
         assert done.splitlines()[-1] == "applied: till-1 is at 7, the line is at 20"
         site.reaches("payments", linear=20)
         story.woken("TidemarkForced")
-        noted = "select time, seen_as, by, kind, writer, why, outcome from tidemark.acts order by number desc limit 1"
-        assert "sold on Friday" in story.psql(site.dsn, noted)
+        assert "sold on Friday" in story.tidemark("acts", "list", "payments")
 
 
 def test_a_dead_writer(scene: Scene) -> None:

@@ -5,21 +5,29 @@ import shutil
 import psycopg
 from psycopg import sql
 
+from tests.app.running import PATIENCE
 from tests.stories.scene import PIPELINE, SECOND, Scene
 from tests.stories.test_held import fact
+from tests.waiting import eventually
 from tidemark.streaming.records import Join
 
 
 def test_a_lost_checkpoint(scene: Scene) -> None:
-    """Its folder is deleted under the query: nobody is woken, because it begins anew from Postgres by itself."""
+    """The disk that held it is lost, and the pipeline with it; it is started again, with an empty one."""
     site = scene.site
-    with scene.story("lost-checkpoint") as story:
+    with scene.story("lost-checkpoint", "TidemarkNotPublishing") as story:
         site.send(Join(stream="admissions", writer="w", epoch=1, id=0), fact("admissions", "w", 1))
         site.reaches("admissions", linear=1)
+        scene.pipeline.kill()
+        eventually(scene.pipeline.alone, PATIENCE, lambda: "the end of its JVM")
         shutil.rmtree(site.checkpoint)
-        for id in (2, 3, 4):
-            site.send(fact("admissions", "w", id))
-            site.reaches("admissions", linear=id)
+        site.send(*(fact("admissions", "w", id) for id in (2, 3, 4)))
+        story.woken()
+        assert "nobody holds the lease" in story.tidemark("status", "admissions")
+        scene.restart()
+        story.shown("tidemark pipeline", scene.pipeline.says("The query runs"))
+        site.reaches("admissions", linear=4)
+        story.calm()
         story.tidemark("status", "admissions")
         assert "no difference" in story.tidemark("verify", "--history")
 
