@@ -130,6 +130,7 @@ class StreamTelling:
     def _pay(self, synapse: Connection, own: Connection, writer: str) -> None:
         assert self.known is not None
         _, facts = looks.facts(synapse, self.of.stream, self.known.owed[writer], self.known.told[writer], writer)
+        durable(synapse)
         self.known = state.pay(own, self.known, writer, facts)
         self.decider.paid(writer)
         if facts:

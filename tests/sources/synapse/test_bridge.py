@@ -19,11 +19,11 @@ from tidemark.app.cli import main
 
 
 def test_events_of_two_writers_whatever_dies(site: SynapseSite, synapse_redis: Node, redis_url: str, dsn: str) -> None:
-    """Workers are killed and come back, Redis is, the bridge is, another takes over: at every moment no event is
-    stepped over, at rest everything is told, and a reader has read each event once, those from before too."""
+    """Workers are killed and come back, Redis is, the bridge is, another takes over, and is started again while Redis
+    is away: at every moment no event is stepped over, at rest everything is told, and a reader has read each event
+    once, those from before too."""
     rooms = [site.server.room("alice") for _ in range(8)]
-    first = site.bridge()
-    site.bridge()
+    first, second = site.bridge(), site.bridge()
     with reading(site, redis_url, dsn) as read:
         with site.traffic(rooms) as sent:
 
@@ -41,6 +41,8 @@ def test_events_of_two_writers_whatever_dies(site: SynapseSite, synapse_redis: N
             first.kill()
             more(5)
             synapse_redis.kill()
+            second.kill()
+            second.start()
             synapse_redis.start()
             more(5)
             first.start()

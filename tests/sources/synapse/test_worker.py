@@ -99,8 +99,8 @@ def test_worker_hears_by_tidemark_what_it_hears_by_its_own(
         "TIDEMARK_SIDECAR_NAME": NAME,
     }
     sidecar = SidecarProcess(Home(tmp_path), int(variables["TIDEMARK_SIDECAR_PORT"]), variables)
-    sidecar.start()
     try:
+        sidecar.start()
         with overheard(synapse_redis.url) as sent, server.listener("listener", urlsplit(redis_url).port or 0, port):
             since = server.synced("alice", at="listener")["next_batch"]
             for number in range(KINDS):
