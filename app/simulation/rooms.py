@@ -6,9 +6,9 @@ also fetches history. What clients were answered is held against the tables, and
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event
 
@@ -35,12 +35,15 @@ from tidemark.sources.relay.database import session_of
 from tidemark.sources.rooms.tables import SCHEMA
 from tidemark.sources.simulator import tables
 from tidemark.sources.simulator.rooms import REMOTE, RoomServiceRole, played, room_streams
-from tidemark.sources.simulator.script import Fault
+from tidemark.sources.simulator.script import ALL, Fault
 from tidemark.sources.topics import Topics
 from tidemark.streaming.errors import BadSetting, Unavailable
 
-BACK = {Fault.FAILOVER, Fault.RESTORE}
-"""Clients of rooms keep what they were told, and have nothing by which to take it back."""
+BACK = frozenset({Fault.FAILOVER, Fault.RESTORE})
+TAKEN_BACK = (
+    "failover and restore are not for --workload rooms: what clients were told of a position would be of another"
+    " history (docs/rooms.md)"
+)
 
 CLIENTS = {
     "rooms-sync": (ClientKind.LINE, ClientKind.VECTOR),
@@ -51,7 +54,9 @@ CLIENTS = {
 
 @dataclass(frozen=True, slots=True)
 class RoomsCompany(Company):
-    """Services and clients of rooms in the places of others."""
+    """Services and clients of rooms in the places of others; `kept`: whether answers are, to be verified."""
+
+    kept: bool
 
     def readers(self) -> list[Member]:
         return [Member(name, partial(self._client, kinds)) for name, kinds in CLIENTS.items()]
@@ -72,18 +77,27 @@ class RoomsCompany(Company):
 
     def _client(self, kinds: Sequence[ClientKind], member: Member) -> Actor:
         streams, seed = room_streams(self.cast.prefix), f"{self.seed} {member.name} {member.incarnation}"
-        role = RoomClientRole(kinds, streams, f"{self.cast.prefix}client", seed)
+        role = RoomClientRole(kinds, streams, f"{self.cast.prefix}client", seed, kept=self.kept)
         return self.actor(member, Part(self.stage.facts, self.stage.effects, room_client=role))
+
+
+def playable(faults: Set[Fault]) -> Set[Fault]:
+    """All but those after which a database lacks what it had. Raises `BadSetting` where one is asked for by name."""
+    if faults == ALL:
+        click.echo(f"all but failover and restore: {TAKEN_BACK}")
+        return ALL - BACK
+    if faults & BACK:
+        raise BadSetting("--faults", TAKEN_BACK)
+    return faults
 
 
 def run(settings: Settings, play: Play, *, verify: bool) -> None:
     """Play to the end, or until SIGTERM or Ctrl-C, as `simulate.run` does.
 
-    Raises `RoomsDiffer` where `verify` finds it; `BadSetting` for faults after which a database lacks what it had;
+    Raises `RoomsDiffer` where `verify` finds it; `BadSetting` for faults that cannot be played;
     `StreamTaken`, `TopicMissing`, `AlreadyRunning`, `StartFailed`, `Unavailable`.
     """
-    if play.faults & BACK:
-        raise BadSetting("--faults", "failover and restore are not for --workload rooms: its clients cannot forget")
+    play = replace(play, faults=playable(play.faults))
     with ExitStack() as stack:
         own = services_server(settings, play, stack)
         stage = _stage(settings, play.cast.prefix, own.server.dsn() if own else settings.postgres())
@@ -91,9 +105,11 @@ def run(settings: Settings, play: Play, *, verify: bool) -> None:
         verification = stack.enter_context(RoomsVerification(stage.facts, stage.effects))
         nothing_else = Verification(stage.facts, stage.effects, [])
         servers = stack.enter_context(closing(own.with_stack(settings, nothing_else))) if own else None
-        director = stack.enter_context(directed(RoomsCompany(stage, play.cast, play.faults, play.seed), servers))
-        _await_all(director, verification, stopping)
-        play_through(director, play, stopping, verification.counts, RoomsDiffer if verify else None)
+        director = stack.enter_context(
+            directed(RoomsCompany(stage, play.cast, play.faults, play.seed, verify), servers)
+        )
+        _await_all(director, {*ClientKind} if verify else {*CLIENTS["rooms-sync"]}, stopping)
+        play_through(director, play, stopping, verification.counts if verify else list, RoomsDiffer if verify else None)
         if verify:
             _conclude(director, verification)
 
@@ -101,7 +117,7 @@ def run(settings: Settings, play: Play, *, verify: bool) -> None:
 def _stage(settings: Settings, prefix: str, services: str) -> Stage:
     """Everything that the play needs, made where it is missing; `services` is the DSN of their server."""
     Topics(settings.kafka).describe([settings.kafka_facts_topic])
-    play = "_".join(filter(None, ["rooms", prefix]))
+    play = "_".join(filter(None, ["rooms", prefix.strip("_")]))
     facts, effects = tables.make_database(services, play), tables.make_database(settings.postgres(), play)
     tables.prepare_writing(facts)
     streams = played(room_streams(prefix))
@@ -114,14 +130,15 @@ def _stage(settings: Settings, prefix: str, services: str) -> Stage:
     return Stage(Home(settings.home), facts, effects)
 
 
-def _await_all(director: Director, verification: RoomsVerification, stopping: Event) -> None:
-    """The play begins when everybody is at work: processes need their time on a busy machine."""
+def _await_all(director: Director, clients: Set[ClientKind], stopping: Event) -> None:
+    """The play begins when everybody is at work, these among them: processes need their time on a busy machine."""
     deadline = time.monotonic() + CATCH_UP_SECONDS
-    while time.monotonic() < deadline and not stopping.wait(TICK_SECONDS):
-        director.tick()
-        with suppress(Unavailable):
-            if len(verification.counts()) == len(ClientKind):
-                return
+    with closing(session_of(director.company.stage.effects, tables.APPLICATION)) as session:
+        while time.monotonic() < deadline and not stopping.wait(TICK_SECONDS):
+            director.tick()
+            with suppress(Unavailable), session.use() as connection:
+                if {*connection.execute("select distinct client from play.answers")} >= {(kind,) for kind in clients}:
+                    return
 
 
 def _conclude(director: Director, verification: RoomsVerification) -> None:

@@ -20,20 +20,21 @@ import psycopg
 
 from tidemark.app.simulation.reading import ReaderServers
 from tidemark.sinks.reader import Positions, Standing
-from tidemark.sources.rooms.caches import Caches
-from tidemark.sources.rooms.persisting import (
-    ALL_OF_ROOM,
-    MEMBERS,
-    STATE,
-    RoomStore,
-    RoomStreams,
-    WriterAppender,
-    following,
+from tidemark.sources.rooms.caches import ALL_OF_ROOM, MEMBERS, ROOMS_OF, STATE, Caches
+from tidemark.sources.rooms.persisting import RoomStore, RoomStreams, WriterAppender, following
+from tidemark.sources.rooms.reading import (
+    Upto,
+    current_state,
+    invalidated,
+    joined_with_version,
+    members_with_version,
+    messages,
+    opened,
+    sync,
 )
-from tidemark.sources.rooms.reading import Upto, current_state, members_with_version, messages, opened, sync
 from tidemark.sources.rooms.rules import RoomEvent
 from tidemark.sources.simulator.drivers import BrokenOff, lost
-from tidemark.sources.simulator.rooms import GUEST, ROOMS
+from tidemark.sources.simulator.rooms import GUEST, ROOMS, SPEAKERS
 from tidemark.sources.simulator.rooms import MEMBERS as READERS
 from tidemark.sources.simulator.service import together
 from tidemark.streaming.errors import NotReached, Retry, StreamNotKnown, TokenFromTheFuture
@@ -71,12 +72,14 @@ class ClientKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RoomClientRole:
-    """The part of one process; `writer` is the name under which it writes, if it does."""
+    """The part of one process; `writer` is the name under which it writes, if it does. Without `kept` it leaves no more
+    than the places of those who sync, so that it may go on for ever."""
 
     kinds: Sequence[ClientKind]
     streams: RoomStreams
     writer: str
     seed: str
+    kept: bool = True
 
 
 def read_rooms(role: RoomClientRole, servers: ReaderServers, stopping: threading.Event) -> None:
@@ -166,21 +169,22 @@ class _Client:
                 if applied is None:
                     caches.clear()
                 else:
-                    for cache, keys in _invalidated(facts, applied, now):
+                    for cache, keys in invalidated(facts, applied, now):
                         caches.invalidated(cache, keys)
                 applied = now
                 served = [self._served(caches, facts) for _ in range(20)]
                 self._answer(effects, "served", "", None, now, {"served": served})
 
     def _served(self, caches: Caches, facts: Connection) -> tuple[str, str, int]:
-        room = f"!{self._random.randrange(ROOMS)}"
-        loads: Mapping[str, Callable[[], tuple[int, object]]] = {
-            STATE: lambda: current_state(facts, room),
-            MEMBERS: lambda: members_with_version(facts, room),
+        cache = self._random.choice([STATE, MEMBERS, ROOMS_OF])
+        key = f"@m{self._random.randrange(SPEAKERS)}" if cache == ROOMS_OF else f"!{self._random.randrange(ROOMS)}"
+        load: Mapping[str, Callable[[], tuple[int, object]]] = {
+            STATE: lambda: current_state(facts, key),
+            MEMBERS: lambda: members_with_version(facts, key),
+            ROOMS_OF: lambda: joined_with_version(facts, key),
         }
-        cache = self._random.choice([*loads])
-        version, _ = caches.get(cache, [room], loads[cache])
-        return cache, room, version
+        version, _ = caches.get(cache, [key], load[cache])
+        return cache, key, version
 
     def own(self) -> None:
         """Write an event, and wait for nothing but it: whoever else is slow, the next sync has it."""
@@ -239,22 +243,21 @@ class _Client:
     def _answer(
         self, effects: Connection, kind: str, about: str, since: Upto | None, upto: Upto, answer: Mapping[str, Any]
     ) -> None:
+        if not self._role.kept and kind != "sync":
+            return
         texts = [msgspec.json.encode(it).decode() for it in (since, upto, answer)]
-        effects.execute(
-            "insert into play.answers (client, kind, about, since, upto, answer) values (%s, %s, %s, %s, %s, %s)",
-            [self._kind.value, kind, about, *texts],
-        )
+        with effects.transaction():
+            if not self._role.kept:
+                effects.execute(
+                    "delete from play.answers where client = %s and kind = %s and about = %s",
+                    [self._kind.value, kind, about],
+                )
+            effects.execute(
+                "insert into play.answers (client, kind, about, since, upto, answer) values (%s, %s, %s, %s, %s, %s)",
+                [self._kind.value, kind, about, *texts],
+            )
 
 
 def _upto(stands: Standing) -> Upto:
     """The published vector, without writers that are no further than the line."""
     return Upto(stands.linear, {writer: id for writer, id in stands.vector.items() if abs(id) > abs(stands.linear)})
-
-
-def _invalidated(connection: Connection, applied: Upto, now: Upto) -> list[tuple[str, list[str] | None]]:
-    """What was invalidated between the positions; some of it may have been applied before, which does no harm."""
-    return connection.execute(
-        "select cache, keys from rooms.invalidations where stream_id > %s and stream_id <= %s"
-        " and stream_id <= greatest(%s, (%s::jsonb->>writer)::bigint)",
-        [applied.linear, now.farthest, now.linear, msgspec.json.encode(now.positions).decode()],
-    ).fetchall()

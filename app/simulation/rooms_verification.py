@@ -13,9 +13,8 @@ import msgspec
 
 from tidemark.app.simulation.rooms_reading import ClientKind
 from tidemark.sources.relay.database import session_of
-from tidemark.sources.rooms import tables
+from tidemark.sources.rooms import caches, tables
 from tidemark.sources.rooms.model import Truth
-from tidemark.sources.rooms.persisting import ALL_OF_ROOM
 from tidemark.sources.rooms.reading import TimelineRow, Upto, current_state
 from tidemark.sources.rooms.rules import MEMBER, HeldAs, RoomEvent
 from tidemark.sources.rooms.states import LONGEST_CHAIN, KeyHolder, State
@@ -87,6 +86,15 @@ class _Tables:
     recipients: dict[int, str]
     stale_from: Mapping[tuple[str, str], Sequence[tuple[TimelineRow, int]]]
     """Of cache and room: invalidations with the version that they tell of, rising."""
+    rooms_of: Mapping[str | None, Sequence[TimelineRow]]
+    """Of a member, or (None) of all: invalidations of their rooms. A value's version is how many it has seen."""
+
+    def least(self, cache: str, key: str, upto: Upto) -> int:
+        """The version that a cached value must have come to."""
+        if cache == caches.ROOMS_OF:
+            return sum(upto.passed(row) for member in (key, None) for row in self.rooms_of.get(member, ()))
+        told = reversed(self.stale_from.get((cache, key), ()))
+        return next((version for row, version in told if upto.passed(row)), 0)
 
 
 class RoomsVerification:
@@ -153,13 +161,17 @@ def _tables(connection: Connection) -> _Tables:
         if recipient is not None:
             recipients[row[0]] = recipient
     stale: dict[tuple[str, str], list[tuple[TimelineRow, int]]] = defaultdict(list)
+    rooms_of: dict[str | None, list[TimelineRow]] = defaultdict(list)
     for id, cache, keys, writer, version in connection.execute(
-        "select stream_id, cache, keys, writer, version from rooms.invalidations"
-        " where version is not null order by stream_id"
+        "select stream_id, cache, keys, writer, version from rooms.invalidations order by stream_id"
     ).fetchall():
-        for name in ("state", "members") if cache == ALL_OF_ROOM else (cache,):
-            stale[name, keys[0]].append((TimelineRow(id, "", keys[0], 0, writer), version))
-    return _Tables(timeline, recipients, stale)
+        told = TimelineRow(id, "", "", 0, writer)
+        if cache == caches.ROOMS_OF:
+            rooms_of[None if keys is None else keys[0]].append(told)
+            continue
+        for name in (caches.STATE, caches.MEMBERS) if cache == caches.ALL_OF_ROOM else (cache,):
+            stale[name, keys[0]].append((told, version))
+    return _Tables(timeline, recipients, stale, rooms_of)
 
 
 def _synced(answers: Iterable[Sequence[Any]], held: _Tables) -> Iterable[RoomCount]:
@@ -193,17 +205,10 @@ def _judged(client: str, about: str, upto: Upto, answer: Mapping[str, Any], held
             return _paged(about, upto, answer, held)
         case ClientKind.CACHES:
             served = answer["served"]
-            stale = sum(
-                version < _least(held.stale_from.get((cache, room), ()), upto) for cache, room, version in served
-            )
+            stale = sum(version < held.least(cache, key, upto) for cache, key, version in served)
             return RoomCount(client, len(served), len(served), stale=stale)
         case _:
             return RoomCount(client, 1, int(answer["found"]), missed=int(not answer["found"]))
-
-
-def _least(invalidations: Sequence[tuple[TimelineRow, int]], upto: Upto) -> int:
-    """The version that a cache must have come to."""
-    return next((version for row, version in reversed(invalidations) if upto.passed(row)), 0)
 
 
 def _paged(room: str, upto: Upto, answer: Mapping[str, Any], held: _Tables) -> RoomCount:

@@ -165,7 +165,8 @@ def play_through(
         except Unavailable as problem:
             click.echo(f"{now:6.0f} s  {problem}")
             continue
-        click.echo(f"{now:6.0f} s  {'; '.join(map(str, found))}")
+        if found:
+            click.echo(f"{now:6.0f} s  {'; '.join(map(str, found))}")
         if differ is not None and not all(count.right for count in found):
             raise differ(found)
     befell = ", ".join(f"{count} x {fault}" for fault, count in sorted(director.done.items()))

@@ -8,6 +8,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from threading import Lock
 from typing import Any, TypeVar
 
+ALL_OF_ROOM = "*room"
+"""In place of a cache's name: every cache whose key is the room."""
+STATE, MEMBERS, ROOMS_OF = "state", "members", "rooms_of"
+"""Caches of a room's current state, of its members, and of a member's rooms."""
+
 V = TypeVar("V")
 
 Entry = tuple[str, tuple[str, ...]]

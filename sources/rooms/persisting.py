@@ -4,15 +4,18 @@ Whoever persists takes the lock of the event's room first, so that rooms are ind
 transaction at a time. The transaction is one of `read committed`: what others did is seen once the lock is there.
 """
 
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import msgspec
 import psycopg
 
 from tidemark.sources.client import Writer
 from tidemark.sources.rooms import tables
+from tidemark.sources.rooms.caches import ALL_OF_ROOM, ROOMS_OF, STATE
 from tidemark.sources.rooms.rules import (
     MEMBER,
     Around,
@@ -29,10 +32,7 @@ from tidemark.sources.rooms.states import State, difference, given_state, group_
 from tidemark.sources.rooms.tables import PostgresGroups
 from tidemark.streaming.postgres_session import Connection
 
-ALL_OF_ROOM = "*room"
-"""In place of a cache's name: every cache whose key is the room."""
-STATE, MEMBERS, ROOMS_OF = "state", "members", "rooms_of"
-"""Caches of a room's current state, of its members, and of a member's rooms."""
+_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # not where the backslash is itself a character
 MOST_MEMBERS = 10
 """Members whose rooms change; of more, the whole cache is cleared."""
 
@@ -110,7 +110,7 @@ class RoomStore:
         `given` are the events of the state before it, needed where not all of its prev events are held; `reserved` is
         an ID that this transaction has reserved of the timeline's stream. Raises `BadEvent`: then nothing was written.
         """
-        _require_json(event)
+        event = _as_stored(event)
         try:
             with connection.transaction():
                 return self._persist(connection, event, timeline, given, reserved)
@@ -259,15 +259,16 @@ def _renew_members(connection: Connection, room: str, events: Sequence[str]) -> 
     )
 
 
-def _require_json(event: RoomEvent) -> None:
-    """Content that the table or a reader could not take."""
+def _as_stored(event: RoomEvent) -> RoomEvent:
+    """With content as the table gives it back. Raises `BadEvent` where it or a reader could not take it."""
     try:
         text = tables.as_json(event.content)
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise BadEvent(event.id, f"its content is no JSON: {error}") from error
-    if "\\u0000" in text:
+    if _NUL.search(text):
         raise BadEvent(event.id, "its content has the character NUL, which Postgres does not take")
+    return replace(event, content=msgspec.json.decode(text))
 
 
 def following(connection: Connection, room: str) -> tuple[tuple[str, ...], int]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from tidemark.sources.rooms.caches import ROOMS_OF
 from tidemark.sources.rooms.states import KeyHolder, State, resolved
 from tidemark.sources.rooms.tables import state_of
 from tidemark.streaming.postgres_session import Connection
@@ -111,6 +112,32 @@ def members_with_version(connection: Connection, room: str) -> tuple[int, list[s
         [JOINED, room],
     ).fetchall()
     return (rows[0][0] if rows else 0), [member for _, member in rows if member is not None]
+
+
+def joined_with_version(connection: Connection, member: str) -> tuple[int, list[str]]:
+    """How often the member's rooms were invalidated, and which they are, of one snapshot."""
+    ((version, rooms),) = connection.execute(
+        """
+        select (
+            select count(*) from rooms.invalidations
+            where cache = %(cache)s and (keys is null or keys = array[%(member)s])
+        ), array(
+            select room from rooms.memberships where member = %(member)s and membership = %(joined)s order by room
+        )
+        """,
+        {"member": member, "joined": JOINED, "cache": ROOMS_OF},
+    ).fetchall()
+    return version, rooms
+
+
+def invalidated(connection: Connection, since: Upto, now: Upto) -> list[tuple[str, list[str] | None]]:
+    """What caches are to forget between two positions of the stream `caches`: name, and keys or None. Some of it may
+    have been told before, which does no harm."""
+    return connection.execute(
+        "select cache, keys from rooms.invalidations where stream_id > %s and stream_id <= %s"
+        " and stream_id <= greatest(%s, (%s::jsonb->>writer)::bigint) order by stream_id",
+        [since.linear, now.farthest, now.linear, _json(now.positions)],
+    ).fetchall()
 
 
 def sync(

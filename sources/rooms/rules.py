@@ -19,7 +19,7 @@ MOST_NAMED = 20
 """Prev events of any event."""
 DEEPEST_EVENT = 2**63 - 1
 MEMBER = "m.room.member"
-_OUT_OF_BAND = {"invite", "leave", "knock"}
+_OUT_OF_BAND = ("invite", "leave", "knock")
 
 Timeline = Literal["events", "backfill"]
 
@@ -102,7 +102,8 @@ class Around:
 
 @dataclass(frozen=True, slots=True)
 class RoomChange:
-    """What persisting does. `timeline` is where it is told, None for an outlier that nobody is sent.
+    """What persisting does. `timeline` is where it is told, None for an outlier that nobody is sent (whoever is sent
+    one reads `events`).
 
     `extremity`: it becomes a forward extremity, and its prev events cease to be where it `counts`. It ceases to be a
     backward extremity where it has edges, and `missing` of its prev events become ones.
@@ -121,7 +122,7 @@ def persisted(event: RoomEvent, around: Around, timeline: Timeline = "events") -
     if around.itself is not None:
         _check_again(event, around.itself)
     if event.held_as.outlier:
-        told: Timeline | None = timeline if event.held_as is HeldAs.OUT_OF_BAND else None
+        told: Timeline | None = "events" if event.held_as is HeldAs.OUT_OF_BAND else None
         return RoomChange((), counts=False, extremity=False, missing=(), timeline=told)
     _check_place(event, around)
     counts = event.held_as.counts

@@ -28,6 +28,8 @@ MEMBERS = ("@ada", "@bob")
 """They join every room as it is made, and stay."""
 GUEST = "@eve"
 """She is invited, and never joins."""
+SPEAKERS = 20
+"""Others, @m0 and so forth, who come and go."""
 LIVE_HANDS = 2
 BACKFILL_SECONDS = 0.3  # between two looks
 COMPACTIONS = 0.05
@@ -140,7 +142,7 @@ class _LiveHand(_RoomHand):
 
     def _any(self, room: str, prevs: Sequence[str], depth: int) -> RoomEvent:
         """A message, a topic, or somebody who comes or goes."""
-        chance, sender = self._random.random(), f"@m{self._random.randrange(20)}"
+        chance, sender = self._random.random(), f"@m{self._random.randrange(SPEAKERS)}"
         names = tuple(prevs)
         if chance < 0.7:
             return RoomEvent(_new(), room, "m.room.message", sender, names, depth, None, {"body": "hello"})

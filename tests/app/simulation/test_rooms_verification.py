@@ -13,7 +13,7 @@ from tidemark.app.simulation.rooms_reading import ANSWERS
 from tidemark.app.simulation.rooms_verification import RoomCount, RoomsVerification
 from tidemark.sources.relay.database import session_of
 from tidemark.sources.rooms.persisting import following
-from tidemark.sources.rooms.reading import Upto, current_state, messages
+from tidemark.sources.rooms.reading import Upto, current_state, joined_with_version, messages
 from tidemark.sources.rooms.rules import HeldAs, RoomEvent
 from tidemark.sources.rooms.tables import SCHEMA
 from tidemark.sources.simulator import tables
@@ -122,6 +122,17 @@ def test_a_cache_is_stale_behind_an_invalidation_that_its_position_has_passed(wo
     world.answer("caches", "served", "", 0, last, {"served": served})
     world.answer("caches", "served", "", 0, first, {"served": served})
     assert world.counts()["caches"] == RoomCount("caches", 6, 6, stale=2)
+
+
+def test_the_cached_rooms_of_a_member_are_stale_in_the_same_way(world: World) -> None:
+    """Behind an invalidation of the member's own, or of all; another member's is none of it."""
+    world.connection.execute("insert into rooms.invalidations values (100, 'rooms_of', null, 0, 'web')")
+    for upto, versions in ((99, (0, 1)), (100, (1, 2))):
+        served = [["rooms_of", "@ada", version] for version in versions] + [["rooms_of", "@eve", versions[0]]]
+        world.answer("caches", "served", "", 0, upto, {"served": served})
+    assert world.counts()["caches"] == RoomCount("caches", 6, 6, stale=2)
+    assert joined_with_version(world.connection, "@ada") == (2, [ROOM])
+    assert joined_with_version(world.connection, "@eve") == (1, [])
 
 
 def test_a_client_that_does_not_find_its_own_event_has_missed_it(world: World) -> None:

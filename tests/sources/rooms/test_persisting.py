@@ -15,6 +15,8 @@ from tidemark.sources.rooms.model import Truth
 from tidemark.sources.rooms.persisting import RoomStore, RoomStreams, SqlAppender, WriterAppender, following
 from tidemark.sources.rooms.reading import current_state, joined_rooms, members_of
 from tidemark.sources.rooms.rules import MEMBER, BadEvent, HeldAs, RoomEvent
+from tidemark.sources.rooms.states import LONGEST_CHAIN
+from tidemark.sources.rooms.tables import PostgresGroups
 from tidemark.streaming.postgres_session import Connection
 
 STORE = RoomStore(WriterAppender("web"), RoomStreams())
@@ -120,7 +122,10 @@ REFUSED = [
     (an_event("far", ROOT, room="!other"), "is of another room"),
     (replace(ROOT, id="deep", depth=2**63), "its depth 9223372036854775808"),
     (an_event("gap", replace(ROOT, id="unknown")), "no state before it is given"),
+    (an_event("second", replace(ROOT, id="first", depth=5)), "a cycle: it and first name each other"),
+    (replace(an_event("second", ROOT), prevs=("third",), depth=7), "a cycle, or a wrong depth"),
     (replace(ROOT, id="nul", content={"text": "\0"}), "the character NUL"),
+    (replace(ROOT, id="nul", content={"text": "\\\0"}), "the character NUL"),
     (replace(ROOT, id="stray", content={"text": "\ud800"}), "no JSON"),
     (replace(ROOT, id="nan", content={"text": {1, object()}}), "no JSON"),
 ]
@@ -129,11 +134,54 @@ REFUSED = [
 def test_a_refused_event_leaves_nothing_half_written(rooms: Connection) -> None:
     """Not even where the service goes on with its transaction."""
     STORE.persist(rooms, ROOT)
+    first = replace(an_event("first", ROOT), prevs=("root", "second"), depth=5)
+    STORE.persist(rooms, first, given=[])
+    STORE.persist(rooms, an_event("third", first))
     before = everything(rooms)
     for event, says in REFUSED:
         with rooms.transaction(), pytest.raises(BadEvent, match=says):
             STORE.persist(rooms, event)
         assert everything(rooms) == before
+
+
+def test_an_event_may_be_named_by_another_room_before_it_comes(rooms: Connection) -> None:
+    """Where another server lied: the event is taken all the same, and there it stays missing, for good."""
+    liar = replace(an_event("liar", ROOT, room="!other"), depth=2)
+    STORE.persist(rooms, liar, given=[])
+    assert tables.backward_extremities(rooms, "!other") == ["root"]
+    assert STORE.persist(rooms, ROOT) == 2
+    assert tables.backward_extremities(rooms, "!other") == ["root"]
+    assert [*tables.forward_extremities(rooms, ROOM)] == ["root"]
+    again = replace(an_event("again", ROOT, room="!other"), prevs=("unknown", "root"))
+    with pytest.raises(BadEvent, match="is of another room"):
+        STORE.persist(rooms, again, given=[])
+
+
+def test_an_outlier_is_placed_as_the_event_that_it_was(rooms: Connection) -> None:
+    """Whatever Python made of its content: tables keep JSON."""
+    event = replace(
+        an_event("late", ROOT), content={"list": (1, 2), "none": float("inf"), "bytes": b"x", "text": "\\u0000"}
+    )
+    STORE.persist(rooms, replace(event, held_as=HeldAs.OUTLIER))
+    assert STORE.persist(rooms, ROOT) == 1
+    assert STORE.persist(rooms, event) == 2
+
+
+def test_chains_in_tables_keep_their_bound(rooms: Connection) -> None:
+    """The 101st change of a state stands on a group half way down; compaction leaves the one group that is used."""
+    event = an_event("e0", key="k0")
+    for number in range(1, LONGEST_CHAIN + 30):
+        STORE.persist(rooms, event)
+        event = an_event(f"e{number}", event, key=f"k{number % 7}")
+    ((group,),) = rooms.execute("select state_group from rooms.rooms").fetchall()
+    chains = PostgresGroups(rooms, ROOM)
+    stored = [id for (id,) in rooms.execute("select id from rooms.state_groups").fetchall()]
+    assert max(len(chains.chain(id)) for id in stored) == LONGEST_CHAIN
+    state, length = tables.state_of(rooms, group), len(chains.chain(group))
+    rooms.execute("update rooms.events set state_group = %s where state_group <> %s", [group, group])
+    assert tables.compact_states(rooms, ROOM) == len(stored) - 1
+    assert tables.state_of(rooms, group) == state
+    assert len(chains.chain(group)) == 1 < length
 
 
 def test_one_id_in_two_rooms_at_once_is_refused_of_one(rooms: Connection, another: Connection) -> None:

@@ -107,6 +107,10 @@ ROOT = an_event("root")
         (replace(ROOT, id="\ud800"), "its ID"),
         (replace(ROOT, id="x", prevs=tuple(map(str, range(21))), depth=2), "it names 21 prev events, and 20 are"),
         (replace(ROOT, id="x", held_as=HeldAs.OUT_OF_BAND), "only an invite, its rejection or a knock"),
+        (
+            RoomEvent("x", ROOM, MEMBER, "@ada", (), 1, "@bob", {"membership": ["invite"]}, HeldAs.OUT_OF_BAND),
+            "only an invite, its rejection or a knock",
+        ),
         (an_event("gap", ROOT, replace(ROOT, id="unknown")), "prev event unknown is not held, and no state"),
     ],
 )
@@ -173,7 +177,7 @@ def test_an_out_of_band_membership_is_told_and_told_again_as_a_regular_event() -
     invite = RoomEvent(
         "invite", ROOM, MEMBER, "@ada", ("unknown",), 9, "@bob", {"membership": "invite"}, HeldAs.OUT_OF_BAND
     )
-    rooms.persist(invite)
+    rooms.persist(invite, "backfill")  # wherever it was found: its user reads what arrives
     assert (rooms.live, rooms.rooms[ROOM].backward, rooms.rooms[ROOM].group) == (["invite"], set(), None)
     rooms.persist(replace(invite, held_as=HeldAs.REGULAR), given=[])
     assert (rooms.live, rooms.rooms[ROOM].backward) == (["invite", "invite"], {"unknown"})

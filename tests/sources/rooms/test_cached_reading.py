@@ -1,0 +1,202 @@
+"""Readers with caches beside writers: whose position has passed an invalidation never serves the older value."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.examples import examples
+from tests.sources.rooms.dags import an_event
+from tests.sources.rooms.test_persisting import OWN, STORE, a_member
+from tidemark.sources.rooms import persisting
+from tidemark.sources.rooms.caches import ALL_OF_ROOM, MEMBERS, ROOMS_OF, STATE, Caches
+from tidemark.sources.rooms.persisting import RoomStore, following
+from tidemark.sources.rooms.reading import (
+    Upto,
+    current_state,
+    invalidated,
+    joined_with_version,
+    members_with_version,
+)
+from tidemark.sources.rooms.rules import HeldAs, RoomEvent
+from tidemark.streaming.postgres_session import Connection
+
+SLOW_ROOM, QUICK_ROOMS = "!slow", ("!one", "!two")
+MEMBER_NAMES = ("@ada", "@bob", "@eve")
+ENTRIES = [
+    *((cache, room) for cache in (STATE, MEMBERS) for room in (SLOW_ROOM, *QUICK_ROOMS)),
+    *((ROOMS_OF, member) for member in MEMBER_NAMES),
+]
+KINDS = st.sampled_from(["message", "topic", *(f"join {name}" for name in MEMBER_NAMES), "leave @ada", "crowd"])
+
+Entry = tuple[str, str]
+Value = tuple[int, object]
+
+
+def loaded(connection: Connection, entry: Entry) -> Value:
+    cache, key = entry
+    load: Mapping[str, Callable[[Connection, str], Value]] = {
+        STATE: current_state,
+        MEMBERS: lambda connection, room: (0, members_with_version(connection, room)[1]),  # the version is the state's
+        ROOMS_OF: joined_with_version,
+    }
+    return load[cache](connection, key)
+
+
+@dataclass
+class Committed:
+    """A transaction that is over: the invalidations of its writer, and every value from then on."""
+
+    writer: str
+    ids: set[int]
+    values: Mapping[Entry, Value]
+
+
+@dataclass
+class Cached:
+    """A reader, by line or by vector."""
+
+    caches: Caches = field(default_factory=lambda: Caches({ALL_OF_ROOM: [STATE, MEMBERS]}))
+    applied: Upto = field(default_factory=lambda: Upto(0))
+
+
+@dataclass
+class Server:
+    """Two writers: `web` in quick transactions, and one whose transaction stays open. What they commit is noted."""
+
+    quick: Connection
+    slow: Connection
+    number: int = 0
+    last: int = 0
+    opened: set[int] | None = None
+    """Invalidations of the slow writer's open transaction."""
+    history: list[Committed] = field(default_factory=list)
+
+    def write(self, connection: Connection, store: RoomStore, room: str, kind: str) -> set[int]:
+        """One event; the IDs of its invalidations."""
+        before = self._ids(connection)
+        prevs, depth = following(connection, room)
+        self.number += 1
+        id = f"e{self.number}"
+        what, _, member = kind.partition(" ")
+        event = replace(an_event(id, key="" if what == "topic" else None, room=room), prevs=prevs, depth=depth)
+        if member:
+            event = replace(a_member(id, member, membership=what), room=room, prevs=prevs, depth=depth)
+        if what == "crowd":
+            self._crowd(connection, store, event)
+        else:
+            store.persist(connection, event)
+        found = self._ids(connection) - before
+        self.last = max(self.last, *found) if found else self.last
+        return found
+
+    def _crowd(self, connection: Connection, store: RoomStore, event: RoomEvent) -> None:
+        """An event whose past is not known, with a state of several members."""
+        given = [replace(a_member(f"{event.id}{name}", name), room=event.room) for name in MEMBER_NAMES]
+        for member in given:
+            store.persist(connection, replace(member, depth=event.depth, held_as=HeldAs.OUTLIER))
+        store.persist(
+            connection,
+            replace(event, prevs=(*event.prevs, f"unknown{event.id}"), depth=event.depth + 1),
+            given=[member.id for member in given],
+        )
+
+    def _ids(self, connection: Connection) -> set[int]:
+        return {id for (id,) in connection.execute("select stream_id from rooms.invalidations").fetchall()}
+
+    def commit_quickly(self, room: str, kind: str) -> None:
+        with self.quick.transaction():
+            ids = self.write(self.quick, STORE, room, kind)
+        self._remember("web", ids)
+
+    def open(self, kind: str) -> None:
+        if self.opened is None:
+            self.slow.execute("begin")
+            self.opened = set()
+        self.opened |= self.write(self.slow, OWN, SLOW_ROOM, kind)
+
+    def end(self, how: str) -> None:
+        if self.opened is not None:
+            self.slow.execute(how.encode())
+            if how == "commit":
+                self._remember("service", self.opened)
+            self.opened = None
+
+    def _remember(self, writer: str, ids: set[int]) -> None:
+        values = {entry: loaded(self.quick, entry) for entry in ENTRIES}
+        self.history.append(Committed(writer, ids, values))
+
+    def position(self, *, by_line: bool) -> Upto:
+        """As Tidemark would publish it."""
+        low = min(self.opened) - 1 if self.opened else self.last
+        return Upto(low) if by_line else Upto(low, {"web": self.last})
+
+
+def follow(server: Server, reader: Cached, *, by_line: bool) -> None:
+    now = server.position(by_line=by_line).beside(reader.applied)
+    for cache, keys in invalidated(server.quick, reader.applied, now):
+        reader.caches.invalidated(cache, keys)
+    reader.applied = now
+
+
+def allowed(server: Server, reader: Cached, entry: Entry) -> Iterator[Value]:
+    """The value that the reader's position demands, and newer ones."""
+    demanded = -1
+    values = [it.values[entry] for it in server.history]
+    for number, commit in enumerate(server.history):
+        passed = all(id <= reader.applied.at(commit.writer) for id in commit.ids)
+        if passed and (number == 0 or values[number] != values[number - 1]):
+            demanded = number
+    yield from values[max(demanded, 0) :]
+
+
+@pytest.fixture
+def crowds_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(persisting, "MOST_MEMBERS", 2)
+
+
+@settings(max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+@pytest.mark.usefixtures("crowds_are_small")
+def test_no_reader_serves_a_value_older_than_its_position(
+    rooms: Connection, another: Connection, data: st.DataObject
+) -> None:
+    """Caches of state, of members and of members' rooms; invalidations of one key, of a group by its reserved name, of
+    a whole cache by null. Transactions commit in any order of their IDs, roll back, and commit while a value is
+    loaded; readers follow by line and by vector, and serve between."""
+    another.execute("rollback")
+    rooms.execute("truncate rooms.rooms, rooms.state_groups, rooms.timeline, rooms.invalidations cascade")
+    rooms.execute("truncate rooms.forward_extremities, rooms.backward_extremities")
+    server = Server(rooms, another)
+    for room in QUICK_ROOMS:
+        server.commit_quickly(room, "join @ada")
+    readers = {by_line: Cached() for by_line in (True, False)}
+    for number in range(data.draw(st.integers(3, 10))):
+        act = data.draw(st.sampled_from(["commit", "commit", "open", "end", "undo"]))
+        if act == "commit":
+            server.commit_quickly(data.draw(st.sampled_from(QUICK_ROOMS)), data.draw(KINDS))
+        elif act == "open":
+            server.open(data.draw(KINDS))
+        else:
+            server.end("commit" if act == "end" else "rollback")
+        by_line = data.draw(st.booleans())
+        reader = readers[by_line]
+        if data.draw(st.booleans()):
+            follow(server, reader, by_line=by_line)
+        overtaken = data.draw(st.booleans())
+
+        def slowly(entry: Entry) -> Value:
+            nonlocal overtaken
+            value = loaded(rooms, entry)
+            if overtaken:
+                overtaken = False
+                server.commit_quickly(QUICK_ROOMS[0], f"join {MEMBER_NAMES[number % 3]}")  # noqa: B023 - called at once
+                follow(server, reader, by_line=by_line)  # noqa: B023 - the same
+            return value
+
+        for entry in ENTRIES:
+            value = reader.caches.get(entry[0], [entry[1]], lambda entry=entry: slowly(entry))  # type: ignore[misc]
+            assert value in [*allowed(server, reader, entry)], (entry, value, reader.applied)
+    server.end("rollback")
