@@ -282,7 +282,8 @@ def simulate(
 
     seed = secrets.randbits(32) if seed is None else seed
     click.echo(f"playing with --seed {seed}")
-    play = simulate.Play(Players(streams, writers, rate, prefix), faults(named), seed, seconds)
+    cast = Players(streams, writers, rate, prefix, "persister" if workload == "rooms" else "writer")
+    play = simulate.Play(cast, faults(named), seed, seconds)
     run = rooms.run if workload == "rooms" else simulate.run
     run(loaded(), play, verify=verify)
 

@@ -34,4 +34,4 @@ def _shown(name: str, value: Any) -> str:
             is_address = Shown() in Settings.model_fields[name].metadata
             return masked(value.get_secret_value()) if is_address else "***"
         case _:
-            return masked(str(value))
+            return masked(str(value)).replace("\n", "\\n")

@@ -134,7 +134,7 @@ def run(settings: Settings) -> None:
     servers = ReadSideConfig(settings.redis, settings.postgres)
     limits = Limits(settings.sidecar_held, settings.sidecar_wait_seconds, settings.labelled_streams)
     hosts = settings.sidecar_names or (THIS_MACHINE if is_loopback(settings.sidecar_host) else ())
-    config = SiteConfig(settings.sidecar_tokens, settings.sidecar_origins, hosts, limits)
+    config = SiteConfig(settings.sidecar_tokens, settings.sidecar_origins, hosts, limits, settings.sidecar_note)
     acceptor = _acceptor(settings)
     stopping = asyncio.Event()
     asyncio.run(_require_welcome(servers))

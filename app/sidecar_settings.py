@@ -32,6 +32,9 @@ class SidecarSettings(BaseSettings):
     )
     sidecar_connections: Positive = Field(5000, description="Connections that the sidecar serves at once.")
     sidecar_held: Positive = Field(2500, description="Waits and event streams that the sidecar holds open at once.")
+    sidecar_note: str = Field(
+        "", description="What the live page tells everybody above the streams; further lines are folded on a phone."
+    )
     sidecar_wait_seconds: Annotated[float, Field(gt=0, le=3600)] = Field(
         60.0, description="How long one wait may last at most."
     )

@@ -19,7 +19,7 @@ from tidemark.app.stack.jars import DEMO, fetch_jars
 from tidemark.app.stack.members import Members, Supervisor
 from tidemark.app.stack.postgres import postgres_program
 from tidemark.app.stack.server import ServerProcess
-from tidemark.app.stack.servers import redis_program
+from tidemark.app.stack.servers import STORY, redis_program
 from tidemark.sinks.postgres.database import migrate
 from tidemark.streaming.errors import BadSetting
 
@@ -90,7 +90,7 @@ def _running(members: Members, *, demo: bool) -> Iterator[Sequence[ServerProcess
             list(pool.map(_start, members.servers))
         migrate(members.postgres.dsn())
         relay.migrate(members.postgres.dsn(), ["payments"] if demo else [], "forward", say=lambda _: None)
-        ours = [members.pipeline(), members.relay(), members.sidecar()]
+        ours = [members.pipeline(), members.relay(), members.sidecar(STORY if demo else "")]
         for later in [*ours, *members.demo()] if demo else ours:
             running.append(later)
             _start(later)

@@ -106,12 +106,13 @@ OPERATIONS: Sequence[Operation] = [*operations.OPERATIONS, *events.OPERATIONS]
 @dataclass(frozen=True, slots=True)
 class SiteConfig:
     """Whom the site serves. `tokens_file` None: everybody. `origins` are the web sites whose scripts may read, `hosts`
-    the names by which it may be asked; none: any."""
+    the names by which it may be asked; none: any. `note` are lines for people, above the streams of the page."""
 
     tokens_file: Path | None = None
     origins: Sequence[str] = ()
     hosts: Sequence[str] = ()
     limits: Limits = field(default_factory=Limits)
+    note: str = ""
 
 
 Beside = Callable[[ReadSide], AbstractAsyncContextManager[None]]
@@ -166,7 +167,7 @@ def site(
                 )
                 for it in offered
             ),
-            *page.routes([COMPRESSED]),
+            *page.routes([COMPRESSED], config.note),
         ],
         middleware=middleware,
         exception_handlers={Problem: answered, HTTPException: framework, Exception: unexpected},

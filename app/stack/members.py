@@ -52,8 +52,9 @@ class Members:
     def pipeline(self) -> PipelineProcess:
         return PipelineProcess(self.home, self._metrics_port, self.variables())
 
-    def sidecar(self) -> SidecarProcess:
-        return SidecarProcess(self.home, self._sidecar_port, self.variables())
+    def sidecar(self, note: str = "") -> SidecarProcess:
+        told = {"TIDEMARK_SIDECAR_NOTE": note} if note else {}
+        return SidecarProcess(self.home, self._sidecar_port, {**self.variables(), **told})
 
     def relay(self) -> RelayProcess:
         return RelayProcess(self.home, free_port(), self.variables())

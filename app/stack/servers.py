@@ -182,10 +182,26 @@ class RelayProcess(_TidemarkProcess):
         return listens(self.port)
 
 
+STORY = """\
+This demo is a chat server of several processes, the persisters, and a shop that takes payments.
+chat_events: what happens in the rooms. A persister takes the next ID, then writes its event in a transaction, \
+and these end in any order. While a slow persister holds an ID the line stands there, whatever others have written \
+beyond: who read on would step over an event that is still to come. Open the stream to see whom it waits for.
+chat_backfill: history. The server hears of an event whose past it does not know, and fetches that from other servers. \
+It is older than all that is there, so its IDs go down: -1, -2, ...
+chat_caches: what readers must forget because it has changed, such as the members of a room.
+payments: another service, in Java, which says in SQL what it did.
+"""
+"""What the live page tells newcomers."""
+
+
 class DemoProcess(_TidemarkProcess):
-    """Serves nothing; its port is 0."""
+    """A chat server at play, whose streams begin with `chat_`. It serves nothing; its port is 0."""
 
     name: ClassVar[str] = "simulate"
+
+    def command(self) -> Sequence[str]:
+        return [*super().command(), "--workload", "rooms", "--prefix", "chat_", "--rate", "15"]
 
     def answers(self) -> bool:
         return self.running

@@ -85,13 +85,15 @@ class PlayedStream:
 class Players:
     """`writers` at the beginning, each of which writes every stream; `rate` is transactions per second of all of them.
 
-    `prefix` begins each stream's and writer's name, so it must be fit for names in SQL. Raises `BadSetting`.
+    `prefix` begins each stream's and writer's name, so it must be fit for names in SQL; writers are `called` that, with
+    a number. Raises `BadSetting`.
     """
 
     streams: int = 5
     writers: int = 3
     rate: float = 40.0
     prefix: str = ""
+    called: str = "writer"
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9_]{0,40}", self.prefix):
@@ -108,7 +110,7 @@ class Players:
         return [stream.name for stream in self.stream_list()]
 
     def writer_name(self, number: int) -> str:
-        return f"{self.prefix}writer-{number}"
+        return f"{self.prefix}{self.called}-{number}"
 
 
 @dataclass(frozen=True, slots=True)

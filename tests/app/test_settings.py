@@ -261,3 +261,9 @@ def test_child_gets_the_stacks_settings_in_place_of_ours(setenv: SetEnv, tmp_pat
     assert child["TIDEMARK_POSTGRES_DSN"] == "postgresql://stack/tidemark"
     assert "TIDEMARK_POSTGRES_DSN_FILE" not in child
     assert child["TIDEMARK_SHARDS"] == "8"
+
+
+def test_config_shows_a_value_of_several_lines_on_one(setenv: SetEnv) -> None:
+    """One line for each setting."""
+    setenv("SIDECAR_NOTE", "staging\nAsk Ada.")
+    assert any("staging\\nAsk Ada.  " in line for line in config.lines(load()))

@@ -1,6 +1,7 @@
 """The live page at `/`, for the person on call: HTML, CSS and ES modules, served as they lie here.
 
 They ask for nothing from anywhere else, hold no data and need no token; what they show comes from `/v1/watch`.
+`page/note.txt` is what whoever runs the sidecar has to say of it to everybody.
 """
 
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
@@ -20,6 +21,7 @@ _SECURITY = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
+_HEADERS = {**_SECURITY, "Cache-Control": "no-cache"}
 
 
 class _Files(StaticFiles):
@@ -27,7 +29,7 @@ class _Files(StaticFiles):
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
-        response.headers.update({**_SECURITY, "Cache-Control": "no-cache"})
+        response.headers.update(_HEADERS)
         return response
 
 
@@ -38,6 +40,14 @@ async def _index(request: Request) -> Response:
     return await _files.get_response("index.html", request.scope)
 
 
-def routes(middleware: Sequence[Middleware]) -> list[BaseRoute]:
-    """Those of the page, behind `middleware`."""
-    return [Route("/", _index, methods=["GET"], middleware=middleware), Mount("/page", _files, middleware=middleware)]
+def routes(middleware: Sequence[Middleware], note: str = "") -> list[BaseRoute]:
+    """Those of the page, behind `middleware`; `note` are the lines that it shows above the streams."""
+
+    async def noted(_: Request) -> Response:
+        return PlainTextResponse(note, headers=_HEADERS)
+
+    return [
+        Route("/", _index, methods=["GET"], middleware=middleware),
+        Route("/page/note.txt", noted, methods=["GET"], middleware=middleware),
+        Mount("/page", _files, middleware=middleware),
+    ]

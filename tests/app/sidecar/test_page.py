@@ -300,6 +300,30 @@ def test_pages_do_not_come_back_all_at_once(browser: Browser) -> None:
         assert 750 in page.evaluate("pauses")
 
 
+def test_a_note_of_whoever_runs_it_stands_above_the_streams(servers: ReadSideConfig, browser: Browser) -> None:
+    """Its first line always; a further one may be about a stream. It is text, whatever it looks like."""
+    note = "staging of <b>Ada</b>\norders: what was bought\n\nAsk her first."
+    with sidecar(servers, SiteConfig(note=note)) as client, opened(browser, client.base_url) as page:
+        says(page, "#note summary", "staging of <b>Ada</b>")
+        says(page, "#note p >> nth=0", "orders: what was bought")
+        says(page, "#note strong", "orders:")
+        expect(page.locator("#note p")).to_have_count(2)
+        expect(page.locator("#note p").first).to_be_visible()
+        page.set_viewport_size({"width": 390, "height": 844})
+        page.reload()
+        says(page, "#note summary", "staging of <b>Ada</b>")
+        expect(page.locator("#note p").first).not_to_be_visible()
+        page.locator("#note summary").click()
+        expect(page.locator("#note p").first).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def test_without_a_note_there_is_no_room_for_one(client: SidecarClient, page: Page) -> None:
+    """As before; the file is there, and empty."""
+    assert client.get("/page/note.txt").text == ""
+    expect(page.locator("#note")).to_be_hidden()
+
+
 def test_files_are_guarded_and_kept(client: SidecarClient) -> None:
     """Nothing may run or load from elsewhere, and a browser that has a file is told that it is the same."""
     for path in ("/", "/page/page.js", "/page/page.css"):

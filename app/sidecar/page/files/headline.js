@@ -86,6 +86,24 @@ export function acts(pipeline, now) {
   });
 }
 
+// What whoever runs the sidecar has to say: the first line always, further ones folded where there is little room. A line
+// may begin with the name of a stream and a colon.
+export async function note(place) {
+  const answer = await fetch("page/note.txt").catch(() => null);
+  const [first, ...others] = answer?.ok ? (await answer.text()).split("\n").filter((line) => line.trim()) : [];
+  if (first === undefined) return;
+  place.querySelector("summary").textContent = first;
+  for (const line of others) {
+    const [, name, said] = /^(\S+): (.*)$/.exec(line) ?? [null, "", line];
+    const paragraph = element("p", "", ` ${said}`);
+    if (name) paragraph.prepend(element("strong", "", `${name}:`));
+    place.append(paragraph);
+  }
+  place.classList.toggle("single", !others.length);
+  place.open = others.length > 0 && matchMedia("(min-width: 52rem)").matches;
+  place.hidden = false;
+}
+
 // Only what changed is touched: somebody may be copying the rest.
 export function listed(list, found) {
   while (list.children.length > found.length) list.lastElementChild.remove();

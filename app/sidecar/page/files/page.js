@@ -2,7 +2,7 @@
 
 import { Board } from "./board.js";
 import { Feed } from "./feed.js";
-import { acts, figures, listed, notices, summary } from "./headline.js";
+import { acts, figures, listed, note, notices, summary } from "./headline.js";
 import { seconds } from "./verdict.js";
 
 const TOKEN = "tidemark.token";
@@ -82,4 +82,5 @@ function write(element, said) {
 }
 
 setInterval(() => lost && draw(), 1000);
+note(part("note"));
 feed.open();
