@@ -234,6 +234,15 @@ def test_nothing_is_noted_where_kafka_is_away(operator: Operator, dsn: str, sql:
     assert sql.execute("select 1 from tidemark.acts").fetchall() == []
 
 
+def test_nothing_is_sent_where_postgres_is_read_only(operator: Operator, dsn: str) -> None:
+    """As a standby is, or a server in maintenance: what is not noted is not done, but what only asks is answered."""
+    standby = operator.as_user(make_conninfo(dsn, options="-c default_transaction_read_only=on"))
+    done = standby.run("skip", STREAM, "a", "3..4", "--yes")
+    assert (done.exit_code, "read-only transaction" in done.output) == (1, True), done.output
+    assert operator.sent() == []
+    assert standby.run("skip", STREAM, "a", "3..4", "--dry-run").exit_code == 0
+
+
 def test_a_full_disk_is_told_in_one_line(operator: Operator) -> None:
     """Whatever asks, for people or for programs."""
     for words in (("gaps", "--json"), ("status",)):
