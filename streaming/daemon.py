@@ -6,12 +6,8 @@ told by their environment (streaming.spark) to start no thread before the fork.
 """
 
 import gc
-import re
-import sys
 
 if __name__ == "__main__":
-    # Spark puts archives of pyspark before the installed one, and modules of an archive are compiled every time.
-    sys.path[:] = [place for place in sys.path if not re.search(r"/python/lib/py(spark|4j)[^/]*\.zip$", place)]
     from pyspark import daemon, worker
 
     from tidemark.streaming import kafka_source, query

@@ -5,6 +5,7 @@ workers write to stderr becomes lines of our log at `debug`: what fails a query 
 """
 
 import os
+import shlex
 import sys
 from collections import deque
 from dataclasses import dataclass, field
@@ -77,6 +78,18 @@ LOCAL = {
     "spark.executorEnv.OPENBLAS_NUM_THREADS": "1",
     "spark.executorEnv.JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
+
+
+_PYTHON = """\
+#!/bin/sh
+set -f
+IFS=:
+kept=
+for place in $PYTHONPATH; do
+    case $place in */python/lib/py*.zip) ;; *) kept=$kept:$place ;; esac
+done
+PYTHONPATH=${kept#:} exec %s "$@"
+"""
 
 
 def _say_nothing(*_: object) -> None:
@@ -160,22 +173,40 @@ def configuration(settings: SparkSettings) -> SparkConf:
 
 def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
     """The session in a JVM that was started with `conf`."""
+    local = is_local(conf.get("spark.master", ""))
+    directory = Path(conf.get("spark.local.dir", "."))
     # Workers must run this interpreter: another would lack our packages.
-    os.environ["PYSPARK_PYTHON"] = conf.get("spark.pyspark.python", sys.executable)
+    ours = without_archives(directory) if local else sys.executable
+    os.environ["PYSPARK_PYTHON"] = conf.get("spark.pyspark.python", ours)
     os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
-    if is_local(conf.get("spark.master", "")) and conf.get(_FILES) == SETTINGS[_FILES]:
+    if local and conf.get(_FILES) == SETTINGS[_FILES]:
         _write_without_processes(jvm.gateway)
     context = SparkContext(conf=conf, gateway=jvm.gateway)
     # Its one client is the JVM: when that dies it would print a stack trace about it.
     context._accumulatorServer.handle_error = _say_nothing  # type: ignore[method-assign, assignment]
     session = SparkSession(context)
-    if is_local(str(context.master)):
+    if local:
         # The JVM knows how many cores the limits of a container leave us.
         tasks = min(int(conf.get("spark.sql.shuffle.partitions", "1")), context.defaultParallelism)
         session.conf.set("spark.sql.shuffle.partitions", tasks)
     else:
-        context.addPyFile(str(package(Path(conf.get("spark.local.dir", ".")))))
+        context.addPyFile(str(package(directory)))
     return session
+
+
+def without_archives(directory: Path) -> str:
+    """This interpreter as a command that leaves out the archives of pyspark, which Spark puts before the installed one:
+    modules of an archive are compiled by every process anew, two thirds of a second of a core. To what plans a source
+    in Python Spark gives ten seconds to begin, at each start of a query. The interpreter itself where nothing in
+    `directory` may be executed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    program = directory / "python"
+    part = program.with_suffix(f".{os.getpid()}")
+    part.write_text(_PYTHON % shlex.quote(sys.executable))
+    part.chmod(0o755)
+    part.rename(program)
+    return str(program.absolute()) if os.access(program, os.X_OK) else sys.executable
 
 
 def _write_without_processes(gateway: JavaGateway) -> None:
