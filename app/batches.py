@@ -22,12 +22,12 @@ from tidemark.streaming.query import collect
 
 log = structlog.get_logger(__name__)
 
-FEWER = 8  # so many times fewer records has a batch after one that had to be cut
+FEWER = 4  # so many times fewer records has a batch than were read of one that had to be cut
 
 
 class Batches:
-    """The query's sink. `seed` is what its batches began with; `topics` are those that are read; `most` is how many
-    records Spark gives a batch; `interval` are the least seconds from one batch to the next; `trace` is told of each.
+    """The query's sink. `seed` is what its batches began with; `topics` are those that are read; `interval` are the
+    least seconds from one batch to the next; `trace` is told of each.
 
     After `finish` the batch in hand is completed and none begins.
     """
@@ -38,7 +38,6 @@ class Batches:
         board: Board,
         seed: Seed,
         topics: Mapping[str, RememberedTopic],
-        most: int,
         interval: float,
         trace: Trace,
     ) -> None:
@@ -46,7 +45,6 @@ class Batches:
         self._board = board
         self._seed = seed
         self._topics = topics
-        self._most = most
         self._interval = interval
         self._trace = trace
         self._finishing = threading.Event()
@@ -88,12 +86,13 @@ class Batches:
         line = f"{self._seed.lineage}.cut" if cut else self._seed.lineage
         published = self._publisher.publish(line, number, effects, self._seed.before(number))
         trace.published(published)
+        read = self._board.new_offsets(effects)
         self._board.update(effects)
         metrics.count_batch(effects, published, time.monotonic() - began)
         self.published += 1
         log.debug("Published a batch", batch=number, seconds=round(time.monotonic() - began, 3))
         if cut:
-            raise BatchCut(self._most, max(1, self._most // FEWER))
+            raise BatchCut(read, max(1, read // FEWER))
 
     def _require_known_partitions(self, effects: list[ShardEffects]) -> None:
         """Spark reads a partition that is added while it runs; its streams would have two orders."""

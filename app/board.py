@@ -64,6 +64,11 @@ class Board(Collector):
             entries.put(name, _entry(stored))
         self._begin(entries)
 
+    def new_offsets(self, effects: Sequence[ShardEffects]) -> int:
+        """How many a batch read that is not shown yet."""
+        reached = {(seen.topic, seen.partition): seen.offset for shard in effects for seen in shard.progress}
+        return sum(offset - self.read.get(place, offset) for place, offset in reached.items())
+
     def follow(self, policies: Policies) -> None:
         """From now on, until there are others."""
         with self._lock:

@@ -87,7 +87,9 @@ def packets(spark: SparkSession, settings: Settings, kafka: KafkaConnection, sta
         places: dict[str, dict[int, int]] = {facts: {}, control: {}}
         for (topic, partition), offset in start.read.items():
             places[topic][partition] = offset
-        return kafka_source.packets(spark, KafkaConfig(kafka.carried(), facts, control, places, records, shards, most))
+        limit = settings.max_records_per_batch
+        config = KafkaConfig(kafka.carried(), facts, control, places, records, limit, shards, most)
+        return kafka_source.packets(spark, config)
     source = query.source(spark, source_options(kafka, start.offsets, records))
     return query.compacted(source, facts=facts, control=control, shards=shards, most=most)
 

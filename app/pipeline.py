@@ -220,8 +220,8 @@ class Attempt:
             recalling = stack.enter_context(Recaller(recaller, postgres, lease, metrics.RECALLED.inc))
             watching = stack.enter_context(PolicyWatch(postgres.policies, lease, start.policies, self._board.follow))
             trace = stack.enter_context(tracing(settings.secret("otlp_url"), settings.owner, lease.token))
-            most, interval = self._most, settings.batch_interval_ms / 1000
-            self._batches = Batches(publisher, self._board, start.seed, start.topics, most, interval, trace)
+            interval = settings.batch_interval_ms / 1000
+            self._batches = Batches(publisher, self._board, start.seed, start.topics, interval, trace)
             spark, store = self._spark.session(stopping), settings.checkpoint_store
             location = str(checkpoint.path) if store is None else stack.enter_context(folder(spark, store))
             running = stack.enter_context(self._query(spark, start, location, self._batches))

@@ -41,8 +41,8 @@ class ChainBroken(Retry):  # docs/design.md, rule 3
     found: str
 
 
-@says("""a batch of {records} records at most had more facts than memory has room for: what it left is read again, in
-    batches of {fewer}""")
+@says("""{records} records had more facts than memory has room for: what their batch left is read again, in batches of
+    {fewer}""")
 class BatchCut(Retry):
     records: int
     fewer: int

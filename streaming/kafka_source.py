@@ -29,7 +29,8 @@ _OPTION = "secret"  # Spark shows no option of such a name
 
 class KafkaConfig(msgspec.Struct, frozen=True):
     """`client` are librdkafka's settings, with which any host can connect; `start` holds the next offset to read of
-    every partition, for a checkpoint that is new. `records`: of a batch, at most; `most` as of `streaming.compact`.
+    every partition, for a checkpoint that is new. `records`: of the first batch at most; `limit`: of any; `most` as of
+    `streaming.compact`.
     """
 
     client: dict[str, str]
@@ -37,6 +38,7 @@ class KafkaConfig(msgspec.Struct, frozen=True):
     control: str
     start: Places
     records: int
+    limit: int
     shards: int
     most: int
 
@@ -81,6 +83,9 @@ class PacketReader(DataSourceStreamReader):
     def __init__(self, config: KafkaConfig) -> None:
         self._config = config
         self._ends: Ends | None = None
+        self._records = config.records
+        self._full: _Offsets | None = None
+        """The start of a batch that had to be bounded."""
 
     def initialOffset(self) -> _Offsets:
         return _written(self._config.start)
@@ -91,9 +96,17 @@ class PacketReader(DataSourceStreamReader):
     def latestOffset(self, start: _Offsets, limit: ReadLimit) -> _Offsets:
         if self._ends is None:
             self._ends = Ends(self._config.client)
+        if self._full not in (None, start):
+            self._records = grown(self._records, self._config.limit)
+            self._full = None
         known = _read(start)
         ends = self._ends.beyond(known)
-        return _written(bounded(known, ends, limit.max_rows) if isinstance(limit, ReadMaxRows) else ends)
+        if not isinstance(limit, ReadMaxRows):
+            return _written(ends)
+        end = bounded(known, ends, self._records)
+        if end is not ends:
+            self._full = start
+        return _written(end)
 
     def partitions(self, start: _Offsets, end: _Offsets) -> list[_Task]:
         known, names = _read(start), {name: topic for topic, name in self._config.names.items()}
@@ -126,6 +139,14 @@ def bounded(start: Places, ends: Places, most: int) -> Places:
         topic: {number: at + -(-sizes[topic, number] * most // total) for number, at in by.items()}
         for topic, by in start.items()
     }
+
+
+def grown(records: int, limit: int) -> int:
+    """How many records a batch may have after one that had as many as it might. Where their facts were too many for
+    memory a batch began with fewer (`app.batches`), at the price of a new query: it comes to that again only after a
+    good many batches.
+    """
+    return min(limit, records + max(1, records // 64))
 
 
 def tasks(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:

@@ -35,7 +35,7 @@ EMPTY = cast("DataFrame", _Empty())
 
 def batches(interval: float) -> Batches:
     publisher = cast("Publisher", _Quick())
-    return Batches(publisher, Board(streams=1, writers=1), Seed("first", None, 16, {}), {}, 1000, interval, untraced)
+    return Batches(publisher, Board(streams=1, writers=1), Seed("first", None, 16, {}), {}, interval, untraced)
 
 
 @contextmanager

@@ -1,13 +1,16 @@
 """What is planned of Kafka's offsets: how much a batch reads, and who reads it."""
 
+import itertools
 import json
 import pickle
 
 from hypothesis import given
 from hypothesis import strategies as st
 from pyspark.sql import SparkSession
+from pyspark.sql.streaming.datasource import ReadMaxRows
 
 from tidemark.streaming.fetched import PlannedRange
+from tidemark.streaming.kafka_ranges import Ends, Places
 from tidemark.streaming.kafka_source import (
     ONE_TASK,
     KafkaConfig,
@@ -25,6 +28,7 @@ CONFIG = KafkaConfig(
     control="c",
     start={"f": {1: 7, 0: 3}, "c": {0: 0}},
     records=9,
+    limit=200,
     shards=4,
     most=99,
 )
@@ -39,6 +43,46 @@ def test_a_batch_is_bounded_and_no_partition_starves(behind: dict[int, int], mos
     assert sum(read.values()) <= most + len(behind)
     assert all(min(1, size) <= read[number] <= size for number, size in behind.items())
     assert sum(behind.values()) > most or read == behind
+
+
+class _Far(Ends):
+    """Where every partition ends far away."""
+
+    def beyond(self, known: Places) -> Places:
+        return {topic: {number: at + 100_000 for number, at in of.items()} for topic, of in known.items()}
+
+
+def test_batches_grow_again_after_one_that_had_too_many_facts() -> None:
+    """Bit by bit and to the limit; the same question has the same answer, because Spark may ask twice."""
+    reader = PacketReader(CONFIG)
+    reader._ends = _Far(CONFIG.client)
+    at, sizes = reader.initialOffset(), []
+    for _ in range(300):
+        end = reader.latestOffset(at, ReadMaxRows(CONFIG.records))
+        assert reader.latestOffset(at, ReadMaxRows(CONFIG.records)) == end
+        sizes.append(sum(end["f"].values()) + end["c"]["0"] - sum(at["f"].values()) - at["c"]["0"])
+        at = end
+    assert sizes[0] <= CONFIG.records + 3
+    assert sizes == sorted(sizes)
+    assert CONFIG.limit <= sizes[-1] <= CONFIG.limit + 3
+    assert all(after - before <= before // 64 + 4 for before, after in itertools.pairwise(sizes))
+
+
+def test_a_batch_that_is_not_full_is_no_reason_to_grow() -> None:
+    """Nothing is known then of how much memory a full one takes."""
+    reader = PacketReader(CONFIG)
+    reader._ends = _Near(CONFIG.client)
+    at = reader.initialOffset()
+    for _ in range(9):
+        at = reader.latestOffset(at, ReadMaxRows(CONFIG.records))
+    assert reader._records == CONFIG.records
+
+
+class _Near(Ends):
+    """Where each partition has one record more."""
+
+    def beyond(self, known: Places) -> Places:
+        return {topic: {number: at + 1 for number, at in of.items()} for topic, of in known.items()}
 
 
 @given(sizes)
