@@ -108,7 +108,7 @@ def throughput(**sizes: Any) -> None:
 
 
 @main.command()
-@_sizes(race.STREAMS, "records", "batch", "warm_batches", "rounds")
+@_sizes(race.STREAMS, "records", "batch", "warm_batches", "rounds", "partitions")
 @_against
 def streams(**sizes: Any) -> None:
     """10 000 streams: Tidemark, its ceiling, and its alternatives on the JVM."""
@@ -145,7 +145,7 @@ def latency_(**sizes: Any) -> None:
 
 
 @main.command("quiet")
-@_sizes(quiet.QuietPlan(), "intervals", "warm_seconds", "seconds")
+@_sizes(quiet.QuietPlan(), "intervals", "warm_seconds", "seconds", "partitions", "reader")
 def quiet_(**sizes: Any) -> None:
     """What little traffic costs, or none, with more and less time between batches."""
     _on_servers("quiet", lambda site: quiet.run(site, quiet.QuietPlan(**sizes)))
@@ -227,7 +227,7 @@ def rooms_(**sizes: Any) -> None:
 
 
 @main.command("soak")
-@_sizes(soak.SoakPlan(), "minutes", "rate")
+@_sizes(soak.SoakPlan(), "minutes", "rate", "reader")
 def soak_(**sizes: Any) -> None:
     """Memory of the whole stack over time."""
     _on_servers("soak", lambda site: soak.run(site, soak.SoakPlan(**sizes)))
