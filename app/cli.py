@@ -178,9 +178,10 @@ def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bo
         postgres.check_readable()
         stored = postgres.states(None if stream is None else [stream])
         policies = Policies(postgres.policies.given(), settings.policy_defaults)
+        begun = postgres.conditions.begun()
     if stream is not None and not stored:
         raise CommandFailed(f"there is no stream {stream}; `tidemark status` shows all")
-    found = gaps.read(stored, time.time(), policies)
+    found = gaps.read(stored, time.time(), policies, begun)
     if as_json:
         click.echo(gaps.as_json(found))
     else:

@@ -161,10 +161,11 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
         postgres.check_readable()
         for look in itertools.count(1):
             try:
-                stored, how, given = (
+                stored, how, given, begun = (
                     postgres.states(None if stream is None else [stream]),
                     health.read(postgres, settings.kafka, settings.redis),
                     postgres.policies.given(),
+                    postgres.conditions.begun(),
                 )
             except Unavailable as problem:
                 click.echo(str(problem), err=True)
@@ -173,7 +174,7 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
                     raise CommandFailed(f"there is no stream {stream}; `tidemark status` shows all")
                 now = time.time()
                 found = status.of(postgres, stored)
-                held = gaps.read(stored, now, Policies(given, settings.policy_defaults))
+                held = gaps.read(stored, now, Policies(given, settings.policy_defaults), begun)
                 if as_json:
                     click.echo(msgspec.json.encode({**status.plain(found, now, how), "gaps": held}))
                 else:

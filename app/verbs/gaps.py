@@ -1,8 +1,8 @@
 """`tidemark gaps`: all that holds a position back, with what is known of it and the command that would settle it."""
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Literal
 
@@ -18,7 +18,13 @@ from tidemark.streaming.writers import HeldWriter, WriterState
 NO_POLICIES = Policies()
 SHOWN = 10  # gaps of one writer in the text; the JSON has all
 
-Verdict = Literal["open transaction", "alive", "silent", "unknown"]
+Verdict = Literal["open transaction", "alive", "silent", "fenced", "unknown"]
+
+_WAITED_FOR: Mapping[Verdict, str] = {
+    "silent": "start it",
+    "fenced": "start it, in an epoch above {}",
+    "unknown": "let it join",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +48,19 @@ class OpenRange:
     verb: str
 
 
-def read(stored: Mapping[str, bytes], now: float, policies: Policies = NO_POLICIES) -> list[OpenRange]:
+def read(
+    stored: Mapping[str, bytes],
+    now: float,
+    policies: Policies = NO_POLICIES,
+    begun: Collection[tuple[str, str, int]] = (),
+) -> list[OpenRange]:
     """From the encoded states at `now` (s since 1970): by stream, then longest first. A line that waits for a silent
-    writer no longer than a transaction takes is left out."""
+    writer no longer than a transaction takes is left out. `begun`: the stream, writer and epoch of each epoch that an
+    operator began; who is silent in one of these is fenced."""
     found: list[OpenRange] = []
     for name, data in sorted(stored.items()):
-        of_stream = _of_stream(name, state.decode(data), now, silence(policies, name))
+        of_stream: Iterable[OpenRange] = _of_stream(name, state.decode(data), now, silence(policies, name))
+        of_stream = (_fenced(it) if (name, it.writer, it.epoch) in begun else it for it in of_stream)
         found += sorted(of_stream, key=lambda it: (it.since is not None, it.since, it.writer, abs(it.low or 0)))
     return found
 
@@ -74,6 +87,10 @@ def _of_stream(name: str, stream: StreamState, now: float, silent: float) -> Ite
         how = verdict(seen if heard else None, transactions, now, silent)
         verb = _verb(how, name, it.writer, it.position)
         yield OpenRange(name, it.writer, it.epoch, it.position, None, since, 0, 0, seen, transactions, how, verb)
+
+
+def _fenced(it: OpenRange) -> OpenRange:
+    return replace(it, verdict="fenced") if it.verdict == "silent" else it
 
 
 def _gaps(
@@ -167,9 +184,8 @@ def _line(it: OpenRange, now: float) -> str:
 
 def _remedy(it: OpenRange) -> Iterable[str]:
     yield from (f"    open: {transaction}" for transaction in it.transactions)
-    if it.verdict in ("silent", "unknown"):
-        what = "start it" if it.verdict == "silent" else "let it join"
-        yield f"    {what}; if it is gone for good: {it.verb}"
+    if what := _WAITED_FOR.get(it.verdict):
+        yield f"    {what.format(it.epoch)}; if it is gone for good: {it.verb}"
         if it.low is not None and it.top is not None:
             words = shlex.join(_names(it.stream, it.writer, ids_between(it.low, it.top)))
             yield f'    if it lives on and these IDs are lost: tidemark skip --by "$USER" --why "lost" {words}'

@@ -125,6 +125,12 @@ class Conditions:
         )
         return [RecentAct(*row) for row in rows]
 
+    def begun(self) -> set[tuple[str, str, int]]:
+        """Stream, writer and epoch of each epoch that an operator began in its writer's name."""
+        with self._database.use() as connection:
+            rows = connection.execute("select stream, writer, epoch from tidemark.skips where kind = 'JOIN'")
+            return {(stream, writer, epoch) for stream, writer, epoch in rows}
+
     def late(self, streams: Collection[str]) -> dict[str, LateCount]:
         """Of each of `streams`, without those that have none."""
         with self._database.use() as connection:

@@ -35,6 +35,7 @@ from tidemark.app.settings import child_environment
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer, RedisServer
+from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sources.producer import RecordProducer
 from tidemark.streaming.records import FactRun, Join, Position, Rdata, Record, Void, encode, row
 
@@ -238,6 +239,8 @@ def test_a_writer_that_cannot_be_stopped_is_fenced(shared: Site) -> None:
     shared.reaches("fenced", A=2, B=5, linear=2)
     code, said = act(shared, "fence", "fenced", "A", "--yes")
     assert (code, said.splitlines()[-1]) == (0, "applied: A is at 4, the line is at 5"), said
+    with Postgres(PostgresConfig(shared.dsn)) as postgres:
+        assert {it for it in postgres.conditions.begun() if it[0] == "fenced"} == {("fenced", "A", 2)}
     shared.send(replace(edge, prev=4, id=6), Join(stream="fenced", writer="A", epoch=3, id=5))
     shared.send(replace(edge, epoch=3, prev=5, id=7), replace(edge, writer="B", prev=5, id=8))
     shared.reaches("fenced", A=7, B=8, linear=8)

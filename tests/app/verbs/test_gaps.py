@@ -34,6 +34,21 @@ def test_who_was_not_heard_of_since_the_line_waits_is_silent_at_once() -> None:
     assert [it.verdict for it in gaps.read(shard.states, 13.0)] == ["alive"]
 
 
+def test_whose_epoch_an_operator_began_is_fenced_until_the_writer_is_heard_of() -> None:
+    """Who would start it is told that this needs a higher epoch."""
+    shard = Shard()
+    shard.left_by_a_dead_writer()
+    (found,) = gaps.read(shard.states, 302.0, begun={(STREAM, "w1", 1), (STREAM, "w2", 2)})
+    assert gaps.as_text([found], 302.0).splitlines() == [
+        "events: w1 (epoch 1) has told nothing beyond 7, for 5 min: fenced, last seen 5 min ago",
+        "    start it, in an epoch above 1; if it is gone for good:"
+        ' tidemark retire --id=7 --by "$USER" --why "gone for good" events w1',
+    ]
+    assert [it.verdict for it in gaps.read(shard.states, 302.0, begun={("other", "w1", 1), (STREAM, "w1", 2)})] == [
+        "silent"
+    ]
+
+
 def test_how_long_a_writer_may_be_silent_its_streams_policy_says() -> None:
     """One that is heard of once an hour lives."""
     shard = Shard()
