@@ -14,7 +14,7 @@ from typing import BinaryIO, Literal
 
 import click
 
-from tidemark.app.commands import Amount, CommandFailed, CommandGroup, loaded, said, waiting
+from tidemark.app.commands import Amount, CommandFailed, CommandGroup, loaded, own_name, said, waiting
 from tidemark.app.relay_commands import relay
 from tidemark.app.synapse_commands import synapse
 from tidemark.app.verbs import act_commands, ask_commands, record_commands
@@ -191,17 +191,20 @@ def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bo
 
 
 @main.command(extra="pipeline")
-@click.option("--why", default="by hand", show_default=True, callback=said, help="Why it must be; it is logged.")
+@click.option(
+    "--by", default=own_name, show_default="who runs it", callback=said, help="Who answers for it; it is kept."
+)
+@click.option("--why", default="by hand", show_default=True, callback=said, help="Why it must be; it is kept.")
 @click.option("--dry-run", is_flag=True, help="Show what would happen and change nothing.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
-def reseed(why: str, *, dry_run: bool, as_json: bool) -> None:
+def reseed(by: str, why: str, *, dry_run: bool, as_json: bool) -> None:
     """Have the pipeline, which is stopped, begin a new checkpoint with what Postgres holds, with as many shards as
     TIDEMARK_SHARDS says, and with states in today's format."""
     from dataclasses import asdict
 
     from tidemark.app.verbs import reseed
 
-    done = reseed.run(loaded(), why, dry_run=dry_run)
+    done = reseed.run(loaded(), by, why, dry_run=dry_run)
     click.echo(json.dumps({**asdict(done), "dry_run": dry_run}) if as_json else done.as_text())
 
 

@@ -1,6 +1,7 @@
 """What all commands share: exit codes, errors as one line, and the extra that a command needs."""
 
 import errno
+import getpass
 import math
 import os
 import sys
@@ -125,6 +126,14 @@ def tell(line: str, *, err: bool = False) -> None:
 def _to_nowhere(stream: TextIO) -> None:
     """What is left in its buffer, too, at the end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def own_name() -> str:
+    """Of the user as whom this runs, which may have only a number."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError, ImportError):
+        return str(os.getuid())
 
 
 def said(_: click.Context, param: click.Parameter, text: str) -> str:

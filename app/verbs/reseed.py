@@ -3,15 +3,18 @@
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tidemark.app.settings import Settings
 from tidemark.app.versions import OURS, require_successor
+from tidemark.sinks.postgres.acts import EVERY_STREAM, Acts
+from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig, RememberedSetup
 from tidemark.streaming import state
 from tidemark.streaming.checkpoint import Checkpoint, locked
+from tidemark.streaming.effects import Forced
 from tidemark.streaming.errors import OthersFirst, Stopping
 
 PATIENCE = 5.0  # seconds: what a pipeline that was killed holds is given up sooner
@@ -20,13 +23,14 @@ PATIENCE = 5.0  # seconds: what a pipeline that was killed holds is given up soo
 @dataclass(frozen=True, slots=True)
 class Reseed:
     """`older` counts states of an earlier format; `before` is None where no pipeline has run yet, `checkpoint` where
-    there is none."""
+    there is none. `act` is its number in `tidemark acts`; None for a dry run."""
 
     streams: int
     older: int
     before: int | None
     shards: int
     checkpoint: str | None
+    act: int | None = None
 
     def as_text(self) -> str:
         """What it does, or did."""
@@ -34,25 +38,34 @@ class Reseed:
         if self.before not in {None, self.shards}:
             lines.append(f"shards: {self.shards} in place of {self.before}")
         lines.append(f"set aside: {self.checkpoint or 'nothing, there is no checkpoint here'}")
+        if self.act is not None:
+            lines.append(f"noted as act {self.act}")
         return "\n".join(lines)
 
 
-def run(settings: Settings, why: str, *, dry_run: bool) -> Reseed:
-    """Under the lease, and with the checkpoint's lock. Raises `OthersFirst` where a pipeline runs, `StateTooNew` where
-    a later Tidemark wrote a state, `VersionSkew`, `Unavailable` and `Refused`; then nothing is changed."""
+def run(settings: Settings, by: str, why: str, *, dry_run: bool) -> Reseed:
+    """Under the lease, and with the checkpoint's lock; noted before it is done. Raises `OthersFirst` where a pipeline
+    runs, `StateTooNew` where a later Tidemark wrote a state, `VersionSkew`, `Unavailable` and `Refused`; then nothing
+    is changed."""
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check()
         require_successor(postgres.pipeline_version())
         checkpoint = Checkpoint(Path(settings.checkpoint))
         if dry_run:
             return _found(settings, postgres, checkpoint)[0]
-        with _alone(settings, postgres, checkpoint, why):
+        with (
+            _alone(settings, postgres, checkpoint, why),
+            session_of(settings.postgres, "tidemark reseed") as session,
+        ):
             found, older = _found(settings, postgres, checkpoint)
+            acts = Acts(session)
+            noted = acts.note(EVERY_STREAM, Forced("", 0, "RESEED", 0, 0, by, why))
             postgres.replace_states({stream: state.rewritten(stored) for stream, stored in older.items()})
             if found.before is not None:
                 postgres.remember(RememberedSetup(settings.shards, {}))
             checkpoint.discard(f"an operator asked for it: {why}")
-            return found
+            acts.close(noted, "applied")
+            return replace(found, act=noted.number)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ A record on Kafka tells nobody who produced it, so this is where an act meets an
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal, LiteralString
+from typing import Final, Literal, LiteralString
 
 from tidemark.streaming.effects import Forced
 from tidemark.streaming.errors import BadRecord
@@ -96,6 +96,10 @@ select exists (
     where s.number > %(audited)s and s.number < mine.number
 ) from mine
 """
+
+
+EVERY_STREAM: Final = ""
+"""In place of a stream in an act on all of them; no stream has such a name."""
 
 
 class Acts:

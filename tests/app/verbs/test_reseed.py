@@ -23,7 +23,7 @@ def reseed(dsn: str, checkpoint: Path, *words: str, shards: int = 8) -> Result:
         "TIDEMARK_CHECKPOINT": str(checkpoint),
         "TIDEMARK_SHARDS": str(shards),
     }
-    return CliRunner(env=variables).invoke(main, ["reseed", "--why", "state of last year", *words])
+    return CliRunner(env=variables).invoke(main, ["reseed", "--by", "ada", "--why", "state of last year", *words])
 
 
 def test_a_stopped_pipeline_begins_with_what_postgres_holds(
@@ -49,8 +49,15 @@ def test_a_stopped_pipeline_begins_with_what_postgres_holds(
     assert (done.exit_code, done.stdout) == (0, said)
     assert (store.states(), store.remembered().shards, checkpoint.exists()) == (before, 16, True)
 
+    assert sql.execute("select count(*) from tidemark.acts").fetchall() == [(0,)]
+
     done = reseed(dsn, checkpoint)
-    assert (done.exit_code, done.stdout) == (0, said)
+    assert (done.exit_code, done.stdout) == (0, f"{said}noted as act 1\n")
+    assert sql.execute("select kind, stream, by, why, seen_as, outcome from tidemark.acts").fetchall() == [
+        ("RESEED", "", "ada", "state of last year", "postgres", "applied")
+    ]
+    shown = CliRunner(env={"TIDEMARK_POSTGRES_DSN": dsn}).invoke(main, ["acts", "show", "1"])
+    assert shown.stdout.splitlines()[0] == "RESEED of all streams"
     after = store.states()
     assert after["s"] == before["s"]
     assert [state.is_older(before["events"]), state.is_older(after["events"])] == [True, False]

@@ -80,7 +80,7 @@ export function notices(sum, pipeline, now) {
 // What operators did by a verb in the last day, the newest first.
 export function acts(pipeline, now) {
   return (pipeline.acts ?? []).map((it) => {
-    const whose = it.writer ? `${it.writer} of ${it.stream}` : it.stream;
+    const whose = it.writer ? `${it.writer} of ${it.stream}` : it.stream || "all streams";
     const by = it.by === it.seen_as ? it.by : `${it.by} (as ${it.seen_as})`;
     return { said: `${it.kind} of ${whose}, ${age(now - seconds(it.time))} ago, by ${by}: ${it.why} (${it.outcome ?? "its effect was not seen"})` };
   });
