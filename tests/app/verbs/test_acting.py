@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from subprocess import PIPE, STDOUT
 
@@ -84,8 +84,7 @@ class Operator:
             said = b""
             while at not in said and (more := os.read(process.stdout.fileno(), 1000)):
                 said += more
-            process.send_signal(signal.SIGINT)
-            rest, _ = process.communicate(timeout=60)
+            rest = _pressed(process)
         os.close(ours)
         os.close(theirs)
         return process.returncode, (said + rest).decode()
@@ -107,6 +106,17 @@ class Operator:
             while (message := consumer.poll(30)) is not None and message.error() is None:
                 found.append(read(message.value(), message.key(), Topic.CONTROL))
         return found
+
+
+def _pressed(process: subprocess.Popen[bytes]) -> bytes:
+    """What it says after Ctrl-C. It is pressed again where nothing comes of it, as people do: Python misses a signal
+    that comes just before it begins to read."""
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=10)[0]
+    process.kill()
+    pytest.fail(f"it goes on after Ctrl-C: {process.communicate()[0]!r}")
 
 
 @pytest.fixture
