@@ -83,10 +83,6 @@ RUN python3 -m venv --without-pip /opt/tidemark \
     && python3 requirements relay reader pipeline sidecar otel >runtime.txt \
     && python3 -m pip --python /opt/tidemark/bin/python install --no-cache-dir --constraint constraints.txt --requirement runtime.txt \
     && ./trim /opt/tidemark
-# The jars of Spark's Kafka source, by the Ivy that pyspark carries, as `tidemark up` does it.
-COPY app/stack/ivy.xml /tmp/ivy.xml
-RUN java -jar /opt/tidemark/lib/python3*/site-packages/pyspark/jars/ivy-*.jar -ivy /tmp/ivy.xml -confs connector -cache /tmp/ivy \
-    -types jar bundle -retrieve '/opt/tidemark/jars/[conf]/[artifact]-[revision].[ext]'
 COPY .src .src
 COPY app app
 COPY sinks sinks
@@ -119,7 +115,6 @@ COPY --from=build /opt/tidemark /opt/tidemark
 ENV PATH=/opt/tidemark/bin:/opt/java/bin:/usr/local/bin:/usr/bin:/bin \
     LANG=C.UTF-8 \
     TIDEMARK_HOME=/var/lib/tidemark \
-    TIDEMARK_SPARK_JARS=/opt/tidemark/jars/connector \
     TIDEMARK_LOG_FORMAT=json \
     TIDEMARK_METRICS_HOST=0.0.0.0 \
     TIDEMARK_SIDECAR_HOST=0.0.0.0

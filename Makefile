@@ -47,11 +47,6 @@ test: setup ## Run every test, in four processes with servers of their own
 cluster-test: setup ## Run the pipeline on a Spark cluster of two workers, one of which dies (a minute and a half; needs unshare)
 	$(BIN)/pytest tests/cluster
 
-# Every test that starts pipelines of a site of its own takes the setting from here.
-.PHONY: reader-test
-reader-test: setup ## Run pipelines through all faults with Kafka read in Python, and on a Spark cluster (a quarter of an hour)
-	TIDEMARK_KAFKA_READER=python $(BIN)/pytest tests/app/test_pipeline.py tests/app/test_secure_kafka.py tests/app/test_faults_*.py tests/cluster
-
 .PHONY: languages-test
 languages-test: setup ## Run the services of docs/writing.md in Go, Java and Node, and the rivals of the benchmark in Java; skips what is not installed
 	$(BIN)/pytest tests/services/check_registries.py tests/bench/check_rivals.py

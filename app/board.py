@@ -56,9 +56,9 @@ class Board(Collector):
         self._bounds = self._policies.bounds()
         self._sinks: Sequence[Sink] = ()
 
-    def load(self, states: Mapping[str, bytes], read: Mapping[tuple[str, int], int]) -> None:
+    def load(self, states: Mapping[str, bytes], offsets: Mapping[str, Mapping[int, int]]) -> None:
         """Start from what Postgres holds, so that a restart without traffic shows every stream."""
-        self.read.update(read)
+        self.read.update({(topic, number): at for topic, of in offsets.items() for number, at in of.items()})
         entries = BoardEntries(self._streams)
         for name, stored in states.items():
             entries.put(name, _entry(stored))

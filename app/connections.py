@@ -108,9 +108,6 @@ class Connections(BaseSettings):
     kafka_create_topics: Annotated[bool, Field(description="Create topics that are missing; the local stack does.")] = (
         False
     )
-    kafka_reader: Literal["spark", "python"] = Field(
-        "spark", description="Who reads Kafka for the pipeline: Spark's own source, or the Python that decodes."
-    )
     kafka_partitions: Positive = Field(4, description="Partitions of a facts topic that is created; fixed for life.")
     kafka_security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = Field(
         "PLAINTEXT", description="How brokers are reached."
@@ -128,7 +125,7 @@ class Connections(BaseSettings):
     kafka_sasl_oauthbearer_scope: str | None = Field(None, description="OAUTHBEARER: scope to ask for.")
     kafka_ca_file: Path | None = Field(None, description="PEM file of the authority that signed the brokers' names.")
     kafka_ssl_certificate_file: Path | None = Field(None, description="PEM file of our certificate, for mutual TLS.")
-    kafka_ssl_key_file: Path | None = Field(None, description="PEM file (PKCS#8) of the key of that certificate.")
+    kafka_ssl_key_file: Path | None = Field(None, description="PEM file of the key of that certificate.")
 
     postgres_dsn: PostgresDsn = Field(
         SecretStr("postgresql://localhost:5432/tidemark"), description="Postgres URL or key=value words."

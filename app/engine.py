@@ -15,8 +15,8 @@ from pyspark.sql import DataFrame, SparkSession
 from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
 from tidemark.app.start import Start
-from tidemark.sources.kafka import KafkaConnection, source_options
-from tidemark.streaming import checkpoint, kafka_source, query
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.streaming import checkpoint, kafka_source
 from tidemark.streaming.compact import MOST_FACTS
 from tidemark.streaming.errors import BadSetting, SparkDied, Stopping
 from tidemark.streaming.executors import Cluster, Pods, address_towards
@@ -83,15 +83,9 @@ def packets(spark: SparkSession, settings: Settings, kafka: KafkaConnection, sta
     """
     facts, control, shards = settings.kafka_facts_topic, settings.kafka_control_topic, start.seed.shards
     most = max(MOST_FACTS, settings.max_records_per_batch)  # no cut of records that hold one fact each
-    if settings.kafka_reader == "python":
-        places: dict[str, dict[int, int]] = {facts: {}, control: {}}
-        for (topic, partition), offset in start.read.items():
-            places[topic][partition] = offset
-        limit = settings.max_records_per_batch
-        config = KafkaConfig(kafka.carried(), facts, control, places, records, limit, shards, most)
-        return kafka_source.packets(spark, config)
-    source = query.source(spark, source_options(kafka, start.offsets, records))
-    return query.compacted(source, facts=facts, control=control, shards=shards, most=most)
+    limit = settings.max_records_per_batch
+    config = KafkaConfig(kafka.carried(), facts, control, start.offsets, records, limit, shards, most)
+    return kafka_source.packets(spark, config)
 
 
 def cause(text: str) -> str:
@@ -105,20 +99,18 @@ def cause(text: str) -> str:
 
 @contextmanager
 def running(settings: Settings) -> Iterator[Engine]:
-    """Spark for as long as this is entered. Raises Stop where there is no Java, or no connector to Kafka."""
+    """Spark for as long as this is entered. Raises Stop where there is no Java."""
     find_java(settings.java_home)
     cluster = None if is_local(settings.spark_master) else _cluster(settings)
     wanted = SparkSettings(
         # To Spark, `local` is one core.
         master="local[*]" if settings.spark_master == "local" else settings.spark_master,
         memory=settings.spark_driver_memory,
-        jars=sorted(settings.spark_jars.glob("*.jar")),
+        jars=_jars(settings.spark_jars),
         tasks=settings.shards if cluster is None else min(settings.shards, cluster.slots),
         local_dir=settings.home / "spark",
         extra=_extra(settings, cluster),
     )
-    if settings.kafka_reader == "spark" and not wanted.jars:
-        raise BadSetting("TIDEMARK_SPARK_JARS", f"no jar of Spark's Kafka connector in {settings.spark_jars}")
     engine = Engine(wanted)
     try:
         yield engine
@@ -144,6 +136,13 @@ def _cluster(settings: Settings) -> Cluster:
             driver_pod=settings.spark_kubernetes_driver_pod,
         ),
     )
+
+
+def _jars(directory: Path | None) -> list[Path]:
+    found = [] if directory is None else sorted(directory.glob("*.jar"))
+    if directory is not None and not found:
+        raise BadSetting("TIDEMARK_SPARK_JARS", f"no jar in {directory}")
+    return found
 
 
 def _own_address(master: str) -> str:

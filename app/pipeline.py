@@ -160,8 +160,7 @@ class Attempt:
         return self._known_secrets() != self._secrets
 
     def _known_secrets(self) -> dict[str, str]:
-        kafka = self._settings.kafka
-        return kafka.carried() if self._settings.kafka_reader == "python" else kafka.jvm()
+        return self._settings.kafka.carried()
 
     @property
     def published(self) -> bool:
@@ -201,7 +200,7 @@ class Attempt:
             start = prepare(settings, checkpoint, postgres, topics, accept)
             self.prepared = True
             self._board.follow(start.policies)
-            self._board.load(start.states, start.read)
+            self._board.load(start.states, start.offsets)
             sinks = self._sinks(stack, postgres, lease)
             stack.enter_context(self._board.beside(sinks))
             for sink in sinks:

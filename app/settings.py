@@ -99,10 +99,7 @@ class Settings(SidecarSettings, Connections):
     spark_conf_file: Path | None = Field(
         None, description="Properties file with settings of Spark's own; they win over Tidemark's."
     )
-    spark_jars: Path = Field(
-        default_factory=lambda known: known["home"] / "jars" / "connector",
-        description="Directory with the jars of Spark's Kafka source.",
-    )
+    spark_jars: Path | None = Field(None, description="Directory with the jars that the checkpoint's store needs.")
     max_records_per_batch: Positive = Field(2_000_000, description="Kafka records that one batch reads at most.")
     batch_interval_ms: Annotated[int, Field(ge=0, le=10_000)] = Field(
         0, description="Least time from one batch to the next: more of it costs latency and saves cores."

@@ -10,7 +10,7 @@ import structlog
 
 from tidemark.app.settings import Settings
 from tidemark.sinks.postgres.store import Postgres, RememberedSetup
-from tidemark.sources.kafka import EARLIEST, Offsets
+from tidemark.sources.kafka import Offsets
 from tidemark.sources.start import Acceptance, RememberedTopic, TopicState, require_uncompacted, starting_offsets
 from tidemark.sources.topics import Topics, plans
 from tidemark.streaming import state
@@ -43,9 +43,8 @@ def ready(settings: Settings, topics: Topics) -> dict[str, TopicState]:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What the query begins with. `offsets` count only for a checkpoint that is new; `states` are as Postgres has them.
-
-    `topics` are those that are read, `read` is the next offsets to read by topic and partition, none of them relative.
+    """What the query begins with. `offsets` are the next to read of the `topics`, and count only for a checkpoint that
+    is new; `states` are as Postgres has them.
     """
 
     seed: Seed
@@ -53,7 +52,6 @@ class Start:
     topics: dict[str, RememberedTopic]
     states: dict[str, bytes]
     policies: Policies
-    read: dict[tuple[str, int], int]
 
 
 def prepare(
@@ -77,7 +75,7 @@ def prepare(
         if was not in {None, settings.shards} and "shards" not in accept:
             raise ShardsChanged(was, settings.shards)
     if accept:
-        _give_up(postgres, read, offsets, accept)
+        _give_up(postgres, offsets, accept)
         checkpoint.discard(f"an operator accepted {', '.join(sorted(accept))}")
     postgres.remember(
         RememberedSetup(settings.shards, {topic.name: (topic.id, len(topic.partitions)) for topic in read.values()})
@@ -87,21 +85,18 @@ def prepare(
     last = postgres.last_batch()
     applied = None if last is None else AppliedBatch(*last)
     policies = Policies(postgres.policies.given(), settings.policy_defaults)
-    bounds, shards, reader = policies.bounds(), settings.shards, settings.kafka_reader
-    seed = checkpoint.resume(applied, bounds, reader) or checkpoint.begin(
-        applied, shards, by_shard(states, shards), bounds, reader
-    )
+    bounds, shards = policies.bounds(), settings.shards
+    seed = checkpoint.resume(applied, bounds) or checkpoint.begin(applied, shards, by_shard(states, shards), bounds)
     return Start(
         seed,
         offsets,
         {name: RememberedTopic(topic.id, len(topic.partitions)) for name, topic in read.items()},
         states,
         policies,
-        {(name, number): offset for name, of in _absolute(read, offsets).items() for number, offset in of.items()},
     )
 
 
-def _give_up(postgres: Postgres, read: dict[str, TopicState], offsets: Offsets, accept: Set[Acceptance]) -> None:
+def _give_up(postgres: Postgres, offsets: Offsets, accept: Set[Acceptance]) -> None:
     if accept & {"partitions", "loss"}:
         put_off = [(name, it) for name, stored in postgres.states().items() for it in state.put_off(stored)]
         postgres.give_up_recalls(put_off, f"an operator accepted {', '.join(sorted(accept))}")
@@ -112,14 +107,4 @@ def _give_up(postgres: Postgres, read: dict[str, TopicState], offsets: Offsets, 
         # The lost records may have been facts: what the writers settle next was not proven empty
         # (docs/design.md, rule 1).
         postgres.replace_states({stream: state.doubtful(stored) for stream, stored in postgres.states().items()})
-        postgres.set_offsets(_absolute(read, offsets))
-
-
-def _absolute(read: dict[str, TopicState], offsets: Offsets) -> Offsets:
-    return {
-        name: {
-            number: topic.partitions[number].earliest if offset == EARLIEST else offset
-            for number, offset in offsets[name].items()
-        }
-        for name, topic in read.items()
-    }
+        postgres.set_offsets(offsets)

@@ -10,7 +10,7 @@ from typing import Literal
 
 import structlog
 
-from tidemark.sources.kafka import EARLIEST, Offsets
+from tidemark.sources.kafka import Offsets
 from tidemark.streaming.errors import PartitionsChanged, RecordsBeyondEnd, RecordsGone, TopicCompacted, TopicReplaced
 
 log = structlog.get_logger(__name__)
@@ -71,7 +71,7 @@ def starting_offsets(
     stored: Mapping[str, Mapping[int, int]],
     accept: Set[Acceptance] = frozenset(),
 ) -> Offsets:
-    """The next offset to read of every partition of `topics`; a partition never read starts at `EARLIEST`.
+    """The next offset to read of every partition of `topics`; a partition never read starts at its oldest record.
 
     `stored` holds the next offsets that the last commit left. Raises `TopicReplaced`, `PartitionsChanged`,
     `RecordsGone` or `RecordsBeyondEnd`, unless `accept` holds what allows it; what was given up is then logged.
@@ -93,7 +93,7 @@ def _topic_offsets(
             topic=topic.name,
             stored=dict(stored),
         )
-        return dict.fromkeys(range(len(topic.partitions)), EARLIEST)
+        return {number: partition.earliest for number, partition in enumerate(topic.partitions)}
     if before is not None and before.partitions != len(topic.partitions):
         if "partitions" not in accept:
             raise PartitionsChanged(topic.name, before.partitions, len(topic.partitions))
@@ -113,7 +113,7 @@ def _partition_offset(
     topic: str, number: int, partition: Partition, wanted: int | None, accept: Set[Acceptance]
 ) -> int:
     if wanted is None:
-        return EARLIEST
+        return partition.earliest
     if partition.holds(wanted):
         return wanted
     if "loss" not in accept:

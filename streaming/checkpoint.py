@@ -34,6 +34,7 @@ from tidemark.streaming.model import Bounds
 log = structlog.get_logger(__name__)
 
 KEPT_ASIDE = 3
+READER = "python"
 
 
 class AppliedBatch(msgspec.Struct, array_like=True, frozen=True):
@@ -44,8 +45,8 @@ class AppliedBatch(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Seed(msgspec.Struct, array_like=True, frozen=True):
-    """What a line of batches began with; `states` as of `streaming.query.by_shard`. `reader` names who reads Kafka: no
-    other understands the offsets in the checkpoint.
+    """What a line of batches began with; `states` as of `streaming.query.by_shard`. `reader` names who read Kafka: what
+    is of Spark's own source, as before, nobody goes on with.
     """
 
     lineage: str
@@ -71,7 +72,7 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def resume(self, applied: AppliedBatch | None, bounds: Bounds, reader: str = "spark") -> Seed | None:
+    def resume(self, applied: AppliedBatch | None, bounds: Bounds) -> Seed | None:
         """The seed to go on with, or None where the checkpoint cannot be gone on with; `applied` is Postgres' word.
 
         They join where Postgres applied the last batch that Spark finished, or the one after, which Spark has planned
@@ -83,8 +84,8 @@ class Checkpoint:
             if planned is not None or done is not None:
                 self._set_aside("it does not say what it began with")
             return None
-        if seed.reader != reader:
-            self._set_aside(f"it was made with the reader {seed.reader}, this one is {reader}")
+        if seed.reader != READER:
+            self._set_aside("its offsets are of Spark's own Kafka source")
             return None
         finished = -1 if done is None else done
         if applied is not None and applied.lineage == seed.lineage:
@@ -105,10 +106,9 @@ class Checkpoint:
         shards: int,
         states: dict[int, bytes],
         bounds: Bounds,
-        reader: str = "spark",
     ) -> Seed:
         """Start a new line of batches from `states`; durable when it returns."""
-        seed = Seed(uuid.uuid4().hex, after, shards, states, bounds, reader)
+        seed = Seed(uuid.uuid4().hex, after, shards, states, bounds, READER)
         self.path.mkdir(parents=True, exist_ok=True)
         part = self.path / "seed.part"
         with part.open("wb") as file:

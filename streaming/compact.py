@@ -1,7 +1,7 @@
-"""Compaction: from Kafka's records to packets of runs, rows and markers by shard. Runs in Spark's `mapInArrow`.
+"""Compaction: from Kafka's records to packets of runs, rows and markers by shard. Runs in Spark's Python workers.
 
-A Spark task sees an offset range of one Kafka partition, or of several one after another. The records are decoded batch
-by batch (`streaming.decode`), then linked and packed when the task's input is at its end: about 13 bytes leave for a
+A task reads offset ranges of one Kafka partition, or of several one after another. The records are decoded a thousand
+or so at a time (`streaming.decode`), then linked and packed when a range is at its end: about 13 bytes leave for a
 record of 140 (docs/design.md 5). Loops here are over runs, markers and incarnations; over records go only the decoder
 and numpy. The same records give the same packets, byte for byte, so a task may be run again.
 
@@ -14,9 +14,8 @@ so in its packets, and how far it came. What it left is read again by a query th
 
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter, itemgetter
 
 import msgspec
@@ -26,7 +25,7 @@ import pyarrow as pa
 
 from tidemark.streaming.decode import ROW, Decoder, Edges
 from tidemark.streaming.fetched import Fetched, PlannedRange
-from tidemark.streaming.frames import Frames, Incarnation
+from tidemark.streaming.incarnations import Incarnation
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.link import link
 from tidemark.streaming.model import Rejected, shard_of
@@ -38,43 +37,14 @@ MOST_FACTS = 2_000_000
 
 PACKETS = pa.schema([("shard", pa.int32()), ("packet", pa.binary())])
 
-Compactor = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
-
 _encoder = msgspec.msgpack.Encoder()
 
 
-def compactor(shards: int, facts_topic: str, control_topic: str, most: int = MOST_FACTS) -> Compactor:
-    """The function for `mapInArrow`: from frames (`streaming.frames`) to (shard, packet)."""
-    names = {Topic.FACTS: facts_topic, Topic.CONTROL: control_topic}
-    return partial(compact, shards=shards, names=names, most=most)
-
-
 def compact(
-    batches: Iterator[pa.RecordBatch], *, shards: int, names: dict[Topic, str], most: int
-) -> Iterator[pa.RecordBatch]:
-    """One row for each Kafka partition and shard that has anything to say; each partition that was read speaks at least
-    once. With `most` facts or more the task takes no further Arrow batch.
-    """
-    origins: dict[int, Decoder] = {}
-    cut = False
-    for batch in batches:
-        held = sum(len(part.ids) for columns in origins.values() for part in columns.parts)
-        if cut := batch.num_rows > 0 and held >= most:
-            break
-        for origin, part in _by_origin(batch):
-            if origin not in origins:
-                origins[origin] = Decoder(Topic.at(origin)[0])
-            origins[origin].add(part)
-    for origin, columns in origins.items():
-        topic, partition = Topic.at(origin)
-        yield _encoded(pack(names[topic], partition, columns, shards, cut=cut))
-
-
-def compact_ranges(
     ranges: Iterable[tuple[PlannedRange, Iterator[Fetched]]], *, shards: int, names: dict[Topic, str], most: int
 ) -> Iterator[pa.RecordBatch]:
-    """The same of offset ranges, each with its records: each says how far it was read, which is to its end but where
-    `most` facts cut it.
+    """One row for each range and shard that has anything to say; each range speaks at least once, and says how far it
+    was read. That is to its end, but where the task held `most` facts or more.
     """
     held = 0
     for wanted, records in ranges:
@@ -93,16 +63,6 @@ def compact_ranges(
 def _encoded(packets: dict[int, Packet]) -> pa.RecordBatch:
     encoded = [_encoder.encode(packet) for packet in packets.values()]
     return pa.record_batch([pa.array(packets, pa.int32()), pa.array(encoded, pa.binary())], schema=PACKETS)
-
-
-def _by_origin(batch: pa.RecordBatch) -> Iterator[tuple[int, Frames]]:
-    """The parts of a batch that come from one Kafka partition each, in their order."""
-    if not batch.num_rows:
-        return
-    frames = Frames.of(batch.column(0))
-    firsts = [0, *(np.flatnonzero(np.diff(frames.origins)) + 1).tolist()]
-    for first, stop in zip(firsts, [*firsts[1:], len(frames)], strict=True):
-        yield int(frames.origins[first]), frames.part(first, stop)
 
 
 OFFSET_BITS = 32

@@ -1,7 +1,7 @@
-"""Kafka's records as columns of numbers: whole Arrow batches decoded at once, each bad record set aside.
+"""Kafka's records as columns of numbers: decoded some thousand at a time, each bad record set aside.
 
-The shortcut: the values of a batch are decoded as JSON lines, a newline before each. That is exact because every value
-begins with `{` and ends with `}`. A newline inside a JSON string is refused by the decoder, so a boundary never lies
+The shortcut: the values are decoded as JSON lines, a newline between any two. That is exact because every value begins
+with `{` and ends with `}`. A newline inside a JSON string is refused by the decoder, so a boundary never lies
 in a string; between `}` and `{` no JSON value goes on, so it never lies in a value either. Each message then holds one
 record or more, and as many records as messages came out: one each.
 
@@ -28,7 +28,7 @@ from tidemark.streaming import records
 from tidemark.streaming.claims import claims
 from tidemark.streaming.errors import BadRecord
 from tidemark.streaming.fetched import Fetched
-from tidemark.streaming.frames import Frames, Incarnations
+from tidemark.streaming.incarnations import Incarnations
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.model import Reason
 from tidemark.streaming.records import Kind, Topic
@@ -137,16 +137,16 @@ _decoder_of_any_row: Final[msgspec.json.Decoder[_Line]] = msgspec.json.Decoder(
 _UNDECIDED: Final = _Retire(stream="", writer="", id=0)  # in the place of a record that only `records.read` can judge
 
 
-def _lines(frames: Frames | Fetched) -> Sequence[_Line]:
+def _lines(fetched: Fetched) -> Sequence[_Line]:
     """For each record what is in it, or `_UNDECIDED`."""
-    text = frames.lines()
+    text = fetched.lines()
     if text is not None and _is_utf8(text):
         for decoder in (_decoder, _decoder_of_any_row):
             with suppress(ValueError, RecursionError):
                 lines = decoder.decode_lines(text)
-                if len(lines) == len(frames):
+                if len(lines) == len(fetched):
                     return lines
-    return [_line(frames.value(at)) for at in range(len(frames))]
+    return [_line(fetched.value(at)) for at in range(len(fetched))]
 
 
 def _beyond(prevs: Ids, ids: Ids) -> Mask:
@@ -203,21 +203,21 @@ class Decoder:
         self.next_offset = 0
         self.parts: list[Edges] = []
 
-    def add(self, frames: Frames | Fetched) -> None:
+    def add(self, fetched: Fetched) -> None:
         """Decode what came of one partition in one batch."""
         with no_collection():
-            self._add(frames)
+            self._add(fetched)
 
-    def _add(self, frames: Frames | Fetched) -> None:
-        lines = _lines(frames) if self.topic is Topic.FACTS else [_UNDECIDED] * len(frames)
-        edges, certain = self._from_lines(lines, frames)
+    def _add(self, fetched: Fetched) -> None:
+        lines = _lines(fetched) if self.topic is Topic.FACTS else [_UNDECIDED] * len(fetched)
+        edges, certain = self._from_lines(lines, fetched)
         runs = certain & (edges.kinds == Kind.RUN.value)
         if runs.any():
             certain[runs] = self._unfold([*compress(lines, runs)], edges.where(runs))
         for at in np.flatnonzero(~certain).tolist():
-            self._read(edges, frames, at)
+            self._read(edges, fetched, at)
         self.parts.append(edges.where(edges.kinds <= ROW))
-        self.next_offset = max(self.next_offset, int(frames.offsets.max()) + 1)
+        self.next_offset = max(self.next_offset, int(fetched.offsets.max()) + 1)
 
     def edges(self) -> Edges:
         """All edges and batch rows, in the order of their offsets."""
@@ -251,7 +251,7 @@ class Decoder:
         even[even] = chained
         return even
 
-    def _from_lines(self, lines: Sequence[_Line], frames: Frames | Fetched) -> tuple[Edges, Mask]:
+    def _from_lines(self, lines: Sequence[_Line], fetched: Fetched) -> tuple[Edges, Mask]:
         """A row for each line, and which of them are certain to be what `records.read` would make of it."""
         count = len(lines)
         numbers = np.fromiter(self._numbers(lines), np.int64, count)
@@ -262,9 +262,9 @@ class Decoder:
         prevs = np.where(facts & (prevs == _NO_PREV), ids - np.sign(ids), prevs)
         rows = facts & (ids == _BATCH)
         kinds[rows] = ROW
-        right_key = frames.have_keys(self.incarnations.keys(), numbers)
+        right_key = fetched.have_keys(self.incarnations.keys(numbers))
         certain = right_key & (rows | (_beyond(prevs, ids) & (kinds < ROW)) | (kinds == Kind.RUN.value))
-        return Edges(numbers, kinds, prevs, ids, frames.offsets, frames.times), certain
+        return Edges(numbers, kinds, prevs, ids, fetched.offsets, fetched.times), certain
 
     def _numbers(self, lines: Sequence[_Line]) -> list[int]:
         number_of = self.incarnations.number_of
@@ -273,19 +273,19 @@ class Decoder:
         except KeyError:
             return list(starmap(self.incarnations.number, ((line.stream, line.writer, line.epoch) for line in lines)))
 
-    def _read(self, edges: Edges, frames: Frames | Fetched, at: int) -> None:
+    def _read(self, edges: Edges, fetched: Fetched, at: int) -> None:
         """Replace row `at` by what `records.read` says."""
-        offset = int(frames.offsets[at])
+        offset = int(fetched.offsets[at])
         try:
-            record = records.read(frames.value(at), frames.key(at), self.topic)
+            record = records.read(fetched.value(at), fetched.key(at), self.topic)
         except BadRecord as bad:
             edges.kinds[at] = REJECTED
             self.rejected[Reason(bad.reason)].append(offset)
-            self.refused.extend(claims(frames.value(at), frames.key(at), self.topic, offset))
+            self.refused.extend(claims(fetched.value(at), fetched.key(at), self.topic, offset))
             return
         if isinstance(record, records.Marker | records.Open):
             edges.kinds[at] = records.kind_of(record)
-            self.markers.append((record, offset, int(frames.times[at])))
+            self.markers.append((record, offset, int(fetched.times[at])))
             return
         edges.incarnations[at] = self.incarnations.number(record.stream, record.writer, record.epoch)
         match record:

@@ -1,4 +1,4 @@
-"""Records as Kafka's client hands them over: Python's own bytes, of which the decoder asks what it asks of frames."""
+"""Records as Kafka's client hands them over: Python's own bytes, and columns of numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,6 @@ from operator import eq
 import numpy as np
 import numpy.typing as npt
 
-from tidemark.streaming.frames import Keys
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.records import Topic
 
@@ -51,9 +50,8 @@ class Fetched:
         braced = np.all(data[ends - lengths] == ord("{")) and np.all(data[ends - 1] == ord("}"))
         return memoryview(text) if braced else None
 
-    def have_keys(self, keys: Keys, numbers: Ids) -> npt.NDArray[np.bool_]:
-        """For each record whether its key is that of its number."""
-        wanted = keys.of(numbers)
+    def have_keys(self, wanted: list[object]) -> npt.NDArray[np.bool_]:
+        """For each record whether its key is the wanted one."""
         if wanted == self.keys:
             return np.ones(len(self), np.bool_)
         return np.fromiter(map(eq, wanted, self.keys), np.bool_, len(self))

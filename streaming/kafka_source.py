@@ -1,7 +1,7 @@
 """Kafka as a source of packets for Spark: ranges are planned in one Python process, read and compacted in the workers.
 
-In place of Spark's own source (docs/decisions/0021-kafka-in-python.md). The JVM sees offsets and packets, no record. A
-worker keeps its consumer from batch to batch.
+The JVM sees offsets and packets, no record (docs/decisions/0021-kafka-in-python.md). A worker keeps its consumer from
+batch to batch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPart
 from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows
 from pyspark.sql.types import StructType
 
-from tidemark.streaming.compact import compact_ranges
+from tidemark.streaming.compact import compact
 from tidemark.streaming.decode import no_collection
 from tidemark.streaming.fetched import PlannedRange
 from tidemark.streaming.kafka_ranges import Ends, Places, RangeReader
@@ -122,7 +122,7 @@ class PacketReader(DataSourceStreamReader):
         config = self._config
         with no_collection(), _reader(config) as reader:
             ranges = ((wanted, reader.read(wanted)) for wanted in partition.ranges)
-            yield from compact_ranges(ranges, shards=config.shards, names=config.names, most=config.most)
+            yield from compact(ranges, shards=config.shards, names=config.names, most=config.most)
 
     def stop(self) -> None:
         if self._ends is not None:

@@ -10,7 +10,7 @@ whatever they hold. IDs keep their sign here.
 import re
 from enum import Enum, IntEnum
 from itertools import pairwise
-from typing import Annotated, Final, Literal, Protocol, TypeVar
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
@@ -33,29 +33,12 @@ LONGEST_TRANSACTION: Final = 500
 Id = Annotated[int, Meta(ge=-MAX_ID, le=MAX_ID)]
 Epoch = Annotated[int, Meta(ge=0, le=MAX_ID)]
 
-_Number = TypeVar("_Number", bound="_FromInteger")
-
-
-class _FromInteger(Protocol):
-    """An integer, or a whole column of them."""
-
-    def __rsub__(self: _Number, other: int, /) -> _Number: ...
-
 
 class Topic(Enum):
     """Which of the two topics a record came from: writers write to the one, operators to the other."""
 
     FACTS = "facts"
     CONTROL = "control"
-
-    def origin(self, partition: _Number) -> _Number:
-        """Topic and partition in one number: the partition for facts; -1, -2, ... for 0, 1, ... of the other topic."""
-        return partition if self is Topic.FACTS else -1 - partition
-
-    @classmethod
-    def at(cls, origin: int) -> "tuple[Topic, int]":
-        """Topic and partition of an origin."""
-        return (cls.FACTS, origin) if origin >= 0 else (cls.CONTROL, -1 - origin)
 
 
 class Kind(IntEnum):

@@ -62,8 +62,6 @@ SETTINGS = {
     "spark.task.maxFailures": "1",
     # Stopping must not wait for ever for a batch that waits for a server: the batch is replayed.
     "spark.sql.streaming.stopTimeout": "3s",
-    # Numbers are put into binary frames (streaming.query), which ANSI mode does not let one cast.
-    "spark.sql.ansi.enabled": "false",
     "spark.sql.session.timeZone": "UTC",
     # Workers look for modules where they are installed, not in the folder that the pipeline was started in.
     "spark.executorEnv.PYTHONSAFEPATH": "1",
@@ -139,7 +137,7 @@ class Jvm:
 
 @dataclass(frozen=True, slots=True)
 class SparkSettings:
-    """`jars`: the Kafka connector's jar files. `memory`: the driver's heap, in Spark's notation (`1g`).
+    """`jars`: jar files that the checkpoint's store needs. `memory`: the driver's heap, in Spark's notation (`1g`).
 
     `tasks`: parallel tasks after the shuffle at most, fewer where a local master has fewer cores; fixed by the
     checkpoint once it exists. `extra` is in Spark's words and wins.

@@ -207,9 +207,7 @@ class Site:
 
 
 @contextmanager
-def made_site(
-    kafka: KafkaServer, postgres: PostgresServer, server: RedisServer, jars: Path, home: Path
-) -> Iterator[Site]:
+def made_site(kafka: KafkaServer, postgres: PostgresServer, server: RedisServer, home: Path) -> Iterator[Site]:
     number = next(_numbers)
     name = f"site{number}"
     url = server.url.replace("/0", f"/{number % 15 + 1}")
@@ -228,10 +226,8 @@ def made_site(
             "TIDEMARK_POSTGRES_DSN": postgres.dsn(name),
             "TIDEMARK_REDIS_URL": url,
             "TIDEMARK_CHECKPOINT": str(home / "checkpoint"),
-            "TIDEMARK_SPARK_JARS": str(jars),
             "TIDEMARK_SPARK_DRIVER_MEMORY": "512m",
             "TIDEMARK_LOG_LEVEL": "debug",
-            "TIDEMARK_KAFKA_READER": os.environ.get("TIDEMARK_KAFKA_READER", "spark"),  # as `make reader-test` has it
         },
     )
     with psycopg.connect(postgres.dsn("postgres"), autocommit=True) as connection:
@@ -246,8 +242,8 @@ def made_site(
 
 @pytest.fixture
 def site(
-    kafka: KafkaServer, postgres: PostgresServer, redis_server: RedisServer, connector_jars: Path, tmp_path: Path
+    kafka: KafkaServer, postgres: PostgresServer, redis_server: RedisServer, warm_jvm: None, tmp_path: Path
 ) -> Iterator[Site]:
     """A site that only this test uses, with its topics and a migrated database; no pipeline runs."""
-    with made_site(kafka, postgres, redis_server, connector_jars, tmp_path) as made:
+    with made_site(kafka, postgres, redis_server, tmp_path) as made:
         yield made

@@ -22,7 +22,7 @@ from tests.services.pgbouncer import PgBouncer, pgbouncer
 from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.jars import BROKER, CONNECTOR, DEMO, JDBC, fetch_jars
+from tidemark.app.stack.jars import BROKER, DEMO, JDBC, fetch_jars
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import ServerProcess, free_port
 from tidemark.app.stack.servers import KafkaServer, RedisServer
@@ -55,7 +55,7 @@ def java() -> str:
 
 @pytest.fixture(scope="session")
 def jars(java: str) -> Path:
-    """The directory with the jars, one directory for each configuration of `ivy.xml`."""
+    """The directory with the jars, one directory for each configuration of `ivy-broker.xml`."""
     directory = Home(Settings().home).jars
     fetch_jars(directory, java, progress=lambda _: None)
     return directory
@@ -75,11 +75,11 @@ def archives(java: str, pytestconfig: pytest.Config) -> Archives:
 
 
 @pytest.fixture(scope="session")
-def connector_jars(jars: Path, archives: Archives) -> Iterator[Path]:
-    """What every JVM of Spark's needs, which from now on begins with archived classes."""
+def warm_jvm(archives: Archives) -> Iterator[None]:
+    """From now on every JVM of Spark's begins with archived classes."""
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("SPARK_SUBMIT_OPTS", archives.spark(jars / CONNECTOR))
-        yield jars / CONNECTOR
+        environment.setenv("SPARK_SUBMIT_OPTS", archives.spark())
+        yield
 
 
 class Unsynced(PostgresServer):

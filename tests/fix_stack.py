@@ -72,5 +72,5 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(tmp_path: Path, connector_jars: Path) -> Terminal:
-    return Terminal(tmp_path, connector_jars.parent)
+def terminal(tmp_path: Path, jars: Path, warm_jvm: None) -> Terminal:
+    return Terminal(tmp_path, jars)

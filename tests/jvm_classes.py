@@ -1,6 +1,6 @@
 """JVMs of tests begin with archived classes: Spark's takes half the CPU to its first batch, a broker two thirds.
 
-    SPARK_SUBMIT_OPTS=-XX:ArchiveClassesAtExit=FILE python -m tests.jvm_classes DIRECTORY JAR...
+    SPARK_SUBMIT_OPTS=-XX:ArchiveClassesAtExit=FILE python -m tests.jvm_classes DIRECTORY
 
 does what a pipeline makes the JVM do, which writes down the classes that it loaded as it ends.
 """
@@ -12,18 +12,23 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pyarrow as pa
 import pyspark
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.datasource import InputPartition
+from pyspark.sql.streaming.datasource import ReadLimit
+from pyspark.sql.types import StructType
 
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer
 from tidemark.streaming import query
-from tidemark.streaming.compact import MOST_FACTS
+from tidemark.streaming.compact import MOST_FACTS, compact
+from tidemark.streaming.kafka_source import KafkaConfig, PacketReader, PacketSource
 from tidemark.streaming.model import Bounds
 from tidemark.streaming.spark import Jvm, SparkSettings, configuration, connect
 
@@ -41,16 +46,15 @@ class Archives:
         self._directory = directory
         self._java = java
 
-    def spark(self, connector: Path) -> str:
+    def spark(self) -> str:
         """`SPARK_SUBMIT_OPTS`."""
-        connectors = sorted(connector.glob("*.jar"))
 
         def make(directory: Path, writing: str) -> None:
             environment = {**os.environ, "SPARK_SUBMIT_OPTS": " ".join([*SHORT_LIVED, *SILENT, writing])}
-            command = [sys.executable, "-m", "tests.jvm_classes", str(directory), *map(str, connectors)]
+            command = [sys.executable, "-m", "tests.jvm_classes", str(directory)]
             subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
 
-        jars = [*sorted((Path(pyspark.__file__).parent / "jars").iterdir()), *connectors]
+        jars = sorted((Path(pyspark.__file__).parent / "jars").iterdir())
         return " ".join([*SHORT_LIVED, *self._options("spark", jars, make)])
 
     def broker(self, jars: Path) -> list[str]:
@@ -92,20 +96,23 @@ class ArchivedKafka(KafkaServer):
         return [java, *self._options, *rest]
 
 
-def made_up(spark: SparkSession) -> DataFrame:
-    """Records as of Spark's Kafka source, one a second; none of them means anything."""
-    return (
-        spark.readStream.format("rate")
-        .load()
-        .selectExpr(
-            "'facts' as topic",
-            "0 as partition",
-            "value as offset",
-            "timestamp",
-            "cast('s' as binary) as key",
-            "cast(value as binary) as value",
-        )
-    )
+class Made(PacketReader):
+    """Of one partition, which has a record more whenever it is asked for; none of them is there."""
+
+    def latestOffset(self, start: dict[str, dict[str, int]], limit: ReadLimit) -> dict[str, dict[str, int]]:
+        return {topic: {number: at + 1 for number, at in of.items()} for topic, of in start.items()}
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        ranges = [(it, iter(())) for it in partition.ranges]  # type: ignore[attr-defined]
+        return compact(ranges, shards=4, names=self._config.names, most=MOST_FACTS)
+
+
+class MadeUp(PacketSource):
+    def streamReader(self, schema: StructType) -> Made:
+        return Made(CONFIG)
+
+
+CONFIG = KafkaConfig({}, "facts", "control", {"facts": {0: 0}, "control": {}}, 1, 1, 4, MOST_FACTS)
 
 
 def run(spark: SparkSession, checkpoint: Path) -> None:
@@ -117,7 +124,8 @@ def run(spark: SparkSession, checkpoint: Path) -> None:
         if number >= BATCHES:
             enough.set()
 
-    packets = query.compacted(made_up(spark), facts="facts", control="control", shards=4, most=MOST_FACTS)
+    spark.dataSource.register(MadeUp)
+    packets = spark.readStream.format(MadeUp.name()).load()
     effects = query.positions(packets, seeds={}, bounds=Bounds())
     running = effects.writeStream.foreachBatch(publish).option("checkpointLocation", str(checkpoint)).start()
     while not enough.wait(0.1):
@@ -125,8 +133,8 @@ def run(spark: SparkSession, checkpoint: Path) -> None:
     running.stop()
 
 
-def main(directory: Path, jars: list[Path]) -> None:
-    conf = configuration(SparkSettings("local[*]", "512m", jars, 4, directory))
+def main(directory: Path) -> None:
+    conf = configuration(SparkSettings("local[*]", "512m", [], 4, directory))
     jvm = Jvm(conf)
     spark = connect(jvm, conf)
     run(spark, directory / "checkpoint")
@@ -137,4 +145,4 @@ def main(directory: Path, jars: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [Path(jar) for jar in sys.argv[2:]])
+    main(Path(sys.argv[1]))

@@ -25,12 +25,12 @@ SERVERS = {
     "kafka": {"kafka", "guarded_kafka"},
     "postgres": {"postgres"},
     "redis": {"redis_server", "redis_cluster", "watched"},
-    "spark": {"spark", "connector_jars"},
+    "spark": {"spark", "warm_jvm"},
     "browser": {"browser"},
     "stack": {"terminal", "stack"},
     "synapse": {"homeserver"},
 }
-"""The fixtures that start a server, by marker; `connector_jars` are what every pipeline process is started with."""
+"""The fixtures that start a server, by marker; `warm_jvm` is for whatever starts a pipeline."""
 
 LONGEST = (
     {"terminal", "stack", "site", "scene", "homeserver"},

@@ -1,6 +1,6 @@
-"""The jars of Spark's Kafka source, of the local broker and of the demo, fetched once by the Ivy that pyspark carries.
+"""The jars of the local broker and of the demo, fetched once by the Ivy that pyspark carries.
 
-No Maven and no Spark session is needed. `ivy.xml` and `ivy-demo.xml` beside this file pin every version.
+No Maven and no Spark session is needed. `ivy-broker.xml` and `ivy-demo.xml` beside this file pin every version.
 """
 
 import fcntl
@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,21 +21,20 @@ _STEP = re.compile(r"\tfound (\S+) in |downloading \S*/(\S+) \.\.\.")
 # Ivy's output holds the reason as the end of a line about one address, or as `:: module: not found`.
 _FAILURE = re.compile(r"\((java\.[^()]+)\)$|:: (\S+#\S+: not found)")
 
-CONNECTOR = "connector"
-BROKER = "broker"
+BROKER = "kafka"
 JDBC = "jdbc"
 
 
 @dataclass(frozen=True, slots=True)
 class JarList:
-    """A description beside this file, and its configurations: a directory of jars each."""
+    """A description for Ivy, and its configurations: a directory of jars each."""
 
-    description: str
+    description: Traversable
     configurations: tuple[str, ...]
 
 
-SERVERS = JarList("ivy.xml", (CONNECTOR, BROKER))
-DEMO = JarList("ivy-demo.xml", (JDBC,))
+SERVERS = JarList(files("tidemark.app.stack") / "ivy-broker.xml", (BROKER,))
+DEMO = JarList(files("tidemark.app.stack") / "ivy-demo.xml", (JDBC,))
 
 
 class JarsUnavailable(Stop):
@@ -58,8 +58,8 @@ def fetch_jars(directory: Path, java: str, progress: Callable[[str], None], want
 
 
 def _fill(directory: Path, java: str, progress: Callable[[str], None], wanted: JarList) -> None:
-    text = files("tidemark.app.stack").joinpath(wanted.description).read_bytes()
-    description = directory / wanted.description
+    text = wanted.description.read_bytes()
+    description = directory / wanted.description.name
     marker = description.with_suffix(".sha256")
     hashed = hashlib.sha256(text).hexdigest()
     if marker.exists() and marker.read_text() == hashed:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.jars import BROKER, CONNECTOR, JDBC
+from tidemark.app.stack.jars import BROKER, JDBC
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import LOOPBACK, ServerProcess, free_port, obstacle
 from tidemark.app.stack.servers import (
@@ -95,7 +95,6 @@ class Members:
             "TIDEMARK_SIDECAR_CA_FILE": "",
             "TIDEMARK_SIDECAR_URL": f"http://{LOOPBACK}:{self._sidecar_port}",
             "TIDEMARK_CHECKPOINT": str(self.home.data("pipeline") / "checkpoint"),
-            "TIDEMARK_SPARK_JARS": str(self.home.jars / CONNECTOR),
         }
 
     def write_stack_env(self) -> Path:

@@ -7,7 +7,6 @@ from typing import Final
 
 import msgspec
 import numpy as np
-import pyarrow as pa
 
 from tidemark.sinks.postgres.past_batches import PastBatch
 from tidemark.sources.recorded import RecordedMessage
@@ -15,7 +14,7 @@ from tidemark.streaming.batch import advance
 from tidemark.streaming.compact import pack
 from tidemark.streaming.decode import Decoder
 from tidemark.streaming.direction import beyond
-from tidemark.streaming.frames import HEADER, Frames
+from tidemark.streaming.fetched import Fetched
 from tidemark.streaming.model import Bounds, Evidence
 from tidemark.streaming.records import Topic
 from tidemark.streaming.runs import Packet
@@ -85,18 +84,17 @@ def by_stream(messages: Iterable[RecordedMessage]) -> dict[str, list[RecordedMes
 
 def packed(messages: Iterable[RecordedMessage], roles: Mapping[str, Topic]) -> list[Packet]:
     """As the query packs them, of any partitions; `roles` has each topic's."""
-    parted: dict[tuple[str, int], list[bytes]] = defaultdict(list)
+    parted: dict[tuple[str, int], list[RecordedMessage]] = defaultdict(list)
     for it in messages:
-        parted[it.topic, it.partition].append(_frame(it, roles[it.topic]))
+        parted[it.topic, it.partition].append(it)
     found: list[Packet] = []
-    for (topic, partition), frames in parted.items():
+    for (topic, partition), of in parted.items():
         decoder = Decoder(roles[topic])
-        decoder.add(Frames.of(pa.array(frames, pa.binary())))
+        decoder.add(_fetched(of))
         found += pack(topic, partition, decoder, 1).values()
     return found
 
 
-def _frame(it: RecordedMessage, role: Topic) -> bytes:
-    key = it.key or b""
-    header = np.array((it.offset, it.time, role.origin(it.partition), len(key)), HEADER)
-    return header.tobytes() + key + (it.value or b"")
+def _fetched(of: Sequence[RecordedMessage]) -> Fetched:
+    numbers = np.array([(it.offset, it.time) for it in of], np.int64)
+    return Fetched([it.key for it in of], [it.value or b"" for it in of], *numbers.T)

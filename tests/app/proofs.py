@@ -131,9 +131,8 @@ def history(site: Site) -> Chains:
     return chains
 
 
-def _origin(site: Site, record: Message) -> int:
-    partition: int = record.partition()
-    return (Topic.FACTS if record.topic() == site.facts else Topic.CONTROL).origin(partition)
+def _place(site: Site, record: Message) -> tuple[Topic, int]:
+    return Topic.FACTS if record.topic() == site.facts else Topic.CONTROL, record.partition()
 
 
 def undisturbed(site: Site) -> ShardEffects:
@@ -141,7 +140,7 @@ def undisturbed(site: Site) -> ShardEffects:
     records = [*read(site.kafka, site.facts, PARTITIONS), *read(site.kafka, site.control, 1)]
     packets = packed(
         (
-            (record.offset(), record.timestamp()[1], _origin(site, record), record.key(), record.value())
+            (record.offset(), record.timestamp()[1], _place(site, record), record.key(), record.value())
             for record in records
         ),
         site.facts,

@@ -60,7 +60,7 @@ def scraped() -> tuple[Board, CollectorRegistry]:
 def test_a_restart_shows_every_stream_without_traffic(scraped: tuple[Board, CollectorRegistry]) -> None:
     """Rule 7: the age of a gap counts from when it was first seen, as the state remembers it."""
     board, registry = scraped
-    board.load({"history": state.encode(a_backward_stream())}, {("facts", 0): 5})
+    board.load({"history": state.encode(a_backward_stream())}, {"facts": {0: 5}})
     labels = {"stream": "history"}
     assert registry.get_sample_value("tidemark_oldest_gap_age_seconds", labels) == 15.0
     assert registry.get_sample_value("tidemark_pending_ids", labels) == 1

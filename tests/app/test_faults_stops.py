@@ -64,7 +64,7 @@ def schema(difference: int) -> Callable[[Site], dict[str, object]]:
         (lambda site: {"redis_url": wrong(site.redis_url)}, ["Redis at", "password", "TIDEMARK_REDIS_URL"]),
         (schema(-1), [f"schema version {SCHEMA.wanted - 1}", f"needs {SCHEMA.wanted}", "tidemark migrate"]),
         (schema(+1), [f"schema version {SCHEMA.wanted + 1}", f"needs {SCHEMA.wanted}", "upgrade"]),
-        (lambda site: {"spark_jars": "/nowhere", "kafka_reader": "spark"}, ["TIDEMARK_SPARK_JARS", "/nowhere"]),
+        (lambda site: {"spark_jars": "/nowhere"}, ["TIDEMARK_SPARK_JARS", "/nowhere"]),
         (lambda site: {"shards": "many"}, ["TIDEMARK_SHARDS", "many"]),
         (
             lambda site: {

@@ -54,11 +54,11 @@ def shared(
     kafka: KafkaServer,
     postgres: PostgresServer,
     redis_server: RedisServer,
-    connector_jars: Path,
+    warm_jvm: None,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Site]:
     """A site whose pipeline runs for all tests of this module; each has streams of its own."""
-    with made_site(kafka, postgres, redis_server, connector_jars, tmp_path_factory.mktemp("shared")) as site:
+    with made_site(kafka, postgres, redis_server, tmp_path_factory.mktemp("shared")) as site:
         site.start(otlp_url=collector.address).ready()
         yield site
 

@@ -1,4 +1,4 @@
-"""Every way to be let in by Kafka, in both dialects, on a broker that has them all."""
+"""Every way to be let in by Kafka, on a broker that has them all."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,17 +14,16 @@ from confluent_kafka.admin import (
     ResourcePatternType,
     ResourceType,
 )
-from pyspark.sql import SparkSession
 
 from tests.fix_kafka import PASSWORD, USER, GuardedKafka, with_wrong_secret
 from tests.fix_pipeline import Site, made_site
 from tests.fix_tls import Authority
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.servers import RedisServer
-from tidemark.sources.kafka import EARLIEST, KafkaConnection, source_options
+from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.topics import TopicPlan, Topics
-from tidemark.streaming.errors import BadSetting, Refused
+from tidemark.streaming.errors import Refused
 from tidemark.streaming.fetched import PlannedRange
 from tidemark.streaming.kafka_errors import ErrorListener
 from tidemark.streaming.kafka_ranges import Ends, RangeReader
@@ -40,17 +39,13 @@ def connection(request: pytest.FixtureRequest, guarded_kafka: GuardedKafka) -> K
     return found
 
 
-def test_all_clients_are_let_in(connection: KafkaConnection, spark: SparkSession, prefix: str) -> None:
-    """What librdkafka sends, Spark's JVM reads, and so does a worker of Spark that has no file of ours, with one
-    description of the connection."""
+def test_all_clients_are_let_in(connection: KafkaConnection, prefix: str) -> None:
+    """Those of the driver, and those of a worker of Spark that has no file of ours, with one description of the
+    connection."""
     Topics(connection).create_missing([TopicPlan(prefix, 1, 3_600_000)])
     producer = RecordProducer(connection, prefix, give_up_after=10)
     producer.send("s", b"hello")
     producer.deliver(10)
-    options = source_options(connection, {prefix: {0: EARLIEST}}, 1)
-    del options["maxOffsetsPerTrigger"]  # of streams only
-    found = spark.read.format("kafka").options(**options).load().select("value").collect()
-    assert [bytes(record["value"]) for record in found] == [b"hello"]
     carried = connection.carried()
     assert not any(name.endswith(".location") for name in carried)
     assert Ends(carried).beyond({prefix: {0: 0}}) == {prefix: {0: 1}}
@@ -120,23 +115,16 @@ def test_brokers_of_another_authority_are_not_talked_to(
         Topics(replace(connection, ca_file=str(stranger.ca_file)), patience=30).describe(["any"])
 
 
-def test_a_key_that_only_one_client_can_read_is_named(guarded_kafka: GuardedKafka, tmp_path: Path) -> None:
-    """OpenSSL's older form of a key is refused at once, with the command that converts it."""
-    (tmp_path / "old.pem").write_text("-----BEGIN EC PRIVATE KEY-----\n-----END EC PRIVATE KEY-----\n")
-    with pytest.raises(BadSetting, match="openssl pkcs8 -topk8"):
-        replace(guarded_kafka.mutual, key_file=str(tmp_path / "old.pem")).jvm()
-
-
 @pytest.fixture
 def guarded_site(
     guarded_kafka: GuardedKafka,
     postgres: PostgresServer,
     redis_server: RedisServer,
-    connector_jars: Path,
+    warm_jvm: None,
     tmp_path: Path,
 ) -> Iterator[Site]:
     """A site whose pipelines log in with SCRAM over TLS, the password in a file."""
-    with made_site(guarded_kafka, postgres, redis_server, connector_jars, tmp_path) as plain:
+    with made_site(guarded_kafka, postgres, redis_server, tmp_path) as plain:
         scram = guarded_kafka.scram
         (tmp_path / "password").write_text(PASSWORD)
         secured = {

@@ -31,7 +31,6 @@ def test_defaults_hang_together(tmp_path: Path) -> None:
     """With nothing but a home set, everything has a value, and what belongs to the home lies in it."""
     settings = load()
     assert settings.checkpoint == tmp_path / "checkpoint"
-    assert settings.spark_jars == tmp_path / "jars" / "connector"
     assert settings.kafka.bootstrap == "localhost:9092"
 
 

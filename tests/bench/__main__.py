@@ -25,7 +25,6 @@ from tests.bench import (
     runs,
     sidecar,
     soak,
-    stages,
     standing,
 )
 from tests.bench.site import BenchSite, servers
@@ -50,7 +49,6 @@ def everything() -> None:
     """Everything but `soak`, at full size."""
     with servers() as site:
         _races(site, race.THROUGHPUT.records)
-        _record("stages", stages.run(site, stages.StagesPlan()))
         _record("cores", cores.run(site, cores.CoresPlan()))
         _record("latency", latency.run(site, latency.LatencyPlan()))
         _record("quiet", quiet.run(site, quiet.QuietPlan()))
@@ -123,13 +121,6 @@ def runs_(**sizes: Any) -> None:
     _on_servers("runs", lambda site: runs.run(site, runs.RunsPlan(**sizes)))
 
 
-@main.command("stages")
-@_sizes(stages.StagesPlan(), "records", "rounds")
-def stages_(**sizes: Any) -> None:
-    """A profile: what each stage of the query costs."""
-    _on_servers("stages", lambda site: stages.run(site, stages.StagesPlan(**sizes)))
-
-
 @main.command("cores")
 @_sizes(cores.CoresPlan(), "cores", "records", "rounds")
 def cores_(**sizes: Any) -> None:
@@ -145,7 +136,7 @@ def latency_(**sizes: Any) -> None:
 
 
 @main.command("quiet")
-@_sizes(quiet.QuietPlan(), "intervals", "warm_seconds", "seconds", "partitions", "reader")
+@_sizes(quiet.QuietPlan(), "intervals", "warm_seconds", "seconds", "partitions")
 def quiet_(**sizes: Any) -> None:
     """What little traffic costs, or none, with more and less time between batches."""
     _on_servers("quiet", lambda site: quiet.run(site, quiet.QuietPlan(**sizes)))
@@ -227,7 +218,7 @@ def rooms_(**sizes: Any) -> None:
 
 
 @main.command("soak")
-@_sizes(soak.SoakPlan(), "minutes", "rate", "reader")
+@_sizes(soak.SoakPlan(), "minutes", "rate")
 def soak_(**sizes: Any) -> None:
     """Memory of the whole stack over time."""
     _on_servers("soak", lambda site: soak.run(site, soak.SoakPlan(**sizes)))

@@ -17,13 +17,11 @@ from tests.bench.workload import Shape
 from tidemark.app.settings import Settings
 
 WHOLE = "tidemark"
-IN_PYTHON = "tidemark-python"
 CEILING = "ceiling"
 
 NAMES = {
     CEILING: "Spark's Kafka source, records dropped (the ceiling)",
     WHOLE: "**Tidemark whole**, Postgres and Redis included",
-    IN_PYTHON: "the same with `TIDEMARK_KAFKA_READER=python`",
     "row-by-row": "Spark: `from_json`, state function row by row",
     "loop-json": "consumer loop by hand, `json`",
     "loop-orjson": "consumer loop by hand, `orjson`",
@@ -32,7 +30,7 @@ NAMES = {
     "streams-heap": "Kafka Streams, `fastjson2`, store in the heap; no sinks, no evidence",
     "loop-java": "consumer loop by hand in Java, `fastjson2`; no sinks, no evidence",
 }
-ON_SPARK = {CEILING, WHOLE, IN_PYTHON, "row-by-row"}
+ON_SPARK = {CEILING, WHOLE, "row-by-row"}
 DEFAULT_BATCH: int = Settings.model_fields["max_records_per_batch"].default
 
 
@@ -94,8 +92,8 @@ class Contestants:
         self.jvm = f"{self._programs.libraries()}; {jvm.OPTIONS}, {jvm.THREADS} threads"
 
     def turn(self, name: str, plan: RacePlan, loaded: Loaded) -> Turn:
-        if name in (WHOLE, IN_PYTHON):
-            return whole(self._site, plan, loaded, "spark" if name == WHOLE else "python")
+        if name == WHOLE:
+            return whole(self._site, plan, loaded)
         if name in jvm.PROGRAMS:
             assert self._programs is not None
             command = self._programs.command(name)
@@ -118,11 +116,11 @@ class Contestants:
         )
 
 
-def whole(site: BenchSite, plan: RacePlan, loaded: Loaded, reader: str = "spark") -> Passage:
+def whole(site: BenchSite, plan: RacePlan, loaded: Loaded) -> Passage:
     """The whole topic through a new pipeline; what it published in the end must be right for the rate to count. Its
     CPU is that of its Postgres and its Redis too.
     """
-    variables = {"TIDEMARK_MAX_RECORDS_PER_BATCH": str(plan.batch), "TIDEMARK_KAFKA_READER": reader}
+    variables = {"TIDEMARK_MAX_RECORDS_PER_BATCH": str(plan.batch)}
     servers = [pid for pid in (site.postgres.pid, site.redis.pid) if pid is not None]
     with pipeline(site, loaded.name, loaded.partitions, variables) as running:
         with sampled(running.pid, every=0.5, servers=servers) as samples:

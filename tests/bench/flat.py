@@ -9,20 +9,20 @@ import click
 import msgspec
 import numpy as np
 import psutil
-import pyarrow as pa
 
 from tests.bench.table import mib, rate, table
 from tests.bench.whole import WrongResult
 from tests.bench.workload import Completions, Rendering, Shape, WritersAtWork
 from tidemark.streaming import state
 from tidemark.streaming.batch import advance
-from tidemark.streaming.compact import compactor
-from tidemark.streaming.frames import HEADER
+from tidemark.streaming.compact import MOST_FACTS, compact
+from tidemark.streaming.fetched import Fetched, PlannedRange
 from tidemark.streaming.model import Bounds
+from tidemark.streaming.records import Topic
 from tidemark.streaming.runs import Packet
 
 _TOPIC = "facts"
-_ARROW_ROWS = 10_000  # what Spark hands over at a time: streaming.spark
+_AT_ONCE = 2_000  # as streaming.kafka_ranges has them
 _packets = msgspec.msgpack.Decoder(Packet)
 _SHAPE = Shape(streams=1, writers=8)
 
@@ -38,16 +38,15 @@ class LoneShard:
 
     def __init__(self, stream: str) -> None:
         self._stream = stream
-        self._compact = compactor(1, _TOPIC, "control")
+        self._key = stream.encode()
         self._states: dict[str, bytes] = {}
         self._next = 0
 
     def feed(self, values: list[bytes]) -> int:
         """One batch; returns how many records it applied."""
-        tables = list(self._arrow(values))
-        packets = [
-            _packets.decode(data) for out in self._compact(iter(tables)) for data in out.column("packet").to_pylist()
-        ]
+        wanted = PlannedRange(Topic.FACTS, 0, self._next, self._next + len(values))
+        compacted = compact([(wanted, self._fetched(values))], shards=1, names={Topic.FACTS: _TOPIC}, most=MOST_FACTS)
+        packets = [_packets.decode(data) for out in compacted for data in out.column("packet").to_pylist()]
         effects = advance(0, self._states, packets, self._next, Bounds())
         return sum(stream.counts.get("applied", 0) for stream in effects.streams)
 
@@ -55,19 +54,12 @@ class LoneShard:
     def stored(self) -> bytes:
         return self._states[self._stream]
 
-    def _arrow(self, values: list[bytes]) -> Iterator[pa.RecordBatch]:
-        for first in range(0, len(values), _ARROW_ROWS):
-            part = values[first : first + _ARROW_ROWS]
-            yield self._frames(part)
+    def _fetched(self, values: list[bytes]) -> Iterator[Fetched]:
+        for first in range(0, len(values), _AT_ONCE):
+            part = values[first : first + _AT_ONCE]
+            numbers = np.arange(self._next, self._next + len(part))
+            yield Fetched([self._key] * len(part), part, numbers, numbers)
             self._next += len(part)
-
-    def _frames(self, values: list[bytes]) -> pa.RecordBatch:
-        headers = np.zeros(len(values), HEADER)
-        headers["offset"] = headers["time"] = np.arange(self._next, self._next + len(values))
-        headers["key_length"] = len(self._stream)
-        key = self._stream.encode()
-        frames = [header.tobytes() + key + value for header, value in zip(headers, values, strict=True)]
-        return pa.record_batch({"frame": pa.array(frames, pa.binary())})
 
 
 def run(plan: FlatPlan) -> dict[str, Any]:

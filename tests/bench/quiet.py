@@ -35,7 +35,6 @@ class QuietPlan:
     warm_seconds: float = 40.0
     seconds: float = 30.0
     partitions: int = 4
-    reader: str = "spark"
 
 
 @dataclass(slots=True)
@@ -66,7 +65,7 @@ def _measure(site: BenchSite, plan: QuietPlan, interval: str) -> dict[str, Any]:
     play, moves = WritersAtWork(_SHAPE), MoveTimes(_SHAPE)
     sender = joined(site.connection, topic, plan.partitions, _SHAPE)
     found: dict[str, Any] = {}
-    variables = {"TIDEMARK_BATCH_INTERVAL_MS": interval, "TIDEMARK_KAFKA_READER": plan.reader}
+    variables = {"TIDEMARK_BATCH_INTERVAL_MS": interval}
     with (
         pipeline(site, topic, plan.partitions, variables) as running,
         subscribed(running.redis_url, _SHAPE, moves),

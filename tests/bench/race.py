@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from tests.bench.contestants import CEILING, DEFAULT_BATCH, IN_PYTHON, NAMES, WHOLE, Contestants, Passage, RacePlan
+from tests.bench.contestants import CEILING, DEFAULT_BATCH, NAMES, WHOLE, Contestants, Passage, RacePlan
 from tests.bench.site import BenchSite
 from tests.bench.table import mib, rate, table
 from tests.bench.topic import fill
@@ -17,7 +17,6 @@ THROUGHPUT = RacePlan(
     Shape(streams=4, writers=8),
     {
         CEILING: 0.5,
-        IN_PYTHON: None,
         "row-by-row": 2.5,
         "loop-json": 3.3,
         "loop-orjson": 1.4,
@@ -31,7 +30,7 @@ THROUGHPUT = RacePlan(
 )
 STREAMS = RacePlan(
     Shape(streams=10_000, writers=2, in_flight=0.1),
-    {CEILING: 0.2, IN_PYTHON: None, "streams-rocksdb": 1.0, "streams-heap": 1.0, "loop-java": None},
+    {CEILING: 0.2, "streams-rocksdb": 1.0, "streams-heap": 1.0, "loop-java": None},
     records=7 * DEFAULT_BATCH,
     window=60.0,
 )

@@ -20,7 +20,6 @@ from tests.bench import (
     runs,
     sidecar,
     soak,
-    stages,
     standing,
 )
 
@@ -31,7 +30,6 @@ Renderer = Callable[[Mapping[str, Any]], list[str]]
 SECTIONS: dict[str, tuple[str, Renderer]] = {
     "throughput": ("Throughput, few streams", race.render),
     "cores": ("What one core does", cores.render),
-    "stages": ("Where the time goes", stages.render),
     "streams": ("Throughput, 10 000 streams", race.render),
     "runs": ("Many facts in one record", runs.render),
     "latency": ("Latency", latency.render),

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from tests.bench.competitors import jvm
-from tests.bench.contestants import IN_PYTHON, WHOLE, Contestants, RacePlan
+from tests.bench.contestants import WHOLE, Contestants, RacePlan
 from tests.bench.race import contestant, on_jvm, ratio
 from tests.bench.site import BenchSite
 from tests.bench.table import rate, table
@@ -33,7 +33,7 @@ class RunsPlan:
 
 
 def run(site: BenchSite, plan: RunsPlan) -> dict[str, Any]:
-    wanted = dict.fromkeys((IN_PYTHON, *jvm.PROGRAMS))
+    wanted = dict.fromkeys(jvm.PROGRAMS)
     everybody = RacePlan(_SHAPE, wanted, 0, warm_batches=plan.warm_batches, against=plan.against)
     contestants = Contestants(site, everybody)
     rows: list[dict[str, Any]] = []
@@ -80,7 +80,7 @@ def render(figures: Mapping[str, Any]) -> list[str]:
                     *contestant(name, rates, row["prices"].get(name, [])),
                     f"{ratio(row['rates'][WHOLE], rates):.2f} x" if name != WHOLE else "",
                     f"{ratio(rates, single[name]):.2f} x",
-                    _verdict(median(rates), row["wanted"]) if name in {WHOLE, IN_PYTHON} else "",
+                    _verdict(median(rates), row["wanted"]) if name == WHOLE else "",
                 ]
                 for row in rows
                 for name, rates in row["rates"].items()

@@ -13,12 +13,14 @@ import redis
 from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.jars import BROKER, CONNECTOR, fetch_jars
+from tidemark.app.stack.jars import BROKER, JarList, fetch_jars
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer, RedisServer
 from tidemark.sinks.postgres.database import migrate
 from tidemark.sources.kafka import KafkaConnection
+
+_CONNECTOR = "connector"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,10 @@ class BenchSite:
 
     @property
     def connector_jars(self) -> Path:
-        return self.jars / CONNECTOR
+        """Of Spark's own Kafka source, fetched by the first who asks."""
+        description = Path(__file__).with_name("ivy-connector.xml")
+        fetch_jars(self.jars, self.java, lambda _: None, JarList(description, (_CONNECTOR,)))
+        return self.jars / _CONNECTOR
 
     def fresh(self, what: str) -> str:
         """A name that was not used here before."""

@@ -31,7 +31,6 @@ class SoakPlan:
     minutes: float = 30.0
     rate: int = 1000
     partitions: int = 4
-    reader: str = "spark"
 
 
 def run(site: BenchSite, plan: SoakPlan) -> dict[str, Any]:
@@ -39,7 +38,7 @@ def run(site: BenchSite, plan: SoakPlan) -> dict[str, Any]:
     play = WritersAtWork(_SHAPE)
     sender = joined(site.connection, topic, plan.partitions, _SHAPE)
     heaps: list[int | None] = []
-    with pipeline(site, topic, plan.partitions, {"TIDEMARK_KAFKA_READER": plan.reader}) as running:
+    with pipeline(site, topic, plan.partitions, {}) as running:
         with sampled(running.pid, min(_EVERY_SECONDS, plan.minutes * 2)) as samples:
             for third in _THIRDS:
                 _send(plan, play, sender)

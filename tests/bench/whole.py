@@ -131,7 +131,6 @@ def pipeline(site: BenchSite, topic: str, partitions: int, variables: Mapping[st
         "TIDEMARK_KAFKA_PARTITIONS": str(partitions),
         "TIDEMARK_POSTGRES_DSN": dsn,
         "TIDEMARK_REDIS_URL": redis_url,
-        "TIDEMARK_SPARK_JARS": str(site.connector_jars),
         "TIDEMARK_METRICS_PORT": str(port),
         **variables,
     }

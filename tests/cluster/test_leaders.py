@@ -85,20 +85,18 @@ class _Together:
         self.bootstrap_servers = ",".join(broker.bootstrap_servers for broker in brokers)
 
 
-@pytest.mark.parametrize("reader", ["spark", "python"])
 def test_leaders_that_die_cost_time_and_no_record(
     brokers: list[ReplicatedKafka],
     postgres: PostgresServer,
     redis_server: RedisServer,
-    connector_jars: Path,
+    warm_jvm: None,
     tmp_path: Path,
-    reader: str,
 ) -> None:
     """Rules 1, 3 and 5: every broker is killed in turn while facts flow, so that each partition changes its leader, and
     comes back; positions are those of the truth in the end, after each of them."""
-    with made_site(_Together(brokers), postgres, redis_server, connector_jars, tmp_path) as site:  # type: ignore[arg-type]
+    with made_site(_Together(brokers), postgres, redis_server, tmp_path) as site:  # type: ignore[arg-type]
         play = site.play(5, Cast(streams=6, writers=3, rate=100.0))
-        site.start(kafka_reader=reader).ready()
+        site.start().ready()
         now = 0.0
         for broker in brokers:
             for _ in range(20):

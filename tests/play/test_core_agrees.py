@@ -7,7 +7,7 @@ import pytest
 
 from tests.play.cast import Cast, Habits
 from tests.play.simulation import Simulation
-from tests.streaming.builders import packed
+from tests.streaming.builders import IN_FACTS, packed
 from tidemark.streaming.batch import advance
 from tidemark.streaming.effects import ShardEffects
 from tidemark.streaming.model import Bounds
@@ -40,7 +40,7 @@ class Core:
 
     def feed(self, records: list[Record], now: int) -> None:
         packets = packed(
-            (self._offset + number, now, 0, record.stream.encode(), encode(record))
+            (self._offset + number, now, IN_FACTS, record.stream.encode(), encode(record))
             for number, record in enumerate(records)
         )
         self._offset += len(records)

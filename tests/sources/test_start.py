@@ -2,7 +2,6 @@
 
 import pytest
 
-from tidemark.sources.kafka import EARLIEST
 from tidemark.sources.start import (
     Acceptance,
     Partition,
@@ -39,7 +38,7 @@ def offsets(
 
 def test_a_first_start_reads_every_partition_from_its_oldest_record() -> None:
     """Nothing remembered, nothing stored: all partitions are named, all start at the earliest offset."""
-    assert offsets(topic((0, 9), (5, 5)), None, {}) == {0: EARLIEST, 1: EARLIEST}
+    assert offsets(topic((0, 9), (5, 5)), None, {}) == {0: 0, 1: 5}
 
 
 def test_stored_offsets_are_kept_also_at_both_ends_of_what_the_partition_holds() -> None:
@@ -49,7 +48,7 @@ def test_stored_offsets_are_kept_also_at_both_ends_of_what_the_partition_holds()
 
 def test_a_partition_that_was_never_read_starts_at_its_oldest_record() -> None:
     """A stored offset of one partition says nothing of the others."""
-    assert offsets(topic((0, 9), (0, 9)), AS_BEFORE, {1: 4}) == {0: EARLIEST, 1: 4}
+    assert offsets(topic((0, 9), (0, 9)), AS_BEFORE, {1: 4}) == {0: 0, 1: 4}
 
 
 @pytest.mark.parametrize(
@@ -80,14 +79,14 @@ def test_accepted_loss_reads_what_is_left_of_the_partition() -> None:
 
 def test_accepted_loss_of_a_whole_topic_forgets_the_offsets_of_the_old_one() -> None:
     """An offset of the deleted topic means nothing in the new one, even where it would fit."""
-    assert offsets(topic((0, 9)), RememberedTopic("id-0", 2), {0: 4}, frozenset({"loss"})) == {0: EARLIEST}
+    assert offsets(topic((0, 9)), RememberedTopic("id-0", 2), {0: 4}, frozenset({"loss"})) == {0: 0}
 
 
 def test_accepted_partitions_keep_the_offsets_of_those_that_were_there() -> None:
     """Old partitions go on where they stood and new ones are read whole."""
     found = topic((0, 9), (0, 9), (0, 9))
     accept: frozenset[Acceptance] = frozenset({"partitions"})
-    assert offsets(found, AS_BEFORE, {0: 4, 1: 9}, accept) == {0: 4, 1: 9, 2: EARLIEST}
+    assert offsets(found, AS_BEFORE, {0: 4, 1: 9}, accept) == {0: 4, 1: 9, 2: 0}
 
 
 def test_accepting_one_thing_does_not_accept_the_other() -> None:

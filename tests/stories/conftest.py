@@ -1,7 +1,6 @@
 """One scene for all stories of a module."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +15,9 @@ def scene(
     kafka: KafkaServer,
     postgres: PostgresServer,
     redis_server: RedisServer,
-    connector_jars: Path,
+    warm_jvm: None,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Scene]:
     home = tmp_path_factory.mktemp("stories")
-    with made_site(kafka, postgres, redis_server, connector_jars, home) as site, made_scene(site, home) as made:
+    with made_site(kafka, postgres, redis_server, home) as site, made_scene(site, home) as made:
         yield made

@@ -3,21 +3,21 @@
 IDs are signed here, as on Kafka. What decoding refuses is the business of the tests of `records`.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from tidemark.streaming import joined, state
 from tidemark.streaming.batch import advance
-from tidemark.streaming.compact import compactor
+from tidemark.streaming.compact import MOST_FACTS, compact
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import ShardEffects, StreamEffects
-from tidemark.streaming.frames import HEADER
+from tidemark.streaming.fetched import Fetched, PlannedRange
 from tidemark.streaming.model import Bounds
 from tidemark.streaming.records import LIVING, Kind, Timeline, Topic
 from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet
@@ -33,8 +33,9 @@ STATE_OF_FORMAT_5 = bytes.fromhex(
 )
 """Of a stream where w1 is silent at 7 and w3 waits above a gap."""
 FACTS, CONTROL = "tidemark.facts", "tidemark.control"
-Framed = tuple[int, int, int, bytes | None, bytes | None]
-"""Offset, time (ms), origin, key and value of a record."""
+Taken = tuple[int, int, tuple[Topic, int], bytes | None, bytes | None]
+"""Offset, time (ms), topic and partition, key and value of a record."""
+IN_FACTS = (Topic.FACTS, 0)
 EDGES = {"RDATA": Kind.RDATA, "VOID": Kind.VOID, "POSITION": Kind.POSITION}
 
 
@@ -189,29 +190,38 @@ def _packet(item: Sent) -> Packet:
 def compacted(batch: Sequence[Sent]) -> list[Packet]:
     """The packets that the pipeline's own compaction makes, from JSON."""
     return packed(
-        (it.offset, it.offset, _origin(it.record), it.record.stream.encode(), as_json(it.record)) for it in batch
+        (it.offset, it.offset, (it.record.role, it.record.partition), it.record.stream.encode(), as_json(it.record))
+        for it in batch
     )
 
 
-def packed(records: Iterable[Framed], facts: str = FACTS, control: str = CONTROL) -> list[Packet]:
+def packed(records: Iterable[Taken], facts: str = FACTS, control: str = CONTROL) -> list[Packet]:
     """What compaction makes of one task's records, all in one shard."""
-    out = compactor(1, facts, control)(iter([framed(records)]))
+    names = {Topic.FACTS: facts, Topic.CONTROL: control}
+    out = compact(ranges(records), shards=1, names=names, most=MOST_FACTS)
     return [
         msgspec.msgpack.decode(packet, type=Packet) for batch in out for packet in batch.column("packet").to_pylist()
     ]
 
 
-def framed(records: Iterable[Framed]) -> pa.RecordBatch:
-    """As the query gives them to compaction."""
-    frames = [
-        np.array([(offset, time, origin, len(key or b""))], HEADER).tobytes() + (key or b"") + (value or b"")
-        for offset, time, origin, key, value in records
+def ranges(records: Iterable[Taken], at_once: int = 10_000) -> list[tuple[PlannedRange, Iterator[Fetched]]]:
+    """Of each partition one, to its last record, `at_once` of them at a time."""
+    partitions: dict[tuple[Topic, int], list[Taken]] = defaultdict(list)
+    for it in records:
+        partitions[it[2]].append(it)
+
+    def read(of: Sequence[Taken]) -> Iterator[Fetched]:
+        return (fetched(of[at : at + at_once]) for at in range(0, len(of), at_once))
+
+    return [
+        (PlannedRange(*place, 0, max(offset for offset, *_ in of) + 1), read(of)) for place, of in partitions.items()
     ]
-    return pa.record_batch({"frame": pa.array(frames, pa.binary())})
 
 
-def _origin(record: Record) -> int:
-    return record.role.origin(record.partition)
+def fetched(records: Sequence[Taken]) -> Fetched:
+    """As Kafka's client gives them."""
+    offsets, times, _, keys, values = zip(*records, strict=True)
+    return Fetched(list(keys), [value or b"" for value in values], np.array(offsets), np.array(times))
 
 
 def _topic(record: Record) -> str:

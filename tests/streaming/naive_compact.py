@@ -1,14 +1,12 @@
 """The reference for compaction: the same packets' content, record by record and with plain loops."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
-import pyarrow as pa
 
-from tests.streaming.builders import framed
 from tidemark.streaming import records
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.errors import BadRecord
@@ -30,14 +28,6 @@ class Message:
 
 def message(record: records.Record, offset: int, topic: str = FACTS) -> Message:
     return Message(records.encode(record), record.stream.encode(), offset, topic=topic)
-
-
-def arrow(messages: Sequence[Message]) -> pa.RecordBatch:
-    """As the query gives them to compaction."""
-    return framed(
-        (message.offset, message.time, _topic(message).origin(message.partition), message.key, message.value)
-        for message in messages
-    )
 
 
 def _topic(message: Message) -> Topic:

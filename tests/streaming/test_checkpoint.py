@@ -3,6 +3,7 @@
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tidemark.streaming.checkpoint import KEPT_ASIDE, AppliedBatch, Checkpoint, Seed, locked
@@ -50,11 +51,13 @@ def test_it_is_gone_on_with_where_postgres_stands_at_its_last_or_next_batch(
     assert seed.states == STATES
 
 
-def test_it_is_not_gone_on_with_by_another_reader_of_kafka(checkpoint: Checkpoint) -> None:
-    """Neither understands the offsets of the other, and Postgres has those that count."""
+def test_it_is_not_gone_on_with_where_sparks_own_source_read_kafka(checkpoint: Checkpoint) -> None:
+    """As an older version left it: Postgres has the offsets that count."""
     seed = begun(checkpoint)
     leave(checkpoint, planned=7, done=6)
-    assert checkpoint.resume(AppliedBatch(seed.lineage, 6), BOUNDS, "python") is None
+    older = msgspec.structs.replace(seed, reader="spark")
+    (checkpoint.path / "seed").write_bytes(msgspec.msgpack.encode(older))
+    assert checkpoint.resume(AppliedBatch(seed.lineage, 6), BOUNDS) is None
     assert not checkpoint.path.exists()
 
 

@@ -1,7 +1,6 @@
 """Compaction against its naive reference, and what bad, odd and huge input does to it."""
 
 import json
-import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,53 +13,29 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.streaming import naive_compact as naive
-from tests.streaming.builders import Framed, Shard, packed
+from tests.streaming.builders import Shard, Taken, fetched, packed, ranges
 from tests.streaming.naive_compact import CONTROL, FACTS, Message, message
 from tests.streaming.test_records import BAD, GOOD
 from tidemark.streaming import records
-from tidemark.streaming.compact import MOST_FACTS, compact_ranges, compactor
+from tidemark.streaming.compact import MOST_FACTS, compact
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import ShardEffects
 from tidemark.streaming.errors import BadRecord
-from tidemark.streaming.fetched import Fetched, PlannedRange
+from tidemark.streaming.fetched import PlannedRange
 from tidemark.streaming.model import Bounds, Reason, shard_of
 from tidemark.streaming.records import Topic
 from tidemark.streaming.runs import Packet
 
 SHARDS = 5
+NAMES = {Topic.FACTS: FACTS, Topic.CONTROL: CONTROL}
 ODD = [*(value for value, _ in BAD.values()), *GOOD.values()]
 decoder = msgspec.msgpack.Decoder(Packet)
 
 
 def packets(messages: Sequence[Message], batch_size: int = 10_000, most: int = MOST_FACTS) -> list[tuple[int, Packet]]:
-    batches = [naive.arrow(messages[at : at + batch_size]) for at in range(0, len(messages), batch_size)]
-    rows = [row for batch in compactor(SHARDS, FACTS, CONTROL, most)(iter(batches)) for row in batch.to_pylist()]
-    assert of_ranges(messages, batch_size, most) == rows, "who reads Kafka makes no difference"
+    batches = compact(ranges(map(as_taken, messages), batch_size), shards=SHARDS, names=NAMES, most=most)
+    rows = [row for batch in batches for row in batch.to_pylist()]
     return [(row["shard"], decoder.decode(row["packet"])) for row in rows]
-
-
-def of_ranges(messages: Sequence[Message], batch_size: int, most: int) -> list[dict[str, Any]]:
-    """What compaction makes of the same records where they come from Kafka's client."""
-    partitions: dict[tuple[str, int], list[Message]] = {}
-    for each in messages:
-        partitions.setdefault((each.topic, each.partition), []).append(each)
-    names = {Topic.FACTS: FACTS, Topic.CONTROL: CONTROL}
-    topics = {name: topic for topic, name in names.items()}
-
-    def read(found: list[Message]) -> Iterator[Fetched]:
-        return (fetched(found[at : at + batch_size]) for at in range(0, len(found), batch_size))
-
-    ranges = [
-        (PlannedRange(topics[topic], partition, 0, max(it.offset for it in found) + 1), read(found))
-        for (topic, partition), found in partitions.items()
-    ]
-    batches = compact_ranges(ranges, shards=SHARDS, names=names, most=most)
-    return [row for batch in batches for row in batch.to_pylist()]
-
-
-def fetched(messages: Sequence[Message]) -> Fetched:
-    numbers = np.array([[it.offset, it.time] for it in messages], np.int64)
-    return Fetched([it.key for it in messages], [it.value or b"" for it in messages], *numbers.T)
 
 
 def compacted(messages: Sequence[Message], batch_size: int = 10_000) -> naive.Compacted:
@@ -145,8 +120,8 @@ def test_runs_on_the_wire_mean_what_their_edges_mean(log: list[Message], cut: in
     whole, apart = (Shard(bounds=Bounds(held=held, completed=completed)) for _ in range(2))
     for first in range(0, len(log), cut):
         batch = log[first : first + cut]
-        one = whole.feed_packets(packed(map(frame, batch)))
-        other = apart.feed_packets(packed(map(frame, [part for it in batch for part in parts(it)])))
+        one = whole.feed_packets(packed(map(as_taken, batch)))
+        other = apart.feed_packets(packed(map(as_taken, [part for it in batch for part in parts(it)])))
         assert one.streams == other.streams
         assert dead_letters(one, room=1) == dead_letters(other, ROOM)
         assert at_fault(one, room=1) == at_fault(other, ROOM)
@@ -167,7 +142,7 @@ def test_a_task_that_holds_too_many_facts_says_how_far_it_came(log: list[Message
         assert taken
         assert done.cut == bool(left)
         assert sum(facts(packet) for _, packet in packets(taken[:-batch_size])) < most
-        whole.feed_packets(packed(map(frame, taken)))
+        whole.feed_packets(packed(map(as_taken, taken)))
     assert cut.states == whole.states
 
 
@@ -175,9 +150,9 @@ def facts(packet: Packet) -> int:
     return sum(len(run.kinds) for run in packet.runs) + sum(len(rows.offsets) // 4 for rows in packet.rows)
 
 
-def frame(it: Message) -> Framed:
+def as_taken(it: Message) -> Taken:
     topic = Topic.FACTS if it.topic == FACTS else Topic.CONTROL
-    return it.offset, it.time, topic.origin(it.partition), it.key, it.value
+    return it.offset, it.time, (topic, it.partition), it.key, it.value
 
 
 ROOM = 1000  # offsets for the parts of a record
@@ -437,22 +412,15 @@ def test_partitions_and_topics_of_one_task_are_kept_apart() -> None:
 def test_an_empty_task_says_nothing() -> None:
     """No records, no packets."""
     assert packets([]) == []
-    assert list(compactor(SHARDS, FACTS, CONTROL)(iter([naive.arrow([])]))) == []
-
-
-def test_the_function_travels_by_name() -> None:
-    """Spark pickles it for its Python workers."""
-    again = pickle.loads(pickle.dumps(compactor(SHARDS, FACTS, CONTROL)))
-    (packed,) = again(iter([naive.arrow([message(fact(1, 0), 1)])]))
-    assert packed.num_rows == 1
 
 
 # -- offset ranges
 
 
 def of_range(start: int, end: int, *parts: Sequence[Message], most: int = MOST_FACTS) -> list[Packet]:
-    ranges = [(PlannedRange(Topic.FACTS, 0, start, end), map(fetched, parts)) for _ in range(2)]
-    batches = compact_ranges(ranges, shards=SHARDS, names={Topic.FACTS: FACTS}, most=most)
+    wanted = PlannedRange(Topic.FACTS, 0, start, end)
+    twice = [(wanted, (fetched([*map(as_taken, part)]) for part in parts)) for _ in range(2)]
+    batches = compact(twice, shards=SHARDS, names={Topic.FACTS: FACTS}, most=most)
     return [decoder.decode(row["packet"]) for batch in batches for row in batch.to_pylist()]
 
 

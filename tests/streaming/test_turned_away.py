@@ -48,7 +48,7 @@ def feed(shard: Shard, *items: Message) -> list[StreamEffects]:
     shard.next_offset += len(items)
     done = shard.feed_packets(
         packed(
-            (offset, offset, item.topic.origin(item.partition), item.key, item.value)
+            (offset, offset, (item.topic, item.partition), item.key, item.value)
             for offset, item in enumerate(items, first)
         )
     )

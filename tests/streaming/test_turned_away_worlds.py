@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.streaming.builders import Framed, Record, Shard, as_json, packed
+from tests.streaming.builders import Record, Shard, Taken, as_json, packed
 from tests.streaming.protocol import Database
 from tidemark.streaming.effects import StreamEffects
 from tidemark.streaming.model import Bounds
@@ -100,13 +100,13 @@ class World:
     def read(self) -> None:
         """All that was produced, as one batch; what is recalled is produced again."""
         self.kept |= {at: it for at, it in enumerate(self.topic, self.shard.next_offset) if it.topic is Topic.FACTS}
-        framed: list[Framed] = [
-            (offset, offset, it.topic.origin(it.partition), it.key, it.value)
+        taken: list[Taken] = [
+            (offset, offset, (it.topic, it.partition), it.key, it.value)
             for offset, it in enumerate(self.topic, self.shard.next_offset)
         ]
-        self.shard.next_offset += len(framed)
+        self.shard.next_offset += len(taken)
         self.topic.clear()
-        for stream in self.shard.feed_packets(packed(framed)).streams if framed else ():
+        for stream in self.shard.feed_packets(packed(taken)).streams if taken else ():
             if stream.stream == "events":
                 self.look(stream)
         in_flight = self.database.in_flight()
@@ -175,20 +175,21 @@ ODD = st.fixed_dictionaries(
     },
 ).map(msgspec.json.encode)
 KEYS = st.sampled_from([b"events", b"caches", b"", None, b"\xff", b"a b", b"x1", b"x2", b"x3"])
-odd_records = st.tuples(st.sampled_from([0, 0, 0, 1, -1]), KEYS, ODD | st.binary(max_size=9))
+PLACES = st.sampled_from([*[(Topic.FACTS, 0)] * 3, (Topic.FACTS, 1), (Topic.CONTROL, 0)])
+odd_records = st.tuples(PLACES, KEYS, ODD | st.binary(max_size=9))
 
 
 @settings(max_examples=examples(200))
 @given(st.lists(st.lists(odd_records, min_size=1, max_size=20), max_size=6))
-def test_a_hostile_producer_breaks_no_rule(batches: list[list[tuple[int, bytes | None, bytes]]]) -> None:
+def test_a_hostile_producer_breaks_no_rule(batches: list[list[tuple[tuple[Topic, int], bytes | None, bytes]]]) -> None:
     """Rules 2 and 5: whatever it sends, under whatever key and to whatever topic, each record has one outcome, and no
     line goes back."""
     shard = Shard(bounds=Bounds(pending=2, held=2, retired=1, unread=2))
     linear: dict[str, int] = {}
     for batch in batches:
-        framed = [(at, at, origin, key, value) for at, (origin, key, value) in enumerate(batch, shard.next_offset)]
+        taken = [(at, at, place, key, value) for at, (place, key, value) in enumerate(batch, shard.next_offset)]
         shard.next_offset += len(batch)
-        done = shard.feed_packets(packed(framed))
+        done = shard.feed_packets(packed(taken))
         outcomes = [count for it in done.streams for what, count in it.counts.items() if what != "forgotten"]
         assert sum(outcomes) + sum(it.records for it in done.rejected) == len(batch)
         for it in done.streams:

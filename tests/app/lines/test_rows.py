@@ -10,7 +10,7 @@ import pytest
 from tests.play.cast import Cast
 from tests.play.simulation import Simulation
 from tests.play.test_core_agrees import NO_BOUNDS, WILD
-from tests.streaming.builders import packed
+from tests.streaming.builders import IN_FACTS, packed
 from tidemark.app.lines.announcer import Announcement, Announcer
 from tidemark.app.lines.rows import RowBuffer, Writer
 from tidemark.sinks.reader import events
@@ -287,7 +287,7 @@ class Wild:
         """The pipeline has read everything, and publishes what it moved."""
         new = self.records[self._published :]
         packets = packed(
-            (self._published + number, 1, 0, record.stream.encode(), encode(record))
+            (self._published + number, 1, IN_FACTS, record.stream.encode(), encode(record))
             for number, record in enumerate(new)
         )
         self._published = len(self.records)

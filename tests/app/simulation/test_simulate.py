@@ -23,9 +23,9 @@ QUICK = OF_ROOMS - {Fault.PIPELINE, Fault.KAFKA, Fault.POSTGRES_CRASH}
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory, connector_jars: Path) -> Iterator[Terminal]:
+def stack(tmp_path_factory: pytest.TempPathFactory, jars: Path, warm_jvm: None) -> Iterator[Terminal]:
     """One that is up, for several plays whose streams have other names."""
-    terminal = Terminal(tmp_path_factory.mktemp("stack"), connector_jars.parent)
+    terminal = Terminal(tmp_path_factory.mktemp("stack"), jars)
     with terminal.up():
         yield terminal
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemark.app.stack.jars import BROKER, CONNECTOR, JarsUnavailable, fetch_jars
+from tidemark.app.stack.jars import BROKER, JarsUnavailable, fetch_jars
 
 
 def _fake_java(directory: Path, script: str) -> str:
@@ -12,34 +12,28 @@ def _fake_java(directory: Path, script: str) -> str:
     return str(program)
 
 
-def test_both_sets_of_jars_are_there(jars: Path) -> None:
-    """Spark's Kafka source has the client that it was built with; the broker has one of its own."""
-    assert sorted(jar.name for jar in (jars / CONNECTOR).iterdir()) == [
-        "commons-pool2-2.12.1.jar",
-        "kafka-clients-3.9.2.jar",
-        "spark-sql-kafka-0-10_2.13-4.2.0.jar",
-        "spark-token-provider-kafka-0-10_2.13-4.0.0.jar",
-    ]
+def test_the_brokers_jars_are_there(jars: Path) -> None:
+    """With all that they depend on."""
     assert (jars / BROKER / "kafka-clients-4.1.1.jar").exists()
 
 
 def test_second_start_downloads_nothing(jars: Path, tmp_path: Path) -> None:
-    """Where the jars are what `ivy.xml` asks for, not even Java is started."""
+    """Where the jars are what `ivy-broker.xml` asks for, not even Java is started."""
     java = _fake_java(tmp_path, "exit 9")
     fetch_jars(jars, java, progress=pytest.fail)
 
 
 def test_jars_of_another_version_are_fetched_again(tmp_path: Path) -> None:
-    """A changed `ivy.xml` removes what it no longer asks for; jars count as there only after a whole fetch."""
-    old = tmp_path / CONNECTOR / "kafka-clients-1.0.jar"
+    """A changed `ivy-broker.xml` removes what it no longer asks for; jars count as there only after a whole fetch."""
+    old = tmp_path / BROKER / "kafka-clients-1.0.jar"
     old.parent.mkdir()
     old.touch()
-    (tmp_path / "ivy.sha256").write_text("of an older ivy.xml")
+    (tmp_path / "ivy-broker.sha256").write_text("of an older one")
     progress: list[str] = []
-    says = "echo 'downloading https://somewhere/kafka-clients-3.9.2.jar ...'; echo more"
+    says = "echo 'downloading https://somewhere/kafka-clients-4.1.1.jar ...'; echo more"
     fetch_jars(tmp_path, _fake_java(tmp_path, says), progress.append)
     assert not old.exists()
-    assert progress == ["kafka-clients-3.9.2.jar"]
+    assert progress == ["kafka-clients-4.1.1.jar"]
     fetch_jars(tmp_path, _fake_java(tmp_path, "exit 9"), progress=pytest.fail)
 
 
@@ -47,5 +41,5 @@ def test_failed_fetch_says_what_failed_and_is_tried_again(tmp_path: Path) -> Non
     """The error has Ivy's own reason and the place of its whole output; the next start does not take it for done."""
     java = _fake_java(tmp_path, r"echo ':: UNRESOLVED DEPENDENCIES'; echo '\t\t:: a#b;1: not found'; exit 1")
     for _ in range(2):
-        with pytest.raises(JarsUnavailable, match=r"a#b;1: not found.*ivy\.log"):
+        with pytest.raises(JarsUnavailable, match=r"a#b;1: not found.*ivy-broker\.log"):
             fetch_jars(tmp_path, java, progress=pytest.fail)

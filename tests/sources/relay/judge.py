@@ -6,7 +6,7 @@ from itertools import chain
 
 from confluent_kafka import Consumer, Message, TopicPartition
 
-from tests.streaming.builders import packed
+from tests.streaming.builders import IN_FACTS, packed
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.tail import singles
 from tidemark.sources.topics import Topics
@@ -75,7 +75,7 @@ class Judge:
 
 def judged(messages: Sequence[tuple[bytes, bytes]]) -> Verdict:
     """What the core makes of these keys and values, in one batch of one partition."""
-    packets = packed((offset, 0, 0, key, value) for offset, (key, value) in enumerate(messages))
+    packets = packed((offset, 0, IN_FACTS, key, value) for offset, (key, value) in enumerate(messages))
     states: dict[str, bytes] = {}
     done = advance(0, states, packets, 0, Bounds())
     records = [read(value, key, Topic.FACTS) for key, value in messages]

@@ -11,7 +11,7 @@ from itertools import count
 import psutil
 import psycopg
 
-from tests.streaming.builders import packed
+from tests.streaming.builders import IN_FACTS, packed
 from tests.waiting import eventually
 from tidemark.sources.relay import join
 from tidemark.sources.relay.database import SCHEMA, session_of
@@ -423,7 +423,7 @@ class Core:
             elif isinstance(record, Void):
                 self.voids.add(record.id)
         key = self._stream.encode()
-        packets = packed((self._next + at, 0, 0, key, value) for at, value in enumerate(values))
+        packets = packed((self._next + at, 0, IN_FACTS, key, value) for at, value in enumerate(values))
         self._next += len(values)
         done = advance(0, self._states, packets, 0, Bounds())
         for bad in done.rejected:
