@@ -91,7 +91,8 @@ def test_a_bundle_replaces_no_file(tmp_path: Path) -> None:
 def test_a_bundle_that_does_not_fit_leaves_no_file(tmp_path: Path) -> None:
     """Half of an archive would be sent for a whole one, and stand in the way of the next."""
     file = tmp_path / "night.tar.gz"
-    command = f"ulimit -f 1; exec {shlex.quote(sys.executable)} -m tidemark.app.cli bundle {shlex.quote(str(file))}"
+    # -B: a compiled module cut off at that limit would stay, and stop every later import of it.
+    command = f"ulimit -f 1; exec {shlex.quote(sys.executable)} -B -m tidemark.app.cli bundle {shlex.quote(str(file))}"
     done = subprocess.run(
         ["sh", "-c", command], env=child_environment(ALL_AWAY), capture_output=True, text=True, check=False
     )
