@@ -14,7 +14,7 @@ from typing import BinaryIO, Literal
 
 import click
 
-from tidemark.app.commands import Amount, CommandFailed, CommandGroup, loaded, own_name, said, waiting
+from tidemark.app.commands import Amount, CommandFailed, CommandGroup, loaded, no_stream, own_name, said, waiting
 from tidemark.app.relay_commands import relay
 from tidemark.app.synapse_commands import synapse
 from tidemark.app.verbs import act_commands, ask_commands, record_commands
@@ -152,7 +152,7 @@ def status(context: click.Context, stream: str | None, *, as_json: bool, check: 
         found = status.of(postgres, postgres.states(), stream)
         how = health.read(postgres, settings.kafka, settings.redis)
     if stream is not None and not found:
-        raise CommandFailed(f"there is no stream {stream}; `tidemark status` shows all")
+        raise CommandFailed(no_stream(stream))
     if as_json:
         click.echo(status.as_json(found, time.time(), how))
     else:
@@ -180,7 +180,7 @@ def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bo
         policies = Policies(postgres.policies.given(), settings.policy_defaults)
         begun = postgres.conditions.begun()
     if stream is not None and not stored:
-        raise CommandFailed(f"there is no stream {stream}; `tidemark status` shows all")
+        raise CommandFailed(no_stream(stream))
     found = gaps.read(stored, time.time(), policies, begun)
     if as_json:
         click.echo(gaps.as_json(found))

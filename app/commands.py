@@ -128,6 +128,11 @@ def _to_nowhere(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def no_stream(name: str) -> str:
+    """What whoever mistypes it is told."""
+    return f"there is no stream {name}; `tidemark status` shows all"
+
+
 def own_name() -> str:
     """Of the user as whom this runs, which may have only a number."""
     try:

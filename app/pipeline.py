@@ -152,15 +152,12 @@ class Attempt:
         self._local = is_local(settings.spark_master)
         self._apart = settings.checkpoint_store is not None or not self._local
         self._kafka = settings.kafka
-        self._secrets = self._known_secrets()
+        self._secrets = self._settings.kafka.carried()
 
     @property
     def outdated(self) -> bool:
         """Whether a secret for Kafka has changed since: its clients take none up while they live."""
-        return self._known_secrets() != self._secrets
-
-    def _known_secrets(self) -> dict[str, str]:
-        return self._settings.kafka.carried()
+        return self._settings.kafka.carried() != self._secrets
 
     @property
     def published(self) -> bool:

@@ -45,7 +45,7 @@ SETTINGS = {
     "spark.python.unix.domain.socket.enabled": "true",
     # Arrow data is handed to Python in pieces that stay in the processor's cache.
     "spark.sql.execution.arrow.maxRecordsPerBatch": "10000",
-    # Of RUN records a hundredth as many do; to single records, which never come to that size, the bound costs nothing.
+    # Of packets, each of many facts, far fewer do.
     "spark.sql.execution.arrow.maxBytesPerBatch": "4m",
     # Effects and states are binary: nothing to gain from adapting a plan with one small shuffle.
     "spark.sql.adaptive.enabled": "false",

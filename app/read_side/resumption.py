@@ -136,7 +136,7 @@ async def _page(past: Past) -> MissedPage | None:
     return None if found is None else MissedPage(past, found.events, found.place, complete=found.complete)
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class MissedMoves:
     """What moved any stream since a mark; `told` by stream, when somebody is first told: the texts, and where they
     lead. The events are let go then."""
@@ -147,7 +147,7 @@ class MissedMoves:
     moves: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "moves", sum(map(len, self.events.values())))
+        self.moves = sum(map(len, self.events.values()))
 
 
 class Resumptions:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import click
 
-from tidemark.app.commands import Amount, CommandFailed, OurCommand, confirmed, loaded, said, tell
+from tidemark.app.commands import Amount, CommandFailed, OurCommand, confirmed, loaded, no_stream, said, tell
 
 NOT_SEEN: Final = 3
 MOST_ID: Final = 2**63 - 1
@@ -130,7 +130,7 @@ def _carry_out(
         postgres.check_readable()
         stored = postgres.states([fields["stream"]]).get(fields["stream"])
         if stored is None:
-            raise CommandFailed(f"there is no stream {fields['stream']}; `tidemark status` shows all")
+            raise CommandFailed(no_stream(fields["stream"]))
         act = acts.asked(kind, stored, fields)
         trial = acts.attempt(stored, act, time.time(), Policies(postgres.policies.given(), settings.policy_defaults))
         for line in [*trial.moves(), *trial.warnings()]:

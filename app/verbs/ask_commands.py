@@ -16,7 +16,7 @@ from typing import Any
 import click
 import msgspec
 
-from tidemark.app.commands import Amount, CommandFailed, CommandStopped, OurCommand, loaded
+from tidemark.app.commands import Amount, CommandFailed, CommandStopped, OurCommand, loaded, no_stream
 from tidemark.streaming.errors import NotReached, Reject, StreamNotKnown, Unavailable
 
 
@@ -88,7 +88,7 @@ def explain(stream: str, at: datetime | None, between: tuple[datetime, datetime]
     with StreamPast(settings.postgres) as past:
         encoded = past.state(stream)
         if encoded is None:
-            raise CommandFailed(f"there is no stream {stream}; `tidemark status` shows all")
+            raise CommandFailed(no_stream(stream))
         if between is not None:
             since, until = min(between), min(max(between), now)
             begins = past.begins(stream)
@@ -133,7 +133,7 @@ def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json
             stands = positions.wait(stream, until, writer, None if math.isinf(timeout) else timeout)
         except (Reject, NotReached) as problem:
             if isinstance(problem, StreamNotKnown) or (isinstance(problem, NotReached) and problem.stands is None):
-                raise CommandStopped(f"there is no stream {stream}; `tidemark status` shows all") from None
+                raise CommandStopped(no_stream(stream)) from None
             if isinstance(problem, Reject):
                 raise CommandStopped(str(problem)) from None
             raise CommandFailed(f"{problem}; `tidemark gaps {shlex.quote(stream)}` tells who holds it") from None
@@ -171,7 +171,7 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
                 click.echo(str(problem), err=True)
             else:
                 if stream is not None and not stored:
-                    raise CommandFailed(f"there is no stream {stream}; `tidemark status` shows all")
+                    raise CommandFailed(no_stream(stream))
                 now = time.time()
                 found = status.of(postgres, stored)
                 held = gaps.read(stored, now, Policies(given, settings.policy_defaults), begun)

@@ -100,13 +100,8 @@ def _whole(it: "ListedAct") -> Iterator[str]:
     from tidemark.app.verbs.explain import clock
     from tidemark.sinks.postgres.acts import EVERY_STREAM
 
-    whose = (
-        f"{it.writer} in epoch {it.epoch} of {it.stream}"
-        if it.writer
-        else "all streams"
-        if it.stream == EVERY_STREAM
-        else it.stream
-    )
+    stream = "all streams" if it.stream == EVERY_STREAM else it.stream
+    whose = f"{it.writer} in epoch {it.epoch} of {stream}" if it.writer else stream
     yield f"{it.kind} of {whose} {_ids(it)}".rstrip()
     yield f"when: {clock(it.time)}"
     yield f"who: {it.seen_as} as Postgres knew it, from {it.seen_from or 'a local socket'}; by {it.by}, as they said"

@@ -59,8 +59,8 @@ def read(
     operator began; who is silent in one of these is fenced."""
     found: list[OpenRange] = []
     for name, data in sorted(stored.items()):
-        of_stream: Iterable[OpenRange] = _of_stream(name, state.decode(data), now, silence(policies, name))
-        of_stream = (_fenced(it) if (name, it.writer, it.epoch) in begun else it for it in of_stream)
+        ranges = _of_stream(name, state.decode(data), now, silence(policies, name))
+        of_stream = [_fenced(it) if (name, it.writer, it.epoch) in begun else it for it in ranges]
         found += sorted(of_stream, key=lambda it: (it.since is not None, it.since, it.writer, abs(it.low or 0)))
     return found
 

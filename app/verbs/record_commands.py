@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from tidemark.app.commands import CommandFailed, OurCommand, loaded
+from tidemark.app.commands import CommandFailed, OurCommand, loaded, no_stream
 from tidemark.app.verbs.act_commands import MOST_ID
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def trace(context: click.Context, stream: str, id: int, records: int, *, as_json
     with IdPast(settings.postgres, "tidemark trace") as past:
         encoded = past.state(stream)
         if encoded is None:
-            raise CommandFailed(f"there is no stream {stream}; `tidemark status` shows all")
+            raise CommandFailed(no_stream(stream))
         it = trace.of_postgres(past, stream, encoded, id)
         home = trace.home(encoded)
         with Recorded(settings.kafka) as kafka, Redis(RedisConfig(settings.redis)) as redis:
@@ -165,7 +165,7 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
         raise click.UsageError(f"{facts} is the control topic: name the facts topic, whose acts come with it")
     with past_batches(settings.postgres) as past:
         if stream is not None and stream not in past.streams():
-            raise CommandFailed(f"there is no stream {stream}; `tidemark status` shows all")
+            raise CommandFailed(no_stream(stream))
         read = _from_file(source or "-") if file else _from_kafka(settings, facts, records)
         messages = {}
         for it in read:

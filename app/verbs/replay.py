@@ -131,12 +131,14 @@ def _compare(
             )
             return
     assert done is not None
-    found.batches += done.batches if done.parting is None else len(past.batches) - (start.skipped if start else 0)
+    batches = len(past.batches) - (start.skipped if start else 0)
     if done.parting is not None:
+        found.batches += batches
         found.parted.append(done.parting)
         return
+    found.batches += done.batches
     found.alike.append(stream)
-    left = len(past.batches) - (start.skipped if start else 0) - done.batches
+    left = batches - done.batches
     if start is not None or left:
         found.parts[stream] = PartCompared(
             start.after if start else None,

@@ -60,7 +60,7 @@ from tidemark.app.settings import Settings
 import structlog
 logs.configure(Settings())
 structlog.get_logger().warning("Read", stream="a\x1b[2Jb")
-logging.getLogger("some.library").warning("two\\nlines of %s", "it")
+logging.getLogger("some.package").warning("two\\nlines of %s", "it")
 warnings.warn("old")
 thread = threading.Thread(target=lambda: 1 / 0)
 thread.start()
