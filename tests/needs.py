@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import cast
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from tests.services.pgbouncer import pgbouncer
 from tidemark.app.java import JavaUnfit, find_java
@@ -40,6 +42,13 @@ LONGEST = (
 )
 """Fixtures by how long the tests take that have them. Modules that have the first begin first, so that no process of
 `pytest -n --dist loadfile` is left with one in the end."""
+
+TOGETHER = {
+    "homeserver": ("tests/sources/synapse/",),
+    "spark": tuple(f"tests/streaming/test_{it}.py" for it in ("checkpoint_store", "daemon", "kafka_source", "spark")),
+}
+"""The files of tests with a fixture that takes ten seconds of a core to start: one process of `pytest -n` does them
+all, so that it starts once."""
 
 LONG = "long"
 ANY = "server"
@@ -125,11 +134,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(server)
         if any(item.get_closest_marker(server) for server in SERVERS):
             item.add_marker(ANY)
+        for fixture, files in TOGETHER.items():
+            if fixture in used and not item.nodeid.startswith(files):
+                raise pytest.UsageError(f"{item.nodeid} has the fixture {fixture}: tests.needs.TOGETHER lacks its file")
         for need in config.stash[_missing]:
             if used & need.fixtures:
                 item.add_marker(pytest.mark.skip(reason=str(need)))
     ranks = {module: min(map(_rank, its)) for module, its in groupby(items, _module)}
     items.sort(key=lambda item: ranks[_module(item)])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
+    """xdist's own, for which those files are one."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    made = LoadFileScheduling(config, log)
+    file_of = made._split_scope
+    made._split_scope = lambda nodeid: _together(file_of(nodeid))
+    return cast(object, made)
+
+
+def _together(file: str) -> str:
+    return next((fixture for fixture, files in TOGETHER.items() if file.startswith(files)), file)
 
 
 def _used(item: pytest.Item) -> set[str]:
