@@ -1,9 +1,10 @@
 """How many examples a property is tried with: all in `make test`, a quarter in `make test-unit`, more in a torture.
 
-No example has a deadline: on a busy machine that would say nothing of the code.
+No example has a deadline, and nobody minds how long it takes to draw one: on a busy machine that would say nothing of
+the code.
 """
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 QUICK = "quick"
 """The profile of `make test-unit`: `pytest --hypothesis-profile quick`."""
@@ -11,9 +12,13 @@ QUICK = "quick"
 LONG = "long"
 """The profile of `make append-torture`."""
 
-settings.register_profile(LONG, deadline=None)
-settings.register_profile("whole", deadline=None)
-settings.register_profile(QUICK, max_examples=25, deadline=None)
+UNHURRIED = (HealthCheck.too_slow,)
+SHARING = (*UNHURRIED, HealthCheck.function_scoped_fixture)
+"""What is not looked for in a property whose examples share a fixture: `suppress_health_check`."""
+
+settings.register_profile(LONG, deadline=None, suppress_health_check=UNHURRIED)
+settings.register_profile("whole", deadline=None, suppress_health_check=UNHURRIED)
+settings.register_profile(QUICK, max_examples=25, deadline=None, suppress_health_check=UNHURRIED)
 if settings.get_current_profile_name() == "default":  # Hypothesis has one of its own for CI
     settings.load_profile("whole")
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import psycopg
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import SHARING
 from tests.fix_sinks import LEASE
 from tests.sinks.given import NOW, advance, batch, stream
 from tests.waiting import eventually
@@ -100,7 +101,7 @@ def batches(draw: st.DrawFn) -> list[tuple[int, list[tuple[str, int, list[Writer
     return made
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=SHARING)
 @given(made=batches(), together=st.sampled_from((1, 2, 200)), newest=st.integers(1, 3))
 def test_unpacking_gives_what_was_packed(
     store: Postgres,

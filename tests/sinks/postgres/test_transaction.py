@@ -7,9 +7,10 @@ from typing import Any
 
 import psycopg
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import SHARING
 from tests.sinks.given import NOW, advance, batch, stream
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig, RememberedSetup
@@ -97,7 +98,7 @@ def test_other_token_is_refused(store: Postgres, sql: psycopg.Connection, token:
     assert store.last_batch() is None
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=SHARING)
 @given(
     sign=st.sampled_from((1, -1)),
     ends=st.lists(st.integers(0, LARGEST), min_size=1, max_size=6, unique=True),
@@ -282,7 +283,7 @@ def test_listeners_are_told_of_changed_streams(store: Postgres, sql: psycopg.Con
     """NOTIFY names each changed stream."""
     sql.execute("listen tidemark_positions")
     store.apply(batch(1, stream("a", advance("w", 0, 1)), stream("b"), token=token))
-    assert sorted(it.payload for it in sql.notifies(timeout=2, stop_after=2)) == ["a", "b"]
+    assert sorted(it.payload for it in sql.notifies(timeout=60, stop_after=2)) == ["a", "b"]
 
 
 def test_only_the_newest_thousand_batches_are_remembered(store: Postgres, sql: psycopg.Connection, token: int) -> None:

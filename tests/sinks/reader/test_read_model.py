@@ -3,9 +3,10 @@
 from random import Random
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import SHARING
 from tests.sinks.reader.service import ReadingService, effect
 from tests.sinks.reader.test_follow_model import FollowWorld
 from tidemark.sinks.reader import Positions, Reader
@@ -155,7 +156,7 @@ class ReadWorld(FollowWorld):
             reader.close()
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=SHARING)
 @given(seed=st.integers(0, 2**32), sign=st.sampled_from((1, -1)), restored=st.booleans())
 def test_every_fact_is_handed_over_once(service: ReadingService, seed: int, sign: int, restored: bool) -> None:
     """Exactly once in effect and in order, in both modes, whatever the writers, operators, Redis and kill -9 do, and

@@ -4,10 +4,11 @@ from typing import Any
 
 import psycopg
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from psycopg import sql
 
+from tests.examples import SHARING
 from tidemark.sinks.reader.table import Range, Table
 from tidemark.streaming.direction import beyond
 
@@ -26,7 +27,7 @@ def of(whose: "str | frozenset[str]", prev: int, id: int) -> Range:
     return Range(whose, prev, id) if isinstance(whose, str) else Range(None, prev, id, whose)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=SHARING)
 @given(
     facts=st.dictionaries(st.integers(1, 24), st.tuples(st.sampled_from(NAMES), st.integers(1, 3)), max_size=24),
     wanted=st.lists(spans, min_size=1, max_size=5),

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import SHARING
 from tidemark.sinks.reader import ZERO, Order, Token
 from tidemark.sinks.redis.names import key
 from tidemark.sinks.redis.publish import Change, Redis
@@ -33,7 +34,7 @@ def had(token: Token) -> set[tuple[str, int]]:
     return {(who, id) for who in (*WRITERS, "") for id in range(abs(token.at(who)))}
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=SHARING)
 @given(
     sign=st.sampled_from((1, -1)),
     linear=st.integers(0, 20) | st.just(LARGEST - 3),

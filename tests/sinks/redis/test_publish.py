@@ -5,9 +5,10 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import SHARING
 from tests.sinks.given import entries
 from tidemark.app.stack.servers import RedisServer
 from tidemark.sinks.reader.token import Token
@@ -78,14 +79,14 @@ def test_repeated_call_changes_nothing(shown: Redis, keys: Any) -> None:
     before = state(keys)
     with keys.pubsub(ignore_subscribe_messages=True) as channel:
         channel.subscribe("tidemark:{s}")
-        assert channel.get_message(timeout=1) is None
+        assert channel.get_message(timeout=60) is None
         publish(shown, change, "known")
         publish(shown, change, "mend")
         assert channel.get_message(timeout=0.1) is None
     assert state(keys) == before
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=SHARING)
 @given(
     sign=st.sampled_from((1, -1)),
     ends=st.lists(
@@ -139,9 +140,9 @@ def test_only_empty_advances_let_readers_move_unseen(shown: Redis, keys: Any, mo
     """An advance goes out with its own `prev` only where it held nothing to fetch."""
     with keys.pubsub(ignore_subscribe_messages=True) as channel:
         channel.subscribe("tidemark:{s}")
-        assert channel.get_message(timeout=1) is None
+        assert channel.get_message(timeout=60) is None
         publish(shown, Change("s", "0", [move]))
-        message = channel.get_message(timeout=2)
+        message = channel.get_message(timeout=60)
     assert message is not None
     assert message["data"] == told
 
@@ -150,9 +151,9 @@ def test_several_advances_make_one_line(shown: Redis, keys: Any) -> None:
     """A writer's advances that come together are told as one move, unseen only if all of them were empty."""
     with keys.pubsub(ignore_subscribe_messages=True) as channel:
         channel.subscribe("tidemark:{s}")
-        assert channel.get_message(timeout=1) is None
+        assert channel.get_message(timeout=60) is None
         publish(shown, Change("s", "0", [entry("a", 0, 2, facts=0), entry("b", 0, 3), entry("a", 2, 5, facts=0)]))
-        told = [channel.get_message(timeout=2) for _ in range(2)]
+        told = [channel.get_message(timeout=60) for _ in range(2)]
         assert [it and it["data"] for it in told] == ["POSITION s a 0 5", "POSITION s b 3 3"]
         assert channel.get_message(timeout=0.1) is None
 
@@ -206,7 +207,7 @@ def test_with_its_last_writer_a_stream_gives_its_list_back(shown: Redis, keys: A
     assert (len(entries(keys)), keys.get(key("s", "token"))) == (1, "m9~c.12")
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=SHARING)
 @given(
     st.lists(
         st.tuples(

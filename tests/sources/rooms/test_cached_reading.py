@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import examples
+from tests.examples import SHARING, examples
 from tests.sources.rooms.dags import an_event
 from tests.sources.rooms.test_persisting import OWN, STORE, a_member
 from tidemark.sources.rooms import persisting
@@ -157,7 +157,7 @@ def crowds_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(persisting, "MOST_MEMBERS", 2)
 
 
-@settings(max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15), suppress_health_check=SHARING)
 @given(st.data())
 @pytest.mark.usefixtures("crowds_are_small")
 def test_no_reader_serves_a_value_older_than_its_position(

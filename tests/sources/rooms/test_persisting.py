@@ -5,9 +5,9 @@ import threading
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
-from tests.examples import examples
+from tests.examples import SHARING, examples
 from tests.sources.rooms.dags import ROOM, an_event, arrivals
 from tidemark.sources.rooms import tables
 from tidemark.sources.rooms.memory import MemoryRooms
@@ -49,7 +49,7 @@ def in_room(event: RoomEvent, room: str) -> RoomEvent:
     return replace(event, id=room + event.id, room=room, prevs=tuple(room + id for id in event.prevs))
 
 
-@settings(max_examples=examples(12), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12), suppress_health_check=SHARING)
 @given(arrivals())
 def test_the_tables_say_what_the_rules_say(rooms: Connection, given: tuple[list[RoomEvent], list[RoomEvent]]) -> None:
     """Random rooms in any order of arrival: extremities, states, timelines; then again after compaction."""
