@@ -139,7 +139,7 @@ def tls_front(target: int, authority: Authority, preface: bytes = b"") -> Iterat
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     try:
         yield front.port
     finally:

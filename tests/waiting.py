@@ -12,7 +12,7 @@ SHORTEST, LONGEST = 0.02, 0.25  # seconds between two looks
 SHARE = 0.05  # of what was waited so far: a look may cost as much as what it waits for
 
 
-def eventually(found: Callable[[], T | None], seconds: float = 15.0, what: Callable[[], str] = lambda: "it holds") -> T:
+def eventually(found: Callable[[], T | None], seconds: float = 60.0, what: Callable[[], str] = lambda: "it holds") -> T:
     """The first true answer of `found`, asked fifty times a second at first, and after five seconds four times.
 
     Fails after `seconds`, saying `what` was waited for and how it is.

@@ -36,7 +36,7 @@ def _taking(check: Callable[[list[asyncio.Transport], list[socket.socket]], Awai
         made = _Taken.made = []
         with closing(socket.create_server((LOOPBACK, 0), backlog=1024)) as listening, ExitStack() as stack:
             crowd = [
-                stack.enter_context(socket.create_connection(listening.getsockname(), timeout=10)) for _ in range(300)
+                stack.enter_context(socket.create_connection(listening.getsockname(), timeout=60)) for _ in range(300)
             ]
             server = Acceptor().serve(listening, _Taken)
             try:
@@ -124,7 +124,7 @@ def _certificate(authority: Authority) -> Certificate:
 
 
 def _connected(address: Address, authority: Authority) -> ssl.SSLSocket:
-    raw = socket.create_connection(address, timeout=10)
+    raw = socket.create_connection(address, timeout=60)
     return trusting(authority.ca_file).wrap_socket(raw, server_hostname=LOOPBACK)
 
 
@@ -142,7 +142,7 @@ def test_handshakes_that_say_nothing_keep_nobody_out(authority: Authority) -> No
     with served(NOWHERE, acceptor=acceptor) as address, ExitStack() as stack:
         honest = stack.enter_context(_connected(address, authority))
         assert honest.recv(7) == b"SERVER "
-        silent = [stack.enter_context(socket.create_connection(address, timeout=10)) for _ in range(20)]
+        silent = [stack.enter_context(socket.create_connection(address, timeout=60)) for _ in range(20)]
         assert _over(silent[0])
         another = stack.enter_context(_connected(address, authority))
         assert another.recv(7) == b"SERVER "
@@ -156,7 +156,7 @@ def test_whoever_speaks_no_tls_is_sent_away(authority: Authority) -> None:
     acceptor = Acceptor(_certificate(authority))
     with served(NOWHERE, acceptor=acceptor) as address:
         for said in (b"REPLICATE\n", b"GET / HTTP/1.1\r\n\r\n", os.urandom(2000)):
-            with socket.create_connection(address, timeout=10) as connection:
+            with socket.create_connection(address, timeout=60) as connection:
                 connection.sendall(said)
                 while not _over(connection):
                     """What TLS says of it."""

@@ -44,7 +44,7 @@ def called(begun: Batches, number: int) -> Iterator[threading.Thread]:
     thread = threading.Thread(target=begun, args=(EMPTY, number))
     thread.start()
     yield thread
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 
@@ -52,9 +52,9 @@ def test_the_next_batch_waits_and_this_one_does_not() -> None:
     """A batch is published at once; Spark is held until the interval is over, and let go by whoever ends."""
     paced = batches(LONG)
     with called(paced, 0) as spark:
-        eventually(lambda: paced.published == 1, 10)
+        eventually(lambda: paced.published == 1)
         assert spark.is_alive()
-        assert paced.finish(10)
+        assert paced.finish(60)
     with pytest.raises(Stopping):
         paced(EMPTY, 1)
     assert paced.published == 1

@@ -66,7 +66,7 @@ def test_pipeline_and_readers_may_do_what_they_do(as_user: As, store: Postgres, 
     with Positions(as_user("reader")) as positions:
         assert isinstance(found := positions.get("s"), Standing)
         assert found.linear == 8
-        positions.wait("s", 8, timeout=5)
+        positions.wait("s", 8, timeout=60)
         assert isinstance(first := next(positions.follow("s", since="m0")), Advance)
         assert first.id == 7
 

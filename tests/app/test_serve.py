@@ -65,7 +65,7 @@ def test_clients_are_told_when_it_stops(pipeline: Pipeline, variables: Mapping[s
     address = host_port(variables["TIDEMARK_SIDECAR_TCP"])
     try:
         with (
-            httpx.Client(base_url=server.url, timeout=20) as client,
+            httpx.Client(base_url=server.url, timeout=60) as client,
             ThreadPoolExecutor(1) as other,
             client.stream("GET", "/v1/events") as events,
             client.stream("GET", "/v1/watch") as watch,
@@ -108,7 +108,7 @@ def test_it_ends_whatever_hangs(
     server.start()
     try:
         with (
-            httpx.Client(base_url=server.url, timeout=20) as client,
+            httpx.Client(base_url=server.url, timeout=60) as client,
             client.stream("GET", "/v1/events") as events,
             lines.client(host_port(variables["TIDEMARK_SIDECAR_TCP"]), "REPLICATE") as one,
         ):
@@ -116,7 +116,7 @@ def test_it_ends_whatever_hangs(
             assert one.said() == "POSITION s w 7 7"
             with deaf(postgres), deaf(redis_server):
                 assert client.get("/readyz").json()["problems"]
-                server.stop(seconds=15)
+                server.stop(seconds=30)
                 assert server.returncode == 0, server.log_tail()
     finally:
         server.stop()
@@ -142,7 +142,7 @@ class EncryptedSidecar(SidecarProcess):
     def serial(self, address: tuple[str, int]) -> str:
         """Of the certificate that is shown there."""
         with (
-            socket.create_connection(address, timeout=10) as raw,
+            socket.create_connection(address, timeout=60) as raw,
             trusting(self.authority.ca_file).wrap_socket(raw, server_hostname=LOOPBACK) as encrypted,
         ):
             return str((encrypted.getpeercert() or {})["serialNumber"])
@@ -163,7 +163,7 @@ def test_it_serves_with_tls_and_takes_up_another_certificate(
     try:
         assert server.told("/v1/streams/s").json()["token"] == "m7"
         with (
-            httpx.Client(base_url=server.url, timeout=20, verify=trusting(authority.ca_file)) as client,
+            httpx.Client(base_url=server.url, timeout=60, verify=trusting(authority.ca_file)) as client,
             client.stream("GET", "/v1/events") as events,
         ):
             told = events.iter_text()
@@ -205,7 +205,7 @@ def test_what_a_person_must_decide_is_one_line(
         [sys.executable, "-m", "tidemark.app.cli", "sidecar"],
         env=environment,
         capture_output=True,
-        timeout=30,
+        timeout=60,
         check=False,
     )
     assert done.returncode == 2

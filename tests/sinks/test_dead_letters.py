@@ -29,7 +29,7 @@ def facts(prefix: str, admin: AdminClient) -> str:
         NewTopic(f"{prefix}.dead", 1, 1, config={"max.message.bytes": "2000"}),
     ]
     for made in admin.create_topics(topics).values():
-        made.result(10)
+        made.result(60)
     return f"{prefix}.facts"
 
 
@@ -48,13 +48,13 @@ def produce(connection: KafkaConnection, topic: str, values: list[bytes | None],
     producer = Producer(connection.producer())
     for n, value in enumerate(values):
         producer.produce(topic, key=f"key-{n}".encode(), value=value, partition=partition, headers=[("own", b"1")])
-    assert producer.flush(10) == 0
+    assert producer.flush(60) == 0
 
 
 def read(connection: KafkaConnection, topic: str, count: int) -> list[Message]:
     consumer = Consumer(connection.client() | {"group.id": "test", "enable.auto.commit": "false"})
     consumer.assign([TopicPartition(topic, 0, 0)])
-    found: list[Message] = consumer.consume(count, timeout=10)
+    found: list[Message] = consumer.consume(count, timeout=60)
     extra: list[Message] = consumer.consume(1, timeout=0.3)
     consumer.close()
     assert len(found) == count
@@ -87,7 +87,7 @@ def test_a_letter_says_which_fact_of_its_record_is_at_fault(
     produce(connection, facts, [*values])
     producer = Producer(connection.producer())
     producer.produce(facts, key=b"k" * 1500, value=VOID % 6, partition=0)
-    assert producer.flush(10) == 0
+    assert producer.flush(60) == 0
     dead_letters.send(
         [
             rejected(facts, "id_not_beyond_prev", [0, 4]),
@@ -137,7 +137,7 @@ def test_record_that_retention_removed_leaves_its_origin(
     """Rule 5: a record that is gone, or too large for the dead letters, leaves a letter without its value."""
     produce(connection, facts, [b"0", b"1", b"2", os.urandom(5000)])
     for deleted in admin.delete_records([TopicPartition(facts, 0, 2)]).values():
-        deleted.result(10)
+        deleted.result(60)
     assert dead_letters.send([rejected(facts, "not_json", [0, 2, 3, 77])]) == DeadLettered(sent=4, gone=3)
     found = {dict(it.headers() or ())["offset"]: it for it in read(connection, dead, 4)}
     assert found[b"2"].value() == b"2"

@@ -167,7 +167,7 @@ def test_postgres_that_dies_is_waited_for(
     time.sleep(0.5)
     assert waiting.is_alive()
     postgres.start()
-    waiting.join(20)
+    waiting.join(60)
     with Postgres(PostgresConfig(dsn)) as fresh:
         assert_undisturbed(fresh, keys, 3)
 
@@ -186,7 +186,7 @@ def test_redis_that_dies_is_waited_for(
     time.sleep(0.5)
     assert store.last_batch() == ("query", 2)
     redis_server.start()
-    waiting.join(20)
+    waiting.join(60)
     assert_undisturbed(store, keys, 3)
 
 

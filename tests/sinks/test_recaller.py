@@ -27,7 +27,7 @@ HEADERS = [("own", b"1")]
 def facts(prefix: str, admin: AdminClient) -> str:
     """A topic with two partitions."""
     for made in admin.create_topics([NewTopic(f"{prefix}.facts", 2, 1)]).values():
-        made.result(10)
+        made.result(60)
     return f"{prefix}.facts"
 
 
@@ -55,14 +55,14 @@ def produce(connection: KafkaConnection, topic: str, *records: Record, **more: s
         producer.begin_transaction()
     for record in records:
         producer.produce(topic, key=record.stream, value=encode(record), partition=1, headers=HEADERS)
-    producer.flush(10)
+    producer.flush(60)
     return producer
 
 
 def read(connection: KafkaConnection, topic: str, start: int, count: int) -> list[Message]:
     consumer = Consumer(connection.client() | {"group.id": "test", "enable.auto.commit": "false"})
     consumer.assign([TopicPartition(topic, 1, start)])
-    found: list[Message] = consumer.consume(count, timeout=10)
+    found: list[Message] = consumer.consume(count, timeout=60)
     assert consumer.consume(1, timeout=0.3) == []
     consumer.close()
     return found
@@ -122,12 +122,12 @@ def test_what_is_gone_is_counted_and_the_rest_comes_again(
     produce(connection, facts, fact(1), fact(2), fact(3))
     produce(connection, facts, large)
     for deleted in admin.delete_records([TopicPartition(facts, 1, 2)]).values():
-        deleted.result(10)
+        deleted.result(60)
     lower = ConfigEntry("max.message.bytes", "300", incremental_operation=AlterConfigOpType.SET)
     for done in admin.incremental_alter_configs(
         [ConfigResource(ResourceType.TOPIC, facts, incremental_configs=[lower])]
     ).values():
-        done.result(10)
+        done.result(60)
     assert recaller.recall(kept(0, 3)) == (kept(4, 3, gone=2 + 1), None)
     assert [it.value() for it in read(connection, facts, 4, 1)] == [encode(fact(3))]
 

@@ -90,18 +90,18 @@ def served(
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
-        assert started.wait(10)
+        assert started.wait(60)
         yield address
     finally:
         loop.call_soon_threadsafe(over.set)
-        thread.join(15)
+        thread.join(60)
         assert not thread.is_alive()
 
 
 class LineClient:
     """A raw connection; what it reads are lines without their newlines."""
 
-    def __init__(self, address: Address, patience: float = 10.0, receive_buffer: int | None = None) -> None:
+    def __init__(self, address: Address, patience: float = 60.0, receive_buffer: int | None = None) -> None:
         self.socket = socket.socket()
         if receive_buffer is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -158,7 +158,7 @@ class LineClient:
 
 @contextmanager
 def client(
-    address: Address, *first: str, patience: float = 10.0, receive_buffer: int | None = None
+    address: Address, *first: str, patience: float = 60.0, receive_buffer: int | None = None
 ) -> Iterator[LineClient]:
     """Connected, with its `first` lines sent."""
     made = LineClient(address, patience, receive_buffer)

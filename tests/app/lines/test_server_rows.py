@@ -25,12 +25,12 @@ class FactsOfTest:
     def __init__(self, connection: KafkaConnection, name: str) -> None:
         Topics(connection).create_missing([TopicPlan(name, 2, 3_600_000)])
         self.facts = FactsTopic(connection, name)
-        self._producer = RecordProducer(connection, name, give_up_after=20)
+        self._producer = RecordProducer(connection, name, give_up_after=60)
 
     def send(self, *records: Record) -> None:
         for record in records:
             self._producer.send(record.stream, encode(record))
-        assert self._producer.flush(20) == 0
+        assert self._producer.flush(60) == 0
 
 
 @pytest.fixture

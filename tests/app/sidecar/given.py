@@ -69,11 +69,12 @@ def sidecar(
     thread.start()
     try:
         eventually(lambda: server.started)
-        with SidecarClient(base_url=f"http://{host}:{port}", timeout=15) as client:
+        with SidecarClient(base_url=f"http://{host}:{port}", timeout=60) as client:
             yield client
     finally:
         server.should_exit = True
-        thread.join(15)
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 @dataclass(frozen=True)

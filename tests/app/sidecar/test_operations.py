@@ -22,8 +22,8 @@ def test_all_that_is_known_of_a_stream(pipeline: Pipeline, client: SidecarClient
     """Line, vector, token, epochs, who retired, what is pending, who holds it back and since when, from where."""
     pipeline.publish(moved("s", 7, first=At(0, 9, pending=12, transactions=("pid 7",)), second=At(0, 7)))
     found = client.json("/v1/streams/s")
-    assert found.pop("age_seconds") < 5
-    assert found.pop("details_age_seconds") < 5
+    assert found.pop("age_seconds") < 60
+    assert found.pop("details_age_seconds") < 60
     assert found == {
         "stream": "s",
         "state": "known",

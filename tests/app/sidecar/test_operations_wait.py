@@ -49,7 +49,7 @@ def test_a_token_carries_what_was_told_to_another_sidecar(pipeline: Pipeline, se
     with sidecar(servers) as one, sidecar(servers) as two:
         for at, asked in enumerate((one, two, two, one, two, one), start=1):
             pipeline.publish(moved("s", at, w=At(at - 1, at)))
-            answer = asked.json(f"/v1/streams/s/wait?token={token}&timeout=10")
+            answer = asked.json(f"/v1/streams/s/wait?token={token}&timeout=50")
             assert answer["linear"] >= linear
             linear, token = answer["linear"], answer["token"]
 

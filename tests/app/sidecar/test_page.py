@@ -25,7 +25,8 @@ from tidemark.app.sidecar.site import SiteConfig
 from tidemark.app.stack.server import free_port
 from tidemark.streaming.effects import LateCompletion
 
-PATIENCE = 15_000  # ms
+PATIENCE = 60_000  # ms; also of `expect` without a word
+expect.set_options(timeout=PATIENCE)
 
 
 # Not longer than this module: Playwright keeps an event loop running in this thread, where others begin theirs.

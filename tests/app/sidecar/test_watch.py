@@ -37,7 +37,7 @@ class Watching:
 
     def next_of(self, stream: str) -> Any:
         """The stream when it is told the next time."""
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             for data in self.look()[0]:
                 if data["stream"] == stream:

@@ -16,7 +16,6 @@ class ListeningServer(ServerProcess):
     """A small real server: listens at its port until it is ended. `script` may be another Python program."""
 
     name: ClassVar[str] = "listener"
-    patience: ClassVar[float] = 5.0
     script = "import socket, sys, time; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); time.sleep(600)"
 
     def command(self) -> Sequence[str]:

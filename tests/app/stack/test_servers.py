@@ -37,12 +37,12 @@ def test_redis_keeps_what_it_was_told_before_a_stop(redis_server: RedisServer, r
 def test_kafka_keeps_topics_through_a_kill_and_creates_none_by_accident(kafka: KafkaServer, prefix: str) -> None:
     """A topic is there after a kill and a start; one that was never created does not come into being."""
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers, "log_level": 0})
-    admin.create_topics([NewTopic(prefix, 3)])[prefix].result(timeout=10)
+    admin.create_topics([NewTopic(prefix, 3)])[prefix].result(timeout=60)
     kafka.kill()
     kafka.start()
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
-    assert len(admin.list_topics(timeout=10).topics[prefix].partitions) == 3
+    assert len(admin.list_topics(timeout=60).topics[prefix].partitions) == 3
     producer = Producer({"bootstrap.servers": kafka.bootstrap_servers, "message.timeout.ms": 500, "log_level": 0})
     producer.produce(f"{prefix}.typo", b"{}")
-    assert producer.flush(5) == 0
-    assert f"{prefix}.typo" not in admin.list_topics(timeout=10).topics
+    assert producer.flush(60) == 0
+    assert f"{prefix}.typo" not in admin.list_topics(timeout=60).topics

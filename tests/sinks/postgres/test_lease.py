@@ -63,9 +63,9 @@ def test_waiter_stops_when_told(dsn: str, lease: Lease) -> None:
 
 def test_renewed_lease_outlives_its_time(dsn: str) -> None:
     """An owner that renews is not replaced, however often its time to live passes."""
-    config = LeaseConfig("owner", ttl=1.0, grace=0.5, poll=0.05)
+    config = LeaseConfig("owner", ttl=1.5, grace=1.5, poll=0.05)
     stopping = threading.Event()
-    threading.Timer(2.5, stopping.set).start()
+    threading.Timer(4.0, stopping.set).start()
     with Lease.acquire(dsn, config, NEVER) as lease:
         with pytest.raises(Stopping):
             Lease.acquire(dsn, config, stopping)

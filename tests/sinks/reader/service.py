@@ -79,7 +79,7 @@ class ReadingService:
             yield thread.is_alive
         finally:
             stopping.set()
-            thread.join(20)
+            thread.join(60)
         assert not thread.is_alive()
         if raised:
             raise raised[0]

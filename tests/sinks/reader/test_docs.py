@@ -29,7 +29,7 @@ def test_the_examples_run_as_they_stand(pipeline: Pipeline, redis_url: str, dsn:
         eventually(lambda: sql.execute("select to_regclass('sums')").fetchone() != (None,))
         eventually(lambda: sql.execute("select total from sums").fetchone() == (54,))
         service.send_signal(signal.SIGTERM)
-        assert service.wait(10) == 0
+        assert service.wait(60) == 0
     finally:
         service.kill()
         service.wait()
@@ -47,7 +47,7 @@ def test_the_examples_run_as_they_stand(pipeline: Pipeline, redis_url: str, dsn:
         eventually(lambda: sql.execute("select total from sums").fetchone() == (14,))
         assert sql.execute("select id, reason from tidemark_reader.parked").fetchall() == [(1, "KeyError: 'id'")]
         service.send_signal(signal.SIGTERM)
-        assert service.wait(10) == 0
+        assert service.wait(60) == 0
     finally:
         service.kill()
         service.wait()

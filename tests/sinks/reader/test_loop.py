@@ -210,7 +210,7 @@ def test_copy_that_waits_for_its_turn_can_be_told_to_stop(three: ReadingService)
             thread.start()
             eventually(lambda: "place" in waiting._sessions)
             stopping.set()
-            thread.join(5)
+            thread.join(60)
             assert not thread.is_alive()
 
 
@@ -228,7 +228,7 @@ def test_cancelled_step_is_taken_again(three: ReadingService) -> None:
                     " where application_name = 'tidemark reader copier' and datname = current_database()"
                 )
                 eventually(lambda: three.sql.execute(query).fetchone() == (0,))
-            batch = await asyncio.wait_for(anext(reader), 20)
+            batch = await asyncio.wait_for(anext(reader), 60)
             return [row["stream_id"] for row in batch.rows]
 
     assert asyncio.run(main()) == [1, 2, 3]

@@ -80,7 +80,7 @@ def test_what_is_published_is_read_by_all(address: RedisAddress) -> None:
         assert {stream: held.linear for stream, held in sink.held(STREAMS).items()} == dict.fromkeys(STREAMS, 7)
     with Positions(address) as positions:
         assert positions.get("stream3") == Standing("stream3", 7, {"w": 9}, 9)
-        assert positions.wait("stream4", 7, timeout=5).linear == 7
+        assert positions.wait("stream4", 7, timeout=60).linear == 7
         assert positions.get("}x") == Standing("}x", 7, {"w": 9}, 9)
 
     async def ask() -> None:
@@ -105,11 +105,11 @@ def test_a_reader_of_a_cluster_needs_few_rights(clustered: RedisAddress, redis_c
     try:
         address = RedisAddress(clustered.url.replace("://", "://reader:pw@"))
         with Positions(address) as positions:
-            assert positions.wait("stream3", 7, timeout=5).linear == 7
+            assert positions.wait("stream3", 7, timeout=60).linear == 7
 
         async def ask() -> None:
             async with AsyncPositions(address) as positions:
-                assert (await positions.wait("stream4", 7, timeout=5)).linear == 7
+                assert (await positions.wait("stream4", 7, timeout=60)).linear == 7
                 assert await anext(positions.follow("stream5", since="m0"))
 
         asyncio.run(ask())

@@ -269,24 +269,26 @@ def test_every_kind_of_spoilt_key_is_the_fault_of_its_stream(
 ) -> None:
     """Whichever key somebody else has put there, and whatever it holds: the stream is named in Postgres with what to
     do, nothing of it is half written, the other goes on, and deleting the key brings all of it back."""
-    spoils: dict[str, Callable[[str], object]] = {
-        "positions": lambda name: keys.rpush(name, "x"),
-        "linear": lambda name: keys.rpush(name, "x"),
-        "allocated": lambda name: keys.hset(name, "x", "y"),
-        "advances": lambda name: keys.set(name, "x"),
-        "fence": lambda name: keys.set(name, "x"),
+    spoils: dict[str, Callable[[Any, str], object]] = {
+        "positions": lambda keys, name: keys.rpush(name, "x"),
+        "linear": lambda keys, name: keys.rpush(name, "x"),
+        "allocated": lambda keys, name: keys.hset(name, "x", "y"),
+        "advances": lambda keys, name: keys.set(name, "x"),
+        "fence": lambda keys, name: keys.set(name, "x"),
     }
-    garbage: dict[str, Callable[[str], object]] = {
-        "linear": lambda name: keys.set(name, "first"),
-        "positions": lambda name: keys.hset(name, "w", "first"),
-        "fence": lambda name: keys.hset(name, "token", "99999999999999999999999"),
+    garbage: dict[str, Callable[[Any, str], object]] = {
+        "linear": lambda keys, name: keys.set(name, "first"),
+        "positions": lambda keys, name: keys.hset(name, "w", "first"),
+        "fence": lambda keys, name: keys.hset(name, "token", "99999999999999999999999"),
     }
     steps = zip(moves(*range(1, 50)), moves(*range(1, 50), name="}x"), strict=True)
     pipeline.publish(*next(steps))
     with Maintenance([pipeline.mirror], pipeline.store, lease, MaintenanceConfig(poll=0.02, compare=0.02)):
         for what, spoil in [*spoils.items(), *garbage.items()]:
-            keys.delete(key("}x", what))
-            spoil(key("}x", what))
+            with keys.pipeline() as at_once:  # else the mirror may mend it in between
+                at_once.delete(key("}x", what))
+                spoil(at_once, key("}x", what))
+                at_once.execute()
             pipeline.publish(*next(steps))
             eventually(
                 lambda: [it.stream for it in pipeline.store.conditions.faults()] == ["}x"], what=partial(str, what)
