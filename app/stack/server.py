@@ -24,7 +24,7 @@ from tidemark.streaming.errors import TidemarkError
 LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.05
 _LOWEST, _LENT = 20_000, 32_768
-_STRIDE = 211
+_STRIDE = 7_891  # the golden section of the range, by which near process IDs lie far apart in it
 _drawn = itertools.count()
 
 
@@ -184,7 +184,8 @@ def free_port() -> int:
 
     None of those that the system lends to outgoing connections (of Linux the highest range, of others within it): one
     of these may be gone when a server comes back that was away for a moment. Each process draws from a place of its
-    own, so that those which start servers side by side do not meet.
+    own, so that those which start servers side by side do not meet, nor take the port of a server that another of them
+    has stopped for a moment.
     """
     while True:
         port = _LOWEST + (os.getpid() * _STRIDE + next(_drawn)) % (_LENT - _LOWEST)
