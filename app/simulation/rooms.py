@@ -18,8 +18,9 @@ from tidemark.app.settings import Settings
 from tidemark.app.signals import told_to_end
 from tidemark.app.simulation.company import Actor, Company, Member, Part, Stage
 from tidemark.app.simulation.director import Director
+from tidemark.app.simulation.rooms_comparison import RoomCount
 from tidemark.app.simulation.rooms_reading import ANSWERS, ClientKind, RoomClientRole
-from tidemark.app.simulation.rooms_verification import RoomCount, RoomsDiffer, RoomsVerification
+from tidemark.app.simulation.rooms_verification import RoomsDiffer, RoomsVerification
 from tidemark.app.simulation.simulate import (
     CATCH_UP_SECONDS,
     TICK_SECONDS,

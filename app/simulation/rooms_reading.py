@@ -20,21 +20,13 @@ import psycopg
 
 from tidemark.app.simulation.reading import ReaderServers
 from tidemark.sinks.reader import Positions, Standing
+from tidemark.sources.rooms.cached_reading import current_state, invalidated, joined_with_version, members_with_version
 from tidemark.sources.rooms.caches import ALL_OF_ROOM, MEMBERS, ROOMS_OF, STATE, Caches
 from tidemark.sources.rooms.persisting import RoomStore, RoomStreams, WriterAppender, following
-from tidemark.sources.rooms.reading import (
-    Upto,
-    current_state,
-    invalidated,
-    joined_with_version,
-    members_with_version,
-    messages,
-    opened,
-    sync,
-)
+from tidemark.sources.rooms.reading import Upto, messages, opened, sync
 from tidemark.sources.rooms.rules import RoomEvent
 from tidemark.sources.simulator.drivers import BrokenOff, lost
-from tidemark.sources.simulator.rooms import GUEST, ROOMS, SPEAKERS
+from tidemark.sources.simulator.rooms import COMER, GUEST, ROOMS, SPEAKERS
 from tidemark.sources.simulator.rooms import MEMBERS as READERS
 from tidemark.sources.simulator.service import together
 from tidemark.streaming.errors import NotReached, Retry, StreamNotKnown, TokenFromTheFuture
@@ -117,7 +109,7 @@ class _Client:
             case ClientKind.OWN:
                 return [self.own]
             case _:
-                return [partial(self.sync, member) for member in (*READERS, GUEST)]
+                return [partial(self.sync, member) for member in (*READERS, COMER, GUEST)]
 
     def sync(self, member: str) -> None:
         """From answer to answer, the first of which begins with the first event."""
@@ -129,8 +121,8 @@ class _Client:
                 if now is None or now == since:
                     continue
                 found = sync(facts, member, since, now, limit=self._random.choice([5, 50, 500]))
-                told = [it.stream_ordering for it in found.events], [it.stream_ordering for it in found.sent]
-                answer = {"events": told[0], "sent": told[1], "rooms": found.rooms}
+                told = {"events": found.events, "sent": found.sent, "left": found.left}
+                answer = {kind: [it.stream_ordering for it in rows] for kind, rows in told.items()}
                 self._answer(effects, "sync", member, since, found.until, answer)
                 since = found.until
 

@@ -4,21 +4,21 @@ It knows nothing of positions but what each answer says of them.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any, Self
 
 import msgspec
 
+from tidemark.app.simulation.rooms_comparison import HeldRooms, RoomCount, judged, synced
 from tidemark.app.simulation.rooms_reading import ClientKind
 from tidemark.sources.relay.database import session_of
 from tidemark.sources.rooms import caches, tables
+from tidemark.sources.rooms.cached_reading import current_state
 from tidemark.sources.rooms.model import Truth
-from tidemark.sources.rooms.reading import TimelineRow, Upto, current_state
+from tidemark.sources.rooms.reading import TimelineRow, Upto
 from tidemark.sources.rooms.rules import MEMBER, HeldAs, RoomEvent
 from tidemark.sources.rooms.states import LONGEST_CHAIN, KeyHolder, State
-from tidemark.sources.simulator.rooms import GUEST, MEMBERS
+from tidemark.sources.rooms.stays import Stay
 from tidemark.streaming.errors import TidemarkError
 from tidemark.streaming.postgres_session import Connection
 
@@ -37,64 +37,6 @@ class RoomsDiffer(TidemarkError):
         wrong += [f"{kind}: never answered" for kind in ClientKind if kind not in {it.client for it in counts}]
         super().__init__(f"rooms are not what was written: {'; '.join(wrong)}")
         self.counts = counts
-
-
-@dataclass(frozen=True, slots=True)
-class RoomCount:
-    """How one kind of client does. What is `written` and not `read` is yet to come; `missed` was passed.
-
-    Of caches, `stale` values were served behind their invalidation; of states and rooms, `different` ones are not as
-    the definitions say.
-    """
-
-    client: str
-    written: int = 0
-    read: int = 0
-    missed: int = 0
-    doubled: int = 0
-    disordered: int = 0
-    stale: int = 0
-    different: int = 0
-
-    @property
-    def right(self) -> bool:
-        return not (self.missed or self.doubled or self.disordered or self.stale or self.different)
-
-    @property
-    def complete(self) -> bool:
-        return self.right and self.read == self.written
-
-    @property
-    def figures(self) -> tuple[int, ...]:
-        faults = self.missed, self.doubled, self.disordered, self.stale, self.different
-        return (self.written, self.read, *faults)
-
-    def __add__(self, other: "RoomCount") -> "RoomCount":
-        return RoomCount(self.client, *(a + b for a, b in zip(self.figures, other.figures, strict=True)))
-
-    def __str__(self) -> str:
-        names = ("missed", "doubled", "out of order", "stale", "different")
-        faults = [f"{count} {name}" for name, count in zip(names, self.figures[2:], strict=True) if count]
-        return ", ".join([f"{self.client}: {self.read} of {self.written}", *faults])
-
-
-@dataclass
-class _Tables:
-    """What the services' database holds."""
-
-    timeline: dict[int, TimelineRow]
-    recipients: dict[int, str]
-    stale_from: Mapping[tuple[str, str], Sequence[tuple[TimelineRow, int]]]
-    """Of cache and room: invalidations with the version that they tell of, rising."""
-    rooms_of: Mapping[str | None, Sequence[TimelineRow]]
-    """Of a member, or (None) of all: invalidations of their rooms. A value's version is how many it has seen."""
-
-    def least(self, cache: str, key: str, upto: Upto) -> int:
-        """The version that a cached value must have come to."""
-        if cache == caches.ROOMS_OF:
-            return sum(upto.passed(row) for member in (key, None) for row in self.rooms_of.get(member, ()))
-        told = reversed(self.stale_from.get((cache, key), ()))
-        return next((version for row, version in told if upto.passed(row)), 0)
 
 
 class RoomsVerification:
@@ -127,17 +69,17 @@ class RoomsVerification:
             ).fetchall()
         with self._facts.use() as connection:  # later than the answers: it holds whatever they were made of
             held = _tables(connection)
-            synced = [*_synced(answers, held)]
+            found = [*synced(answers, held)]
             opened = OPENED
             for number, client, about, upto, answer in (it for it in others if it[0] not in self._judged):
-                count = _judged(client, about, msgspec.convert(upto, Upto), answer, held)
+                count = judged(client, about, msgspec.convert(upto, Upto), answer, held)
                 if client == ClientKind.HISTORY and opened:
                     opened -= 1
                     state = {(kind, key): KeyHolder(depth, id) for kind, key, depth, id in answer["state"]}
                     count += _opened(connection, about, msgspec.convert(upto, Upto), state, held)
                 self._found[client] = self._found.get(client, RoomCount(client)) + count
                 self._judged.add(number)
-        return [*synced, *self._found.values()]
+        return [*found, *self._found.values()]
 
     def rooms(self) -> RoomCount:
         """Extremities, states, members and timelines of all rooms, held against the definitions."""
@@ -152,14 +94,17 @@ class RoomsVerification:
         return RoomCount("tables", len(rows), len(rows) - len(wrong), different=len(wrong))
 
 
-def _tables(connection: Connection) -> _Tables:
-    timeline, recipients = {}, {}
-    for *row, recipient in connection.execute(
-        "select stream_ordering, event, room, depth, writer, recipient from rooms.timeline"
+def _tables(connection: Connection) -> HeldRooms:
+    timeline, turns, recipients = {}, {}, {}
+    for *row, turn, recipient in connection.execute(
+        "select stream_ordering, event, room, depth, writer, turn, recipient from rooms.timeline"
     ).fetchall():
-        timeline[row[0]] = TimelineRow(*row)
+        timeline[row[0]], turns[row[0]] = TimelineRow(*row), turn
         if recipient is not None:
             recipients[row[0]] = recipient
+    stays: dict[tuple[str, str], list[Stay]] = defaultdict(list)
+    for member, *stay in connection.execute("select member, room, began, ended, left_by from rooms.stays").fetchall():
+        stays[member, stay[0]].append(Stay(*stay))
     stale: dict[tuple[str, str], list[tuple[TimelineRow, int]]] = defaultdict(list)
     rooms_of: dict[str | None, list[TimelineRow]] = defaultdict(list)
     for id, cache, keys, writer, version in connection.execute(
@@ -171,66 +116,10 @@ def _tables(connection: Connection) -> _Tables:
             continue
         for name in (caches.STATE, caches.MEMBERS) if cache == caches.ALL_OF_ROOM else (cache,):
             stale[name, keys[0]].append((told, version))
-    return _Tables(timeline, recipients, stale, rooms_of)
+    return HeldRooms(timeline, turns, recipients, stays, stale, rooms_of)
 
 
-def _synced(answers: Iterable[Sequence[Any]], held: _Tables) -> Iterable[RoomCount]:
-    """The answers of each syncing client in a row."""
-    rows: dict[tuple[str, str], list[Sequence[Any]]] = defaultdict(list)
-    for client, about, *answer in answers:
-        rows[client, about].append(answer)
-    found: dict[str, RoomCount] = {}
-    for (client, member), of in rows.items():
-        until, disordered = msgspec.convert(of[-1][1], Upto), 0
-        got: list[int] = []
-        for (_, before, _), (since, _, answer) in pairwise([(None, of[0][0], None), *of]):
-            told = answer["sent"] if member == GUEST else answer["events"]
-            disordered += since != before or told != sorted(told)
-            got += [*answer["events"], *answer["sent"]]
-        wanted = {
-            id
-            for id, row in held.timeline.items()
-            if id > 0 and (held.recipients.get(id) == member or (member in MEMBERS and id not in held.recipients))
-        }
-        passed = {id for id in wanted if until.passed(held.timeline[id])}
-        missed, doubled = _compared(passed, got)
-        count = RoomCount(client, len(wanted), len(passed & {*got}), missed, doubled, disordered)
-        found[client] = found.get(client, RoomCount(client)) + count
-    return found.values()
-
-
-def _judged(client: str, about: str, upto: Upto, answer: Mapping[str, Any], held: _Tables) -> RoomCount:
-    match client:
-        case ClientKind.HISTORY:
-            return _paged(about, upto, answer, held)
-        case ClientKind.CACHES:
-            served = answer["served"]
-            stale = sum(version < held.least(cache, key, upto) for cache, key, version in served)
-            return RoomCount(client, len(served), len(served), stale=stale)
-        case _:
-            return RoomCount(client, 1, int(answer["found"]), missed=int(not answer["found"]))
-
-
-def _paged(room: str, upto: Upto, answer: Mapping[str, Any], held: _Tables) -> RoomCount:
-    """All live events up to the position, and all history of the time; some history may have come meanwhile."""
-    got = [id for _, id in answer["events"]]
-    of_room = {id: row for id, row in held.timeline.items() if row.room == room and id not in held.recipients}
-    wanted = {id for id, row in of_room.items() if (upto.passed(row) if id > 0 else id >= answer["history"])}
-    extra = {id for id in got if id < 0 and id in of_room}
-    missed, doubled = _compared(wanted, [id for id in got if id in wanted or id not in extra])
-    doubled += len(got) - len({*got}) if not doubled else 0
-    keys = [(depth, id) for depth, id in answer["events"]]
-    disordered = int(keys != sorted(keys, reverse=True))
-    return RoomCount(ClientKind.HISTORY, len(wanted), len(wanted & {*got}), missed, doubled, disordered)
-
-
-def _compared(wanted: set[int], got: Sequence[int]) -> tuple[int, int]:
-    """How many are missed, and how many came twice or were not to come."""
-    counted = Counter(got)
-    return len(wanted - counted.keys()), sum(count - (id in wanted) for id, count in counted.items())
-
-
-def _opened(connection: Connection, room: str, upto: Upto, state: State, held: _Tables) -> RoomCount:
+def _opened(connection: Connection, room: str, upto: Upto, state: State, held: HeldRooms) -> RoomCount:
     """The state of a first sync: what the live events up to its position make, with no history or with all of it."""
     everything, held_as = _everything(connection, room)
     placed = {id: row for id, row in held.timeline.items() if row.room == room and id not in held.recipients}
@@ -260,9 +149,12 @@ def _is_right(connection: Connection, room: str) -> bool:
     truth = Truth(everything.values(), held)
     groups = {id: group for id, (_, group) in tables.events_of(connection, [*held]).items() if group is not None}
     states = {group: tables.state_of(connection, group) for group in {*groups.values()}}
-    rows = connection.execute("select event, recipient from rooms.timeline where room = %s", [room]).fetchall()
-    told = Counter(event for event, recipient in rows if recipient is None)
-    sent = {event for event, recipient in rows if recipient is not None}
+    rows = connection.execute(
+        "select event, turn, recipient from rooms.timeline where room = %s order by turn", [room]
+    ).fetchall()
+    placed = [(event, turn) for event, turn, recipient in rows if recipient is None]
+    told = Counter(event for event, _ in placed)
+    sent = {event for event, _, recipient in rows if recipient is not None}
     members = connection.execute("select member, event from rooms.memberships where room = %s", [room]).fetchall()
     current = current_state(connection, room)[1]
     chains = tables.PostgresGroups(connection, room)
@@ -275,5 +167,16 @@ def _is_right(connection: Connection, room: str) -> bool:
         and dict(members) == {key: holder.id for (kind, key), holder in current.items() if kind == MEMBER}
         and told == Counter(truth.placed)
         and sent >= {id for id, as_ in held.items() if as_ is HeldAs.OUT_OF_BAND}
+        and _stays(connection, room) == {*truth.stays(placed)}
         and all(len(chains.chain(group)) <= LONGEST_CHAIN for group in states)
     )
+
+
+def _stays(connection: Connection, room: str) -> set[tuple[Any, ...]]:
+    """Of each member: the turns of the first event and of the last one, and the event that it is told ended it."""
+    rows = connection.execute(
+        "select stays.member, began, ended, told.event from rooms.stays left join rooms.timeline as told"
+        " on stream_ordering = left_by and recipient = stays.member where stays.room = %s",
+        [room],
+    )
+    return {*rows.fetchall()}

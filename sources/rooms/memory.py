@@ -4,8 +4,19 @@ from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from tidemark.sources.rooms.rules import Around, KnownEvent, RoomChange, RoomEvent, Timeline, chosen_prevs, persisted
+from tidemark.sources.rooms.rules import (
+    MEMBER,
+    Around,
+    HeldAs,
+    KnownEvent,
+    RoomChange,
+    RoomEvent,
+    Timeline,
+    chosen_prevs,
+    persisted,
+)
 from tidemark.sources.rooms.states import MemoryGroups, State, given_state, group_at, merged
+from tidemark.sources.rooms.stays import Stay, joins, moved
 
 
 @dataclass
@@ -18,6 +29,8 @@ class MemoryRoom:
     group: int | None = None
     naming: dict[str, list[KnownEvent]] = field(default_factory=lambda: defaultdict(list))
     """Edges backwards: who names an event, held or not."""
+    joined: dict[str, int] = field(default_factory=dict)
+    """Of each who has joined the turn in which the stay began."""
 
 
 class MemoryRooms:
@@ -29,6 +42,11 @@ class MemoryRooms:
         self.group_of: dict[str, int] = {}
         self.live: list[str] = []
         self.history: list[str] = []
+        self.sent: dict[int, str] = {}
+        """Of each ID in `live` that is not for a room the user whom it is for."""
+        self.stays: dict[str, list[Stay]] = defaultdict(list)
+        """Of each member those that are over."""
+        self._turns: dict[str, int] = {}
         self._known: dict[str, KnownEvent] = {}
 
     def persist(
@@ -44,12 +62,29 @@ class MemoryRooms:
         change = persisted(event, around, timeline)
         before = given_state(event, change, given, self.events)
         self.rooms[event.room] = room
-        if not event.held_as.outlier:
-            self._place(event, room, change, before)
         self.events[event.id], self._known[event.id] = event, event.known
         if change.timeline:
             (self.live if change.timeline == "events" else self.history).append(event.id)
+        if event.held_as is HeldAs.OUT_OF_BAND and event.state_key:
+            self.sent[len(self.live)] = event.state_key
+        if not event.held_as.outlier:
+            self._turns[event.id] = len(self._turns)
+            self._place(event, room, change, before)
         return change
+
+    def told(self, member: str) -> list[int]:
+        """The IDs of what arrived for a member: of its stays, and of what is sent to it alone."""
+        stays = [*self.stays[member]]
+        stays += [Stay(name, room.joined[member]) for name, room in self.rooms.items() if member in room.joined]
+        return [
+            id
+            for id, event in enumerate(self.live, 1)
+            if (
+                self.sent[id] == member
+                if id in self.sent
+                else any(stay.room == self.events[event].room and stay.covers(self._turns[event]) for stay in stays)
+            )
+        ]
 
     def extremities(self, room: str) -> tuple[KnownEvent, ...]:
         """The prev events of a new event."""
@@ -69,7 +104,21 @@ class MemoryRooms:
         if change.extremity:
             room.forward[event.id] = known
         if change.counts:
+            before = room.group
             room.group = self._current(room, group if change.extremity else None)
+            if room.group is not None and room.group != before:
+                self._move(event, room, before, room.group)
+
+    def _move(self, event: RoomEvent, room: MemoryRoom, before: int | None, after: int) -> None:
+        changed = room.groups.changed(before, after)
+        members = {key: self.events[holder.id] for (kind, key), holder in changed.items() if kind == MEMBER}
+        came, went = moved(room.joined.keys() & members, {member for member, it in members.items() if joins(it)})
+        turn = self._turns[event.id]
+        for member in went:
+            self.live.append(members[member].id)
+            self.sent[len(self.live)] = member
+            self.stays[member].append(Stay(event.room, room.joined.pop(member), turn, len(self.live)))
+        room.joined.update(dict.fromkeys(came, turn))
 
     def _current(self, room: MemoryRoom, newest: int | None) -> int | None:
         """The group of the current state, which resolves those of the forward extremities. `newest` is the group of the

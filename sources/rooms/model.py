@@ -6,8 +6,9 @@ Pure. It knows all events, also those that a store does not hold, and nothing of
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 
-from tidemark.sources.rooms.rules import HeldAs, RoomEvent
+from tidemark.sources.rooms.rules import MEMBER, HeldAs, RoomEvent
 from tidemark.sources.rooms.states import KeyHolder, StateKey
+from tidemark.sources.rooms.stays import joins
 
 
 class Truth:
@@ -62,6 +63,28 @@ class Truth:
         for id in self.forward:
             _deepen(found, self.state_at(id))
         return found
+
+    def stays(self, placed: Iterable[tuple[str, int]]) -> list[tuple[str, int, int | None, str | None]]:
+        """By events and their turns, in which they were placed: who was joined, the turns of the first event and of the
+        last one, and the event of the membership that ended it; None while it lasts."""
+        found: list[tuple[str, int, int | None, str | None]] = []
+        since: dict[str, int] = {}
+        named: set[str] = set()
+        forward: set[str] = set()
+        for id, turn in placed:
+            if self._held[id] is HeldAs.REGULAR:
+                named.update(self.everything[id].prevs)
+                forward = (forward | {id}) - named
+            current: dict[StateKey, KeyHolder] = {}
+            for last in forward:
+                _deepen(current, self.state_at(last))
+            for (kind, member), holder in current.items():
+                joined = kind == MEMBER and joins(self.everything[holder.id])
+                if joined:
+                    since.setdefault(member, turn)
+                elif kind == MEMBER and member in since:
+                    found.append((member, since.pop(member), turn, holder.id))
+        return [*found, *((member, turn, None, None) for member, turn in since.items())]
 
 
 def _deepen(found: dict[StateKey, KeyHolder], state: Mapping[StateKey, KeyHolder]) -> None:

@@ -6,7 +6,7 @@ transaction at a time. The transaction is one of `read committed`: what others d
 
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from tidemark.sources.rooms.rules import (
     Around,
     BadEvent,
     HeldAs,
+    KnownEvent,
     RoomChange,
     RoomEvent,
     Timeline,
@@ -28,8 +29,9 @@ from tidemark.sources.rooms.rules import (
     depth_after,
     persisted,
 )
-from tidemark.sources.rooms.states import State, difference, given_state, group_at, merged
-from tidemark.sources.rooms.tables import PostgresGroups
+from tidemark.sources.rooms.states import KeyHolder, State, difference, given_state, group_at, merged
+from tidemark.sources.rooms.stays import moved
+from tidemark.sources.rooms.tables import LockedRoom, PostgresGroups
 from tidemark.streaming.postgres_session import Connection
 
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # not where the backslash is itself a character
@@ -125,7 +127,7 @@ class RoomStore:
         given: Collection[str] | None,
         reserved: int | None,
     ) -> int | None:
-        current, version = tables.locked(connection, event.room)
+        room = tables.locked(connection, event.room)
         found = tables.events_of(connection, {event.id, *event.prevs, *(given or ())})
         held = {id: other for id, (other, _) in found.items()}
         around = Around(
@@ -143,21 +145,29 @@ class RoomStore:
         _change(connection, event, change)
         id = None
         if change.timeline:
-            id = self._tell(connection, event, change.timeline, reserved)
+            recipient = event.state_key if event.held_as is HeldAs.OUT_OF_BAND else None
+            id = self._tell(connection, event.known, change.timeline, room.turn, recipient, reserved)
         if change.counts:
-            self._renew(connection, event.room, current, version, groups, group if change.extremity else None)
+            self._renew(connection, event.room, room, groups, group if change.extremity else None)
         return id
 
-    def _tell(self, connection: Connection, event: RoomEvent, timeline: Timeline, reserved: int | None) -> int:
+    def _tell(
+        self,
+        connection: Connection,
+        event: KnownEvent,
+        timeline: Timeline,
+        turn: int,
+        recipient: str | None,
+        reserved: int | None = None,
+    ) -> int:
         stream, row = self._streams.of(timeline), {"event": event.id, "room": event.room}
         id = self._appender.append(connection, stream, row) if reserved is None else reserved
         if reserved is not None:
             self._appender.complete(connection, stream, id, row)
-        recipient = event.state_key if event.held_as is HeldAs.OUT_OF_BAND else None
         connection.execute(
-            "insert into rooms.timeline (stream_ordering, event, room, depth, writer, recipient)"
-            " values (%s, %s, %s, %s, %s, %s)",
-            [id, event.id, event.room, event.depth, self._appender.name, recipient],
+            "insert into rooms.timeline (stream_ordering, event, room, depth, writer, recipient, turn)"
+            " values (%s, %s, %s, %s, %s, %s, %s)",
+            [id, event.id, event.room, event.depth, self._appender.name, recipient, turn],
         )
         return id
 
@@ -165,12 +175,12 @@ class RoomStore:
         self,
         connection: Connection,
         room: str,
-        current: int | None,
-        version: int,
+        before: LockedRoom,
         groups: PostgresGroups,
         newest: int | None,
     ) -> None:
         """The room's current state, what is made of it, and the caches that held the one before."""
+        current = before.group
         found = dict.fromkeys(group for _, group in tables.forward_extremities(connection, room).values())
         if newest is not None and current is not None and len(found) > 1:
             found = dict.fromkeys([current, newest])  # as in `memory`: the newest state holds those that it replaced
@@ -182,13 +192,24 @@ class RoomStore:
         if not changed:  # an equal state that came by another way
             return
         connection.execute(
-            "update rooms.rooms set state_group = %s, version = %s where room = %s", [group, version + 1, room]
+            "update rooms.rooms set state_group = %s, version = %s where room = %s", [group, before.version + 1, room]
         )
-        members = [key for kind, key in changed if kind == MEMBER]
+        members = {key: holder for (kind, key), holder in changed.items() if kind == MEMBER}
         if members:
-            _renew_members(connection, room, [changed[MEMBER, key].id for key in members])
-        for cache, keys in _stale(room, members):
-            self._invalidate(connection, cache, keys, version + 1 if cache != ROOMS_OF else None)
+            self._move(connection, room, before.turn, members)
+        for cache, keys in _stale(room, [*members]):
+            self._invalidate(connection, cache, keys, before.version + 1 if cache != ROOMS_OF else None)
+
+    def _move(self, connection: Connection, room: str, turn: int, members: Mapping[str, KeyHolder]) -> None:
+        """Their memberships and stays; each whose stay ends is told so."""
+        before = tables.joined_of(connection, room, members)
+        tables.renew_members(connection, room, [holder.id for holder in members.values()])
+        came, went = moved(before, tables.joined_of(connection, room, members))
+        left_by = []
+        for member in went:
+            event = KnownEvent(members[member].id, room, members[member].depth, HeldAs.REGULAR)
+            left_by.append(self._tell(connection, event, "events", turn, member))
+        tables.renew_stays(connection, room, turn, came, dict(zip(went, left_by, strict=True)))
 
     def _invalidate(self, connection: Connection, cache: str, keys: Sequence[str] | None, version: int | None) -> None:
         now = int(self._clock() * 1000)
@@ -247,16 +268,6 @@ def _change(connection: Connection, event: RoomEvent, change: RoomChange) -> Non
         connection.execute(
             "insert into rooms.forward_extremities (room, event) values (%s, %s)", [event.room, event.id]
         )
-
-
-def _renew_members(connection: Connection, room: str, events: Sequence[str]) -> None:
-    connection.execute(
-        "insert into rooms.memberships (member, room, membership, event)"
-        " select state_key, %s, coalesce(content->>'membership', 'leave'), event"
-        " from rooms.events where event = any(%s)"
-        " on conflict (member, room) do update set membership = excluded.membership, event = excluded.event",
-        [room, [*events]],
-    )
 
 
 def _as_stored(event: RoomEvent) -> RoomEvent:

@@ -9,14 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import msgspec
-
-from tidemark.sources.rooms.caches import ROOMS_OF
-from tidemark.sources.rooms.states import KeyHolder, State, resolved
-from tidemark.sources.rooms.tables import state_of
+from tidemark.sources.rooms.states import State, resolved
+from tidemark.sources.rooms.stays import JOINED, Stay
+from tidemark.sources.rooms.tables import as_json, state_of
 from tidemark.streaming.postgres_session import Connection
-
-JOINED = "join"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +59,16 @@ class PageEnd(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """What came for a member; `rooms` are those whose timelines were read. `until` is the next call's `since`."""
+    """What came for a member; `rooms` are those that it has joined by now. `until` is the next call's `since`."""
 
     until: Upto
     rooms: Sequence[str]
     events: Sequence[TimelineRow]
     sent: Sequence[TimelineRow]
     """Out-of-band memberships, to the member alone."""
+    left: Sequence[TimelineRow] = ()
+    """The events that ended stays, as a leave, a kick or a ban: of such a stay comes nothing more. Whoever is back
+    already has the room among `rooms` as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,65 +103,45 @@ def members_of(connection: Connection, room: str) -> list[str]:
     return [member for (member,) in rows.fetchall()]
 
 
-def members_with_version(connection: Connection, room: str) -> tuple[int, list[str]]:
-    """The version of the room's state that says so, and its members, of one snapshot."""
-    rows = connection.execute(
-        "select version, member from rooms.rooms left join rooms.memberships"
-        " on memberships.room = rooms.room and membership = %s where rooms.room = %s order by member",
-        [JOINED, room],
-    ).fetchall()
-    return (rows[0][0] if rows else 0), [member for _, member in rows if member is not None]
-
-
-def joined_with_version(connection: Connection, member: str) -> tuple[int, list[str]]:
-    """How often the member's rooms were invalidated, and which they are, of one snapshot."""
-    ((version, rooms),) = connection.execute(
-        """
-        select (
-            select count(*) from rooms.invalidations
-            where cache = %(cache)s and (keys is null or keys = array[%(member)s])
-        ), array(
-            select room from rooms.memberships where member = %(member)s and membership = %(joined)s order by room
-        )
-        """,
-        {"member": member, "joined": JOINED, "cache": ROOMS_OF},
-    ).fetchall()
-    return version, rooms
-
-
-def invalidated(connection: Connection, since: Upto, now: Upto) -> list[tuple[str, list[str] | None]]:
-    """What caches are to forget between two positions of the stream `caches`: name, and keys or None. Some of it may
-    have been told before, which does no harm."""
-    return connection.execute(
-        "select cache, keys from rooms.invalidations where stream_id > %s and stream_id <= %s"
-        " and stream_id <= greatest(%s, (%s::jsonb->>writer)::bigint) order by stream_id",
-        [since.linear, now.farthest, now.linear, _json(now.positions)],
-    ).fetchall()
-
-
 def sync(
     connection: Connection, member: str, since: Upto, now: Upto, limit: int = 100, rooms: Sequence[str] | None = None
 ) -> Synced:
-    """What came after `since` up to `now`, in order of arrival: of the member's rooms, or of those given.
+    """What came after `since` up to `now`, in order of arrival: of the member's stays, or of all of the rooms given.
 
     Of more than `limit` events the first ones; `until` is then less than `now`. It is never less than `since`, which
-    another process may have read further than this one knows.
+    another process may have read further than this one knows. The end of a stay is told by the linear position alone:
+    a slow writer's event of the stay may come until then.
     """
     now = now.beside(since)
-    found = joined_rooms(connection, member) if rooms is None else rooms
+    stays = _stays(connection, member, since) if rooms is None else [Stay(room, 0) for room in rooms]
     until = now
-    events = _arrived(connection, found, since, now, limit + 1)
+    events = _arrived(connection, stays, since, now, limit + 1)
     if len(events) > limit:
         events, until = _cut(events, since, now, limit)
-    sent = connection.execute(
+    rows = connection.execute(
         f"""select {_COLUMNS} from rooms.timeline where recipient = %(member)s
             and stream_ordering > %(since)s and stream_ordering <= %(farthest)s order by stream_ordering""".encode(),
         {"member": member, "since": since.linear, "farthest": until.farthest},
     )
-    told = (TimelineRow(*row) for row in sent.fetchall())
+    told = [TimelineRow(*row) for row in rows.fetchall()]
+    ends = {stay.left_by for stay in stays}
     return Synced(
-        until, found, events, [it for it in told if since.at(it.writer) < it.stream_ordering <= until.at(it.writer)]
+        until,
+        [stay.room for stay in stays if stay.ended is None],
+        events,
+        [it for it in told if it.stream_ordering not in ends and not since.passed(it) and until.passed(it)],
+        [it for it in told if it.stream_ordering in ends and it.stream_ordering <= until.linear],
     )
+
+
+def _stays(connection: Connection, member: str, since: Upto) -> list[Stay]:
+    """The member's, but for those of whose end it was told."""
+    rows = connection.execute(
+        "select room, began, ended, left_by from rooms.stays where member = %s"
+        " and (left_by is null or left_by > %s) order by room, began",
+        [member, since.linear],
+    )
+    return [Stay(*row) for row in rows.fetchall()]
 
 
 def _cut(events: list[TimelineRow], since: Upto, now: Upto, limit: int) -> tuple[list[TimelineRow], Upto]:
@@ -176,15 +155,17 @@ def _cut(events: list[TimelineRow], since: Upto, now: Upto, limit: int) -> tuple
     return kept, Upto(max(linear, since.linear), positions)
 
 
-def _arrived(connection: Connection, rooms: Sequence[str], since: Upto, now: Upto, limit: int) -> list[TimelineRow]:
-    """Each room's part is found by the index, so that it costs what came there, and not what came everywhere."""
+def _arrived(connection: Connection, stays: Sequence[Stay], since: Upto, now: Upto, limit: int) -> list[TimelineRow]:
+    """Each stay's part is found by the index, so that it costs what came there, and not what came everywhere."""
     writers = [*{*since.positions, *now.positions}]
     rows = connection.execute(
         f"""
         select {_COLUMNS}
-        from unnest(%(rooms)s::text[]) as wanted (name) cross join lateral (
+        from unnest(%(rooms)s::text[], %(began)s::bigint[], %(ended)s::bigint[]) as stay (name, began, ended)
+        cross join lateral (
             select {_COLUMNS} from rooms.timeline as told
-            where told.room = wanted.name and recipient is null
+            where told.room = stay.name and recipient is null
+                and turn >= stay.began and (stay.ended is null or turn <= stay.ended)
                 and stream_ordering > %(since)s and stream_ordering <= %(farthest)s
                 and stream_ordering > greatest(%(since)s, (%(from)s::jsonb->>writer)::bigint)
                 and stream_ordering <= greatest(%(linear)s, (%(to)s::jsonb->>writer)::bigint)
@@ -193,12 +174,14 @@ def _arrived(connection: Connection, rooms: Sequence[str], since: Upto, now: Upt
         order by stream_ordering limit %(limit)s
         """.encode(),
         {
-            "rooms": [*rooms],
+            "rooms": [stay.room for stay in stays],
+            "began": [stay.began for stay in stays],
+            "ended": [stay.ended for stay in stays],
             "since": since.linear,
             "linear": now.linear,
             "farthest": now.farthest,
-            "from": _json({writer: since.at(writer) for writer in writers}),
-            "to": _json({writer: now.at(writer) for writer in writers}),
+            "from": as_json({writer: since.at(writer) for writer in writers}),
+            "to": as_json({writer: now.at(writer) for writer in writers}),
             "limit": limit,
         },
     )
@@ -264,29 +247,5 @@ def state_at(connection: Connection, room: str, now: Upto) -> State:
     return resolved([state_of(connection, group) for (group,) in groups.fetchall()])
 
 
-def current_state(connection: Connection, room: str) -> tuple[int, State]:
-    """The room's current state and its version, of one snapshot."""
-    rows = connection.execute(
-        """
-        with recursive chain as (
-            select id, base, version, 1 as place
-            from rooms.rooms left join rooms.state_groups on id = rooms.state_group where rooms.room = %s
-            union all
-            select below.id, below.base, chain.version, chain.place + 1
-            from chain join rooms.state_groups as below on below.id = chain.base
-        )
-        select distinct on (type, state_key) version, type, state_key, depth, event
-        from chain left join rooms.state_deltas on state_group = chain.id order by type, state_key, place
-        """,
-        [room],
-    ).fetchall()
-    state = {(kind, key): KeyHolder(depth, event) for _, kind, key, depth, event in rows if kind is not None}
-    return (rows[0][0] if rows else 0), state
-
-
 def _bounds(upto: Upto) -> dict[str, object]:
-    return {"linear": upto.linear, "to": _json(upto.positions)}
-
-
-def _json(positions: Mapping[str, int]) -> str:
-    return msgspec.json.encode(positions).decode()
+    return {"linear": upto.linear, "to": as_json(upto.positions)}

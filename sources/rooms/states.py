@@ -143,6 +143,12 @@ class MemoryGroups:
             at = self.stored[at].base
         return found
 
+    def changed(self, before: int | None, after: int) -> State:
+        """What one state says otherwise than an earlier one."""
+        if self.stored[after].base == before:
+            return self.stored[after].delta
+        return difference(self.state(after), {} if before is None else self.state(before))
+
     def add(self, placed: Placed) -> int:
         self.last += 1
         self.stored[self.last] = placed

@@ -1,12 +1,13 @@
 """The tables of the rooms, in the service's own database: what the rules look up there, and state groups."""
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
 from tidemark.sources.rooms.rules import HeldAs, KnownEvent, RoomEvent
 from tidemark.sources.rooms.states import KeyHolder, Placed, State, StateKey, compacted
+from tidemark.sources.rooms.stays import JOINED
 from tidemark.streaming.postgres_migrations import Migrations
 from tidemark.streaming.postgres_session import Connection
 
@@ -66,15 +67,23 @@ def state_of(connection: Connection, group: int) -> State:
     return {(kind, key): KeyHolder(depth, event) for kind, key, depth, event in rows.fetchall()}
 
 
-def locked(connection: Connection, room: str) -> tuple[int | None, int]:
-    """Take the room's lock until the transaction ends; the group of its current state, and that state's version."""
+class LockedRoom(NamedTuple):
+    """The group of the room's current state, that state's version, and how often the lock was taken."""
+
+    group: int | None
+    version: int
+    turn: int
+
+
+def locked(connection: Connection, room: str) -> LockedRoom:
+    """Take the room's lock until the transaction ends."""
     row = connection.execute(
-        "insert into rooms.rooms (room) values (%s) on conflict (room) do update set room = excluded.room"
-        " returning state_group, version",
+        "insert into rooms.rooms (room, turn) values (%s, 1) on conflict (room) do update set turn = rooms.turn + 1"
+        " returning state_group, version, turn",
         [room],
     ).fetchone()
     assert row is not None
-    return row[0], row[1]
+    return LockedRoom(*row)
 
 
 def events_of(connection: Connection, ids: Collection[str]) -> dict[str, tuple[RoomEvent, int | None]]:
@@ -120,6 +129,38 @@ def backward_extremities(connection: Connection, room: str) -> list[str]:
         [room],
     )
     return [event for (event,) in rows.fetchall()]
+
+
+def joined_of(connection: Connection, room: str, members: Collection[str]) -> set[str]:
+    """Who of these has joined, as the room's current state says."""
+    rows = connection.execute(
+        "select member from rooms.memberships where room = %s and member = any(%s) and membership = %s",
+        [room, [*members], JOINED],
+    )
+    return {member for (member,) in rows.fetchall()}
+
+
+def renew_members(connection: Connection, room: str, events: Sequence[str]) -> None:
+    """Memberships that hold from now on, by their events."""
+    connection.execute(
+        "insert into rooms.memberships (member, room, membership, event)"
+        " select state_key, %s, coalesce(content->>'membership', 'leave'), event"
+        " from rooms.events where event = any(%s)"
+        " on conflict (member, room) do update set membership = excluded.membership, event = excluded.event",
+        [room, [*events]],
+    )
+
+
+def renew_stays(connection: Connection, room: str, turn: int, came: Sequence[str], went: Mapping[str, int]) -> None:
+    """Begin stays, and end others, each with the ID that tells of it."""
+    connection.execute(
+        "insert into rooms.stays (member, room, began) select unnest(%s::text[]), %s, %s", [came, room, turn]
+    )
+    connection.execute(
+        "update rooms.stays set ended = %s, left_by = id from unnest(%s::text[], %s::bigint[]) as told (member, id)"
+        " where stays.room = %s and stays.member = told.member and stays.ended is null",
+        [turn, [*went], [*went.values()], room],
+    )
 
 
 def as_json(content: object) -> str:

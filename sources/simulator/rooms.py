@@ -29,7 +29,9 @@ MEMBERS = ("@ada", "@bob")
 GUEST = "@eve"
 """She is invited, and never joins."""
 SPEAKERS = 20
-"""Others, @m0 and so forth, who come and go."""
+"""Others, @m0 and so forth, who come and go, or are banned."""
+COMER = "@m0"
+"""The one who does so most often."""
 LIVE_HANDS = 2
 BACKFILL_SECONDS = 0.3  # between two looks
 COMPACTIONS = 0.05
@@ -148,8 +150,9 @@ class _LiveHand(_RoomHand):
             return RoomEvent(_new(), room, "m.room.message", sender, names, depth, None, {"body": "hello"})
         if chance < 0.8:
             return RoomEvent(_new(), room, "m.room.topic", sender, names, depth, "", {"topic": _new()})
-        content = {"membership": self._random.choice(["join", "leave"])}
-        return RoomEvent(_new(), room, MEMBER, sender, names, depth, sender, content)
+        content = {"membership": self._random.choice(["join", "join", "leave", "ban"])}
+        member = f"@m{int(SPEAKERS * self._random.random() ** 2)}"
+        return RoomEvent(_new(), room, MEMBER, sender, names, depth, member, content)
 
     def _upon(self, connection: Connection, room: str) -> RoomEvent:
         """One that follows some of the newest events, whatever followed them already."""

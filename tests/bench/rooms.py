@@ -102,6 +102,7 @@ def _fill(connection: Connection, held: int) -> None:
         f" from generate_series(1, {held}::bigint) as n",
         "insert into rooms.memberships (member, room, membership, event)"
         f" select '@ada', '!' || n * 100, 'join', '$1' from generate_series(0, {JOINED - 1}) as n",
+        "insert into rooms.stays (member, room, began) select member, room, 0 from rooms.memberships",
         "vacuum analyze",
     ):
         connection.execute(statement.encode())

@@ -1,6 +1,6 @@
 """Answers that tests make up, held against rooms that they have written: each kind of fault is seen."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +9,13 @@ import psycopg
 import pytest
 
 from tests.sources.rooms.test_persisting import STORE, a_member
+from tidemark.app.simulation.rooms_comparison import RoomCount
 from tidemark.app.simulation.rooms_reading import ANSWERS
-from tidemark.app.simulation.rooms_verification import RoomCount, RoomsVerification
+from tidemark.app.simulation.rooms_verification import RoomsVerification
 from tidemark.sources.relay.database import session_of
+from tidemark.sources.rooms.cached_reading import current_state, joined_with_version
 from tidemark.sources.rooms.persisting import following
-from tidemark.sources.rooms.reading import Upto, current_state, joined_with_version, messages
+from tidemark.sources.rooms.reading import Upto, messages
 from tidemark.sources.rooms.rules import HeldAs, RoomEvent
 from tidemark.sources.rooms.tables import SCHEMA
 from tidemark.sources.simulator import tables
@@ -44,8 +46,8 @@ class World:
             [client, kind, about, *texts],
         )
 
-    def synced(self, since: int, upto: int, *events: int) -> None:
-        self.answer("line", "sync", "@ada", since, upto, {"events": events, "sent": [], "rooms": [ROOM]})
+    def synced(self, since: int, upto: int, *events: int, member: str = "@ada", left: Sequence[int] = ()) -> None:
+        self.answer("line", "sync", member, since, upto, {"events": events, "sent": [], "left": left})
 
     def counts(self) -> dict[str, RoomCount]:
         with RoomsVerification(self.dsn, self.dsn) as verification:
@@ -77,6 +79,30 @@ def test_a_sync_is_right_only_with_each_event_once_and_in_order(world: World) ->
     assert world.counts()["line"] == RoomCount("line", 5, 4)
     world.synced(3, 5, 5, 4)
     assert world.counts()["line"] == RoomCount("line", 5, 5, doubled=1, disordered=1)
+
+
+@pytest.mark.parametrize(
+    ("answers", "found"),
+    [
+        ([(2, 5, (3,), (4,))], RoomCount("line", 3, 3)),
+        ([(2, 4, (3,), (4,))], RoomCount("line", 3, 3)),
+        ([(2, 5, (3,), ())], RoomCount("line", 3, 2, missed=1)),
+        ([(2, 5, (3, 5), (4,))], RoomCount("line", 3, 3, doubled=1)),
+        ([(2, 5, (3,), (4,)), (5, 5, (), (4,))], RoomCount("line", 3, 3, doubled=1)),
+        ([(2, 5, (), (4,)), (5, 5, (3,), ())], RoomCount("line", 3, 3, disordered=1)),
+    ],
+)
+def test_the_end_of_a_stay_is_told_once_behind_all_of_it(
+    world: World, answers: Sequence[tuple[int, int, Sequence[int], Sequence[int]]], found: RoomCount
+) -> None:
+    """Of events 3, by which @bob leaves, 4, which tells him so, and 5, which is not for him."""
+    prevs, depth = following(world.connection, ROOM)
+    STORE.persist(world.connection, replace(a_member("no", "@bob", membership="leave"), prevs=prevs, depth=depth))
+    world.say("five")
+    world.synced(0, 2, 2, member="@bob")
+    for since, upto, events, left in answers:
+        world.synced(since, upto, *events, member="@bob", left=left)
+    assert world.counts()["line"] == found
 
 
 def test_a_walk_through_history_is_right_only_with_all_that_was_there(world: World) -> None:
@@ -151,6 +177,7 @@ def test_a_client_that_does_not_find_its_own_event_has_missed_it(world: World) -
         "update rooms.events set state_group = 1",
         "update rooms.memberships set event = 'ada'",
         "delete from rooms.timeline where stream_ordering = 1",
+        "update rooms.stays set began = 2 where member = '@ada'",
     ],
 )
 def test_tables_are_right_only_as_the_definitions_say(world: World, harm: str) -> None:

@@ -6,11 +6,13 @@ from hypothesis import strategies as st
 
 from tidemark.sources.rooms.memory import MemoryRooms
 from tidemark.sources.rooms.model import Truth
-from tidemark.sources.rooms.rules import HeldAs, RoomEvent
+from tidemark.sources.rooms.rules import MEMBER, HeldAs, RoomEvent
 
 ROOM = "!tea"
 _KEPT = [HeldAs.REGULAR] * 6 + [HeldAs.SOFT_FAILED, HeldAs.REJECTED]
 _KEYS = ["a", "b", "c"]
+MEMBER_NAMES = ("@ada", "@bob", "@eve")
+_MEMBERSHIPS = ("join", "join", "leave", "ban")
 
 
 def an_event(
@@ -23,12 +25,15 @@ def an_event(
 
 @st.composite
 def dags(draw: st.DrawFn, most: int = 25) -> list[RoomEvent]:
-    """Events in an order in which each comes after those that it names: forks, merges, state, bad ones."""
+    """Events in an order in which each comes after those that it names: forks, merges, state, members, bad ones."""
     events: list[RoomEvent] = [an_event("e00", key="a")]
     for number in range(1, draw(st.integers(1, most))):
         prevs = draw(st.lists(st.sampled_from(events[-6:]), min_size=1, max_size=3, unique_by=lambda event: event.id))
-        key = draw(st.sampled_from([None, None, *_KEYS]))
-        events.append(an_event(f"e{number:02}", *prevs, key=key, held_as=draw(st.sampled_from(_KEPT))))
+        key = draw(st.sampled_from([None, None, *_KEYS, *MEMBER_NAMES]))
+        event = an_event(f"e{number:02}", *prevs, key=key, held_as=draw(st.sampled_from(_KEPT)))
+        if key in MEMBER_NAMES:
+            event = replace(event, type=MEMBER, content={"membership": draw(st.sampled_from(_MEMBERSHIPS))})
+        events.append(event)
     return events
 
 
@@ -47,3 +52,20 @@ def arrive(rooms: MemoryRooms, event: RoomEvent, truth: Truth) -> None:
         if id not in rooms.events:
             rooms.persist(replace(truth.everything[id], held_as=HeldAs.OUTLIER))
     rooms.persist(event, given=before)
+
+
+def told_by_definition(truth: Truth, order: list[str], member: str) -> list[tuple[str, bool]]:
+    """What a member is told of events placed in this order: those before or after which it had joined, and (True) the
+    one that holds its membership, each time that it has joined no more."""
+    found, before = [], False
+    held: dict[str, HeldAs] = {}
+    for id in order:
+        held[id] = truth.everything[id].held_as
+        current = Truth(truth.everything.values(), held).current.get((MEMBER, member))
+        after = current is not None and truth.everything[current.id].content["membership"] == "join"
+        if before or after:
+            found.append((id, False))
+        if current is not None and before and not after:
+            found.append((current.id, True))
+        before = after
+    return found

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from tests.examples import SHARING, examples
 from tests.sources.rooms.dags import ROOM, an_event, arrivals
 from tidemark.sources.rooms import tables
+from tidemark.sources.rooms.cached_reading import current_state
 from tidemark.sources.rooms.memory import MemoryRooms
 from tidemark.sources.rooms.model import Truth
 from tidemark.sources.rooms.persisting import RoomStore, RoomStreams, SqlAppender, WriterAppender, following
-from tidemark.sources.rooms.reading import current_state, joined_rooms, members_of
+from tidemark.sources.rooms.reading import joined_rooms, members_of
 from tidemark.sources.rooms.rules import MEMBER, BadEvent, HeldAs, RoomEvent
 from tidemark.sources.rooms.states import LONGEST_CHAIN
 from tidemark.sources.rooms.tables import PostgresGroups

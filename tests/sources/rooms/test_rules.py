@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.sources.rooms.dags import ROOM, an_event, arrivals, arrive, dags
+from tests.sources.rooms.dags import MEMBER_NAMES, ROOM, an_event, arrivals, arrive, dags, told_by_definition
 from tidemark.sources.rooms.memory import MemoryRooms
 from tidemark.sources.rooms.model import Truth
 from tidemark.sources.rooms.rules import DEEPEST_EVENT, MEMBER, MOST_PREVS, BadEvent, HeldAs, RoomEvent, depth_after
@@ -32,7 +32,61 @@ def test_whatever_comes_in_whichever_order_is_as_the_definitions_say(
         assert room.groups.state(rooms.group_of[event.id]) == truth.state_at(event.id)
         assert (room.group is None) == (not truth.forward)
         assert room.group is None or room.groups.state(room.group) == truth.current
-    assert rooms.live == [event.id for event in order]
+    assert [event for id, event in enumerate(rooms.live, 1) if id not in rooms.sent] == [event.id for event in order]
+
+
+@settings(max_examples=examples(60))
+@given(arrivals())
+def test_members_are_told_events_from_the_one_that_joins_to_the_one_that_ends_it(
+    given: tuple[list[RoomEvent], list[RoomEvent]],
+) -> None:
+    """And once more that it is over, with the event that ended it, be it held as an outlier only; whatever forks,
+    merges, late events and gaps make of who has joined."""
+    everything, order = given
+    rooms, truth = MemoryRooms(), Truth(everything, {})
+    for event in order:
+        arrive(rooms, event, truth)
+    placed = [event.id for event in order]
+    for member in MEMBER_NAMES:
+        told = [(rooms.live[id - 1], id in rooms.sent) for id in rooms.told(member)]
+        assert told == told_by_definition(truth, placed, member)
+    held = Truth(everything, {event.id: event.held_as for event in order})
+    stays = held.stays((id, turn) for turn, id in enumerate(placed))
+    lasting = {(member, began) for member, began, ended, _ in stays if ended is None}
+    assert lasting == {*rooms.rooms[ROOM].joined.items()}
+    kept = [(member, stay) for member, of in rooms.stays.items() for stay in of]
+    over = {(member, it.began, it.ended, rooms.live[it.left_by - 1]) for member, it in kept if it.left_by}
+    assert over == {stay for stay in stays if stay[2] is not None}
+
+
+def test_an_event_of_a_room_that_was_left_is_told_to_who_is_still_there() -> None:
+    """A kick, a leave and a ban alike; who comes back is told from there on, and not what was said meanwhile."""
+    rooms = MemoryRooms()
+    rooms.persist(ROOT)
+
+    def say(id: str, member: str | None = None, membership: str = "") -> None:
+        prevs = rooms.extremities(ROOM)
+        kind = "m" if member is None else MEMBER
+        names = tuple(it.id for it in prevs)
+        content = {"membership": membership}
+        rooms.persist(RoomEvent(id, ROOM, kind, "@op", names, depth_after(prevs), member, content))
+
+    def told(member: str) -> list[str]:
+        return [rooms.live[id - 1] + "!" * (id in rooms.sent) for id in rooms.told(member)]
+
+    for member in MEMBER_NAMES:
+        say(f"join{member}", member, "join")
+    say("hello")
+    say("kick", "@bob", "leave")
+    say("not-for-bob")
+    say("again", "@bob", "join")
+    say("invite-again", "@eve", "invite")
+    say("ban", "@bob", "ban")
+    say("nobody-else")
+    assert told("@bob") == ["join@bob", "join@eve", "hello", "kick", "kick!", "again", "invite-again", "ban", "ban!"]
+    assert told("@eve")[-2:] == ["invite-again", "invite-again!"]
+    assert told("@ada")[-1] == "nobody-else"
+    assert rooms.told("@nobody") == []
 
 
 @settings(max_examples=examples(60))

@@ -1,0 +1,192 @@
+"""What members are told by sync of rooms that they join, leave and are thrown out of, against the definitions."""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.examples import examples
+from tests.sources.rooms.dags import MEMBER_NAMES, ROOM, arrivals, told_by_definition
+from tests.sources.rooms.test_persisting import OWN, STORE, a_member
+from tidemark.sources.rooms import tables
+from tidemark.sources.rooms.model import Truth
+from tidemark.sources.rooms.persisting import SqlAppender, following
+from tidemark.sources.rooms.reading import Upto, sync
+from tidemark.sources.rooms.rules import HeldAs, RoomEvent
+from tidemark.streaming.postgres_session import Connection
+
+
+@dataclass
+class Arriving:
+    """A writer in quick transactions, and one that has reserved an ID before, in a transaction that stays open."""
+
+    quick: Connection
+    slow: Connection
+    reserved: int | None = None
+
+    def reserve(self) -> None:
+        if self.reserved is None:
+            self.slow.execute("begin")
+            self.reserved = SqlAppender("service").reserve(self.slow, "events")
+
+    def persist(self, event: RoomEvent, truth: Truth, *, late: bool) -> None:
+        before = [holder.id for holder in truth.state_before(event).values()]
+        for id in {*before} - tables.events_of(self.quick, before).keys():
+            STORE.persist(self.quick, replace(truth.everything[id], held_as=HeldAs.OUTLIER))
+        if late and self.reserved is not None:
+            OWN.persist(self.slow, event, given=before, reserved=self.reserved)
+            self.end()
+        else:
+            STORE.persist(self.quick, event, given=before)
+
+    def end(self) -> None:
+        if self.reserved is not None:
+            self.slow.execute("commit")
+            self.reserved = None
+
+    def position(self, *, by_line: bool) -> Upto:
+        """As Tidemark would publish it."""
+        ((last,),) = self.quick.execute("select coalesce(max(stream_ordering), 0) from rooms.timeline").fetchall()
+        if self.reserved is None:
+            return Upto(last)
+        return Upto(self.reserved - 1) if by_line else Upto(self.reserved - 1, {"web": last})
+
+
+@dataclass
+class SyncingMember:
+    """`told`: events, and (True) those that ended a stay, in the order in which they came."""
+
+    name: str
+    by_line: bool
+    since: Upto = field(default_factory=lambda: Upto(0))
+    told: list[tuple[str, bool]] = field(default_factory=list)
+    rooms: list[str] = field(default_factory=list)
+
+    def sync(self, connection: Connection, now: Upto, limit: int) -> bool:
+        found = sync(connection, self.name, self.since, now, limit)
+        self.told += [(it.event, False) for it in found.events]
+        self.told += [(it.event, True) for it in found.left]
+        self.since, self.rooms = found.until, [*found.rooms]
+        return len(found.events) >= limit
+
+    def require_right(self, wanted: list[tuple[str, bool]]) -> None:
+        """Everything once, and nothing of a stay behind its end."""
+        assert sorted(self.told) == sorted(wanted)
+        ends = [[place for place, (_, over) in enumerate(told) if over] for told in (self.told, wanted)]
+        for end, wanted_end in zip(*ends, strict=True):
+            assert {*wanted[: wanted_end + 1]} <= {*self.told[: end + 1]}
+
+
+@settings(max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(arrivals(), st.data())
+def test_a_member_is_told_its_stays_and_their_ends_whoever_is_slow(
+    rooms: Connection, another: Connection, given: tuple[list[RoomEvent], list[RoomEvent]], data: st.DataObject
+) -> None:
+    """Random rooms with members who join, leave and are banned; IDs that are reserved long before; readers by line and
+    by vector who ask at any time for any number of events."""
+    another.execute("rollback")
+    rooms.execute("truncate rooms.rooms, rooms.state_groups, rooms.timeline, rooms.invalidations cascade")
+    rooms.execute("truncate rooms.forward_extremities, rooms.backward_extremities")
+    everything, order = given
+    truth, arriving = Truth(everything, {}), Arriving(rooms, another)
+    members = [SyncingMember(name, by_line) for name in MEMBER_NAMES for by_line in (True, False)]
+    for event in order:
+        if data.draw(st.booleans()):
+            arriving.reserve()
+        arriving.persist(event, truth, late=data.draw(st.booleans()))
+        member = data.draw(st.sampled_from(members))
+        member.sync(rooms, arriving.position(by_line=member.by_line), data.draw(st.sampled_from([1, 3, 100])))
+    arriving.end()
+    for member in members:
+        while member.sync(rooms, arriving.position(by_line=True), 3):
+            pass
+        wanted = told_by_definition(truth, [event.id for event in order], member.name)
+        member.require_right(wanted)
+        held = Truth(everything, {event.id: event.held_as for event in order})
+        stays = held.stays((event.id, turn) for turn, event in enumerate(order))
+        assert member.rooms == [ROOM for name, _, ended, _ in stays if name == member.name and ended is None]
+
+
+@pytest.fixture
+def tea(rooms: Connection) -> Connection:
+    """A room that @ada (1) and @bob (2) have joined."""
+    ada = a_member("ada", "@ada")
+    for event in (ada, a_member("bob", "@bob", ada)):
+        STORE.persist(rooms, event)
+    return rooms
+
+
+def say(connection: Connection, id: str, reserved: int | None = None) -> int | None:
+    prevs, depth = following(connection, ROOM)
+    event = RoomEvent(id, ROOM, "m", "@ada", prevs, depth)
+    return (OWN if reserved else STORE).persist(connection, event, reserved=reserved)
+
+
+def become(connection: Connection, id: str, membership: str) -> int | None:
+    prevs, depth = following(connection, ROOM)
+    event = a_member(id, "@bob", membership=membership)
+    return STORE.persist(connection, replace(event, prevs=prevs, depth=depth))
+
+
+@pytest.mark.parametrize("membership", ["leave", "ban", "invite"])
+def test_a_room_that_was_left_is_shown_once_more_with_the_event_that_ended_it(tea: Connection, membership: str) -> None:
+    """A leave, a kick, a ban, whatever is no join: told once, and nothing of the room after it."""
+    since = sync(tea, "@bob", Upto(0), Upto(2)).until
+    end = become(tea, "end", membership)
+    assert end == 3
+    say(tea, "unheard")
+    found = sync(tea, "@bob", since, Upto(5))
+    assert ([it.event for it in found.events], [it.event for it in found.left]) == (["end"], ["end"])
+    assert (found.rooms, found.sent) == ([], [])
+    after = sync(tea, "@bob", found.until, Upto(5))
+    assert (after.events, after.left, after.rooms) == ([], [], [])
+    assert [it.event for it in sync(tea, "@ada", since, Upto(5)).events] == ["end", "unheard"]
+    assert not sync(tea, "@ada", since, Upto(5)).left
+
+
+def test_the_end_waits_for_a_slow_writers_event_of_the_stay(tea: Connection, another: Connection) -> None:
+    """By vector the leave itself comes at once; that it is over, when nothing of before can come any more."""
+    another.execute("begin")
+    slow = SqlAppender("service").reserve(another, "events")
+    assert say(another, "slow", slow) == slow == 3
+    waiting = sync(tea, "@bob", Upto(2), Upto(2, {"web": 2}))
+    assert not waiting.events
+    another.execute("commit")
+    assert become(tea, "end", "leave") == 4
+    found = sync(tea, "@bob", waiting.until, Upto(2, {"web": 5}))
+    assert ([it.event for it in found.events], found.left, found.rooms) == (["end"], [], [])
+    found = sync(tea, "@bob", found.until, Upto(5))
+    assert ([it.event for it in found.events], [it.event for it in found.left]) == (["slow"], ["end"])
+
+
+def test_what_was_written_after_a_kick_is_not_told_whatever_its_id(tea: Connection, another: Connection) -> None:
+    """The ID was reserved before; the order in which the room was changed decides."""
+    another.execute("begin")
+    slow = SqlAppender("service").reserve(another, "events")
+    assert become(tea, "end", "leave") == 4
+    say(another, "behind-the-back", slow)
+    another.execute("commit")
+    assert [it.event for it in sync(tea, "@bob", Upto(0), Upto(5)).events] == ["bob", "end"]
+    assert [it.event for it in sync(tea, "@ada", Upto(0), Upto(5)).events] == ["ada", "bob", "behind-the-back", "end"]
+
+
+def test_who_comes_back_is_told_from_there_on(tea: Connection) -> None:
+    """Not what was said meanwhile; the room is among those of the member, though its first stay is over."""
+    for id, membership in (("end", "leave"), ("again", "join")):
+        become(tea, id, membership)
+        say(tea, f"after-{id}")
+    found = sync(tea, "@bob", Upto(2), Upto(7))
+    assert [it.event for it in found.events] == ["end", "again", "after-again"]
+    assert ([it.event for it in found.left], found.rooms) == (["end"], [ROOM])
+    assert sync(tea, "@bob", found.until, Upto(7)).left == []
+
+
+def test_a_leave_that_we_hear_of_in_a_state_alone_is_told_all_the_same(tea: Connection) -> None:
+    """Held as an outlier, it is in no timeline; the event whose state says so ends the stay."""
+    gone = replace(a_member("gone", "@bob", membership="leave"), prevs=("unknown",), depth=8)
+    STORE.persist(tea, replace(gone, held_as=HeldAs.OUTLIER))
+    far = replace(gone, id="far", type="m", state_key=None, content={}, prevs=("bob", "gone"), depth=9)
+    STORE.persist(tea, far, given=["ada", "gone"])
+    found = sync(tea, "@bob", Upto(2), Upto(4))
+    assert ([it.event for it in found.events], [it.event for it in found.left]) == (["far"], ["gone"])
