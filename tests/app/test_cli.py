@@ -98,7 +98,8 @@ def test_status_of_an_unprepared_database_says_what_to_run(database: str) -> Non
 
 def test_ctrl_c_ends_without_a_stack_trace() -> None:
     """Ctrl-C is no error: exit code 130, as shells have it, and nothing of Python's on the screen."""
-    wait = "lambda: (print('here', flush=True), time.sleep(60))"
+    # In short naps: Python misses a signal that comes just before it falls asleep.
+    wait = "lambda: (print('here', flush=True), [time.sleep(0.1) for _ in range(600)])"
     # A shell starts its background jobs deaf to Ctrl-C, and this test may run in one.
     hear = "signal.signal(signal.SIGINT, signal.default_int_handler)"
     run = f"from tidemark.app.cli import main; main.command('wait')({wait}); main(['wait'])"
