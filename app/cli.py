@@ -178,10 +178,10 @@ def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bo
         postgres.check_readable()
         stored = postgres.states(None if stream is None else [stream])
         policies = Policies(postgres.policies.given(), settings.policy_defaults)
-        begun = postgres.conditions.begun()
+        known = postgres.conditions.begun(), postgres.conditions.bridged()
     if stream is not None and not stored:
         raise CommandFailed(no_stream(stream))
-    found = gaps.read(stored, time.time(), policies, begun)
+    found = gaps.read(stored, time.time(), policies, *known)
     if as_json:
         click.echo(gaps.as_json(found))
     else:

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 
 from prometheus_client import CollectorRegistry
@@ -15,10 +16,11 @@ from tidemark.app.signals import told_to_end
 from tidemark.sinks.redis.client import RedisAddress
 from tidemark.sinks.retry import wait_out
 from tidemark.sources.producer import FOR_EVER, RecordProducer
+from tidemark.sources.reports import is_old
 from tidemark.sources.synapse import retirement
 from tidemark.sources.synapse.bridge import SynapseBridge
 from tidemark.sources.synapse.channel import SynapseChannel
-from tidemark.sources.synapse.looks import synapse_session
+from tidemark.sources.synapse.looks import synapse_session, table_writers
 from tidemark.sources.synapse.metrics import BridgeMetrics
 from tidemark.sources.synapse.state import SCHEMA, state_session
 from tidemark.sources.synapse.streams import BridgedStream
@@ -72,9 +74,7 @@ def _writers(text: str) -> tuple[str, Sequence[str]]:
 def run(settings: Settings, plan: BridgePlan) -> None:
     """Tell until SIGTERM or SIGINT. Raises `Stop` where a person must decide."""
     streams = plan.bridged()
-    dsn, redis = settings.secret("synapse_dsn"), settings.secret("synapse_redis_url")
-    if dsn is None:
-        raise BadSetting("TIDEMARK_SYNAPSE_DSN", "is not set: the address of Synapse's own database")
+    dsn, redis = _address(settings), settings.secret("synapse_redis_url")
     if redis is None:
         raise BadSetting("TIDEMARK_SYNAPSE_REDIS_URL", "is not set: the Redis of Synapse's workers")
     address = RedisAddress(redis)
@@ -101,6 +101,26 @@ def run(settings: Settings, plan: BridgePlan) -> None:
         ).run()
 
 
+def _address(settings: Settings) -> str:
+    if (dsn := settings.secret("synapse_dsn")) is None:
+        raise BadSetting("TIDEMARK_SYNAPSE_DSN", "is not set: the address of Synapse's own database")
+    return dsn
+
+
+def blockers(settings: Settings, say: Callable[[str], None]) -> None:
+    """Say which transactions write to the tables of Synapse's streams for longer than they usually take, the oldest
+    first, and what ends them."""
+    dsn = _address(settings)
+    with synapse_session(lambda: dsn) as session, session.use() as connection:
+        found = [it for it in table_writers(connection, STREAMS.values()) if is_old(it.transaction, datetime.now(UTC))]
+    for each in found:
+        of = each.transaction
+        say(f"{', '.join(sorted(each.streams))}: {of.process}" + ("" if of.pid is None else f": {of.query or '-'}"))
+        say(f"    to end it, in Synapse's database: {of.ending}")
+    if not found:
+        say("no transaction of Synapse has been open for long")
+
+
 def migrate(settings: Settings, say: Callable[[str], None]) -> None:
     """Make or update the tables in which the bridge remembers."""
     with state_session(settings.postgres) as session:
@@ -120,7 +140,7 @@ class WorkerGone:
 def retire(settings: Settings, gone: WorkerGone, halt: threading.Event, say: Callable[[str], None]) -> None:
     """Have the bridge that speaks end the writer, once everything of it is told.
 
-    Raises `Refused` where it turns out to live, and `OthersFirst` where it did not end in time: it will all the same.
+    Raises `BadSetting` where it turns out to live, `OthersFirst` where it did not end in time: it will all the same.
     """
     with state_session(settings.postgres) as session:
         with session.use() as connection:

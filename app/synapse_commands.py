@@ -68,3 +68,11 @@ def synapse_retire(writer: str, stream: str | None, *, wait: float) -> None:
 
     settings = loaded()
     synapse.retire(settings, synapse.WorkerGone(writer, stream, wait), threading.Event(), click.echo)
+
+
+@synapse.command("blockers", extra="synapse")
+def synapse_blockers() -> None:
+    """Show the open transactions of Synapse that readers wait for, the oldest first, and what ends each."""
+    from tidemark.app import synapse
+
+    synapse.blockers(loaded(), click.echo)

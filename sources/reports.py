@@ -28,8 +28,13 @@ class Reports:
                 yield Open(stream=name, writer=writer, epoch=epoch, transactions=named)
 
 
+def is_old(transaction: OpenTransaction, now: datetime) -> bool:
+    """Whether it is worth telling; of one whose begin this user may not see nobody knows better."""
+    return transaction.since is None or now - transaction.since >= WORTH_TELLING
+
+
 def _named(found: Sequence[OpenTransaction], now: datetime) -> list[str]:
-    old = [it.who[:LONGEST_TRANSACTION] for it in found if it.since is None or now - it.since >= WORTH_TELLING]
+    old = [it.who[:LONGEST_TRANSACTION] for it in found if is_old(it, now)]
     if len(old) <= MOST_TRANSACTIONS:
         return old
     shown = old[: MOST_TRANSACTIONS - 1]

@@ -91,9 +91,21 @@ class OpenTransaction:
     @property
     def who(self) -> str:
         """Without its query, whose values are the service's own."""
+        return f"writer {self.writer or 'not told yet'}, {self.process}"
+
+    @property
+    def process(self) -> str:
+        """As the database knows it."""
         since = "" if self.since is None else f" since {self.since:%Y-%m-%d %H:%M:%S%z}"
-        writer = f"writer {self.writer or 'not told yet'}"
         if self.pid is None:
-            return f"{writer}, prepared transaction {self.gid or '?'}{since}, user {self.user or '-'}"
+            return f"prepared transaction {self.gid or '?'}{since}, user {self.user or '-'}"
         who = f"user {self.user or '-'}, application {self.application or '-'}"
-        return f"{writer}, pid {self.pid}{since}, {self.state or 'state not shown'}, {who}"
+        return f"pid {self.pid}{since}, {self.state or 'state not shown'}, {who}"
+
+    @property
+    def ending(self) -> str:
+        """The statement that ends it."""
+        if self.pid is None:
+            gid = (self.gid or "?").replace("'", "''")
+            return f"rollback prepared '{gid}'"
+        return f"select pg_terminate_backend({self.pid})"

@@ -196,7 +196,9 @@ def attempt(stored: bytes, act: records.Marker, now: float, policies: Policies =
     states = {act.stream: stored}
     effects = advance(0, states, [packet], milliseconds, Bounds())
     for bad in effects.rejected:
-        raise BadRecord(bad.reason, HINTS.get(Reason(bad.reason), "it does not fit what the stream holds"))
+        reason, before = Reason(bad.reason), state.decode(stored)
+        how = _in_the_way(act, before, now, silence(policies, act.stream)) if reason is Reason.CONFLICT else None
+        raise BadRecord(bad.reason, how or HINTS.get(reason, "it does not fit what the stream holds"))
     (done,) = effects.streams
     (forced,) = done.forced
     act = msgspec.structs.replace(act, epoch=forced.epoch)
@@ -211,6 +213,20 @@ def attempt(stored: bytes, act: records.Marker, now: float, policies: Policies =
     if isinstance(act, records.Skip) and not trial.settled():
         raise BadRecord("not_a_gap", "nothing of the writer is open there: `tidemark gaps` shows what is")
     return trial
+
+
+def _in_the_way(act: records.Marker, before: StreamState, now: float, silent: float) -> str | None:
+    """Why this writer cannot retire there, and what to do; None where it is no RETIRE of a writer that has joined."""
+    known = before.writers.get(act.writer)
+    if known is None or not isinstance(act, records.Retire):
+        return None
+    signed, seen = before.direction.signed, last_seen(known.seen)
+    if known.retired is not None:
+        return f"{act.writer} has retired, at {signed(known.position)}"
+    settles = f"--id={signed(known.chain.reach)} settles what is open below what it has completed"
+    if gaps.verdict(seen, before.transactions.get(act.writer, []), now, silent) == "silent":
+        return settles
+    return f"{act.writer} is alive, {_heard(seen, now)}: stop it first; then {settles}"
 
 
 def fence(stored: bytes, writer: str, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -161,11 +161,11 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
         postgres.check_readable()
         for look in itertools.count(1):
             try:
-                stored, how, given, begun = (
+                stored, how, given, known = (
                     postgres.states(None if stream is None else [stream]),
                     health.read(postgres, settings.kafka, settings.redis),
                     postgres.policies.given(),
-                    postgres.conditions.begun(),
+                    (postgres.conditions.begun(), postgres.conditions.bridged()),
                 )
             except Unavailable as problem:
                 click.echo(str(problem), err=True)
@@ -174,7 +174,7 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
                     raise CommandFailed(no_stream(stream))
                 now = time.time()
                 found = status.of(postgres, stored)
-                held = gaps.read(stored, now, Policies(given, settings.policy_defaults), begun)
+                held = gaps.read(stored, now, Policies(given, settings.policy_defaults), *known)
                 if as_json:
                     click.echo(msgspec.json.encode({**status.plain(found, now, how), "gaps": held}))
                 else:

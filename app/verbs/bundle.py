@@ -86,7 +86,8 @@ def as_json(bundle: Bundle) -> str:
 
 
 def _gaps(postgres: Postgres) -> str:
-    return gaps.as_json(gaps.read(postgres.states(), time.time(), begun=postgres.conditions.begun()))
+    known = postgres.conditions.begun(), postgres.conditions.bridged()
+    return gaps.as_json(gaps.read(postgres.states(), time.time(), gaps.NO_POLICIES, *known))
 
 
 def _parts(settings: Settings, metrics: Sequence[str], stack: ExitStack) -> Iterator[_Part]:

@@ -53,14 +53,17 @@ def read(
     now: float,
     policies: Policies = NO_POLICIES,
     begun: Collection[tuple[str, str, int]] = (),
+    bridged: Collection[str] = (),
 ) -> list[OpenRange]:
     """From the encoded states at `now` (s since 1970): by stream, then longest first. A line that waits for a silent
     writer no longer than a transaction takes is left out. `begun`: the stream, writer and epoch of each epoch that an
-    operator began; who is silent in one of these is fenced."""
+    operator began; who is silent in one of these is fenced. `bridged`: streams that `tidemark synapse` tells."""
     found: list[OpenRange] = []
     for name, data in sorted(stored.items()):
         ranges = _of_stream(name, state.decode(data), now, silence(policies, name))
         of_stream = [_fenced(it) if (name, it.writer, it.epoch) in begun else it for it in ranges]
+        if name in bridged:
+            of_stream = [replace(it, verb=_bridge_verb(it)) for it in of_stream]
         found += sorted(of_stream, key=lambda it: (it.since is not None, it.since, it.writer, abs(it.low or 0)))
     return found
 
@@ -144,6 +147,13 @@ def _verb(how: Verdict, stream: str, writer: str, id: int, epoch: int | None = N
     named = [] if epoch is None else ["--epoch", str(epoch)]
     options = shlex.join([*named, f"--id={id}"])
     return f'tidemark retire {options} --by "$USER" --why "gone for good" {shlex.join(_names(stream, writer))}'
+
+
+def _bridge_verb(it: OpenRange) -> str:
+    """Of a worker of Synapse, of whom the bridge can prove what no operator could."""
+    if it.verdict in ("open transaction", "alive"):
+        return "tidemark synapse blockers"
+    return f"tidemark synapse retire {shlex.join(_names(it.writer, it.stream))}"
 
 
 def _names(*words: str) -> list[str]:

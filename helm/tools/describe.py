@@ -19,7 +19,7 @@ from tidemark.app.settings import Settings, variable_of
 
 CHART = Path(__file__).parents[1] / "tidemark"
 HEADING = "## Alerts\n"
-ALERTS = ("alerts.yaml", "relay-alerts.yaml")
+ALERTS = ("alerts.yaml", "relay-alerts.yaml", "synapse-alerts.yaml")
 _ANNOTATION = "@schema "
 _LABEL = re.compile(r"{{ (?:\$labels\.)?\$?(\w+)[^}]*}}")
 _TYPES = {

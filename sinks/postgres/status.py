@@ -131,6 +131,14 @@ class Conditions:
             rows = connection.execute("select stream, writer, epoch from tidemark.skips where kind = 'JOIN'")
             return {(stream, writer, epoch) for stream, writer, epoch in rows}
 
+    def bridged(self) -> set[str]:
+        """Streams that `tidemark synapse` tells; none where it was never prepared here, or this user may not know."""
+        with self._database.use() as connection:
+            table = "to_regclass('tidemark.synapse_streams')::oid"
+            if not connection.execute(f"select 1 where has_table_privilege({table}, 'select')".encode()).fetchone():
+                return set()
+            return {stream for (stream,) in connection.execute("select stream from tidemark.synapse_streams")}
+
     def late(self, streams: Collection[str]) -> dict[str, LateCount]:
         """Of each of `streams`, without those that have none."""
         with self._database.use() as connection:

@@ -98,9 +98,7 @@ class SynapseBridge:
                 self._halt.wait(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
             finally:
-                self._metrics.speaking.set(0)
-                self._metrics.standby.set(0)
-                self._metrics.held({})
+                self._metrics.rest()
 
     def _has_its_turn(self, own: Connection) -> bool:
         """Wait until no other bridge of these streams is connected. Not in the server: that would hold a snapshot."""
@@ -146,6 +144,8 @@ class SynapseBridge:
                 self._send(own)
                 heard = True
             self._producer.backlog()
+            if not self._flying or self._done:
+                self._metrics.sent.set_to_current_time()
             now = time.monotonic()
             if now - watched >= _WATCHED_EVERY:
                 self._settle(own)
@@ -207,21 +207,22 @@ class SynapseBridge:
         self._metrics.listening.set(self._channel.connected)
         self._metrics.lines.set(self._channel.lines)
         heads = looks.heads(synapse, [each.of.stream for each in self._tellings.values()])
-        behind = {name: each.behind(heads[name]) for name, each in self._tellings.items()}
-        for name, writers in behind.items():
-            self._metrics.waited_for(self._tellings[name].of.name, writers)
+        now, held = time.monotonic(), set[str]()
+        for name, each in self._tellings.items():
+            self._metrics.waited_for(each.of.name, each.told, heads[name], now)
+            if any(at < heads[name] for at in each.told.values()):
+                held.add(name)
         ordered = [each.retire(own) for each in self._tellings.values()]
         if any(ordered):
             self._channel.ask()
-        held = {name for name, writers in behind.items() if any(writers.values())}
         unfounded = False
         for each in self._tellings.values():
             unfounded |= not each.founded
             self._metrics.silent.labels(each.of.name).set(0 if each.founded else len(each.silent))
         if not (held or unfounded):
             self._patience = _ASKED_AFTER
-        elif time.monotonic() - self._asked >= self._patience:
-            self._asked, self._patience = time.monotonic(), min(2 * self._patience, _ASKED_EVERY)
+        elif now - self._asked >= self._patience:
+            self._asked, self._patience = now, min(2 * self._patience, _ASKED_EVERY)
             self._channel.ask()
             for each in self._tellings.values():
                 if not each.founded:

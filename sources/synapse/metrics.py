@@ -24,6 +24,12 @@ class BridgeMetrics:
             "When the loop last went round (s since 1970). Older than a minute: it hangs.",
             registry=registry,
         )
+        self.sent = Gauge(
+            "tidemark_synapse_sent_timestamp_seconds",
+            "When Kafka last took of what is told, or had all of it (s since 1970). Standing still while it speaks:"
+            " Kafka takes nothing, or the loop hangs.",
+            registry=registry,
+        )
         self.listening = Gauge(
             "tidemark_synapse_listening",
             "1 while Synapse's channel is subscribed. 0: Redis is away, and nothing can be told.",
@@ -52,6 +58,13 @@ class BridgeMetrics:
             ["stream", "writer"],
             registry=registry,
         )
+        self.standing = Gauge(
+            "tidemark_synapse_behind_seconds",
+            "For how long no more of the writer has been told, while IDs beyond are given out. Of every writer of a"
+            " stream at once: nobody is heard, or a transaction of a dead worker is open.",
+            ["stream", "writer"],
+            registry=registry,
+        )
         self.silent = Gauge(
             "tidemark_synapse_silent_writers",
             "Workers for whose first word a stream waits that has not begun. Staying above 0: one is not started, or is"
@@ -61,12 +74,22 @@ class BridgeMetrics:
         )
         self.oldest = Gauge(
             "tidemark_synapse_oldest_transaction_seconds",
-            "How long the oldest transaction has been open that writes to the stream's tables.",
+            "How long the oldest transaction has been open that writes to the tables of a stream that is behind."
+            " Rising: it hangs, readers wait for it; `tidemark synapse blockers` names it.",
             ["stream"],
             registry=registry,
         )
         self._held: set[str] = set()
-        self._waited: dict[str, set[str]] = {}
+        self._waited: dict[str, Mapping[str, tuple[int, float]]] = {}
+
+    def rest(self) -> None:
+        """It does not speak any more: what it knew may be another process's by now."""
+        self.speaking.set(0)
+        self.standby.set(0)
+        self.held({})
+        self.silent.clear()
+        for stream in [*self._waited]:
+            self.waited_for(stream, {}, 0, 0)
 
     def held(self, seconds: Mapping[str, float]) -> None:
         """By stream how long the oldest transaction is open that writes to it."""
@@ -76,10 +99,15 @@ class BridgeMetrics:
             self.oldest.labels(name).set(age)
         self._held = {*seconds}
 
-    def waited_for(self, stream: str, behind: Mapping[str, int]) -> None:
-        """By writer how many IDs of the stream are not told."""
-        for gone in self._waited.get(stream, set()) - behind.keys():
+    def waited_for(self, stream: str, told: Mapping[str, int], head: int, now: float) -> None:
+        """By writer up to where the stream is told, of all that is given out; `now`: seconds of any one clock."""
+        before = self._waited.get(stream, {})
+        for gone in before.keys() - told.keys():
             self.behind.remove(stream, gone)
-        for writer, count in behind.items():
-            self.behind.labels(stream, writer).set(count)
-        self._waited[stream] = {*behind}
+            self.standing.remove(stream, gone)
+        self._waited[stream] = after = {}
+        for writer, at in told.items():
+            was, since = before.get(writer, (at, now))
+            after[writer] = at, since if was == at < head else now
+            self.behind.labels(stream, writer).set(max(0, head - at))
+            self.standing.labels(stream, writer).set(now - after[writer][1])

@@ -1,6 +1,6 @@
 """Workers that a person says are gone for good: ordered in the bridge's own database, done by whichever speaks."""
 
-from tidemark.streaming.errors import Refused
+from tidemark.streaming.errors import BadSetting
 from tidemark.streaming.postgres_session import Connection
 
 
@@ -31,13 +31,13 @@ def order(connection: Connection, writer: str, stream: str | None) -> list[str]:
 
 
 def retired_at(connection: Connection, writer: str, stream: str) -> int | None:
-    """The ID at which it ended; None: it still is to. Raises `Refused` where it lives."""
+    """The ID at which it ended; None: it still is to. Raises `BadSetting`."""
     row = connection.execute(
         "select state, told from tidemark.synapse_writers where (stream, writer) = (%s, %s)", [stream, writer]
     ).fetchone()
     if row is None or row[0] == "active":
-        do = "stop the worker, and take it out of Synapse's stream_writers"
-        raise Refused(f"{writer} of {stream}", "", "it was heard meanwhile, so it is not gone", do)
+        problem = f"{writer} lives: it was heard while it was to retire, and goes on in {stream}"
+        raise BadSetting("WRITER", f"{problem}; stop it and take it out of Synapse's stream_writers first")
     return int(row[1]) if row[0] == "retired" else None
 
 

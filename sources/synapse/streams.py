@@ -1,6 +1,6 @@
 """One stream of Synapse between its evidence and what is told of it: founded, then told, writer by writer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -51,9 +51,10 @@ class StreamTelling:
         """Writers that have not said yet how far they are."""
         return sorted(name for name, word in self.decider.words.items() if not word)
 
-    def behind(self, head: int) -> dict[str, int]:
-        """By writer how many IDs below the head are not told."""
-        return {name: max(0, head - told) for name, told in self.decider.told.items()} if self.founded else {}
+    @property
+    def told(self) -> Mapping[str, int]:
+        """By writer up to where; nothing before all of them have joined."""
+        return self.decider.told if self.founded else {}
 
     def retire(self, own: Connection) -> bool:
         """Begin with what people asked for. Whether everybody is to be asked now."""

@@ -2,13 +2,18 @@
 
 import threading
 
+import psycopg
 import pytest
 from click.testing import CliRunner
+from psycopg.conninfo import make_conninfo
 
 from tests.waiting import eventually
 from tidemark.app.cli import main
 from tidemark.app.synapse import BridgePlan
+from tidemark.sinks.postgres.store import Postgres, PostgresConfig
+from tidemark.sources.synapse import state
 from tidemark.sources.synapse.channel import SynapseChannel
+from tidemark.sources.synapse.tables import STREAMS
 from tidemark.streaming.errors import BadSetting
 
 
@@ -66,3 +71,21 @@ def test_a_thread_that_fails_is_no_silence() -> None:
             return False
 
         eventually(failed)
+
+
+def test_which_streams_a_bridge_tells_everybody_may_know_who_may_look(dsn: str, sql: psycopg.Connection) -> None:
+    """None before `synapse migrate`; then those that it has begun."""
+
+    def bridged(dsn: str) -> set[str]:
+        with Postgres(PostgresConfig(lambda: dsn)) as postgres:
+            return postgres.conditions.bridged()
+
+    assert bridged(dsn) == set()
+    sql.execute("create role onlooker login password 'onlooker' in role tidemark_reader")
+    try:
+        assert CliRunner().invoke(main, ["synapse", "migrate"], env={"TIDEMARK_POSTGRES_DSN": dsn}).exit_code == 0
+        server = state.SynapseServer("one", "0/100", "one.test")
+        state.found(sql, STREAMS["events"], "hs1.events", server, ["event1"], 7)
+        assert bridged(make_conninfo(dsn, user="onlooker", password="onlooker")) == {"hs1.events"}
+    finally:
+        sql.execute("drop role onlooker")

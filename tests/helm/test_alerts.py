@@ -13,8 +13,9 @@ from tests.helm.tools import CHART, ROOT
 from tidemark.app import cli, metrics
 from tidemark.app.read_side import metrics as sidecar_metrics
 from tidemark.sources.relay.metrics import RelayMetrics
+from tidemark.sources.synapse.metrics import BridgeMetrics
 
-ALERTS = ["alerts.yaml", "relay-alerts.yaml"]
+ALERTS = ["alerts.yaml", "relay-alerts.yaml", "synapse-alerts.yaml"]
 
 
 def rules(file: str) -> Iterator[dict[str, Any]]:
@@ -58,7 +59,7 @@ def test_every_alert_leads_to_a_story(file: str) -> None:
     for rule in rules(file):
         told = headings[rule["alert"]]
         assert f"`{rule['annotations']['command']}`" in told
-        assert re.search(r"\]\([\w./-]+\.md\)", told)
+        assert re.search(r"\]\([\w./-]+\.md(#[\w-]+)?\)", told)
 
 
 @pytest.mark.parametrize("file", ALERTS)
@@ -81,7 +82,8 @@ def test_alerts_and_dashboard_ask_for_metrics_that_exist(file: str) -> None:
     """A metric that is renamed must not leave an alert behind that never fires."""
     known = {name for name, *_ in metrics.STREAM_GAUGES.values()}
     relay = RelayMetrics(CollectorRegistry()).registry
-    for registry in (metrics.REGISTRY, sidecar_metrics.REGISTRY, relay):
+    bridge = BridgeMetrics(CollectorRegistry()).registry
+    for registry in (metrics.REGISTRY, sidecar_metrics.REGISTRY, relay, bridge):
         for family in registry.collect():
             suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(family.type, [""])
             known |= {family.name + suffix for suffix in suffixes}

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(
 
 HOUR = 60  # samples: one a minute, the first at 0
 POD, RELAY = 'pod="tidemark-pipeline-0"', 'pod="tidemark-relay-shop-5f7d-x2x4"'
+BRIDGE, NEXT = 'pod="tidemark-synapse-6c9f-k8k2"', 'pod="tidemark-synapse-6c9f-m4m7"'
 STREAM, WRITER = 'stream="orders"', 'stream="orders",writer="w1"'
 HELD = f"tidemark_held_by_seconds{{{POD},{WRITER},reason=%s}}"
 SEEN = f"tidemark_holder_silent_seconds{{{POD},{WRITER},reason=%s}}"
@@ -22,6 +23,8 @@ SEEN = f"tidemark_holder_silent_seconds{{{POD},{WRITER},reason=%s}}"
 IN_POSTGRES = f'tidemark_copy_linear_position{{{POD},{STREAM},copy="postgres"}}'
 IN_REDIS = f'tidemark_copy_linear_position{{{POD},{STREAM},copy="redis"}}'
 IN_SIDECAR = f'tidemark_copy_linear_position{{pod="tidemark-sidecar-0",{STREAM},copy="sidecar"}}'
+BEHIND = f'tidemark_synapse_behind_seconds{{{BRIDGE},{STREAM},writer="%s"}}'
+OLDEST = f"tidemark_synapse_oldest_transaction_seconds{{{BRIDGE},{STREAM}}}"
 
 Series = dict[str, str]
 """By name and labels, in promtool's notation: `0+60x5` begins at 0 and rises by 60 five times, `_` is no sample."""
@@ -71,12 +74,21 @@ QUIET: Series = {
     f"tidemark_relay_relaying{{{RELAY}}}": always(1),
     f"tidemark_relay_looked_timestamp_seconds{{{RELAY}}}": CLOCK,
     f"tidemark_relay_outbox_ids{{{RELAY},{STREAM}}}": always(0),
+    f"tidemark_synapse_speaking{{{BRIDGE}}}": always(1),
+    f"tidemark_synapse_speaking{{{NEXT}}}": always(0),  # another pod that waits for its turn
+    f"tidemark_synapse_sent_timestamp_seconds{{{BRIDGE}}}": CLOCK,
+    f"tidemark_synapse_sent_timestamp_seconds{{{NEXT}}}": always(0),
+    f"tidemark_synapse_listening{{{BRIDGE}}}": always(1),
+    f"tidemark_synapse_listening{{{NEXT}}}": always(0),
+    f"tidemark_synapse_silent_writers{{{BRIDGE},{STREAM}}}": always(0),
+    BEHIND % "event1": always(0),
+    BEHIND % "event2": always(0),
 }
 
 
 def one(name: str) -> str:
-    """The series of `QUIET` that has this name."""
-    [found] = [series for series in QUIET if series.startswith(name + "{")]
+    """The series of `QUIET` that has this name, of the pod that does its work."""
+    [found] = [series for series in QUIET if series.startswith(name + "{") and NEXT not in series]
     return found
 
 
@@ -235,6 +247,33 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
         {f"tidemark_relay_oldest_transaction_seconds{{{RELAY},{WRITER}}}": f"_x10 60+60x{HOUR}"},
         {"TidemarkRelayTransactionOld"},
     ),
+    "the bridge to Synapse is gone": (
+        {series: f"{values.split('x')[0]}x9 stale" for series, values in QUIET.items() if BRIDGE in series},
+        {"TidemarkBridgeSilent"},
+    ),
+    "the bridge waits for a server": ({one("tidemark_synapse_speaking"): "1+0x9 0+0x60"}, {"TidemarkBridgeSilent"}),
+    "Kafka takes nothing of the bridge": (
+        {one("tidemark_synapse_sent_timestamp_seconds"): "0+60x9 540+0x60"},
+        {"TidemarkBridgeStuck"},
+    ),
+    "the bridge does not reach Synapse's Redis, while workers write": (
+        {
+            one("tidemark_synapse_listening"): "1+0x9 0+0x60",
+            BEHIND % "event1": ages(10),
+            BEHIND % "event2": ages(10),
+        },
+        {"TidemarkBridgeDeaf"},
+    ),
+    "the bridge listens where no worker speaks": (
+        {BEHIND % "event1": ages(10), BEHIND % "event2": ages(10)},
+        {"TidemarkBridgeHearsNobody"},
+    ),
+    "one worker of Synapse says nothing, of which Tidemark's own alerts tell": ({BEHIND % "event1": ages(10)}, set()),
+    "a worker is not started": ({one("tidemark_synapse_silent_writers"): since(10)}, {"TidemarkBridgeWaits"}),
+    "a transaction of a dead worker holds all": (
+        {OLDEST: f"_x10 60+60x{HOUR}", BEHIND % "event1": ages(10), BEHIND % "event2": ages(10)},
+        {"TidemarkBridgeTransactionOld"},
+    ),
 }
 # What happens once, at minute 30: told until minute 40.
 EVENTS: dict[str, tuple[Series, set[str]]] = {
@@ -300,6 +339,8 @@ def test_no_alert_on_a_busy_system(rules: Path) -> None:
         one("tidemark_records_total"): always(9),
         f'tidemark_retries_total{{{POD},what="Redis"}}': f"4+0x20 9+0x{HOUR}",  # it failed over
         one("tidemark_relay_outbox_ids"): " ".join(["5000 0 700"] * 20),
+        BEHIND % "event1": " ".join(["1 0 40"] * 20),
+        OLDEST: " ".join(["1 0 40"] * 20),
     }
     check(rules, QUIET | moving, {})
 
@@ -319,6 +360,8 @@ def test_no_alert_in_the_first_minutes_after_a_start(rules: Path) -> None:
         IN_SIDECAR: f"_x6 9500+60000x{HOUR}",
         one("tidemark_kafka_lag_records"): f"_ 3000000+0x3 800000 0+0x{HOUR}",
         one("tidemark_relay_relaying"): f"_ 0 {always(1)}",
+        one("tidemark_synapse_speaking"): f"_ 0 {always(1)}",
+        one("tidemark_synapse_silent_writers"): f"_ _ 2 2 1 {always(0)}",
         'tidemark_sidecar_server_up{pod="tidemark-sidecar-0",server="redis"}': f"_ 0+0x3 {always(1)}",
     }
     check(rules, starting, {})

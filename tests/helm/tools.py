@@ -43,12 +43,14 @@ def objects(example: str, *options: str) -> list[dict[str, Any]]:
 
 
 def alert_rules() -> str:
-    """The file of rules for Prometheus, as the chart writes it for its own values, with the relay of one database."""
+    """The file of rules for Prometheus, as the chart writes it for its own values, with the relay of one database and
+    the bridge to Synapse."""
     values = yaml.safe_load((CHART / "values.yaml").read_text())["monitoring"]["prometheusRule"]
     placed = {
         "NAMESPACE": "streams",
         "RELAY": "tidemark-relay-shop",
         "DATABASE": "shop",
+        "BRIDGE": "tidemark-synapse",
         "LAG_RECORDS": values["lagRecords"],
         "OPEN_SECONDS": values["gapSeconds"],
         "OUTBOX_IDS": values["outboxIds"],
@@ -60,5 +62,6 @@ def alert_rules() -> str:
             template = template.replace(word, str(value))
         return yaml.safe_load(template)
 
-    text: str = yaml.safe_dump({"groups": read("alerts.yaml")["groups"] + read("relay-alerts.yaml")})
+    groups = read("alerts.yaml")["groups"] + read("relay-alerts.yaml") + read("synapse-alerts.yaml")
+    text: str = yaml.safe_dump({"groups": groups})
     return text

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import httpx
+import psutil
 from psycopg.conninfo import conninfo_to_dict
 
 from tidemark.app.settings import Settings
@@ -82,8 +83,19 @@ class SynapseProcess(ServerProcess):
     def environment(self) -> Mapping[str, str]:
         return {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": str(_MODULES)}
 
+    def log_tail(self, lines: int = 80) -> str:
+        """With the traceback, which stands far above the last line."""
+        return super().log_tail(lines)
+
     def answers(self) -> bool:
-        if not listens(self.port):
+        """It itself: where another test run has taken the port meanwhile, a Synapse may answer there that is not this
+        one, and workers of this one would begin before there is a database."""
+        if self._process is None or not listens(self.port):
+            return False
+        try:
+            if self.port not in {it.laddr.port for it in self._process.net_connections("tcp") if it.status == "LISTEN"}:
+                return False
+        except psutil.NoSuchProcess:
             return False
         try:
             return httpx.get(f"http://{LOOPBACK}:{self.port}/health", timeout=1).status_code == 200
@@ -106,17 +118,31 @@ class Homeserver:
         shared = self._root / "homeserver.yaml"
         self.main = SynapseProcess(home, MAIN, [self._python, "-m", "synapse.app.homeserver", "-c", str(shared)])
         self.replication_port = free_port()
-        names = dict.fromkeys(name for workers in writers.values() for name in workers)
-        self.workers = {name: self._worker(home, name) for name in names}
+        self.workers = {name: self._worker(home, name) for name in self._named()}
         self._tokens: dict[str, tuple[str, str]] = {}
         self.patience = 60.0
         """Seconds that an answer may take."""
 
     def start(self) -> None:
         self._configure()
+        shared = ["-c", str(self._root / "homeserver.yaml")]
+        self.main.run_first([self._python, "-m", "synapse.app.homeserver", *shared, "--generate-keys"])
         self.main.start()
         with ThreadPoolExecutor() as pool:
             [*pool.map(SynapseProcess.start, self.workers.values())]
+
+    def rewrite(self, writers: Mapping[str, Sequence[str]]) -> None:
+        """Begin again with these writers: every process reads in its configuration who they are."""
+        self.stop()
+        self._writers = writers
+        home = self.main.home
+        self.workers = {name: self.workers.get(name) or self._worker(home, name) for name in self._named()}
+        self._configure()
+        with ThreadPoolExecutor() as pool:
+            [*pool.map(SynapseProcess.start, [self.main, *self.workers.values()])]
+
+    def _named(self) -> list[str]:
+        return [*dict.fromkeys(name for workers in self._writers.values() for name in workers)]
 
     def stop(self) -> None:
         for process in [*self.workers.values(), self.main]:
@@ -208,8 +234,6 @@ class Homeserver:
         formats = {"plain": {"format": "%(asctime)s %(levelname)s %(name)s %(message)s"}}
         root = {"level": "WARNING", "handlers": ["file"]}
         self._write("log", {"version": 1, "formatters": formats, "handlers": handlers, "root": root})
-        shared = ["-c", str(self._root / "homeserver.yaml")]
-        self.main.run_first([self._python, "-m", "synapse.app.homeserver", *shared, "--generate-keys"])
 
     def _shared(self, at: Mapping[str, Any]) -> dict[str, object]:
         login = {key: at[key] for key in ("user", "password", "host", "port", "dbname") if at.get(key)}

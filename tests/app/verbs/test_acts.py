@@ -71,7 +71,7 @@ def test_what_is_taken_back_is_shown() -> None:
 def test_a_writer_retires_where_it_stands(stored: bytes) -> None:
     """Without an ID nothing is settled; where something is open, that must be said."""
     assert shown(stored, retire("b"))[0] == "RETIRE of b in epoch 1, by ada: host is gone"
-    assert "completed what lies beyond" in refusal(stored, retire("a"))
+    assert "settles what is open" in refusal(stored, retire("a"))
 
 
 def test_an_id_beyond_what_is_allocated_is_refused_unless_that_is_said(stored: bytes) -> None:
@@ -136,6 +136,26 @@ def test_an_open_transaction_is_ended_and_not_skipped() -> None:
     shard.feed(builders.join("a", 2), rdata("a", 5, 4, epoch=1), builders.opened("a", "pid 7: insert"))
     (objection,) = acts.attempt(shard.states[STREAM], skip(2, 4), 9000.0).objections()
     assert "a has a transaction open" in objection
+
+
+def test_who_cannot_retire_without_an_id_is_told_what_is_in_the_way() -> None:
+    """It is alive; it has completed what lies above something open, and with which ID that is settled; or it has
+    retired."""
+    shard = Shard()
+    shard.feed(builders.join("a", 2), builders.join("b", 2), rdata("a", 5, 4, epoch=1), rdata("b", 9, 8, epoch=1))
+
+    def refused(act: Marker, now: float) -> str:
+        with pytest.raises(BadRecord) as problem:
+            acts.attempt(shard.states[STREAM], act, now)
+        return str(problem.value)
+
+    settles = "--id=5 settles what is open below what it has completed"
+    assert f"a is alive, last seen 29 s ago: stop it first; then {settles}" in refused(retire("a"), 30.0)
+    assert refused(retire("a"), 300.0).endswith(f"conflict: {settles}")
+    at_5, at_9 = (Retire(stream=STREAM, writer="a", id=id, by="ada", why="gone") for id in (5, 9))
+    assert acts.attempt(shard.states[STREAM], at_5, 300.0).settled() == [(2, 4)]
+    shard.feed(builders.retire("a", 5))
+    assert refused(at_9, 300.0).endswith("a has retired, at 5")
 
 
 def test_a_stranger_that_lives_is_not_thrown_out_unless_that_is_overruled() -> None:

@@ -79,6 +79,19 @@ def test_each_gap_tells_what_waits_behind_it() -> None:
     ]
 
 
+def test_of_a_stream_that_a_bridge_tells_the_bridges_own_verbs_are_shown() -> None:
+    """It proves from Synapse's tables what an operator's word would skip."""
+    shard = Shard()
+    shard.left_by_a_dead_writer()
+    (found,) = gaps.read(shard.states, 302.0, bridged={STREAM})
+    assert gaps.as_text([found], 302.0).splitlines()[1:] == [
+        "    start it; if it is gone for good: tidemark synapse retire w1 events"
+    ]
+    shard.feed(opened("w1", "pid 7"))
+    (found,) = gaps.read(shard.states, 302.0, bridged={STREAM})
+    assert gaps.as_text([found], 302.0).splitlines()[1:] == ["    open: pid 7", "    tidemark synapse blockers"]
+
+
 def test_of_a_silent_writers_gap_both_ways_out_are_shown() -> None:
     """Where it is gone, and where it lives on without these IDs; the command reads the range as it stands there."""
     shard = Shard()

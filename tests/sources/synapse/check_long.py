@@ -14,14 +14,12 @@ from click.testing import CliRunner
 from tests.fix_redis import Node
 from tests.fix_synapse import started_synapse
 from tests.services.synapse import Homeserver
-from tests.sinks.reader.given import Pipeline
-from tests.sources.synapse.site import SynapseSite, made_site, reading
+from tests.sources.synapse.site import SynapseSite, reading
 from tests.sources.synapse.traffic import act
 from tests.waiting import eventually
 from tidemark.app.cli import main
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
-from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources.synapse import looks
 from tidemark.sources.synapse.tables import STREAMS
 
@@ -75,50 +73,39 @@ def befall(site: SynapseSite, redis: Node, lot: random.Random) -> str:
     return what
 
 
-def test_all_streams_whatever_dies(
-    homeserver: Homeserver,
-    home: Home,
-    kafka: KafkaServer,
-    prefix: str,
-    database: str,
-    synapse_redis: Node,
-    pipeline: Pipeline,
-    redis_url: str,
-    dsn: str,
-) -> None:
+def test_all_streams_whatever_dies(site: SynapseSite, synapse_redis: Node, redis_url: str, dsn: str) -> None:
     """At every moment no event is stepped over, at rest each stream is told up to what its sequence has given out,
     and a reader has read each event once."""
     seed = secrets.randbits(32)
     click.echo(f"seed {seed}")
     lot = random.Random(seed)
-    with made_site(homeserver, home, kafka, prefix, database, synapse_redis, pipeline) as site:
-        rooms = [site.server.room("alice") for _ in range(8)]
-        site.bridge(*WORDS)
-        site.bridge(*WORDS)
-        with reading(site, redis_url, dsn) as read:
-            with site.traffic(rooms, others=lambda number: act(site, rooms, number, MISC)) as sent:
-                eventually(lambda: site.checked() and site.floor, 60, site.known)
-                ends = time.monotonic() + SECONDS
-                while time.monotonic() < ends:
-                    site.wait(lot.uniform(1, 12))
-                    click.echo(f"{befall(site, synapse_redis, lot)}: sent {len(sent)}, line {site.follower.core.line}")
-            site.settle(120)
-            heads = looks.heads(site.sql, STREAMS.values())
-            cores = site.follower.cores
+    rooms = [site.server.room("alice") for _ in range(8)]
+    site.bridge(*WORDS)
+    site.bridge(*WORDS)
+    with reading(site, redis_url, dsn) as read:
+        with site.traffic(rooms, others=lambda number: act(site, rooms, number, MISC)) as sent:
+            eventually(lambda: site.checked() and site.floor, 60, site.known)
+            ends = time.monotonic() + SECONDS
+            while time.monotonic() < ends:
+                site.wait(lot.uniform(1, 12))
+                click.echo(f"{befall(site, synapse_redis, lot)}: sent {len(sent)}, line {site.follower.core.line}")
+        site.settle(120)
+        heads = looks.heads(site.sql, STREAMS.values())
+        cores = site.follower.cores
 
-            def behind() -> dict[str, tuple[int, int]]:
-                return {name: (cores[name].line, head) for name, head in heads.items() if cores[name].line < head}
+        def behind() -> dict[str, tuple[int, int]]:
+            return {name: (cores[name].line, head) for name, head in heads.items() if cores[name].line < head}
 
-            eventually(lambda: site.checked() and not behind(), 120, lambda: f"{behind()} {site.known()}")
-            rows = site.rows()
-            eventually(lambda: len(read) >= len(rows), 60, lambda: f"{len(read)} of {len(rows)} events are read")
-        assert read == sorted(rows)
-        for name, stream in STREAMS.items():
-            core = cores[name]
-            _, facts = looks.facts(site.sql, stream, min(core.joined.values()), heads[name])
-            missing = {fact.id: fact.writer for fact in facts if fact.id not in map(abs, core.facts)}
-            unknown = {id: writer for id, writer in missing.items() if id > core.unseen.get(writer, 0)}
-            click.echo(f"{name}: head {heads[name]}, told {len(core.facts)}, unseen {len(missing)}")
-            assert not unknown, (name, unknown)
-            assert not core.late
-            assert not core.rejected
+        eventually(lambda: site.checked() and not behind(), 120, lambda: f"{behind()} {site.known()}")
+        rows = site.rows()
+        eventually(lambda: len(read) >= len(rows), 60, lambda: f"{len(read)} of {len(rows)} events are read")
+    assert read == sorted(rows)
+    for name, stream in STREAMS.items():
+        core = cores[name]
+        _, facts = looks.facts(site.sql, stream, min(core.joined.values()), heads[name])
+        missing = {fact.id: fact.writer for fact in facts if fact.id not in map(abs, core.facts)}
+        unknown = {id: writer for id, writer in missing.items() if id > core.unseen.get(writer, 0)}
+        click.echo(f"{name}: head {heads[name]}, told {len(core.facts)}, unseen {len(missing)}")
+        assert not unknown, (name, unknown)
+        assert not core.late
+        assert not core.rejected

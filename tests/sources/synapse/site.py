@@ -110,7 +110,8 @@ class SynapseSite:
     def at_rest(self) -> bool:
         """Whether everything is told; checked on the way."""
         core = self.follower.core
-        return self.checked() and core.line == self.head() and {*core.positions.values()} == {core.line}
+        at = {position for writer, position in core.positions.items() if writer not in core.retired}
+        return self.checked() and core.line == self.head() and at == {core.line}
 
     def settle(self, seconds: float = 60) -> None:
         """At rest positions are what the sequence and a client's own token say, and each event was told once."""

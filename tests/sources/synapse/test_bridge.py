@@ -100,6 +100,11 @@ def test_one_writer_does_not_hold_the_other(site: SynapseSite) -> None:
             told = site.server.token("alice")
             assert re.fullmatch(rf"m{core.line}~\d+\.{core.positions['event2']}", told), told
             eventually(lambda: site.checked() and any("writer event1, pid" in it for it in site.opened()), 30)
+            said = CliRunner().invoke(main, ["synapse", "blockers"], env=site.variables).output
+            found = re.match(
+                r"backfill, events: pid (\d+) since .+\n    to end it, .+: select pg_terminate_backend\(\1\)", said
+            )
+            assert found, said
         sending.result()
     site.settle()
 
@@ -135,6 +140,11 @@ def test_commit_of_the_dead_is_waited_for(site: SynapseSite, synapse_redis: Node
     site.settle()
 
 
+def retire(site: SynapseSite, writer: str) -> None:
+    done = CliRunner().invoke(main, ["synapse", "retire", writer], env=site.variables)
+    assert done.output.splitlines()[-1] == f"{writer} ends at {site.head()} of events", done.output
+
+
 def test_worker_that_is_gone_for_good(site: SynapseSite) -> None:
     """Killed, it holds the line until a person says so; then the line goes on without it. When it comes back after all,
     it is a writer again, and each event is told once."""
@@ -148,8 +158,7 @@ def test_worker_that_is_gone_for_good(site: SynapseSite) -> None:
     site.server.send(other, "alice", "goes on")
     eventually(lambda: site.checked() and core.positions["event1"] == site.head(), 30, site.known)
     assert core.line < site.head()
-    done = CliRunner().invoke(main, ["synapse", "retire", "event2"], env=site.variables)
-    assert done.output.splitlines()[-1] == f"event2 ends at {site.head()} of events", done.output
+    retire(site, "event2")
     site.server.send(other, "alice", "goes on alone")
     eventually(lambda: site.checked() and core.line == site.head(), 30, site.known)
     assert core.retired == {"event2"}
@@ -157,3 +166,31 @@ def test_worker_that_is_gone_for_good(site: SynapseSite) -> None:
     site.server.send(gone, "alice", "is back")
     site.settle()
     assert core.retired == set()
+
+
+def test_worker_that_gets_another_name(site: SynapseSite) -> None:
+    """To Tidemark one comes and one goes: the new name joins by itself, the old one holds the line until it is retired,
+    and so again when the first name comes back. One that lives does not retire."""
+    server, core = site.server, site.follower.core
+    old = site.room_of("event2")
+    site.bridge("--writers", "events=event1,event2")
+    eventually(lambda: site.checked() and site.floor, 30, site.known)
+    server.send(old, "alice", "its last by that name")
+    try:
+        server.rewrite({"events": ["event1", "event3"]})
+        new = site.room_of("event3")
+        site.sql.execute("select nextval('events_stream_seq')")  # who took it nobody knows
+        server.send(new, "alice", "goes on")
+        eventually(lambda: site.checked() and core.positions.get("event3") == site.head(), 30, site.known)
+        assert core.line < site.head()
+        retire(site, "event2")
+        site.settle()
+        assert core.retired == {"event2"}
+        lives = CliRunner().invoke(main, ["synapse", "retire", "event3"], env=site.variables)
+        assert (lives.exit_code, "event3 lives: it was heard" in lives.output) == (2, True), lives.output
+    finally:
+        server.rewrite({"events": ["event1", "event2"]})
+    server.send(site.room_of("event2"), "alice", "by its first name")
+    retire(site, "event3")
+    site.settle()
+    assert core.retired == {"event3"}

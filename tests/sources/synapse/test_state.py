@@ -136,7 +136,7 @@ def test_a_writer_that_was_heard_does_not_retire(sql: psycopg.Connection) -> Non
     founded(sql)
     retirement.order(sql, "event1", "events")
     retirement.stays(sql, "events", "event1")
-    with pytest.raises(Refused, match="it was heard meanwhile"):
+    with pytest.raises(BadSetting, match=r"event1 lives: .* in events; stop it"):
         retirement.retired_at(sql, "event1", "events")
 
 
