@@ -4,7 +4,7 @@ The trial is the state machine's own answer. The pipeline may know more by the t
 names the epoch that it was tried with, and one whose writer has started again since is refused there.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
@@ -227,6 +227,15 @@ def _in_the_way(act: records.Marker, before: StreamState, now: float, silent: fl
     if gaps.verdict(seen, before.transactions.get(act.writer, []), now, silent) == "silent":
         return settles
     return f"{act.writer} is alive, {_heard(seen, now)}: stop it first; then {settles}"
+
+
+def of_a_bridge(act: records.Marker, bridged: Collection[str]) -> Iterator[str]:
+    """Why no worker of Synapse retires by an operator's word; `bridged`: streams that `tidemark synapse` tells."""
+    if isinstance(act, records.Retire) and act.stream in bridged:
+        yield (
+            f"{act.stream} is told by a bridge, which would go on waiting for {act.writer}:"
+            f" `tidemark synapse retire` ends it with all that Synapse's tables have of it; --force overrules this"
+        )
 
 
 def fence(stored: bytes, writer: str, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -158,6 +158,13 @@ def test_who_cannot_retire_without_an_id_is_told_what_is_in_the_way() -> None:
     assert refused(at_9, 300.0).endswith("a has retired, at 5")
 
 
+def test_a_worker_of_synapse_retires_by_its_bridge_unless_that_is_overruled() -> None:
+    """Which looks what it has written; an operator would skip that, and the bridge go on waiting."""
+    (objection,) = acts.of_a_bridge(retire("event1"), {STREAM})
+    assert "`tidemark synapse retire` ends it" in objection
+    assert [*acts.of_a_bridge(retire("event1"), {"others"}), *acts.of_a_bridge(skip(2, 4), {STREAM})] == []
+
+
 def test_a_stranger_that_lives_is_not_thrown_out_unless_that_is_overruled() -> None:
     """By its name, or with all that never joined."""
     shard = Shard()
