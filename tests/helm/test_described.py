@@ -1,11 +1,14 @@
 """What is made from the chart's `values.yaml` is as it says. The checks that need tools are in `check_chart.py`."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tidemark.sources.synapse.tables import STREAMS
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,6 +29,12 @@ def test_schema_and_readme_are_made_from_the_values(describe: ModuleType) -> Non
     """`make chart-docs` was run after the last change of values.yaml."""
     for path, text in describe.described(ROOT / "helm/tidemark").items():
         assert path.read_text() == text, f"{path.name} is not what values.yaml says: run `make chart-docs`"
+
+
+def test_the_chart_knows_the_streams_of_synapse_that_are_told() -> None:
+    """Another one is refused before a pod is started that would only say so."""
+    schema = json.loads((ROOT / "helm/tidemark/values.schema.json").read_text())
+    assert schema["properties"]["synapse"]["properties"]["streams"]["items"] == {"enum": [*STREAMS]}
 
 
 def test_comments_and_annotations_become_schema(describe: ModuleType) -> None:
