@@ -146,11 +146,13 @@ def retire(settings: Settings, gone: WorkerGone, halt: threading.Event, say: Cal
         with session.use() as connection:
             SCHEMA.check(connection)
             streams = retirement.order(connection, gone.writer, gone.stream)
+            known = retirement.active(connection, gone.stream)
         for stream in streams:
             id = wait_out(partial(_retired, session, gone.writer, stream), halt, gone.wait)
             say(f"{gone.writer} ends at {id} of {stream}")
         if not streams:
-            say(f"no stream has a writer {gone.writer} beside others, that has not retired")
+            there = f"there are {', '.join(known)}" if known else "no bridge has told one here"
+            say(f"no stream has a writer {gone.writer} beside others, that has not retired: {there}")
 
 
 def _retired(session: PostgresSession, writer: str, stream: str) -> int:

@@ -30,6 +30,16 @@ def order(connection: Connection, writer: str, stream: str | None) -> list[str]:
     return sorted(stream for (stream,) in rows)
 
 
+def active(connection: Connection, stream: str | None) -> list[str]:
+    """Writers of this stream, or of any, that are not gone."""
+    rows = connection.execute(
+        "select distinct writer from tidemark.synapse_writers"
+        " where state = 'active' and (%(stream)s::text is null or stream = %(stream)s) order by writer",
+        {"stream": stream},
+    ).fetchall()
+    return [writer for (writer,) in rows]
+
+
 def retired_at(connection: Connection, writer: str, stream: str) -> int | None:
     """The ID at which it ended; None: it still is to. Raises `BadSetting`."""
     row = connection.execute(

@@ -74,7 +74,7 @@ def test_a_thread_that_fails_is_no_silence() -> None:
 
 
 def test_which_streams_a_bridge_tells_everybody_may_know_who_may_look(dsn: str, sql: psycopg.Connection) -> None:
-    """None before `synapse migrate`; then those that it has begun."""
+    """None before `synapse migrate`; then those that it has begun. Their writers are named to who mistypes one."""
 
     def bridged(dsn: str) -> set[str]:
         with Postgres(PostgresConfig(lambda: dsn)) as postgres:
@@ -86,6 +86,10 @@ def test_which_streams_a_bridge_tells_everybody_may_know_who_may_look(dsn: str, 
         assert CliRunner().invoke(main, ["synapse", "migrate"], env={"TIDEMARK_POSTGRES_DSN": dsn}).exit_code == 0
         server = state.SynapseServer("one", "0/100", "one.test")
         state.found(sql, STREAMS["events"], "hs1.events", server, ["event1"], 7)
+        said = CliRunner().invoke(main, ["synapse", "retire", "evnet1"], env={"TIDEMARK_POSTGRES_DSN": dsn})
+        assert said.output.endswith(
+            "no stream has a writer evnet1 beside others, that has not retired: there are event1\n"
+        )
         assert bridged(make_conninfo(dsn, user="onlooker", password="onlooker")) == {"hs1.events"}
     finally:
         sql.execute("drop role onlooker")
