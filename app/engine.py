@@ -12,6 +12,7 @@ from pathlib import Path
 from py4j.protocol import Py4JError
 from pyspark.sql import DataFrame, SparkSession
 
+from tidemark.app import class_archive
 from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
 from tidemark.app.start import Start
@@ -100,7 +101,7 @@ def cause(text: str) -> str:
 @contextmanager
 def running(settings: Settings) -> Iterator[Engine]:
     """Spark for as long as this is entered. Raises Stop where there is no Java."""
-    find_java(settings.java_home)
+    java = find_java(settings.java_home)
     cluster = None if is_local(settings.spark_master) else _cluster(settings)
     wanted = SparkSettings(
         # To Spark, `local` is one core.
@@ -109,6 +110,7 @@ def running(settings: Settings) -> Iterator[Engine]:
         jars=_jars(settings.spark_jars),
         tasks=settings.shards if cluster is None else min(settings.shards, cluster.slots),
         local_dir=settings.home / "spark",
+        options=class_archive.options(class_archive.spark_archive(java)),
         extra=_extra(settings, cluster),
     )
     engine = Engine(wanted)

@@ -1,7 +1,9 @@
 """`tidemark up`: the whole local stack in one command, from the first download to the last process stopped."""
 
+import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from tidemark.app import relay
+from tidemark.app import class_archive, relay
 from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
@@ -43,9 +45,10 @@ def run(settings: Settings, *, demo: bool) -> None:
         with _running(members, demo=demo) as running:
             _invite(members, time.monotonic() - began)
             supervisor = Supervisor(running, _say)
-            while True:
-                time.sleep(0.5)
-                supervisor.tick()
+            with _archiving(java):
+                while True:
+                    time.sleep(0.5)
+                    supervisor.tick()
 
 
 def _require_writable(home: Home) -> None:
@@ -102,6 +105,29 @@ def _running(members: Members, *, demo: bool) -> Iterator[Sequence[ServerProcess
             if server.running:
                 _say(f"ending {server.name}")
             server.stop()
+
+
+@contextmanager
+def _archiving(java: str) -> Iterator[None]:
+    """Meanwhile, where it is not done, what makes the pipeline's later starts quicker; of no account where it fails."""
+    if class_archive.spark_archive(java).is_file():
+        yield
+        return
+    maker = subprocess.Popen(
+        ["nice", "-n", "19", sys.executable, "-m", "tidemark.app.archive_classes"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        maker.terminate()  # it removes what is half made
+        with suppress(subprocess.TimeoutExpired):
+            maker.wait(5)
+        with suppress(ProcessLookupError):
+            os.killpg(maker.pid, signal.SIGKILL)  # its JVM would write on as it ends
+        maker.wait()
 
 
 def _start(server: ServerProcess) -> None:

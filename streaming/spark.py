@@ -26,6 +26,7 @@ from tidemark.streaming.errors import SparkDied
 from tidemark.streaming.executors import package
 
 _FILES = "spark.hadoop.fs.file.impl"
+_OPTIONS = "spark.driver.extraJavaOptions"
 
 # Where measured: docs/engine.md 3 and 4.
 SETTINGS = {
@@ -109,8 +110,9 @@ class Jvm:
         relay = Thread(target=self._relay, args=(reading,), name="jvm-stderr", daemon=True)
         relay.start()
         with as_file(files("tidemark.streaming").joinpath("log4j2.properties")) as logging:
-            given = conf.get("spark.driver.extraJavaOptions", "")
-            conf.set("spark.driver.extraJavaOptions", f'{given} "-Dlog4j2.configurationFile={logging}"'.strip())
+            given = conf.get(_OPTIONS, "")
+            conf.set(_OPTIONS, f'{given} "-Dlog4j2.configurationFile={logging}"'.strip())
+            _choose_python(conf)
             try:
                 self.gateway: JavaGateway = launch_gateway(conf, {"stderr": writing})  # type: ignore[no-untyped-call]
             except PySparkRuntimeError as error:
@@ -140,7 +142,7 @@ class SparkSettings:
     """`jars`: jar files that the checkpoint's store needs. `memory`: the driver's heap, in Spark's notation (`1g`).
 
     `tasks`: parallel tasks after the shuffle at most, fewer where a local master has fewer cores; fixed by the
-    checkpoint once it exists. `extra` is in Spark's words and wins.
+    checkpoint once it exists. `options` are for the JVM. `extra` is in Spark's words and wins.
     """
 
     master: str
@@ -148,6 +150,7 @@ class SparkSettings:
     jars: list[Path]
     tasks: int
     local_dir: Path
+    options: list[str] = field(default_factory=list)
     extra: dict[str, str] = field(default_factory=dict)
 
 
@@ -166,17 +169,15 @@ def configuration(settings: SparkSettings) -> SparkConf:
         "spark.local.dir": str(settings.local_dir),
     }
     local = LOCAL if is_local(settings.master) else {}
-    return SparkConf(loadDefaults=False).setAll(list({**SETTINGS, **local, **own, **settings.extra}.items()))
+    conf = SparkConf(loadDefaults=False).setAll(list({**SETTINGS, **local, **own, **settings.extra}.items()))
+    ours = " ".join(f'"{option}"' for option in settings.options)
+    # Of two that say the same of a thing the JVM takes the last.
+    return conf.set(_OPTIONS, f"{ours} {conf.get(_OPTIONS, '')}".strip())
 
 
 def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
     """The session in a JVM that was started with `conf`."""
     local = is_local(conf.get("spark.master", ""))
-    directory = Path(conf.get("spark.local.dir", "."))
-    # Workers must run this interpreter: another would lack our packages.
-    ours = without_archives(directory) if local else sys.executable
-    os.environ["PYSPARK_PYTHON"] = conf.get("spark.pyspark.python", ours)
-    os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     if local and conf.get(_FILES) == SETTINGS[_FILES]:
         _write_without_processes(jvm.gateway)
     context = SparkContext(conf=conf, gateway=jvm.gateway)
@@ -188,8 +189,21 @@ def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
         tasks = min(int(conf.get("spark.sql.shuffle.partitions", "1")), context.defaultParallelism)
         session.conf.set("spark.sql.shuffle.partitions", tasks)
     else:
-        context.addPyFile(str(package(directory)))
+        context.addPyFile(str(package(_directory(conf))))
     return session
+
+
+def _choose_python(conf: SparkConf) -> None:
+    """Workers must run this interpreter: another would lack our packages. The JVM looks at it too, for the processes in
+    which it looks sources of data up.
+    """
+    ours = without_archives(_directory(conf)) if is_local(conf.get("spark.master", "")) else sys.executable
+    os.environ["PYSPARK_PYTHON"] = conf.get("spark.pyspark.python", ours)
+    os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+
+
+def _directory(conf: SparkConf) -> Path:
+    return Path(conf.get("spark.local.dir", "."))
 
 
 def without_archives(directory: Path) -> str:

@@ -21,7 +21,7 @@ from joserfc import jwt
 from joserfc.jwk import RSAKey
 
 from tests.fix_tls import Authority
-from tests.jvm_classes import ArchivedKafka, Archives
+from tests.jvm_classes import ArchivedKafka
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import BROKER
 from tidemark.app.stack.server import LOOPBACK, free_port
@@ -172,13 +172,12 @@ def guarded_kafka(
     home: Home,
     java: str,
     jars: Path,
-    archives: Archives,
+    archived: list[str],
     authority: Authority,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[GuardedKafka]:
     issuer = Issuer(tmp_path_factory.mktemp("issuer"))
-    options = archives.broker(jars / BROKER)
-    broker = GuardedKafka(home, java=java, jars=jars / BROKER, options=options, authority=authority, issuer=issuer)
+    broker = GuardedKafka(home, java=java, jars=jars / BROKER, options=archived, authority=authority, issuer=issuer)
     with _serving(issuer.server):
         broker.start()
         try:

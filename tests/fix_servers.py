@@ -5,6 +5,8 @@ A test that stops or kills a server starts it again before it ends. The jars are
 
 import itertools
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +19,7 @@ import redis
 from confluent_kafka.admin import AdminClient
 from psycopg import sql
 
-from tests.jvm_classes import ArchivedKafka, Archives
+from tests.jvm_classes import ArchivedKafka, broker_options
 from tests.services.pgbouncer import PgBouncer, pgbouncer
 from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
@@ -70,15 +72,17 @@ def jdbc(java: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def archives(java: str, pytestconfig: pytest.Config) -> Archives:
-    return Archives(pytestconfig.cache.mkdir("jvm"), java)
+def archived(java: str, jars: Path, pytestconfig: pytest.Config) -> list[str]:
+    """Options of a broker's JVM."""
+    return broker_options(java, jars / BROKER, pytestconfig.cache.mkdir("jvm"))
 
 
 @pytest.fixture(scope="session")
-def warm_jvm(archives: Archives) -> Iterator[None]:
-    """From now on every JVM of Spark's begins with archived classes."""
+def warm_jvm() -> Iterator[None]:
+    """From now on every JVM of Spark's begins with archived classes, and without what pays in a life of minutes."""
+    subprocess.run([sys.executable, "-m", "tidemark.app.archive_classes"], check=True, stdout=subprocess.DEVNULL)
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("SPARK_SUBMIT_OPTS", archives.spark())
+        environment.setenv("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
         yield
 
 
@@ -168,9 +172,8 @@ def redis_url(redis_server: RedisServer) -> str:
 
 
 @pytest.fixture(scope="session")
-def kafka(home: Home, java: str, jars: Path, archives: Archives) -> Iterator[KafkaServer]:
-    broker = jars / BROKER
-    with _started(ArchivedKafka(home, free_port(), java=java, jars=broker, options=archives.broker(broker))) as server:
+def kafka(home: Home, java: str, jars: Path, archived: list[str]) -> Iterator[KafkaServer]:
+    with _started(ArchivedKafka(home, free_port(), java=java, jars=jars / BROKER, options=archived)) as server:
         yield server
 
 

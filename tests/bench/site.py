@@ -1,6 +1,8 @@
 """The servers of a benchmark: a broker, a Postgres and a Redis of their own, in a home that is thrown away."""
 
 import itertools
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -74,6 +76,7 @@ def servers() -> Iterator[BenchSite]:
     java = find_java(settings.java_home)
     jars = Home(settings.home).jars
     fetch_jars(jars, java, progress=lambda _: None)
+    subprocess.run([sys.executable, "-m", "tidemark.app.archive_classes"], check=True)
     with (
         tempfile.TemporaryDirectory(prefix="tidemark-bench-", ignore_cleanup_errors=True) as root,
         ExitStack() as stack,

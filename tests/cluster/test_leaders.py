@@ -9,7 +9,7 @@ from confluent_kafka.admin import AdminClient
 
 from tests.app.running import PATIENCE
 from tests.fix_pipeline import Site, made_site
-from tests.jvm_classes import ArchivedKafka, Archives
+from tests.jvm_classes import ArchivedKafka
 from tests.play.cast import Cast
 from tests.waiting import eventually
 from tidemark.app.stack.home import Home
@@ -59,10 +59,10 @@ class ReplicatedKafka(ArchivedKafka):
 
 
 @pytest.fixture
-def brokers(java: str, jars: Path, archives: Archives, tmp_path: Path) -> Iterator[list[ReplicatedKafka]]:
-    home, options = Home(tmp_path / "brokers"), archives.broker(jars / BROKER)
+def brokers(java: str, jars: Path, archived: list[str], tmp_path: Path) -> Iterator[list[ReplicatedKafka]]:
+    home = Home(tmp_path / "brokers")
     ports = [free_port() for _ in range(ALL)]
-    brokers = [ReplicatedKafka(home, free_port(), java=java, jars=jars / BROKER, options=options) for _ in range(ALL)]
+    brokers = [ReplicatedKafka(home, free_port(), java=java, jars=jars / BROKER, options=archived) for _ in range(ALL)]
     for number, broker in enumerate(brokers, 1):
         broker.join(number, ports)
         broker.start()

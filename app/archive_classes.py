@@ -1,0 +1,82 @@
+"""Make a JVM do what a pipeline makes it do, and write down the classes that it loaded as it ends: for those that come.
+
+    python -m tidemark.app.archive_classes
+
+takes half a minute of a core and 160 MB beside the installation, and nothing where that is done
+(`app.class_archive`).
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.datasource import InputPartition
+from pyspark.sql.streaming.datasource import ReadLimit
+from pyspark.sql.types import StructType
+
+from tidemark.app.class_archive import SILENT, make, spark_archive
+from tidemark.streaming import query
+from tidemark.streaming.compact import MOST_FACTS, compact
+from tidemark.streaming.kafka_source import KafkaConfig, PacketReader, PacketSource
+from tidemark.streaming.model import Bounds
+from tidemark.streaming.spark import Jvm, SparkSettings, configuration, connect
+
+_BATCHES = 2
+_SHARDS = 4
+
+
+class _Made(PacketReader):
+    """Of one partition, which has a record more whenever it is asked for; none of them is there."""
+
+    def latestOffset(self, start: dict[str, dict[str, int]], limit: ReadLimit) -> dict[str, dict[str, int]]:
+        return {topic: {number: at + 1 for number, at in of.items()} for topic, of in start.items()}
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        ranges = [(it, iter(())) for it in partition.ranges]  # type: ignore[attr-defined]
+        return compact(ranges, shards=_SHARDS, names=self._config.names, most=MOST_FACTS)
+
+
+class _MadeUp(PacketSource):
+    def streamReader(self, schema: StructType) -> _Made:
+        return _Made(KafkaConfig({}, "facts", "control", {"facts": {0: 0}, "control": {}}, 1, 1, _SHARDS, MOST_FACTS))
+
+
+def _run(spark: SparkSession, checkpoint: Path) -> None:
+    """The pipeline's query, until it has done some batches."""
+    enough = threading.Event()
+
+    def publish(batch: DataFrame, number: int) -> None:
+        query.collect(batch)
+        if number + 1 >= _BATCHES:
+            enough.set()
+
+    spark.dataSource.register(_MadeUp)
+    packets = spark.readStream.format(_MadeUp.name()).load()
+    effects = query.positions(packets, seeds={}, bounds=Bounds())
+    running = effects.writeStream.foreachBatch(publish).option("checkpointLocation", str(checkpoint)).start()
+    while not enough.wait(0.1):
+        if error := running.exception():
+            raise error
+    running.stop()
+
+
+def _written(directory: Path, option: str) -> None:
+    conf = configuration(SparkSettings("local[*]", "512m", [], _SHARDS, directory, [*SILENT, option]))
+    jvm = Jvm(conf)
+    spark = connect(jvm, conf)
+    _run(spark, directory / "checkpoint")
+    spark.stop()
+    process = jvm.gateway.proc
+    process.stdin.close()  # which ends it
+    process.wait()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what is half made is removed
+    home = os.environ.get("JAVA_HOME")
+    make(spark_archive(f"{home}/bin/java" if home else "java"), _written)

@@ -1,0 +1,62 @@
+"""A JVM that begins with archived classes: with them Spark's takes two thirds of the CPU to its first batch.
+
+`python -m tidemark.app.archive_classes` makes one, once for each installation. What does not fit any more,
+because Java or a jar was replaced, a JVM leaves alone.
+"""
+
+import fcntl
+import hashlib
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+DIRECTORY = Path(sys.prefix, "share", "tidemark")
+"""Beside the installation whose classes these are, as Python's own compiled modules are."""
+
+# Of an archive that does not fit the JVM need not speak.
+SILENT = ["-Xlog:disable", "-Xlog:all=error:stderr"]
+
+
+def spark_archive(java: str, directory: Path = DIRECTORY) -> Path:
+    """Where that of a pipeline's JVM is, or would be."""
+    spark = find_spec("pyspark")
+    jars = Path(spark.origin).with_name("jars") if spark is not None and spark.origin else directory
+    return archive("spark", java, sorted(jars.glob("*.jar")), directory)
+
+
+def archive(name: str, java: str, jars: Sequence[Path], directory: Path) -> Path:
+    """`java` is the program. Another Java and other jars have another."""
+    program = Path(shutil.which(java) or java).resolve()
+    release = program.parent.parent / "release"
+    version = release.read_text() if release.is_file() else ""
+    found = [(str(jar), jar.stat().st_size, int(jar.stat().st_mtime)) for jar in jars]
+    sum_ = hashlib.sha256(repr((str(program), version, found)).encode()).hexdigest()[:16]
+    return directory / f"{name}-{sum_}.jsa"
+
+
+def options(archive: Path) -> list[str]:
+    """For the JVM; none where the archive is not made."""
+    return [f"-XX:SharedArchiveFile={archive}", *SILENT] if archive.is_file() else []
+
+
+def make(archive: Path, written: Callable[[Path, str], None]) -> None:
+    """Have it `written` by a JVM that is given a directory of its own and one more option.
+
+    Any number of processes may ask at once: one makes it. Raises OSError where nothing can be written there.
+    """
+    name = archive.stem.rpartition("-")[0]
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    with archive.with_name(f"{name}.lock").open("w") as lock, TemporaryDirectory() as directory:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if archive.exists():
+            return
+        made = Path(directory) / "made"
+        written(Path(directory), f"-XX:ArchiveClassesAtExit={made}")
+        for old in archive.parent.glob(f"{name}-*.jsa"):
+            old.unlink()
+        part = archive.with_suffix(".part")
+        shutil.move(made, part)
+        part.rename(archive)

@@ -1,0 +1,70 @@
+"""Archived classes: one for each installation, made once, and whole or not at all."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tidemark.app.class_archive import archive, make, options
+
+
+@pytest.fixture
+def jars(tmp_path: Path) -> list[Path]:
+    made = [tmp_path / f"{name}.jar" for name in "ab"]
+    for jar in made:
+        jar.write_text(jar.name)
+    return made
+
+
+def writing(text: str, calls: list[str]) -> Callable[[Path, str], None]:
+    def write(_: Path, option: str) -> None:
+        calls.append(option)
+        Path(option.partition("=")[2]).write_text(text)
+
+    return write
+
+
+def test_there_are_options_for_what_is_there(jars: list[Path], tmp_path: Path) -> None:
+    """A start without an archive is slower and nothing else."""
+    found = archive("spark", "java", jars, tmp_path / "share" / "tidemark")
+    assert options(found) == []
+    make(found, writing("classes", []))
+    assert options(found)[0] == f"-XX:SharedArchiveFile={found}"
+
+
+def test_other_jars_have_another_archive_which_replaces_the_old(jars: list[Path], tmp_path: Path) -> None:
+    """That of an upgraded Spark; a broker's beside it stays."""
+    calls: list[str] = []
+    before, broker = (archive(name, "java", jars, tmp_path) for name in ("spark", "broker"))
+    for each in (before, broker):
+        make(each, writing("old", calls))
+    jars[0].write_text("another version")
+    after = archive("spark", "java", jars, tmp_path)
+    make(after, writing("new", calls))
+    assert sorted(tmp_path.glob("*.jsa")) == sorted([after, broker])
+    assert after.read_text() == "new"
+
+
+def test_many_who_ask_at_once_wait_for_one(jars: list[Path], tmp_path: Path) -> None:
+    """As the workers of a test run do."""
+    calls: list[str] = []
+    found = archive("spark", "java", jars, tmp_path)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: make(found, writing("classes", calls)), range(4)))
+    assert len(calls) == 1
+
+
+def test_what_was_not_written_to_its_end_is_no_archive(jars: list[Path], tmp_path: Path) -> None:
+    """The next who asks makes it."""
+
+    def interrupted(_: Path, option: str) -> None:
+        Path(option.partition("=")[2]).write_text("half")
+        raise SystemExit(143)
+
+    found = archive("spark", "java", jars, tmp_path)
+    with pytest.raises(SystemExit):
+        make(found, interrupted)
+    assert not list(tmp_path.glob("*.jsa"))
+    make(found, writing("classes", []))
+    assert found.read_text() == "classes"
