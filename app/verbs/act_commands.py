@@ -145,8 +145,8 @@ def _carry_out(
         confirmed(act.writer, "the writer's name", yes=yes)
         noted = Acts(session)
         sent = acting.send(noted, settings.kafka, settings.kafka_control_topic, trial)
-        tell(sent.told(), err=as_json)
         try:
+            tell(sent.told(), err=as_json)
             found = acting.outcome(noted, sent, wait, lambda: noted.became(sent.noted))
         except KeyboardInterrupt:
             tell(
