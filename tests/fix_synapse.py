@@ -77,11 +77,6 @@ def started_synapse(
         yield server
     finally:
         server.stop()
-
-
-@pytest.fixture(scope="session")
-def homeserver(home: Home, postgres: PostgresServer, synapse_python: Path, synapse_redis: Node) -> Iterator[Homeserver]:
-    """Two workers write events; the main process writes the rest."""
-    writers = {"events": ["event1", "event2"]}
-    with started_synapse(home, postgres, synapse_python, synapse_redis.port, writers) as server:
-        yield server
+        with psycopg.connect(postgres.dsn("postgres"), autocommit=True) as connection:
+            connection.execute(f"drop database {DATABASE} with (force)".encode())
+            connection.execute(f"drop role {READER}".encode())

@@ -1,4 +1,4 @@
-"""One scene for all stories of a module."""
+"""One scene for all stories of this folder: its threads and servers are gone before tests of others go on."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.servers import KafkaServer, RedisServer
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def scene(
     kafka: KafkaServer,
     postgres: PostgresServer,
