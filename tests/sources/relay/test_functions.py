@@ -179,6 +179,7 @@ def test_a_rolled_back_savepoint_gives_its_lock_back(sql: psycopg.Connection) ->
         number = one(sql, "select number from tidemark.append_streams where stream = 'orders'")
         held = (
             "select count(*) from pg_locks where locktype = 'advisory'"
+            " and database = (select oid from pg_database where datname = current_database())"
             " and classid::bigint = %s + %s and objid = hashtext('')::oid"
         )
         assert one(sql, held, looks.LOCK, number) == 0

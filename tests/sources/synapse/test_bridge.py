@@ -31,7 +31,7 @@ def test_events_of_two_writers_whatever_dies(site: SynapseSite, synapse_redis: N
                 wanted = len(sent) + count
                 eventually(lambda: site.checked() and len(sent) >= wanted, 60, site.known)
 
-            eventually(lambda: site.checked() and site.floor, 30, site.known)
+            eventually(lambda: site.checked() and site.floor, 60, site.known)
             more(10)
             victim = site.server.workers["event1"]
             victim.kill()
@@ -48,7 +48,7 @@ def test_events_of_two_writers_whatever_dies(site: SynapseSite, synapse_redis: N
             first.start()
         site.settle()
         rows = site.rows()
-        eventually(lambda: len(read) >= len(rows), 30, lambda: f"{len(read)} of {len(rows)} events are read")
+        eventually(lambda: len(read) >= len(rows), 60, lambda: f"{len(read)} of {len(rows)} events are read")
     assert read == sorted(rows)
     assert {"event1", "event2"} <= {*rows.values()}
 
@@ -78,7 +78,10 @@ def held(site: SynapseSite, when: str) -> Iterator[None]:
 
 
 def waits(site: SynapseSite) -> bool:
-    row = site.sql.execute("select count(*) from pg_locks where locktype = 'advisory' and objid = 77 and not granted")
+    row = site.sql.execute(
+        "select count(*) from pg_locks where locktype = 'advisory' and objid = 77 and not granted"
+        " and database = (select oid from pg_database where datname = current_database())"
+    )
     return row.fetchone() == (1,)
 
 
@@ -87,7 +90,7 @@ def test_one_writer_does_not_hold_the_other(site: SynapseSite) -> None:
     waits below, and the transaction is named."""
     slow, quick = site.room_of("event1"), site.room_of("event2")
     site.bridge()
-    eventually(lambda: site.checked() and site.floor, 30, site.known)
+    eventually(lambda: site.checked() and site.floor, 60, site.known)
     with ThreadPoolExecutor(1) as pool:
         with held(site, "not deferrable"):
             sending = pool.submit(site.server.send, slow, "alice", "HOLD")
@@ -95,11 +98,11 @@ def test_one_writer_does_not_hold_the_other(site: SynapseSite) -> None:
             for number in range(3):
                 site.server.send(quick, "alice", f"quick {number}")
             core = site.follower.core
-            eventually(lambda: site.checked() and core.positions["event2"] == site.head(), 30, site.known)
+            eventually(lambda: site.checked() and core.positions["event2"] == site.head(), 60, site.known)
             assert core.line < core.positions["event2"]
             told = site.server.token("alice")
             assert re.fullmatch(rf"m{core.line}~\d+\.{core.positions['event2']}", told), told
-            eventually(lambda: site.checked() and any("writer event1, pid" in it for it in site.opened()), 30)
+            eventually(lambda: site.checked() and any("writer event1, pid" in it for it in site.opened()))
             said = CliRunner().invoke(main, ["synapse", "blockers"], env=site.variables).output
             found = re.match(
                 r"backfill, events: pid (\d+) since .+\n    to end it, .+: select pg_terminate_backend\(\1\)", said
@@ -114,7 +117,7 @@ def test_commit_of_the_dead_is_waited_for(site: SynapseSite, synapse_redis: Node
     was announced, is stepped over by nobody."""
     slow, quick = site.room_of("event1"), site.room_of("event2")
     site.bridge()
-    eventually(lambda: site.checked() and site.floor, 30, site.known)
+    eventually(lambda: site.checked() and site.floor, 60, site.known)
     worker = site.server.workers["event1"]
     with ThreadPoolExecutor(1) as pool, redis.Redis.from_url(synapse_redis.url) as client:
         with held(site, "deferrable initially deferred"):
@@ -133,9 +136,9 @@ def test_commit_of_the_dead_is_waited_for(site: SynapseSite, synapse_redis: Node
                 eventually(lambda: (heard.get_message(timeout=1) or {}).get("data") == word)
             site.server.send(quick, "alice", "quick")
             core = site.follower.core
-            eventually(lambda: site.checked() and any("pid" in it for it in site.opened()), 30, site.known)
+            eventually(lambda: site.checked() and any("pid" in it for it in site.opened()), 60, site.known)
             assert max(core.line, core.positions["event1"]) < dead
-        eventually(lambda: site.checked() and dead in core.facts, 30, site.known)
+        eventually(lambda: site.checked() and dead in core.facts, 60, site.known)
     assert core.writers[dead] == "event1"
     site.settle()
 
@@ -150,17 +153,17 @@ def test_worker_that_is_gone_for_good(site: SynapseSite) -> None:
     it is a writer again, and each event is told once."""
     gone, other = site.room_of("event2"), site.room_of("event1")
     site.bridge("--writers", "events=event1,event2")
-    eventually(lambda: site.checked() and site.floor, 30, site.known)
+    eventually(lambda: site.checked() and site.floor, 60, site.known)
     worker, core = site.server.workers["event2"], site.follower.core
     site.server.send(gone, "alice", "its last")
     worker.kill()
     site.sql.execute("select nextval('events_stream_seq')")  # who took it nobody knows
     site.server.send(other, "alice", "goes on")
-    eventually(lambda: site.checked() and core.positions["event1"] == site.head(), 30, site.known)
+    eventually(lambda: site.checked() and core.positions["event1"] == site.head(), 60, site.known)
     assert core.line < site.head()
     retire(site, "event2")
     site.server.send(other, "alice", "goes on alone")
-    eventually(lambda: site.checked() and core.line == site.head(), 30, site.known)
+    eventually(lambda: site.checked() and core.line == site.head(), 60, site.known)
     assert core.retired == {"event2"}
     worker.start()
     site.server.send(gone, "alice", "is back")
@@ -174,14 +177,14 @@ def test_worker_that_gets_another_name(site: SynapseSite) -> None:
     server, core = site.server, site.follower.core
     old = site.room_of("event2")
     site.bridge("--writers", "events=event1,event2")
-    eventually(lambda: site.checked() and site.floor, 30, site.known)
+    eventually(lambda: site.checked() and site.floor, 60, site.known)
     server.send(old, "alice", "its last by that name")
     try:
         server.rewrite({"events": ["event1", "event3"]})
         new = site.room_of("event3")
         site.sql.execute("select nextval('events_stream_seq')")  # who took it nobody knows
         server.send(new, "alice", "goes on")
-        eventually(lambda: site.checked() and core.positions.get("event3") == site.head(), 30, site.known)
+        eventually(lambda: site.checked() and core.positions.get("event3") == site.head(), 60, site.known)
         assert core.line < site.head()
         retire(site, "event2")
         site.settle()
