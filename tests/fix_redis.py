@@ -44,7 +44,7 @@ class Watchman(RedisServer):
         self._conf.write_text(
             f"port {self.port}\nbind {LOOPBACK}\ndir {home.data('sentinel')}\n"
             f"sentinel monitor main {LOOPBACK} {primary.port} 1\n"
-            "sentinel down-after-milliseconds main 500\nsentinel failover-timeout main 2000\n"
+            "sentinel down-after-milliseconds main 3000\nsentinel failover-timeout main 2000\n"
         )
 
     def command(self) -> Sequence[str]:
