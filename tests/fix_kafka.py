@@ -113,7 +113,7 @@ class GuardedKafka(ArchivedKafka):
         info = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096)
         wanted = UserScramCredentialUpsertion(USER, info, password.encode())
         for done in admin.alter_user_scram_credentials([wanted]).values():
-            done.result(10)
+            done.result(60)
 
     @property
     def _ca_file(self) -> str:

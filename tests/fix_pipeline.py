@@ -118,7 +118,7 @@ class Site:
     def refused(self, *arguments: str, **changed: object) -> Ended:
         """Start a pipeline that is to end by itself before it reads anything."""
         running = self.start(*arguments, module=("tidemark.app.cli",), **{"log_level": "error", **changed})
-        return Ended(running.ends(30.0), running.log().splitlines())
+        return Ended(running.ends(), running.log().splitlines())
 
     @property
     def first(self) -> Running:

@@ -61,7 +61,7 @@ def test_servers_that_come_one_after_the_other_and_go_away_in_the_middle_are_wai
             running.says(f"{name} answers again", times=times)
             meanwhile(1.0)
         with away(kafka):
-            running.says("Waiting for Kafka", seconds=30.0)
+            running.says("Waiting for Kafka")
             time.sleep(5.0)
         running.says("Kafka answers again")
         meanwhile(1.0)

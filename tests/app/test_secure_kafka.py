@@ -43,13 +43,13 @@ def test_all_clients_are_let_in(connection: KafkaConnection, prefix: str) -> Non
     """Those of the driver, and those of a worker of Spark that has no file of ours, with one description of the
     connection."""
     Topics(connection).create_missing([TopicPlan(prefix, 1, 3_600_000)])
-    producer = RecordProducer(connection, prefix, give_up_after=10)
+    producer = RecordProducer(connection, prefix, give_up_after=60)
     producer.send("s", b"hello")
-    producer.deliver(10)
+    producer.deliver(60)
     carried = connection.carried()
     assert not any(name.endswith(".location") for name in carried)
     assert Ends(carried).beyond({prefix: {0: 0}}) == {prefix: {0: 1}}
-    reader = RangeReader(carried, {Topic.FACTS: prefix}, patience=10)
+    reader = RangeReader(carried, {Topic.FACTS: prefix}, patience=60)
     assert [part.values for part in reader.read(PlannedRange(Topic.FACTS, 0, 0, 1))] == [[b"hello"]]
     reader.close()
 
@@ -57,7 +57,7 @@ def test_all_clients_are_let_in(connection: KafkaConnection, prefix: str) -> Non
 def test_who_cannot_prove_who_he_is_is_refused_in_one_line(connection: KafkaConnection, stranger: Authority) -> None:
     """A wrong password, client secret or certificate stops us with what to check, long before a time limit."""
     with pytest.raises(Refused, match=r"; check .*(password|secret|certificate)") as caught:
-        Topics(with_wrong_secret(connection, stranger), patience=30).describe(["any"])
+        Topics(with_wrong_secret(connection, stranger), patience=60).describe(["any"])
     assert "\n" not in str(caught.value)
 
 
@@ -67,10 +67,10 @@ def _no_groups(guarded_kafka: GuardedKafka) -> Iterator[None]:
     admin = AdminClient({"bootstrap.servers": guarded_kafka.bootstrap_servers})
     nobody = (ResourceType.GROUP, "*", ResourcePatternType.LITERAL, f"User:{USER}", "*", AclOperation.ALL)
     for made in admin.create_acls([AclBinding(*nobody, AclPermissionType.DENY)]).values():
-        made.result(10)
+        made.result(60)
     yield
     for gone in admin.delete_acls([AclBindingFilter(*nobody, AclPermissionType.DENY)]).values():
-        gone.result(10)
+        gone.result(60)
 
 
 @pytest.mark.usefixtures("_no_groups")
@@ -78,18 +78,18 @@ def test_a_user_who_may_use_no_group_reads(guarded_kafka: GuardedKafka, prefix: 
     """What docs/deploying.md asks of brokers is enough."""
     connection = guarded_kafka.scram
     Topics(connection).create_missing([TopicPlan(prefix, 1, 3_600_000)])
-    producer = RecordProducer(connection, prefix, give_up_after=10)
+    producer = RecordProducer(connection, prefix, give_up_after=60)
     for number in range(3):
         producer.send("s", b"%d" % number)
-        producer.deliver(10)
-    ends, reader = Ends(connection.carried()), RangeReader(connection.carried(), {Topic.FACTS: prefix}, patience=10)
+        producer.deliver(60)
+    ends, reader = Ends(connection.carried()), RangeReader(connection.carried(), {Topic.FACTS: prefix}, patience=60)
     assert ends.beyond({prefix: {0: 0}}) == {prefix: {0: 3}}
     for number in range(3):
         (part,) = reader.read(PlannedRange(Topic.FACTS, 0, number, number + 1))
         assert part.values == [b"%d" % number]
         reader.park()
     reader.close()
-    again = PartitionReader(connection.client(), ErrorListener(connection.bootstrap), 10, "read_committed")
+    again = PartitionReader(connection.client(), ErrorListener(connection.bootstrap), 60, "read_committed")
     assert [message and message.value() for message in again.read(prefix, 0, 0)] == [b"0", b"1", b"2", None]
     again.close()
 
@@ -98,8 +98,8 @@ def test_a_reader_that_cannot_prove_who_it_is_says_so(connection: KafkaConnectio
     """In Spark's workers as in the driver, and as soon."""
     wrong = with_wrong_secret(connection, stranger).carried()
     with pytest.raises(Refused, match=r"; check .*(password|secret|certificate)"):
-        Ends(wrong, patience=30).beyond({"any": {0: 0}})
-    reader = RangeReader(wrong, {Topic.FACTS: "any"}, patience=30)
+        Ends(wrong, patience=60).beyond({"any": {0: 0}})
+    reader = RangeReader(wrong, {Topic.FACTS: "any"}, patience=60)
     with pytest.raises(Refused, match=r"; check .*(password|secret|certificate)"):
         list(reader.read(PlannedRange(Topic.FACTS, 0, 0, 1)))
     reader.close()
@@ -112,7 +112,7 @@ def test_brokers_of_another_authority_are_not_talked_to(
     """Brokers whose certificate we cannot verify get no password, and we say which file to check."""
     connection: KafkaConnection = getattr(guarded_kafka, way)
     with pytest.raises(Refused, match="CA file"):
-        Topics(replace(connection, ca_file=str(stranger.ca_file)), patience=30).describe(["any"])
+        Topics(replace(connection, ca_file=str(stranger.ca_file)), patience=60).describe(["any"])
 
 
 @pytest.fixture
@@ -140,11 +140,11 @@ def guarded_site(
 
 def sender(kafka: GuardedKafka, topic: str) -> Callable[[int], None]:
     """Sends facts of `shop` by the port that is open to all."""
-    producer = RecordProducer(KafkaConnection(kafka.bootstrap_servers), topic, give_up_after=10)
+    producer = RecordProducer(KafkaConnection(kafka.bootstrap_servers), topic, give_up_after=60)
 
     def send(id: int) -> None:
         producer.send("orders", encode(Rdata(stream="orders", writer="shop", id=id, row=row({}))))
-        producer.deliver(10)
+        producer.deliver(60)
 
     return send
 

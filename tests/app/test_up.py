@@ -65,7 +65,7 @@ def test_stack_ends_cleanly_or_is_killed_and_the_next_start_finds_its_data(termi
         assert second.returncode == 2
         assert f"already running in {terminal.home.root} (pid {process.pid})".encode() in second.stderr
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     assert all(map(_is_gone, pids))
     assert not terminal.home.stack_env.exists()
 

@@ -24,17 +24,17 @@ def values(connection: KafkaConnection, topic: str, partition: int, count: int) 
     consumer = Consumer({**connection.client(), "group.id": "test", "enable.auto.commit": "false"})
     consumer.assign([TopicPartition(topic, partition, 0)])
     try:
-        return [message.value() for message in consumer.consume(count, timeout=20)]
+        return [message.value() for message in consumer.consume(count, timeout=60)]
     finally:
         consumer.close()
 
 
 def test_a_stream_lands_where_a_java_producer_would_put_it(connection: KafkaConnection, topic: str) -> None:
     """Writers in other languages share our streams: two partitions of one stream would have no order."""
-    producer = RecordProducer(connection, topic, give_up_after=20)
+    producer = RecordProducer(connection, topic, give_up_after=60)
     for stream, partition in JAVA_PARTITIONS.items():
         producer.send(stream, b"x")
-        assert producer.flush(20) == 0
+        assert producer.flush(60) == 0
         assert producer.last == (partition, 0)
     assert producer.delivered == len(JAVA_PARTITIONS)
 
@@ -45,7 +45,7 @@ def test_records_outlast_an_outage_in_their_order(kafka: KafkaServer, connection
     sent = [str(number).encode() for number in range(300)]
     for value in sent[:100]:
         producer.send("21", value)
-    producer.flush(20)
+    producer.flush(60)
     kafka.kill()
     try:
         for value in sent[100:]:
@@ -53,7 +53,7 @@ def test_records_outlast_an_outage_in_their_order(kafka: KafkaServer, connection
         assert producer.flush(0.5) == producer.backlog() == 200
     finally:
         kafka.start()
-    assert producer.flush(30) == 0
+    assert producer.flush(60) == 0
     assert values(connection, topic, JAVA_PARTITIONS["21"], 300) == sent
 
 
@@ -62,4 +62,4 @@ def test_a_hand_tool_gives_up_after_its_time() -> None:
     producer = RecordProducer(KafkaConnection(f"127.0.0.1:{free_port()}"), "any", give_up_after=0.5)
     producer.send("events", b"x")
     with pytest.raises(Unavailable, match="refused"):
-        producer.flush(20)
+        producer.flush(60)

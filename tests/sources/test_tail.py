@@ -23,7 +23,7 @@ def connection(kafka: KafkaServer) -> KafkaConnection:
 @pytest.fixture
 def producer(connection: KafkaConnection, prefix: str) -> RecordProducer:
     Topics(connection).create_missing([TopicPlan(prefix, 1, 3_600_000)])
-    return RecordProducer(connection, prefix, give_up_after=20)
+    return RecordProducer(connection, prefix, give_up_after=60)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def fact(id: int) -> Record:
 def sent(producer: RecordProducer, *values: bytes) -> None:
     for value in values:
         producer.send("s", value)
-    assert producer.flush(20) == 0
+    assert producer.flush(60) == 0
 
 
 def read(tail: Tail, count: int) -> list[object]:

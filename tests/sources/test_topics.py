@@ -35,7 +35,7 @@ def test_the_ends_of_a_partition_follow_what_is_written(connection: KafkaConnect
     producer = Producer(connection.producer())
     for _ in range(3):
         producer.produce(prefix, partition=1, value=b"x")
-    producer.flush(10)
+    producer.flush(60)
     assert topics.describe([prefix])[prefix].partitions == (Partition(0, 0), Partition(0, 3))
     assert topics.end_offsets({prefix: 2}) == {(prefix, 0): 0, (prefix, 1): 3}
 
@@ -47,7 +47,7 @@ def test_a_topic_made_anew_has_another_id(connection: KafkaConnection, prefix: s
     topics.create_missing(plan)
     before = topics.describe([prefix])[prefix]
     admin = AdminClient(connection.client())
-    admin.delete_topics([prefix], operation_timeout=10)[prefix].result()
+    admin.delete_topics([prefix], operation_timeout=60)[prefix].result()
     while not _gone(admin, prefix):
         pass
     topics.create_missing(plan)
@@ -76,7 +76,7 @@ def test_of_several_that_start_at_once_one_made_the_topic(connection: KafkaConne
 
     def wanted() -> Iterator[TopicPlan]:
         yield TopicPlan(prefix, 1, 1000)
-        all_asked.wait(10)
+        all_asked.wait(60)
 
     with ThreadPoolExecutor(4) as several:
         started = [several.submit(Topics(connection).create_missing, wanted()) for _ in range(4)]
@@ -115,7 +115,7 @@ def test_a_broker_that_came_back_is_asked_as_if_it_had_never_gone(
 
 def _eventual_heads(topics: Topics, name: str) -> dict[tuple[str, int], int]:
     """A broker needs a moment before it leads its partitions."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         try:
             return topics.end_offsets({name: 2})

@@ -69,7 +69,7 @@ def log(connection: KafkaConnection, prefix: str) -> Log:
 
 @pytest.fixture
 def reader(log: Log) -> Iterator[RangeReader]:
-    reader = RangeReader(log.connection.client(), {Topic.FACTS: log.name}, patience=10)
+    reader = RangeReader(log.connection.client(), {Topic.FACTS: log.name}, patience=60)
     yield reader
     reader.close()
 
@@ -124,7 +124,7 @@ def test_records_that_are_gone_are_not_passed_over(log: Log, admin: AdminClient)
     log.send(*range(5))
     for done in admin.delete_records([TopicPartition(log.name, 0, 3)]).values():
         done.result(30)
-    reader = RangeReader(log.connection.client(), {Topic.FACTS: log.name}, patience=10)
+    reader = RangeReader(log.connection.client(), {Topic.FACTS: log.name}, patience=60)
     with pytest.raises(Unavailable, match="out of range"):
         numbers(reader, 2, 5)
     reader.close()
@@ -179,7 +179,7 @@ def test_a_broker_that_is_away_is_named() -> None:
 
 def test_a_broker_that_comes_back_is_asked_again(kafka: KafkaServer, log: Log) -> None:
     """Whoever plans ranges asks the same object for weeks."""
-    ends = Ends(log.connection.client(), patience=30)
+    ends = Ends(log.connection.client(), patience=60)
     log.send(0)
     assert ends.beyond({log.name: {0: 0}}) == {log.name: {0: 1}}
     kafka.stop()

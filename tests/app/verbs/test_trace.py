@@ -103,7 +103,7 @@ def test_what_retention_removed_and_servers_that_are_away_are_said(recording: Re
     place = TopicPartition(recording.facts, 0, 7)
     admin = AdminClient(recording.connection.client())
     for done in admin.delete_records([place]).values():
-        done.result(20)
+        done.result(60)
     told = lines(traced(recording, "4"), recording.facts)
     assert "  no record completes it in what was read again of facts/0: no offset" in told
     assert "  retention removed what was before offset 7, where its record may have been" in told

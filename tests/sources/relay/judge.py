@@ -64,7 +64,7 @@ class Judge:
         found: list[Message] = []
         try:
             while len(found) < end:
-                found += consumer.consume(end - len(found), timeout=10)
+                found += consumer.consume(end - len(found), timeout=60)
         finally:
             consumer.close()
         return found

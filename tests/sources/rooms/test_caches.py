@@ -77,13 +77,13 @@ def test_an_invalidation_does_not_wait_for_a_load() -> None:
     def slow() -> str:
         found = shelf.load()
         begun.set()
-        assert go.wait(10)
+        assert go.wait(60)
         return found
 
     answers: list[str] = []
     thread = threading.Thread(target=lambda: answers.append(shelf.caches.get("state", ["!tea"], slow)))
     thread.start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     shelf.value = "new"
     shelf.caches.invalidated("state", ["!tea"])
     go.set()

@@ -36,7 +36,7 @@ def overheard(url: str) -> Iterator[Rows]:
     ended = threading.Event()
     with redis.Redis.from_url(url) as client, client.pubsub() as heard:
         heard.subscribe(NAME)
-        assert heard.get_message(timeout=10)
+        assert heard.get_message(timeout=60)
 
         def run() -> None:
             while not ended.is_set():
@@ -55,7 +55,7 @@ def overheard(url: str) -> Iterator[Rows]:
             yield found
         finally:
             ended.set()
-            thread.join(10)
+            thread.join(60)
 
 
 def told(site: SynapseSite) -> Rows:
