@@ -184,7 +184,7 @@ def guarded_kafka(
             broker.set_password(PASSWORD)
             yield broker
         finally:
-            broker.stop()
+            broker.kill()  # as that of all tests
 
 
 def with_wrong_secret(connection: KafkaConnection, stranger: Authority) -> KafkaConnection:

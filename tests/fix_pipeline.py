@@ -21,6 +21,7 @@ from psycopg import sql
 
 from tests.app.feeding import PlayFeed
 from tests.app.running import PATIENCE, Running
+from tests.fix_servers import migrated_template
 from tests.play.cast import Cast
 from tests.play.published import RedisReader, differences
 from tests.shadows import shadowed
@@ -28,7 +29,6 @@ from tests.waiting import eventually
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer, RedisServer
-from tidemark.sinks.postgres.database import migrate
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.topics import Topics, plans
@@ -231,8 +231,8 @@ def made_site(kafka: KafkaServer, postgres: PostgresServer, server: RedisServer,
         },
     )
     with psycopg.connect(postgres.dsn("postgres"), autocommit=True) as connection:
-        connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
-    migrate(site.dsn)
+        made = sql.SQL("CREATE DATABASE {} TEMPLATE {}")
+        connection.execute(made.format(*map(sql.Identifier, (name, migrated_template(postgres)))))
     site.make_topics()
     try:
         yield site

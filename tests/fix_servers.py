@@ -135,18 +135,25 @@ def another_database(postgres: PostgresServer) -> Iterator[str]:
         yield dsn
 
 
-@pytest.fixture(scope="session")
-def _migrated(postgres: PostgresServer) -> str:
+def migrated_template(postgres: PostgresServer) -> str:
+    """The name of a database with the schema of the sink, to be copied, which takes half as long as to migrate. Made
+    when a test first asks for it."""
     name = "migrated"
     with psycopg.connect(postgres.dsn("postgres"), autocommit=True) as connection:
-        connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
-    migrate(postgres.dsn(name))
+        if connection.execute("select 1 from pg_database where datname = %s", [name]).fetchone() is None:
+            connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+            migrate(postgres.dsn(name))
     return name
+
+
+@pytest.fixture(scope="session")
+def _migrated(postgres: PostgresServer) -> str:
+    return migrated_template(postgres)
 
 
 @pytest.fixture
 def migrated(postgres: PostgresServer, _migrated: str) -> Iterator[str]:
-    """The DSN of a database with the schema of the sink, which only this test uses. A copy takes half as long."""
+    """The DSN of a database with the schema of the sink, which only this test uses."""
     with _made(postgres, _migrated) as dsn:
         yield dsn
 
@@ -175,6 +182,7 @@ def redis_url(redis_server: RedisServer) -> str:
 def kafka(home: Home, java: str, jars: Path, archived: list[str]) -> Iterator[KafkaServer]:
     with _started(ArchivedKafka(home, free_port(), java=java, jars=jars / BROKER, options=archived)) as server:
         yield server
+        server.kill()  # its orderly end takes seconds, and everything of it is thrown away
 
 
 @pytest.fixture
