@@ -57,7 +57,7 @@ def _run(spark: SparkSession, checkpoint: Path) -> None:
 
     spark.dataSource.register(_MadeUp)
     packets = spark.readStream.format(_MadeUp.name()).load()
-    effects = query.positions(packets, seeds={}, bounds=Bounds())
+    effects = query.positions(packets, seeds=spark.sparkContext.broadcast({}), bounds=Bounds())
     running = effects.writeStream.foreachBatch(publish).option("checkpointLocation", str(checkpoint)).start()
     while not enough.wait(0.1):
         if error := running.exception():

@@ -4,6 +4,7 @@ Its threads: this one supervises; Spark's callback publishes batches (`app.batch
 refills Redis; others ask Kafka for its end offsets and Postgres for policies; `app.probes` answers scrapes and probes.
 """
 
+import gc
 import os
 import threading
 import time
@@ -12,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import structlog
-from py4j.protocol import Py4JJavaError
+from py4j.protocol import Py4JError, Py4JJavaError
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
@@ -67,6 +68,9 @@ FAILURES = 6
 # A checkpoint with which it failed so often may be damaged, and beginning anew from Postgres costs nothing.
 SUSPICIOUS = 2
 SECRETS_SECONDS = 5.0  # between two readings of Kafka's secrets
+# New objects until Python looks for cycles; 700 by default. A batch of ten thousand streams makes half a million and no
+# cycle, and to look for some took longer than all else that the driver does with them.
+CYCLES = 100_000, 20, 50
 NO_EXECUTOR = "no executor of Spark has come: look at its pods, or at the workers of its cluster"
 
 
@@ -76,6 +80,7 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
     `accept` holds what an operator gives up for this start: `partitions`, `loss`, `shards`. Raises Stop where a person
     must decide, and QueryFailed where the query fails again and again.
     """
+    gc.set_threshold(*CYCLES)
     stopping = told_to_end(_leave_late)
     metrics.STARTED.set_to_current_time()
     board = Board(streams=settings.labelled_streams, writers=settings.labelled_writers)
@@ -198,6 +203,9 @@ class Attempt:
             self.prepared = True
             self._board.follow(start.policies)
             self._board.load(start.states, start.offsets)
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()  # what is known of a million streams is not looked through again and again
             sinks = self._sinks(stack, postgres, lease)
             stack.enter_context(self._board.beside(sinks))
             for sink in sinks:
@@ -233,7 +241,8 @@ class Attempt:
     def _query(self, spark: SparkSession, start: Start, location: str, batches: Batches) -> Iterator[StreamingQuery]:
         try:
             packets = engine.packets(spark, self._settings, self._kafka, start, self._most)
-            effects = query.positions(packets, seeds=start.seed.states, bounds=start.policies.bounds())
+            seeds = spark.sparkContext.broadcast(start.seed.states)
+            effects = query.positions(packets, seeds=seeds, bounds=start.policies.bounds())
             writer = effects.writeStream.queryName("tidemark").option("checkpointLocation", location)
             running = writer.foreachBatch(batches).start()
         except Py4JJavaError as error:  # of a checkpoint that it cannot read, or of Python processes that were killed
@@ -250,6 +259,8 @@ class Attempt:
             # It may wait for a server; what it has in hand is replayed by the next query.
             with suppress(PySparkException):
                 running.stop()
+            with suppress(Py4JError, OSError, PySparkException):
+                seeds.destroy()
 
     def _supervise(
         self,

@@ -6,7 +6,7 @@ them (docs/design.md 3), and what the facts settle needs no force.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable
 from dataclasses import replace
 from operator import attrgetter
 
@@ -29,20 +29,19 @@ from tidemark.streaming.effects import (
     WriterRow,
     summarize,
 )
-from tidemark.streaming.inbox import UNREAD, Fact, Inbox, Partition, inboxes_of, room, segments
+from tidemark.streaming.inbox import Fact, Inbox, Partition, inboxes_of, segments
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.model import Bounds, Encoded, Reason, Rejected
 from tidemark.streaming.plain import advance_plain
 from tidemark.streaming.records import LIVING, Kind
 from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet, Run, TurnedAway
 from tidemark.streaming.segments import complete
+from tidemark.streaming.states import UNREAD, States
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import HeldRows, HeldWriter, Mark, WriterState
 
 
-def advance(
-    shard: int, states: MutableMapping[str, bytes], packets: list[Packet], now: int, bounds: Bounds
-) -> ShardEffects:
+def advance(shard: int, states: States, packets: list[Packet], now: int, bounds: Bounds) -> ShardEffects:
     """Feed `packets` (in any order) to the streams of `states`, which is changed in place; `now` is in ms since 1970.
 
     The same input gives the same effects, byte for byte.
@@ -55,14 +54,14 @@ def advance(
             rejected[bad.topic, bad.partition, reason].append(refusal)
     streams = []
     inboxes = inboxes_of(packets, states, bounds)
-    crowded = bool(inboxes.keys() - states.keys()) and room(states, bounds) <= 0
+    crowded = any(name not in states for name in inboxes) and states.unread() >= bounds.unread
     plain = advance_plain(inboxes, states, now, bounds)
     for name, inbox in sorted(inboxes.items()):
         if (done := plain.get(name)) is not None:
             streams.append(done.effects)
             states[name] = done.whole
             continue
-        batch = StreamBatch(name, states.get(name, UNREAD if crowded else None), now, bounds.of(name))
+        batch = StreamBatch(name, states.get(name) or (UNREAD if crowded else None), now, bounds.of(name))
         batch.feed(inbox)
         for topic, partition, refusal in batch.rejected:
             rejected[topic, partition, refusal.reason].append(refusal)

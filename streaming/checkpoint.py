@@ -34,7 +34,8 @@ from tidemark.streaming.model import Bounds
 log = structlog.get_logger(__name__)
 
 KEPT_ASIDE = 3
-READER = "python"
+KIND = "python over seed"
+"""How offsets are kept, and states: as Kafka's source in Python does, and as `streaming.states` over the seed."""
 
 
 class AppliedBatch(msgspec.Struct, array_like=True, frozen=True):
@@ -45,8 +46,8 @@ class AppliedBatch(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Seed(msgspec.Struct, array_like=True, frozen=True):
-    """What a line of batches began with; `states` as of `streaming.query.by_shard`. `reader` names who read Kafka: what
-    is of Spark's own source, as before, nobody goes on with.
+    """What a line of batches began with; `states` as of `streaming.query.by_shard`. With a checkpoint of another `kind`
+    nobody goes on.
     """
 
     lineage: str
@@ -54,7 +55,7 @@ class Seed(msgspec.Struct, array_like=True, frozen=True):
     shards: int
     states: dict[int, bytes]
     bounds: Bounds | None = None
-    reader: str = "spark"
+    kind: str = "spark"
 
     def before(self, batch: int) -> tuple[str, int] | None:
         """The batch that is applied before `batch` of this line: lineage and number, None where none ever was."""
@@ -84,8 +85,8 @@ class Checkpoint:
             if planned is not None or done is not None:
                 self._set_aside("it does not say what it began with")
             return None
-        if seed.reader != READER:
-            self._set_aside("its offsets are of Spark's own Kafka source")
+        if seed.kind != KIND:
+            self._set_aside("another version of Tidemark made it")
             return None
         finished = -1 if done is None else done
         if applied is not None and applied.lineage == seed.lineage:
@@ -108,7 +109,7 @@ class Checkpoint:
         bounds: Bounds,
     ) -> Seed:
         """Start a new line of batches from `states`; durable when it returns."""
-        seed = Seed(uuid.uuid4().hex, after, shards, states, bounds, READER)
+        seed = Seed(uuid.uuid4().hex, after, shards, states, bounds, KIND)
         self.path.mkdir(parents=True, exist_ok=True)
         part = self.path / "seed.part"
         with part.open("wb") as file:

@@ -176,7 +176,7 @@ def _line(value: bytes) -> _Line:
 @contextmanager
 def no_collection() -> Iterator[None]:
     """Without Python's garbage collector, in the whole process: it would go through the lists in RUN records again and
-    again, at the price of all else here, and finds no cycle.
+    again, at the price of all else here, and finds no cycle. Nor in the objects of many streams.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tidemark.streaming.stream import StreamState  # numpy's, which a service that only reads does not have
 
 
-class WriterAdvance(msgspec.Struct, array_like=True, frozen=True):
+class WriterAdvance(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A writer's position moved over `(prev, id]`. At most one per writer, stream and batch.
 
     The counts are those of its `evidence`. `oldest` is the Kafka time (ms) of the writer's oldest record in the batch.
@@ -40,7 +40,7 @@ class WriterAdvance(msgspec.Struct, array_like=True, frozen=True):
         return Evidence(self.facts, self.empty, self.unseen, self.skipped)
 
 
-class WriterRow(msgspec.Struct, array_like=True, frozen=True):
+class WriterRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A joined writer as it stands after the batch; sent when position, epoch or retirement changed."""
 
     writer: str
@@ -49,7 +49,7 @@ class WriterRow(msgspec.Struct, array_like=True, frozen=True):
     retired: bool
 
 
-class Gap(msgspec.Struct, array_like=True, frozen=True):
+class Gap(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """`(low, top]` of `writer` is open since `since` (ms). `top` names a gap while it lives; `low` may move up."""
 
     writer: str
@@ -59,7 +59,7 @@ class Gap(msgspec.Struct, array_like=True, frozen=True):
     since: int
 
 
-class GapClosed(msgspec.Struct, array_like=True, frozen=True):
+class GapClosed(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The gap of `writer` that ended at `top` is closed; `how` is `completed`, `joined`, `retired` or `skipped`."""
 
     writer: str
@@ -67,7 +67,7 @@ class GapClosed(msgspec.Struct, array_like=True, frozen=True):
     how: str
 
 
-class LateCompletion(msgspec.Struct, array_like=True, frozen=True):
+class LateCompletion(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Completions in `(prev, id]` that came after the range was settled without them; `facts` of them are RDATA.
 
     `why`: `skipped` (an operator's SKIP, RETIRE or JOIN passed them), `regressed` (the source went back), `final` (the
@@ -83,7 +83,7 @@ class LateCompletion(msgspec.Struct, array_like=True, frozen=True):
     why: str
 
 
-class Recall(msgspec.Struct, array_like=True, frozen=True):
+class Recall(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Edges of `writer` in `epoch` that were put off for want of room may come again: they stand among the records at
     the offsets `first` to `last` of that partition of the facts topic.
     """
@@ -95,7 +95,7 @@ class Recall(msgspec.Struct, array_like=True, frozen=True):
     last: int
 
 
-class Forced(msgspec.Struct, array_like=True, frozen=True):
+class Forced(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """An operator's act from the control topic, for the audit table; `kind` is SKIP, RETIRE or JOIN."""
 
     writer: str
@@ -107,7 +107,7 @@ class Forced(msgspec.Struct, array_like=True, frozen=True):
     why: str
 
 
-class NewTimeline(msgspec.Struct, array_like=True, frozen=True):
+class NewTimeline(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Timeline `number` of the stream began with the JOIN of `writer` at `id`: a database went back (docs/design.md 3).
 
     `position` is the writer's; `why` says what showed it: a JOIN below that `position` or below what had completed
@@ -122,7 +122,7 @@ class NewTimeline(msgspec.Struct, array_like=True, frozen=True):
     why: str
 
 
-class Blocker(msgspec.Struct, array_like=True, frozen=True):
+class Blocker(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Who holds a position back: the open range `(low, top]`, or a writer that never joined (`unknown`)."""
 
     writer: str
@@ -133,7 +133,7 @@ class Blocker(msgspec.Struct, array_like=True, frozen=True):
     unknown: bool
 
 
-class Summary(msgspec.Struct, array_like=True, frozen=True):
+class Summary(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A stream for people: for metrics and `tidemark status`.
 
     `pending` counts completed edges above their writer's position, `oldest` is the blocker that stands longest,
@@ -155,7 +155,7 @@ class Summary(msgspec.Struct, array_like=True, frozen=True):
     spans: int = 0
 
 
-class StreamEffects(msgspec.Struct, array_like=True, frozen=True):
+class StreamEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What happened to one stream.
 
     `allocated` is the highest ID that a record of the stream has named: how far IDs are known to be given out.
@@ -187,7 +187,7 @@ class StreamEffects(msgspec.Struct, array_like=True, frozen=True):
     recalls: list[Recall] = []
 
 
-class Progress(msgspec.Struct, array_like=True, frozen=True):
+class Progress(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The next offset to read of one Kafka partition."""
 
     topic: str
@@ -195,7 +195,7 @@ class Progress(msgspec.Struct, array_like=True, frozen=True):
     offset: int
 
 
-class ShardEffects(msgspec.Struct, array_like=True, frozen=True):
+class ShardEffects(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One row of the query's output. `now` is the batch's time; streams are sorted by name. `cut`: `progress` ends
     before what Spark has planned for the batch (`streaming.compact`).
     """

@@ -19,7 +19,7 @@ NAMED = 10  # holders of one stream, the furthest behind
 HELD_AFTER = 10.0  # seconds that a line may wait before anybody is told: what a transaction takes is its own business
 
 
-class Holder(msgspec.Struct, array_like=True, frozen=True):
+class Holder(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """`reason`: `transaction` (open, as the writer says), `gap` (it went on above open IDs), `silent` (it has told
     nothing beyond `position`) or `unknown` (it never joined).
 
@@ -36,7 +36,7 @@ class Holder(msgspec.Struct, array_like=True, frozen=True):
     seen: int
 
 
-class Behind(msgspec.Struct, array_like=True, frozen=True):
+class Behind(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The line is `ids` below what is allocated; IDs that it has not passed are given out since `since` (ms, by the
     batch that saw them first, or earlier). `holders` are those furthest behind of `count`, unknown writers first.
     """

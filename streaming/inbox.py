@@ -1,16 +1,15 @@
 """What a batch brought, by stream, and the segments of it. Pure."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from tidemark.streaming import state
 from tidemark.streaming.model import Bounds
 from tidemark.streaming.records import Kind, Topic
 from tidemark.streaming.runs import EVERYTHING, BatchRows, Marker, PackedRun, Packet, TurnedAway
-from tidemark.streaming.stream import StreamState
+from tidemark.streaming.states import States
 
 Partition = tuple[str, int]
 Fact = PackedRun | BatchRows | Marker
@@ -40,16 +39,7 @@ class Inbox:
                 yield TurnedAway(item.stream, item.writer, item.epoch, 0, item.offset)
 
 
-UNREAD = state.encode(StreamState(refused=EVERYTHING))
-"""A stream of which nothing could be read yet."""
-
-
-def room(states: Mapping[str, bytes], bounds: Bounds) -> int:
-    """For how many more streams there is room of which nothing can be read."""
-    return bounds.unread - sum(stored == UNREAD for stored in states.values())
-
-
-def inboxes_of(packets: list[Packet], states: Mapping[str, bytes], bounds: Bounds) -> dict[str, Inbox]:
+def inboxes_of(packets: list[Packet], states: States, bounds: Bounds) -> dict[str, Inbox]:
     """By stream; of new ones that nothing but unread records name as many as there is room for, the first by name."""
     inboxes: dict[str, Inbox] = defaultdict(Inbox)
     for seen in packets:
@@ -64,10 +54,10 @@ def inboxes_of(packets: list[Packet], states: Mapping[str, bytes], bounds: Bound
     refused = [(seen, it) for seen in packets for it in seen.refused]
     if not refused:
         return inboxes
-    named = states.keys() | inboxes.keys() | {it.stream for _, it in refused if it.writer is not None}
+    named = inboxes.keys() | {it.stream for _, it in refused if it.writer is not None or it.stream in states}
     nameless = {it.stream for _, it in refused if not it.only_known} - named
     if nameless:
-        named |= {*sorted(nameless)[: max(room(states, bounds), 0)]}
+        named |= {*sorted(nameless)[: max(bounds.unread - states.unread(), 0)]}
     for seen, it in refused:
         if it.stream in named:
             inbox = inboxes[it.stream]

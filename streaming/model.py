@@ -71,7 +71,7 @@ class Reason(StrEnum):
     HELD_OVERFLOW = "held_overflow"
 
 
-class Rejected(msgspec.Struct, array_like=True, frozen=True):
+class Rejected(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Records that go to the dead letters unchanged; `offsets` are little-endian int64, ascending.
 
     `ids`, where there are any, are as many: the first ID of each that does not fit, 0 where it is the whole record.
@@ -88,7 +88,7 @@ class Rejected(msgspec.Struct, array_like=True, frozen=True):
         return len(self.offsets) // 8
 
 
-class Evidence(msgspec.Struct, array_like=True, frozen=True):
+class Evidence(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """How the IDs of a range were settled (docs/design.md 1).
 
     `facts` were seen as RDATA; `empty` were declared void (1 each) or announced (the width of the range) by their

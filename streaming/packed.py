@@ -24,7 +24,7 @@ from tidemark.streaming.writers import WriterState
 Pairs = list[tuple[int, int]]
 
 
-class _Span(msgspec.Struct, array_like=True, frozen=True):
+class _Span(msgspec.Struct, array_like=True, frozen=True, gc=False):
     prev: int
     id: int
     facts: int
@@ -35,7 +35,7 @@ class _Span(msgspec.Struct, array_like=True, frozen=True):
     since: int
 
 
-class StoredChain(msgspec.Struct, array_like=True, frozen=True):
+class StoredChain(msgspec.Struct, array_like=True, frozen=True, gc=False):
     position: int
     refused: int
     pending: list[_Span]
@@ -56,7 +56,7 @@ class StoredChain(msgspec.Struct, array_like=True, frozen=True):
         return Chain(self.position, spans, self.refused, Intervals.of(self.empty), put_off)
 
 
-class StoredWriter(msgspec.Struct, array_like=True, frozen=True):
+class StoredWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
     name: str
     epoch: int
     chain: StoredChain
@@ -101,7 +101,7 @@ class StoredWriter(msgspec.Struct, array_like=True, frozen=True):
         return WriterState(self.epoch, chain, self.retired, late, published, self.timeline, self.start, self.seen)
 
 
-class WaitingWriter(msgspec.Struct, array_like=True, frozen=True):
+class WaitingWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """An active writer of which much is pending, as a row, and what a batch asks of it that has nothing to do with it:
     epoch, position and reach of its chain, the edges that wait and the gaps, the gap that is open longest, whether
     anything was put off, and when (ms) it was last seen.
@@ -148,7 +148,7 @@ class Straggler(NamedTuple):
         return cls(writer.chain.position, name, writer.epoch, owing, writer.seen)
 
 
-class _Name(msgspec.Struct, array_like=True, frozen=True):
+class _Name(msgspec.Struct, array_like=True, frozen=True, gc=False):
     name: str
 
 

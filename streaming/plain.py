@@ -24,6 +24,7 @@ from tidemark.streaming.model import Bounds
 from tidemark.streaming.packed import COLUMNS, Pairs, StoredChain, StoredWriter
 from tidemark.streaming.runs import PackedRun
 from tidemark.streaming.state import FORMAT, StoredStream, StoredTable, decode_stored, encode_stored
+from tidemark.streaming.states import States
 
 _DIRECTIONS = {int(it): it for it in Direction}
 
@@ -35,9 +36,7 @@ class Advanced(NamedTuple):
     whole: bytes
 
 
-def advance_plain(
-    inboxes: Mapping[str, Inbox], states: Mapping[str, bytes], now: int, bounds: Bounds
-) -> dict[str, Advanced]:
+def advance_plain(inboxes: Mapping[str, Inbox], states: States, now: int, bounds: Bounds) -> dict[str, Advanced]:
     """What came of the streams that are certain to be plain in this batch; `now` is in ms since 1970."""
     found = (_candidate(name, inbox, states.get(name), now, bounds) for name, inbox in inboxes.items())
     candidates = [it for it in found if it is not None]

@@ -10,19 +10,21 @@ from functools import cache, partial
 
 import msgspec
 import pandas as pd
+from pyspark.core.broadcast import Broadcast
 from pyspark.sql import DataFrame
 from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 
 from tidemark.streaming import effects
 from tidemark.streaming.batch import advance
+from tidemark.streaming.decode import no_collection
 from tidemark.streaming.model import Bounds, shard_of
 from tidemark.streaming.runs import Packet
+from tidemark.streaming.states import NONE, PackedStates, States
 
 EFFECTS = "shard int, effects binary"
 STATE = "streams binary"
 
 _packets = msgspec.msgpack.Decoder(Packet)
-_states = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 @cache
@@ -33,11 +35,11 @@ def _freeze() -> None:
 
 
 def by_shard(states: dict[str, bytes], shards: int) -> dict[int, bytes]:
-    """Streams' states, packed per shard: the seeds of a query."""
+    """Streams' states, as `streaming.states` packs them, per shard: the seeds of a query."""
     parted: dict[int, dict[str, bytes]] = {}
-    for stream, state in sorted(states.items()):
+    for stream, state in states.items():
         parted.setdefault(shard_of(stream, shards), {})[stream] = state
-    return {shard: msgspec.msgpack.encode(streams) for shard, streams in parted.items()}
+    return {shard: bytes(PackedStates.of(streams).data) for shard, streams in sorted(parted.items())}
 
 
 def advance_shard(
@@ -45,22 +47,25 @@ def advance_shard(
     frames: Iterator[pd.DataFrame],
     state: GroupState,
     *,
-    seeds: dict[int, bytes],
+    seeds: "Broadcast[dict[int, bytes]]",
     bounds: Bounds,
 ) -> Iterator[pd.DataFrame]:
-    """One batch of one shard. A shard without state begins with its seed, so an empty checkpoint costs nothing."""
+    """One batch of one shard. Spark keeps the states that have changed since the query's line of batches began, and
+    each worker the seeds, in which the others are found."""
     _freeze()
     shard = int(key[0])
-    packed = state.get[0] if state.exists else seeds.get(shard)
-    states = _states.decode(packed) if packed is not None else {}
-    packets = [_packets.decode(data) for frame in frames for data in frame["packet"]]
-    done = advance(shard, states, packets, state.getCurrentProcessingTimeMs(), bounds)
-    state.update((msgspec.msgpack.encode(states),))
-    yield pd.DataFrame({"shard": [shard], "effects": [effects.encode(done)]})
+    seed = seeds.value.get(shard)
+    states = States.kept(state.get[0] if state.exists else None, NONE if seed is None else PackedStates(seed))
+    with no_collection():
+        packets = [_packets.decode(data) for frame in frames for data in frame["packet"]]
+        done = effects.encode(advance(shard, states, packets, state.getCurrentProcessingTimeMs(), bounds))
+    state.update((states.keep(),))
+    yield pd.DataFrame({"shard": [shard], "effects": [done]})
 
 
-def positions(packets: DataFrame, *, seeds: dict[int, bytes], bounds: Bounds) -> DataFrame:
-    """From packets (`streaming.kafka_source`) to one row of effects per shard and batch (`EFFECTS`)."""
+def positions(packets: DataFrame, *, seeds: "Broadcast[dict[int, bytes]]", bounds: Bounds) -> DataFrame:
+    """From packets (`streaming.kafka_source`) to one row of effects per shard and batch (`EFFECTS`). `seeds` are of
+    `by_shard`."""
     return packets.groupBy("shard").applyInPandasWithState(
         partial(advance_shard, seeds=seeds, bounds=bounds),
         outputStructType=EFFECTS,

@@ -22,7 +22,7 @@ EVERYTHING = MAX_ID
 """How far the fact in a refused record may reach where nobody can tell."""
 
 
-class PackedRun(msgspec.Struct, array_like=True, frozen=True):
+class PackedRun(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """`ids` are little-endian int64, `kinds` uint8, `offsets` uint32 above `first_offset`; equal counts.
 
     `first_offset` and `last_offset` are the smallest and largest of the run; `oldest` and `newest` are Kafka record
@@ -43,7 +43,7 @@ class PackedRun(msgspec.Struct, array_like=True, frozen=True):
     newest: int
 
 
-class BatchRows(msgspec.Struct, array_like=True, frozen=True):
+class BatchRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """RDATA with `"id": "batch"`: counted, moves nothing. `offsets` are uint32 above `first_offset`, ascending."""
 
     stream: str
@@ -54,7 +54,7 @@ class BatchRows(msgspec.Struct, array_like=True, frozen=True):
     last_offset: int
 
 
-class Marker(msgspec.Struct, array_like=True, frozen=True):
+class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A JOIN, RETIRE, SKIP or OPEN; `by` and `why` are set where it came from the control topic, else None.
 
     `epoch` is LIVING where an operator gave none. `prev` is only of meaning for a SKIP. `direction` is unknown where
@@ -117,7 +117,7 @@ class Marker(msgspec.Struct, array_like=True, frozen=True):
         )
 
 
-class TurnedAway(msgspec.Struct, array_like=True, frozen=True):
+class TurnedAway(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Rejected records that may be facts of `writer` up to `reach`, or None: of any writer of the stream.
 
     `first_offset` is that of the first between two markers of the stream. `only_known`: nothing but the key names the
@@ -132,7 +132,7 @@ class TurnedAway(msgspec.Struct, array_like=True, frozen=True):
     only_known: bool = False
 
 
-class Packet(msgspec.Struct, array_like=True, frozen=True):
+class Packet(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What one task (an offset range of one Kafka partition) saw of one shard.
 
     `next_offset` is one more than the highest offset that the task read; it is the same in all packets of a task.

@@ -27,7 +27,7 @@ from tidemark.streaming.writers import HeldWriter, HeldWriters
 FORMAT = 6
 
 
-class _Held(msgspec.Struct, array_like=True, frozen=True):
+class _Held(msgspec.Struct, array_like=True, frozen=True, gc=False):
     name: str
     epoch: int
     chain: StoredChain
@@ -37,7 +37,7 @@ class _Held(msgspec.Struct, array_like=True, frozen=True):
     seen: int = 0  # since format 6
 
 
-class StoredTable(msgspec.Struct, array_like=True, frozen=True):
+class StoredTable(msgspec.Struct, array_like=True, frozen=True, gc=False):
     columns: bytes
     rows: bytes
 
@@ -46,11 +46,11 @@ class StoredTable(msgspec.Struct, array_like=True, frozen=True):
         return cls(table.columns.tobytes(), table.rows) if len(table) else None
 
 
-class _Leader(msgspec.Struct, array_like=True, frozen=True):
+class _Leader(msgspec.Struct, array_like=True, frozen=True, gc=False):
     format: int
 
 
-class _Common(_Leader, array_like=True, frozen=True):
+class _Common(_Leader, array_like=True, frozen=True, gc=False):
     direction: int
     home: int | None
     line: int
@@ -69,14 +69,14 @@ class _Common(_Leader, array_like=True, frozen=True):
     waiting: list[WaitingWriter] = []
 
 
-class StoredStream(_Common, array_like=True, frozen=True):
+class StoredStream(_Common, array_like=True, frozen=True, gc=False):
     """A state as it is stored. `line` is a position; `completed` is packed as of `Intervals`."""
 
     heads: Pairs = []  # since format 6
     apart: StoredTable | None = None  # since format 4, the retired; stays last, so that a new field needs a new format
 
 
-class _Older(_Common, array_like=True, frozen=True):
+class _Older(_Common, array_like=True, frozen=True, gc=False):
     """Up to format 5."""
 
     apart: StoredTable | None = None

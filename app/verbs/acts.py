@@ -22,6 +22,7 @@ from tidemark.streaming.errors import BadRecord
 from tidemark.streaming.model import Bounds, Reason
 from tidemark.streaming.policies import Policies
 from tidemark.streaming.records import EVERYBODY, Topic
+from tidemark.streaming.states import States
 from tidemark.streaming.stream import StreamState
 
 KINDS: Final[dict[str, type[records.Marker]]] = {
@@ -194,7 +195,7 @@ def attempt(stored: bytes, act: records.Marker, now: float, policies: Policies =
     milliseconds = int(now * 1000)
     packet = runs.Packet("control", 0, Topic.CONTROL, 1, [], [], [runs.Marker.of(act, 0, milliseconds)], [])
     states = {act.stream: stored}
-    effects = advance(0, states, [packet], milliseconds, Bounds())
+    effects = advance(0, States(states), [packet], milliseconds, Bounds())
     for bad in effects.rejected:
         reason, before = Reason(bad.reason), state.decode(stored)
         how = _in_the_way(act, before, now, silence(policies, act.stream)) if reason is Reason.CONFLICT else None

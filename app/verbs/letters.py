@@ -23,6 +23,7 @@ from tidemark.streaming.errors import BadRecord
 from tidemark.streaming.model import Bounds
 from tidemark.streaming.records import FactRun, Kind, Topic
 from tidemark.streaming.runs import PackedRun, Packet
+from tidemark.streaming.states import States
 
 HEADINGS: Final = ("OFFSET", "AGE", "REASON", "STREAM", "RECORD", "REPLAYED", "DETAIL")
 _SETTLED: Final = {"duplicate", "put_off"}  # what a record counts as that comes once more
@@ -70,7 +71,7 @@ def replay(letter: DeadLetter, facts_topic: str, stored: bytes | None, now: floa
     states = {} if stored is None else {record.stream: stored}
     home = 0 if stored is None else (state.decode(stored).home or 0)
     packet = Packet(facts_topic, home, Topic.FACTS, 1, [_packed(record, int(now * 1000))], [], [], [])
-    effects = advance(0, states, [packet], int(now * 1000), Bounds())
+    effects = advance(0, States(states), [packet], int(now * 1000), Bounds())
     for bad in effects.rejected:
         raise BadRecord(bad.reason, "it would be refused again, for what the stream holds now")
     return Replay(letter, record, effects.streams[0])

@@ -18,6 +18,7 @@ from tidemark.streaming.fetched import Fetched
 from tidemark.streaming.model import Bounds, Evidence
 from tidemark.streaming.records import Topic
 from tidemark.streaming.runs import Packet
+from tidemark.streaming.states import States
 
 NOTHING: Final = Evidence()
 
@@ -45,7 +46,7 @@ class Replayed:
         if not messages:
             return self
         states = {} if self.encoded is None else {self.stream: self.encoded}
-        effects = advance(0, states, packed(messages, roles), now, self.bounds)
+        effects = advance(0, States(states), packed(messages, roles), now, self.bounds)
         for done in effects.streams:
             if done.stream == self.stream:
                 positions, counts = dict(self.positions), dict(self.counts)

@@ -28,6 +28,7 @@ from tidemark.streaming.effects import ShardEffects
 from tidemark.streaming.errors import Unavailable
 from tidemark.streaming.model import Bounds
 from tidemark.streaming.records import Topic
+from tidemark.streaming.states import States
 
 
 class HistoryRow(NamedTuple):
@@ -146,7 +147,7 @@ def undisturbed(site: Site) -> ShardEffects:
         site.facts,
         site.control,
     )
-    return advance(0, {}, packets, 0, Bounds())
+    return advance(0, States(), packets, 0, Bounds())
 
 
 def read(kafka: KafkaConnection, topic: str, partitions: int) -> Iterator[Message]:

@@ -15,6 +15,7 @@ from tidemark.streaming import records
 from tidemark.streaming.batch import advance
 from tidemark.streaming.model import Bounds
 from tidemark.streaming.records import FactRun, Join, Position, Rdata, Record, Topic, row
+from tidemark.streaming.states import States
 
 STREAM = "events"
 
@@ -78,7 +79,7 @@ class Recording:
             _, end = self._kafka.bounds(topic, 0)
             messages += [*self._kafka.between(topic, 0, first, end)]
             self._next[topic] = end
-        effects = advance(0, self.states, packed(messages, self._roles), now, Bounds())
+        effects = advance(0, States(self.states), packed(messages, self._roles), now, Bounds())
         batch = Batch("query", self._number, self._pipeline.lease.token, [effects])
         self._pipeline.mirror.publish(batch, self._pipeline.store.apply(batch))
 

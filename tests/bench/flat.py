@@ -20,6 +20,7 @@ from tidemark.streaming.fetched import Fetched, PlannedRange
 from tidemark.streaming.model import Bounds
 from tidemark.streaming.records import Topic
 from tidemark.streaming.runs import Packet
+from tidemark.streaming.states import States
 
 _TOPIC = "facts"
 _AT_ONCE = 2_000  # as streaming.kafka_ranges has them
@@ -47,7 +48,7 @@ class LoneShard:
         wanted = PlannedRange(Topic.FACTS, 0, self._next, self._next + len(values))
         compacted = compact([(wanted, self._fetched(values))], shards=1, names={Topic.FACTS: _TOPIC}, most=MOST_FACTS)
         packets = [_packets.decode(data) for out in compacted for data in out.column("packet").to_pylist()]
-        effects = advance(0, self._states, packets, self._next, Bounds())
+        effects = advance(0, States(self._states), packets, self._next, Bounds())
         return sum(stream.counts.get("applied", 0) for stream in effects.streams)
 
     @property

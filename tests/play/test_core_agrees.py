@@ -12,6 +12,7 @@ from tidemark.streaming.batch import advance
 from tidemark.streaming.effects import ShardEffects
 from tidemark.streaming.model import Bounds
 from tidemark.streaming.records import Record, encode
+from tidemark.streaming.states import States
 
 WILD = Habits(
     duration=0.3,
@@ -44,7 +45,7 @@ class Core:
             for number, record in enumerate(records)
         )
         self._offset += len(records)
-        self._take(advance(0, self._states, packets, now, NO_BOUNDS))
+        self._take(advance(0, States(self._states), packets, now, NO_BOUNDS))
 
     def _take(self, effects: ShardEffects) -> None:
         for stream in effects.streams:

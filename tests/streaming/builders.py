@@ -21,6 +21,7 @@ from tidemark.streaming.fetched import Fetched, PlannedRange
 from tidemark.streaming.model import Bounds
 from tidemark.streaming.records import LIVING, Kind, Timeline, Topic
 from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet
+from tidemark.streaming.states import States
 from tidemark.streaming.stream import StreamState
 
 STREAM = "events"
@@ -282,7 +283,7 @@ class Shard:
 
     def feed_packets(self, batch: Sequence[Packet]) -> ShardEffects:
         self.now += 1000
-        return advance(0, self.states, list(batch), self.now, self.bounds)
+        return advance(0, States(self.states), list(batch), self.now, self.bounds)
 
     def left_by_a_dead_writer(self) -> StreamEffects:
         """w1 at 7 dies holding 8, w2 goes on to 20: there is no gap, and the line waits for w1 since 2 s."""

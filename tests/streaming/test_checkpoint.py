@@ -51,11 +51,12 @@ def test_it_is_gone_on_with_where_postgres_stands_at_its_last_or_next_batch(
     assert seed.states == STATES
 
 
-def test_it_is_not_gone_on_with_where_sparks_own_source_read_kafka(checkpoint: Checkpoint) -> None:
-    """As an older version left it: Postgres has the offsets that count."""
+@pytest.mark.parametrize("kind", ["spark", "python"])
+def test_it_is_not_gone_on_with_where_an_older_version_began_it(checkpoint: Checkpoint, kind: str) -> None:
+    """Offsets were those of Spark's own source, or Spark kept all states: Postgres has what counts."""
     seed = begun(checkpoint)
     leave(checkpoint, planned=7, done=6)
-    older = msgspec.structs.replace(seed, reader="spark")
+    older = msgspec.structs.replace(seed, kind=kind)
     (checkpoint.path / "seed").write_bytes(msgspec.msgpack.encode(older))
     assert checkpoint.resume(AppliedBatch(seed.lineage, 6), BOUNDS) is None
     assert not checkpoint.path.exists()

@@ -19,6 +19,7 @@ from tidemark.streaming.joined import Writers
 from tidemark.streaming.model import NOTHING, Bounds
 from tidemark.streaming.packed import PackedTable, StoredWriter, Straggler
 from tidemark.streaming.runs import EVERYTHING
+from tidemark.streaming.states import States
 from tidemark.streaming.writers import WriterState
 
 Tracer = Callable[[FrameType, str, Any], Any]
@@ -106,7 +107,7 @@ def crowd(joining: int, retiring: int) -> Shard:
 def opened(shard: Shard, *records: Record) -> int:
     batch = StreamBatch(STREAM, shard.states[STREAM], shard.now, Bounds())
     brought = packets([Sent(99_000 + at, it) for at, it in enumerate(records)])
-    batch.feed(inboxes_of(brought, shard.states, Bounds())[STREAM])
+    batch.feed(inboxes_of(brought, States(shard.states), Bounds())[STREAM])
     return batch.stream.writers.opened
 
 

@@ -7,6 +7,7 @@ from tests.streaming.builders import STREAM, Shard, join, rdata
 from tidemark.streaming.batch import advance
 from tidemark.streaming.model import Bounds
 from tidemark.streaming.policies import DAY, POLICY_SETTINGS, Policies
+from tidemark.streaming.states import States
 
 NAMES = st.text("ab*", min_size=1, max_size=4)
 GIVEN = st.dictionaries(NAMES, st.dictionaries(st.sampled_from(["pending_bound", "gap_seconds"]), st.integers(1, 9)))
@@ -51,4 +52,4 @@ def test_a_stream_keeps_to_bounds_of_its_own(own: int, others: int) -> None:
 def test_bounds_of_a_shard_are_those_of_all() -> None:
     """How many streams may wait unread is nobody's own."""
     assert Policies({"*": {"pending_bound": 3}}).bounds().unread == Bounds().unread
-    assert advance(0, {}, [], 0, Policies({"a": {"pending_bound": 3}}).bounds()).streams == []
+    assert advance(0, States(), [], 0, Policies({"a": {"pending_bound": 3}}).bounds()).streams == []

@@ -19,6 +19,7 @@ from tidemark.streaming.commands import PositionCommand, RdataCommand
 from tidemark.streaming.direction import beyond
 from tidemark.streaming.model import Evidence
 from tidemark.streaming.records import Join, Rdata, Record, Retire, Topic, Void, encode, read, row
+from tidemark.streaming.states import States
 
 BIG = 1 << 30
 
@@ -291,7 +292,7 @@ class Wild:
             for number, record in enumerate(new)
         )
         self._published = len(self.records)
-        effects = advance(0, self._states, packets, round(now * 1000), NO_BOUNDS) if new else None
+        effects = advance(0, States(self._states), packets, round(now * 1000), NO_BOUNDS) if new else None
         for stream in effects.streams if effects else []:
             self._heads[stream.stream] = stream.allocated
             for moved in stream.advances:

@@ -15,6 +15,7 @@ from tidemark.streaming.batch import advance
 from tidemark.streaming.effects import StreamEffects
 from tidemark.streaming.model import Bounds
 from tidemark.streaming.records import FactRun, Open, Rdata, Record, Topic, read
+from tidemark.streaming.states import States
 
 
 @dataclass
@@ -77,7 +78,7 @@ def judged(messages: Sequence[tuple[bytes, bytes]]) -> Verdict:
     """What the core makes of these keys and values, in one batch of one partition."""
     packets = packed((offset, 0, IN_FACTS, key, value) for offset, (key, value) in enumerate(messages))
     states: dict[str, bytes] = {}
-    done = advance(0, states, packets, 0, Bounds())
+    done = advance(0, States(states), packets, 0, Bounds())
     records = [read(value, key, Topic.FACTS) for key, value in messages]
     announced: dict[str, set[int]] = {}
     for record in chain.from_iterable(map(singles, records)):

@@ -29,6 +29,7 @@ from tidemark.streaming.model import Bounds
 from tidemark.streaming.postgres_session import Connection, PostgresSession
 from tidemark.streaming.records import Join, Rdata, Void
 from tidemark.streaming.state import decode
+from tidemark.streaming.states import States
 
 WRITER = "shop"
 MakeDecider = Callable[[Connection, list[Told]], Decider]
@@ -425,7 +426,7 @@ class Core:
         key = self._stream.encode()
         packets = packed((self._next + at, 0, IN_FACTS, key, value) for at, value in enumerate(values))
         self._next += len(values)
-        done = advance(0, self._states, packets, 0, Bounds())
+        done = advance(0, States(self._states), packets, 0, Bounds())
         for bad in done.rejected:
             self.rejected[bad.reason] = self.rejected.get(bad.reason, 0) + bad.records
         for stream in done.streams:
