@@ -5,6 +5,7 @@ trips. The order of locks is that of the functions in `apply`. Rejected records 
 Kafka and why, until they are known to be in the dead letters (docs/design.md, rule 5).
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -51,6 +52,7 @@ def forget_unsent(connection: Connection, query: str, batch: int) -> None:
     connection.execute("delete from tidemark.unsent_letters where (query, batch) = (%s, %s)", (query, batch))
 
 
+NOTIFICATION = 7999  # bytes that one holds at most
 BATCHES_KEPT = 1000  # of each query: enough to recognise any batch that Spark may replay
 
 
@@ -131,9 +133,24 @@ def _write_streams(connection: Connection, batch: Batch) -> None:
     )
     execute(
         connection,
-        "select pg_notify('tidemark_positions', stream) from unnest(%s::text[]) as changed (stream)",
-        ((s.stream,) for _, s in batch.streams()),
+        "select pg_notify('tidemark_positions', streams) from unnest(%s::text[]) as changed (streams)",
+        ((told,) for told in _told(s.stream for _, s in batch.streams())),
     )
+
+
+def _told(names: Iterable[str]) -> Iterator[str]:
+    """With spaces between, as many together as a notification holds: each takes Postgres a lock's time, and a place in
+    a queue that blocks all who notify once it is full."""
+    together: list[str] = []
+    size = 0
+    for name in names:
+        size += len(name.encode()) + 1
+        if size > NOTIFICATION:
+            yield " ".join(together)
+            together, size = [], len(name.encode()) + 1
+        together.append(name)
+    if together:
+        yield " ".join(together)
 
 
 def _write_line_moves(connection: Connection, batch: Batch) -> None:

@@ -12,9 +12,10 @@ import structlog
 from tidemark.sinks.port import Batch, Committed, Fence, Refilled
 from tidemark.sinks.postgres.history import PastAdvance
 from tidemark.sinks.postgres.store import Postgres, StreamPositions
+from tidemark.sinks.redis.changes import Change, of_batch, of_history
 from tidemark.sinks.redis.held import RedisPositions
 from tidemark.sinks.redis.names import channel
-from tidemark.sinks.redis.publish import Change, Mode, Redis, of_batch, of_history
+from tidemark.sinks.redis.publish import Mode, Redis
 from tidemark.streaming.errors import LeaseLost
 
 log = structlog.get_logger(__name__)

@@ -1,20 +1,34 @@
--- Publishes one stream's change; the only writer of its keys. A repeat of the same call changes nothing.
+-- Publishes the changes of some streams; the only writer of their keys. A repeat of the same call changes nothing.
 --
--- KEYS  positions, linear, token, advances, fence, allocated (one hash tag)
--- ARGV  mode, lease token, entries kept, change (msgpack of sinks.redis.publish.Change)
+-- KEYS  of each stream the positions, beside which its other keys are (one hash tag)
+-- ARGV  lease token, entries kept, of each stream its mode and change (msgpack of sinks.redis.publish.Change)
 --
 -- Modes: 'new'    the stream may be unknown here
 --        'known'  we have published it before: where it is gone, or an entry does not join, nothing is written
 --        'mend'   from Postgres: entries need not join what is here
 --        'anew'   from Postgres, where too much is missing: the entries are written from an empty list
 --
--- Answers {'done'}, {'fenced', newest token} or {'lost'} (Redis lost data: fill it from Postgres).
+-- Answers of each stream {'done'}, {'fenced', newest token} or {'lost'} (Redis lost data: fill it from Postgres). An
+-- error may be of any of them, and those before it are done.
 -- IDs are compared as text, by magnitude: they have up to 63 bits and a number here has 53.
 
-local POSITIONS, LINEAR, TOKEN, ADVANCES, FENCE, ALLOCATED = unpack(KEYS)
-local mode, lease, kept = ARGV[1], ARGV[2], ARGV[3]
-local stream, linear, entries, positions, late, dropped, allocated = unpack(cmsgpack.unpack(ARGV[4]))
-local CHANNEL = string.match(POSITIONS, '^(.*):positions$')
+local lease, kept = ARGV[1], ARGV[2]
+
+-- Of the stream in hand.
+local POSITIONS, LINEAR, TOKEN, ADVANCES, FENCE, ALLOCATED, CHANNEL
+local mode, stream, linear, entries, positions, late, dropped, allocated
+local known -- writer -> position, as in the hash
+local moved, order -- writer -> what to tell the channel; in the order of their first move
+
+local function take(key, call)
+    CHANNEL = string.match(key, '^(.*):positions$')
+    POSITIONS, LINEAR, TOKEN = key, CHANNEL .. ':linear', CHANNEL .. ':token'
+    ADVANCES, FENCE, ALLOCATED = CHANNEL .. ':advances', CHANNEL .. ':fence', CHANNEL .. ':allocated'
+    local change
+    mode, change = unpack(call)
+    stream, linear, entries, positions, late, dropped, allocated = unpack(change)
+    known, moved, order = {}, {}, {}
+end
 
 local function call(...)
     local reply = redis.pcall(...)
@@ -27,7 +41,9 @@ end
 
 -- Whether ID a is farther from 0 than ID b.
 local function beyond(a, b)
-    a, b = string.gsub(a, '^%-', ''), string.gsub(b, '^%-', '')
+    if a == b then return false end
+    if string.byte(a) == 45 then a = string.sub(a, 2) end
+    if string.byte(b) == 45 then b = string.sub(b, 2) end
     if #a ~= #b then return #a > #b end
     return a > b
 end
@@ -40,8 +56,6 @@ local function before(a, b)
     end
     return #a < #b
 end
-
-local known = {} -- writer -> position, as in the hash
 
 -- Of the writers that the change names: a stream may have thousands of others.
 local function read_positions()
@@ -60,7 +74,6 @@ local function read_positions()
     end
 end
 
-local moved, order = {}, {} -- writer -> what to tell the channel; in the order of their first move
 local function move(writer, prev, id, plain)
     local line = moved[writer]
     if not line then
@@ -193,6 +206,12 @@ local function publish()
     return {'done'}
 end
 
-local ok, reply = pcall(publish)
-if ok or type(reply) == 'table' then return reply end
-error(reply)
+local replies = {}
+for at, change in ipairs(cmsgpack.unpack(ARGV[3])) do
+    take(KEYS[at], change)
+    local ok, reply = pcall(publish)
+    if not ok and type(reply) == 'table' then return reply end
+    if not ok then error(reply) end
+    replies[at] = reply
+end
+return replies

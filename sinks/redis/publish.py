@@ -1,12 +1,11 @@
-"""Positions in Redis: what is written for a stream, and the calls of the one script that writes it (`publish.lua`).
+"""The calls of the one script that writes positions to Redis (`publish.lua`).
 
-A `Change` is made from a batch or from what Postgres holds, and both go through the script, which refuses to go back:
-so everything in Redis can be made again. The keys of a stream share a hash tag; one call changes one stream.
-
-All numbers are text: an ID may have 63 bits, and a number in Redis's Lua has 53.
+Changes from a batch and from what Postgres holds both go through it, and it refuses to go back: so everything in Redis
+can be made again. The keys of a stream share a hash tag; one call changes many streams, which in a Cluster are of one
+slot.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha1
 from importlib.resources import files
@@ -15,136 +14,23 @@ from typing import Any, Literal, Self
 import msgspec
 from redis import exceptions as problems
 
-from tidemark.sinks.port import Batch, Committed
-from tidemark.sinks.postgres.history import PastAdvance, PastLate
-from tidemark.sinks.postgres.store import StreamPositions
+from tidemark.sinks.redis.changes import Change
 from tidemark.sinks.redis.client import RedisAddress, RedisSession, redis_address
 from tidemark.sinks.redis.errors import Remedies, StreamFault, of_stream, sound
 from tidemark.sinks.redis.held import RedisPositions, entry_time, fencing_token, held, tokens
 from tidemark.sinks.redis.names import SENTINEL, STREAMS, key
-from tidemark.streaming.effects import LateCompletion, StreamEffects, WriterAdvance
 from tidemark.streaming.errors import LeaseLost
 
-
-class AdvanceEntry(msgspec.Struct, array_like=True, frozen=True):
-    """A `POSITION` entry among the advances; moves its writer's position."""
-
-    writer: str
-    epoch: str
-    prev: str
-    id: str
-    facts: str
-    empty: str
-    unseen: str
-    skipped: str
-    linear: str
-    batch: str
-    time: str
-
-
-class LateEntry(msgspec.Struct, array_like=True, frozen=True):
-    """A `LATE` entry among the advances. `number` is Postgres's, and tells which ones Redis has already."""
-
-    number: str
-    writer: str
-    epoch: str
-    prev: str
-    id: str
-    facts: str
-    why: str
-    batch: str
-    time: str
-
-
-class Change(msgspec.Struct, array_like=True, frozen=True):
-    """One call of the script. Entries of a writer are in chain order; `positions` may name writers without entries."""
-
-    stream: str
-    linear: str
-    entries: list[AdvanceEntry] = []
-    positions: list[tuple[str, str]] = []
-    late: list[LateEntry] = []
-    dropped: list[str] = []
-    allocated: str = "0"
-
-
-def of_batch(batch: Batch, committed: Committed) -> list[Change]:
-    """The changes of `batch`, as Postgres settled them; streams that only held or counted something are left out."""
-    changes = (_of_stream(batch.number, shard.now, stream, committed) for shard, stream in batch.streams())
-    return [change for change in changes if change is not None]
-
-
-def _of_stream(batch: int, now: int, effects: StreamEffects, committed: Committed) -> Change | None:
-    moved = (effects.linear, effects.allocated) != (effects.linear_prev, effects.allocated_prev)
-    if not (moved or effects.writers or effects.late or effects.dropped):
-        return None
-    name = effects.stream
-    advances = (committed.settled.get((name, advance.writer), advance) for advance in effects.advances)
-    numbers = committed.late.get(name, [])
-    return Change(
-        name,
-        str(effects.linear),
-        entries=[_entry(advance, effects.linear, batch, now) for advance in advances if advance],
-        positions=[
-            (row.writer, str(committed.positions.get((name, row.writer), row.position))) for row in effects.writers
-        ],
-        late=[_late(number, late, batch, now) for number, late in zip(numbers, effects.late, strict=True)],
-        dropped=effects.dropped,
-        allocated=str(effects.allocated),
-    )
-
-
-def of_history(
-    stream: str, held: StreamPositions, advances: Iterable[Sequence[PastAdvance]], late: Iterable[PastLate]
-) -> Change:
-    """A stream as Postgres holds it; `advances` has one chain per writer."""
-    past: list[tuple[int, PastAdvance]] = []
-    for chain in advances:
-        newest = 0
-        for advance in chain:
-            # A clock that was set back must not put a writer's advances out of their order.
-            newest = max(newest, advance.time)
-            past.append((newest, advance))
-    past.sort(key=lambda item: item[0])
-    return Change(
-        stream,
-        str(held.linear),
-        entries=[_entry(item.advance, item.linear, item.batch, item.time) for _, item in past],
-        positions=[(writer, str(position)) for writer, position in held.positions.items()],
-        late=[_late(item.number, item.late, item.batch, item.time) for item in late],
-        dropped=sorted(held.forgotten),
-        allocated=str(held.allocated),
-    )
-
-
-def _entry(advance: WriterAdvance, linear: int, batch: int, time: int) -> AdvanceEntry:
-    a = advance
-    numbers = (a.epoch, a.prev, a.id, *a.evidence.counts, linear, batch, time)
-    return AdvanceEntry(a.writer, *map(str, numbers))
-
-
-def _late(number: int, late: LateCompletion, batch: int, time: int) -> LateEntry:
-    return LateEntry(
-        str(number),
-        late.writer,
-        str(late.epoch),
-        str(late.prev),
-        str(late.id),
-        str(late.facts),
-        late.why,
-        str(batch),
-        str(time),
-    )
-
-
-CALLS_AT_ONCE = 500  # streams in one pipeline: bounds the memory of both sides, and how long a reader waits its turn
+STREAMS_AT_ONCE = 500  # in one pipeline: bounds the memory of both sides
+MOVES_AT_ONCE = 200  # in one call, for some milliseconds of which nobody else has his turn; one stream may have more
 
 _SCRIPT = files("tidemark.sinks.redis").joinpath("publish.lua").read_text("utf-8")
 _SHA = sha1(_SCRIPT.encode(), usedforsecurity=False).hexdigest()
-_KEYS = ("positions", "linear", "token", "advances", "fence", "allocated")
 
 Mode = Literal["new", "known", "mend", "anew"]
 """How a change is published; `publish.lua` says what each means."""
+
+_Call = tuple[Mode, Change]
 
 _REMEDIES = Remedies(
     access="check user and password in TIDEMARK_REDIS_URL, or TIDEMARK_REDIS_PASSWORD",
@@ -170,7 +56,9 @@ class Redis:
 
     def __init__(self, config: RedisConfig) -> None:
         self._kept = config.advances_kept
-        self._session = RedisSession(redis_address(config.address), _REMEDIES, config.timeout)
+        address = redis_address(config.address)
+        self._clustered = address.clustered
+        self._session = RedisSession(address, _REMEDIES, config.timeout)
         self.where = self._session.where
         self.faults: dict[str, str] = {}
 
@@ -195,10 +83,10 @@ class Redis:
         changes nothing. Raises `LeaseLost` when a newer token was seen; nothing of that stream is written then.
         """
         lost = []
-        for start in range(0, len(calls), CALLS_AT_ONCE):
-            chunk = calls[start : start + CALLS_AT_ONCE]
+        for start in range(0, len(calls), STREAMS_AT_ONCE):
+            chunk = calls[start : start + STREAMS_AT_ONCE]
             newest = token
-            for (_, change), answer in zip(chunk, self._run(token, chunk), strict=True):
+            for change, answer in self._run(token, chunk):
                 try:
                     said, *more = sound(answer)
                     if said == "fenced":
@@ -248,23 +136,55 @@ class Redis:
             before = client.set(SENTINEL, value, get=True)
             return None if before is None else str(before)
 
-    def _run(self, token: int, chunk: Sequence[tuple[Mode, Change]]) -> list[Any]:
+    def _run(self, token: int, chunk: Sequence[_Call]) -> Iterator[tuple[Change, Any]]:
+        """Each change with the script's word on it, or its error."""
         with self._session.use() as client:
-            answers = self._called(client, token, chunk)
-            if any(isinstance(answer, problems.NoScriptError) for answer in answers):
-                client.script_load(_SCRIPT)  # a new server, or one that was restarted
-                answers = self._called(client, token, chunk)
-            for answer in answers:  # what no stream is to blame for is translated
-                if isinstance(answer, Exception) and not of_stream(answer):
-                    raise answer
-            return answers
+            slot = client.keyslot if self._clustered else None
+            together = _together(chunk, slot)
+            alone: list[list[_Call]] = []
+            for calls, answer in zip(together, self._answers(client, token, together), strict=True):
+                if not isinstance(answer, Exception):
+                    yield from zip((change for _, change in calls), answer, strict=True)
+                elif len(calls) == 1:
+                    yield calls[0][1], answer
+                else:
+                    alone += [[call] for call in calls]  # one of them has a fault
+            for calls, answer in zip(alone, self._answers(client, token, alone), strict=True):
+                yield calls[0][1], answer if isinstance(answer, Exception) else answer[0]
 
-    def _called(self, client: Any, token: int, chunk: Sequence[tuple[Mode, Change]]) -> list[Any]:
+    def _answers(self, client: Any, token: int, together: Sequence[Sequence[_Call]]) -> list[Any]:
+        answers = self._called(client, token, together)
+        if any(isinstance(answer, problems.NoScriptError) for answer in answers):
+            client.script_load(_SCRIPT)  # a new server, or one that was restarted
+            answers = self._called(client, token, together)
+        for answer in answers:  # what no stream is to blame for is translated
+            if isinstance(answer, Exception) and not of_stream(answer):
+                raise answer
+        return answers
+
+    def _called(self, client: Any, token: int, together: Sequence[Sequence[_Call]]) -> list[Any]:
         pipeline = client.pipeline(transaction=False)
-        for mode, change in chunk:
-            keys = [key(change.stream, name) for name in _KEYS]
-            arguments = (mode, str(token), str(self._kept), msgspec.msgpack.encode(change))
+        for calls in together:
+            keys = [key(change.stream, "positions") for _, change in calls]
+            arguments = (str(token), str(self._kept), msgspec.msgpack.encode(calls))
             # Not `evalsha`, which redis-py does not want in a pipeline to a Cluster, although each call has its node.
             pipeline.execute_command("EVALSHA", _SHA, len(keys), *keys, *arguments)
         answers: list[Any] = pipeline.execute(raise_on_error=False)
         return answers
+
+
+def _together(chunk: Sequence[_Call], slot: Callable[[str], int] | None) -> list[list[_Call]]:
+    """The calls of the script: in a Cluster, which has a `slot` for each key, each of one."""
+    found: list[list[_Call]] = []
+    newest: dict[int, tuple[list[_Call], int]] = {}
+    for call in chunk:
+        _, change = call
+        place = 0 if slot is None else slot(key(change.stream, "positions"))
+        moves = 1 + len(change.entries) + len(change.late)
+        calls, so_far = newest.get(place, ([], MOVES_AT_ONCE))
+        if so_far + moves > MOVES_AT_ONCE:
+            calls, so_far = [], 0
+            found.append(calls)
+        calls.append(call)
+        newest[place] = calls, so_far + moves
+    return found

@@ -280,10 +280,15 @@ def test_offsets_only_rise(store: Postgres, token: int) -> None:
 
 
 def test_listeners_are_told_of_changed_streams(store: Postgres, sql: psycopg.Connection, token: int) -> None:
-    """NOTIFY names each changed stream."""
+    """NOTIFY names each changed stream, as many together as it can hold; also names as long as they may be."""
     sql.execute("listen tidemark_positions")
     store.apply(batch(1, stream("a", advance("w", 0, 1)), stream("b"), token=token))
-    assert sorted(it.payload for it in sql.notifies(timeout=60, stop_after=2)) == ["a", "b"]
+    assert [it.payload for it in sql.notifies(timeout=60, stop_after=1)] == ["a b"]
+    names = [f"{number:03}" + "\U0001f600" * 252 for number in range(20)]
+    store.apply(batch(2, *map(stream, names), token=token))
+    told = [it.payload.split() for it in sql.notifies(timeout=60, stop_after=3)]
+    assert [len(it) for it in told] == [7, 7, 6]
+    assert sorted(name for it in told for name in it) == names
 
 
 def test_only_the_newest_thousand_batches_are_remembered(store: Postgres, sql: psycopg.Connection, token: int) -> None:

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from tests.examples import SHARING
 from tidemark.sinks.reader import ZERO, Order, Token
+from tidemark.sinks.redis.changes import Change
 from tidemark.sinks.redis.names import key
-from tidemark.sinks.redis.publish import Change, Redis
+from tidemark.sinks.redis.publish import Redis
 from tidemark.streaming.errors import BadToken
 
 WRITERS = ("a", "b", "c.1", "d~e", "f%", "%7E", "é", "B")

@@ -16,9 +16,10 @@ from tidemark.app.read_side.notifications import Notifications, wait_for_notific
 from tidemark.app.stack.servers import RedisServer
 from tidemark.sinks.reader import AsyncPositions, Positions, Standing
 from tidemark.sinks.reader.io import ReadNewest
+from tidemark.sinks.redis.changes import Change
 from tidemark.sinks.redis.client import RedisAddress
 from tidemark.sinks.redis.names import key
-from tidemark.sinks.redis.publish import Change, Redis, RedisConfig
+from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.streaming.errors import BadSetting, Refused, Unavailable
 
 # In a Cluster of three, some on each; the last ones are names that could break a hash tag.

@@ -12,8 +12,9 @@ from tests.examples import SHARING
 from tests.sinks.given import entries
 from tidemark.app.stack.servers import RedisServer
 from tidemark.sinks.reader.token import Token
+from tidemark.sinks.redis.changes import AdvanceEntry, Change, LateEntry
 from tidemark.sinks.redis.names import key
-from tidemark.sinks.redis.publish import AdvanceEntry, Change, LateEntry, Mode, Redis, RedisConfig
+from tidemark.sinks.redis.publish import MOVES_AT_ONCE, Mode, Redis, RedisConfig, _together
 from tidemark.streaming.errors import BadSetting, LeaseLost, Refused, Unavailable
 
 LARGEST = 2**63 - 1
@@ -277,6 +278,55 @@ def test_script_is_taught_again(shown: Redis, keys: Any) -> None:
     keys.script_flush()
     assert shown.publish(1, [("new", Change("a", "2")), ("new", Change("b", "3"))]) == []
     assert keys.get(key("b", "linear")) == "3"
+
+
+def test_the_fault_of_one_stream_is_not_that_of_others_in_its_call(shown: Redis, keys: Any) -> None:
+    """Many streams travel in one call: those before and behind the one that cannot be written are shown, each once."""
+    keys.set(key("s1", "advances"), "no list")
+    calls: list[tuple[Mode, Change]] = [
+        ("new", Change(f"s{number}", "7", [entry("w", 0, 9)], [("w", "9")], allocated="9")) for number in range(5)
+    ]
+    with keys.pubsub(ignore_subscribe_messages=True) as channel:
+        channel.subscribe("tidemark:{s0}")
+        assert channel.get_message(timeout=1) is None
+        assert shown.publish(1, calls) == []
+        assert channel.get_message(timeout=1)["data"] == "POSITION s0 w 9 9"
+        assert channel.get_message(timeout=0.1) is None
+    assert sorted(shown.faults) == ["s1"]
+    for stream in ("s0", "s2", "s4"):
+        assert keys.get(key(stream, "token")) == "m7~w.9"
+        assert len(entries(keys, stream)) == 1
+    keys.delete(key("s1", "advances"))
+    assert shown.publish(1, calls) == []
+    assert shown.faults == {}
+
+
+def test_streams_of_one_call_that_are_lost_or_fenced_are_told_apart(shown: Redis, keys: Any) -> None:
+    """Each of the streams has its own answer: what is known here and gone is reported, what is there is written."""
+    publish(shown, Change("there", "1", [entry("w", 0, 1)]))
+    further = Change("there", "2", [entry("w", 1, 2)])
+    assert shown.publish(1, [("known", Change("gone", "2", [entry("w", 1, 2)])), ("known", further)]) == ["gone"]
+    assert keys.get(key("there", "linear")) == "2"
+    publish(shown, Change("fenced", "1"), token=9)
+    with pytest.raises(LeaseLost):
+        shown.publish(2, [("known", Change("there", "3")), ("known", Change("fenced", "3"))])
+    assert (keys.get(key("there", "linear")), keys.get(key("fenced", "linear"))) == ("3", "1")
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 300)), max_size=30))
+def test_calls_hold_streams_of_one_slot_and_a_bounded_number_of_moves(streams: list[tuple[int, int]]) -> None:
+    """Each change is in one call, and those of a slot keep their order; one that is larger is alone."""
+    slots = {key(f"s{number}", "positions"): slot for number, (slot, _) in enumerate(streams)}
+    chunk: list[tuple[Mode, Change]] = [
+        ("new", Change(f"s{number}", "7", [entry("w", 0, 1)] * moves)) for number, (_, moves) in enumerate(streams)
+    ]
+    calls = _together(chunk, slots.__getitem__)
+    places = [{slots[key(change.stream, "positions")] for _, change in call} for call in calls]
+    assert all(len(place) == 1 for place in places)
+    assert sorted(change.stream for call in calls for _, change in call) == sorted(it.stream for _, it in chunk)
+    for call in calls:
+        assert len(call) == 1 or sum(1 + len(change.entries) for _, change in call) <= MOVES_AT_ONCE
+    assert [it for call in _together(chunk, None) for it in call] == chunk
 
 
 def test_wrong_password_is_a_refusal(redis_url: str) -> None:
