@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import examples
+from tests.examples import SHARING, examples
 from tests.sources.rooms.dags import MEMBER_NAMES, ROOM, arrivals, told_by_definition
 from tests.sources.rooms.test_persisting import OWN, STORE, a_member
 from tidemark.sources.rooms import tables
@@ -78,7 +78,7 @@ class SyncingMember:
             assert {*wanted[: wanted_end + 1]} <= {*self.told[: end + 1]}
 
 
-@settings(max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15), suppress_health_check=SHARING)
 @given(arrivals(), st.data())
 def test_a_member_is_told_its_stays_and_their_ends_whoever_is_slow(
     rooms: Connection, another: Connection, given: tuple[list[RoomEvent], list[RoomEvent]], data: st.DataObject
