@@ -4,11 +4,10 @@ A test that stops or kills a server starts it again before it ends. The jars are
 """
 
 import itertools
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -217,10 +216,11 @@ def deaf(server: ServerProcess) -> Iterator[None]:
     parent = psutil.Process(server.pid)
     family = [parent, *parent.children(recursive=True)]
     for process in family:
-        process.suspend()
+        with suppress(psutil.NoSuchProcess):  # a session that ends just then
+            process.suspend()
     try:
         yield
     finally:
         for process in family:
-            if process.is_running():
-                process.send_signal(signal.SIGCONT)
+            with suppress(psutil.NoSuchProcess):
+                process.resume()

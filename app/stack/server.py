@@ -12,6 +12,7 @@ import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
@@ -175,7 +176,8 @@ def end(process: psutil.Process, how: signal.Signals, seconds: float) -> None:
     # Children notice the end of their parent by themselves (Postgres backends, Spark's JVM): time to clean up.
     _, orphans = psutil.wait_procs(family[1:], timeout=0 if left else 5)
     for survivor in [*left, *orphans]:
-        survivor.kill()
+        with suppress(psutil.NoSuchProcess):  # it ends just then
+            survivor.kill()
     psutil.wait_procs([*left, *orphans], timeout=10)
 
 

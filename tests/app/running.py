@@ -105,6 +105,7 @@ class Running:
             self._family.update(self.process.children(recursive=True))
 
     def _alive(self) -> Iterator[psutil.Process]:
-        return (
-            process for process in self._family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-        )
+        for process in self._family:
+            with suppress(psutil.NoSuchProcess):  # it ends just then
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    yield process
