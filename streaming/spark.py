@@ -66,6 +66,9 @@ SETTINGS = {
     "spark.sql.session.timeZone": "UTC",
     # Workers look for modules where they are installed, not in the folder that the pipeline was started in.
     "spark.executorEnv.PYTHONSAFEPATH": "1",
+    # What the JVM does is planning and handing over, a few hundred milliseconds of a core a second at most: what its
+    # second compiler takes is not won back for hours.
+    _OPTIONS: "-XX:TieredStopAtLevel=1",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
 }
@@ -112,7 +115,7 @@ class Jvm:
         with as_file(files("tidemark.streaming").joinpath("log4j2.properties")) as logging:
             given = conf.get(_OPTIONS, "")
             conf.set(_OPTIONS, f'{given} "-Dlog4j2.configurationFile={logging}"'.strip())
-            _choose_python(conf)
+            _set_environment(conf)
             try:
                 self.gateway: JavaGateway = launch_gateway(conf, {"stderr": writing})  # type: ignore[no-untyped-call]
             except PySparkRuntimeError as error:
@@ -193,13 +196,18 @@ def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
     return session
 
 
-def _choose_python(conf: SparkConf) -> None:
-    """Workers must run this interpreter: another would lack our packages. The JVM looks at it too, for the processes in
+def _set_environment(conf: SparkConf) -> None:
+    """The JVM's, which is that of the processes that it starts.
+
+    Workers must run this interpreter: another would lack our packages. The JVM looks at it too, for the processes in
     which it looks sources of data up.
     """
-    ours = without_archives(_directory(conf)) if is_local(conf.get("spark.master", "")) else sys.executable
+    local = is_local(conf.get("spark.master", ""))
+    ours = without_archives(_directory(conf)) if local else sys.executable
     os.environ["PYSPARK_PYTHON"] = conf.get("spark.pyspark.python", ours)
     os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    if local:  # it would look the host's own name up, and end where nobody knows that
+        os.environ.setdefault("SPARK_LOCAL_HOSTNAME", "localhost")
 
 
 def _directory(conf: SparkConf) -> Path:
