@@ -164,7 +164,8 @@ STREAM_GAUGES = {
         "tidemark_copy_linear_position",
         ["stream", "copy"],
         "The linear position of a stream in `postgres` and in `redis`, as the pipeline compared them last: once a"
-        " minute, before it mends. Further on than tidemark_allocated_position: something went back to an older state.",
+        " minute, less often of very many, before it mends. Further on than tidemark_allocated_position: something went"
+        " back to an older state.",
     ),
     "bound": (
         "tidemark_bound_used_ratio",

@@ -21,6 +21,7 @@ log = structlog.get_logger(__name__)
 
 
 AGAIN = 60.0  # seconds until a tidying that was not complete is tried again
+SELDOM = 20  # times as long as a comparison took until the next: of very many streams it would take a core for itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Maintenance(LeasedThread):
         self._sinks = sinks
         self._postgres = postgres
         self._config = config
-        self._compared: dict[str, float] = {}
+        self._compare_at: dict[str, float] = {}
         self._tidy_at = -float("inf")
         self._problems: dict[str, str] = {}
         self._noted: dict[tuple[str, str], str] | None = None
@@ -70,13 +71,15 @@ class Maintenance(LeasedThread):
                 log.info(f"Looking after {what} again")
 
     def _mend(self, sink: Sink) -> None:
-        now = time.monotonic()
-        due = now - self._compared.get(sink.name, -float("inf")) >= self._config.compare
+        began = time.monotonic()
+        due = began >= self._compare_at.get(sink.name, -float("inf"))
         if sink.lost() or due:
             # Should the refill fail, the next poll must not find that nothing was lost since this one.
-            self._compared.pop(sink.name, None)
+            self._compare_at.pop(sink.name, None)
             sink.refill()
-            self._compared[sink.name] = time.monotonic()
+            ended = time.monotonic()
+            seldom = 0.0 if sink.faults() else SELDOM * (ended - began)  # it also tries those again
+            self._compare_at[sink.name] = ended + max(self._config.compare, seldom)
 
     def _note_faults(self) -> None:
         faults = {(sink.name, stream): text for sink in self._sinks for stream, text in sink.faults().items()}

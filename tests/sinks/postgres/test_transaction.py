@@ -291,6 +291,25 @@ def test_listeners_are_told_of_changed_streams(store: Postgres, sql: psycopg.Con
     assert sorted(name for it in told for name in it) == names
 
 
+def test_streams_that_move_in_each_batch_stay_in_their_pages(
+    store: Postgres, sql: psycopg.Connection, token: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rule 8: neither tables nor indexes grow, however often all rows are written; what each takes is printed."""
+    sizes = []
+    for number in range(1, 8):
+        moved = [(advance("v", number - 1, number), advance("w", number - 1, number)) for _ in range(500)]
+        named = (stream(f"s{at:03}", *moves, state=b"x" * 130) for at, moves in enumerate(moved))
+        store.apply(batch(number, *named, token=token))
+        sizes += rows(
+            sql,
+            "select pg_relation_size('tidemark.streams') + pg_indexes_size('tidemark.streams'),"
+            " pg_relation_size('tidemark.stream_positions') + pg_indexes_size('tidemark.stream_positions')",
+        )
+    with capsys.disabled():
+        print(f" [bytes of a stream and of a position: {[size // 500 for size in sizes[-1]]}] ", end="")  # noqa: T201
+    assert sizes[1:] == sizes[1:2] * 6
+
+
 def test_only_the_newest_thousand_batches_are_remembered(store: Postgres, sql: psycopg.Connection, token: int) -> None:
     """The list of applied batches is bounded, and what was dropped from it still counts as applied."""
     for number in (1, 2, 1002):

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,6 +13,7 @@ from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.stack.servers import RedisServer
 from tidemark.sinks.maintenance import Maintenance, MaintenanceConfig
+from tidemark.sinks.port import Refilled, Sink
 from tidemark.sinks.postgres.history import Retention
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
@@ -195,6 +196,46 @@ def watch(pipeline: Pipeline, dsn: str, shown: Redis, lease: Lease) -> Iterator[
     ):
         eventually(lambda: shown.stamp("") is not None)
         yield watch
+
+
+class Slow:
+    """A sink that takes 10 s to be compared; knows how often it was."""
+
+    name = "slow"
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.refills = 0
+        self.spoilt: dict[str, str] = {}
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def lost(self) -> bool:
+        return False
+
+    def faults(self) -> dict[str, str]:
+        return self.spoilt
+
+    def refill(self) -> Refilled:
+        self.refills += 1
+        self.now += 10
+        return Refilled(0)
+
+
+@pytest.mark.parametrize(("spoilt", "wait"), [({}, 200), ({"s": "a fault"}, 60)])
+def test_many_streams_are_compared_less_often(
+    store: Postgres, lease: Lease, monkeypatch: pytest.MonkeyPatch, spoilt: dict[str, str], wait: int
+) -> None:
+    """Rule 8: to compare what is idle takes a twentieth of the time at most; while one is to be tried again, more."""
+    sink = Slow()
+    sink.spoilt = spoilt
+    monkeypatch.setattr("tidemark.sinks.maintenance.time", sink)
+    maintenance = Maintenance([cast(Sink, sink)], store, lease, MaintenanceConfig())
+    for at, refills in ((0, 1), (9 + wait, 1), (10 + wait, 2)):
+        sink.now = at
+        maintenance.work()
+        assert sink.refills == refills
 
 
 def test_thousand_streams_are_refilled_without_traffic(
