@@ -60,10 +60,11 @@ def read(
     operator began; who is silent in one of these is fenced. `bridged`: streams that `tidemark synapse` tells."""
     found: list[OpenRange] = []
     for name, data in sorted(stored.items()):
-        ranges = _of_stream(name, state.decode(data), now, silence(policies, name))
+        stream = state.decode(data)
+        ranges = _of_stream(name, stream, now, silence(policies, name))
         of_stream = [_fenced(it) if (name, it.writer, it.epoch) in begun else it for it in ranges]
         if name in bridged:
-            of_stream = [replace(it, verb=_bridge_verb(it)) for it in of_stream]
+            of_stream = [replace(it, verb=_bridge_verb(it)) for it in of_stream or _open(name, stream)]
         found += sorted(of_stream, key=lambda it: (it.since is not None, it.since, it.writer, abs(it.low or 0)))
     return found
 
@@ -90,6 +91,16 @@ def _of_stream(name: str, stream: StreamState, now: float, silent: float) -> Ite
         how = verdict(seen if heard else None, transactions, now, silent)
         verb = _verb(how, name, it.writer, it.position)
         yield OpenRange(name, it.writer, it.epoch, it.position, None, since, 0, 0, seen, transactions, how, verb)
+
+
+def _open(name: str, stream: StreamState) -> Iterator[OpenRange]:
+    """What is open though nobody is seen to wait: a bridge tells nothing that lies beyond it."""
+    for writer, transactions in stream.transactions.items():
+        if transactions and (known := stream.writers.get(writer)) is not None:
+            low, seen = stream.direction.signed(known.position), last_seen(known.seen)
+            yield OpenRange(
+                name, writer, known.epoch, low, None, None, 0, 0, seen, transactions, "open transaction", ""
+            )
 
 
 def _fenced(it: OpenRange) -> OpenRange:

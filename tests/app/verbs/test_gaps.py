@@ -92,6 +92,20 @@ def test_of_a_stream_that_a_bridge_tells_the_bridges_own_verbs_are_shown() -> No
     assert gaps.as_text([found], 302.0).splitlines()[1:] == ["    open: pid 7", "    tidemark synapse blockers"]
 
 
+def test_of_a_stream_that_a_bridge_tells_a_transaction_holds_what_nobody_has_told() -> None:
+    """Nothing is told beyond it, so nobody is seen to wait."""
+    shard = Shard()
+    shard.feed(join("a", 0), rdata("a", 2, 0, epoch=1), opened("a", "pid 7"))
+    assert gaps.read(shard.states, 11.0) == []
+    assert gaps.as_text(gaps.read(shard.states, 11.0, bridged={STREAM}), 11.0).splitlines() == [
+        "events: a (epoch 1) has told nothing beyond 2: open transaction, last seen 10 s ago",
+        "    open: pid 7",
+        "    tidemark synapse blockers",
+    ]
+    shard.feed(opened("a"))
+    assert gaps.read(shard.states, 11.0, bridged={STREAM}) == []
+
+
 def test_of_a_silent_writers_gap_both_ways_out_are_shown() -> None:
     """Where it is gone, and where it lives on without these IDs; the command reads the range as it stands there."""
     shard = Shard()
