@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Sequence, Set
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from threading import Event
 
@@ -30,21 +30,14 @@ from tidemark.app.simulation.simulate import (
     require_own,
     services_server,
 )
-from tidemark.app.simulation.verification import Verification
 from tidemark.app.stack.home import Home
 from tidemark.sources.relay.database import session_of
 from tidemark.sources.rooms.tables import SCHEMA
 from tidemark.sources.simulator import tables
 from tidemark.sources.simulator.rooms import REMOTE, RoomServiceRole, played, room_streams
-from tidemark.sources.simulator.script import ALL, Fault
+from tidemark.sources.simulator.script import PlayedStream
 from tidemark.sources.topics import Topics
-from tidemark.streaming.errors import BadSetting, Unavailable
-
-BACK = frozenset({Fault.FAILOVER, Fault.RESTORE})
-TAKEN_BACK = (
-    "failover and restore are not for --workload rooms: what clients were told of a position would be of another"
-    " history (docs/rooms.md)"
-)
+from tidemark.streaming.errors import Unavailable
 
 CLIENTS = {
     "rooms-sync": (ClientKind.LINE, ClientKind.VECTOR),
@@ -82,30 +75,19 @@ class RoomsCompany(Company):
         return self.actor(member, Part(self.stage.facts, self.stage.effects, room_client=role))
 
 
-def playable(faults: Set[Fault]) -> Set[Fault]:
-    """All but those after which a database lacks what it had. Raises `BadSetting` where one is asked for by name."""
-    if faults == ALL:
-        click.echo(f"all but failover and restore: {TAKEN_BACK}")
-        return ALL - BACK
-    if faults & BACK:
-        raise BadSetting("--faults", TAKEN_BACK)
-    return faults
-
-
 def run(settings: Settings, play: Play, *, verify: bool) -> None:
     """Play to the end, or until SIGTERM or Ctrl-C, as `simulate.run` does.
 
-    Raises `RoomsDiffer` where `verify` finds it; `BadSetting` for faults that cannot be played;
-    `StreamTaken`, `TopicMissing`, `AlreadyRunning`, `StartFailed`, `Unavailable`.
+    Raises `RoomsDiffer` where `verify` finds it; `StreamTaken`, `TopicMissing`, `AlreadyRunning`, `StartFailed`,
+    `Unavailable`.
     """
-    play = replace(play, faults=playable(play.faults))
     with ExitStack() as stack:
         own = services_server(settings, play, stack)
         stage = _stage(settings, play.cast.prefix, own.server.dsn() if own else settings.postgres())
         stopping = told_to_end(again=signal.SIG_DFL)
-        verification = stack.enter_context(RoomsVerification(stage.facts, stage.effects))
-        nothing_else = Verification(stage.facts, stage.effects, [])
-        servers = stack.enter_context(closing(own.with_stack(settings, nothing_else))) if own else None
+        heads = partial(_heads, settings.postgres(), played(room_streams(play.cast.prefix)))
+        verification = stack.enter_context(RoomsVerification(stage.facts, stage.effects, heads))
+        servers = stack.enter_context(closing(own.with_stack(settings, verification))) if own else None
         director = stack.enter_context(
             directed(RoomsCompany(stage, play.cast, play.faults, play.seed, verify), servers)
         )
@@ -131,6 +113,13 @@ def _stage(settings: Settings, prefix: str, services: str) -> Stage:
     return Stage(Home(settings.home), facts, effects)
 
 
+def _heads(dsn: str, streams: Sequence[PlayedStream]) -> dict[str, int]:
+    """Up to which ID Tidemark, whose Postgres is at `dsn`, knows each stream."""
+    with closing(session_of(dsn, tables.APPLICATION)) as session, session.use() as connection:
+        known = dict(connection.execute("select stream, head from tidemark.streams").fetchall())
+    return {stream.name: known.get(stream.name, 0) for stream in streams}
+
+
 def _await_all(director: Director, clients: Set[ClientKind], stopping: Event) -> None:
     """The play begins when everybody is at work, these among them: processes need their time on a busy machine."""
     deadline = time.monotonic() + CATCH_UP_SECONDS
@@ -146,15 +135,15 @@ def _conclude(director: Director, verification: RoomsVerification) -> None:
     """Wait until the syncing clients have everything; print how each did. Raises `RoomsDiffer`."""
     deadline = time.monotonic() + CATCH_UP_SECONDS
     counts: list[RoomCount] = []
-    while not _is_complete(counts) and time.monotonic() < deadline:
+    while not (_is_complete(counts) and not verification.awaited) and time.monotonic() < deadline:
         director.tick()
         time.sleep(5 * TICK_SECONDS)
         with suppress(Unavailable):
             counts = verification.counts()
     found = [*counts, verification.rooms()]
     click.echo(table(found))
-    if not (_is_complete(counts) and found[-1].complete):
-        raise RoomsDiffer(found)
+    if verification.awaited or not (_is_complete(counts) and found[-1].complete):
+        raise RoomsDiffer(found, verification.awaited)
 
 
 def _is_complete(counts: Sequence[RoomCount]) -> bool:

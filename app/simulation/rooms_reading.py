@@ -23,7 +23,7 @@ from tidemark.sinks.reader import Positions, Standing
 from tidemark.sources.rooms.cached_reading import current_state, invalidated, joined_with_version, members_with_version
 from tidemark.sources.rooms.caches import ALL_OF_ROOM, MEMBERS, ROOMS_OF, STATE, Caches
 from tidemark.sources.rooms.persisting import RoomStore, RoomStreams, WriterAppender, following
-from tidemark.sources.rooms.reading import Upto, messages, opened, sync
+from tidemark.sources.rooms.reading import Upto, incarnation, messages, opened, sync
 from tidemark.sources.rooms.rules import RoomEvent
 from tidemark.sources.simulator.drivers import BrokenOff, lost
 from tidemark.sources.simulator.rooms import COMER, GUEST, ROOMS, SPEAKERS
@@ -32,6 +32,8 @@ from tidemark.sources.simulator.service import together
 from tidemark.streaming.errors import NotReached, Retry, StreamNotKnown, TokenFromTheFuture
 from tidemark.streaming.postgres_session import Connection
 
+SYNCING = (*READERS, COMER, GUEST)
+"""The members for whom clients sync, by line and by vector."""
 PAUSE_SECONDS = 0.05
 OWN_SECONDS = 1.0  # between two events of the client that waits for its own
 PATIENCE = 60.0  # of that client
@@ -47,8 +49,10 @@ create table if not exists play.answers (
     upto        jsonb   not null,
     answer      jsonb   not null
 );
+alter table play.answers add column if not exists incarnation bigint not null default 0;
 create index if not exists answers_by_client on play.answers (client, kind, about, number);
-comment on column play.answers.about is 'The member, room or cache'
+comment on column play.answers.about is 'The member, room or cache';
+comment on column play.answers.incarnation is 'Of the services'' database, which gave the answer'
 """
 
 
@@ -109,13 +113,13 @@ class _Client:
             case ClientKind.OWN:
                 return [self.own]
             case _:
-                return [partial(self.sync, member) for member in (*READERS, COMER, GUEST)]
+                return [partial(self.sync, member) for member in SYNCING]
 
     def sync(self, member: str) -> None:
         """From answer to answer, the first of which begins with the first event."""
         with ExitStack() as stack:
-            facts, effects = self._connections(stack)
-            since = self._place(effects, member)
+            facts, answers = self._connections(stack)
+            since = answers.place(member)
             while not self._stopping.wait(self._random.random() * 2 * PAUSE_SECONDS):
                 now = self._now(self._role.streams.events)
                 if now is None or now == since:
@@ -123,13 +127,13 @@ class _Client:
                 found = sync(facts, member, since, now, limit=self._random.choice([5, 50, 500]))
                 told = {"events": found.events, "sent": found.sent, "left": found.left}
                 answer = {kind: [it.stream_ordering for it in rows] for kind, rows in told.items()}
-                self._answer(effects, "sync", member, since, found.until, answer)
+                answers.add("sync", member, since, found.until, answer)
                 since = found.until
 
     def history(self) -> None:
         """Open a room, and go back through all of it."""
         with ExitStack() as stack:
-            facts, effects = self._connections(stack)
+            facts, answers = self._connections(stack)
             while not self._stopping.wait(PAUSE_SECONDS):
                 room = f"!{self._random.randrange(ROOMS)}"
                 now, history = self._now(self._role.streams.events), self._now(self._role.streams.backfill)
@@ -146,12 +150,12 @@ class _Client:
                         "history": history.linear,
                         "state": [(*key, *holder) for key, holder in first.state.items()],
                     }
-                    self._answer(effects, "history", room, None, now, answer)
+                    answers.add("history", room, None, now, answer)
 
     def caches(self) -> None:
         """Apply what was invalidated up to the position of each writer, and then serve."""
         with ExitStack() as stack:
-            facts, effects = self._connections(stack)
+            facts, answers = self._connections(stack)
             caches = Caches({ALL_OF_ROOM: [STATE, MEMBERS]})
             applied = None
             while not self._stopping.wait(PAUSE_SECONDS):
@@ -165,7 +169,7 @@ class _Client:
                         caches.invalidated(cache, keys)
                 applied = now
                 served = [self._served(caches, facts) for _ in range(20)]
-                self._answer(effects, "served", "", None, now, {"served": served})
+                answers.add("served", "", None, now, {"served": served})
 
     def _served(self, caches: Caches, facts: Connection) -> tuple[str, str, int]:
         cache = self._random.choice([STATE, MEMBERS, ROOMS_OF])
@@ -181,7 +185,7 @@ class _Client:
     def own(self) -> None:
         """Write an event, and wait for nothing but it: whoever else is slow, the next sync has it."""
         with ExitStack() as stack:
-            facts, effects = self._connections(stack)
+            facts, answers = self._connections(stack)
             store = RoomStore(WriterAppender(self._role.writer), self._role.streams)
             stream, member = self._role.streams.events, READERS[0]
             since = None
@@ -203,15 +207,14 @@ class _Client:
                 found = sync(facts, member, since or Upto(id - 1), now, limit=10_000)
                 since = found.until
                 answer = {"id": id, "found": id in {it.stream_ordering for it in found.events}}
-                self._answer(effects, "own", room, None, now, answer)
+                answers.add("own", room, None, now, answer)
 
-    def _connections(self, stack: ExitStack) -> tuple[Connection, Connection]:
-        """To the services' database and to the readers'."""
+    def _connections(self, stack: ExitStack) -> tuple[Connection, "_Answers"]:
+        """To the services' database, and where its answers are kept."""
         stack.enter_context(lost(psycopg.OperationalError, psycopg.InterfaceError))
-        return (
-            stack.enter_context(psycopg.connect(self._servers.facts, autocommit=True)),
-            stack.enter_context(psycopg.connect(self._servers.effects, autocommit=True)),
-        )
+        facts = stack.enter_context(psycopg.connect(self._servers.facts, autocommit=True))
+        effects = stack.enter_context(psycopg.connect(self._servers.effects, autocommit=True))
+        return facts, _Answers(effects, self._kind, self._role.kept, incarnation(facts))
 
     def _now(self, stream: str) -> Upto | None:
         """The published position; None while it is not known."""
@@ -224,29 +227,39 @@ class _Client:
             return None
         return Upto(stands.linear) if self._kind is ClientKind.LINE else _upto(stands)
 
-    def _place(self, effects: Connection, member: str) -> Upto:
-        row = effects.execute(
-            "select upto from play.answers where client = %s and kind = 'sync' and about = %s"
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """What one client was answered by one incarnation of the services' database, in the readers' database."""
+
+    effects: Connection
+    client: ClientKind
+    kept: bool
+    incarnation: int
+
+    def place(self, member: str) -> Upto:
+        """Where the member's client goes on; at the beginning, where the last answers were of another incarnation."""
+        row = self.effects.execute(
+            "select upto from play.answers where client = %s and kind = 'sync' and about = %s and incarnation = %s"
             " order by number desc limit 1",
-            [self._kind.value, member],
+            [self.client.value, member, self.incarnation],
         ).fetchone()
         return Upto(0) if row is None else msgspec.convert(row[0], Upto)
 
-    def _answer(
-        self, effects: Connection, kind: str, about: str, since: Upto | None, upto: Upto, answer: Mapping[str, Any]
-    ) -> None:
-        if not self._role.kept and kind != "sync":
+    def add(self, kind: str, about: str, since: Upto | None, upto: Upto, answer: Mapping[str, Any]) -> None:
+        if not self.kept and kind != "sync":
             return
         texts = [msgspec.json.encode(it).decode() for it in (since, upto, answer)]
-        with effects.transaction():
-            if not self._role.kept:
-                effects.execute(
+        with self.effects.transaction():
+            if not self.kept:
+                self.effects.execute(
                     "delete from play.answers where client = %s and kind = %s and about = %s",
-                    [self._kind.value, kind, about],
+                    [self.client.value, kind, about],
                 )
-            effects.execute(
-                "insert into play.answers (client, kind, about, since, upto, answer) values (%s, %s, %s, %s, %s, %s)",
-                [self._kind.value, kind, about, *texts],
+            self.effects.execute(
+                "insert into play.answers (client, kind, about, since, upto, answer, incarnation)"
+                " values (%s, %s, %s, %s, %s, %s, %s)",
+                [self.client.value, kind, about, *texts, self.incarnation],
             )
 
 

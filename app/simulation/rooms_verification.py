@@ -4,27 +4,30 @@ It knows nothing of positions but what each answer says of them.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from threading import Lock
 from typing import Any, Self
 
 import msgspec
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from tidemark.app.simulation.rooms_comparison import HeldRooms, RoomCount, judged, synced
-from tidemark.app.simulation.rooms_reading import ClientKind
+from tidemark.app.simulation.rooms_reading import SYNCING, ClientKind
 from tidemark.sources.relay.database import session_of
 from tidemark.sources.rooms import caches, tables
 from tidemark.sources.rooms.cached_reading import current_state
 from tidemark.sources.rooms.model import Truth
-from tidemark.sources.rooms.reading import TimelineRow, Upto
+from tidemark.sources.rooms.reading import TimelineRow, Upto, incarnation
 from tidemark.sources.rooms.rules import MEMBER, HeldAs, RoomEvent
 from tidemark.sources.rooms.states import LONGEST_CHAIN, KeyHolder, State
 from tidemark.sources.rooms.stays import Stay
-from tidemark.streaming.errors import TidemarkError
+from tidemark.sources.simulator.script import Successor
+from tidemark.streaming.errors import TidemarkError, Unavailable
 from tidemark.streaming.postgres_session import Connection
 
 APPLICATION = "tidemark simulate --verify"
-OPENED = 3
-"""First syncs of a look whose state is held against the definitions, which takes its time."""
 BEHIND = 1000
 """Answers by which one may be committed too late."""
 
@@ -32,22 +35,34 @@ BEHIND = 1000
 class RoomsDiffer(TidemarkError):
     """A client was answered wrongly, or the tables are not what the definitions say."""
 
-    def __init__(self, counts: Sequence["RoomCount"]) -> None:
+    def __init__(self, counts: Sequence["RoomCount"], awaited: Collection[tuple[str, str]] = ()) -> None:
         wrong = [str(it) for it in counts if not it.complete]
         wrong += [f"{kind}: never answered" for kind in ClientKind if kind not in {it.client for it in counts}]
+        wrong += [f"{kind} of {member}: not answered in the end" for kind, member in sorted(awaited)]
         super().__init__(f"rooms are not what was written: {'; '.join(wrong)}")
         self.counts = counts
 
 
 class RoomsVerification:
-    """A context manager, for one thread. Methods raise `Unavailable` where a database does not answer."""
+    """A context manager; any thread may call it. Methods raise `Unavailable` where a database does not answer.
 
-    def __init__(self, facts: str, effects: str) -> None:
+    Answers are held against the tables of the incarnation that gave them, as long as that is there: what it had
+    answered when it was last looked at is counted on.
+    """
+
+    def __init__(self, facts: str, effects: str, heads: Callable[[], Mapping[str, int]]) -> None:
+        """`heads` asks Tidemark up to which ID it knows each stream."""
+        self._heads = heads
+        self._names = [str(conninfo_to_dict(dsn)["dbname"]) for dsn in (facts, effects)]
         self._facts = session_of(facts, APPLICATION)
         self._effects = session_of(effects, APPLICATION)
+        self._lock = Lock()
         self._judged: set[int] = set()
         """Numbers of answers; the newest ones may be committed in another order than that of their numbers."""
-        self._found: dict[str, RoomCount] = {}
+        self._found: dict[int, dict[str, RoomCount]] = defaultdict(dict)
+        """By incarnation, the last of which is there."""
+        self._synced: dict[int, Sequence[RoomCount]] = {}
+        self._answered: set[tuple[str, str]] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -56,34 +71,80 @@ class RoomsVerification:
         self._facts.close()
         self._effects.close()
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Nothing is compared meanwhile; before it once more, if possible."""
+        with self._lock:
+            with suppress(Unavailable):
+                self._compare()
+            yield
+
+    def services_go_back(self, server: str, how: Successor) -> None:
+        """At the DSN `server` is what the services' server is going to be; nobody else uses it yet. Where it may lack
+        what clients were told, it is opened as another incarnation."""
+        if how is Successor.IN_STEP:
+            return
+        with _reached(server, self._names[0]) as connection:
+            connection.execute("select rooms.begin_anew(%s)", [msgspec.json.encode(self._heads()).decode()])
+
+    def readers_go_back(self, server: str) -> None:
+        """The same for the readers': numbers of answers are given out again behind those that it holds."""
+        with _reached(server, self._names[1]) as connection:
+            ((newest,),) = connection.execute("select coalesce(max(number), 0) from play.answers").fetchall()
+        self._judged = {number for number in self._judged if number <= newest}
+
     def counts(self) -> list[RoomCount]:
         """How each client does, since the readers' database was made."""
+        with self._lock:
+            now = self._compare()
+            found: dict[str, RoomCount] = {}
+            for began, of in self._synced.items():
+                for count in [*of, *self._found[began].values()]:
+                    # What another one had yet to answer is no more.
+                    told = count if began == now else replace(count, written=count.read)
+                    found[count.client] = found.get(count.client, RoomCount(count.client)) + told
+        return [*found.values()]
+
+    @property
+    def awaited(self) -> set[tuple[str, str]]:
+        """The syncing clients, with their members, to whom the incarnation that is there has given no answer yet."""
+        return {(kind.value, it) for kind in (ClientKind.LINE, ClientKind.VECTOR) for it in SYNCING} - self._answered
+
+    def _compare(self) -> int:
+        """Which incarnation is there now."""
+        with self._facts.use() as connection:
+            now = incarnation(connection)
         with self._effects.use() as connection:
             answers = connection.execute(
-                "select client, about, since, upto, answer from play.answers where kind = 'sync' order by number"
+                "select client, about, since, upto, answer from play.answers"
+                " where kind = 'sync' and incarnation = %s order by number",
+                [now],
             ).fetchall()
             others = connection.execute(
                 "select number, client, about, upto, answer from play.answers"
-                " where kind <> 'sync' and number > %s order by number",
-                [max(self._judged, default=0) - BEHIND],
+                " where kind <> 'sync' and incarnation = %s and number > %s order by number",
+                [now, max(self._judged, default=0) - BEHIND],
             ).fetchall()
         with self._facts.use() as connection:  # later than the answers: it holds whatever they were made of
             held = _tables(connection)
-            found = [*synced(answers, held)]
-            opened = OPENED
+            self._synced[now] = [*synced(answers, held)]
+            self._answered = {(client, member) for client, member, *_ in answers}
+            found = self._found[now]
+            truths: dict[str, Truth] = {}
             for number, client, about, upto, answer in (it for it in others if it[0] not in self._judged):
                 count = judged(client, about, msgspec.convert(upto, Upto), answer, held)
-                if client == ClientKind.HISTORY and opened:
-                    opened -= 1
+                if client == ClientKind.HISTORY:
+                    if about not in truths:
+                        truths[about] = Truth(*_everything(connection, about))
                     state = {(kind, key): KeyHolder(depth, id) for kind, key, depth, id in answer["state"]}
-                    count += _opened(connection, about, msgspec.convert(upto, Upto), state, held)
-                self._found[client] = self._found.get(client, RoomCount(client)) + count
+                    count += _opened(truths[about], about, msgspec.convert(upto, Upto), state, held)
+                found[client] = found.get(client, RoomCount(client)) + count
                 self._judged.add(number)
-        return [*found, *self._found.values()]
+        return now
 
     def rooms(self) -> RoomCount:
         """Extremities, states, members and timelines of all rooms, held against the definitions."""
-        with self._facts.use() as connection:
+        with self._lock, self._facts.use() as connection:
             rows = connection.execute("select room from rooms.rooms order by room").fetchall()
             wrong = []
             for (room,) in rows:
@@ -92,6 +153,13 @@ class RoomsVerification:
                     if not _is_right(connection, room):
                         wrong.append(room)
         return RoomCount("tables", len(rows), len(rows) - len(wrong), different=len(wrong))
+
+
+@contextmanager
+def _reached(server: str, name: str) -> Iterator[Connection]:
+    """The database of this name on a server."""
+    with closing(session_of(make_conninfo(server, dbname=name), APPLICATION)) as session, session.use() as connection:
+        yield connection
 
 
 def _tables(connection: Connection) -> HeldRooms:
@@ -119,34 +187,30 @@ def _tables(connection: Connection) -> HeldRooms:
     return HeldRooms(timeline, turns, recipients, stays, stale, rooms_of)
 
 
-def _opened(connection: Connection, room: str, upto: Upto, state: State, held: HeldRooms) -> RoomCount:
+def _opened(truth: Truth, room: str, upto: Upto, state: State, held: HeldRooms) -> RoomCount:
     """The state of a first sync: what the live events up to its position make, with no history or with all of it."""
-    everything, held_as = _everything(connection, room)
     placed = {id: row for id, row in held.timeline.items() if row.room == room and id not in held.recipients}
     live = {row.event for id, row in placed.items() if id > 0 and upto.passed(row)}
     history = {row.event for id, row in placed.items() if id < 0}
-    least, most = (
-        Truth(everything.values(), {id: as_ for id, as_ in held_as.items() if id in those}).current
-        for those in (live, live | history)
-    )
+    least, most = (truth.part(those).current for those in (live, live | history))
     within = state.keys() <= most.keys() and all(
         least.get(key, holder) <= holder <= most[key] for key, holder in state.items()
     )
     return RoomCount(ClientKind.HISTORY, different=int(not within or not least.keys() <= state.keys()))
 
 
-def _everything(connection: Connection, room: str) -> tuple[dict[str, RoomEvent], dict[str, HeldAs]]:
+def _everything(connection: Connection, room: str) -> tuple[Collection[RoomEvent], dict[str, HeldAs]]:
     """Every event of a room that any server has, as what it is; and as what ours holds it."""
     rows = connection.execute("select event from rooms.events where room = %s", [room]).fetchall()
     held = {id: event for id, (event, _) in tables.events_of(connection, [id for (id,) in rows]).items()}
     remote = connection.execute("select body from play.remote where room = %s", [room]).fetchall()
     others = {event.id: event for event in (msgspec.convert(body, RoomEvent) for (body,) in remote)}
-    return {**held, **others}, {id: event.held_as for id, event in held.items()}
+    return {**held, **others}.values(), {id: event.held_as for id, event in held.items()}
 
 
 def _is_right(connection: Connection, room: str) -> bool:
     everything, held = _everything(connection, room)
-    truth = Truth(everything.values(), held)
+    truth = Truth(everything, held)
     groups = {id: group for id, (_, group) in tables.events_of(connection, [*held]).items() if group is not None}
     states = {group: tables.state_of(connection, group) for group in {*groups.values()}}
     rows = connection.execute(

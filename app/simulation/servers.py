@@ -8,23 +8,22 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import cycle
-from typing import Self
+from typing import Protocol, Self
 
 import psutil
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 from tidemark.app.settings import Settings
-from tidemark.app.simulation.verification import Verification
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.replica import Replica
 from tidemark.app.stack.server import free_port, process_of
-from tidemark.sources.simulator.tables import own_database
+from tidemark.sources.simulator.script import Successor
 from tidemark.streaming.errors import TidemarkError
 
 
@@ -36,13 +35,17 @@ class Whose(StrEnum):
     """The readers' database is there, too."""
 
 
-class Successor(StrEnum):
-    """What takes the place of a Postgres."""
+class Judge(Protocol):
+    """Who compares what the databases of a play hold, and is told before one goes back. Any thread may call it."""
 
-    IMAGE = "image"
-    """A backup, which cannot be told from the server before."""
-    IN_STEP = "synchronous standby"
-    LAGGING = "lagging standby"
+    def held(self) -> AbstractContextManager[None]:
+        """Nothing is compared meanwhile; for the thread that calls the next two."""
+
+    def services_go_back(self, server: str, how: Successor, /) -> None:
+        """At the DSN `server` is what the services' server is going to be; nobody else uses it yet."""
+
+    def readers_go_back(self, server: str, /) -> None:
+        """The same for the readers', with their places."""
 
 
 class ServicesPostgres:
@@ -69,13 +72,13 @@ class ServicesPostgres:
         self._watch.join()
         self._open.close()
 
-    def with_stack(self, settings: Settings, verification: Verification) -> "Servers":
+    def with_stack(self, settings: Settings, judge: Judge) -> "Servers":
         """It, and Tidemark's where `tidemark up` runs that."""
         postgres = {Whose.SERVICES: self.server}
         home, dsn = Home(settings.home), settings.postgres()
         if process_of(home, PostgresServer.name) is not None:
             postgres[Whose.TIDEMARK] = PostgresServer(home, int(conninfo_to_dict(dsn)["port"] or 5432))
-        return Servers(postgres, verification)
+        return Servers(postgres, judge)
 
     def _start_again(self) -> None:
         while not self._ending.wait(0.2):
@@ -92,7 +95,7 @@ class Replacement:
     whose: Whose
     origin: PostgresServer
     how: Successor
-    verification: Verification
+    judge: Judge
 
     def __post_init__(self) -> None:
         self._replica = Replica(self.origin)
@@ -110,17 +113,19 @@ class Replacement:
 
     def switch(self) -> None:
         """The clients of the origin find the replica at its address."""
-        with self.verification.held():  # it would wait for a server that stands still
+        if self.how is Successor.IMAGE:
+            self._replica.start()
+        with self.judge.held():  # it would wait for a server that stands still
+            if self.how is Successor.IN_STEP:  # the origin may have been started again since
+                self._replica.stream(synchronous=True)
             if self.how is Successor.IMAGE:
-                self._replica.start()
                 self._replica.freeze_origin()
             else:
                 self._replica.promote()
-            own = own_database(self._replica.dsn())
             if self.whose is Whose.SERVICES:
-                self.verification.services_go_back(own)
+                self.judge.services_go_back(self._replica.dsn(), self.how)
             else:
-                self.verification.readers_go_back(own)
+                self.judge.readers_go_back(self._replica.dsn())
             self._replica.succeed()
 
     def give_up(self) -> None:
@@ -130,9 +135,9 @@ class Replacement:
 class Servers:
     """The Postgres servers that are within reach, and what befalls them in turn. For one thread, but for its own."""
 
-    def __init__(self, postgres: dict[Whose, PostgresServer], verification: Verification) -> None:
+    def __init__(self, postgres: dict[Whose, PostgresServer], judge: Judge) -> None:
         self._postgres = postgres
-        self._verification = verification
+        self._judge = judge
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="servers")
         self._running: Future[None] | None = None
         self._then: Callable[[Exception | None], None] = lambda _: None
@@ -153,10 +158,10 @@ class Servers:
 
     def failover(self) -> Replacement:
         whose, how = next(self._failovers)
-        return Replacement(whose, self._postgres[whose], how, self._verification)
+        return Replacement(whose, self._postgres[whose], how, self._judge)
 
     def restore(self) -> Replacement:
-        return Replacement(Whose.SERVICES, self._postgres[Whose.SERVICES], Successor.IMAGE, self._verification)
+        return Replacement(Whose.SERVICES, self._postgres[Whose.SERVICES], Successor.IMAGE, self._judge)
 
     @property
     def busy(self) -> bool:

@@ -16,7 +16,7 @@ from tidemark.app.simulation.comparison import Comparison, Count, FactRow, Hande
 from tidemark.sinks.reader.follow import Mode
 from tidemark.sources.relay.database import session_of
 from tidemark.sources.simulator import tables
-from tidemark.sources.simulator.script import PlayedStream
+from tidemark.sources.simulator.script import PlayedStream, Successor
 from tidemark.streaming.errors import TidemarkError
 from tidemark.streaming.postgres_session import Connection
 
@@ -72,8 +72,9 @@ class Verification:
         with self._lock:
             yield
 
-    def services_go_back(self, dsn: str) -> None:
-        """At `dsn` is what the services' database is going to be; nobody else uses it yet."""
+    def services_go_back(self, server: str, how: Successor) -> None:
+        """At the DSN `server` is what the services' server is going to be; nobody else uses it yet."""
+        dsn = tables.own_database(server)
         found = tables.reached(dsn)
         self._times += 1
         with closing(session_of(dsn, APPLICATION)) as session, session.use() as connection:
@@ -82,9 +83,9 @@ class Verification:
         self._back = {stream: min(floor, self._back.get(stream, floor)) for stream, (floor, _) in found.items()}
         self._heads = {stream: min(head, self._heads.get(stream, head)) for stream, (_, head) in found.items()}
 
-    def readers_go_back(self, dsn: str) -> None:
-        """The same for the readers' database, with their places."""
-        with closing(session_of(dsn, APPLICATION)) as session, session.use() as connection:
+    def readers_go_back(self, server: str) -> None:
+        """The same for the readers', with their places."""
+        with closing(session_of(tables.own_database(server), APPLICATION)) as session, session.use() as connection:
             for marks in self._compared.values():
                 _delete(connection, _EFFECTS, [*marks])
 

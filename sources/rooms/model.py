@@ -3,7 +3,7 @@
 Pure. It knows all events, also those that a store does not hold, and nothing of the order in which they came.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 
 from tidemark.sources.rooms.rules import MEMBER, HeldAs, RoomEvent
@@ -18,6 +18,12 @@ class Truth:
         self.everything = {event.id: event for event in everything}
         self._held = held
         self._states: dict[str, dict[StateKey, KeyHolder]] = {}
+
+    def part(self, held: Collection[str]) -> "Truth":
+        """The same room, were only these of its events held."""
+        part = Truth((), {id: kept for id, kept in self._held.items() if id in held})
+        part.everything, part._states = self.everything, self._states
+        return part
 
     @cached_property
     def placed(self) -> set[str]:

@@ -89,6 +89,12 @@ def _passed(row: str) -> str:
     return f"({row}.stream_ordering < 0 or {row}.stream_ordering <= {position})"
 
 
+def incarnation(connection: Connection) -> int:
+    """Which one of its database the connection leads to: tokens and caches of another one are of no use any more."""
+    ((began,),) = connection.execute("select max(began) from rooms.incarnations").fetchall()
+    return int(began)
+
+
 def joined_rooms(connection: Connection, member: str) -> list[str]:
     rows = connection.execute(
         "select room from rooms.memberships where member = %s and membership = %s order by room", [member, JOINED]

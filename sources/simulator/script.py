@@ -50,6 +50,15 @@ class Fault(StrEnum):
     """The services' Postgres is put back to a backup of a few seconds before."""
 
 
+class Successor(StrEnum):
+    """What takes the place of a Postgres."""
+
+    IMAGE = "image"
+    """A backup, which cannot be told from the server before."""
+    IN_STEP = "synchronous standby"
+    LAGGING = "lagging standby"
+
+
 ALL = frozenset(Fault)
 OF_DATABASES = frozenset({Fault.POSTGRES_CRASH, Fault.FAILOVER, Fault.RESTORE})
 """What takes a server of the services' own."""

@@ -3,7 +3,7 @@ rooms-torture`."""
 
 import click
 
-from tests.app.simulation.test_simulate import OF_ROOMS, require_right, require_rooms_right
+from tests.app.simulation.test_simulate import require_befell, require_right, require_rooms_right
 from tests.fix_stack import Terminal
 from tidemark.sources.simulator.script import Fault
 
@@ -17,6 +17,8 @@ def test_nothing_is_missed_doubled_or_disordered_for_as_long_as_it_lasts(termina
 
 
 def test_rooms_are_right_for_as_long_as_it_lasts(terminal: Terminal) -> None:
-    """Whatever dies, again and again: `make rooms-torture`."""
+    """Whatever dies, goes back or is replaced, again and again: `make rooms-torture`."""
     with terminal.up():
-        click.echo(require_rooms_right(terminal, SECONDS, OF_ROOMS))
+        told = require_rooms_right(terminal, SECONDS, set(Fault))
+        require_befell(told, set(Fault))
+        click.echo(told)

@@ -15,11 +15,12 @@ from tidemark.app.simulation.rooms_verification import RoomsVerification
 from tidemark.sources.relay.database import session_of
 from tidemark.sources.rooms.cached_reading import current_state, joined_with_version
 from tidemark.sources.rooms.persisting import following
-from tidemark.sources.rooms.reading import Upto, messages
+from tidemark.sources.rooms.reading import Upto, incarnation, messages
 from tidemark.sources.rooms.rules import HeldAs, RoomEvent
 from tidemark.sources.rooms.tables import SCHEMA
 from tidemark.sources.simulator import tables
 from tidemark.sources.simulator.rooms import REMOTE, played, room_streams
+from tidemark.sources.simulator.script import Successor
 from tidemark.streaming.postgres_session import Connection
 
 ROOM = "!tea"
@@ -42,15 +43,19 @@ class World:
     def answer(self, client: str, kind: str, about: str, since: int, upto: int, answer: Mapping[str, Any]) -> None:
         texts = [msgspec.json.encode(it).decode() for it in (Upto(since), Upto(upto), answer)]
         self.connection.execute(
-            "insert into play.answers (client, kind, about, since, upto, answer) values (%s, %s, %s, %s, %s, %s)",
-            [client, kind, about, *texts],
+            "insert into play.answers (client, kind, about, since, upto, answer, incarnation)"
+            " values (%s, %s, %s, %s, %s, %s, %s)",
+            [client, kind, about, *texts, incarnation(self.connection)],
         )
 
     def synced(self, since: int, upto: int, *events: int, member: str = "@ada", left: Sequence[int] = ()) -> None:
         self.answer("line", "sync", member, since, upto, {"events": events, "sent": [], "left": left})
 
+    def verification(self) -> RoomsVerification:
+        return RoomsVerification(self.dsn, self.dsn, lambda: {stream.name: 0 for stream in played(room_streams(""))})
+
     def counts(self) -> dict[str, RoomCount]:
-        with RoomsVerification(self.dsn, self.dsn) as verification:
+        with self.verification() as verification:
             return {it.client: it for it in [*verification.counts(), verification.rooms()]}
 
 
@@ -113,18 +118,18 @@ def test_a_walk_through_history_is_right_only_with_all_that_was_there(world: Wor
     state = [(*key, *holder) for key, holder in current_state(world.connection, ROOM)[1].items()]
     for events in (keys, keys[1:], keys[::-1], [*keys, keys[-1]]):
         world.answer("history", "history", ROOM, 0, 3, {"events": events, "history": 0, "state": state})
-    world.answer("history", "history", ROOM, 0, 2, {"events": keys, "history": 0, "state": []})
+    world.answer("history", "history", ROOM, 0, 2, {"events": keys, "history": 0, "state": state})
     found_count = world.counts()["history"]
     assert found_count == RoomCount("history", 14, 13, missed=1, doubled=2, disordered=1)
 
 
 def test_the_state_of_a_first_sync_is_that_of_its_position(world: World) -> None:
-    """One that lacks a member is not."""
+    """One that lacks a member is not, however many there are."""
     state = [(*key, *holder) for key, holder in current_state(world.connection, ROOM)[1].items()]
     events = [(2, 2), (1, 1)]
-    for given in (state, state[1:]):
+    for given in (*[state] * 5, state[1:]):
         world.answer("history", "history", ROOM, 0, 2, {"events": events, "history": 0, "state": given})
-    assert world.counts()["history"] == RoomCount("history", 4, 4, different=1)
+    assert world.counts()["history"] == RoomCount("history", 12, 12, different=1)
 
 
 def test_an_invite_is_in_no_state_before_it_is_placed(world: World) -> None:
@@ -166,6 +171,55 @@ def test_a_client_that_does_not_find_its_own_event_has_missed_it(world: World) -
     for found in (True, False):
         world.answer("own", "own", ROOM, 0, 2, {"id": 2, "found": found})
     assert world.counts()["own"] == RoomCount("own", 2, 1, missed=1)
+
+
+@pytest.mark.parametrize("how", [Successor.IMAGE, Successor.LAGGING])
+def test_answers_of_a_database_that_went_back_are_counted_as_they_were_found(world: World, how: Successor) -> None:
+    """Its clients begin anew, and what they are answered is held against what is there now. What was wrong, stays
+    so, and nothing that is lost is owed to anybody."""
+    world.say("lost")
+    with world.verification() as verification:
+        world.synced(0, 2, 1, 2)
+        world.answer("own", "own", ROOM, 0, 2, {"id": 2, "found": False})
+        with verification.held():  # this is when it is looked at
+            verification.services_go_back(world.dsn, how)
+        world.connection.execute("delete from rooms.timeline where event = 'lost'")
+        assert incarnation(world.connection) > 0
+        before = {it.client: it for it in verification.counts()}
+        assert before["own"] == RoomCount("own", 0, 0, missed=1)
+        assert before["line"] == RoomCount("line", 2, 2)
+        assert ("line", "@ada") in verification.awaited
+        world.synced(0, 2, 1, 2)
+        assert verification.counts()[0] == RoomCount("line", 4, 4)
+        assert ("line", "@ada") not in verification.awaited
+        world.say("new")
+        assert verification.counts()[0] == RoomCount("line", 5, 4)
+        world.synced(2, 2, 2)
+        assert verification.counts()[0] == RoomCount("line", 5, 4, doubled=1)
+
+
+def test_a_standby_in_step_begins_nothing_anew(world: World) -> None:
+    """What clients were told is all there: their answers go on."""
+    with world.verification() as verification:
+        world.synced(0, 1, 1)
+        with verification.held():
+            verification.services_go_back(world.dsn, Successor.IN_STEP)
+        world.synced(1, 2, 2)
+        assert verification.counts() == [RoomCount("line", 2, 2)]
+
+
+def test_answers_behind_those_that_a_readers_database_has_kept_are_looked_at_anew(world: World) -> None:
+    """It went back, and gives their numbers out again."""
+    with world.verification() as verification:
+        for _ in range(2):
+            world.answer("own", "own", ROOM, 0, 2, {"id": 2, "found": True})
+        assert verification.counts() == [RoomCount("own", 2, 2)]
+        world.connection.execute("delete from play.answers where number = 2")
+        world.connection.execute("alter sequence play.answers_number_seq restart with 2")
+        with verification.held():
+            verification.readers_go_back(world.dsn)
+        world.answer("own", "own", ROOM, 0, 2, {"id": 2, "found": False})
+        assert verification.counts() == [RoomCount("own", 3, 2, missed=1)]
 
 
 @pytest.mark.parametrize(

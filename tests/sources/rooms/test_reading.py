@@ -118,7 +118,7 @@ def test_initial_sync_is_consistent_with_its_token(rooms: Connection, another: C
 
 
 def test_an_out_of_band_membership_is_sent_to_its_user_alone(rooms: Connection) -> None:
-    """An invite to a room that the server does not know, its rejection; and to nobody a second time."""
+    """An invite to a room that the server does not know, its rejection, a knock; and to nobody a second time."""
     invite = a_member("invite", "@bob", replace(an_event("unknown"), depth=8), membership="invite")
     STORE.persist(rooms, replace(invite, held_as=HeldAs.OUT_OF_BAND))
     found = sync(rooms, "@bob", Upto(0), Upto(1))
@@ -129,6 +129,9 @@ def test_an_out_of_band_membership_is_sent_to_its_user_alone(rooms: Connection) 
     rejection = replace(invite, id="no", prevs=("invite",), depth=10, content={"membership": "leave"})
     STORE.persist(rooms, replace(rejection, held_as=HeldAs.OUT_OF_BAND))
     assert ids([*sync(rooms, "@bob", found.until, Upto(2)).sent]) == [2]
+    knock = replace(invite, id="knock", prevs=("no",), depth=11, content={"membership": "knock"})
+    STORE.persist(rooms, replace(knock, held_as=HeldAs.OUT_OF_BAND))
+    assert ids([*sync(rooms, "@bob", Upto(2), Upto(3)).sent]) == [3]
 
 
 def test_sync_reads_the_rooms_that_the_member_has_joined(rooms: Connection) -> None:

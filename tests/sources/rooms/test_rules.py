@@ -252,12 +252,19 @@ def test_a_new_event_takes_the_ten_deepest_extremities() -> None:
     assert {*rooms.rooms[ROOM].forward} == {"heal2"}
 
 
-def test_a_soft_failed_or_rejected_event_neither_is_an_extremity_nor_removes_one() -> None:
-    """New events are built on what was there before it; those that name it are regular all the same."""
+@pytest.mark.parametrize("held_as", [HeldAs.SOFT_FAILED, HeldAs.REJECTED])
+def test_a_soft_failed_or_rejected_event_neither_is_an_extremity_nor_removes_one(held_as: HeldAs) -> None:
+    """New events are built on what was there before it; those that name it are regular all the same. Of its state key
+    they know it where it is soft-failed, and nobody where it is rejected."""
     rooms = MemoryRooms()
     rooms.persist(ROOT)
-    bad = replace(an_event("bad", ROOT), held_as=HeldAs.SOFT_FAILED)
+    bad = replace(an_event("bad", ROOT, key="a"), held_as=held_as)
     rooms.persist(bad)
-    assert {*rooms.rooms[ROOM].forward} == {"root"}
+    room = rooms.rooms[ROOM]
+    assert {*room.forward} == {"root"}
+    assert room.group is not None
+    assert not room.groups.state(room.group)
     rooms.persist(an_event("upon", bad))
-    assert {*rooms.rooms[ROOM].forward} == {"root", "upon"}
+    assert {*room.forward} == {"root", "upon"}
+    state = room.groups.state(room.group)
+    assert [holder.id for holder in state.values()] == ["bad"] * (held_as is HeldAs.SOFT_FAILED)
