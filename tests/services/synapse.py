@@ -127,19 +127,23 @@ class Homeserver:
         self._configure()
         shared = ["-c", str(self._root / "homeserver.yaml")]
         self.main.run_first([self._python, "-m", "synapse.app.homeserver", *shared, "--generate-keys"])
+        self._start_all()
+
+    def _start_all(self) -> None:
         self.main.start()
         with ThreadPoolExecutor() as pool:
             [*pool.map(SynapseProcess.start, self.workers.values())]
 
     def rewrite(self, writers: Mapping[str, Sequence[str]]) -> None:
-        """Begin again with these writers: every process reads in its configuration who they are."""
+        """Begin again with these writers: every process reads in its configuration who they are. Each deletes the
+        positions of those that are none any more, and of two that do it at once Synapse ends one: the main process is
+        first."""
         self.stop()
         self._writers = writers
         home = self.main.home
         self.workers = {name: self.workers.get(name) or self._worker(home, name) for name in self._named()}
         self._configure()
-        with ThreadPoolExecutor() as pool:
-            [*pool.map(SynapseProcess.start, [self.main, *self.workers.values()])]
+        self._start_all()
 
     def _named(self) -> list[str]:
         return [*dict.fromkeys(name for workers in self._writers.values() for name in workers)]
