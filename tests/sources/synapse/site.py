@@ -153,7 +153,7 @@ class SynapseSite:
         """Messages into these rooms meanwhile; gives those that were acknowledged. Nobody waits long for the dead."""
         ended, sent = threading.Event(), list[str]()
         others = others or (lambda _: None)
-        patience, self.server.patience = self.server.patience, 2.0
+        patience, self.server.patience = self.server.patience, 4.0
 
         def run(number: int) -> None:
             count = 0
@@ -182,6 +182,8 @@ def made_site(
     server: Homeserver, home: Home, kafka: KafkaServer, topic: str, database: str, redis: Node, pipeline: Pipeline
 ) -> Iterator[SynapseSite]:
     """`database` is where bridges remember; what they tell goes to the sinks of `pipeline`."""
+    for process in [server.main, *server.workers.values()]:
+        process.start()  # a test that failed may have left it dead
     connection = KafkaConnection(kafka.bootstrap_servers)
     Topics(connection).create_missing([TopicPlan(topic, 1, 3_600_000)])
     with state_session(database) as session:
