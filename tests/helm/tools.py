@@ -42,9 +42,9 @@ def objects(example: str, *options: str) -> list[dict[str, Any]]:
     return [found for found in yaml.safe_load_all(rendered(example, *options)) if found]
 
 
-def alert_rules() -> str:
+def alert_rules(*, bridge: bool = True) -> str:
     """The file of rules for Prometheus, as the chart writes it for its own values, with the relay of one database and
-    the bridge to Synapse."""
+    with the bridge to Synapse or without."""
     values = yaml.safe_load((CHART / "values.yaml").read_text())["monitoring"]["prometheusRule"]
     placed = {
         "NAMESPACE": "streams",
@@ -62,6 +62,7 @@ def alert_rules() -> str:
             template = template.replace(word, str(value))
         return yaml.safe_load(template)
 
-    groups = read("alerts.yaml")["groups"] + read("relay-alerts.yaml") + read("synapse-alerts.yaml")
+    groups = read("alerts.yaml")["groups"] + read("relay-alerts.yaml")
+    groups += read("synapse-alerts.yaml") if bridge else []
     text: str = yaml.safe_dump({"groups": groups})
     return text

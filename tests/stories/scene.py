@@ -199,7 +199,8 @@ def made_scene(site: Site, home: Path) -> Iterator[Scene]:
         ):
             pipeline.ready()
             pods = {PIPELINE: pipeline.metrics_port, SIDECAR: client.base_url.port or 0, RELAY: relay_port}
-            with scraping(home, hastened(alert_rules()), pods, {SECOND: second}) as prometheus, asking(client):
+            rules = hastened(alert_rules(bridge=False))
+            with scraping(home, rules, pods, {SECOND: second}) as prometheus, asking(client):
                 yield Scene(site, shop, pipeline, way, client, prometheus, second)
 
 
