@@ -27,7 +27,10 @@ def run(task: Task, meter: Meter, plan: Callable[[DataFrame], DataFrame]) -> Non
             jars=sorted(Path(task.jars).glob("*.jar")),
             tasks=os.cpu_count() or 1,
             local_dir=directory / "spark",
-            extra={"spark.executorEnv.PYTHONPATH": str(ROOT)},  # where its workers find the state function
+            extra={
+                "spark.executorEnv.PYTHONPATH": str(ROOT),  # where its workers find the state function
+                "spark.driver.extraJavaOptions": "",  # ours suit a JVM that does little; here it does all the work
+            },
         )
     )
     records = spark.readStream.format("kafka").options(**_options(task)).load()
