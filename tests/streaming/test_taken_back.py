@@ -172,6 +172,7 @@ class Operated(RuleBasedStateMachine):
 
     @rule(name=writers)
     def crash(self, name: str) -> None:
+        self.advance()  # what the line passes before the process is there needs no word about it
         self.queue.extend(self.database.start(name))
         self.signed[name].clear()
         self.advance()
