@@ -6,7 +6,6 @@ takes half a minute of a core and 160 MB beside the installation, and nothing wh
 (`app.class_archive`).
 """
 
-import os
 import signal
 import sys
 import threading
@@ -20,6 +19,8 @@ from pyspark.sql.streaming.datasource import ReadLimit
 from pyspark.sql.types import StructType
 
 from tidemark.app.class_archive import SILENT, make, spark_archive
+from tidemark.app.java import find_java
+from tidemark.app.settings import Settings
 from tidemark.streaming import query
 from tidemark.streaming.compact import MOST_FACTS, compact
 from tidemark.streaming.kafka_source import KafkaConfig, PacketReader, PacketSource
@@ -78,5 +79,4 @@ def _written(directory: Path, option: str) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what is half made is removed
-    home = os.environ.get("JAVA_HOME")
-    make(spark_archive(f"{home}/bin/java" if home else "java"), _written)
+    make(spark_archive(find_java(Settings().java_home)), _written)

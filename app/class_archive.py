@@ -28,8 +28,8 @@ def spark_archive(java: str, directory: Path = DIRECTORY) -> Path:
 
 
 def archive(name: str, java: str, jars: Sequence[Path], directory: Path) -> Path:
-    """`java` is the program. Another Java and other jars have another."""
-    program = Path(shutil.which(java) or java).resolve()
+    """`java` is the program, as `find_java` gives it. Another Java and other jars have another."""
+    program = Path(java).resolve()
     release = program.parent.parent / "release"
     version = release.read_text() if release.is_file() else ""
     found = [(str(jar), jar.stat().st_size, int(jar.stat().st_mtime)) for jar in jars]
