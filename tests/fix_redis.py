@@ -4,13 +4,15 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from random import SystemRandom
 
 import pytest
 
 from tests.waiting import eventually
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.server import LOOPBACK, ServerProcess, free_port
+from tidemark.app.stack.server import LOOPBACK, ServerProcess, free_port, obstacle
 from tidemark.app.stack.servers import RedisServer, redis_program
 
 
@@ -91,7 +93,8 @@ def _about(sentinel: Watchman) -> str:
 @pytest.fixture(scope="session")
 def redis_cluster(home: Home) -> Iterator[list[Node]]:
     """Three primaries."""
-    nodes = [Node(home, f"redis-node-{number}", _low_port(), cluster_enabled="yes") for number in range(3)]
+    ports = islice(_node_ports(), 3)
+    nodes = [Node(home, f"redis-node-{n}", port, cluster_enabled="yes") for n, port in enumerate(ports)]
     with _all_started(nodes):
         addresses = [f"{LOOPBACK}:{node.port}" for node in nodes]
         subprocess.run(
@@ -105,8 +108,8 @@ def redis_cluster(home: Home) -> Iterator[list[Node]]:
         yield nodes
 
 
-def _low_port() -> int:
-    """The nodes' own port is 10 000 above it."""
-    while (port := free_port()) > 55_000:
-        continue
-    return port
+def _node_ports() -> Iterator[int]:
+    """Different ones. A node takes the port 10 000 above its own too; nobody else is lent or draws either of them."""
+    for port in SystemRandom().sample(range(5_000, 10_000), 5_000):
+        if obstacle(port) is None and obstacle(port + 10_000) is None:
+            yield port
