@@ -15,6 +15,7 @@ from tests.bench import (
     flat,
     gap,
     history,
+    idle,
     latency,
     outbox,
     quiet,
@@ -58,6 +59,7 @@ def everything() -> None:
         _record("attacks", attacks.run(site, attacks.AttackPlan()))
         _record("history", history.run(site, history.HistoryPlan()))
         _record("standing", standing.run(site, standing.StandingPlan()))
+        _record("idle", idle.run(site, idle.IdlePlan()))
         _record("rooms", rooms.run(site, rooms.RoomsPlan()))
     _record("flat", flat.run(flat.FlatPlan()))
 
@@ -208,6 +210,13 @@ def history_(**sizes: Any) -> None:
 def standing_(**sizes: Any) -> None:
     """What a stream has and a batch does not touch."""
     _on_servers("standing", lambda site: standing.run(site, standing.StandingPlan(**sizes)))
+
+
+@main.command("idle")
+@_sizes(idle.IdlePlan(), "streams", "seconds", "rate")
+def idle_(**sizes: Any) -> None:
+    """A start with very many streams, and what they cost while they rest."""
+    _on_servers("idle", lambda site: idle.run(site, idle.IdlePlan(**sizes)))
 
 
 @main.command("rooms")

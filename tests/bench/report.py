@@ -11,6 +11,7 @@ from tests.bench import (
     flat,
     gap,
     history,
+    idle,
     latency,
     outbox,
     quiet,
@@ -42,6 +43,7 @@ SECTIONS: dict[str, tuple[str, Renderer]] = {
     "attacks": ("One sidecar under attack", attacks.render),
     "history": ("The history in Postgres", history.render),
     "standing": ("What a batch does not touch", standing.render),
+    "idle": ("A million idle streams", idle.render),
     "rooms": ("The room DAG", rooms.render),
     "soak": ("Memory over time", soak.render),
 }

@@ -118,11 +118,21 @@ def pipeline(site: BenchSite, topic: str, partitions: int, variables: Mapping[st
 
     `variables` are settings beyond those of the site (`TIDEMARK_...`); all others have their defaults.
     """
-    directory = site.directory("pipeline")
+    running = not_begun(site, topic, partitions, site.database(), site.emptied_redis(), variables)
+    running.server.start()
+    try:
+        yield running
+    finally:
+        running.server.stop()
+
+
+def not_begun(
+    site: BenchSite, topic: str, partitions: int, dsn: str, redis_url: str, variables: Mapping[str, str]
+) -> Whole:
+    """A pipeline without a checkpoint, which its caller starts and stops."""
     port = free_port()
-    dsn, redis_url = site.database(), site.emptied_redis()
     settings = {
-        "TIDEMARK_HOME": str(directory),
+        "TIDEMARK_HOME": str(site.directory("pipeline")),
         "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": site.kafka.bootstrap_servers,
         "TIDEMARK_KAFKA_FACTS_TOPIC": topic,
         "TIDEMARK_KAFKA_CONTROL_TOPIC": f"{topic}.control",
@@ -134,9 +144,4 @@ def pipeline(site: BenchSite, topic: str, partitions: int, variables: Mapping[st
         "TIDEMARK_METRICS_PORT": str(port),
         **variables,
     }
-    server = PipelineProcess(site.home, port, settings)
-    server.start()
-    try:
-        yield Whole(server, topic, dsn, redis_url)
-    finally:
-        server.stop()
+    return Whole(PipelineProcess(site.home, port, settings), topic, dsn, redis_url)
