@@ -30,15 +30,6 @@ local function take(key, call)
     known, moved, order = {}, {}, {}
 end
 
-local function call(...)
-    local reply = redis.pcall(...)
-    if type(reply) == 'table' and reply.err then
-        -- Redis 6 hides the error's code behind the script's name and line.
-        error({err = string.match(reply.err, '^@user_script.-: %-(.*)$') or reply.err})
-    end
-    return reply
-end
-
 -- Whether ID a is farther from 0 than ID b.
 local function beyond(a, b)
     if a == b then return false end

@@ -5,27 +5,24 @@ can be made again. The keys of a stream share a hash tag; one call changes many 
 slot.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha1
-from importlib.resources import files
 from typing import Any, Literal, Self
 
 import msgspec
-from redis import exceptions as problems
 
 from tidemark.sinks.redis.changes import Change
 from tidemark.sinks.redis.client import RedisAddress, RedisSession, redis_address
 from tidemark.sinks.redis.errors import Remedies, StreamFault, of_stream, sound
 from tidemark.sinks.redis.held import RedisPositions, entry_time, fencing_token, held, tokens
 from tidemark.sinks.redis.names import SENTINEL, STREAMS, key
+from tidemark.sinks.redis.scripts import Script, slots, together
 from tidemark.streaming.errors import LeaseLost
 
 STREAMS_AT_ONCE = 500  # in one pipeline: bounds the memory of both sides
 MOVES_AT_ONCE = 200  # in one call, for some milliseconds of which nobody else has his turn; one stream may have more
 
-_SCRIPT = files("tidemark.sinks.redis").joinpath("publish.lua").read_text("utf-8")
-_SHA = sha1(_SCRIPT.encode(), usedforsecurity=False).hexdigest()
+_SCRIPT = Script("publish.lua")
 
 Mode = Literal["new", "known", "mend", "anew"]
 """How a change is published; `publish.lua` says what each means."""
@@ -56,9 +53,7 @@ class Redis:
 
     def __init__(self, config: RedisConfig) -> None:
         self._kept = config.advances_kept
-        address = redis_address(config.address)
-        self._clustered = address.clustered
-        self._session = RedisSession(address, _REMEDIES, config.timeout)
+        self._session = RedisSession(redis_address(config.address), _REMEDIES, config.timeout)
         self.where = self._session.where
         self.faults: dict[str, str] = {}
 
@@ -89,14 +84,14 @@ class Redis:
             for change, answer in self._run(token, chunk):
                 try:
                     said, *more = sound(answer)
-                    if said == "fenced":
-                        newest = max(newest, fencing_token(more[0]))
+                    if said == b"fenced":
+                        newest = max(newest, fencing_token(more[0].decode(errors="replace")))
                         continue
                 except StreamFault as fault:
                     self.faults[change.stream] = str(fault)
                     continue
                 self.faults.pop(change.stream, None)
-                if said == "lost":
+                if said == b"lost":
                     lost.append(change.stream)
             if newest > token:
                 raise LeaseLost(token, newest)
@@ -139,52 +134,38 @@ class Redis:
     def _run(self, token: int, chunk: Sequence[_Call]) -> Iterator[tuple[Change, Any]]:
         """Each change with the script's word on it, or its error."""
         with self._session.use() as client:
-            slot = client.keyslot if self._clustered else None
-            together = _together(chunk, slot)
+            calls = together(
+                ((change.stream, _moves(change), (mode, change)) for mode, change in chunk),
+                slots(client),
+                MOVES_AT_ONCE,
+            )
             alone: list[list[_Call]] = []
-            for calls, answer in zip(together, self._answers(client, token, together), strict=True):
+            for call, answer in zip(calls, self._answers(client, token, calls), strict=True):
                 if not isinstance(answer, Exception):
-                    yield from zip((change for _, change in calls), answer, strict=True)
-                elif len(calls) == 1:
-                    yield calls[0][1], answer
+                    yield from zip((change for _, change in call), answer, strict=True)
+                elif len(call) == 1:
+                    yield call[0][1], answer
                 else:
-                    alone += [[call] for call in calls]  # one of them has a fault
-            for calls, answer in zip(alone, self._answers(client, token, alone), strict=True):
-                yield calls[0][1], answer if isinstance(answer, Exception) else answer[0]
+                    alone += [[it] for it in call]  # one of them has a fault
+            for call, answer in zip(alone, self._answers(client, token, alone), strict=True):
+                yield call[0][1], answer if isinstance(answer, Exception) else answer[0]
 
-    def _answers(self, client: Any, token: int, together: Sequence[Sequence[_Call]]) -> list[Any]:
-        answers = self._called(client, token, together)
-        if any(isinstance(answer, problems.NoScriptError) for answer in answers):
-            client.script_load(_SCRIPT)  # a new server, or one that was restarted
-            answers = self._called(client, token, together)
+    def _answers(self, client: Any, token: int, calls: Sequence[Sequence[_Call]]) -> list[Any]:
+        answers = _SCRIPT.answers(
+            client,
+            (
+                (
+                    [key(change.stream, "positions") for _, change in call],
+                    (str(token), str(self._kept), msgspec.msgpack.encode(call)),
+                )
+                for call in calls
+            ),
+        )
         for answer in answers:  # what no stream is to blame for is translated
             if isinstance(answer, Exception) and not of_stream(answer):
                 raise answer
         return answers
 
-    def _called(self, client: Any, token: int, together: Sequence[Sequence[_Call]]) -> list[Any]:
-        pipeline = client.pipeline(transaction=False)
-        for calls in together:
-            keys = [key(change.stream, "positions") for _, change in calls]
-            arguments = (str(token), str(self._kept), msgspec.msgpack.encode(calls))
-            # Not `evalsha`, which redis-py does not want in a pipeline to a Cluster, although each call has its node.
-            pipeline.execute_command("EVALSHA", _SHA, len(keys), *keys, *arguments)
-        answers: list[Any] = pipeline.execute(raise_on_error=False)
-        return answers
 
-
-def _together(chunk: Sequence[_Call], slot: Callable[[str], int] | None) -> list[list[_Call]]:
-    """The calls of the script: in a Cluster, which has a `slot` for each key, each of one."""
-    found: list[list[_Call]] = []
-    newest: dict[int, tuple[list[_Call], int]] = {}
-    for call in chunk:
-        _, change = call
-        place = 0 if slot is None else slot(key(change.stream, "positions"))
-        moves = 1 + len(change.entries) + len(change.late)
-        calls, so_far = newest.get(place, ([], MOVES_AT_ONCE))
-        if so_far + moves > MOVES_AT_ONCE:
-            calls, so_far = [], 0
-            found.append(calls)
-        calls.append(call)
-        newest[place] = calls, so_far + moves
-    return found
+def _moves(change: Change) -> int:
+    return 1 + len(change.entries) + len(change.late)

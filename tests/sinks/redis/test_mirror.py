@@ -322,10 +322,15 @@ def test_every_kind_of_spoilt_key_is_the_fault_of_its_stream(
         "positions": lambda keys, name: keys.hset(name, "w", "first"),
         "fence": lambda keys, name: keys.hset(name, "token", "99999999999999999999999"),
     }
+    bytes_: dict[str, Callable[[Any, str], object]] = {
+        "linear": lambda keys, name: keys.set(name, b"\xff" * 20),
+        "positions": lambda keys, name: keys.hset(name, b"\xff", "1"),
+        "fence": lambda keys, name: keys.hset(name, "token", b"\xff" * 30),
+    }
     steps = zip(moves(*range(1, 50)), moves(*range(1, 50), name="}x"), strict=True)
     pipeline.publish(*next(steps))
     with Maintenance([pipeline.mirror], pipeline.store, lease, MaintenanceConfig(poll=0.02, compare=0.02)):
-        for what, spoil in [*spoils.items(), *garbage.items()]:
+        for what, spoil in [*spoils.items(), *garbage.items(), *bytes_.items()]:
             with keys.pipeline() as at_once:  # else the mirror may mend it in between
                 at_once.delete(key("}x", what))
                 spoil(at_once, key("}x", what))

@@ -14,7 +14,8 @@ from tidemark.app.stack.servers import RedisServer
 from tidemark.sinks.reader.token import Token
 from tidemark.sinks.redis.changes import AdvanceEntry, Change, LateEntry
 from tidemark.sinks.redis.names import key
-from tidemark.sinks.redis.publish import MOVES_AT_ONCE, Mode, Redis, RedisConfig, _together
+from tidemark.sinks.redis.publish import MOVES_AT_ONCE, Mode, Redis, RedisConfig, _moves
+from tidemark.sinks.redis.scripts import together
 from tidemark.streaming.errors import BadSetting, LeaseLost, Refused, Unavailable
 
 LARGEST = 2**63 - 1
@@ -320,13 +321,14 @@ def test_calls_hold_streams_of_one_slot_and_a_bounded_number_of_moves(streams: l
     chunk: list[tuple[Mode, Change]] = [
         ("new", Change(f"s{number}", "7", [entry("w", 0, 1)] * moves)) for number, (_, moves) in enumerate(streams)
     ]
-    calls = _together(chunk, slots.__getitem__)
+    sized = [(change.stream, _moves(change), (mode, change)) for mode, change in chunk]
+    calls = together(sized, slots.__getitem__, MOVES_AT_ONCE)
     places = [{slots[key(change.stream, "positions")] for _, change in call} for call in calls]
     assert all(len(place) == 1 for place in places)
     assert sorted(change.stream for call in calls for _, change in call) == sorted(it.stream for _, it in chunk)
     for call in calls:
         assert len(call) == 1 or sum(1 + len(change.entries) for _, change in call) <= MOVES_AT_ONCE
-    assert [it for call in _together(chunk, None) for it in call] == chunk
+    assert [it for call in together(sized, lambda _: 0, MOVES_AT_ONCE) for it in call] == chunk
 
 
 def test_wrong_password_is_a_refusal(redis_url: str) -> None:

@@ -1,0 +1,30 @@
+-- Reads what the keys of some streams hold; writes nothing.
+--
+-- KEYS  of each stream the positions, beside which its other keys are (one hash tag)
+-- ARGV  how many positions are enough
+--
+-- Answers of each stream, as JSON, [linear, allocated, {writer: position}, late, token] with null for what is not there;
+-- or the error that one of its keys gave. Of the last ones none where there were enough positions before them: their
+-- time is that of everybody who waits for Redis.
+
+local left = tonumber(ARGV[1])
+
+local function read(key)
+    local channel = string.match(key, '^(.*):positions$')
+    local linear, allocated = call('GET', channel .. ':linear'), call('GET', channel .. ':allocated')
+    local flat, positions = call('HGETALL', key), {}
+    for i = 1, #flat, 2 do positions[flat[i]] = flat[i + 1] end
+    left = left - #flat / 2
+    local fence = call('HMGET', channel .. ':fence', 'late', 'token')
+    local null = cjson.null
+    return cjson.encode({linear or null, allocated or null, positions, fence[1] or null, fence[2] or null})
+end
+
+local answers = {}
+for at, key in ipairs(KEYS) do
+    if left <= 0 then break end
+    local ok, answer = pcall(read, key)
+    if not ok and type(answer) ~= 'table' then error(answer) end
+    answers[at] = answer
+end
+return answers
