@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Self
 
+import msgspec
 import structlog
 
 from tidemark.sinks.port import Batch, Committed
@@ -49,8 +50,7 @@ class RememberedSetup:
     topics: dict[str, tuple[str, int]]
 
 
-@dataclass(frozen=True, slots=True)
-class StreamPositions:
+class StreamPositions(msgspec.Struct, frozen=True, gc=False):
     """A stream as committed. `forgotten` names writers that retired long ago and stand neither here nor in Redis;
     `late` is the number of its newest late completion, 0 for none."""
 
@@ -220,28 +220,33 @@ class Postgres:
 
     def positions(self, streams: Collection[str]) -> dict[str, StreamPositions]:
         """The positions of `streams`, without those that are not known. Each is at most as old as the call."""
-        names = (list(streams),)
+        of = " where stream = any(string_to_array(%s, ' '))"  # no name has a space
+        names = (" ".join(streams),)
+        positions: dict[str, dict[str, int]] = {}
+        forgotten: dict[str, list[str]] = {}
         with self._reads.use() as connection:
             # The lines first: a line that is older than the positions claims too little, the other way too much.
-            found = {
-                stream: StreamPositions(linear, allocated, late, {}, frozenset(forgotten))
-                for stream, linear, allocated, late, forgotten in connection.execute(
-                    "select stream, linear, head,"
-                    " coalesce((select max(number) from tidemark.late_completions l where l.stream = s.stream), 0),"
-                    " array(select writer from tidemark.stream_positions p"
-                    "   where p.stream = s.stream and forgotten)"
-                    " from tidemark.streams s where stream = any(%s)",
-                    names,
+            lines = connection.execute(f"select stream, linear, head from tidemark.streams{of}", names).fetchall()
+            late = dict(
+                connection.execute(
+                    f"select stream, max(number) from tidemark.late_completions{of} group by stream", names
                 )
-            }
-            for stream, writer, position in connection.execute(
-                "select stream, writer, position from tidemark.stream_positions"
-                " where stream = any(%s) and not forgotten",
-                names,
-            ):
-                if stream in found:
-                    found[stream].positions[writer] = position
-        return found
+            )
+            for stream, writer, position, is_forgotten in connection.execute(
+                f"select stream, writer, position, forgotten from tidemark.stream_positions{of}", names
+            ).fetchall():
+                if is_forgotten:
+                    forgotten.setdefault(stream, []).append(writer)
+                elif (known := positions.get(stream)) is None:
+                    positions[stream] = {writer: position}
+                else:
+                    known[writer] = position
+        return {
+            stream: StreamPositions(
+                linear, head, late.get(stream, 0), positions.get(stream, {}), frozenset(forgotten.get(stream, ()))
+            )
+            for stream, linear, head in lines
+        }
 
     def page_after(self, stream: str, standing: Callable[[str], int], late: int, bounds: PageBounds) -> PastPage:
         with self._reads.use() as connection:

@@ -5,7 +5,8 @@ refill and a batch from interleaving within a stream, so that the list of advanc
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
@@ -35,6 +36,7 @@ class Mirror:
         self._fence = fence
         self._known: set[str] = set()
         self._compared = False
+        self._comparing = threading.Lock()
         self._lines: dict[str, tuple[int, int]] = {}
         self._stamps = 0
         self._lock = threading.Lock()
@@ -45,7 +47,7 @@ class Mirror:
     def publish(self, batch: Batch, committed: Committed) -> int:
         if not self._compared:
             # Redis may lack all or some of what earlier processes committed; a batch must not join half a stream.
-            self.refill()
+            self._compare_first()
         if committed.repeated:
             # Postgres knows how it was settled then; the batch alone does not.
             return self.refill(sorted({stream.stream for _, stream in batch.streams()})).streams
@@ -75,9 +77,28 @@ class Mirror:
 
     def refill(self, streams: Sequence[str] | None = None) -> Refilled:
         """Compare `streams` (None: all) with Postgres, and write what Redis lacks. Readers keep reading meanwhile."""
+        if streams is None:
+            with self._comparing:
+                return self._refill_all()
         lines: dict[str, tuple[int, int]] = {}
-        behind = self._behind(self._postgres.streams() if streams is None else streams, lines)
-        self._lines = lines if streams is None else self._lines | lines
+        refilled = self._refill(streams, lines)
+        self._lines = self._lines | lines
+        return refilled
+
+    def _compare_first(self) -> None:
+        """Unless another thread does just that: it is waited for."""
+        with self._comparing:
+            if not self._compared:
+                self._refill_all()
+
+    def _refill_all(self) -> Refilled:
+        lines: dict[str, tuple[int, int]] = {}
+        refilled = self._refill(self._postgres.streams(), lines)
+        self._lines, self._compared = lines, True
+        return refilled
+
+    def _refill(self, streams: Sequence[str], lines: dict[str, tuple[int, int]]) -> Refilled:
+        behind = self._behind(streams, lines)
         writers = sum(behind.values())
         newest = max(1, ENTRIES // max(1, writers))
         entries = 0
@@ -88,7 +109,6 @@ class Mirror:
             entries += sum(len(change.entries) for _, change in calls)
         if behind:
             log.info("Filled Redis from Postgres", streams=len(behind), writers=writers, entries=entries)
-        self._compared = self._compared or streams is None
         return Refilled(len(behind), entries)
 
     def _behind(self, streams: Sequence[str], lines: dict[str, tuple[int, int]]) -> dict[str, int]:
@@ -96,14 +116,13 @@ class Mirror:
         behind: dict[str, int] = {}
         ahead: list[str] = []
         fence = 0
-        for names in _chunks(streams):
-            held = self._redis.held(names)
-            for stream, wanted in self._postgres.positions(names).items():
-                if stream not in held:
+        for held, stored in self._both(streams):
+            for stream, wanted in stored.items():
+                here = held.get(stream)
+                if here is None:
                     continue
-                here = held[stream]
                 fence = max(fence, here.fence)
-                writers = len(_lacking(here, wanted)) + len(wanted.forgotten & here.positions.keys())
+                writers = _affected(here, wanted)
                 if writers or _moved(here, wanted):
                     behind[stream] = writers
                 else:
@@ -123,6 +142,19 @@ class Mirror:
                 first=ahead[0],
             )
         return behind
+
+    def _both(
+        self, streams: Sequence[str]
+    ) -> Iterator[tuple[Mapping[str, RedisPositions], Mapping[str, StreamPositions]]]:
+        """What Redis held, and then Postgres, of some streams after the others. Redis is asked for the next ones while
+        those before are compared."""
+        chunks = [*_chunks(streams)]
+        with ThreadPoolExecutor(1, "held") as pool:
+            asked = (pool.submit(self._redis.held, names) for names in [*chunks, []])
+            following = next(asked)
+            for names in chunks:
+                held, following = following, next(asked)
+                yield held.result(), self._postgres.positions(names)
 
     def _mending(self, names: Sequence[str], newest: int) -> list[tuple[Mode, Change]]:
         held = self._redis.held(names)
@@ -168,6 +200,13 @@ def _moved(held: RedisPositions, wanted: StreamPositions) -> bool:
         or abs(held.allocated) < abs(wanted.allocated)
         or held.late < wanted.late
     )
+
+
+def _affected(held: RedisPositions, wanted: StreamPositions) -> int:
+    """How many writers Redis lacks, has at an earlier position, or has to forget."""
+    if held.positions == wanted.positions:
+        return 0
+    return len(_lacking(held, wanted)) + len(wanted.forgotten & held.positions.keys())
 
 
 def _lacking(held: RedisPositions, wanted: StreamPositions) -> list[str]:

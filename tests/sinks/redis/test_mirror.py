@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, cast
 
@@ -91,6 +92,33 @@ def test_batch_after_a_crash_does_not_leave_a_hole(pipeline: Pipeline, shown: Re
     pipeline.commit(second)
     pipeline.restarted(shown).publish(*pipeline.commit(third))
     assert [(it["prev"], it["id"]) for it in entries(keys)] == [("0", "3"), ("3", "5"), ("5", "9")]
+
+
+def test_a_batch_waits_for_the_comparison_that_runs_already(
+    pipeline: Pipeline, shown: Redis, keys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new owner compares everything once, however many streams there are, and not once more for its first batch."""
+    pipeline.publish(*moves(1))
+    comparing, may_go_on, compared = threading.Event(), threading.Event(), []
+
+    def all_streams() -> list[str]:
+        compared.append(Postgres.streams(pipeline.store))
+        comparing.set()
+        assert may_go_on.wait(60)
+        return compared[-1]
+
+    monkeypatch.setattr(pipeline.store, "streams", all_streams)
+    mirror = pipeline.restarted(shown)
+    with ThreadPoolExecutor(2) as pool:
+        refilling = pool.submit(mirror.refill)
+        assert comparing.wait(60)
+        publishing = pool.submit(mirror.publish, *pipeline.commit(stream("s", advance("w", 1, 3), linear=3)))
+        may_go_on.set()
+        refilling.result()
+        publishing.result()
+    assert compared == [["s"]]
+    assert keys.get(key("s", "token")) == "m3"
+    assert [(it["prev"], it["id"]) for it in entries(keys)] == [("0", "1"), ("1", "3")]
 
 
 def test_flushed_redis_is_the_same_again(pipeline: Pipeline, keys: Any) -> None:
