@@ -3,6 +3,7 @@
 Spark turns what a callback raises into a text, so the error itself is kept here for the pipeline to act on.
 """
 
+import gc
 import threading
 import time
 from collections.abc import Mapping
@@ -22,6 +23,9 @@ from tidemark.streaming.query import collect
 
 log = structlog.get_logger(__name__)
 
+LET_GO_AFTER = 50
+"""Batches. What pyspark makes of one hangs together in cycles and keeps 40 KB of plans in the JVM until Python looks for
+these, which it does seldom (`app.pipeline`)."""
 FEWER = 4  # so many times fewer records has a batch than were read of one that had to be cut
 
 
@@ -90,6 +94,8 @@ class Batches:
         self._board.update(effects)
         metrics.count_batch(effects, published, time.monotonic() - began)
         self.published += 1
+        if self.published % LET_GO_AFTER == 0:
+            gc.collect()
         log.debug("Published a batch", batch=number, seconds=round(time.monotonic() - began, 3))
         if cut:
             raise BatchCut(read, max(1, read // FEWER))

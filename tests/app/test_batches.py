@@ -1,6 +1,8 @@
 """Batches in the driver, with a publisher that has no sinks and results of Spark that are there already."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -9,7 +11,7 @@ import pytest
 from pyspark.sql import DataFrame
 
 from tests.waiting import eventually
-from tidemark.app.batches import Batches
+from tidemark.app.batches import LET_GO_AFTER, Batches
 from tidemark.app.board import Board
 from tidemark.app.tracing import untraced
 from tidemark.sinks.dead_letters import DeadLettered
@@ -66,3 +68,25 @@ def test_without_an_interval_nothing_waits() -> None:
     for number in range(100):
         quick(EMPTY, number)
     assert quick.published == 100
+
+
+class _Cycle(_Empty):
+    """As pyspark makes them: its objects know each other."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_what_spark_made_of_a_batch_is_let_go() -> None:
+    """However seldom Python looks for cycles: each of them keeps a plan in the JVM, which would fill up."""
+    gc.disable()
+    try:
+        quick = batches(0)
+        made = []
+        for number in range(3 * LET_GO_AFTER):
+            batch = _Cycle()
+            made.append(weakref.ref(batch))
+            quick(cast("DataFrame", batch), number)
+        assert sum(batch() is not None for batch in made) <= LET_GO_AFTER
+    finally:
+        gc.enable()
