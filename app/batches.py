@@ -24,8 +24,8 @@ from tidemark.streaming.query import collect
 log = structlog.get_logger(__name__)
 
 LET_GO_AFTER = 50
-"""Batches. What pyspark makes of one hangs together in cycles and keeps 40 KB of plans in the JVM until Python looks for
-these, which it does seldom (`app.pipeline`)."""
+"""Batches. What pyspark makes of one hangs together in cycles and keeps 40 KB of plans in the JVM until Python looks
+for these, which it does seldom (`app.pipeline`)."""
 FEWER = 4  # so many times fewer records has a batch than were read of one that had to be cut
 
 
