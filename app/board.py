@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 from prometheus_client.core import GaugeMetricFamily
@@ -17,11 +17,10 @@ from tidemark.app import metrics
 from tidemark.app.board_entries import QUIET, BoardEntries, BoardEntry
 from tidemark.app.metrics import STREAM_GAUGES
 from tidemark.sinks.port import Sink
-from tidemark.streaming import state
-from tidemark.streaming.effects import ShardEffects, Summary, summarize
+from tidemark.streaming.effects import ShardEffects, Summary
 from tidemark.streaming.holders import HELD_AFTER, Holder
-from tidemark.streaming.plain import at_rest
 from tidemark.streaming.policies import Policies
+from tidemark.streaming.states import ShardedStates
 
 log = structlog.get_logger(__name__)
 
@@ -29,9 +28,19 @@ THRESHOLDS = ("gap_seconds", "silent_seconds", "behind_seconds", "behind_ids")
 NEAR = 0.5  # of a bound: what fills less of it is no series
 LONGEST = ("age", "behind_seconds")  # of streams together the highest counts, of all else the sum
 OTHER_STREAMS, OTHER_WRITERS = "other streams", "other writers"  # no name has a space
-
+NOTHING = ShardedStates(1, {})
 
 Entries = Mapping[str, BoardEntry]
+
+
+class _Sums(NamedTuple):
+    """Of the lines in Postgres and in the sink, as `compared`: of all streams, and of those that ended up to `version`
+    of the entries."""
+
+    compared: Mapping[str, tuple[int, int]]
+    everything: tuple[int, int]
+    version: int
+    ended: tuple[int, int]
 
 
 class Board(Collector):
@@ -44,8 +53,8 @@ class Board(Collector):
 
     def __init__(self, now: Callable[[], float] = time.time, streams: int = 1000, writers: int = 5000) -> None:
         self.read: dict[tuple[str, int], int] = {}
-        self._entries = BoardEntries(streams)
-        self._copied: dict[int, tuple[object, int, tuple[int, int]]] = {}
+        self._entries = BoardEntries(streams, NOTHING)
+        self._copied: dict[int, _Sums] = {}
         self._least: tuple[int, Policies, dict[str, int | None]] | None = None
         self._lock = threading.Lock()
         self._now = now
@@ -56,13 +65,10 @@ class Board(Collector):
         self._bounds = self._policies.bounds()
         self._sinks: Sequence[Sink] = ()
 
-    def load(self, states: Mapping[str, bytes], offsets: Mapping[str, Mapping[int, int]]) -> None:
+    def load(self, states: ShardedStates, offsets: Mapping[str, Mapping[int, int]]) -> None:
         """Start from what Postgres holds, so that a restart without traffic shows every stream."""
         self.read.update({(topic, number): at for topic, of in offsets.items() for number, at in of.items()})
-        entries = BoardEntries(self._streams)
-        for name, stored in states.items():
-            entries.put(name, _entry(stored))
-        self._begin(entries)
+        self._begin(BoardEntries(self._streams, states))
 
     def new_offsets(self, effects: Sequence[ShardEffects]) -> int:
         """How many a batch read that is not shown yet."""
@@ -87,7 +93,7 @@ class Board(Collector):
     def forget(self) -> None:
         """Another process has the lease: what this one knows gets old, and a gap that is closed would age for ever, as
         would records that this one has not read."""
-        self._begin(BoardEntries(self._streams))
+        self._begin(BoardEntries(self._streams, NOTHING))
         for gauge in (metrics.KAFKA_END, metrics.KAFKA_READ, metrics.KAFKA_LAG):
             gauge.clear()
 
@@ -218,14 +224,15 @@ class Board(Collector):
                     family.add_metric([OTHER_STREAMS, copy], sums[place] - sum(line for _, line in shown))
 
     def _sums(self, number: int, compared: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
-        """Of the streams that have not ended; counted anew only where they are others, or were compared again."""
-        known = self._copied.get(number)
-        if known is not None and known[0] is compared and known[1] == self._entries.version:
-            return known[2]
-        lines = [lines for stream, lines in compared.items() if stream in self._entries]
-        sums = sum(durable for durable, _ in lines), sum(shown for _, shown in lines)
-        self._copied[number] = compared, self._entries.version, sums
-        return sums
+        """Of the streams that have not ended; all are looked at only where they were compared again."""
+        known, entries = self._copied.get(number), self._entries
+        if known is None or known.compared is not compared:
+            known = _Sums(compared, _summed(compared.values()), -1, (0, 0))
+        if known.version != entries.version:
+            ended = _summed(compared[stream] for stream in entries.ended if stream in compared)
+            known = known._replace(version=entries.version, ended=ended)
+        self._copied[number] = known
+        return known.everything[0] - known.ended[0], known.everything[1] - known.ended[1]
 
     def _show_holders(self, family: GaugeMetricFamily, silent: GaugeMetricFamily, now: float) -> int:
         """Returns how many have no series of their own."""
@@ -272,10 +279,9 @@ class Board(Collector):
         return max(0.0, now - (self._began if since is None else since / 1000))
 
 
-def _entry(stored: bytes) -> BoardEntry:
-    if (resting := at_rest(stored)) is not None:
-        return BoardEntry(resting.line, resting.line, resting.positions, QUIET)
-    stream = state.decode(stored)
-    signed = stream.direction.signed
-    positions = {name: signed(it.position) for name, it in stream.writers.items() if it.retired is None}
-    return BoardEntry(signed(stream.line.position), signed(stream.allocated), positions, summarize(stream))
+def _summed(lines: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    durable = shown = 0
+    for one, other in lines:
+        durable += one
+        shown += other
+    return durable, shown

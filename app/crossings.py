@@ -6,6 +6,7 @@ policy, else `HELD_AFTER`), and how full a bound may get. What crosses together 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Final
 
 import structlog
@@ -42,6 +43,7 @@ def _named(it: Fields) -> Fields:
 
 
 def _tell(say: Callable[..., object], what: str, found: list[Fields]) -> None:
+    found.sort(key=itemgetter("stream"))
     if len(found) > SINGLE:
         say(what, count=len(found), streams=[it["stream"] for it in found[:SINGLE]])
         return

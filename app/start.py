@@ -18,6 +18,7 @@ from tidemark.streaming.checkpoint import AppliedBatch, Checkpoint, Seed
 from tidemark.streaming.errors import ShardsChanged
 from tidemark.streaming.policies import Policies
 from tidemark.streaming.query import by_shard
+from tidemark.streaming.states import ShardedStates
 
 log = structlog.get_logger(__name__)
 
@@ -44,13 +45,13 @@ def ready(settings: Settings, topics: Topics) -> dict[str, TopicState]:
 @dataclass(frozen=True, slots=True)
 class Start:
     """What the query begins with. `offsets` are the next to read of the `topics`, and count only for a checkpoint that
-    is new; `states` are as Postgres has them.
+    is new; `states` are as Postgres has them, and those of a new checkpoint's seed.
     """
 
     seed: Seed
     offsets: Offsets
     topics: dict[str, RememberedTopic]
-    states: dict[str, bytes]
+    states: ShardedStates
     policies: Policies
 
 
@@ -81,17 +82,17 @@ def prepare(
         RememberedSetup(settings.shards, {topic.name: (topic.id, len(topic.partitions)) for topic in read.values()})
     )
     postgres.set_late_numbers_ahead()
-    states = postgres.states()
+    states = by_shard(postgres.states(), settings.shards)
     last = postgres.last_batch()
     applied = None if last is None else AppliedBatch(*last)
     policies = Policies(postgres.policies.given(), settings.policy_defaults)
     bounds, shards = policies.bounds(), settings.shards
-    seed = checkpoint.resume(applied, bounds) or checkpoint.begin(applied, shards, by_shard(states, shards), bounds)
+    seed = checkpoint.resume(applied, bounds) or checkpoint.begin(applied, shards, states, bounds)
     return Start(
         seed,
         offsets,
         {name: RememberedTopic(topic.id, len(topic.partitions)) for name, topic in read.items()},
-        states,
+        ShardedStates(shards, states),
         policies,
     )
 

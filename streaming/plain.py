@@ -65,7 +65,7 @@ class AtRest(NamedTuple):
 def at_rest(data: bytes) -> AtRest | None:
     """None for a state of which anything else is to be told, or that is none of today's format."""
     stored = decode_stored(data)
-    if stored is None or not _is_plain(stored) or stored.transactions or _head(stored) != stored.line:
+    if stored is None or stored.transactions or not _is_plain(stored) or _head(stored) != stored.line:
         return None
     sign = -1 if stored.direction == Direction.BACKWARD else 1
     return AtRest(sign * stored.line, {it.name: sign * it.position for it in stored.writers})
@@ -211,12 +211,12 @@ def _candidate(name: str, inbox: Inbox, data: bytes | None, now: int, bounds: Bo
 
 def _is_plain(stored: StoredStream) -> bool:
     """Whether all of it is positions of active writers, and what no run changes."""
-    return (
-        not (stored.completed or stored.held or stored.active or stored.retired or stored.waiting)
-        and stored.ended is not None
-        and len(stored.writers) <= joined.FEW
-        and all(not it.chain.pending and not it.chain.put_off and it.retired is None for it in stored.writers)
-    )
+    if stored.completed or stored.held or stored.active or stored.retired or stored.waiting or stored.ended is None:
+        return False
+    for it in stored.writers:  # no generator: a start asks this of each stream, of which there may be a million
+        if it.chain.pending or it.chain.put_off or it.retired is not None:
+            return False
+    return len(stored.writers) <= joined.FEW
 
 
 def _head(stored: StoredStream) -> int:

@@ -8,11 +8,13 @@ have changed since, once they are many. What changed lately lies over both.
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
+from heapq import merge
+from itertools import accumulate, chain
 
 import msgspec
 
 from tidemark.streaming import state
+from tidemark.streaming.model import shard_of
 from tidemark.streaming.runs import EVERYTHING
 from tidemark.streaming.stream import StreamState
 
@@ -64,13 +66,24 @@ class PackedStates:
 
     def items(self) -> Iterator[tuple[str, bytes]]:
         """By name."""
-        return ((self._name(at).decode(), self._state(at)) for at in range(len(self)))
+        return zip(self.names(), _cut(self._states, self._state_ends), strict=True)
+
+    def names(self) -> Iterator[str]:
+        """Ascending."""
+        return (name.decode() for name in _cut(self._names, self._name_ends))
 
     def _name(self, at: int) -> bytes:
         return self._names[self._name_ends[at - 1] if at else 0 : self._name_ends[at]].tobytes()
 
     def _state(self, at: int) -> bytes:
         return self._states[self._state_ends[at - 1] if at else 0 : self._state_ends[at]].tobytes()
+
+
+def _cut(joined: memoryview, ends: memoryview) -> Iterator[bytes]:
+    begin, data = 0, bytes(joined)
+    for end in ends:
+        yield data[begin:end]
+        begin = end
 
 
 def _ends(parts: list[bytes]) -> memoryview:
@@ -82,6 +95,28 @@ def _joined(parts: list[bytes]) -> memoryview:
 
 
 NONE = PackedStates.of({})
+
+
+class ShardedStates:
+    """The states of all streams, as `packed` by shard."""
+
+    def __init__(self, shards: int, packed: Mapping[int, bytes]) -> None:
+        self._shards = shards
+        self._packed = {shard: PackedStates(data) for shard, data in packed.items()}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._packed.values()))
+
+    def get(self, name: str) -> bytes | None:
+        packed = self._packed.get(shard_of(name, self._shards))
+        return None if packed is None else packed.get(name)
+
+    def items(self) -> Iterator[tuple[str, bytes]]:
+        return chain.from_iterable(packed.items() for packed in self._packed.values())
+
+    def names(self) -> Iterator[str]:
+        """Ascending."""
+        return merge(*(packed.names() for packed in self._packed.values()))
 
 
 class _Layers(msgspec.Struct, array_like=True, frozen=True):

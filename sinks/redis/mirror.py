@@ -34,7 +34,7 @@ class Mirror:
         self._postgres = postgres
         self._redis = redis
         self._fence = fence
-        self._known: set[str] = set()
+        self._named: set[str] = set()  # streams that have been written since all were compared
         self._compared = False
         self._comparing = threading.Lock()
         self._lines: dict[str, tuple[int, int]] = {}
@@ -54,7 +54,7 @@ class Mirror:
         # A refill tries those again that have a fault: what they lack by now is not in this batch alone.
         changes = [it for it in of_batch(batch, committed) if it.stream not in self._redis.faults]
         with self._lock:
-            lost = self._write([("known" if it.stream in self._known else "new", it) for it in changes])
+            lost = self._write([("known" if self._known(it.stream) else "new", it) for it in changes])
         if lost:
             log.warning("Redis has lost data; filling it again from Postgres", streams=len(lost), first=lost[0])
             self.refill(lost)
@@ -94,8 +94,14 @@ class Mirror:
     def _refill_all(self) -> Refilled:
         lines: dict[str, tuple[int, int]] = {}
         refilled = self._refill(self._postgres.streams(), lines)
-        self._lines, self._compared = lines, True
+        with self._lock:
+            self._lines, self._compared = lines, True
+            self._named = {stream for stream in self._named if stream not in lines}
         return refilled
+
+    def _known(self, stream: str) -> bool:
+        """Whether Redis has shown it."""
+        return stream in self._lines or stream in self._named
 
     def _refill(self, streams: Sequence[str], lines: dict[str, tuple[int, int]]) -> Refilled:
         behind = self._behind(streams, lines)
@@ -126,10 +132,10 @@ class Mirror:
                 if writers or _moved(here, wanted):
                     behind[stream] = writers
                 else:
-                    self._known.add(stream)
                     self._redis.faults.pop(stream, None)
                 if here.linear is not None:
-                    lines[stream] = wanted.linear, here.linear
+                    # The same number twice is one object: there may be a million.
+                    lines[stream] = wanted.linear, here.linear if here.linear != wanted.linear else wanted.linear
                     if abs(here.linear) > abs(wanted.linear):
                         ahead.append(stream)
         if fence > self._fence.token:
@@ -189,7 +195,7 @@ class Mirror:
         named = {change.stream for mode, change in calls if mode != "known"}
         self._redis.name(named)  # first: a stream that is there is not looked at again for its name
         lost = self._redis.publish(self._fence.token, calls)
-        self._known |= named
+        self._named |= named
         return lost
 
 

@@ -1,4 +1,5 @@
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ from prometheus_client import CollectorRegistry
 
 from tests.sinks.given import advance, batch, stream
 from tests.sinks.sqlite import SqliteSink
-from tests.streaming.builders import Shard, join, position, rdata
+from tests.streaming.builders import STREAM, Shard, join, position, rdata, retire
 from tests.waiting import eventually
 from tidemark.app import end_offsets, metrics
 from tidemark.app.board import Board
+from tidemark.app.board_entries import BoardEntry
 from tidemark.app.end_offsets import EndOffsets
 from tidemark.app.stack.servers import KafkaServer
 from tidemark.sinks.postgres.lease import Lease
@@ -30,6 +32,8 @@ from tidemark.streaming.joined import Writers
 from tidemark.streaming.linear import LinearPosition
 from tidemark.streaming.model import Evidence
 from tidemark.streaming.policies import Policies
+from tidemark.streaming.query import by_shard
+from tidemark.streaming.states import ShardedStates
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import WriterState
 
@@ -49,6 +53,11 @@ def effects(stream: str, *, retired: bool = False, **positions: int) -> ShardEff
     return ShardEffects(0, 0, [moved], [], [Progress("facts", 2, 7)])
 
 
+def loaded(states: Mapping[str, bytes]) -> ShardedStates:
+    """As Postgres has them at a start."""
+    return ShardedStates(4, by_shard(dict(states), 4))
+
+
 @pytest.fixture
 def scraped() -> tuple[Board, CollectorRegistry]:
     registry = CollectorRegistry()
@@ -60,7 +69,7 @@ def scraped() -> tuple[Board, CollectorRegistry]:
 def test_a_restart_shows_every_stream_without_traffic(scraped: tuple[Board, CollectorRegistry]) -> None:
     """Rule 7: the age of a gap counts from when it was first seen, as the state remembers it."""
     board, registry = scraped
-    board.load({"history": state.encode(a_backward_stream())}, {"facts": {0: 5}})
+    board.load(loaded({"history": state.encode(a_backward_stream())}), {"facts": {0: 5}})
     labels = {"stream": "history"}
     assert registry.get_sample_value("tidemark_oldest_gap_age_seconds", labels) == 15.0
     assert registry.get_sample_value("tidemark_pending_ids", labels) == 1
@@ -73,13 +82,13 @@ def test_who_lost_the_lease_shows_no_stream(scraped: tuple[Board, CollectorRegis
     """The new owner does; a gap that it closes would age here for ever. With the lease they come back."""
     board, registry = scraped
     stored, labels = {"history": state.encode(a_backward_stream())}, {"stream": "history"}
-    board.load(stored, {})
+    board.load(loaded(stored), {})
     metrics.set_offsets("facts", 0, end=9, read=5)
     board.forget()
     assert registry.get_sample_value("tidemark_oldest_gap_age_seconds", labels) is None
     of_partition = {"topic": "facts", "partition": "0"}
     assert metrics.REGISTRY.get_sample_value("tidemark_kafka_lag_records", of_partition) is None
-    board.load(stored, {})
+    board.load(loaded(stored), {})
     assert registry.get_sample_value("tidemark_oldest_gap_age_seconds", labels) == 15.0
 
 
@@ -99,7 +108,7 @@ def test_past_their_number_streams_and_writers_share_a_series() -> None:
     registry = CollectorRegistry()
     board = Board(now=lambda: 25.0, streams=2, writers=3)
     registry.register(board)
-    board.load({"s9": state.encode(a_backward_stream())}, {})
+    board.load(loaded({"s9": state.encode(a_backward_stream())}), {})
     board.update([effects(f"s{number}", a=number, b=number) for number in range(5)])
     samples = [sample for metric in registry.collect() for sample in metric.samples]
     positions = {tuple(it.labels.values()): it.value for it in samples if it.name == "tidemark_position"}
@@ -163,6 +172,79 @@ def test_what_is_summed_with_each_batch_is_the_sum(moves: Sequence[Any], streams
         assert scraped(board) == scraped(fresh)
 
 
+LIVES = st.lists(
+    st.tuples(st.sampled_from("abcde"), st.sampled_from("wx"), st.sampled_from(["join", "fact", "gap", "retire"])),
+    max_size=25,
+)
+
+
+@given(before=LIVES, after=LIVES, most=st.integers(0, 3))
+def test_a_board_goes_on_with_what_it_found(before: Sequence[Any], after: Sequence[Any], most: int) -> None:
+    """Streams at rest, with gaps, held by strangers and ended: after each batch a scrape shows what it would show to a
+    process that starts then."""
+    shard, head = Shard(), 0
+
+    def lived(name: str, writer: str, what: str) -> ShardEffects:
+        nonlocal head
+        head += 2
+        made = {
+            "join": join(writer, head, epoch=head),
+            "fact": rdata(writer, head, head - 1, epoch=epochs.get((name, writer), 1)),
+            "gap": rdata(writer, head, epoch=epochs.get((name, writer), 1)),
+            "retire": retire(writer, head, epoch=epochs.get((name, writer), 1)),
+        }[what]
+        if what == "join":
+            epochs[name, writer] = head
+        return ShardEffects(0, 0, [shard.feed(replace(made, stream=name))], [], [])
+
+    def scraped(board: Board) -> set[tuple[str, tuple[str, ...], float]]:
+        families = board.collect()
+        return {(it.name, tuple(it.labels.values()), it.value) for family in families for it in family.samples}
+
+    def started() -> Board:
+        board = Board(now=lambda: 60.0, streams=most, writers=2)
+        board.follow(Policies({"c": {"gap_seconds": 7}}))
+        board.load(loaded(shard.states), {})
+        return board
+
+    epochs: dict[tuple[str, str], int] = {}
+    for life in before:
+        lived(*life)
+    board = started()
+    for life in after:
+        board.update([lived(*life)])
+        assert scraped(board) == scraped(started())
+
+
+def test_streams_at_rest_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rule 8: neither a batch nor a scrape opens one that did not move and has no series of its own."""
+    shard = Shard()
+    shard.feed(join("w", 0), rdata("w", 1, epoch=1))
+    board = Board(streams=3)
+    board.load(loaded({f"s{number:04}": shard.states[STREAM] for number in range(2000)}), {})
+    opened, open_it = [], BoardEntry.of
+
+    def of(stored: bytes) -> BoardEntry:
+        opened.append(stored)
+        return open_it(stored)
+
+    monkeypatch.setattr(BoardEntry, "of", of)
+    for _ in range(3):
+        board.update([effects("s1999", w=2)])
+        assert (
+            len(
+                {
+                    sample.labels["stream"]
+                    for it in board.collect()
+                    for sample in it.samples
+                    if "stream" in sample.labels
+                }
+            )
+            == 4
+        )
+    assert len(opened) == 4
+
+
 def test_a_dead_writer_is_named_without_a_gap(scraped: tuple[Board, CollectorRegistry]) -> None:
     """How far the line is behind in IDs and in seconds, for whom it waits, and how long that one is silent."""
     board, registry = scraped
@@ -173,7 +255,7 @@ def test_a_dead_writer_is_named_without_a_gap(scraped: tuple[Board, CollectorReg
     assert registry.get_sample_value("tidemark_behind_seconds", {"stream": "events"}) == 23
     assert registry.get_sample_value("tidemark_held_by_seconds", holder) == 23
     assert registry.get_sample_value("tidemark_holder_silent_seconds", holder) == 25 - 0.002
-    board.load(shard.states, {})
+    board.load(loaded(shard.states), {})
     assert registry.get_sample_value("tidemark_held_by_seconds", holder) == 23
     board.update([ShardEffects(0, 0, [shard.feed(position("w1", 7, 20, epoch=1))], [], [])])
     assert registry.get_sample_value("tidemark_held_by_seconds", holder) is None
@@ -186,7 +268,7 @@ def test_a_line_that_waits_no_longer_than_a_transaction_takes_makes_no_series() 
     registry = CollectorRegistry()
     board = Board(now=lambda: 11.0)
     registry.register(board)
-    board.load({"events": Shard().left_by_a_dead_writer().state}, {})
+    board.load(loaded({"events": Shard().left_by_a_dead_writer().state}), {})
     assert registry.get_sample_value("tidemark_behind_seconds", {"stream": "events"}) == 9
     assert "w1" not in {
         it.labels.get("writer") for family in board.collect() for it in family.samples if "held" in it.name
@@ -200,7 +282,7 @@ def test_past_their_number_holders_share_a_series() -> None:
     registry.register(board)
     old = Shard().left_by_a_dead_writer()
     young = Shard(now=20_000).left_by_a_dead_writer()
-    board.load({"a": young.state, "z": old.state}, {})
+    board.load(loaded({"a": young.state, "z": old.state}), {})
     held = [sample for family in board.collect() for sample in family.samples if "held_by" in sample.name]
     assert [(*it.labels.values(), it.value) for it in held] == [
         ("z", "w1", "silent", 58),
@@ -215,7 +297,8 @@ def test_each_copy_has_its_line(store: Postgres, lease: Lease, tmp_path: Path) -
     registry = CollectorRegistry()
     board = Board(now=lambda: 60.0, streams=1)
     registry.register(board)
-    board.update([effects(name, web=3) for name in ("a", "b", "c")])
+    board.update([effects(name, web=3) for name in ("a", "b", "c", "ended")])
+    board.update([effects("ended", retired=True, web=4)])
     sink = SqliteSink(store, tmp_path / "sink", lease)
     for number, (prev, id) in enumerate([(0, 3), (3, 4)]):
         moved = [stream(name, advance("web", prev, id), linear=id) for name in ("a", "b", "c", "ended")]
@@ -249,7 +332,7 @@ def test_a_bound_is_shown_from_a_half_on() -> None:
     shard = Shard()
     edges = [rdata("web", id, epoch=1) for id in (3, 5, 7)]
     done = shard.feed(join("web", 0), *edges, *(rdata(f"new{number}", 9, epoch=1) for number in range(500)))
-    board.load({"a": done.state, "b": done.state, "c": state.encode(a_backward_stream())}, {})
+    board.load(loaded({"a": done.state, "b": done.state, "c": state.encode(a_backward_stream())}), {})
     for name, used in (
         ("a", {"pending": 3 / 4, "completed": 4 / 5, "unknown": 1 / 2}),
         ("other streams", {"pending": 3 / 5, "completed": 4 / 5, "unknown": 1 / 2}),
@@ -265,7 +348,7 @@ def test_what_alerts_compare_with_is_the_streams_own() -> None:
     board = Board(now=lambda: 60.0, streams=1)
     registry.register(board)
     board.follow(Policies({"z": {"gap_seconds": 9, "behind_ids": 3}, "b*": {"gap_seconds": 7}}, {"gap_seconds": 8}))
-    board.load(dict.fromkeys(("a", "b", "z"), state.encode(a_backward_stream())), {})
+    board.load(loaded(dict.fromkeys(("a", "b", "z"), state.encode(a_backward_stream()))), {})
 
     def shown(setting: str, stream: str) -> float | None:
         return registry.get_sample_value(f"tidemark_policy_{setting}", {"stream": stream})

@@ -9,6 +9,8 @@ from tidemark.app.board import Board
 from tidemark.app.crossings import SINGLE, Crossings
 from tidemark.streaming.model import Bounds
 from tidemark.streaming.policies import Policies
+from tidemark.streaming.query import by_shard
+from tidemark.streaming.states import ShardedStates
 
 
 class Watched:
@@ -22,7 +24,7 @@ class Watched:
 
     def at(self, now: float) -> list[dict[str, object]]:
         self.now = now
-        self.board.load(self.shard.states, {})
+        self.board.load(ShardedStates(4, by_shard(self.shard.states, 4)), {})
         with capture_logs() as told:
             self._crossings.look()
         return [dict(it) for it in told]
