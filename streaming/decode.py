@@ -155,14 +155,14 @@ def _beyond(prevs: Ids, ids: Ids) -> Mask:
     return beyond
 
 
-def _is_utf8(text: memoryview) -> bool:
+def _is_utf8(text: bytes) -> bool:
     """The decoders do not look for it in what they pass over."""
     bounds = np.array([0, len(text)], np.int32)
-    try:
-        pa.BinaryArray.from_buffers(pa.binary(), 1, [None, pa.py_buffer(bounds), pa.py_buffer(text)]).cast(pa.string())
-    except pa.ArrowInvalid:
-        return False
-    return True
+    with suppress(pa.ArrowInvalid):
+        if not text.isascii():  # at a fifth of the cost
+            pa.BinaryArray.from_buffers(pa.binary(), 1, [None, *map(pa.py_buffer, (bounds, text))]).cast(pa.string())
+        return True
+    return False
 
 
 def _line(value: bytes) -> _Line:

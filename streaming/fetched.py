@@ -39,7 +39,7 @@ class Fetched:
     def value(self, at: int) -> bytes:
         return self.values[at]
 
-    def lines(self) -> memoryview | None:
+    def lines(self) -> bytes | None:
         """The values, a newline between any two; None where one does not begin with `{` and end with `}`."""
         text = b"\n".join(self.values)
         data = np.frombuffer(text, np.uint8)
@@ -48,7 +48,7 @@ class Fetched:
             return None
         ends = np.cumsum(lengths + 1) - 1
         braced = np.all(data[ends - lengths] == ord("{")) and np.all(data[ends - 1] == ord("}"))
-        return memoryview(text) if braced else None
+        return text if braced else None
 
     def have_keys(self, wanted: list[object]) -> npt.NDArray[np.bool_]:
         """For each record whether its key is the wanted one."""

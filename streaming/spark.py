@@ -69,6 +69,10 @@ SETTINGS = {
     # What the JVM does is planning and handing over, a few hundred milliseconds of a core a second at most: what its
     # second compiler takes is not won back for hours.
     _OPTIONS: "-XX:TieredStopAtLevel=1",
+    # A batch's arrays are as large as those of the batch before. A worker that gives their memory back asks for it page
+    # by page again, which was a fifth of what RUN records cost. Of glibc; other libraries do not know the names.
+    "spark.executorEnv.MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "spark.executorEnv.MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
 }
