@@ -58,7 +58,7 @@ def _run(spark: SparkSession, checkpoint: Path) -> None:
 
     spark.dataSource.register(_MadeUp)
     packets = spark.readStream.format(_MadeUp.name()).load()
-    effects = query.positions(packets, seeds=spark.sparkContext.broadcast({}), bounds=Bounds())
+    effects = query.positions(packets, seeds=spark.sparkContext.broadcast({}), bounds=Bounds(), line="")
     running = effects.writeStream.foreachBatch(publish).option("checkpointLocation", str(checkpoint)).start()
     while not enough.wait(0.1):
         if error := running.exception():

@@ -242,7 +242,7 @@ class Attempt:
         try:
             packets = engine.packets(spark, self._settings, self._kafka, start, self._most)
             seeds = spark.sparkContext.broadcast(start.seed.states)
-            effects = query.positions(packets, seeds=seeds, bounds=start.policies.bounds())
+            effects = query.positions(packets, seeds=seeds, bounds=start.policies.bounds(), line=start.seed.lineage)
             writer = effects.writeStream.queryName("tidemark").option("checkpointLocation", location)
             running = writer.foreachBatch(batches).start()
         except Py4JJavaError as error:  # of a checkpoint that it cannot read, or of Python processes that were killed

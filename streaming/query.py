@@ -34,6 +34,19 @@ def _freeze() -> None:
     gc.freeze()
 
 
+_read: dict[str, dict[int, bytes]] = {}
+"""In a worker, the seeds of the line of batches that it has to do with."""
+
+
+def _seeds_of(line: str, seeds: "Broadcast[dict[int, bytes]]") -> dict[int, bytes]:
+    """Spark takes a broadcast from a worker with each task that does not use it, as those that read Kafka do not: the
+    next one that does would read all of it again."""
+    if line not in _read:
+        _read.clear()
+        _read[line] = seeds.value
+    return _read[line]
+
+
 def by_shard(states: dict[str, bytes], shards: int) -> dict[int, bytes]:
     """Streams' states, as `streaming.states` packs them, per shard: the seeds of a query."""
     parted: dict[int, dict[str, bytes]] = {}
@@ -49,12 +62,13 @@ def advance_shard(
     *,
     seeds: "Broadcast[dict[int, bytes]]",
     bounds: Bounds,
+    line: str,
 ) -> Iterator[pd.DataFrame]:
-    """One batch of one shard. Spark keeps the states that have changed since the query's line of batches began, and
+    """One batch of one shard. Spark keeps the states that have changed since the query's `line` of batches began, and
     each worker the seeds, in which the others are found."""
     _freeze()
     shard = int(key[0])
-    seed = seeds.value.get(shard)
+    seed = _seeds_of(line, seeds).get(shard)
     states = States.kept(state.get[0] if state.exists else None, NONE if seed is None else PackedStates(seed))
     with no_collection():
         packets = [_packets.decode(data) for frame in frames for data in frame["packet"]]
@@ -63,11 +77,11 @@ def advance_shard(
     yield pd.DataFrame({"shard": [shard], "effects": [done]})
 
 
-def positions(packets: DataFrame, *, seeds: "Broadcast[dict[int, bytes]]", bounds: Bounds) -> DataFrame:
+def positions(packets: DataFrame, *, seeds: "Broadcast[dict[int, bytes]]", bounds: Bounds, line: str) -> DataFrame:
     """From packets (`streaming.kafka_source`) to one row of effects per shard and batch (`EFFECTS`). `seeds` are of
-    `by_shard`."""
+    `by_shard`, and of this `line` of batches for ever."""
     return packets.groupBy("shard").applyInPandasWithState(
-        partial(advance_shard, seeds=seeds, bounds=bounds),
+        partial(advance_shard, seeds=seeds, bounds=bounds, line=line),
         outputStructType=EFFECTS,
         stateStructType=STATE,
         outputMode="append",
