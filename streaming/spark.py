@@ -70,7 +70,7 @@ SETTINGS = {
     # second compiler takes is not won back for hours.
     _OPTIONS: "-XX:TieredStopAtLevel=1",
     # A batch's arrays are as large as those of the batch before. A worker that gives their memory back asks for it page
-    # by page again, which was a fifth of what RUN records cost. Of glibc; other libraries do not know the names.
+    # by page again, which was a twelfth of what RUN records cost. Of glibc; other libraries do not know the names.
     "spark.executorEnv.MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "spark.executorEnv.MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "spark.driver.host": "127.0.0.1",
