@@ -82,7 +82,8 @@ class Mirror:
                 return self._refill_all()
         lines: dict[str, tuple[int, int]] = {}
         refilled = self._refill(streams, lines)
-        self._lines = self._lines | lines
+        with self._lock:
+            self._lines = self._lines | lines
         return refilled
 
     def _compare_first(self) -> None:
