@@ -15,8 +15,6 @@ SETTINGS = {
     "spark.driver.bindAddress": "0.0.0.0",
     # Half of the executors would get all of the states if a query began before the others are there.
     "spark.scheduler.minRegisteredResourcesRatio": "1.0",
-    # As the driver's JVM, an executor's only hands over.
-    "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1",
     # Executors have logs of their own; there, too, only errors are of interest.
     "spark.log.level": "ERROR",
     "spark.executor.syncLogLevel.enabled": "true",

@@ -27,6 +27,7 @@ from tidemark.streaming.executors import package
 
 _FILES = "spark.hadoop.fs.file.impl"
 _OPTIONS = "spark.driver.extraJavaOptions"
+_COMPILED_ONCE = "-XX:TieredStopAtLevel=1"
 
 # Where measured: docs/engine.md 3 and 4.
 SETTINGS = {
@@ -66,9 +67,10 @@ SETTINGS = {
     "spark.sql.session.timeZone": "UTC",
     # Workers look for modules where they are installed, not in the folder that the pipeline was started in.
     "spark.executorEnv.PYTHONSAFEPATH": "1",
-    # What the JVM does is planning and handing over, a few hundred milliseconds of a core a second at most: what its
-    # second compiler takes is not won back for hours.
-    _OPTIONS: "-XX:TieredStopAtLevel=1",
+    # The JVMs hand over, and the driver's plans as well: a few hundred milliseconds of a core a second at most. What
+    # their second compiler takes is not won back for hours.
+    _OPTIONS: _COMPILED_ONCE,
+    "spark.executor.extraJavaOptions": _COMPILED_ONCE,
     # A batch's arrays are as large as those of the batch before. A worker that gives their memory back asks for it page
     # by page again, which was a twelfth of what RUN records cost. Of glibc; other libraries do not know the names.
     "spark.executorEnv.MALLOC_MMAP_THRESHOLD_": str(32 << 20),

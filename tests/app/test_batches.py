@@ -1,6 +1,5 @@
 """Batches in the driver, with a publisher that has no sinks and results of Spark that are there already."""
 
-import gc
 import threading
 import weakref
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from tidemark.app.tracing import untraced
 from tidemark.sinks.dead_letters import DeadLettered
 from tidemark.sinks.publisher import Published, Publisher
 from tidemark.streaming.checkpoint import Seed
+from tidemark.streaming.decode import no_collection
 from tidemark.streaming.errors import Stopping
 
 LONG = 3600.0
@@ -79,8 +79,7 @@ class _Cycle(_Empty):
 
 def test_what_spark_made_of_a_batch_is_let_go() -> None:
     """However seldom Python looks for cycles: each of them keeps a plan in the JVM, which would fill up."""
-    gc.disable()
-    try:
+    with no_collection():
         quick = batches(0)
         made = []
         for number in range(3 * LET_GO_AFTER):
@@ -88,5 +87,3 @@ def test_what_spark_made_of_a_batch_is_let_go() -> None:
             made.append(weakref.ref(batch))
             quick(cast("DataFrame", batch), number)
         assert sum(batch() is not None for batch in made) <= LET_GO_AFTER
-    finally:
-        gc.enable()
