@@ -178,7 +178,7 @@ def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bo
         postgres.check_readable()
         stored = postgres.states(None if stream is None else [stream])
         policies = Policies(postgres.policies.given(), settings.policy_defaults)
-        known = postgres.conditions.begun(), postgres.conditions.bridged()
+        known = postgres.conditions.begun(), postgres.conditions.bridges()
     if stream is not None and not stored:
         raise CommandFailed(no_stream(stream))
     found = gaps.read(stored, time.time(), policies, *known)

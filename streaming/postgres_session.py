@@ -20,6 +20,10 @@ from tidemark.streaming.errors import BadSetting, Refused, Slow, TidemarkError, 
 
 Connection = psycopg.Connection[TupleRow]
 
+BRIDGE_LOCK = 1414087748
+"""The first half of the advisory locks by which `tidemark synapse` speaks, and people are told that it does; the second
+is the hash of a stream's name."""
+
 Dsn: TypeAlias = str | Callable[[], str]
 """An address, or who knows it: called at every new connection, because passwords rotate."""
 

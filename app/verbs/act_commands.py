@@ -135,7 +135,7 @@ def _carry_out(
         trial = acts.attempt(stored, act, time.time(), Policies(postgres.policies.given(), settings.policy_defaults))
         for line in [*trial.moves(), *trial.warnings()]:
             click.echo(line, err=as_json)
-        objections = [*acts.of_a_bridge(act, postgres.conditions.bridged()), *trial.objections()]
+        objections = [*acts.of_a_bridge(act, postgres.conditions.bridges()), *trial.objections()]
         for line in [*trial.dangers(), *(() if overrule else objections)]:
             raise CommandFailed(line)
         if dry_run:

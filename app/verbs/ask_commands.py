@@ -165,7 +165,7 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
                     postgres.states(None if stream is None else [stream]),
                     health.read(postgres, settings.kafka, settings.redis),
                     postgres.policies.given(),
-                    (postgres.conditions.begun(), postgres.conditions.bridged()),
+                    (postgres.conditions.begun(), postgres.conditions.bridges()),
                 )
             except Unavailable as problem:
                 click.echo(str(problem), err=True)

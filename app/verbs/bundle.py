@@ -86,7 +86,7 @@ def as_json(bundle: Bundle) -> str:
 
 
 def _gaps(postgres: Postgres) -> str:
-    known = postgres.conditions.begun(), postgres.conditions.bridged()
+    known = postgres.conditions.begun(), postgres.conditions.bridges()
     return gaps.as_json(gaps.read(postgres.states(), time.time(), gaps.NO_POLICIES, *known))
 
 

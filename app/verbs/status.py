@@ -11,7 +11,7 @@ from tidemark.app.behind import behind_answer, last_seen
 from tidemark.app.health import PipelineCondition
 from tidemark.app.printed import as_lines, as_object, for_people
 from tidemark.sinks.postgres.recalls import RecallStatus
-from tidemark.sinks.postgres.status import SinkFault
+from tidemark.sinks.postgres.status import BridgeStatus, SinkFault
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.streaming import state
 from tidemark.streaming.effects import Blocker, Summary, summarize
@@ -37,7 +37,7 @@ class WriterStatus:
 @dataclass(frozen=True, slots=True)
 class StreamStatus:
     """IDs are signed. `gaps` of a writer are open ranges `(low, top]`, nearest first. `faults`: sinks without it.
-    `recalls`: what was put off and is on its way back.
+    `recalls`: what was put off and is on its way back. `bridge`: of a stream that `tidemark synapse` tells.
     """
 
     stream: str
@@ -46,6 +46,7 @@ class StreamStatus:
     summary: Summary
     faults: list[SinkFault]
     recalls: list[RecallStatus]
+    bridge: BridgeStatus | None
 
 
 def read(
@@ -53,16 +54,25 @@ def read(
     only: str | None = None,
     faults: Sequence[SinkFault] = (),
     recalls: Sequence[RecallStatus] = (),
+    bridges: Mapping[str, BridgeStatus] = {},
 ) -> list[StreamStatus]:
     """From the encoded states, by stream name."""
     return [
-        _status(name, data, [it for it in faults if it.stream == name], [it for it in recalls if it.stream == name])
+        _status(
+            name,
+            data,
+            [it for it in faults if it.stream == name],
+            [it for it in recalls if it.stream == name],
+            bridges.get(name),
+        )
         for name, data in sorted(stored.items())
         if only is None or name == only
     ]
 
 
-def _status(name: str, data: bytes, faults: list[SinkFault], recalls: list[RecallStatus]) -> StreamStatus:
+def _status(
+    name: str, data: bytes, faults: list[SinkFault], recalls: list[RecallStatus], bridge: BridgeStatus | None
+) -> StreamStatus:
     stream = state.decode(data)
     signed = stream.direction.signed
     writers = [
@@ -77,12 +87,13 @@ def _status(name: str, data: bytes, faults: list[SinkFault], recalls: list[Recal
         )
         for writer, known in sorted(stream.writers.items())
     ]
-    return StreamStatus(name, signed(stream.line.position), writers, summarize(stream), faults, recalls)
+    return StreamStatus(name, signed(stream.line.position), writers, summarize(stream), faults, recalls, bridge)
 
 
 def of(postgres: Postgres, stored: Mapping[str, bytes], only: str | None = None) -> list[StreamStatus]:
-    """`read`, with what `postgres` tells of sinks without a stream and of what was put off."""
-    return read(stored, only, postgres.conditions.faults(), postgres.conditions.recalls())
+    """`read`, with what `postgres` tells of sinks without a stream, of what was put off, and of bridges."""
+    asked = postgres.conditions
+    return read(stored, only, asked.faults(), asked.recalls(), asked.bridges())
 
 
 def as_json(streams: Sequence[StreamStatus], now: float, health: PipelineCondition) -> str:
@@ -118,6 +129,7 @@ def _plain(stream: StreamStatus, now: float) -> dict[str, Any]:
         "recalled": [
             {"writer": it.writer, "since": it.since, "gone": it.gone, "problem": it.problem} for it in stream.recalls
         ],
+        "bridge": stream.bridge,
         "not_shown": [{"sink": it.sink, "since": it.since, "problem": it.problem} for it in stream.faults],
     }
 
@@ -132,11 +144,13 @@ def _plain_behind(behind: Behind, now: float) -> dict[str, Any]:
 
 
 def as_table(streams: Sequence[StreamStatus], now: float) -> str:
-    """One line per writer; the stream's own figures stand on its first line. Below them who holds a line, the
-    transactions that hold a stream, where its writer tells, what was put off of a writer, and sinks that lack a stream.
+    """One line per writer; the stream's own figures stand on its first line. Below them whether a bridge tells it, who
+    holds a line, the transactions that hold a stream, where its writer tells, what was put off of a writer, and sinks
+    that lack a stream.
     """
     rows = [row for stream in streams for row in _rows(stream, now)]
     lines = as_lines(HEADINGS, rows, NUMBERS)
+    lines += [f"{it.stream}: {_told(it.bridge, it.writers, now)}" for it in streams if it.bridge is not None]
     lines += [f"{stream.stream}: {line}" for stream in streams for line in _held(stream.summary.behind, now)]
     lines += [
         f"{stream.stream}: open at {writer}: {transaction}"
@@ -156,6 +170,17 @@ def as_table(streams: Sequence[StreamStatus], now: float) -> str:
         for it in stream.faults
     ]
     return for_people(lines)
+
+
+def _told(bridge: BridgeStatus, writers: Sequence[WriterStatus], now: float) -> str:
+    if bridge.speaks is None:
+        return "told by a bridge to Synapse; only the primary of this Postgres knows whether it runs"
+    if bridge.speaks:
+        age = "" if bridge.since is None else f", for {aged(now - bridge.since.timestamp())}"
+        return f"a bridge to Synapse tells it{age}"
+    seen = max((it.last_seen.timestamp() for it in writers if it.last_seen), default=None)
+    last = "nothing of it was noted" if seen is None else f"the last that it told is {aged(now - seen)} old"
+    return f"no bridge to Synapse tells it now; {last}"
 
 
 def _held(behind: Behind | None, now: float) -> Iterable[str]:

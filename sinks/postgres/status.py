@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from tidemark.sinks.postgres.recalls import RecallStatus, unfinished
-from tidemark.streaming.postgres_session import Connection, PostgresSession
+from tidemark.streaming.postgres_session import BRIDGE_LOCK, Connection, PostgresSession
 
 ACTS_SHOWN = 5
 LATE_COUNTED = 100  # late completions of one stream are counted up to here: nobody waits for more
@@ -31,6 +31,15 @@ class SinkFault:
     stream: str
     problem: str
     since: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeStatus:
+    """Whether a `tidemark synapse` tells a stream (None: a replica does not know), and since when it is connected (None
+    where none is, or this user may not know)."""
+
+    speaks: bool | None
+    since: datetime | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +140,25 @@ class Conditions:
             rows = connection.execute("select stream, writer, epoch from tidemark.skips where kind = 'JOIN'")
             return {(stream, writer, epoch) for stream, writer, epoch in rows}
 
-    def bridged(self) -> set[str]:
-        """Streams that `tidemark synapse` tells; none where it was never prepared here, or this user may not know."""
+    def bridges(self) -> dict[str, BridgeStatus]:
+        """By stream, of those that `tidemark synapse` began to tell; none where it was never prepared here, or this
+        user may not know."""
         with self._database.use() as connection:
             table = "to_regclass('tidemark.synapse_streams')::oid"
             if not connection.execute(f"select 1 where has_table_privilege({table}, 'select')".encode()).fetchone():
-                return set()
-            return {stream for (stream,) in connection.execute("select stream from tidemark.synapse_streams")}
+                return {}
+            rows = connection.execute(
+                """
+                select stream, case when not pg_is_in_recovery() then held.pid is not null end, backend_start
+                from tidemark.synapse_streams
+                left join pg_locks held on locktype = 'advisory' and objsubid = 2 and granted
+                    and classid = %s::oid and objid = hashtext(stream)::oid
+                    and held.database = (select oid from pg_database where datname = current_database())
+                left join pg_stat_activity using (pid)
+                """,
+                [BRIDGE_LOCK],
+            ).fetchall()
+        return {stream: BridgeStatus(speaks, since) for stream, speaks, since in rows}
 
     def late(self, streams: Collection[str]) -> dict[str, LateCount]:
         """Of each of `streams`, without those that have none."""

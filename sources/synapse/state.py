@@ -16,12 +16,11 @@ from tidemark.sources.synapse.told import WriterTeller
 from tidemark.streaming import records
 from tidemark.streaming.errors import BadSetting, OthersFirst
 from tidemark.streaming.postgres_migrations import Migrations
-from tidemark.streaming.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
+from tidemark.streaming.postgres_session import BRIDGE_LOCK, Connection, DatabaseUse, Dsn, PostgresSession
 from tidemark.streaming.records import Record, Timeline
 
 COMMAND = "tidemark synapse migrate"
 SCHEMA = Migrations("tidemark.sources.synapse", "synapse_schema_version", COMMAND)
-LOCK = 1414087748
 _USE = DatabaseUse(
     "TIDEMARK_POSTGRES_DSN",
     refusals={
@@ -84,7 +83,8 @@ class Unsent:
 def has_turn(connection: Connection, names: Sequence[str]) -> bool:
     """Whether this session alone speaks for these streams; it does until it ends."""
     row = connection.execute(
-        "select bool_and(pg_try_advisory_lock(%s, hashtext(name))) from unnest(%s::text[]) as name", [LOCK, [*names]]
+        "select bool_and(pg_try_advisory_lock(%s, hashtext(name))) from unnest(%s::text[]) as name",
+        [BRIDGE_LOCK, [*names]],
     ).fetchone()
     if row is not None and row[0]:
         return True

@@ -10,6 +10,7 @@ from psycopg.conninfo import make_conninfo
 from tests.waiting import eventually
 from tidemark.app.cli import main
 from tidemark.app.synapse import BridgePlan
+from tidemark.sinks.postgres.status import BridgeStatus
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sources.synapse import state
 from tidemark.sources.synapse.channel import SynapseChannel
@@ -74,13 +75,15 @@ def test_a_thread_that_fails_is_no_silence() -> None:
 
 
 def test_which_streams_a_bridge_tells_everybody_may_know_who_may_look(dsn: str, sql: psycopg.Connection) -> None:
-    """None before `synapse migrate`; then those that it has begun. Their writers are named to who mistypes one."""
+    """None before `synapse migrate`; then those that it has begun, and whether one speaks. Since when it does, its own
+    user may know. Their writers are named to who mistypes one."""
+    looking = make_conninfo(dsn, user="onlooker", password="onlooker")
 
-    def bridged(dsn: str) -> set[str]:
+    def bridges(dsn: str) -> dict[str, BridgeStatus]:
         with Postgres(PostgresConfig(lambda: dsn)) as postgres:
-            return postgres.conditions.bridged()
+            return postgres.conditions.bridges()
 
-    assert bridged(dsn) == set()
+    assert bridges(dsn) == {}
     sql.execute("create role onlooker login password 'onlooker' in role tidemark_reader")
     try:
         assert CliRunner().invoke(main, ["synapse", "migrate"], env={"TIDEMARK_POSTGRES_DSN": dsn}).exit_code == 0
@@ -90,6 +93,16 @@ def test_which_streams_a_bridge_tells_everybody_may_know_who_may_look(dsn: str, 
         assert said.output.endswith(
             "no stream has a writer evnet1 beside others, that has not retired: there are event1\n"
         )
-        assert bridged(make_conninfo(dsn, user="onlooker", password="onlooker")) == {"hs1.events"}
+        assert bridges(looking) == {"hs1.events": BridgeStatus(False, None)}
+        with psycopg.connect(dsn, autocommit=True) as speaking:
+            state.has_turn(speaking, ["hs2.events"])
+            assert bridges(dsn) == {"hs1.events": BridgeStatus(False, None)}
+            state.has_turn(speaking, ["hs1.events", "hs1.caches"])
+            assert bridges(looking) == {"hs1.events": BridgeStatus(True, None)}
+            since = bridges(dsn)["hs1.events"].since
+            assert speaking.execute(
+                "select backend_start from pg_stat_activity where pid = pg_backend_pid()"
+            ).fetchone() == (since,)
+        eventually(lambda: bridges(dsn) == {"hs1.events": BridgeStatus(False, None)})
     finally:
         sql.execute("drop role onlooker")

@@ -8,7 +8,7 @@ from tests.streaming.builders import STREAM, Shard, behind_a_dead_writer, join, 
 from tidemark.app.health import PipelineCondition
 from tidemark.app.verbs import status
 from tidemark.sinks.postgres.recalls import RecallStatus
-from tidemark.sinks.postgres.status import Condition, SinkFault
+from tidemark.sinks.postgres.status import BridgeStatus, Condition, SinkFault
 from tidemark.streaming.model import Bounds
 
 WELL = PipelineCondition(Condition("host:1", 12.0, 1.0, []), {("facts", 0): 0}, None)
@@ -55,6 +55,30 @@ def test_a_dead_writer_is_named_without_a_gap() -> None:
         "1970-01-01T00:00:00.005000Z",
     ]
     assert quiet["behind"] is None
+
+
+def test_whether_a_bridge_tells_a_stream_is_said() -> None:
+    """Since when it does; of one that has stopped, when it last told anything; and nothing of other streams."""
+    states = {name: Shard().left_by_a_dead_writer().state for name in ("stopped", "spoken", "guarded", "afar")}
+    states["new"] = moved("new", 3, shop=At(0, 3)).state
+    bridges = {
+        "stopped": BridgeStatus(False, None),
+        "spoken": BridgeStatus(True, datetime.fromtimestamp(2, UTC)),
+        "guarded": BridgeStatus(True, None),
+        "afar": BridgeStatus(None, None),
+    }
+    found = status.read(states, bridges=bridges)
+    assert [line for line in status.as_table(found, 302.0).splitlines() if "bridge" in line] == [
+        "afar: told by a bridge to Synapse; only the primary of this Postgres knows whether it runs",
+        "guarded: a bridge to Synapse tells it",
+        "spoken: a bridge to Synapse tells it, for 5 min",
+        "stopped: no bridge to Synapse tells it now; the last that it told is 5 min old",
+    ]
+    bridges = {"new": BridgeStatus(False, None)}
+    text = status.as_table(status.read(states, bridges=bridges), 302.0)
+    assert "new: no bridge to Synapse tells it now; nothing of it was noted" in text
+    told = {it["stream"]: it["bridge"] for it in json.loads(status.as_json(found, 302.0, WELL))["streams"]}
+    assert (told["spoken"], told["new"]) == ({"speaks": True, "since": "1970-01-01T00:00:02Z"}, None)
 
 
 def test_a_line_that_waits_no_longer_than_a_transaction_takes_is_not_told_of() -> None:
