@@ -2,7 +2,7 @@
 
 import json
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
@@ -12,6 +12,7 @@ from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 
 from tidemark.sinks.reader.token import Token
+from tidemark.sinks.redis.held import RedisPositions
 from tidemark.sinks.redis.publish import Redis
 from tidemark.streaming.errors import BadSetting, BadToken, Unavailable
 
@@ -22,13 +23,14 @@ _SECONDS = 10.0  # for an answer of a sidecar
 @dataclass(frozen=True, slots=True)
 class CopyPositions:
     """A stream as a copy shows it; None: it shows nothing of that. In a copy that is not `whole` a writer that is not
-    named stands at the line."""
+    named stands at the line. `listed`: whoever asks for all names of streams is told this one."""
 
     linear: int | None
     positions: Mapping[str, int] = field(default_factory=dict)
     allocated: int | None = None
     late: int | None = None
     whole: bool = True
+    listed: bool = True
     problem: str | None = None
 
 
@@ -55,12 +57,11 @@ class RedisKeys:
         return self._redis.names()
 
     def read(self, streams: Sequence[str]) -> dict[str, CopyPositions]:
-        found = {
-            stream: CopyPositions(it.linear, it.positions, it.allocated, it.late)
-            for stream, it in self._redis.held(streams).items()
-        }
-        faults = self._redis.faults
-        return found | {it: CopyPositions(None, problem=faults[it]) for it in streams if it not in found}
+        return _read(
+            self._redis,
+            streams,
+            lambda it: CopyPositions(it.linear, it.positions, it.allocated, it.late, listed=it.listed),
+        )
 
 
 class RedisTokens:
@@ -75,7 +76,14 @@ class RedisTokens:
         return set()
 
     def read(self, streams: Sequence[str]) -> dict[str, CopyPositions]:
-        return {stream: _of_token(text) for stream, text in self._redis.tokens(streams).items()}
+        return _read(self._redis, streams, lambda it: _of_token(it.token))
+
+
+def _read(
+    redis: Redis, streams: Sequence[str], shown: Callable[[RedisPositions], CopyPositions]
+) -> dict[str, CopyPositions]:
+    found = {stream: shown(it) for stream, it in redis.held(streams).items()}
+    return found | {it: CopyPositions(None, problem=redis.faults[it]) for it in streams if it not in found}
 
 
 def _of_token(text: str | None) -> CopyPositions:

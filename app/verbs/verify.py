@@ -123,6 +123,8 @@ def _behind(copy: str, stream: str, rows: AuditedStream, shown: CopyPositions) -
     if shown.problem is not None:
         yield Difference(copy, stream, None, "", shown.problem, None, "fault")
         return
+    if not shown.listed:
+        yield Difference(copy, stream, None, "name", None, stream, "behind")
     for what, here, there in _figures(rows, shown):
         if (here is None and what == "linear") or (here is not None and beyond(there, here)):
             yield Difference(copy, stream, None, what, here, there, "behind")

@@ -3,9 +3,9 @@
 -- KEYS  of each stream the positions, beside which its other keys are (one hash tag)
 -- ARGV  how many positions are enough
 --
--- Answers of each stream, as JSON, [linear, allocated, {writer: position}, late, token] with null for what is not there;
--- or the error that one of its keys gave. Of the last ones none where there were enough positions before them: their
--- time is that of everybody who waits for Redis.
+-- Answers of each stream, as JSON, [linear, allocated, {writer: position}, late, lease token] with null for what is not
+-- there, and in a second line its token, if there is one; or the error that one of its other keys gave. Of the last ones
+-- none where there were enough positions before them: their time is that of everybody who waits for Redis.
 
 local left = tonumber(ARGV[1])
 
@@ -16,8 +16,10 @@ local function read(key)
     for i = 1, #flat, 2 do positions[flat[i]] = flat[i + 1] end
     left = left - #flat / 2
     local fence = call('HMGET', channel .. ':fence', 'late', 'token')
+    local token = redis.pcall('GET', channel .. ':token') -- whatever is there can be written again from the others
     local null = cjson.null
-    return cjson.encode({linear or null, allocated or null, positions, fence[1] or null, fence[2] or null})
+    local json = cjson.encode({linear or null, allocated or null, positions, fence[1] or null, fence[2] or null})
+    return type(token) == 'string' and json .. '\n' .. token or json
 end
 
 local answers = {}

@@ -5,9 +5,11 @@ from typing import Any
 
 import msgspec
 
+from tidemark.sinks.reader.token import Token
 from tidemark.sinks.redis.errors import StreamFault, sound
-from tidemark.sinks.redis.names import key
+from tidemark.sinks.redis.names import STREAMS, key
 from tidemark.sinks.redis.scripts import Script, slots, together
+from tidemark.streaming.errors import BadToken
 
 _PAGE = 1000  # entries of a list in one reading
 _AT_ONCE = 100  # streams in one call, for less than a millisecond of which nobody else has his turn
@@ -18,18 +20,23 @@ HIGHEST_TOKEN = 2**62  # of a lease; what is higher was not written by us
 
 class RedisPositions(msgspec.Struct, frozen=True, gc=False):
     """A stream as Redis holds it: None, 0 and {} where it holds nothing. `late` is the number of the newest entry
-    about a late completion, `fence` the highest token seen."""
+    about a late completion, `fence` the highest lease token seen; `agrees`: the token says what the other keys do;
+    `listed`: among the names of streams."""
 
     linear: int | None
     allocated: int
     positions: dict[str, int]
     late: int
     fence: int
+    token: str | None
+    agrees: bool
+    listed: bool
 
 
 def held(client: Any, streams: Sequence[str]) -> tuple[dict[str, RedisPositions], dict[str, str]]:
     """By stream; and of those that cannot be read because of what their keys hold, what is wrong."""
     found, faults = {}, {}
+    listed = dict(zip(streams, client.smismember(STREAMS, streams), strict=True)) if streams else {}
     waiting = together(((stream, 1, stream) for stream in streams), slots(client), _AT_ONCE)
     while waiting:
         calls = (([key(stream, "positions") for stream in names], (str(_ENOUGH),)) for names in waiting)
@@ -39,7 +46,7 @@ def held(client: Any, streams: Sequence[str]) -> tuple[dict[str, RedisPositions]
                 raise answers
             for stream, answer in zip(names, answers, strict=False):
                 try:
-                    found[stream] = _positions(sound(answer))
+                    found[stream] = _positions(sound(answer), listed=bool(listed[stream]))
                 except StreamFault as fault:
                     faults[stream] = str(fault)
             if len(answers) < len(names):
@@ -62,45 +69,60 @@ def entry_time(client: Any, stream: str, writer: str, id: int) -> int | None:
     return None
 
 
-def tokens(client: Any, streams: Sequence[str]) -> dict[str, str | None]:
-    """The tokens as readers find them; None where there is none, or no text."""
-    pipeline = client.pipeline(transaction=False)
-    for stream in streams:
-        pipeline.get(key(stream, "token"))
-    found: dict[str, str | None] = {}
-    for stream, answer in zip(streams, pipeline.execute(raise_on_error=False), strict=True):
-        try:
-            found[stream] = sound(answer)
-        except StreamFault:
-            found[stream] = None
-    return found
-
-
 class _HeldAnswer(msgspec.Struct, array_like=True, frozen=True, gc=False):
     linear: str | None
     allocated: str | None
     positions: dict[str, str]
     late: str | None
-    token: str | None
+    fence: str | None
 
 
 _held = msgspec.json.Decoder(_HeldAnswer)
 
 
-def _positions(answer: bytes) -> RedisPositions:
+def _positions(answer: bytes, *, listed: bool) -> RedisPositions:
     try:
-        it = _held.decode(answer)
+        json, newline, text = answer.partition(b"\n")
+        it = _held.decode(json)
+        token = text.decode(errors="replace") if newline else None
+        linear = None if it.linear is None else _number(it.linear)
+        positions = {writer: _number(position) for writer, position in it.positions.items()}
         return RedisPositions(
-            None if it.linear is None else int(it.linear),
-            int(it.allocated or 0),
-            {writer: int(position) for writer, position in it.positions.items()},
-            int(it.late or 0),
-            fencing_token(it.token or "0"),
+            linear,
+            _number(it.allocated or "0"),
+            positions,
+            _number(it.late or "0"),
+            fencing_token(it.fence or "0"),
+            token,
+            token == _token(linear, positions),
+            listed,
         )
     except msgspec.DecodeError as error:
         raise StreamFault(f"its keys hold what is no text: {error}") from None
     except ValueError as error:
         raise StreamFault(f"its keys hold what is no number: {error}") from None
+    except BadToken as error:
+        raise StreamFault(f"its keys do not go together: {error}") from None
+
+
+def _token(linear: int | None, positions: dict[str, int]) -> str | None:
+    """As `publish.lua` writes it; quick for a stream at rest."""
+    if linear is None:
+        return None
+    reached = abs(linear)
+    for position in positions.values():
+        if abs(position) > reached:
+            return str(Token.of(linear, positions))
+    return f"m{linear}"
+
+
+def _number(text: str) -> int:
+    """As we write them: `publish.lua` compares their texts, so no other form of one is ever passed. Raises
+    ValueError."""
+    number = int(text)
+    if str(number) != text or not -(2**63) <= number < 2**63:
+        raise ValueError(f"{text[:40]!r} is no ID as we write it")
+    return number
 
 
 def fencing_token(text: str) -> int:

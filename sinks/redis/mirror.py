@@ -137,8 +137,8 @@ class Mirror:
                 if here.linear is not None:
                     # The same number twice is one object: there may be a million.
                     lines[stream] = wanted.linear, here.linear if here.linear != wanted.linear else wanted.linear
-                    if abs(here.linear) > abs(wanted.linear):
-                        ahead.append(stream)
+                if _ahead(here, wanted):
+                    ahead.append(stream)
         if fence > self._fence.token:
             raise LeaseLost(self._fence.token, fence)
         if ahead:
@@ -206,6 +206,17 @@ def _moved(held: RedisPositions, wanted: StreamPositions) -> bool:
         or abs(held.linear) < abs(wanted.linear)
         or abs(held.allocated) < abs(wanted.allocated)
         or held.late < wanted.late
+        or not (held.agrees and held.listed)
+    )
+
+
+def _ahead(held: RedisPositions, wanted: StreamPositions) -> bool:
+    if abs(held.linear or 0) > abs(wanted.linear) or abs(held.allocated) > abs(wanted.allocated):
+        return True
+    return held.positions != wanted.positions and any(
+        writer not in wanted.positions or abs(position) > abs(wanted.positions[writer])
+        for writer, position in held.positions.items()
+        if writer not in wanted.forgotten
     )
 
 

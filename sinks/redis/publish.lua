@@ -5,7 +5,7 @@
 --
 -- Modes: 'new'    the stream may be unknown here
 --        'known'  we have published it before: where it is gone, or an entry does not join, nothing is written
---        'mend'   from Postgres: entries need not join what is here
+--        'mend'   from Postgres: entries need not join what is here, and the token is made again from the other keys
 --        'anew'   from Postgres, where too much is missing: the entries are written from an empty list
 --
 -- Answers of each stream {'done'}, {'fenced', newest token} or {'lost'} (Redis lost data: fill it from Postgres). An
@@ -154,7 +154,7 @@ local function publish()
     call('XLEN', ADVANCES)
     call('HLEN', POSITIONS)
     local token = redis.pcall('GET', TOKEN)
-    if type(token) ~= 'string' then token = nil end
+    if type(token) ~= 'string' or mode == 'mend' or mode == 'anew' then token = nil end
     if (mode == 'new' or mode == 'known') and not joins() then return {'lost'} end
     if newest ~= lease then call('HSET', FENCE, 'token', lease) end
     if mode == 'anew' then

@@ -14,7 +14,7 @@ import msgspec
 from tidemark.sinks.redis.changes import Change
 from tidemark.sinks.redis.client import RedisAddress, RedisSession, redis_address
 from tidemark.sinks.redis.errors import Remedies, StreamFault, of_stream, sound
-from tidemark.sinks.redis.held import RedisPositions, entry_time, fencing_token, held, tokens
+from tidemark.sinks.redis.held import RedisPositions, entry_time, fencing_token, held
 from tidemark.sinks.redis.names import SENTINEL, STREAMS, key
 from tidemark.sinks.redis.scripts import Script, slots, together
 from tidemark.streaming.errors import LeaseLost
@@ -109,11 +109,6 @@ class Redis:
             found, faults = held(client, streams)
         self.faults |= faults
         return found
-
-    def tokens(self, streams: Sequence[str]) -> dict[str, str | None]:
-        """What readers find under the name `token`; None where there is nothing, or no text."""
-        with self._session.use() as client:
-            return tokens(client, streams)
 
     def published(self, stream: str, writer: str, id: int) -> int | None:
         """When (ms, its own clock) it took `writer` over `id`; None where its list of advances does not tell."""

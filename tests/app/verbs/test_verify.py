@@ -61,8 +61,12 @@ def test_redis_that_lacks_and_redis_that_is_ahead_are_told_apart(audit: Audit, s
     """Each with what to do; the token is a copy of its own."""
     keys.hset(key(STREAM, "positions"), "a", 2)
     keys.set(key(STREAM, "linear"), 7)
-    keys.delete(key(STREAM, "token"))
+    keys.set(key(STREAM, "token"), "m1")
     lines = told(audit, shown)
+    assert "events: linear is 1 in redis's token and 3 in Postgres: behind" in lines
+    keys.delete(key(STREAM, "token"), STREAMS)
+    lines = told(audit, shown)
+    assert "events: name is nothing in redis and events in Postgres: behind" in lines
     assert "events: linear is 7 in redis and 3 in Postgres: ahead" in lines
     assert "events: position of a is 2 in redis and 9 in Postgres: behind" in lines
     assert "events: linear is nothing in redis's token and 3 in Postgres: behind" in lines
@@ -77,6 +81,9 @@ def test_streams_and_values_that_are_not_ours_are_named(audit: Audit, shown: Red
     lines = told(audit, shown)
     assert "foreign: redis shows it, and Postgres does not know it" in lines
     assert any(line.startswith("events: redis cannot be read: its keys hold what is no number") for line in lines)
+    keys.delete(key(STREAM, "linear"))
+    keys.set(key(STREAM, "token"), b"\xff")
+    assert any(line.startswith("events: redis's token cannot be read: ") for line in told(audit, shown))
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,11 @@ def test_it_is_read_as_it_was_written(shown: Redis) -> None:
         ],
     )
     found = shown.held([*wanted, "gone"])
-    assert found.pop("gone") == RedisPositions(None, 0, {}, 0, 0)
-    assert found == {name: RedisPositions(there["1"], 0, there, 0, 7) for name, there in wanted.items()}
+    assert found.pop("gone") == RedisPositions(None, 0, {}, 0, 0, None, agrees=True, listed=False)
+    assert found == {
+        name: RedisPositions(there["1"], 0, there, 0, 7, f"m{there['1']}", agrees=True, listed=False)
+        for name, there in wanted.items()
+    }
 
 
 def test_a_call_ends_where_it_has_read_enough(shown: Redis, keys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,4 +52,4 @@ def test_a_server_that_forgot_the_script_is_told_again(shown: Redis, keys: Any) 
     """After its restart, say."""
     shown.publish(1, [("new", Change("s", "5", [], [("w", "5")]))])
     keys.script_flush()
-    assert shown.held(["s"]) == {"s": RedisPositions(5, 0, {"w": 5}, 0, 1)}
+    assert shown.held(["s"]) == {"s": RedisPositions(5, 0, {"w": 5}, 0, 1, "m5", agrees=True, listed=False)}
