@@ -171,17 +171,14 @@ def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bo
     """Show every gap and silent writer of all streams (or STREAM), and the command that would settle it."""
     from tidemark.app.verbs import gaps
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-    from tidemark.streaming.policies import Policies
 
     settings = loaded()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
         stored = postgres.states(None if stream is None else [stream])
-        policies = Policies(postgres.policies.given(), settings.policy_defaults)
-        known = postgres.conditions.begun(), postgres.conditions.bridges()
+        found = gaps.of(postgres, stored, time.time(), settings.policy_defaults)
     if stream is not None and not stored:
         raise CommandFailed(no_stream(stream))
-    found = gaps.read(stored, time.time(), policies, *known)
     if as_json:
         click.echo(gaps.as_json(found))
     else:

@@ -15,6 +15,8 @@ from tidemark.app.settings import child_environment
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import LOOPBACK, ServerProcess, free_port, listens
+from tidemark.sources.synapse import state
+from tidemark.sources.synapse.tables import STREAMS
 
 DATABASE = "synapse"
 READER = "tidemark_bridge"
@@ -41,6 +43,15 @@ class BridgeProcess(ServerProcess):
 
     def answers(self) -> bool:
         return listens(self.port)
+
+
+def begun_by_a_bridge(database: str, stream: str, *writers: str) -> None:
+    """What a bridge leaves in the database in which it remembers once it has begun the stream."""
+    with state.state_session(database) as session:
+        state.SCHEMA.migrate(session)
+        with session.use() as connection:
+            server = state.SynapseServer("one", "0/100", "one.test")
+            state.found(connection, STREAMS["events"], stream, server, writers, 7)
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ class Details:
     (ms) of its newest record, where one was noted. `regressed` names writers whose source was set back: their gaps
     below their position hold the linear position back. `transactions`: who holds the open IDs of a writer, by its own
     word. `put_off`: writers, and their epochs, of whom records found no room and wait in Kafka; `recalls`, what of that
-    is on its way back, or gone.
+    is on its way back, or gone. `bridged`: `tidemark synapse` tells it.
     """
 
     epochs: Mapping[str, int]
@@ -52,6 +52,7 @@ class Details:
     seen: Mapping[str, int]
     put_off: Sequence[tuple[str, int]]
     recalls: Sequence[RecallStatus]
+    bridged: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,18 +164,21 @@ def _read_so_far(postgres: Postgres, topic: str) -> ReadSoFar:
 
 
 def _read_details(postgres: Postgres, streams: Collection[str]) -> dict[str, Details]:
-    states, late, recalls = postgres.states(streams), postgres.conditions.late(streams), postgres.conditions.recalls()
+    states, asked = postgres.states(streams), postgres.conditions
+    late, recalls, bridges = asked.late(streams), asked.recalls(), asked.bridges()
     found = {}
     for name, stored in states.items():
         try:
             decoded = state.decode(stored)
         except StateTooNew:
             continue
-        found[name] = _details(decoded, late.get(name), [it for it in recalls if it.stream == name])
+        found[name] = _details(
+            decoded, late.get(name), [it for it in recalls if it.stream == name], bridged=name in bridges
+        )
     return found
 
 
-def _details(stream: StreamState, late: LateCount | None, recalls: Sequence[RecallStatus]) -> Details:
+def _details(stream: StreamState, late: LateCount | None, recalls: Sequence[RecallStatus], *, bridged: bool) -> Details:
     signed, summary = stream.direction.signed, summarize(stream)
     return Details(
         epochs={writer: known.epoch for writer, known in stream.writers.items()},
@@ -192,4 +196,5 @@ def _details(stream: StreamState, late: LateCount | None, recalls: Sequence[Reca
         seen={writer: known.seen for writer, known in stream.writers.items() if known.seen},
         put_off=[(name, int(epoch)) for name, _, epoch in (it.rpartition("/") for it in summary.put_off)],
         recalls=recalls,
+        bridged=bridged,
     )

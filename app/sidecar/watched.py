@@ -93,6 +93,7 @@ class WatchedStreamAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="
         ),
     ]
     late: LateSummaryAnswer | None
+    bridged: Annotated[bool, Meta(description="`tidemark synapse` tells it: verbs of the bridge end what holds it.")]
     copies: Annotated[CopiesAnswer | None, Meta(description="Where they differ; a moment of it is a batch under way.")]
 
 
@@ -163,6 +164,7 @@ def watched(snapshot: Snapshot) -> WatchedStreamAnswer:
         late=None
         if details is None or details.late is None
         else LateSummaryAnswer(details.late.count, details.late.newest),
+        bridged=details is not None and details.bridged,
         copies=None
         if (it := snapshot.apart) is None
         else CopiesAnswer(it.redis, it.postgres, moment(int(it.since * 1000))),

@@ -78,6 +78,7 @@ def explain(stream: str, at: datetime | None, between: tuple[datetime, datetime]
     """Show why the line of STREAM stood where it stood: who held it, from when to when, and what let it go."""
     from tidemark.app.verbs import explain, gaps
     from tidemark.sinks.postgres.past import StreamPast
+    from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
     if at is not None and between is not None:
         raise click.UsageError("--at and --between cannot be given together")
@@ -107,8 +108,11 @@ def explain(stream: str, at: datetime | None, between: tuple[datetime, datetime]
         click.echo(explain.as_json(found))
         return
     click.echo(explain.as_text(found, now) if found else "the line never waited for ten seconds or longer")
-    if at is None and between is None and (open_now := gaps.read({stream: encoded}, now.timestamp())):
-        click.echo(gaps.as_text(open_now, now.timestamp()))
+    if at is None and between is None:
+        with Postgres(PostgresConfig(settings.postgres)) as postgres:
+            open_now = gaps.of(postgres, {stream: encoded}, now.timestamp(), settings.policy_defaults)
+        if open_now:
+            click.echo(gaps.as_text(open_now, now.timestamp()))
 
 
 @click.command("wait", cls=OurCommand, extra="sidecar")
@@ -154,27 +158,22 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
     from tidemark.app import health
     from tidemark.app.verbs import gaps, status
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-    from tidemark.streaming.policies import Policies
 
     settings = loaded()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
         for look in itertools.count(1):
             try:
-                stored, how, given, known = (
-                    postgres.states(None if stream is None else [stream]),
-                    health.read(postgres, settings.kafka, settings.redis),
-                    postgres.policies.given(),
-                    (postgres.conditions.begun(), postgres.conditions.bridges()),
-                )
+                stored = postgres.states(None if stream is None else [stream])
+                how = health.read(postgres, settings.kafka, settings.redis)
+                now = time.time()
+                found = status.of(postgres, stored)
+                held = gaps.of(postgres, stored, now, settings.policy_defaults)
             except Unavailable as problem:
                 click.echo(str(problem), err=True)
             else:
                 if stream is not None and not stored:
                     raise CommandFailed(no_stream(stream))
-                now = time.time()
-                found = status.of(postgres, stored)
-                held = gaps.read(stored, now, Policies(given, settings.policy_defaults), *known)
                 if as_json:
                     click.echo(msgspec.json.encode({**status.plain(found, now, how), "gaps": held}))
                 else:

@@ -85,18 +85,13 @@ def as_json(bundle: Bundle) -> str:
     return as_object({"file": str(bundle.file), "parts": bundle.parts, "problems": bundle.problems})
 
 
-def _gaps(postgres: Postgres) -> str:
-    known = postgres.conditions.begun(), postgres.conditions.bridges()
-    return gaps.as_json(gaps.read(postgres.states(), time.time(), gaps.NO_POLICIES, *known))
-
-
 def _parts(settings: Settings, metrics: Sequence[str], stack: ExitStack) -> Iterator[_Part]:
     yield _Part("versions.json", "", _versions)
     yield _Part("settings.txt", "", lambda: "\n".join(config.lines(settings)))
     postgres = stack.enter_context(Postgres(PostgresConfig(settings.postgres)))
     tables = stack.enter_context(session_of(settings.postgres, "tidemark bundle"))
     yield _Part("status.json", "Postgres", lambda: _status(settings, postgres))
-    yield _Part("gaps.json", "Postgres", lambda: _gaps(postgres))
+    yield _Part("gaps.json", "Postgres", lambda: _gaps(settings, postgres))
     yield from (_Part(f"postgres/{table}.json", "Postgres", partial(dump.dump, tables, table)) for table in dump.TABLES)
     yield _Part("redis.json", "Redis", lambda: _redis(settings))
     yield _Part("kafka.json", "Kafka", lambda: _kafka(settings))
@@ -147,6 +142,10 @@ def _versions() -> str:
 def _status(settings: Settings, postgres: Postgres) -> str:
     how = health.read(postgres, settings.kafka, settings.redis)
     return status.as_json(status.of(postgres, postgres.states()), time.time(), how)
+
+
+def _gaps(settings: Settings, postgres: Postgres) -> str:
+    return gaps.as_json(gaps.of(postgres, postgres.states(), time.time(), settings.policy_defaults))
 
 
 def _redis(settings: Settings) -> str:

@@ -9,6 +9,7 @@ from typing import Literal
 from tidemark.app.behind import last_seen, moment
 from tidemark.app.printed import as_object, for_people
 from tidemark.app.verbs.status import aged, ids_between
+from tidemark.sinks.postgres.store import Postgres
 from tidemark.streaming import state
 from tidemark.streaming.holders import behind, is_brief
 from tidemark.streaming.policies import Policies
@@ -67,6 +68,14 @@ def read(
             of_stream = [replace(it, verb=_bridge_verb(it)) for it in of_stream or _open(name, stream)]
         found += sorted(of_stream, key=lambda it: (it.since is not None, it.since, it.writer, abs(it.low or 0)))
     return found
+
+
+def of(
+    postgres: Postgres, stored: Mapping[str, bytes], now: float, defaults: Mapping[str, int] | None = None
+) -> list[OpenRange]:
+    """`read`, with what `postgres` tells of policies, over these `defaults`, of operators' epochs, and of bridges."""
+    policies, asked = Policies(postgres.policies.given(), defaults or {}), postgres.conditions
+    return read(stored, now, policies, asked.begun(), asked.bridges())
 
 
 def silence(policies: Policies, stream: str) -> float:

@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 from psycopg.conninfo import make_conninfo
 
+from tests.fix_synapse import begun_by_a_bridge
 from tests.waiting import eventually
 from tidemark.app.cli import main
 from tidemark.app.synapse import BridgePlan
@@ -14,7 +15,6 @@ from tidemark.sinks.postgres.status import BridgeStatus
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sources.synapse import state
 from tidemark.sources.synapse.channel import SynapseChannel
-from tidemark.sources.synapse.tables import STREAMS
 from tidemark.streaming.errors import BadSetting
 
 
@@ -87,8 +87,7 @@ def test_which_streams_a_bridge_tells_everybody_may_know_who_may_look(dsn: str, 
     sql.execute("create role onlooker login password 'onlooker' in role tidemark_reader")
     try:
         assert CliRunner().invoke(main, ["synapse", "migrate"], env={"TIDEMARK_POSTGRES_DSN": dsn}).exit_code == 0
-        server = state.SynapseServer("one", "0/100", "one.test")
-        state.found(sql, STREAMS["events"], "hs1.events", server, ["event1"], 7)
+        begun_by_a_bridge(dsn, "hs1.events", "event1")
         said = CliRunner().invoke(main, ["synapse", "retire", "evnet1"], env={"TIDEMARK_POSTGRES_DSN": dsn})
         assert said.output.endswith(
             "no stream has a writer evnet1 beside others, that has not retired: there are event1\n"

@@ -16,6 +16,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.app.lines.given import NOWHERE
 from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
+from tests.fix_synapse import begun_by_a_bridge
 from tests.needs import CHROMIUM, chromium
 from tests.sinks.given import batch, rejected
 from tests.sinks.reader.given import Pipeline
@@ -110,6 +111,20 @@ def test_a_dead_writer_is_named_without_a_gap(pipeline: Pipeline, page: Page) ->
     says(page, ".trouble .verb", re.compile(r"tidemark retire .* events w1"))
     pipeline.publish(shard.feed(position("w1", 7, 20, epoch=1)))
     says(page, "#headline", re.compile("The only stream is (moving|complete)"))
+
+
+def test_of_a_stream_that_a_bridge_tells_its_own_verbs_are_shown(pipeline: Pipeline, page: Page, dsn: str) -> None:
+    """Of a silent writer, of one that never joined, and of one with a gap."""
+    begun_by_a_bridge(dsn, "events", "w1")
+    shard = Shard(now=int((time.time() - 200) * 1000))
+    pipeline.publish(shard.left_by_a_dead_writer())
+    says(page, ".trouble .verb", "tidemark synapse retire w1 events")
+    expect(page.locator(".trouble .how")).to_contain_text("Is w1 running, or the bridge to Synapse?")
+    told = position("w1", 7, 8, epoch=1), rdata("w1", 30, 29, epoch=1)
+    pipeline.publish(shard.feed(rdata("desk", 40, epoch=3), *told))
+    expect(page.locator(".trouble .verb")).to_have_text(
+        ["tidemark synapse blockers", "tidemark synapse retire desk events"], timeout=PATIENCE
+    )
 
 
 def test_page_catches_up_when_the_sidecar_was_away(

@@ -8,6 +8,7 @@ import psycopg
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.fix_synapse import begun_by_a_bridge
 from tests.sinks.given import NOW
 from tests.sinks.reader.given import Pipeline
 from tests.streaming.builders import STREAM, Record, Shard, forced, join, packets, position, rdata, retire, sent, skip
@@ -88,6 +89,14 @@ def test_an_operator_who_let_it_go_is_named_with_the_reason(explain: Explain) ->
         "    b (epoch 1) moved from 8 to 12: facts 1 (seen), skipped 2 (settled by an operator)",
         "    SKIP of b in epoch 1 up to 10, by ann: because",
     ]
+
+
+def test_of_a_stream_that_a_bridge_tells_its_own_verb_is_shown(explain: Explain, pipeline: Pipeline, dsn: str) -> None:
+    """Below why the line stands."""
+    told(pipeline, [join("a", 0), join("b", 0)], [rdata("b", 3, 0, epoch=1)])
+    assert 'if it is gone for good: tidemark retire --id=0 --by "$USER"' in explain().output
+    begun_by_a_bridge(dsn, STREAM, "a", "b")
+    assert explain().output.splitlines()[-1] == "    start it; if it is gone for good: tidemark synapse retire a events"
 
 
 @pytest.mark.usefixtures("eventful")

@@ -31,7 +31,7 @@ function gaps(stream) {
     more: further(it),
     ...(named(it) ?? {
       how: `A transaction of ${it.writer} is still open, or its process is gone: start that again. In its database, this names who holds it:`,
-      verb: "tidemark relay blockers",
+      verb: `tidemark ${stream.bridged ? "synapse" : "relay"} blockers`,
     }),
   }));
 }
@@ -45,6 +45,12 @@ function named(writer) {
 function words(...names) {
   const quoted = names.map((it) => (/^[\w@%+=:,./-]+$/.test(it) ? it : `'${it.replaceAll("'", "'\\''")}'`));
   return [...(names.some((it) => it.startsWith("-")) ? ["--"] : []), ...quoted].join(" ");
+}
+
+// What ends a writer that is gone for good. Of a worker of Synapse the bridge proves what an operator could only say.
+function retire(stream, writer, options = "") {
+  if (stream.bridged) return `tidemark synapse retire ${words(writer, stream.stream)}`;
+  return `tidemark retire ${options}--by "$USER" --why "gone for good" ${words(stream.stream, writer)}`;
 }
 
 function further(writer) {
@@ -66,7 +72,7 @@ function unknownWriters(stream) {
     what: `has not joined with epoch ${it.epoch}`,
     more: "its records are held, and the linear position with them",
     how: "The linear position moves again once it has joined. If it is gone for good:",
-    verb: `tidemark retire --epoch ${it.epoch} --by "$USER" --why "gone for good" ${words(stream.stream, it.writer)}`,
+    verb: retire(stream, it.writer, `--epoch ${it.epoch} `),
   }));
 }
 
@@ -97,8 +103,8 @@ function silent(stream, motion, now) {
     what: `has said nothing beyond ${grouped(it.position)}`,
     more: `the linear position waits for it, gap or no gap; ${it.last_seen ? `last seen ${age(now - seconds(it.last_seen))} ago` : "no record of it was noted"}`,
     ...(named(known.get(it.writer)) ?? {
-      how: `Is ${it.writer} running, or the relay of its database? If it is gone for good:`,
-      verb: `tidemark retire --by "$USER" --why "gone for good" ${words(stream.stream, it.writer)}`,
+      how: `Is ${it.writer} running, or the ${stream.bridged ? "bridge to Synapse" : "relay of its database"}? If it is gone for good:`,
+      verb: retire(stream, it.writer),
     }),
   })).filter((it) => now - it.since >= HELD_AFTER);
 }
