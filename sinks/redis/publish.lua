@@ -4,7 +4,7 @@
 -- ARGV  lease token, entries kept, of each stream its mode and change (msgpack of sinks.redis.publish.Change)
 --
 -- Modes: 'new'    the stream may be unknown here
---        'known'  we have published it before: where it is gone, or an entry does not join, nothing is written
+--        'known'  we have published it before: where it is gone, or a move does not join, nothing is written
 --        'mend'   from Postgres: entries need not join what is here, and the token is made again from the other keys
 --        'anew'   from Postgres, where too much is missing: the entries are written from an empty list
 --
@@ -89,6 +89,12 @@ local function joins()
         local here = reached[writer]
         if here and beyond(prev, here) then return false end
         if not here or beyond(id, here) then reached[writer] = id end
+    end
+    if mode == 'known' then
+        for _, pair in ipairs(positions) do -- a writer that retires, say, without a move
+            local here = reached[pair[1]]
+            if here and beyond(pair[2], here) then return false end
+        end
     end
     return true
 end

@@ -21,7 +21,7 @@ from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.redis.names import SENTINEL, STREAMS, key
 from tidemark.sinks.redis.publish import Redis
-from tidemark.streaming.effects import LateCompletion, StreamEffects
+from tidemark.streaming.effects import LateCompletion, StreamEffects, WriterRow
 from tidemark.streaming.errors import LeaseLost
 
 
@@ -214,9 +214,7 @@ def test_numbers_that_are_not_written_as_ours_are_a_fault(
         lambda keys: keys.hset(key("s", "positions"), "stranger", "1"),
     ],
 )
-def test_a_redis_that_is_ahead_is_told_of(
-    pipeline: Pipeline, keys: Any, lead: Callable[[Any], object]
-) -> None:
+def test_a_redis_that_is_ahead_is_told_of(pipeline: Pipeline, keys: Any, lead: Callable[[Any], object]) -> None:
     """Rule 2: nothing is taken back of what a database lost that was restored, be it of one writer alone."""
     pipeline.publish(stream("s", advance("w", 0, 9), advance("v", 0, 12), linear=9))
     lead(keys)
@@ -225,6 +223,19 @@ def test_a_redis_that_is_ahead_is_told_of(
         pipeline.mirror.refill()
     assert [it["first"] for it in logs if "ahead of Postgres" in it["event"]] == ["s"]
     assert dump(keys)[0::2] == before[0::2]  # type: ignore[index]
+
+
+def test_a_replica_without_the_last_move_is_noticed_by_a_retirement(pipeline: Pipeline, keys: Any) -> None:
+    """Rule 3: its position comes with the batch, the advance that led to it does not; the list gets it all the same."""
+    first, second = moves(3, 5)
+    pipeline.publish(first)
+    old = {name: keys.dump(name) for name in keys.scan_iter()}
+    pipeline.publish(second)
+    for name, value in old.items():  # as a replica that is promoted has it
+        keys.restore(name, 0, value, replace=True)
+    pipeline.publish(stream("s", linear=5, linear_prev=5, writers=[WriterRow("w", 1, 5, retired=True)]))
+    assert [(it["prev"], it["id"]) for it in entries(keys)] == [("0", "3"), ("3", "5")]
+    assert keys.get(key("s", "token")) == "m5"
 
 
 def test_list_with_too_much_missing_begins_anew(

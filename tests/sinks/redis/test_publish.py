@@ -247,13 +247,14 @@ def test_a_call_reads_only_the_writers_that_it_names(shown: Redis, keys: Any) ->
 
 
 def test_lost_data_is_noticed_before_anything_is_written(shown: Redis, keys: Any) -> None:
-    """Rule 3: a stream that we know but Redis does not, or an advance that does not join, is reported, not written."""
+    """Rule 3: where Redis does not know what we do, or an advance does not join or is missing, nothing is written."""
     change = Change("s", "9", [entry("w", 5, 9)])
     assert publish(shown, change, "known") == ["s"]
     assert keys.keys() == []
     publish(shown, Change("s", "1", [entry("w", 0, 1)]))
     before = state(keys)
     assert publish(shown, change, "known") == publish(shown, change, "new") == ["s"]
+    assert publish(shown, Change("s", "9", positions=[("w", "9")]), "known") == ["s"]
     assert state(keys) == before
 
 
