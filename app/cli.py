@@ -6,9 +6,9 @@ asked for with `--check` does not hold, or an act's effect was not seen in time,
 
 import json
 import math
-import secrets
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -57,10 +57,10 @@ def config() -> None:
 @waiting
 def migrate(*, wait: float) -> None:
     """Bring the database's schema up to this version."""
+    settings = loaded()
     from tidemark.sinks.postgres.database import migrate
     from tidemark.sinks.retry import wait_out
 
-    settings = loaded()
     applied = wait_out(lambda: migrate(settings.postgres), threading.Event(), wait)
     click.echo(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
 
@@ -69,11 +69,11 @@ def migrate(*, wait: float) -> None:
 @waiting
 def topics(*, wait: float) -> None:
     """Make the topics that are missing, and check those that are there."""
+    settings = loaded().model_copy(update={"kafka_create_topics": True})
     from tidemark.app.start import ready
     from tidemark.sinks.retry import wait_out
     from tidemark.sources.topics import Topics
 
-    settings = loaded().model_copy(update={"kafka_create_topics": True})
     found = wait_out(lambda: ready(settings, Topics(settings.kafka)), threading.Event(), wait)
     for name, topic in found.items():
         count = len(topic.partitions)
@@ -114,6 +114,7 @@ def sidecar() -> None:
 )
 def listen(address: str | None, streams: tuple[str, ...], server: str | None, *, as_json: bool, tls: bool) -> None:
     """Show what a sidecar sends over the line protocol at ADDRESS (host:port; without it TIDEMARK_SIDECAR_TCP)."""
+    settings = loaded()
     from functools import partial
 
     from tidemark.app.connections import host_port
@@ -121,7 +122,6 @@ def listen(address: str | None, streams: tuple[str, ...], server: str | None, *,
     from tidemark.app.lines import listen
     from tidemark.app.lines.listen import Listening
 
-    settings = loaded()
     try:
         where = host_port(address or settings.sidecar_tcp)
     except ValueError as problem:
@@ -142,11 +142,11 @@ def listen(address: str | None, streams: tuple[str, ...], server: str | None, *,
 @click.pass_context
 def status(context: click.Context, stream: str | None, *, as_json: bool, check: bool) -> None:
     """Show how far every stream (or STREAM) and its writers are, who holds them back, and how the pipeline is."""
+    settings = loaded()
     from tidemark.app import health
     from tidemark.app.verbs import status
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
-    settings = loaded()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
         found = status.of(postgres, postgres.states(), stream)
@@ -169,10 +169,10 @@ def status(context: click.Context, stream: str | None, *, as_json: bool, check: 
 @click.pass_context
 def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bool) -> None:
     """Show every gap and silent writer of all streams (or STREAM), and the command that would settle it."""
+    settings = loaded()
     from tidemark.app.verbs import gaps
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
-    settings = loaded()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
         stored = postgres.states(None if stream is None else [stream])
@@ -197,11 +197,10 @@ def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bo
 def reseed(by: str, why: str, *, dry_run: bool, as_json: bool) -> None:
     """Have the pipeline, which is stopped, begin a new checkpoint with what Postgres holds, with as many shards as
     TIDEMARK_SHARDS says, and with states in today's format."""
-    from dataclasses import asdict
-
+    settings = loaded()
     from tidemark.app.verbs import reseed
 
-    done = reseed.run(loaded(), by, why, dry_run=dry_run)
+    done = reseed.run(settings, by, why, dry_run=dry_run)
     click.echo(json.dumps({**asdict(done), "dry_run": dry_run}) if as_json else done.as_text())
 
 
@@ -212,9 +211,9 @@ def reseed(by: str, why: str, *, dry_run: bool, as_json: bool) -> None:
 def bundle(file: Path | None, metrics: tuple[str, ...], *, as_json: bool) -> None:
     """Write what a report of a fault needs to FILE (.tar.gz): settings without secrets, versions, positions, gaps, the
     last advances, and what the servers say; also where some of them do not answer."""
+    settings = loaded()
     from tidemark.app.verbs import bundle
 
-    settings = loaded()
     chosen = file or Path(time.strftime("tidemark-bundle-%Y%m%d-%H%M%S.tar.gz", time.gmtime()))
     try:
         made = bundle.write(settings, chosen, metrics or (settings.metrics_url,))
@@ -231,10 +230,10 @@ def produce(file: BinaryIO, *, control: bool) -> None:
 
     Bad lines are named and left out; then the exit code is 1.
     """
+    settings = loaded()
     from tidemark.app.produce import produce
     from tidemark.streaming.records import Topic
 
-    settings = loaded()
     topic = settings.kafka_control_topic if control else settings.kafka_facts_topic
     role = Topic.CONTROL if control else Topic.FACTS
     produced = produce(settings.kafka, topic, role, file, lambda problem: click.echo(problem, err=True))
@@ -278,15 +277,16 @@ def simulate(
     Faults: rollback, hang, crash, pause, late, leave, relay, reader; of the local stack: pipeline, redis, kafka,
     postgres-crash, failover, restore. For the last three the services get a Postgres of their own.
     """
+    settings = loaded()
     from tidemark.app.simulation import rooms, simulate
     from tidemark.sources.simulator.script import Players, faults
 
-    seed = secrets.randbits(32) if seed is None else seed
+    seed = time.time_ns() % 2**32 if seed is None else seed
     click.echo(f"playing with --seed {seed}")
     cast = Players(streams, writers, rate, prefix, "persister" if workload == "rooms" else "writer")
     play = simulate.Play(cast, faults(named), seed, seconds)
     run = rooms.run if workload == "rooms" else simulate.run
-    run(loaded(), play, verify=verify)
+    run(settings, play, verify=verify)
 
 
 GROUPS = (acts, dead_letters, late, policy, relay, synapse)

@@ -5,14 +5,15 @@ import getpass
 import math
 import os
 import sys
-from typing import Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import click
 
-from tidemark.app import logs
 from tidemark.app.printed import one_line
-from tidemark.app.settings import Settings, called, load
 from tidemark.streaming.errors import ExtraMissing, Stop, TidemarkError
+
+if TYPE_CHECKING:
+    from tidemark.app.settings import Settings
 
 _UNWRITABLE: Final = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO}
 
@@ -72,6 +73,8 @@ class CommandGroup(OurCommand, click.Group):
 
 
 def _one_line(error: Exception) -> str:
+    from tidemark.app.settings import called
+
     return called(one_line(error))
 
 
@@ -93,8 +96,14 @@ waiting = click.option(
 )
 
 
-def loaded() -> Settings:
+def loaded() -> "Settings":
+    """The settings of this process, whose log they shape. Called before all else is imported: who mistyped one need not
+    wait for Spark. Raises `BadSetting`."""
+    from tidemark.app.settings import load
+
     settings = load()
+    from tidemark.app import logs
+
     logs.configure(settings)
     return settings
 

@@ -28,9 +28,9 @@ def relay(ctx: click.Context, dsn: str | None, writer: str | None, metrics: str 
     """
     ctx.obj = dsn
     if ctx.invoked_subcommand is None:
+        settings = loaded()
         from tidemark.app import relay
 
-        settings = loaded()
         relay.run(settings, relay.RelayPlan(dsn or settings.postgres, writer, metrics, wire))
 
 
@@ -51,10 +51,10 @@ def relay_migrate(
     wait: float,
 ) -> None:
     """Make or update what `tidemark.append` needs in a service's database."""
+    settings = loaded()
     from tidemark.app import relay
     from tidemark.sinks.retry import wait_out
 
-    settings = loaded()
     where = dsn or given or settings.postgres
     wait_out(lambda: relay.migrate(where, streams, direction, click.echo), threading.Event(), wait)
 
@@ -70,9 +70,9 @@ def relay_retire(given: str | None, dsn: str | None, writer: str, stream: str | 
 
     Readers and positions wait for it no more. If it appends again it begins anew.
     """
+    settings = loaded()
     from tidemark.app import relay
 
-    settings = loaded()
     order = relay.RetireOrder(writer, stream, wait)
     relay.retire(dsn or given or settings.postgres, order, threading.Event(), click.echo)
 
@@ -82,7 +82,7 @@ def relay_retire(given: str | None, dsn: str | None, writer: str, stream: str | 
 @click.pass_obj
 def relay_blockers(given: str | None, dsn: str | None) -> None:
     """Name the open transactions that hold a stream: process, user, application, state, since when, query."""
+    settings = loaded()
     from tidemark.app import relay
 
-    settings = loaded()
     relay.blockers(dsn or given or settings.postgres(), click.echo)

@@ -45,10 +45,10 @@ def synapse(
 @waiting
 def synapse_migrate(*, wait: float) -> None:
     """Make or update the tables in which the bridge remembers what it said, in Tidemark's own database."""
+    settings = loaded()
     from tidemark.app import synapse
     from tidemark.sinks.retry import wait_out
 
-    settings = loaded()
     wait_out(lambda: synapse.migrate(settings, click.echo), threading.Event(), wait)
 
 
@@ -64,15 +64,16 @@ def synapse_retire(writer: str, stream: str | None, *, wait: float) -> None:
     The bridge first tells what the tables have of it. Then readers and positions wait for it no more. If it is heard
     again it is a writer again.
     """
+    settings = loaded()
     from tidemark.app import synapse
 
-    settings = loaded()
     synapse.retire(settings, synapse.WorkerGone(writer, stream, wait), threading.Event(), click.echo)
 
 
 @synapse.command("blockers", extra="synapse")
 def synapse_blockers() -> None:
     """Show the open transactions of Synapse that readers wait for, the oldest first, and what ends each."""
+    settings = loaded()
     from tidemark.app import synapse
 
-    synapse.blockers(loaded(), click.echo)
+    synapse.blockers(settings, click.echo)

@@ -116,13 +116,13 @@ COMMANDS: Final = (skip, retire, fence, join)
 def _carry_out(
     kind: str, *, overrule: bool, dry_run: bool, yes: bool, as_json: bool, wait: float, **fields: Any
 ) -> None:
+    settings = loaded()
     from tidemark.app.verbs import acting, acts
     from tidemark.sinks.postgres.acts import Acts
     from tidemark.sinks.postgres.database import session_of
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
     from tidemark.streaming.policies import Policies
 
-    settings = loaded()
     with (
         Postgres(PostgresConfig(settings.postgres)) as postgres,
         session_of(settings.postgres, "tidemark act") as session,

@@ -34,13 +34,13 @@ from tidemark.streaming.errors import NotReached, Reject, StreamNotKnown, Unavai
 @click.pass_context
 def verify(context: click.Context, sidecars: tuple[str, ...], patience: float, *, history: bool, as_json: bool) -> None:
     """Compare Postgres, the query's state, Redis and sidecars; end with exit code 1 where they differ."""
+    settings = loaded()
     from tidemark.app.encryption import trusting
     from tidemark.app.verbs import verify
     from tidemark.app.verbs.copies import RedisKeys, RedisTokens, Sidecar
     from tidemark.sinks.postgres.audit import Audit
     from tidemark.sinks.redis.publish import Redis, RedisConfig
 
-    settings = loaded()
     trust = trusting(settings.sidecar_ca_file)
     asked = [Sidecar(url, settings.sidecar_tokens, trust) for url in sidecars]
     with Audit(settings.postgres) as audit, Redis(RedisConfig(settings.redis)) as redis:
@@ -76,13 +76,13 @@ class Moment(click.ParamType[datetime]):
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 def explain(stream: str, at: datetime | None, between: tuple[datetime, datetime] | None, *, as_json: bool) -> None:
     """Show why the line of STREAM stood where it stood: who held it, from when to when, and what let it go."""
+    if at is not None and between is not None:
+        raise click.UsageError("--at and --between cannot be given together")
+    settings = loaded()
     from tidemark.app.verbs import explain, gaps
     from tidemark.sinks.postgres.past import StreamPast
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
-    if at is not None and between is not None:
-        raise click.UsageError("--at and --between cannot be given together")
-    settings = loaded()
     now = datetime.now(UTC)
     if min(between or [at or now]) > now:
         raise click.UsageError("that time is still to come: is it in UTC?")
@@ -126,9 +126,9 @@ def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json
 
     2 where there is no such stream, or TOKEN is none of it.
     """
+    settings = loaded()
     from tidemark.sinks.reader.sync import Positions
 
-    settings = loaded()
     until = int(token) if re.fullmatch(r"-?\d{1,19}", token) else token
     if writer is not None and isinstance(until, str):
         raise click.UsageError("with --writer, TOKEN is an ID")
@@ -155,11 +155,11 @@ def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json
 @click.option("--json", "as_json", is_flag=True, help="For programs: a JSON object per line and look.")
 def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -> None:
     """Show what `tidemark status` and `tidemark gaps` say, live; a server that is away is waited for."""
+    settings = loaded()
     from tidemark.app import health
     from tidemark.app.verbs import gaps, status
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
-    settings = loaded()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
         for look in itertools.count(1):

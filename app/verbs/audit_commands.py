@@ -53,10 +53,10 @@ def acts_show(number: int, *, as_json: bool) -> None:
 
 @contextmanager
 def _database() -> "Iterator[Acts]":
+    settings = loaded()
     from tidemark.sinks.postgres.acts import Acts
     from tidemark.sinks.postgres.database import session_of
 
-    settings = loaded()
     with session_of(settings.postgres, "tidemark acts") as session:
         yield Acts(session)
 

@@ -72,10 +72,10 @@ def late_resolve(
 
 @contextmanager
 def _database() -> "Iterator[LateCompletions]":
+    settings = loaded()
     from tidemark.sinks.postgres.database import session_of
     from tidemark.sinks.postgres.late import LateCompletions
 
-    settings = loaded()
     with session_of(settings.postgres, "tidemark late") as session:
         yield LateCompletions(session)
 

@@ -49,10 +49,10 @@ def dead_letters() -> None:
 @_as_json
 def letters_list(stream: str | None, reason: str | None, limit: int, *, as_json: bool) -> None:
     """List the newest dead letters of all streams, or STREAM."""
+    settings = loaded()
     from tidemark.app.verbs import letters
     from tidemark.sources.topics import Topics
 
-    settings = loaded()
     topic = settings.kafka_dead_letters_topic
     partitions = Topics(settings.kafka).describe([topic])[topic].partitions
     most = limit if stream is None and reason is None else LOOKED
@@ -74,9 +74,9 @@ def letters_list(stream: str | None, reason: str | None, limit: int, *, as_json:
 @_as_json
 def letters_show(place: tuple[int, int], *, as_json: bool) -> None:
     """Show all of the dead letter at OFFSET: why, where the record stood, its key, value and headers."""
+    settings = loaded()
     from tidemark.app.verbs import letters
 
-    settings = loaded()
     with _servers(settings) as (kafka, acts):
         found, replayed = _letter(kafka, place), acts.replays()
     click.echo(as_object(letters.plain(found, replayed)) if as_json else letters.as_text(found, replayed, time.time()))
@@ -93,10 +93,10 @@ def letters_replay(
 
     It is tried on the state first, and not sent where it would be refused again. A JOIN or RETIRE is never sent again.
     """
+    settings = loaded()
     from tidemark.app.verbs import acting, acts, letters
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
-    settings = loaded()
     topic = settings.kafka_facts_topic
     with Postgres(PostgresConfig(settings.postgres)) as postgres, _servers(settings) as (kafka, noted):
         postgres.check_readable()

@@ -119,9 +119,9 @@ def policy_unset(
 
 @contextmanager
 def _database() -> "Iterator[tuple[Settings, Postgres]]":
+    settings = loaded()
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
-    settings = loaded()
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
         yield settings, postgres

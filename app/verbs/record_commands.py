@@ -43,13 +43,13 @@ def trace(context: click.Context, stream: str, id: int, records: int, *, as_json
 
     Exit code 1 where no record that was counted has named an ID as high.
     """
+    settings = loaded()
     from tidemark.app.verbs import trace, trace_text
     from tidemark.app.verbs.letter_commands import LOOKED
     from tidemark.sinks.postgres.life import IdPast
     from tidemark.sinks.redis.publish import Redis, RedisConfig
     from tidemark.sources.recorded import Recorded
 
-    settings = loaded()
     with IdPast(settings.postgres, "tidemark trace") as past:
         encoded = past.state(stream)
         if encoded is None:
@@ -89,10 +89,10 @@ def tail(stream: str | None, last: int, *, everything: bool, follow: bool, as_js
 
     `tidemark tail --all --json > FILE` records them.
     """
+    settings = loaded()
     from tidemark.app.verbs.recordings import as_line, as_text
     from tidemark.sources.recorded import Recorded
 
-    settings = loaded()
     show = as_line if as_json else as_text
     key = None if stream is None else stream.encode()
     with Recorded(settings.kafka) as kafka:
@@ -148,12 +148,12 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
     They come from the FILE that `tidemark tail --all --json` wrote (-: standard input), or from Kafka: from TOPIC, or
     without it from the facts topic. Exit code 1 where the two part, 3 where of a stream it cannot be told.
     """
+    settings = loaded()
     from tidemark.app.verbs import replay, replay_text
     from tidemark.sinks.postgres.past_batches import past_batches
     from tidemark.streaming.policies import Policies
     from tidemark.streaming.records import Topic
 
-    settings = loaded()
     file = source is not None and (source == "-" or Path(source).is_file())
     if source is not None and not file and re.fullmatch(r"[\w.-]{1,249}", source, re.ASCII) is None:
         raise click.BadParameter(

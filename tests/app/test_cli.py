@@ -17,10 +17,21 @@ COMMANDS = [
 ]
 
 
-def _tidemark(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tidemark.app.cli", *words]
+MAIN = "from tidemark.app.cli import main; main()"
+HEAVY = (
+    "lambda: print('loaded:', *sorted({'confluent_kafka', 'numpy', 'pyspark', 'redis', 'structlog'} & {*sys.modules}))"
+)
+
+
+def _python(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
     environment = child_environment(changes)
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def _tidemark(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    return _python("-m", "tidemark.app.cli", *words, **changes)
 
 
 def test_help_lists_every_command() -> None:
@@ -32,11 +43,15 @@ def test_help_lists_every_command() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_wrong_setting_is_told_in_one_line(command: str) -> None:
-    """A wrong value ends any command with exit code 2 and one line, without a stack trace."""
-    done = _tidemark(command, TIDEMARK_UP_REDIS_PORT="many")
+    """A wrong value ends any command with exit code 2 and one line, without a stack trace, before it loads what it
+    needs."""
+    done = _python(
+        "-c", f"import atexit, sys; atexit.register({HEAVY}); {MAIN}", command, TIDEMARK_UP_REDIS_PORT="many"
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("Error: TIDEMARK_UP_REDIS_PORT: 'many' is not allowed")
     assert done.stderr.count("\n") == 1
+    assert done.stdout == "loaded:\n"
 
 
 def test_nan_is_no_number() -> None:
@@ -115,6 +130,9 @@ def test_ctrl_c_ends_without_a_stack_trace() -> None:
 
 
 def test_help_needs_no_spark() -> None:
-    """Looking at the help, or producing a record, does not wait for the engine."""
-    program = "import sys, tidemark.app.cli, tidemark.app.produce; sys.exit('pyspark' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    """Looking at the help, or producing a record, does not wait for the engine, nor the help for the settings."""
+    program = (
+        "import sys, tidemark.app.cli; early = {*sys.modules}; import tidemark.app.produce;"
+        "sys.exit(bool({'psycopg', 'pydantic', 'structlog'} & early or 'pyspark' in sys.modules))"
+    )
+    assert _python("-c", program).returncode == 0
