@@ -23,6 +23,7 @@ from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
 from tidemark.streaming import query
 from tidemark.streaming.compact import MOST_FACTS, compact
+from tidemark.streaming.kafka_ranges import Places
 from tidemark.streaming.kafka_source import KafkaConfig, PacketReader, PacketSource
 from tidemark.streaming.model import Bounds
 from tidemark.streaming.spark import Jvm, SparkSettings, configuration, connect
@@ -44,7 +45,8 @@ class _Made(PacketReader):
 
 class _MadeUp(PacketSource):
     def streamReader(self, schema: StructType) -> _Made:
-        return _Made(KafkaConfig({}, "facts", "control", {"facts": {0: 0}, "control": {}}, 1, 1, _SHARDS, MOST_FACTS))
+        start: Places = {"facts": {0: 0}, "control": {}}
+        return _Made(KafkaConfig({}, "facts", "control", start, 1, 1, 1, 0.0, _SHARDS, MOST_FACTS))
 
 
 def _run(spark: SparkSession, checkpoint: Path) -> None:

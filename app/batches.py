@@ -30,8 +30,8 @@ FEWER = 4  # so many times fewer records has a batch than were read of one that 
 
 
 class Batches:
-    """The query's sink. `seed` is what its batches began with; `topics` are those that are read; `interval` are the
-    least seconds from one batch to the next; `trace` is told of each.
+    """The query's sink. `seed` is what its batches began with; `topics` are those that are read; `trace` is told of
+    each.
 
     After `finish` the batch in hand is completed and none begins.
     """
@@ -42,14 +42,12 @@ class Batches:
         board: Board,
         seed: Seed,
         topics: Mapping[str, RememberedTopic],
-        interval: float,
         trace: Trace,
     ) -> None:
         self._publisher = publisher
         self._board = board
         self._seed = seed
         self._topics = topics
-        self._interval = interval
         self._trace = trace
         self._finishing = threading.Event()
         self._in_hand = threading.Lock()
@@ -57,7 +55,6 @@ class Batches:
         self.published = 0
 
     def __call__(self, batch: DataFrame, number: int) -> None:
-        ends = time.monotonic() + self._interval
         with self._in_hand:
             try:
                 if self._finishing.is_set():
@@ -67,9 +64,6 @@ class Batches:
             except TidemarkError as error:
                 self.failure = error
                 raise
-        # Spark asks for the next records when this returns. Its own trigger has an interval too, but begins at
-        # multiples of it, so that the first record after a silence would wait. Killed here, it repeats a known batch.
-        self._finishing.wait(max(0.0, ends - time.monotonic()))
 
     def finish(self, seconds: float) -> bool:
         """Let the batch in hand end and no other begin; False where it did not end in time."""

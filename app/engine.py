@@ -84,8 +84,18 @@ def packets(spark: SparkSession, settings: Settings, kafka: KafkaConnection, sta
     """
     facts, control, shards = settings.kafka_facts_topic, settings.kafka_control_topic, start.seed.shards
     most = max(MOST_FACTS, settings.max_records_per_batch)  # no cut of records that hold one fact each
-    limit = settings.max_records_per_batch
-    config = KafkaConfig(kafka.carried(), facts, control, start.offsets, records, limit, shards, most)
+    config = KafkaConfig(
+        client=kafka.carried(),
+        facts=facts,
+        control=control,
+        start=start.offsets,
+        records=records,
+        limit=settings.max_records_per_batch,
+        few=settings.min_records_per_batch,
+        interval=settings.batch_interval_ms / 1000,
+        shards=shards,
+        most=most,
+    )
     return kafka_source.packets(spark, config)
 
 

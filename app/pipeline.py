@@ -224,8 +224,7 @@ class Attempt:
             recalling = stack.enter_context(Recaller(recaller, postgres, lease, metrics.RECALLED.inc))
             watching = stack.enter_context(PolicyWatch(postgres.policies, lease, start.policies, self._board.follow))
             trace = stack.enter_context(tracing(settings.secret("otlp_url"), settings.owner, lease.token))
-            interval = settings.batch_interval_ms / 1000
-            self._batches = Batches(publisher, self._board, start.seed, start.topics, interval, trace)
+            self._batches = Batches(publisher, self._board, start.seed, start.topics, trace)
             spark, store = self._spark.session(stopping), settings.checkpoint_store
             location = str(checkpoint.path) if store is None else stack.enter_context(folder(spark, store))
             running = stack.enter_context(self._query(spark, start, location, self._batches))

@@ -4,6 +4,8 @@ The JVM sees offsets and packets, no record (docs/decisions/0021-kafka-in-python
 batch to batch.
 """
 
+import math
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,8 +31,8 @@ _OPTION = "secret"  # Spark shows no option of such a name
 
 class KafkaConfig(msgspec.Struct, frozen=True):
     """`client` are librdkafka's settings, with which any host can connect; `start` holds the next offset to read of
-    every partition, for a checkpoint that is new. `records`: of the first batch at most; `limit`: of any; `most` as of
-    `streaming.compact`.
+    every partition, for a checkpoint that is new. `records`: of the first batch at most; `limit`: of any. A batch of
+    fewer than `few` begins `interval` seconds after the one before or later. `most` as of `streaming.compact`.
     """
 
     client: dict[str, str]
@@ -39,6 +41,8 @@ class KafkaConfig(msgspec.Struct, frozen=True):
     start: Places
     records: int
     limit: int
+    few: int
+    interval: float
     shards: int
     most: int
 
@@ -86,6 +90,7 @@ class PacketReader(DataSourceStreamReader):
         self._records = config.records
         self._full: _Offsets | None = None
         """The start of a batch that had to be bounded."""
+        self._pace = Pace(config.few, config.interval)
 
     def initialOffset(self) -> _Offsets:
         return _written(self._config.start)
@@ -103,6 +108,8 @@ class PacketReader(DataSourceStreamReader):
         ends = self._ends.beyond(known)
         if not isinstance(limit, ReadMaxRows):
             return _written(ends)
+        if not self._pace.begins(_count(known, ends), time.monotonic()):
+            return start  # to Spark nothing is new; it asks again (`spark.sql.streaming.pollingDelay`)
         end = bounded(known, ends, self._records)
         if end is not ends:
             self._full = start
@@ -127,6 +134,24 @@ class PacketReader(DataSourceStreamReader):
     def stop(self) -> None:
         if self._ends is not None:
             self._ends.close()
+
+
+class Pace:
+    """When a batch is worth its price, which is the same for one record and for a thousand: at once where `few` records
+    or more wait, or none came for `interval` seconds; otherwise that long after the last one began.
+    """
+
+    def __init__(self, few: int, interval: float) -> None:
+        self._few = few
+        self._interval = interval
+        self._due = -math.inf
+
+    def begins(self, records: int, now: float) -> bool:
+        """Whether a batch of so many records begins `now`, by the monotonic clock."""
+        if not records or (records < self._few and now < self._due):
+            return False
+        self._due = now + self._interval
+        return True
 
 
 def bounded(start: Places, ends: Places, most: int) -> Places:
@@ -183,6 +208,10 @@ def _reader(config: KafkaConfig) -> Iterator[RangeReader]:
         _kept.clear()
         reader.close()
         raise
+
+
+def _count(start: Places, end: Places) -> int:
+    return sum(end[topic][number] - at for topic, by in start.items() for number, at in by.items())
 
 
 def _written(places: Places) -> _Offsets:

@@ -1,15 +1,11 @@
 """Batches in the driver, with a publisher that has no sinks and results of Spark that are there already."""
 
-import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import pytest
 from pyspark.sql import DataFrame
 
-from tests.waiting import eventually
 from tidemark.app.batches import LET_GO_AFTER, Batches
 from tidemark.app.board import Board
 from tidemark.app.tracing import untraced
@@ -18,8 +14,6 @@ from tidemark.sinks.publisher import Published, Publisher
 from tidemark.streaming.checkpoint import Seed
 from tidemark.streaming.decode import no_collection
 from tidemark.streaming.errors import Stopping
-
-LONG = 3600.0
 
 
 class _Empty:
@@ -35,39 +29,19 @@ class _Quick:
 EMPTY = cast("DataFrame", _Empty())
 
 
-def batches(interval: float) -> Batches:
+def batches() -> Batches:
     publisher = cast("Publisher", _Quick())
-    return Batches(publisher, Board(streams=1, writers=1), Seed("first", None, 16, {}), {}, interval, untraced)
+    return Batches(publisher, Board(streams=1, writers=1), Seed("first", None, 16, {}), {}, untraced)
 
 
-@contextmanager
-def called(begun: Batches, number: int) -> Iterator[threading.Thread]:
-    """Spark's thread, which gives a batch and waits until it is taken."""
-    thread = threading.Thread(target=begun, args=(EMPTY, number))
-    thread.start()
-    yield thread
-    thread.join(60)
-    assert not thread.is_alive()
-
-
-def test_the_next_batch_waits_and_this_one_does_not() -> None:
-    """A batch is published at once; Spark is held until the interval is over, and let go by whoever ends."""
-    paced = batches(LONG)
-    with called(paced, 0) as spark:
-        eventually(lambda: paced.published == 1)
-        assert spark.is_alive()
-        assert paced.finish(60)
+def test_who_ends_lets_no_batch_begin() -> None:
+    """What is published stays so; the next one is Spark's to give again."""
+    ending = batches()
+    ending(EMPTY, 0)
+    assert ending.finish(60)
     with pytest.raises(Stopping):
-        paced(EMPTY, 1)
-    assert paced.published == 1
-
-
-def test_without_an_interval_nothing_waits() -> None:
-    """One batch after the other, as quickly as they come."""
-    quick = batches(0)
-    for number in range(100):
-        quick(EMPTY, number)
-    assert quick.published == 100
+        ending(EMPTY, 1)
+    assert ending.published == 1
 
 
 class _Cycle(_Empty):
@@ -80,7 +54,7 @@ class _Cycle(_Empty):
 def test_what_spark_made_of_a_batch_is_let_go() -> None:
     """However seldom Python looks for cycles: each of them keeps a plan in the JVM, which would fill up."""
     with no_collection():
-        quick = batches(0)
+        quick = batches()
         made = []
         for number in range(3 * LET_GO_AFTER):
             batch = _Cycle()

@@ -1,4 +1,4 @@
-"""What a system costs in which little happens, or nothing; and what the least time between batches trades for that."""
+"""What a system costs in which little happens, or nothing; and what waiting for more records trades for that."""
 
 import os
 import signal
@@ -26,12 +26,12 @@ _WANTED_IDLE, _WANTED_SLOW, _WANTED_P50, _WANTED_P99, _WANTED_RESTART = 0.03, 0.
 
 @dataclass(frozen=True, slots=True)
 class QuietPlan:
-    """`intervals` in milliseconds, with commas between them; each is a pipeline of its own, warmed up with 200 records
-    a second. `seconds` for each of four phases: 200 records a second, 20, none, and none again, which is measured.
-    Nine minutes as it is.
+    """`paces`, with commas between them, are `TIDEMARK_MIN_RECORDS_PER_BATCH/TIDEMARK_BATCH_INTERVAL_MS`; each is a
+    pipeline of its own, warmed up with 200 records a second. `seconds` for each of four phases: 200 records a second,
+    20, none, and none again, which is measured. Nine minutes as it is.
     """
 
-    intervals: str = "0,250,1000"
+    paces: str = "12/500,12/0,1000/1000"
     warm_seconds: float = 40.0
     seconds: float = 30.0
     partitions: int = 4
@@ -56,16 +56,17 @@ def run(site: BenchSite, plan: QuietPlan) -> dict[str, Any]:
     return {
         "seconds": plan.seconds,
         "warm_seconds": plan.warm_seconds,
-        "rows": {interval: _measure(site, plan, interval) for interval in plan.intervals.split(",")},
+        "rows": {pace: _measure(site, plan, pace) for pace in plan.paces.split(",")},
     }
 
 
-def _measure(site: BenchSite, plan: QuietPlan, interval: str) -> dict[str, Any]:
+def _measure(site: BenchSite, plan: QuietPlan, pace: str) -> dict[str, Any]:
     topic = site.fresh("quiet")
     play, moves = WritersAtWork(_SHAPE), MoveTimes(_SHAPE)
     sender = joined(site.connection, topic, plan.partitions, _SHAPE)
     found: dict[str, Any] = {}
-    variables = {"TIDEMARK_BATCH_INTERVAL_MS": interval}
+    few, interval = pace.split("/")
+    variables = {"TIDEMARK_MIN_RECORDS_PER_BATCH": few, "TIDEMARK_BATCH_INTERVAL_MS": interval}
     with (
         pipeline(site, topic, plan.partitions, variables) as running,
         subscribed(running.redis_url, _SHAPE, moves),
@@ -86,7 +87,7 @@ def _measure(site: BenchSite, plan: QuietPlan, interval: str) -> dict[str, Any]:
             p50, p99 = np.percentile(moves.between(*cores.took), (50, 99))
             found[str(rate)] = cores.figures() | {"p50": float(p50), "p99": float(p99)}
         found["restart"] = _restart(running, play, sender)
-    click.echo(f"{interval} ms: {found}", err=True)
+    click.echo(f"{pace}: {found}", err=True)
     return found
 
 
@@ -134,19 +135,21 @@ def render(figures: Mapping[str, Any]) -> list[str]:
     first = next(iter(rows.values()))
     fast, slow = (first[str(rate)] for rate in _RATES)
     phases = [str(rate) for rate in reversed(_RATES)]
-    head = ["`TIDEMARK_BATCH_INTERVAL_MS`", "no traffic: cores", "broker"]
+    head = ["records / ms", "no traffic: cores", "broker"]
     head += [f"{rate}/s: {what}" for rate in phases for what in ("cores", "batches/s", "p50", "p99")]
     cells = []
-    for interval, row in rows.items():
+    for pace, row in rows.items():
         idle = row["idle"]
-        cells.append([interval, f"{idle['pipeline']:.3f}", f"{idle['broker']:.3f}"])
+        cells.append([pace, f"{idle['pipeline']:.3f}", f"{idle['broker']:.3f}"])
         for rate in phases:
             cells[-1] += _cells(row[rate])
     return [
         f"5 streams x 8 writers, none to 200 records a second; {figures['seconds']:g} s for each figure, after"
         f" {figures['warm_seconds']:g} s of warm-up. *Cores* are those of the pipeline: its driver, its JVM, its Python"
-        " workers and whatever they start; the broker's own stand beside them where nothing comes. Latencies are from"
-        " the call that sends the completion which lets a position move, to the subscriber's receipt of that move.",
+        " workers and whatever they start; the broker's own stand beside them where nothing comes. *records / ms*:"
+        " `TIDEMARK_MIN_RECORDS_PER_BATCH` and `TIDEMARK_BATCH_INTERVAL_MS`; the first line has the defaults. Latencies"
+        " are from the call that sends the completion which lets a position move, to the subscriber's receipt of that"
+        " move.",
         "",
         *table(head, cells),
         "",

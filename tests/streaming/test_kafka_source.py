@@ -2,18 +2,21 @@
 
 import itertools
 import json
+import math
 import pickle
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 from pyspark.sql import SparkSession
-from pyspark.sql.streaming.datasource import ReadMaxRows
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
 from tidemark.streaming.fetched import PlannedRange
 from tidemark.streaming.kafka_ranges import Ends, Places
 from tidemark.streaming.kafka_source import (
     ONE_TASK,
     KafkaConfig,
+    Pace,
     PacketReader,
     PacketSource,
     bounded,
@@ -29,6 +32,8 @@ CONFIG = KafkaConfig(
     start={"f": {1: 7, 0: 3}, "c": {0: 0}},
     records=9,
     limit=200,
+    few=1,
+    interval=0.0,
     shards=4,
     most=99,
 )
@@ -83,6 +88,34 @@ class _Near(Ends):
 
     def beyond(self, known: Places) -> Places:
         return {topic: {number: at + 1 for number, at in of.items()} for topic, of in known.items()}
+
+
+FEW, INTERVAL = 12, 0.5
+comes = st.lists(st.tuples(st.integers(0, 6), st.floats(0, 2)), max_size=60)
+
+
+@given(comes)
+def test_few_records_wait_and_no_longer_than_the_interval(comes: list[tuple[int, float]]) -> None:
+    """Nobody waits where enough records wait or no batch began lately, and few share a batch at most each interval."""
+    pace, now, waiting, last = Pace(FEW, INTERVAL), 0.0, 0, -math.inf
+    for records, later in comes:
+        waiting, now = waiting + records, now + later
+        begins = pace.begins(waiting, now)
+        assert begins == (waiting >= FEW or (waiting > 0 and now >= last + INTERVAL))
+        if begins:
+            waiting, last = 0, now
+
+
+def test_few_records_are_left_to_the_next_question() -> None:
+    """Spark is told that nothing is new, and asks again; a source that is read to its end now waits for nothing."""
+    reader = PacketReader(msgspec.structs.replace(CONFIG, few=FEW, interval=3600.0))
+    reader._ends = _Near(CONFIG.client)
+    first = reader.latestOffset(reader.initialOffset(), ReadMaxRows(99))
+    assert first != reader.initialOffset()
+    assert reader.latestOffset(first, ReadMaxRows(99)) == first
+    assert reader.latestOffset(first, ReadAllAvailable()) != first
+    reader._ends = _Far(CONFIG.client)
+    assert reader.latestOffset(first, ReadMaxRows(99)) != first
 
 
 @given(sizes)
