@@ -25,7 +25,8 @@ from pyspark.sql import SparkSession
 from tidemark.streaming.errors import SparkDied
 from tidemark.streaming.executors import package
 
-_FILES = "spark.hadoop.fs.file.impl"
+_HADOOP = "spark.hadoop."
+_FILES = f"{_HADOOP}fs.file.impl"
 _OPTIONS = "spark.driver.extraJavaOptions"
 _COMPILED_ONCE = "-XX:TieredStopAtLevel=1"
 
@@ -187,9 +188,12 @@ def configuration(settings: SparkSettings) -> SparkConf:
 def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
     """The session in a JVM that was started with `conf`."""
     local = is_local(conf.get("spark.master", ""))
-    if local and conf.get(_FILES) == SETTINGS[_FILES]:
+    own_disk = local and conf.get(_FILES) == SETTINGS[_FILES]
+    if own_disk:
         _write_without_processes(jvm.gateway)
     context = SparkContext(conf=conf, gateway=jvm.gateway)
+    if own_disk:
+        _leave_out_defaults(context, conf)
     # Its one client is the JVM: when that dies it would print a stack trace about it.
     context._accumulatorServer.handle_error = _say_nothing  # type: ignore[method-assign, assignment]
     session = SparkSession(context)
@@ -250,6 +254,18 @@ def _write_without_processes(gateway: JavaGateway) -> None:
     local = java.java.net.URI("file:///")
     java.org.apache.hadoop.fs.FileSystem.get(local, conf).close()
     java.org.apache.hadoop.fs.FileSystem.get(local, conf)
+
+
+def _leave_out_defaults(context: SparkContext, conf: SparkConf) -> None:
+    """Spark writes Hadoop's configuration out anew for each batch: hundreds of settings of file systems, queues and
+    services that are not used here, and a tenth of what the thread does that plans batches. Those alone are left that
+    somebody has set.
+    """
+    hadoop = context._jsc.hadoopConfiguration()
+    hadoop.clear()
+    for name, value in conf.getAll():
+        if name.startswith(_HADOOP):
+            hadoop.set(name.removeprefix(_HADOOP), value)
 
 
 def executors(session: SparkSession) -> int:

@@ -19,3 +19,10 @@ def test_files_get_their_rights_without_a_process(spark: SparkSession, tmp_path:
     files.setPermission(path, hadoop.fs.permission.FsPermission(rights))
     assert files.getClass().getName() == "tidemark.LocalFiles"
     assert f"{stat.S_IMODE(made.stat().st_mode):o}" == rights
+
+
+def test_hadoop_knows_what_was_set_and_no_more(spark: SparkSession) -> None:
+    """Spark writes all of that out for each batch."""
+    hadoop: Any = spark._jsc.hadoopConfiguration()
+    assert hadoop.size() < 5  # some hundred defaults are read where they are not left out
+    assert hadoop.get("fs.file.impl").endswith("RawLocalFileSystem")
