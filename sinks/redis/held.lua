@@ -1,7 +1,8 @@
 -- Reads what the keys of some streams hold; writes nothing.
 --
--- KEYS  of each stream the positions, beside which its other keys are (one hash tag)
--- ARGV  how many positions are enough
+-- KEYS  of each stream the positions, beside which its other keys are (one hash tag); behind those of all, in a Cluster,
+--       the others too
+-- ARGV  how many positions are enough, how many streams there are
 --
 -- Answers of each stream, as JSON, [linear, allocated, {writer: position}, late, lease token] with null for what is not
 -- there, and in a second line its token, if there is one; or the error that one of its other keys gave. Of the last ones
@@ -23,9 +24,9 @@ local function read(key)
 end
 
 local answers = {}
-for at, key in ipairs(KEYS) do
+for at = 1, tonumber(ARGV[2]) do
     if left <= 0 then break end
-    local ok, answer = pcall(read, key)
+    local ok, answer = pcall(read, KEYS[at])
     if not ok and type(answer) ~= 'table' then error(answer) end
     answers[at] = answer
 end

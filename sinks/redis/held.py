@@ -39,7 +39,7 @@ def held(client: Any, streams: Sequence[str]) -> tuple[dict[str, RedisPositions]
     listed = dict(zip(streams, client.smismember(STREAMS, streams), strict=True)) if streams else {}
     waiting = together(((stream, 1, stream) for stream in streams), slots(client), _AT_ONCE)
     while waiting:
-        calls = (([key(stream, "positions") for stream in names], (str(_ENOUGH),)) for names in waiting)
+        calls = ((names, (str(_ENOUGH), str(len(names)))) for names in waiting)
         further = []
         for names, answers in zip(waiting, _SCRIPT.answers(client, calls), strict=True):
             if isinstance(answers, Exception):

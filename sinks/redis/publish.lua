@@ -1,6 +1,7 @@
 -- Publishes the changes of some streams; the only writer of their keys. A repeat of the same call changes nothing.
 --
--- KEYS  of each stream the positions, beside which its other keys are (one hash tag)
+-- KEYS  of each stream the positions, beside which its other keys are (one hash tag); behind those of all, in a Cluster,
+--       the others too
 -- ARGV  lease token, entries kept, of each stream its mode and change (msgpack of sinks.redis.publish.Change)
 --
 -- Modes: 'new'    the stream may be unknown here

@@ -15,7 +15,7 @@ from tidemark.sinks.redis.changes import Change
 from tidemark.sinks.redis.client import RedisAddress, RedisSession, redis_address
 from tidemark.sinks.redis.errors import Remedies, StreamFault, of_stream, sound
 from tidemark.sinks.redis.held import RedisPositions, entry_time, fencing_token, held
-from tidemark.sinks.redis.names import SENTINEL, STREAMS, key
+from tidemark.sinks.redis.names import SENTINEL, STREAMS
 from tidemark.sinks.redis.scripts import Script, slots, together
 from tidemark.streaming.errors import LeaseLost
 
@@ -150,7 +150,7 @@ class Redis:
             client,
             (
                 (
-                    [key(change.stream, "positions") for _, change in call],
+                    [change.stream for _, change in call],
                     (str(token), str(self._kept), msgspec.msgpack.encode(call)),
                 )
                 for call in calls

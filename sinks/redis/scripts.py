@@ -14,7 +14,10 @@ from tidemark.sinks.redis.names import key
 _Item = TypeVar("_Item")
 
 ScriptCall = tuple[Sequence[str], Sequence[str | bytes]]
-"""Keys and arguments."""
+"""Streams and arguments."""
+
+_KEYS = ("linear", "token", "advances", "fence", "allocated")
+"""A stream's, beside the positions."""
 
 
 class Script:
@@ -36,7 +39,11 @@ class Script:
 
     def _called(self, client: Any, calls: Sequence[ScriptCall]) -> list[Any]:
         pipeline = client.pipeline(transaction=False)
-        for keys, arguments in calls:
+        clustered = isinstance(client, RedisCluster)
+        for streams, arguments in calls:
+            keys = [key(stream, "positions") for stream in streams]
+            if clustered:  # a node that has not all of them, because their slot moves, must not run it
+                keys += [key(stream, name) for stream in streams for name in _KEYS]
             # Not `evalsha`, which redis-py does not want in a pipeline to a Cluster, although each call has its node.
             pipeline.execute_command("EVALSHA", self._sha, len(keys), *keys, *arguments, **{NEVER_DECODE: True})
         answers: list[Any] = pipeline.execute(raise_on_error=False)

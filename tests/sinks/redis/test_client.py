@@ -119,6 +119,43 @@ def test_a_reader_of_a_cluster_needs_few_rights(clustered: RedisAddress, redis_c
             node.cli("acl", "deluser", "reader")
 
 
+@pytest.mark.redis
+@pytest.mark.parametrize("first", ["positions", "linear", "allocated"])
+def test_a_slot_that_moves_is_waited_for(clustered: RedisAddress, redis_cluster: list[Node], first: str) -> None:
+    """Rule 2: while a stream's keys are on two nodes neither reads or writes some of them alone, whichever key went
+    first: that would leave a key on both, of which the older may be the one that is kept."""
+    names = [first, *{"positions", "linear", "token", "advances", "fence", "allocated"} - {first}]
+    line = key("stream3", "linear")
+    with Redis(RedisConfig(clustered)) as sink:
+        publish(sink)
+        here = next(node for node in redis_cluster if node.cli("get", line).strip() == "7")
+        there = next(node for node in redis_cluster if node is not here)
+        slot, ours, theirs = (
+            node.cli("cluster", *words).strip()
+            for node, *words in ((here, "keyslot", line), (here, "myid"), (there, "myid"))
+        )
+
+        def move(name: str) -> str:
+            return here.cli("migrate", "127.0.0.1", str(there.port), key("stream3", name), "0", "5000").strip()
+
+        there.cli("cluster", "setslot", slot, "importing", ours)
+        here.cli("cluster", "setslot", slot, "migrating", theirs)
+        assert publish(sink, 12) == []
+        assert move(first) == "OK"
+        with pytest.raises(Unavailable):
+            publish(sink, 15)
+        with pytest.raises(Unavailable):
+            sink.held(["stream3"])
+        assert [move(name) for name in names[1:]] == ["OK"] * 5
+        assert publish(sink, 18) == []
+        for node in redis_cluster:
+            node.cli("cluster", "setslot", slot, "node", theirs)
+        assert publish(sink, 21) == []
+        assert sink.held(["stream3"])["stream3"].positions == {"w": 21}
+        assert sink.faults == {}
+    assert there.cli("get", key("stream3", "token")).strip() == "m7~w.21"
+
+
 def test_a_stream_whose_keys_hold_something_else_hides_no_other(address: RedisAddress) -> None:
     """The pipeline shows the others, the sidecar reads them, neither takes Redis for away; who asks for that stream is
     told what is wrong with it."""
