@@ -76,7 +76,8 @@ def _written(directory: Path, option: str) -> None:
     spark.stop()
     process = jvm.gateway.proc
     process.stdin.close()  # which ends it
-    process.wait()
+    if code := process.wait():
+        sys.exit(f"the JVM ended with {code}: what it has written is not whole")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,21 @@ def archive(name: str, java: str, jars: Sequence[Path], directory: Path) -> Path
 
 def options(archive: Path) -> list[str]:
     """For the JVM; none where the archive is not made."""
-    return [f"-XX:SharedArchiveFile={archive}", *SILENT] if archive.is_file() else []
+    return [f"-XX:SharedArchiveFile={archive}", *SILENT] if is_whole(archive) else []
+
+
+def is_whole(archive: Path) -> bool:
+    """Whether it is there as it was made. Of one that was cut since a JVM dies, where it leaves alone what does not fit
+    otherwise."""
+    try:
+        return archive.stat().st_size == int(_size_of(archive).read_text())
+    except (OSError, ValueError):
+        return False
+
+
+def _size_of(archive: Path) -> Path:
+    """A file in which the size stands that the archive was made with."""
+    return archive.with_suffix(".size")
 
 
 def make(archive: Path, written: Callable[[Path, str], None]) -> None:
@@ -51,12 +65,16 @@ def make(archive: Path, written: Callable[[Path, str], None]) -> None:
     archive.parent.mkdir(parents=True, exist_ok=True)
     with archive.with_name(f"{name}.lock").open("w") as lock, TemporaryDirectory() as directory:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if archive.exists():
+        if is_whole(archive):
             return
         made = Path(directory) / "made"
         written(Path(directory), f"-XX:ArchiveClassesAtExit={made}")
-        for old in archive.parent.glob(f"{name}-*.jsa"):
+        for old in archive.parent.glob(f"{name}-*"):
             old.unlink()
         part = archive.with_suffix(".part")
-        shutil.move(made, part)
-        part.rename(archive)
+        try:
+            shutil.move(made, part)
+            _size_of(archive).write_text(str(part.stat().st_size))
+            part.rename(archive)
+        finally:
+            part.unlink(missing_ok=True)

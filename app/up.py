@@ -110,7 +110,7 @@ def _running(members: Members, *, demo: bool) -> Iterator[Sequence[ServerProcess
 @contextmanager
 def _archiving(java: str) -> Iterator[None]:
     """Meanwhile, where it is not done, what makes the pipeline's later starts quicker; of no account where it fails."""
-    if class_archive.spark_archive(java).is_file():
+    if class_archive.is_whole(class_archive.spark_archive(java)):
         yield
         return
     maker = subprocess.Popen(

@@ -1,5 +1,7 @@
 """Archived classes: one for each installation, made once, and whole or not at all."""
 
+import errno
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,9 +64,43 @@ def test_what_was_not_written_to_its_end_is_no_archive(jars: list[Path], tmp_pat
         Path(option.partition("=")[2]).write_text("half")
         raise SystemExit(143)
 
+    assert options(tmp_path / ("where nobody may look" * 20)) == []
     found = archive("spark", "java", jars, tmp_path)
     with pytest.raises(SystemExit):
         make(found, interrupted)
     assert not list(tmp_path.glob("*.jsa"))
     make(found, writing("classes", []))
     assert found.read_text() == "classes"
+
+
+@pytest.mark.parametrize("kept", [0, 3, None])
+def test_what_was_cut_since_is_no_archive(jars: list[Path], tmp_path: Path, kept: int | None) -> None:
+    """A JVM that was given one would die of it, and no pipeline would start."""
+    found = archive("spark", "java", jars, tmp_path)
+    make(found, writing("classes", []))
+    if kept is None:
+        found.unlink()
+    else:
+        os.truncate(found, kept)
+    assert options(found) == []
+    make(found, writing("classes", []))
+    assert options(found)
+
+
+def test_of_what_finds_no_room_nothing_is_left(
+    jars: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take the room that others need."""
+
+    def fill(_: Path, part: Path) -> None:
+        part.write_text("clas")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    found = archive("spark", "java", jars, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.move", fill)
+        with pytest.raises(OSError, match="No space left"):
+            make(found, writing("classes", []))
+    assert not list(tmp_path.glob("spark-*"))
+    make(found, writing("classes", []))
+    assert options(found)
