@@ -16,6 +16,9 @@ from tempfile import TemporaryDirectory
 DIRECTORY = Path(sys.prefix, "share", "tidemark")
 """Beside the installation whose classes these are, as Python's own compiled modules are."""
 
+MAKER = [sys.executable, "-m", "tidemark.app.archive_classes"]
+"""The program that makes that of a pipeline's JVM."""
+
 # Of an archive that does not fit the JVM need not speak.
 SILENT = ["-Xlog:disable", "-Xlog:all=error:stderr"]
 

@@ -114,7 +114,7 @@ def _archiving(java: str) -> Iterator[None]:
         yield
         return
     maker = subprocess.Popen(
-        ["nice", "-n", "19", sys.executable, "-m", "tidemark.app.archive_classes"],
+        ["nice", "-n", "19", *class_archive.MAKER],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,

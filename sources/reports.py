@@ -1,7 +1,9 @@
 """What is told of open transactions, for people who look at Tidemark and not at the database where they run."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
+
+from prometheus_client import Gauge
 
 from tidemark.sources.transactions import OpenTransaction
 from tidemark.streaming.records import LONGEST_TRANSACTION, MOST_TRANSACTIONS, Open
@@ -26,6 +28,23 @@ class Reports:
             if self._named.get(name) != named:
                 self._named[name] = named
                 yield Open(stream=name, writer=writer, epoch=epoch, transactions=named)
+
+
+class OldestOpen:
+    """Shows by the labels of a gauge how long the oldest transaction has been open, and nothing where none is."""
+
+    def __init__(self, gauge: Gauge) -> None:
+        self._gauge = gauge
+        self._shown: set[tuple[str, ...]] = set()
+
+    def show(self, ages: Iterable[tuple[tuple[str, ...], float]]) -> None:
+        """Of all that are open, by their labels."""
+        oldest = dict(sorted(ages))
+        for gone in self._shown - oldest.keys():
+            self._gauge.remove(*gone)
+        for labels, age in oldest.items():
+            self._gauge.labels(*labels).set(age)
+        self._shown = {*oldest}
 
 
 def is_old(transaction: OpenTransaction, now: datetime) -> bool:

@@ -85,6 +85,10 @@ class OpenTransaction:
     since: datetime | None
     query: str
 
+    def age(self, now: datetime) -> float:
+        """Seconds; 0 where this user may not see since when."""
+        return 0.0 if self.since is None else (now - self.since).total_seconds()
+
     def __str__(self) -> str:
         return f"{self.stream}: {self.who}" + (f": {self.query or '-'}" if self.pid is not None else "")
 

@@ -5,7 +5,6 @@ A test that stops or kills a server starts it again before it ends. The jars are
 
 import itertools
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ from psycopg import sql
 
 from tests.jvm_classes import ArchivedKafka, broker_options
 from tests.services.pgbouncer import PgBouncer, pgbouncer
+from tidemark.app import class_archive
 from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
@@ -79,7 +79,7 @@ def archived(java: str, jars: Path, pytestconfig: pytest.Config) -> list[str]:
 @pytest.fixture(scope="session")
 def warm_jvm() -> Iterator[None]:
     """From now on every JVM of Spark's begins with archived classes, and without what pays in a life of minutes."""
-    subprocess.run([sys.executable, "-m", "tidemark.app.archive_classes"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(class_archive.MAKER, check=True, stdout=subprocess.DEVNULL)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
         yield

@@ -5,9 +5,9 @@ A row is told by its mark, because an ID that a database gave out again stands f
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from tidemark.sinks.reader.follow import Mode
 
@@ -40,24 +40,15 @@ class Stand(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
-    """Facts of all streams, for one reader. `missed` are those that it passed without reading them.
-
-    `doubled` are facts of which it was handed more rows than there are, `disordered` rows below an earlier one (of the
-    same writer, for the vector). What a database that went back explains is none of them: `late` facts came with their
-    late completion, `again` are those of them that had been read before, and
-    `lost` were read, and are not there any more.
-    """
+class ReadCount:
+    """What is `written` for one reader, and not `read`, is yet to come; `missed` was passed without being read."""
 
     reader: str
-    written: int
-    read: int
+    written: int = 0
+    read: int = 0
     missed: int = 0
     doubled: int = 0
     disordered: int = 0
-    late: int = 0
-    again: int = 0
-    lost: int = 0
 
     @property
     def right(self) -> bool:
@@ -67,22 +58,35 @@ class Count:
     def complete(self) -> bool:
         return self.right and self.read == self.written
 
-    def __add__(self, other: "Count") -> "Count":
-        pairs = zip(self.figures, other.figures, strict=True)
-        return Count(self.reader, *(a + b for a, b in pairs))
-
     @property
     def figures(self) -> tuple[int, ...]:
-        return (
-            self.written,
-            self.read,
-            self.missed,
-            self.doubled,
-            self.disordered,
-            self.late,
-            self.again,
-            self.lost,
-        )
+        return astuple(self)[1:]
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(self.reader, *map(sum, zip(self.figures, other.figures, strict=True)))
+
+
+def table(counts: Sequence[ReadCount], *further: str) -> str:
+    """For people: a line for each; `further` columns are what else is counted."""
+    columns = ("WRITTEN", "READ", "MISSED", "DOUBLED", "OUT OF ORDER", *further)
+    lines = [" ".join(["READER  ", *(f"{column:>12}" for column in columns)])]
+    lines += [" ".join([f"{it.reader:8}", *(f"{figure:12}" for figure in it.figures)]) for it in counts]
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Count(ReadCount):
+    """Facts of all streams.
+
+    `doubled` are facts of which it was handed more rows than there are, `disordered` rows below an earlier one (of the
+    same writer, for the vector). What a database that went back explains is none of them: `late` facts came with their
+    late completion, `again` are those of them that had been read before, and
+    `lost` were read, and are not there any more.
+    """
+
+    late: int = 0
+    again: int = 0
+    lost: int = 0
 
     def __str__(self) -> str:
         told = (

@@ -17,6 +17,7 @@ import click
 from tidemark.app.settings import Settings
 from tidemark.app.signals import told_to_end
 from tidemark.app.simulation.company import Actor, Company, Member, Part, Stage
+from tidemark.app.simulation.comparison import table
 from tidemark.app.simulation.director import Director
 from tidemark.app.simulation.rooms_comparison import RoomCount
 from tidemark.app.simulation.rooms_reading import ANSWERS, ClientKind, RoomClientRole
@@ -141,7 +142,7 @@ def _conclude(director: Director, verification: RoomsVerification) -> None:
         with suppress(Unavailable):
             counts = verification.counts()
     found = [*counts, verification.rooms()]
-    click.echo(table(found))
+    click.echo(table(found, "STALE", "DIFFERENT"))
     if verification.awaited or not (_is_complete(counts) and found[-1].complete):
         raise RoomsDiffer(found, verification.awaited)
 
@@ -149,11 +150,3 @@ def _conclude(director: Director, verification: RoomsVerification) -> None:
 def _is_complete(counts: Sequence[RoomCount]) -> bool:
     """Every kind of client was answered, and rightly."""
     return len(counts) == len(ClientKind) and all(count.complete for count in counts)
-
-
-def table(counts: Sequence[RoomCount]) -> str:
-    """For people: a line for each kind of client, and one for the tables."""
-    columns = ("WRITTEN", "READ", "MISSED", "DOUBLED", "OUT OF ORDER", "STALE", "DIFFERENT")
-    lines = [" ".join(["CLIENT  ", *(f"{column:>12}" for column in columns)])]
-    lines += [" ".join([f"{it.client:8}", *(f"{figure:12}" for figure in it.figures)]) for it in counts]
-    return "\n".join(lines)

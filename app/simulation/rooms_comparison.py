@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from tidemark.app.simulation.comparison import ReadCount
 from tidemark.app.simulation.rooms_reading import ClientKind
 from tidemark.sources.rooms import caches
 from tidemark.sources.rooms.reading import TimelineRow, Upto
@@ -15,42 +16,22 @@ from tidemark.sources.rooms.stays import Stay
 
 
 @dataclass(frozen=True, slots=True)
-class RoomCount:
-    """How one kind of client does. What is `written` and not `read` is yet to come; `missed` was passed.
-
-    Of caches, `stale` values were served behind their invalidation; of states and rooms, `different` ones are not as
-    the definitions say.
+class RoomCount(ReadCount):
+    """How one kind of client does. Of caches, `stale` values were served behind their invalidation; of states and
+    rooms, `different` ones are not as the definitions say.
     """
 
-    client: str
-    written: int = 0
-    read: int = 0
-    missed: int = 0
-    doubled: int = 0
-    disordered: int = 0
     stale: int = 0
     different: int = 0
 
     @property
     def right(self) -> bool:
-        return not (self.missed or self.doubled or self.disordered or self.stale or self.different)
-
-    @property
-    def complete(self) -> bool:
-        return self.right and self.read == self.written
-
-    @property
-    def figures(self) -> tuple[int, ...]:
-        faults = self.missed, self.doubled, self.disordered, self.stale, self.different
-        return (self.written, self.read, *faults)
-
-    def __add__(self, other: "RoomCount") -> "RoomCount":
-        return RoomCount(self.client, *(a + b for a, b in zip(self.figures, other.figures, strict=True)))
+        return not any(self.figures[2:])
 
     def __str__(self) -> str:
         names = ("missed", "doubled", "out of order", "stale", "different")
         faults = [f"{count} {name}" for name, count in zip(names, self.figures[2:], strict=True) if count]
-        return ", ".join([f"{self.client}: {self.read} of {self.written}", *faults])
+        return ", ".join([f"{self.reader}: {self.read} of {self.written}", *faults])
 
 
 @dataclass

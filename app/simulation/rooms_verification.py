@@ -37,7 +37,7 @@ class RoomsDiffer(TidemarkError):
 
     def __init__(self, counts: Sequence["RoomCount"], awaited: Collection[tuple[str, str]] = ()) -> None:
         wrong = [str(it) for it in counts if not it.complete]
-        wrong += [f"{kind}: never answered" for kind in ClientKind if kind not in {it.client for it in counts}]
+        wrong += [f"{kind}: never answered" for kind in ClientKind if kind not in {it.reader for it in counts}]
         wrong += [f"{kind} of {member}: not answered in the end" for kind, member in sorted(awaited)]
         super().__init__(f"rooms are not what was written: {'; '.join(wrong)}")
         self.counts = counts
@@ -102,7 +102,7 @@ class RoomsVerification:
                 for count in [*of, *self._found[began].values()]:
                     # What another one had yet to answer is no more.
                     told = count if began == now else replace(count, written=count.read)
-                    found[count.client] = found.get(count.client, RoomCount(count.client)) + told
+                    found[count.reader] = found.get(count.reader, RoomCount(count.reader)) + told
         return [*found.values()]
 
     @property

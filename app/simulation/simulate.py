@@ -16,7 +16,7 @@ import click
 from tidemark.app.settings import Settings
 from tidemark.app.signals import told_to_end
 from tidemark.app.simulation.company import Company, Stage
-from tidemark.app.simulation.comparison import Count
+from tidemark.app.simulation.comparison import Count, table
 from tidemark.app.simulation.director import Director
 from tidemark.app.simulation.verification import EffectsDiffer, Verification
 from tidemark.app.stack.home import Home
@@ -202,7 +202,7 @@ def _conclude(director: Director, verification: Verification) -> None:
         with suppress(Unavailable):
             counts = verification.counts()
     counts = verification.counts(final=True)
-    click.echo(table(counts))
+    click.echo(table(counts, "LATE", "AGAIN", "LOST"))
     if not all(count.complete for count in counts):
         raise EffectsDiffer(counts)
 
@@ -212,11 +212,3 @@ def _require_told(lost: Set[str], late: Set[str], before: Mapping[str, int], aft
     for stream in sorted(lost - late):
         if after.get(stream, 1) == before.get(stream, 1):
             raise LossUntold(stream)
-
-
-def table(counts: Sequence[Count]) -> str:
-    """For people: a line for each reader."""
-    columns = ("WRITTEN", "READ", "MISSED", "DOUBLED", "OUT OF ORDER", "LATE", "AGAIN", "LOST")
-    lines = [" ".join(["READER  ", *(f"{column:>12}" for column in columns)])]
-    lines += [" ".join([f"{it.reader:8}", *(f"{figure:12}" for figure in it.figures)]) for it in counts]
-    return "\n".join(lines)

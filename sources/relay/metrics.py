@@ -1,8 +1,8 @@
 """The relay's metrics. `docs/metrics.md` is made from this file too."""
 
-from collections.abc import Mapping
-
 from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from tidemark.sources.reports import OldestOpen
 
 
 class RelayMetrics:
@@ -63,12 +63,4 @@ class RelayMetrics:
             ["stream", "writer"],
             registry=registry,
         )
-        self._held: set[tuple[str, str]] = set()
-
-    def held(self, seconds: Mapping[tuple[str, str], float]) -> None:
-        """By stream and writer how long the oldest transaction is open that holds it."""
-        for gone in self._held - seconds.keys():
-            self.oldest.remove(*gone)
-        for each, age in seconds.items():
-            self.oldest.labels(*each).set(age)
-        self._held = {*seconds}
+        self.open = OldestOpen(self.oldest)

@@ -122,7 +122,7 @@ class AppendRelay:
             finally:
                 self._metrics.relaying.set(0)
                 self._metrics.standby.set(0)
-                self._metrics.held({})
+                self._metrics.open.show([])
 
     def _has_its_turn(self, connection: Connection) -> bool:
         """Wait until no other relay of this database is connected. Not in the server: that would hold a snapshot."""
@@ -226,11 +226,7 @@ class AppendRelay:
             self._metrics.kept.labels(name).set(count)
         found = blockers(connection) if decider.open else []
         now = datetime.now(UTC)
-        ages = dict[tuple[str, str], float]()
-        for each in found:
-            age = 0.0 if each.since is None else (now - each.since).total_seconds()
-            ages[each.stream, each.writer] = max(age, ages.get((each.stream, each.writer), 0.0))
-        self._metrics.held(ages)
+        self._metrics.open.show(((each.stream, each.writer), each.age(now)) for each in found)
         for report in self._reports.due(found, now):
             self._producer.send(report.stream, records.encode(report))
 

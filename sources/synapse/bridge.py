@@ -230,17 +230,13 @@ class SynapseBridge:
         self._report(looks.table_writers(synapse, [self._tellings[name].of.stream for name in held]) if held else [])
 
     def _report(self, found: Sequence[TableWriter]) -> None:
-        now, ages = datetime.now(UTC), dict[str, float]()
-        opened = list[OpenTransaction]()
+        now, opened = datetime.now(UTC), list[OpenTransaction]()
         holders = {name: each.known.holder for name, each in self._tellings.items() if each.known is not None}
         for each in found:
             for name in sorted(each.streams & holders.keys()):
                 told = self._tellings[name].of.name
-                since = each.transaction.since
-                age = 0.0 if since is None else (now - since).total_seconds()
-                ages[told] = max(age, ages.get(told, 0.0))
                 opened.append(replace(each.transaction, stream=told, writer=holders[name].writer))
-        self._metrics.held(ages)
+        self._metrics.open.show(((each.stream,), each.age(now)) for each in opened)
         # In one name, whoever holds: who was told in another would stand there for ever.
         known = [each.known for each in self._tellings.values() if each.known is not None]
         self._reports.tellers = {it.name: (first, it.epochs[first]) for it in known for first in [min(it.told)]}

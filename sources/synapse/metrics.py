@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from tidemark.sources.reports import OldestOpen
+
 
 class BridgeMetrics:
     """Those of one process, in a registry of its own or of the caller's choice."""
@@ -79,25 +81,17 @@ class BridgeMetrics:
             ["stream"],
             registry=registry,
         )
-        self._held: set[str] = set()
+        self.open = OldestOpen(self.oldest)
         self._waited: dict[str, Mapping[str, tuple[int, float]]] = {}
 
     def rest(self) -> None:
         """It does not speak any more: what it knew may be another process's by now."""
         self.speaking.set(0)
         self.standby.set(0)
-        self.held({})
+        self.open.show([])
         self.silent.clear()
         for stream in [*self._waited]:
             self.waited_for(stream, {}, 0, 0)
-
-    def held(self, seconds: Mapping[str, float]) -> None:
-        """By stream how long the oldest transaction is open that writes to it."""
-        for gone in self._held - seconds.keys():
-            self.oldest.remove(gone)
-        for name, age in seconds.items():
-            self.oldest.labels(name).set(age)
-        self._held = {*seconds}
 
     def waited_for(self, stream: str, told: Mapping[str, int], head: int, now: float) -> None:
         """By writer up to where the stream is told, of all that is given out; `now`: seconds of any one clock."""

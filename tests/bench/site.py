@@ -2,7 +2,6 @@
 
 import itertools
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 import psycopg
 import redis
 
+from tidemark.app import class_archive
 from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
@@ -76,7 +76,7 @@ def servers() -> Iterator[BenchSite]:
     java = find_java(settings.java_home)
     jars = Home(settings.home).jars
     fetch_jars(jars, java, progress=lambda _: None)
-    subprocess.run([sys.executable, "-m", "tidemark.app.archive_classes"], check=True)
+    subprocess.run(class_archive.MAKER, check=True)
     with (
         tempfile.TemporaryDirectory(prefix="tidemark-bench-", ignore_cleanup_errors=True) as root,
         ExitStack() as stack,

@@ -56,7 +56,7 @@ class World:
 
     def counts(self) -> dict[str, RoomCount]:
         with self.verification() as verification:
-            return {it.client: it for it in [*verification.counts(), verification.rooms()]}
+            return {it.reader: it for it in [*verification.counts(), verification.rooms()]}
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def test_answers_of_a_database_that_went_back_are_counted_as_they_were_found(wor
             verification.services_go_back(world.dsn, how)
         world.connection.execute("delete from rooms.timeline where event = 'lost'")
         assert incarnation(world.connection) > 0
-        before = {it.client: it for it in verification.counts()}
+        before = {it.reader: it for it in verification.counts()}
         assert before["own"] == RoomCount("own", 0, 0, missed=1)
         assert before["line"] == RoomCount("line", 2, 2)
         assert ("line", "@ada") in verification.awaited

@@ -5,10 +5,10 @@ from prometheus_client import CollectorRegistry
 from tidemark.sources.synapse.metrics import BridgeMetrics
 
 
-def told(metrics: BridgeMetrics, name: str) -> dict[str, float]:
-    """By writer."""
+def told(metrics: BridgeMetrics, name: str, label: str = "writer") -> dict[str, float]:
+    """By label."""
     every = [it for family in metrics.registry.collect() for it in family.samples if it.name == name]
-    return {it.labels["writer"]: it.value for it in every}
+    return {it.labels[label]: it.value for it in every}
 
 
 def test_a_writer_is_behind_for_as_long_as_nothing_more_of_it_is_told() -> None:
@@ -28,7 +28,8 @@ def test_a_bridge_that_speaks_no_more_says_nothing_of_what_it_knew() -> None:
     """Another one may have told it since: an alert on it would never end."""
     metrics = BridgeMetrics(CollectorRegistry())
     metrics.waited_for("events", {"a": 5}, 9, now=1)
-    metrics.held({"events": 70.0})
+    metrics.open.show([(("events",), 70.0), (("events",), 0.0)])
+    assert told(metrics, "tidemark_synapse_oldest_transaction_seconds", "stream") == {"events": 70}
     metrics.silent.labels("events").set(2)
     metrics.speaking.set(1)
     metrics.rest()
