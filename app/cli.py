@@ -126,7 +126,7 @@ def listen(address: str | None, streams: tuple[str, ...], server: str | None, *,
         where = host_port(address or settings.sidecar_tcp)
     except ValueError as problem:
         raise click.BadParameter(f"{address!r} is {problem}", param_hint="ADDRESS") from None
-    show = listen.as_json if as_json else listen.coloured
+    show = listen.as_json if as_json else str if settings.no_color else listen.coloured
     trust = partial(trusting, settings.sidecar_ca_file) if tls or settings.sidecar_ca_file else None
     for command in Listening(where, server, trust).commands():
         if listen.wanted(command, streams):

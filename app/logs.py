@@ -31,7 +31,8 @@ def configure(settings: Settings) -> None:
         sys.excepthook = lambda *error: _ended(error)
         threading.excepthook = lambda it: _ended((it.exc_type, it.exc_value or it.exc_type(), it.exc_traceback))
     else:
-        shape = [_that_no_terminal_obeys, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        colours = sys.stderr.isatty() and not settings.no_color
+        shape = [_that_no_terminal_obeys, structlog.dev.ConsoleRenderer(colors=colours)]
     root = logging.getLogger()
     for handler in [it for it in root.handlers if isinstance(it, _OfLibraries)]:
         root.removeHandler(handler)

@@ -47,6 +47,7 @@ class Settings(SidecarSettings, Connections):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
     log_format: Literal["console", "json"] = Field("console", description="Log lines for people or for machines.")
+    no_color: str = Field("", validation_alias="NO_COLOR", description="Anything: no colours on a terminal.")
     setting_names: dict[str, str] = Field(
         {}, description="What messages call our variables, as JSON: who sets them for a person says by which name."
     )

@@ -1,6 +1,8 @@
 """What may be seen on stderr besides lines of ours: nothing."""
 
 import json
+import os
+import pty
 import socket
 import struct
 import subprocess
@@ -91,3 +93,15 @@ def test_an_event_is_a_line(form: str) -> None:
     assert [it["level"] for it in told] == ["warning", "warning", "warning", "critical", "critical"]
     assert [it["event"] for it in told[:2]] == ["Read", "two lines of it"]
     assert [it["exception"][0]["exc_type"] for it in told[3:]] == ["ZeroDivisionError", "ValueError"]
+
+
+def test_a_terminal_of_who_wants_no_colours_gets_none() -> None:
+    """NO_COLOR says so."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", _SPEAK.partition("logging.get")[0]]
+    subprocess.run(command, env=child_environment({"NO_COLOR": "1"}), stderr=theirs, timeout=60, check=True)
+    os.close(theirs)
+    said = os.read(ours, 65536)
+    os.close(ours)
+    assert b"Read" in said
+    assert b"\x1b" not in said

@@ -1,6 +1,8 @@
 """`tidemark listen` as a person runs it, and nc's way: a socket and nothing else."""
 
 import json
+import os
+import pty
 import signal
 import socket
 import subprocess
@@ -92,6 +94,21 @@ def test_only_what_was_asked_for_as_json(pipeline: Pipeline, servers: ReadSideCo
             sender.send("USER_IP x")
             assert line(process) == "USER_IP x"
             sender.close()
+
+
+@pytest.mark.parametrize("no_colour", ["", "1"])
+def test_a_terminal_gets_colours_where_they_are_wanted(no_colour: str) -> None:
+    """Of whoever has NO_COLOR in the environment they are not."""
+    ours, theirs = pty.openpty()
+    with served(NOWHERE) as address, os.fdopen(ours, "rb") as shown:
+        command = [sys.executable, "-m", "tidemark.app.cli", "listen", f"{address[0]}:{address[1]}"]
+        process = subprocess.Popen(command, env=child_environment({"NO_COLOR": no_colour}), stdout=theirs)
+        os.close(theirs)
+        first = shown.readline()
+        process.kill()
+        process.wait()
+    assert b"SERVER tidemark" in first
+    assert (b"\x1b" in first) == (no_colour == "")
 
 
 def test_another_server_is_told_in_one_line() -> None:
