@@ -96,6 +96,11 @@ waiting = click.option(
 )
 
 
+awaiting_its_end = click.option(
+    "--wait", type=Amount(min=0), default=30.0, help="Seconds to wait for its end; inf: for ever. Default: 30."
+)
+
+
 def loaded() -> "Settings":
     """The settings of this process, whose log they shape. Called before all else is imported: who mistyped one need not
     wait for Spark. Raises `BadSetting`."""

@@ -5,7 +5,7 @@ from typing import Literal
 
 import click
 
-from tidemark.app.commands import CommandGroup, loaded, waiting
+from tidemark.app.commands import CommandGroup, awaiting_its_end, loaded, waiting
 
 _dsn = click.option("--dsn", help="The service's database; without it TIDEMARK_POSTGRES_DSN.")
 
@@ -63,12 +63,13 @@ def relay_migrate(
 @_dsn
 @click.argument("writer")
 @click.argument("stream", required=False)
-@waiting
+@awaiting_its_end
 @click.pass_obj
 def relay_retire(given: str | None, dsn: str | None, writer: str, stream: str | None, *, wait: float) -> None:
     """End WRITER, a name given to append_as that nobody uses any more, in STREAM or in all that know it.
 
-    Readers and positions wait for it no more. If it appends again it begins anew.
+    Once nothing of it is open and the relay has told all of it, readers and positions wait for it no more. If it
+    appends again it begins anew.
     """
     settings = loaded()
     from tidemark.app import relay

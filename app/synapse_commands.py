@@ -4,7 +4,7 @@ import threading
 
 import click
 
-from tidemark.app.commands import Amount, CommandGroup, loaded, waiting
+from tidemark.app.commands import CommandGroup, awaiting_its_end, loaded, waiting
 
 
 @click.group("synapse", cls=CommandGroup, extra="synapse", invoke_without_command=True)
@@ -55,9 +55,7 @@ def synapse_migrate(*, wait: float) -> None:
 @synapse.command("retire", extra="synapse")
 @click.argument("writer")
 @click.argument("stream", required=False)
-@click.option(
-    "--wait", type=Amount(min=0), default=30.0, help="Seconds to wait for its end; inf: for ever. Default: 30."
-)
+@awaiting_its_end
 def synapse_retire(writer: str, stream: str | None, *, wait: float) -> None:
     """End WRITER, a worker that was stopped and taken out of Synapse for good, in STREAM or in all that know it.
 

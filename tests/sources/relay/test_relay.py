@@ -244,8 +244,8 @@ def test_each_writer_has_a_position(ready: str, sql: psycopg.Connection, run: Ru
 def test_a_writer_that_is_retired_holds_nobody_back(
     ready: str, sql: psycopg.Connection, run: Run, judge: Judge
 ) -> None:
-    """The command waits for what the name has open, and the line then for it no more; if it appends again it joins anew
-    and is waited for again."""
+    """The command waits for what the name has open and the relay has to tell, and the line then for it no more; if it
+    appends again it joins anew and is waited for again."""
     run()
     append(sql)
     sql.execute("select tidemark.append_as('pod-1', 'orders', '1')")
@@ -258,9 +258,10 @@ def test_a_writer_that_is_retired_holds_nobody_back(
 
     with psycopg.connect(ready) as held:
         held.execute("select tidemark.append_as('pod-1', 'orders', '1')")
-        assert f"'pod-1' of stream 'orders' has an open transaction: pid {held.info.backend_pid}" in retire("orders")
+        said = retire("orders", "--wait", "0")
+        assert f"'pod-1' of stream 'orders' has an open transaction: pid {held.info.backend_pid}" in said
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(retire, "--wait", "60")
+            waiting = pool.submit(retire)
             eventually(lambda: waits(sql))
             held.commit()
             assert "pod-1 ends at " in waiting.result(60)
