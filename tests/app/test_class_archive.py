@@ -2,13 +2,16 @@
 
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tidemark.app.class_archive import archive, make, options
+from tidemark.app.class_archive import archive, make, options, spark_archive
+from tidemark.app.settings import child_environment
 
 
 @pytest.fixture
@@ -104,3 +107,24 @@ def test_of_what_finds_no_room_nothing_is_left(
     assert not list(tmp_path.glob("spark-*"))
     make(found, writing("classes", []))
     assert options(found)
+
+
+@pytest.mark.usefixtures("warm_jvm")
+def test_the_images_executors_begin_with_the_same_archive(java: str, tmp_path: Path) -> None:
+    """Before what Spark's driver asks for, none of which is split."""
+    (named_user := tmp_path / "named-user").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    named_user.chmod(0o755)
+    asked = ["DRIVER_URL", "EXECUTOR_ID", "EXECUTOR_CORES", "APPLICATION_ID", "EXECUTOR_POD_IP", "RESOURCE_PROFILE_ID"]
+    variables = {f"SPARK_{name}": "it" for name in [*asked, "EXECUTOR_POD_NAME"]} | {
+        "SPARK_EXECUTOR_MEMORY": "1g",
+        "SPARK_JAVA_OPT_0": "-Da=two words *",
+        "SPARK_JAVA_OPT_1": "-Db",
+        "PATH": os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), str(Path(java).parent), os.defpath]),
+    }
+    script = Path(__file__).parents[2] / "helm/tools/executor"
+    command = subprocess.run(
+        ["sh", script], env=child_environment(variables), check=True, capture_output=True, text=True
+    )
+    ours = options(spark_archive(java))
+    assert len(ours) == 3
+    assert command.stdout.splitlines()[: len(ours) + 4] == ["java", *ours, "-Da=two words *", "-Db", "-Xms1g"]
