@@ -24,6 +24,7 @@ from tidemark.app.sidecar.problems import BadRequest, Busy, RecoveringProblem, U
 from tidemark.app.sidecar.sse import MEDIA_TYPE, EventStream
 from tidemark.app.sidecar.watch import Watch, Watcher
 from tidemark.app.sidecar.watched import PipelineAnswer, WatchedStreamAnswer
+from tidemark.streaming.records import is_name
 
 STALLED = 30.0  # seconds that one text for a watcher may take to be sent
 
@@ -36,6 +37,9 @@ class EventsQuery(msgspec.Struct, frozen=True):
 
 async def follow(call: OperationCall) -> Response:
     query: EventsQuery = call.query
+    for name in query.stream:
+        if not is_name(name):
+            raise UnknownStream(name)
     service, read_side = call.service, call.service.read_side
     last = call.request.headers.get("last-event-id")
     stands = cursor.resumed(last) if last else {}

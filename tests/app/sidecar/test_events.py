@@ -134,6 +134,14 @@ def test_only_streams_that_were_named(pipeline: Pipeline, client: SidecarClient)
     assert client.json("/v1/events?stream=nobody", 404)["type"] == "urn:tidemark:problem:unknown-stream"
 
 
+@pytest.mark.parametrize("name", ["a%20b", "a%00b", "%1F", "x" * 256, ""])
+def test_a_name_that_no_stream_can_have_is_no_stream(pipeline: Pipeline, client: SidecarClient, name: str) -> None:
+    """Also beside one that there is: Postgres, which is asked for many at once, takes no NUL in a text."""
+    grow(pipeline, 0, 1)
+    answer = client.json(f"/v1/events?stream=s&stream={name}", 404)
+    assert answer["type"] == "urn:tidemark:problem:unknown-stream"
+
+
 def test_new_stream_is_told_to_who_follows_all(pipeline: Pipeline, client: SidecarClient) -> None:
     """A stream that appears later comes with its snapshot and then its moves."""
     with heard(client) as events:
