@@ -11,10 +11,7 @@ from uuid import UUID
 import msgspec
 import psycopg
 import pytest
-import sqlalchemy
 from psycopg.rows import dict_row
-from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
-from sqlalchemy.orm import Session
 
 from tests.sources.relay.world import prepared_schema
 from tidemark import AsyncWriter, Writer, errors
@@ -213,8 +210,11 @@ def test_connections_may_be_of_any_kind(dsn: str) -> None:
 
 def test_sqlalchemy_decides_when_its_transaction_ends(dsn: str) -> None:
     """Its sessions and connections begin as they do with a statement of their own, and nothing is left open."""
+    from sqlalchemy import create_engine
+    from sqlalchemy.orm import Session
+
     writer = Writer()
-    engine = sqlalchemy.create_engine(dsn.replace("postgresql://", "postgresql+psycopg://"))
+    engine = create_engine(dsn.replace("postgresql://", "postgresql+psycopg://"))
     with Session(engine) as session, session.begin():
         assert writer.append(session, "orders", "session") == 1
     with Session(engine) as session:
@@ -235,6 +235,8 @@ def test_sqlalchemy_decides_when_its_transaction_ends(dsn: str) -> None:
 
 def test_asyncio(dsn: str) -> None:
     """The same on psycopg's connections for it, and on SQLAlchemy's."""
+    from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+
     writer = AsyncWriter("web")
 
     async def write() -> None:

@@ -5,16 +5,13 @@ import zlib
 from base64 import urlsafe_b64encode
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import msgspec
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from schemathesis import APIOperation, Case
-from schemathesis.checks import CHECKS
 
 from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.sinks.reader.given import Pipeline
@@ -25,6 +22,9 @@ from tidemark.app.sidecar.service import Limits
 from tidemark.app.sidecar.site import OPERATIONS, SiteConfig
 from tidemark.app.sidecar.sse import MEDIA_TYPE
 from tidemark.sinks.reader import Token
+
+if TYPE_CHECKING:
+    from schemathesis import APIOperation, Case
 
 GENERATED = sorted([PATH, *(it.path for it in OPERATIONS)])
 BEARER_SENT = {"Authorization": "Bearer sesame"}
@@ -94,6 +94,8 @@ def packed(value: Any) -> bytes:
 def test_running_sidecar_keeps_what_the_document_says(guarded: SidecarClient, subtests: pytest.Subtests) -> None:
     """Generated requests, right and wrong, of event streams too: status, headers, media type and body are as described,
     never a 500."""
+    import schemathesis
+
     schema = schemathesis.openapi.from_dict(guarded.json("/openapi.json"))
     schema.config.update(base_url=str(guarded.base_url))
     for path, stream in CASES:
@@ -101,7 +103,9 @@ def test_running_sidecar_keeps_what_the_document_says(guarded: SidecarClient, su
             _ask(guarded, schema[path]["GET"], stream)
 
 
-def _ask(client: SidecarClient, operation: APIOperation[Any, Any, Any, Any], stream: str | None) -> None:
+def _ask(client: SidecarClient, operation: "APIOperation[Any, Any, Any, Any]", stream: str | None) -> None:
+    from schemathesis.checks import CHECKS
+
     # Whether a token is fit for a stream is no matter of its form, so valid requests may be refused as well.
     # The schema of a stream is that of the data of an event, and not of an event.
     names = {"positive_data_acceptance", *(["response_schema_conformance"] if operation.path in STREAMING else [])}
@@ -120,7 +124,7 @@ def _ask(client: SidecarClient, operation: APIOperation[Any, Any, Any, Any], str
     ask()
 
 
-def _begun(client: SidecarClient, case: Case[Any]) -> httpx.Response:
+def _begun(client: SidecarClient, case: "Case[Any]") -> httpx.Response:
     """The answer; of a stream, which does not end, what comes up to its first event."""
     sent = case.as_transport_kwargs(headers=BEARER_SENT)
     request = client.build_request(sent["method"], sent["url"], params=sent["params"], headers=dict(sent["headers"]))
