@@ -35,9 +35,12 @@ up: setup ## Run the whole local stack without the demo, for facts of your own
 	@exec $(BIN)/tidemark up
 
 ##@ Check
+# One more than cores, because some tests wait; at most four, because each takes three seconds to load them all.
+UNIT_PROCESSES = $(shell $(BIN)/python -c 'import os; print(min(os.cpu_count() + 1, 4))')
+
 .PHONY: test-unit
 test-unit: setup ## Run the tests that need no server
-	$(BIN)/pytest -m "not server and not registry" --hypothesis-profile quick -n logical --maxprocesses 4 --durations 10
+	$(BIN)/pytest -m "not server and not registry" --hypothesis-profile quick -n $(UNIT_PROCESSES) --durations 10
 
 .PHONY: test
 test: setup ## Run every test, in four processes with servers of their own
