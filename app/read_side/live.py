@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from redis.exceptions import ResponseError
+
 from tidemark.app.read_side.circuit_breaker import CircuitBreaker
 from tidemark.app.read_side.coalescer import Coalescer
 from tidemark.sinks.reader.io import KeysFound, ReadKeys, ReadList, ReadNewest
@@ -69,9 +71,13 @@ class Live:
 
     def _seen(self, request: RedisRequest, replies: Sequence[Any]) -> KeysFound | Refused:
         try:
-            return seen(request, [sound(each) for each in replies])
-        except (StreamFault, ValueError) as fault:
+            answers = [sound(each) for each in replies]
+        except StreamFault as fault:
             return Refused("Redis", self._where, f"stream {request.stream}: {fault}", REMEDIES.rights)
+        try:
+            return seen(request, answers)
+        except ResponseError as fault:
+            return Refused("Redis", self._where, str(fault), REMEDIES.rights)
 
     async def _at_once(self, requests: Sequence[RedisRequest]) -> list[Any]:
         pipe = self.client.pipeline(transaction=True)

@@ -153,6 +153,14 @@ def await_entry(client: Any, request: AwaitEntry) -> Any:
 
 
 def seen(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) -> KeysFound:
+    """Raises redis-py's `ResponseError` where the keys hold what is not ours."""
+    try:
+        return _seen(request, reply)
+    except ValueError as error:
+        raise redis.ResponseError(f"stream {request.stream}: its keys hold what is no number: {error}") from None
+
+
+def _seen(request: ReadList | ReadNewest | ReadKeys, reply: Sequence[Any]) -> KeysFound:
     linear, positions, late, allocated, listed = reply
     entries = [ListEntry(_text(name), _texts(fields)) for name, fields in listed]
     last = entries[-1].name if entries else "0-0"

@@ -103,6 +103,7 @@ class RedisAddress:
     def _options(self, timeout: float) -> dict[str, Any]:
         return {
             "decode_responses": True,
+            "encoding_errors": "backslashreplace",  # what somebody else has put there must not end who reads it
             **self._transport(timeout),
             "credential_provider": self._credentials(),
         }

@@ -4,6 +4,7 @@ import asyncio
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from tidemark.sinks.reader import AsyncPositions, Positions, Standing
 from tidemark.sinks.reader.io import ReadNewest
 from tidemark.sinks.redis.changes import Change
 from tidemark.sinks.redis.client import RedisAddress
-from tidemark.sinks.redis.names import key
+from tidemark.sinks.redis.names import channel, key
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.streaming.errors import BadSetting, Refused, Unavailable
 
@@ -181,6 +182,41 @@ def test_a_stream_whose_keys_hold_something_else_hides_no_other(address: RedisAd
     asyncio.run(ask())
     with Positions(address) as positions, pytest.raises(Refused):
         positions.get("}x")
+
+
+def test_bytes_that_are_no_text_hide_no_other_stream(redis_url: str, keys: Any) -> None:
+    """In a key, among the names, at the sentinel and on a channel, whoever reads: the sidecar asks for many streams at
+    once."""
+
+    with Redis(RedisConfig(redis_url)) as sink:
+        publish(sink)
+        sink.name(STREAMS)
+        keys.set(key("}x", "linear"), b"\xff")
+        keys.sadd("tidemark:streams", b"\xfe")
+        keys.set("tidemark:sentinel", b"\xff")
+        assert sink.stamp("one") not in (None, "one")
+        assert sink.names() > set(STREAMS)
+
+    async def ask() -> None:
+        live = Live(RedisAddress(redis_url))
+        assert await live.names() > set(STREAMS)
+        assert (await live.keys(STREAMS)).keys() == set(STREAMS) - {"}x"}
+        with pytest.raises(Refused, match="stream }x: "):
+            await live.read(ReadNewest("}x"))
+        notifications = Notifications(live)
+        async with notifications.listening():
+            notified = notifications.next("stream4")
+            while not notified.is_set():
+                keys.publish(channel("stream3"), b"\xff")
+                keys.publish(channel("stream4"), "a hint")
+                await wait_for_notification(notified, 0.05)
+        await live.aclose()
+
+    asyncio.run(asyncio.wait_for(ask(), 60))
+    with Positions(redis_url) as positions:
+        assert positions.get("stream3") == Standing("stream3", 7, {"w": 9}, 9)
+        with pytest.raises(Refused):
+            positions.get("}x")
 
 
 def test_a_hint_reaches_whoever_listens_at_any_node(address: RedisAddress) -> None:
