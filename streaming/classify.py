@@ -1,8 +1,9 @@
 """Feeding a run to a chain: which of its edges are new, which are duplicates, conflicts, or too late. Pure.
 
 Edges of one writer and epoch tile the line (docs/design.md 3): one whose range is settled already is a duplicate, one
-that is settled in part contradicts what came before. The steps are taken per settled range, never per edge; only the
-edges across the end of a late range are looked at one by one, at most two for each.
+that is settled in part contradicts what came before; but not what an earlier timeline left, which had edges of its own.
+The steps are taken per settled range, never per edge; only the edges across the end of a late range, or of what an
+earlier timeline left, are looked at one by one, at most two for each.
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from tidemark.streaming.runs import Mask, Run
 Completed = tuple[Run, Outcome]
 """Edges that were settled now, or that come late, and how each of them is counted."""
 
-_NEW, _DUPLICATE, _CONFLICT = 0, 1, 2
+_NEW, _DUPLICATE, _OVER, _CONFLICT = 0, 1, 2, 3
 _CLEAR, _LATE, _ACROSS = 0, 1, 2
 
 
@@ -32,7 +33,7 @@ class Classifier:
 
     `spans` bounds the spans that may wait on the chain; an edge that would add one more is put off. Up to `published`
     a completion is late because the database went back, beyond because an operator skipped it. `late` shrinks by what
-    has come.
+    has come. Up to `began` the chain may have been settled in a timeline before that of the edges.
     """
 
     chain: Chain
@@ -41,6 +42,7 @@ class Classifier:
     outcome: Outcome
     late: Intervals = EMPTY
     published: int = 0
+    began: int = 0
 
     def run(self, run: Run) -> Iterator[Completed]:
         """Settle what is new in `run`; gives the parts of it that were accepted or late."""
@@ -71,11 +73,13 @@ class Classifier:
         for part in run.parts(standing == _NEW):
             yield from self._settle(part)
         yield from self._repeated(run, standing == _DUPLICATE)
+        for at in np.flatnonzero(standing == _OVER).tolist():
+            yield from self._over(run.part(at, at + 1))
         if (standing == _CONFLICT).any():
             self._refuse(run, standing == _CONFLICT, Reason.CONFLICT)
 
     def _standing(self, run: Run) -> npt.NDArray[np.int64] | None:
-        """For each edge whether it is new, a duplicate or a conflict; None where all are new."""
+        """For each edge how it stands to what is settled; None where all are new."""
         covered = self.chain.covered(run.start, run.end)
         if not covered:
             return None
@@ -87,9 +91,9 @@ class Classifier:
                 continue
             standing[first:stop] = np.maximum(standing[first:stop], _DUPLICATE)
             if prevs[first] < low:
-                standing[first] = _CONFLICT
+                standing[first] = max(standing[first], _OVER if low < self.began else _CONFLICT)
             if run.ids[stop - 1] > high:
-                standing[stop - 1] = _CONFLICT
+                standing[stop - 1] = max(standing[stop - 1], _OVER if high <= self.began else _CONFLICT)
         return standing
 
     def _settle(self, run: Run) -> Iterator[Completed]:
@@ -101,6 +105,21 @@ class Classifier:
         self.chain.declare_empty(run.empty())
         self.changes.counts[self.outcome] += len(run)
         yield run, self.outcome
+
+    def _over(self, edge: Run) -> Iterator[Completed]:
+        """One edge across an end of what an earlier timeline left: what is open of it is settled, as the edge says.
+
+        Its ID outside: what is open right below that counts as the edge. Its ID inside: it is a duplicate.
+        """
+        *_, (low, high) = self.chain.missing(edge.start, edge.end)
+        if high == edge.end:
+            found = [*self._settle(replace(edge, start=low))]
+            yield from found
+            if not found:
+                return
+        else:
+            yield from self._repeated(edge, np.ones(1, np.bool_))
+        self._follow(edge)
 
     def _has_room(self, prev: int, id: int) -> bool:
         return len(self.chain.pending) < self.spans or self.chain.adjoins(prev, id)

@@ -110,7 +110,8 @@ def _is_new(stream: StreamState) -> bool:
 def _apply(stream: StreamState, runs: Sequence[Run], bounds: Bounds, changes: Changes) -> Iterator[Completed]:
     for run in runs:
         writer = stream.writers[run.writer]
-        feed = Classifier(writer.chain, bounds.pending, changes, "applied", writer.late, writer.published)
+        began = stream.began if writer.timeline == stream.timeline else 0
+        feed = Classifier(writer.chain, bounds.pending, changes, "applied", writer.late, writer.published, began)
         yield from feed.run(run)
         writer.late = feed.late
 

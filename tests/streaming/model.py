@@ -223,7 +223,7 @@ class Model:
     # -- edges
 
     def _edge(self, writer: Incarnated, record: Record, prev: int, id: int) -> str:
-        """Edges tile: all of it open, or all of it there, or a conflict.
+        """Edges tile: all of it open, or all of it there, or a conflict; but not where a timeline before left it.
 
         `final`: it was open, and yet the line or another writer has its ID. `denied`: a fact where its writer had
         declared that there is none.
@@ -238,8 +238,15 @@ class Model:
             self.late_facts[record.writer, "announced"] += 1
             return "denied"
         if any(covered):
-            writer.refused = max(writer.refused, id)
-            return "rejected: conflict"
+            began = self.began if writer.timeline == self.timeline else 0
+            ends = [at for at in range(prev + 1, id) if (at in writer.settled) != (at + 1 in writer.settled)]
+            if any(at > began or (at == began and at not in writer.settled) for at in ends):
+                writer.refused = max(writer.refused, id)
+                return "rejected: conflict"
+            low = max(at for at in range(prev, id) if at == prev or at in writer.settled)
+            outcome = self._edge(writer, record, id - 1 if id in writer.settled else low, id)
+            writer.follow(range(prev + 1, id + 1), set())
+            return outcome
         for at in range(prev + 1, id + 1):
             writer.settled[at] = EMPTY if kind == "POSITION" else BARE
         if kind == "POSITION":

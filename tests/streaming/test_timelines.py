@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from tests.streaming.builders import Record, Shard, join, position, rdata, retire, skip, void
 from tests.streaming.protocol import Database
 from tidemark.streaming.effects import StreamEffects
-from tidemark.streaming.model import Bounds
+from tidemark.streaming.model import Bounds, Reason
 from tidemark.streaming.records import Timeline
 
 WRITERS = ("a", "b", "c")
@@ -155,6 +155,38 @@ def test_a_name_that_only_the_lost_history_knew_does_not_hold_the_line_of_a_rela
     assert late(done) == [("shop", 1, 2, "regressed")]
     shard.feed(rdata("shop", 3, epoch=2), void("shop", 3, 4, epoch=2), rdata("shop", 5, epoch=2))
     assert (shard.positions, shard.linear) == ({"shop": 5, "pod": 2}, 5)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ([position("b", 1, 3, epoch=1)], [position("b", 1, 3, epoch=2)]),
+        ([position("b", 1, 2, epoch=1), position("b", 2, 3, epoch=1)], [rdata("b", 3, 1, epoch=2)]),
+        ([rdata("b", 2, epoch=1), position("b", 2, 3, epoch=1)], [rdata("b", 2, epoch=2), position("b", 2, 3, epoch=2)]),
+        ([position("b", 1, 3, epoch=1)], [rdata("b", 3, 0, epoch=2)]),
+    ],
+)
+def test_edges_of_the_new_timeline_may_lie_across_what_the_old_one_left(
+    before: list[Record], after: list[Record]
+) -> None:
+    """Up to `told` it stays settled, and the relay, which knows nothing of it, cuts its edges elsewhere."""
+    shard, first, second = Shard(), Timeline("db", "s1"), Timeline("db", "s2", "s1")
+    shard.feed(join("a", 0, timeline=first), join("b", 0, timeline=first), *before)
+    assert shard.positions == {"a": 0, "b": 0}
+    done = shard.feed(*(join(name, 0, 2, timeline=second, told=2) for name in "ab"), void("a", 0, 3, epoch=2))
+    assert begun(done) == [("b", 2, 2, "position")]
+    completed = [] if after[0].prev == 0 else [void("b", 0, 1, epoch=2)]
+    shard.feed(*completed, *after)
+    assert not shard.rejected
+    assert (shard.positions, shard.linear) == ({"a": 3, "b": 3}, 3)
+
+
+def test_an_edge_across_the_new_timeline_s_own_is_a_conflict(shard: Shard) -> None:
+    """What was completed since the database went back is nobody's past."""
+    shard.feed(*(join(name, 2, 2, timeline=Timeline("db", "s2", "s1"), told=2) for name in "ab"))
+    shard.feed(rdata("b", 4, 2, epoch=2), rdata("b", 5, 3, epoch=2))
+    assert [*shard.rejected.values()] == [Reason.CONFLICT]
+    assert shard.positions["b"] == 4
 
 
 def test_a_history_that_is_not_known_shows_nothing(shard: Shard) -> None:
