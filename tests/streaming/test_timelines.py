@@ -162,7 +162,6 @@ def test_a_name_that_only_the_lost_history_knew_does_not_hold_the_line_of_a_rela
     [
         ([position("b", 1, 3, epoch=1)], [position("b", 1, 3, epoch=2)]),
         ([position("b", 1, 2, epoch=1), position("b", 2, 3, epoch=1)], [rdata("b", 3, 1, epoch=2)]),
-        ([rdata("b", 2, epoch=1), position("b", 2, 3, epoch=1)], [rdata("b", 2, epoch=2), position("b", 2, 3, epoch=2)]),
         ([position("b", 1, 3, epoch=1)], [rdata("b", 3, 0, epoch=2)]),
     ],
 )
