@@ -156,12 +156,11 @@ class Pace:
 
 def bounded(start: Places, ends: Places, most: int) -> Places:
     """How far to read where it may be `most` offsets together: of each partition as large a part as of all."""
-    sizes = {(topic, number): ends[topic][number] - at for topic, by in start.items() for number, at in by.items()}
-    total = sum(sizes.values())
+    total = _count(start, ends)
     if total <= most:
         return ends
     return {
-        topic: {number: at + -(-sizes[topic, number] * most // total) for number, at in by.items()}
+        topic: {number: at + -(-(ends[topic][number] - at) * most // total) for number, at in by.items()}
         for topic, by in start.items()
     }
 

@@ -70,11 +70,9 @@ def read(
     return found
 
 
-def of(
-    postgres: Postgres, stored: Mapping[str, bytes], now: float, defaults: Mapping[str, int] | None = None
-) -> list[OpenRange]:
+def of(postgres: Postgres, stored: Mapping[str, bytes], now: float, defaults: Mapping[str, int]) -> list[OpenRange]:
     """`read`, with what `postgres` tells of policies, over these `defaults`, of operators' epochs, and of bridges."""
-    policies, asked = Policies(postgres.policies.given(), defaults or {}), postgres.conditions
+    policies, asked = Policies(postgres.policies.given(), defaults), postgres.conditions
     return read(stored, now, policies, asked.begun(), asked.bridges())
 
 
