@@ -15,7 +15,6 @@ so in its packets, and how far it came. What it left is read again by a query th
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from operator import attrgetter, itemgetter
 
 import msgspec
@@ -23,13 +22,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tidemark.streaming.decode import ROW, Decoder, Edges
+from tidemark.streaming.decode import Decoder
+from tidemark.streaming.edges import Edges
 from tidemark.streaming.fetched import Fetched, PlannedRange
 from tidemark.streaming.incarnations import Incarnation
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.link import link
 from tidemark.streaming.model import Rejected, shard_of
-from tidemark.streaming.records import Topic
+from tidemark.streaming.records import ROW, Topic
 from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet, TurnedAway
 
 MOST_FACTS = 2_000_000
@@ -53,9 +53,9 @@ def compact(
         for part in records:
             if cut := held >= most:
                 break
-            before = len(columns.parts)
+            before = columns.size
             columns.add(part)
-            held += sum(len(edges.ids) for edges in columns.parts[before:])
+            held += columns.size - before
         columns.next_offset = max(columns.next_offset, wanted.start) if cut else wanted.end
         yield _encoded(pack(names[wanted.topic], wanted.partition, columns, shards, cut=cut))
 
@@ -81,10 +81,11 @@ def pack(topic: str, partition: int, columns: Decoder, shards: int, *, cut: bool
     for marker in markers:
         packet_of(shard_of(marker.stream, shards)).markers.append(marker)
 
-    if columns.parts and len((edges := columns.edges()).ids):
+    if columns.size:
+        edges = columns.edges()
         incarnations, ranks = columns.incarnations.ranked()
         shard = {stream: shard_of(stream, shards) for stream, _, _ in incarnations}
-        edges = replace(edges, incarnations=ranks[edges.incarnations])
+        edges = edges._replace(incarnations=ranks[edges.incarnations])
         segments = _segments(edges, incarnations, markers)
         is_row = edges.kinds == ROW
         for rows in _rows(edges.where(is_row), segments[is_row], incarnations):

@@ -1,14 +1,17 @@
-"""Records as Kafka's client hands them over: Python's own bytes, and columns of numbers."""
+"""Records as Kafka's client hands them over, in columns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import eq
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.records import Topic
+
+Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,37 +24,35 @@ class PlannedRange:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """Records of one partition, at least one; `times` in ms since 1970. A value that is null in Kafka is empty."""
+class Fetched(NamedTuple):
+    """Records of one partition; `times` in ms since 1970. Record `i` has the bytes `[bounds[i], bounds[i + 1])` of all
+    values, and so of all keys. What is null in Kafka is empty.
+    """
 
-    keys: Sequence[bytes | None]
-    values: Sequence[bytes]
+    values: Bytes
+    value_bounds: Ids
+    keys: Bytes
+    key_bounds: Ids
     offsets: Ids
     times: Ids
 
-    def __len__(self) -> int:
-        return len(self.values)
+    @classmethod
+    def of(
+        cls, keys: Sequence[bytes | None], values: Sequence[bytes | None], offsets: Ids, times: Ids
+    ) -> "Fetched":
+        return cls(*_joined(values), *_joined(keys), np.ascontiguousarray(offsets), np.ascontiguousarray(times))
+
+    @property
+    def count(self) -> int:
+        return len(self.offsets)
 
     def key(self, at: int) -> bytes:
-        return self.keys[at] or b""
+        return self.keys[self.key_bounds[at] : self.key_bounds[at + 1]].tobytes()
 
     def value(self, at: int) -> bytes:
-        return self.values[at]
+        return self.values[self.value_bounds[at] : self.value_bounds[at + 1]].tobytes()
 
-    def lines(self) -> bytes | None:
-        """The values, a newline between any two; None where one does not begin with `{` and end with `}`."""
-        text = b"\n".join(self.values)
-        data = np.frombuffer(text, np.uint8)
-        lengths = np.fromiter(map(len, self.values), np.int64, len(self))
-        if not lengths.all():
-            return None
-        ends = np.cumsum(lengths + 1) - 1
-        braced = np.all(data[ends - lengths] == ord("{")) and np.all(data[ends - 1] == ord("}"))
-        return text if braced else None
 
-    def have_keys(self, wanted: list[object]) -> npt.NDArray[np.bool_]:
-        """For each record whether its key is the wanted one."""
-        if wanted == self.keys:
-            return np.ones(len(self), np.bool_)
-        return np.fromiter(map(eq, wanted, self.keys), np.bool_, len(self))
+def _joined(parts: Sequence[bytes | None]) -> tuple[Bytes, Ids]:
+    _, bounds, data = pa.array(parts, pa.large_binary()).buffers()
+    return np.frombuffer(data or b"", np.uint8), np.frombuffer(bounds, np.int64)[: len(parts) + 1]

@@ -1,51 +1,121 @@
 """The writers (stream, writer, epoch) that a task meets, numbered, so that arrays can hold them."""
 
-from typing import Final
+import secrets
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from tidemark.streaming.fetched import Bytes
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.records import is_name, is_writer
-
-_NO_KEY: Final = object()
+from tidemark.streaming.runs import Mask
 
 Incarnation = tuple[str, str, int]
 
+_SEED = secrets.randbits(62)
+
+
+class Table(NamedTuple):
+    """Incarnations by number for compiled code, which adds to them; `held` is how many there are, and how long all
+    their names.
+
+    `places`: where in `names` that of the stream begins, that of the writer, and where it ends; and the epoch. `legal`:
+    whether both names are. `slots` is a hash table of the numbers, -1 where none is. `seed`: nobody outside may know
+    which names share a hash.
+    """
+
+    seed: int
+    held: Ids
+    names: Bytes
+    places: Ids
+    hashes: Ids
+    legal: Mask
+    slots: Ids
+
+    def all(self) -> list[Incarnation]:
+        count, names = int(self.held[0]), self.names[: self.held[1]].tobytes()
+        return [
+            (names[stream:writer].decode(), names[writer:end].decode(), epoch)
+            for stream, writer, end, epoch in self.places[:count].tolist()
+        ]
+
+
+class Met(NamedTuple):
+    """An incarnation that the table does not have: where in the values its names are."""
+
+    stream: int
+    stream_end: int
+    writer: int
+    writer_end: int
+    epoch: int
+    hash: int
+
 
 class Incarnations:
-    """Numbered from 0 in the order in which they are met, which says nothing about the records.
-
-    `number_of[writer][epoch][stream]` is asked once per record, hence plain dicts, the largest last: where streams are
-    many, their writers are few. Who misses there calls `number`.
+    """Those that compiled code met have the numbers of `table`, the others are numbered down from -1; one may have a
+    number of both. The order in which they were met says nothing about the records.
     """
 
     def __init__(self) -> None:
-        self.number_of: dict[str, dict[int, dict[str, int]]] = {}
-        self._all: list[Incarnation] = []
-        self._keys: npt.NDArray[np.object_] = np.zeros(0, np.object_)
+        self._numbers: dict[Incarnation, int] = {}
+        self.table = Table(
+            _SEED,
+            np.zeros(2, np.int64),
+            np.empty(4096, np.uint8),
+            np.empty((128, 4), np.int64),
+            np.empty(128, np.int64),
+            np.empty(128, np.bool_),
+            np.full(256, -1, np.int64),
+        )
 
     def number(self, stream: str, writer: str, epoch: int) -> int:
         """The number of an incarnation, new or known."""
-        numbers = self.number_of.setdefault(writer, {}).setdefault(epoch, {})
-        if stream not in numbers:
-            numbers[stream] = len(self._all)
-            self._all.append((stream, writer, epoch))
-        return numbers[stream]
+        return self._numbers.setdefault((stream, writer, epoch), -1 - len(self._numbers))
 
-    def keys(self, numbers: Ids) -> list[object]:
-        """For each of `numbers` the Kafka key of its records; what is equal to no key where stream or writer has no
-        legal name.
+    def meet(self, met: Met, values: Bytes) -> None:
+        """Put into the table what compiled code did not, for want of room or for letters that it does not know; its
+        names are as they stand in `values`.
         """
-        if new := self._all[len(self._keys) :]:
-            keys = [stream.encode() if is_name(stream) and is_writer(writer) else _NO_KEY for stream, writer, _ in new]
-            self._keys = np.append(self._keys, np.array(keys, np.object_))
-        found: list[object] = self._keys[numbers].tolist()
-        return found
+        stream, writer = values[met.stream : met.stream_end].tobytes(), values[met.writer : met.writer_end].tobytes()
+        number, begin = self.table.held.tolist()
+        middle, end = begin + len(stream), begin + len(stream) + len(writer)
+        self._make_room(number + 1, end)
+        table = self.table
+        table.held[:] = number + 1, end
+        table.names[begin:end] = np.frombuffer(stream + writer, np.uint8)
+        table.places[number] = begin, middle, end, met.epoch
+        table.hashes[number] = met.hash
+        table.legal[number] = is_name(stream.decode()) and is_writer(writer.decode())
+        _put(table.slots, met.hash, number)
 
-    def ranked(self) -> tuple[list[Incarnation], npt.NDArray[np.int64]]:
+    def _make_room(self, incarnations: int, names: int) -> None:
+        table = self.table
+        if incarnations > len(table.hashes):
+            slots = np.full(8 * len(table.slots), -1, np.int64)
+            for number, hashed in enumerate(table.hashes.tolist()):
+                _put(slots, hashed, number)
+            longer = {name: _longer(getattr(table, name)) for name in ("places", "hashes", "legal")}
+            self.table = table._replace(slots=slots, **longer)
+        while names > len(self.table.names):
+            self.table = self.table._replace(names=_longer(self.table.names))
+
+    def ranked(self) -> tuple[list[Incarnation], Ids]:
         """All in their natural order, and by number the rank in it: the same records give the same ranks."""
-        numbers = sorted(range(len(self._all)), key=self._all.__getitem__)
-        ranks = np.empty(len(numbers), np.int64)
-        ranks[numbers] = np.arange(len(numbers))
-        return [self._all[number] for number in numbers], ranks
+        met = [*self.table.all(), *reversed(self._numbers)]
+        every = sorted({*met})
+        rank = {incarnation: at for at, incarnation in enumerate(every)}
+        return every, np.array([rank[incarnation] for incarnation in met], np.int64)
+
+
+def _put(slots: Ids, hashed: int, number: int) -> None:
+    """As `streaming.scan` looks for it."""
+    mask = len(slots) - 1
+    slot = (hashed ^ (hashed >> 32)) & mask
+    while slots[slot] >= 0:
+        slot = (slot + 1) & mask
+    slots[slot] = number
+
+
+def _longer(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return np.concatenate([array, *[np.empty_like(array)] * 7])

@@ -116,14 +116,9 @@ class RangeReader:
         whole = last - first == count - 1
         offsets = np.arange(first, last + 1) if whole else np.fromiter(map(Message.offset, messages), np.int64, count)
         times = np.fromiter(map(_time, map(Message.timestamp, messages)), np.int64, count)
-        values = list(map(Message.value, messages))
-        try:
-            size = sum(map(len, values))
-        except TypeError:  # null
-            values = [value or b"" for value in values]
-            size = sum(map(len, values))
-        self._most = max(1, min(_AT_ONCE, _BYTES * count // (size + 1)))
-        return Fetched(list(map(Message.key, messages)), values, offsets, times)
+        fetched = Fetched.of(list(map(Message.key, messages)), list(map(Message.value, messages)), offsets, times)
+        self._most = max(1, min(_AT_ONCE, _BYTES * count // (len(fetched.values) + 1)))
+        return fetched
 
 
 def _is_end(error: KafkaError | None) -> bool:

@@ -44,7 +44,7 @@ class Topic(Enum):
 class Kind(IntEnum):
     """The kinds of records (docs/design.md 3): `kind` on Kafka is the name; columns, runs and markers hold the number.
 
-    Up to POSITION they are edges, and from JOIN on markers, OPEN and RUN apart. 3 and 7 are for `streaming.decode`.
+    Up to POSITION they are edges, and from JOIN on markers, OPEN and RUN apart. 3 is `ROW`.
     """
 
     RDATA = 0
@@ -55,6 +55,10 @@ class Kind(IntEnum):
     SKIP = 6
     OPEN = 8
     RUN = 9
+
+
+ROW: Final = 3
+"""The code in columns of a batch row, which is a record of the kind RDATA."""
 
 
 class _Record(msgspec.Struct, kw_only=True, frozen=True, gc=False, omit_defaults=True, tag_field="kind"):

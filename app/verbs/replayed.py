@@ -98,4 +98,4 @@ def packed(messages: Iterable[RecordedMessage], roles: Mapping[str, Topic]) -> l
 
 def _fetched(of: Sequence[RecordedMessage]) -> Fetched:
     numbers = np.array([(it.offset, it.time) for it in of], np.int64)
-    return Fetched([it.key for it in of], [it.value or b"" for it in of], *numbers.T)
+    return Fetched.of([it.key for it in of], [it.value for it in of], *numbers.T)

@@ -59,7 +59,7 @@ class LoneShard:
         for first in range(0, len(values), _AT_ONCE):
             part = values[first : first + _AT_ONCE]
             numbers = np.arange(self._next, self._next + len(part))
-            yield Fetched([self._key] * len(part), part, numbers, numbers)
+            yield Fetched.of([self._key] * len(part), part, numbers, numbers)
             self._next += len(part)
 
 

@@ -222,7 +222,7 @@ def ranges(records: Iterable[Taken], at_once: int = 10_000) -> list[tuple[Planne
 def fetched(records: Sequence[Taken]) -> Fetched:
     """As Kafka's client gives them."""
     offsets, times, _, keys, values = zip(*records, strict=True)
-    return Fetched(list(keys), [value or b"" for value in values], np.array(offsets), np.array(times))
+    return Fetched.of(list(keys), list(values), np.array(offsets), np.array(times))
 
 
 def _topic(record: Record) -> str:

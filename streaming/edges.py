@@ -1,0 +1,49 @@
+"""The edges that a task decodes, as columns."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tidemark.streaming.intervals import Ids
+from tidemark.streaming.runs import Mask
+
+
+class Edges(NamedTuple):
+    """One row per edge or batch row; `prevs` and `ids` with their sign; those of a RUN share their offset.
+
+    `kinds` are codes of `Kind`, or `ROW`, whose `prevs` and `ids` mean nothing. `incarnations` are numbers.
+    """
+
+    incarnations: Ids
+    kinds: npt.NDArray[np.uint8]
+    prevs: Ids
+    ids: Ids
+    offsets: Ids
+    times: Ids
+
+    @classmethod
+    def room(cls, count: int) -> "Edges":
+        """For so many; they hold anything."""
+        return cls(np.empty(count, np.int64), np.empty(count, np.uint8), *(np.empty(count, np.int64) for _ in range(4)))
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, int, int, int, int, int]]) -> "Edges":
+        incarnations, kinds, *others = np.array(rows, np.int64).reshape(-1, 6).T
+        return cls(incarnations, kinds.astype(np.uint8), *others)
+
+    @property
+    def size(self) -> int:
+        return len(self.ids)
+
+    def then(self, more: "Edges") -> "Edges":
+        return Edges(*map(np.concatenate, zip(self, more, strict=True)))
+
+    def where(self, chosen: Mask) -> "Edges":
+        if chosen.all():
+            return self  # the usual case
+        return self.at(chosen)
+
+    def at(self, places: Mask | slice | npt.NDArray[np.intp]) -> "Edges":
+        return Edges(*(column[places] for column in self))

@@ -1,0 +1,209 @@
+"""Where JSON values end in an array of bytes (RFC 8259), by compiled code: values that are passed over unread.
+
+Each function begins at `at` and says where what it knows ends; -1 where nothing ends before `end` that is certain to be
+JSON in UTF-8. So it is too for what is legal and seldom: surrogate pairs in escapes, exponents, very long numbers and
+values that are nested very deep.
+"""
+
+from collections.abc import Callable
+from typing import Final, ParamSpec, TypeVar, cast
+
+import numpy as np
+from numba import njit
+
+from tidemark.streaming.fetched import Bytes
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def compiled(*, inline: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Compiled when it is first called, which takes seconds, and kept for the processes that follow.
+
+    Without numba's counting of references, at twice the speed; so nothing that is compiled here may make an array.
+    """
+    options = {"nogil": True, "error_model": "numpy", "forceinline": inline, "_nrt": False}
+
+    def compiler(function: Callable[P, R]) -> Callable[P, R]:
+        try:
+            found = njit(cache=True, **options)(function)
+        except RuntimeError:  # there is no folder that it could be kept in
+            found = njit(**options)(function)
+        return cast(Callable[P, R], found)
+
+    return compiler
+
+
+QUOTE, BACKSLASH, COLON, COMMA, MINUS, POINT = map(ord, '"\\:,-.')
+OPEN_LIST, CLOSE_LIST, OPEN_OBJECT, CLOSE_OBJECT = map(ord, "[]{}")
+NINE, ZERO = ord("9"), ord("0")
+_SPACE, _TAB, _LINE_FEED, _RETURN = map(ord, " \t\n\r")
+_U, _D, _LOWER = ord("u"), ord("d"), 0x20  # the bit by which lower letters differ from upper ones
+_TRUE, _FALSE, _NULL = (np.frombuffer(word, np.uint8) for word in (b"true", b"false", b"null"))
+_ESCAPED: Final = np.zeros(256, np.bool_)
+_ESCAPED[[*b'"\\/bfnrt']] = True
+_HEX: Final = np.zeros(256, np.bool_)
+_HEX[[*b"0123456789abcdefABCDEF"]] = True
+PLAIN: Final = np.arange(256) < 0x80  # what stands in a string for itself, one byte each
+PLAIN[:_SPACE] = False
+PLAIN[[QUOTE, BACKSLASH]] = False
+
+_DEEPEST: Final = 60
+_LONGEST: Final = 300
+
+
+@compiled(inline=True)
+def space(data: Bytes, at: int, end: int) -> int:
+    """Behind any white space: always somewhere."""
+    while at < end and (data[at] == _SPACE or data[at] == _LINE_FEED or data[at] == _RETURN or data[at] == _TAB):
+        at += 1
+    return at
+
+
+@compiled()
+def character(data: Bytes, at: int, end: int) -> int:
+    """Behind a character of several bytes (RFC 3629)."""
+    first, low, high, more = data[at], 0x80, 0xBF, 1
+    if first >= 0xF0:
+        more = 3
+        low = 0x90 if first == 0xF0 else low
+        high = 0x8F if first == 0xF4 else high
+    elif first >= 0xE0:
+        more = 2
+        low = 0xA0 if first == 0xE0 else low
+        high = 0x9F if first == 0xED else high
+    if not 0xC2 <= first <= 0xF4 or at + more >= end or not low <= data[at + 1] <= high:
+        return -1
+    for place in range(at + 2, at + more + 1):
+        if not 0x80 <= data[place] <= 0xBF:
+            return -1
+    return at + more + 1
+
+
+@compiled()
+def _escape(data: Bytes, at: int, end: int) -> int:
+    """Behind what follows a backslash."""
+    if at < end and _ESCAPED[data[at]]:
+        return at + 1
+    if at + 5 > end or data[at] != _U or data[at + 1] | _LOWER == _D:
+        return -1
+    for place in range(at + 1, at + 5):
+        if not _HEX[data[place]]:
+            return -1
+    return at + 5
+
+
+@compiled(inline=True)
+def string(data: Bytes, at: int, end: int) -> int:
+    """Behind the quote that ends a string whose content begins here."""
+    while at >= 0:
+        while at < end and PLAIN[data[at]]:
+            at += 1
+        if at >= end or data[at] < _SPACE:
+            return -1
+        if data[at] == QUOTE:
+            return at + 1
+        at = _escape(data, at + 1, end) if data[at] == BACKSLASH else character(data, at, end)
+    return -1
+
+
+@compiled(inline=True)
+def _digits(data: Bytes, at: int, end: int) -> int:
+    """Behind any digits: always somewhere."""
+    while at < end and ZERO <= data[at] <= NINE:
+        at += 1
+    return at
+
+
+@compiled(inline=True)
+def number(data: Bytes, at: int, end: int) -> int:
+    """Behind a number. What follows is for the caller to judge."""
+    whole = at + 1 if at < end and data[at] == MINUS else at
+    behind = _digits(data, whole, end)
+    if behind == whole or (data[whole] == ZERO and behind > whole + 1):
+        return -1
+    if behind < end and data[behind] == POINT:
+        fraction = behind + 1
+        behind = _digits(data, fraction, end)
+        if behind == fraction:
+            return -1
+    return behind if behind - at <= _LONGEST else -1
+
+
+@compiled(inline=True)
+def _literal(data: Bytes, at: int, end: int, word: Bytes) -> int:
+    if at + len(word) > end:
+        return -1
+    for place in range(len(word)):
+        if data[at + place] != word[place]:
+            return -1
+    return at + len(word)
+
+
+@compiled(inline=True)
+def _key(data: Bytes, at: int, end: int) -> int:
+    """Behind the colon after a key, which may have white space before it."""
+    at = space(data, at, end)
+    if at >= end or data[at] != QUOTE:
+        return -1
+    at = string(data, at + 1, end)
+    if at < 0:
+        return -1
+    at = space(data, at, end)
+    return at + 1 if at < end and data[at] == COLON else -1
+
+
+@compiled()
+def value(data: Bytes, at: int, end: int) -> int:
+    """Behind any value, which may have white space before it."""
+    depth, objects = 0, 0  # a bit for each list and object that we are in: which of them are objects
+    while True:
+        at = space(data, at, end)
+        if at >= end:
+            return -1
+        first = data[at]
+        if first == OPEN_OBJECT or first == OPEN_LIST:
+            inside = space(data, at + 1, end)
+            if inside >= end or depth == _DEEPEST:
+                return -1
+            if data[inside] == first + 2:  # as } and ] stand behind { and [ in ASCII
+                at = inside + 1
+            else:
+                depth += 1
+                objects <<= 1
+                at = inside
+                if first == OPEN_OBJECT:
+                    objects |= 1
+                    at = _key(data, at, end)
+                    if at < 0:
+                        return -1
+                continue
+        elif first == QUOTE:
+            at = string(data, at + 1, end)
+        elif first == MINUS or ZERO <= first <= NINE:
+            at = number(data, at, end)
+        elif first == _TRUE[0]:
+            at = _literal(data, at, end, _TRUE)
+        elif first == _FALSE[0]:
+            at = _literal(data, at, end, _FALSE)
+        else:
+            at = _literal(data, at, end, _NULL)
+        if at < 0:
+            return -1
+        while depth:
+            at = space(data, at, end)
+            if at >= end:
+                return -1
+            if data[at] == COMMA:
+                at += 1
+                if objects & 1:
+                    at = _key(data, at, end)
+                    if at < 0:
+                        return -1
+                break
+            if data[at] != (CLOSE_OBJECT if objects & 1 else CLOSE_LIST):
+                return -1
+            at += 1
+            depth -= 1
+            objects >>= 1
+        else:
+            return at
