@@ -23,6 +23,7 @@ from tidemark.streaming.model import Reason
 from tidemark.streaming.records import ROW, Kind, Topic
 from tidemark.streaming.runs import TurnedAway
 
+
 @contextmanager
 def no_collection() -> Iterator[None]:
     """Without Python's garbage collector, in the whole process: it would go through the objects of many streams again
@@ -75,7 +76,7 @@ class Decoder:
 
     def add(self, fetched: Fetched) -> None:
         """Decode what came of one partition, at least one record."""
-        left: Iterable[int] = range(fetched.count)
+        left: Iterable[int] = range(fetched.size)
         if self.topic is Topic.FACTS and len(fetched.values) >= self.FEW:
             left = self._scan(fetched)
         for at in left:
@@ -86,7 +87,7 @@ class Decoder:
         """The places of the records that are left."""
         from tidemark.streaming import scan  # noqa: PLC0415  # see FEW
 
-        left = np.empty(fetched.count, np.int64)
+        left = np.empty(fetched.size, np.int64)
         why, first, leaving = scan.NEW, 0, 0
         while why != scan.DONE:
             why, first, self._count, leaving, met = scan.scan(
@@ -121,6 +122,6 @@ class Decoder:
                 kinds = [int(Kind.RDATA if rows else Kind.VOID) for rows in record.rows]
                 found = [(kind, *edge) for kind, edge in zip(kinds, pairwise([record.prev, *record.ids]), strict=True)]
                 found += [(ROW, 0, 0)] * sum(len(rows) - 1 for rows in record.rows if rows)
-            case _:
+            case records.Void() | records.Position():
                 found = [(int(records.kind_of(record)), record.prev, record.id)]
         self._read += [(number, kind, prev, id, offset, time) for kind, prev, id in found]

@@ -1,7 +1,7 @@
 """The edges that a task decodes, as columns."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,8 @@ class Edges(NamedTuple):
         return len(self.ids)
 
     def then(self, more: "Edges") -> "Edges":
-        return Edges(*map(np.concatenate, zip(self, more, strict=True)))
+        pairs: Any = zip(self, more, strict=True)
+        return Edges(*map(np.concatenate, pairs))
 
     def where(self, chosen: Mask) -> "Edges":
         if chosen.all():
@@ -46,4 +47,5 @@ class Edges(NamedTuple):
         return self.at(chosen)
 
     def at(self, places: Mask | slice | npt.NDArray[np.intp]) -> "Edges":
-        return Edges(*(column[places] for column in self))
+        columns: Any = self
+        return Edges(*(column[places] for column in columns))

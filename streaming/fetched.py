@@ -37,13 +37,11 @@ class Fetched(NamedTuple):
     times: Ids
 
     @classmethod
-    def of(
-        cls, keys: Sequence[bytes | None], values: Sequence[bytes | None], offsets: Ids, times: Ids
-    ) -> "Fetched":
+    def of(cls, keys: Sequence[bytes | None], values: Sequence[bytes | None], offsets: Ids, times: Ids) -> "Fetched":
         return cls(*_joined(values), *_joined(keys), np.ascontiguousarray(offsets), np.ascontiguousarray(times))
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         return len(self.offsets)
 
     def key(self, at: int) -> bytes:
@@ -55,4 +53,6 @@ class Fetched(NamedTuple):
 
 def _joined(parts: Sequence[bytes | None]) -> tuple[Bytes, Ids]:
     _, bounds, data = pa.array(parts, pa.large_binary()).buffers()
-    return np.frombuffer(data or b"", np.uint8), np.frombuffer(bounds, np.int64)[: len(parts) + 1]
+    joined = np.frombuffer(data or b"", np.uint8)
+    joined.setflags(write=False)  # to compiled code what can be written is of another type
+    return joined, np.frombuffer(bounds, np.int64)[: len(parts) + 1]

@@ -16,7 +16,7 @@ Incarnation = tuple[str, str, int]
 _SEED = secrets.randbits(62)
 
 
-class Table(NamedTuple):
+class IncarnationTable(NamedTuple):
     """Incarnations by number for compiled code, which adds to them; `held` is how many there are, and how long all
     their names.
 
@@ -59,7 +59,7 @@ class Incarnations:
 
     def __init__(self) -> None:
         self._numbers: dict[Incarnation, int] = {}
-        self.table = Table(
+        self.table = IncarnationTable(
             _SEED,
             np.zeros(2, np.int64),
             np.empty(4096, np.uint8),
@@ -95,7 +95,7 @@ class Incarnations:
             slots = np.full(8 * len(table.slots), -1, np.int64)
             for number, hashed in enumerate(table.hashes.tolist()):
                 _put(slots, hashed, number)
-            longer = {name: _longer(getattr(table, name)) for name in ("places", "hashes", "legal")}
+            longer: Any = {name: _longer(getattr(table, name)) for name in ("places", "hashes", "legal")}
             self.table = table._replace(slots=slots, **longer)
         while names > len(self.table.names):
             self.table = self.table._replace(names=_longer(self.table.names))

@@ -1,48 +1,27 @@
 """Where JSON values end in an array of bytes (RFC 8259), by compiled code: values that are passed over unread.
 
 Each function begins at `at` and says where what it knows ends; -1 where nothing ends before `end` that is certain to be
-JSON in UTF-8. So it is too for what is legal and seldom: surrogate pairs in escapes, exponents, very long numbers and
-values that are nested very deep.
+JSON in UTF-8. So it is too for what is legal and seldom: very long numbers, and values that are nested very deep.
 """
 
-from collections.abc import Callable
-from typing import Final, ParamSpec, TypeVar, cast
+from typing import Final
 
 import numpy as np
-from numba import njit
 
+from tidemark.streaming.compiled import compiled
 from tidemark.streaming.fetched import Bytes
-
-P, R = ParamSpec("P"), TypeVar("R")
-
-
-def compiled(*, inline: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Compiled when it is first called, which takes seconds, and kept for the processes that follow.
-
-    Without numba's counting of references, at twice the speed; so nothing that is compiled here may make an array.
-    """
-    options = {"nogil": True, "error_model": "numpy", "forceinline": inline, "_nrt": False}
-
-    def compiler(function: Callable[P, R]) -> Callable[P, R]:
-        try:
-            found = njit(cache=True, **options)(function)
-        except RuntimeError:  # there is no folder that it could be kept in
-            found = njit(**options)(function)
-        return cast(Callable[P, R], found)
-
-    return compiler
-
 
 QUOTE, BACKSLASH, COLON, COMMA, MINUS, POINT = map(ord, '"\\:,-.')
 OPEN_LIST, CLOSE_LIST, OPEN_OBJECT, CLOSE_OBJECT = map(ord, "[]{}")
 NINE, ZERO = ord("9"), ord("0")
 _SPACE, _TAB, _LINE_FEED, _RETURN = map(ord, " \t\n\r")
-_U, _D, _LOWER = ord("u"), ord("d"), 0x20  # the bit by which lower letters differ from upper ones
+_U, _E, _PLUS, _LOWER = ord("u"), ord("e"), ord("+"), 0x20  # the bit by which lower letters differ from upper ones
 _TRUE, _FALSE, _NULL = (np.frombuffer(word, np.uint8) for word in (b"true", b"false", b"null"))
 _ESCAPED: Final = np.zeros(256, np.bool_)
 _ESCAPED[[*b'"\\/bfnrt']] = True
-_HEX: Final = np.zeros(256, np.bool_)
-_HEX[[*b"0123456789abcdefABCDEF"]] = True
+_HEX: Final = np.full(256, -1)
+for _written in (b"0123456789abcdef", b"0123456789ABCDEF"):
+    _HEX[[*_written]] = range(16)
 PLAIN: Final = np.arange(256) < 0x80  # what stands in a string for itself, one byte each
 PLAIN[:_SPACE] = False
 PLAIN[[QUOTE, BACKSLASH]] = False
@@ -53,8 +32,8 @@ _LONGEST: Final = 300
 
 @compiled(inline=True)
 def space(data: Bytes, at: int, end: int) -> int:
-    """Behind any white space: always somewhere."""
-    while at < end and (data[at] == _SPACE or data[at] == _LINE_FEED or data[at] == _RETURN or data[at] == _TAB):
+    """Behind any white space: always somewhere, but where -1 is given."""
+    while 0 <= at < end and data[at] in (_SPACE, _LINE_FEED, _RETURN, _TAB):
         at += 1
     return at
 
@@ -79,17 +58,31 @@ def character(data: Bytes, at: int, end: int) -> int:
     return at + more + 1
 
 
+@compiled(inline=True)
+def _unit(data: Bytes, at: int, end: int) -> int:
+    """The number that `u` and four hexadecimal digits write, -1 where they do not stand here."""
+    if at + 5 > end or data[at] != _U:
+        return -1
+    unit = 0
+    for place in range(at + 1, at + 5):
+        if _HEX[data[place]] < 0:
+            return -1
+        unit = unit << 4 | _HEX[data[place]]
+    return unit
+
+
 @compiled()
 def _escape(data: Bytes, at: int, end: int) -> int:
     """Behind what follows a backslash."""
     if at < end and _ESCAPED[data[at]]:
         return at + 1
-    if at + 5 > end or data[at] != _U or data[at + 1] | _LOWER == _D:
-        return -1
-    for place in range(at + 1, at + 5):
-        if not _HEX[data[place]]:
-            return -1
-    return at + 5
+    unit = _unit(data, at, end)
+    if unit >> 11 != 0xD800 >> 11:
+        return at + 5 if unit >= 0 else -1
+    # The first half of a surrogate pair, and the second must follow.
+    if unit >> 10 == 0xD800 >> 10 and at + 5 < end and data[at + 5] == BACKSLASH:
+        return at + 11 if _unit(data, at + 6, end) >> 10 == 0xDC00 >> 10 else -1
+    return -1
 
 
 @compiled(inline=True)
@@ -126,6 +119,12 @@ def number(data: Bytes, at: int, end: int) -> int:
         behind = _digits(data, fraction, end)
         if behind == fraction:
             return -1
+    if behind < end and data[behind] | _LOWER == _E:
+        signed = behind + 1 < end and (data[behind + 1] == MINUS or data[behind + 1] == _PLUS)
+        exponent = behind + 2 if signed else behind + 1
+        behind = _digits(data, exponent, end)
+        if behind == exponent:
+            return -1
     return behind if behind - at <= _LONGEST else -1
 
 
@@ -161,7 +160,7 @@ def value(data: Bytes, at: int, end: int) -> int:
         if at >= end:
             return -1
         first = data[at]
-        if first == OPEN_OBJECT or first == OPEN_LIST:
+        if first in (OPEN_OBJECT, OPEN_LIST):
             inside = space(data, at + 1, end)
             if inside >= end or depth == _DEEPEST:
                 return -1

@@ -18,6 +18,7 @@ from tests.streaming.naive_compact import CONTROL, FACTS, Message, message
 from tests.streaming.test_records import BAD, GOOD
 from tidemark.streaming import records
 from tidemark.streaming.compact import MOST_FACTS, compact
+from tidemark.streaming.decode import Decoder
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import ShardEffects
 from tidemark.streaming.errors import BadRecord
@@ -30,6 +31,14 @@ SHARDS = 5
 NAMES = {Topic.FACTS: FACTS, Topic.CONTROL: CONTROL}
 ODD = [*(value for value, _ in BAD.values()), *GOOD.values()]
 decoder = msgspec.msgpack.Decoder(Packet)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_code_takes_all() -> Iterator[None]:
+    """Also what is few. In the tests of the other modules all is read one by one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "FEW", 0)
+        yield
 
 
 def packets(messages: Sequence[Message], batch_size: int = 10_000, most: int = MOST_FACTS) -> list[tuple[int, Packet]]:
@@ -226,7 +235,7 @@ def test_compaction_is_deterministic(log: list[Message], one: int, other: int) -
 
 @pytest.mark.parametrize("name", GOOD)
 def test_an_unusual_record_in_a_batch_is_what_it_is_alone(name: str) -> None:
-    """The shortcut for batches and the reading of single records agree."""
+    """Compiled code and the reading of single records agree."""
     log = numbered(fact(id, id - 1, "v") for id in range(1, 100))
     log.append(Message(GOOD[name], b"events", 500))
     found = compacted(log)

@@ -1,0 +1,92 @@
+"""Incarnations found by their names as they stand in records, and added, by compiled code."""
+
+from tidemark.streaming.compiled import compiled
+from tidemark.streaming.fetched import Bytes
+from tidemark.streaming.incarnations import IncarnationTable
+from tidemark.streaming.json_values import QUOTE
+from tidemark.streaming.record_fields import Fields
+from tidemark.streaming.records import EVERYBODY
+
+_SPACE, _DELETE, _STAR = ord(" "), 0x7F, ord(EVERYBODY)
+_PRIME = 0x100000001B3
+
+
+@compiled(inline=True)
+def are_same(left: Bytes, left_at: int, left_end: int, right: Bytes, right_at: int, right_end: int) -> bool:
+    if left_end - left_at != right_end - right_at:
+        return False
+    for place in range(left_end - left_at):  # noqa: SIM110  # compiled code has no generators
+        if left[left_at + place] != right[right_at + place]:
+            return False
+    return True
+
+
+@compiled(inline=True)
+def hash_of(table: IncarnationTable, data: Bytes, it: Fields) -> int:
+    """FNV-1a of both names and the epoch."""
+    found = table.seed
+    for place in range(it.stream, it.stream_end):
+        found = (found ^ data[place]) * _PRIME
+    found = (found ^ QUOTE) * _PRIME  # is in no name here
+    for place in range(it.writer, it.writer_end):
+        found = (found ^ data[place]) * _PRIME
+    return (found ^ it.epoch) * _PRIME
+
+
+@compiled(inline=True)
+def _is(table: IncarnationTable, number: int, data: Bytes, it: Fields) -> bool:
+    stream, writer, end = table.places[number, 0], table.places[number, 1], table.places[number, 2]
+    known: bool = table.places[number, 3] == it.epoch
+    return (
+        known
+        and are_same(table.names, stream, writer, data, it.stream, it.stream_end)
+        and are_same(table.names, writer, end, data, it.writer, it.writer_end)
+    )
+
+
+@compiled(inline=True)
+def _copy_name(data: Bytes, at: int, stop: int, names: Bytes, to: int) -> bool:
+    """Whether it is certain to be legal."""
+    for place in range(at, stop):
+        if not _SPACE < data[place] < _DELETE:
+            return False
+        names[to + place - at] = data[place]
+    return 0 < stop - at <= 255
+
+
+@compiled()
+def _add(table: IncarnationTable, data: Bytes, it: Fields, hashed: int, slot: int) -> int:
+    """The number of a new one, where there is room and its names are surely legal."""
+    number: int = table.held[0]
+    begin: int = table.held[1]
+    middle = begin + it.stream_end - it.stream
+    end = middle + it.writer_end - it.writer
+    if number == len(table.hashes) or end > len(table.names):
+        return -1
+    if it.writer_end - it.writer == 1 and data[it.writer] == _STAR:
+        return -1
+    if not _copy_name(data, it.stream, it.stream_end, table.names, begin):
+        return -1
+    if not _copy_name(data, it.writer, it.writer_end, table.names, middle):
+        return -1
+    table.places[number, 0], table.places[number, 1], table.places[number, 2] = begin, middle, end
+    table.places[number, 3] = it.epoch
+    table.hashes[number] = hashed
+    table.legal[number] = True
+    table.slots[slot] = number
+    table.held[0], table.held[1] = number + 1, end
+    return number
+
+
+@compiled(inline=True)
+def number_of(table: IncarnationTable, data: Bytes, it: Fields, hashed: int) -> int:
+    """Of the incarnation, which may be new; -1 where it is for others to add (`Incarnations.meet`)."""
+    mask = len(table.slots) - 1
+    slot = (hashed ^ (hashed >> 32)) & mask
+    while True:
+        number: int = table.slots[slot]
+        if number < 0:
+            return _add(table, data, it, hashed, slot)
+        if table.hashes[number] == hashed and _is(table, number, data, it):
+            return number
+        slot = (slot + 1) & mask
