@@ -11,7 +11,7 @@ from tidemark.streaming.compiled import compiled
 from tidemark.streaming.edges import Edges
 from tidemark.streaming.fetched import Fetched
 from tidemark.streaming.incarnation_table import are_same, hash_of, number_of
-from tidemark.streaming.incarnations import Met, IncarnationTable
+from tidemark.streaming.incarnations import IncarnationTable, Met
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.record_fields import (
     HAS_ID,
