@@ -96,7 +96,7 @@ class Decoder:
             if why == scan.NEW:
                 self.incarnations.meet(met, fetched.values)
             elif why == scan.FULL:
-                self._scanned = self._scanned.then(Edges.room(max(self._scanned.size, len(fetched.values)) + 1))
+                self._scanned = self._scanned.longer(self._count, len(fetched.value(first)) + 1)
         found: list[int] = left[:leaving].tolist()
         return found
 

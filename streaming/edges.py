@@ -41,6 +41,14 @@ class Edges(NamedTuple):
         pairs: Any = zip(self, more, strict=True)
         return Edges(*map(np.concatenate, pairs))
 
+    def longer(self, count: int, more: int) -> "Edges":
+        """The first `count`, and room behind them for so many `more` at least; it takes no memory before it is used."""
+        room = Edges.room(max(count + more, 2 * self.size, 4096))
+        pairs: Any = zip(room, self, strict=True)
+        for column, known in pairs:
+            column[:count] = known[:count]
+        return room
+
     def where(self, chosen: Mask) -> "Edges":
         if chosen.all():
             return self  # the usual case

@@ -118,4 +118,6 @@ def _put(slots: Ids, hashed: int, number: int) -> None:
 
 
 def _longer(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    return np.concatenate([array, *[np.empty_like(array)] * 7])
+    longer = np.empty((8 * len(array), *array.shape[1:]), array.dtype)
+    longer[: len(array)] = array
+    return longer

@@ -30,6 +30,7 @@ from tidemark.streaming.record_fields import (
 from tidemark.streaming.records import ROW, Kind
 
 _RDATA, _VOID, _POSITION = int(Kind.RDATA), int(Kind.VOID), int(Kind.POSITION)
+_LONGEST_NAME: Final = 4 * 255  # bytes of UTF-8; of longer ones the table would keep what nobody bounds
 _NAMED: Final = HAS_KIND | HAS_STREAM | HAS_WRITER
 
 
@@ -76,6 +77,8 @@ def _start(it: Fields) -> int:
 @compiled(inline=True)
 def _is_good(it: Fields, edges: Edges, count: int) -> bool:
     if it.has & _NAMED != _NAMED or it.epoch < 0:
+        return False
+    if it.stream_end - it.stream > _LONGEST_NAME or it.writer_end - it.writer > _LONGEST_NAME:
         return False
     if it.kind == RUN:
         return it.has & HAS_PREV != 0 and it.ids == it.lists and _is_chain(it.prev, edges, count, count + it.ids)

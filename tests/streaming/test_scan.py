@@ -225,6 +225,31 @@ def test_incarnations_that_share_a_hash_are_told_apart() -> None:
     assert known.table.all()[edges.incarnations[0]] == ("events", "w1", 0) == known.table.all()[-1]
 
 
+def test_room_follows_what_records_say_and_not_their_length() -> None:
+    """A broker hands over megabytes at once: rows of any length, and names that are none."""
+    long = "x" * 200_000
+    rows = [(b"events", raw({**NUMBERED, "row": long}))] * 40
+    names = [(f"{long}{at}".encode(), raw({**VOID, "stream": f"{long}{at}"})) for at in range(20)]
+    writers = [(b"events", raw({**VOID, "writer": f"{long}{at}"})) for at in range(20)]
+    decoder = Decoder(Topic.FACTS)
+    left = decoder._scan(fetched([*rows, *names, *writers]))
+    assert left == [*range(40, 80)]
+    assert decoder._scanned.size < 2 * len(long)
+    assert len(decoder.incarnations.table.names) < len(long)
+
+
+def test_names_are_taken_to_their_last_byte() -> None:
+    """As long as they may be, and one character more."""
+    records: list[Record] = []
+    for letter in "xé€𝄞":
+        for length in (254, 255, 256):
+            name = letter * length
+            text = raw({**VOID, "stream": name, "writer": name})
+            records.append((name.encode(), json.dumps(json.loads(text), ensure_ascii=False).encode()))
+    assert scanned(records)[2] == [2, 5, 8, 11]
+    assert decoded(records, 0) == decoded(records, 2**62)
+
+
 def test_it_is_compiled_once() -> None:
     """Whatever arrays come: for others it would be compiled anew, which takes seconds."""
     few: list[list[Record]] = [[(None, None)], [(b"", b"")], [*written(3)]]
