@@ -1,22 +1,32 @@
 """Compiled code, and where it is kept for the processes that follow: compiling takes seconds.
 
-In a folder named after all of our code, because numba looks no farther than the module of the function that is called:
-it would go on with what a function called, or with the columns of a row, as they were before an upgrade.
+Not by numba's own cache: that looks no farther than the module of the function that is called, and fails its caller
+where a file was cut or the disk is full. Here a file that is missing, damaged or not to be trusted is one that was
+never written.
 """
 
 import hashlib
 import os
-import shutil
+import pickle
+import stat
 import sys
-from collections.abc import Callable, Iterable
-from importlib.resources import files
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import Any, TypeVar, cast
+from platform import python_version
+from tempfile import mkstemp
+from typing import Any, TypeVar
 
-from numba import config, njit
+import numba
+import numpy as np
+from numba.core.compiler import CompileResult
+from numba.core.serialize import dumps
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_MOST = 8
+"""Files that are left in a place: of versions and kinds of processors that share it."""
 
 
 def compiled(*, inline: bool = False) -> Callable[[F], F]:
@@ -24,53 +34,108 @@ def compiled(*, inline: bool = False) -> Callable[[F], F]:
 
     Without numba's counting of references, at twice the speed; so nothing that is compiled here may make an array.
     """
-
-    def compiler(function: F) -> F:
-        if _KEPT is not None:
-            _give_file(function, _KEPT)
-        options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "forceinline": inline, "_nrt": False}
-        return cast(F, njit(cache=_KEPT is not None, **options)(function))
-
+    numba.config.DISABLE_JIT = 0  # type: ignore[attr-defined]  # in Python its numbers overflow
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "forceinline": inline, "_nrt": False}
+    compiler: Callable[[F], F] = numba.njit(**options)
     return compiler
 
 
-def _give_file(function: Callable[..., Any], directory: Path) -> None:
-    """Numba keeps nothing of what was imported from an archive, as on executors (`streaming.executors`)."""
-    code, module = function.__code__, Path(function.__code__.co_filename).name
-    if not Path(code.co_filename).exists():
-        (directory / module).write_bytes(files("tidemark.streaming").joinpath(module).read_bytes())
-        function.__code__ = code.replace(co_filename=str(directory / module))
+def kept(function: F) -> F:
+    """A compiled function, kept with all that it calls."""
+    dispatcher: Any = function
+    dispatcher._cache = CodeFiles(dispatcher, [*places()])
+    return function
 
 
-def kept_in(places: Iterable[Path]) -> Path | None:
-    """The folder of our code in the first place in which we may write; those of other code there are deleted."""
-    name = f"compiled-{_digest()}"
-    for place in places:
-        try:
-            (place / name).mkdir(parents=True, exist_ok=True)
-            with TemporaryFile(dir=place / name):
-                pass
-        except OSError:
-            continue
-        for other in place.glob("compiled-*"):
-            if other.name != name:
-                shutil.rmtree(other, ignore_errors=True)
-        return place / name
-    return None
+def places() -> Iterator[Path]:
+    """Where files may be, best first."""
+    yield Path(sys.prefix, "share", "tidemark", "compiled")
+    with suppress(RuntimeError, OSError):  # there is no home, or no directory that we are in
+        yield Path(os.environ.get("TIDEMARK_HOME") or "~/.cache/tidemark", "compiled").expanduser().absolute()
 
 
-def _digest() -> str:
-    found = hashlib.sha256()
-    for module in sorted(files("tidemark.streaming").iterdir(), key=lambda it: it.name):
-        if module.name.endswith(".py"):
-            found.update(module.read_bytes())
-    return found.hexdigest()[:16]
+class CodeFiles:
+    """The cache of one function, as numba calls it: a file for each signature and whatever else the code depends on."""
+
+    def __init__(self, dispatcher: Any, places: list[Path]) -> None:
+        self.cache_path = str(places[0])
+        self._dispatcher = dispatcher
+        self._places = places
+
+    def load_overload(self, signature: Any, target: Any) -> Any:
+        target.refresh()
+        name = self._name(signature, target.codegen())
+        found = next(filter(None, (_read(place / name) for place in self._places)), None)
+        if not found:
+            return None
+        return CompileResult._rebuild(target, *pickle.loads(found))  # type: ignore[no-untyped-call]
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        if result.library.has_dynamic_globals:
+            return  # addresses of this process
+        name = self._name(signature, result.codegen)
+        content = dumps(result._reduce())  # type: ignore[no-untyped-call]
+        for place in self._places:
+            with suppress(OSError):
+                _write(place / name, content)
+                return
+
+    def _name(self, signature: Any, codegen: Any) -> str:
+        found = hashlib.sha256()
+        versions = python_version(), *map(version, ("numba", "llvmlite", "numpy"))
+        settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
+        arguments = [(str(it), getattr(it, "fields", None)) for it in signature]
+        for part in (versions, codegen.magic_tuple(), settings, arguments, *_parts(self._dispatcher, set())):
+            found.update(repr(part).encode())
+        return f"{self._dispatcher.__name__}-{found.hexdigest()[:32]}"
 
 
-_KEPT = kept_in(
-    [
-        Path(sys.prefix, "share", "tidemark"),
-        Path(os.environ.get("TIDEMARK_HOME") or "~/.cache/tidemark").expanduser(),
-    ]
-)
-config.CACHE_DIR = str(_KEPT or "")  # type: ignore[attr-defined]
+def _parts(dispatcher: Any, seen: set[Any]) -> Iterator[object]:
+    """All that the machine code of a function is made from, as it is in this process, whatever the files say by now."""
+    seen.add(dispatcher)
+    function = dispatcher.py_func
+    code = function.__code__
+    yield dispatcher.targetoptions, code.co_code, code.co_consts, code.co_names, code.co_varnames
+    for name in code.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, np.ndarray):
+            yield value.dtype.str, value.tolist()
+        elif not hasattr(value, "py_func"):
+            yield getattr(value, "_fields", value)
+        elif value not in seen:
+            yield from _parts(value, seen)
+
+
+def _read(path: Path) -> bytes | None:
+    """What was written under this name, by us or by root."""
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            status = os.fstat(file.fileno())
+            ours = status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if not (ours and stat.S_ISREG(status.st_mode)):
+                return None  # whoever may write it, may do here whatever we may
+            sum_, content = file.read(32), file.read()
+    except OSError:
+        return None
+    return content if sum_ == _sum(path, content) else None
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all, whoever else writes it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number, part = mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(_sum(path, content) + content)
+        Path(part).chmod(0o644)
+        Path(part).replace(path)
+    except BaseException:
+        Path(part).unlink(missing_ok=True)
+        raise
+    with suppress(OSError):
+        for old in sorted(path.parent.iterdir(), key=lambda it: it.stat().st_mtime)[:-_MOST]:
+            old.unlink()
+
+
+def _sum(path: Path, content: bytes) -> bytes:
+    return hashlib.sha256(path.name.encode() + content).digest()

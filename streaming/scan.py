@@ -7,7 +7,7 @@ undecided, like all that is wrong and all that is no fact.
 
 from typing import Final, NamedTuple
 
-from tidemark.streaming.compiled import compiled
+from tidemark.streaming.compiled import compiled, kept
 from tidemark.streaming.edges import Edges
 from tidemark.streaming.fetched import Fetched
 from tidemark.streaming.incarnation_table import are_same, hash_of, number_of
@@ -116,6 +116,7 @@ def _put_run(it: Fields, edges: Edges, count: int) -> int:
     return stop
 
 
+@kept
 @compiled()
 def scan(
     fetched: Fetched, first: int, table: IncarnationTable, edges: Edges, count: int, undecided: Ids, left: int
