@@ -22,15 +22,22 @@ def are_same(left: Bytes, left_at: int, left_end: int, right: Bytes, right_at: i
 
 
 @compiled(inline=True)
+def _mixed(found: int, more: int) -> int:
+    """As FNV-1a, and high bits to low ones: without that a byte of the seed, guessed, told which names share a hash."""
+    found = (found ^ more) * _PRIME
+    return found ^ ((found >> 32) & 0xFFFFFFFF)
+
+
+@compiled(inline=True)
 def hash_of(table: IncarnationTable, data: Bytes, it: Fields) -> int:
-    """FNV-1a of both names and the epoch."""
+    """Of both names and the epoch."""
     found = table.seed
     for place in range(it.stream, it.stream_end):
-        found = (found ^ data[place]) * _PRIME
-    found = (found ^ QUOTE) * _PRIME  # is in no name here
+        found = _mixed(found, data[place])
+    found = _mixed(found, QUOTE)  # is in no name here
     for place in range(it.writer, it.writer_end):
-        found = (found ^ data[place]) * _PRIME
-    return (found ^ it.epoch) * _PRIME
+        found = _mixed(found, data[place])
+    return _mixed(found, it.epoch)
 
 
 @compiled(inline=True)

@@ -225,6 +225,19 @@ def test_incarnations_that_share_a_hash_are_told_apart() -> None:
     assert known.table.all()[edges.incarnations[0]] == ("events", "w1", 0) == known.table.all()[-1]
 
 
+def test_every_bit_of_the_seed_counts_for_the_low_bits_of_a_hash() -> None:
+    """Else who guesses some of its bits sends names that all share a hash, and a scan of them ends in hours."""
+    known, records = Incarnations(), fetched([(b"events", raw(VOID))])
+
+    def hashed(seed: int) -> int:
+        table = known.table._replace(names=np.empty(0, np.uint8), seed=seed)
+        return scan.scan(records, 0, table, Edges.room(100), 0, np.empty(1, np.int64), 0).met.hash
+
+    seed = known.table.seed
+    low = [(hashed(seed) ^ hashed(seed ^ 1 << bit)) & 0xFFFFFFFF for bit in range(62)]
+    assert 0 not in low
+
+
 def test_room_follows_what_records_say_and_not_their_length() -> None:
     """A broker hands over megabytes at once: rows of any length, and names that are none."""
     long = "x" * 200_000
