@@ -17,7 +17,7 @@ from tidemark.streaming.decode import Decoder
 from tidemark.streaming.edges import Edges
 from tidemark.streaming.fetched import Fetched
 from tidemark.streaming.incarnations import Incarnations, Met
-from tidemark.streaming.records import ROW, Topic
+from tidemark.streaming.records import ROW, Topic, read
 
 ODD = [*(value or b"" for value, _ in BAD.values()), *GOOD.values()]
 Record = tuple[bytes | None, bytes | None]
@@ -163,6 +163,14 @@ def test_what_is_passed_over_is_json(text: bytes) -> None:
     assert end <= len(text)
     if end >= 0:
         msgspec.json.decode(text[:end].decode(), type=msgspec.Raw)
+
+
+@pytest.mark.parametrize("good", [NUMBERED, VOID, {**VOID, "kind": "POSITION"}, RUN], ids=lambda it: it["kind"])
+def test_it_knows_every_field_that_facts_have(good: dict[str, Any]) -> None:
+    """One that it does not know, because it is new, would be passed over whatever it holds."""
+    named = {*type(read(raw(good), b"events", Topic.FACTS)).__struct_fields__, "kind"} - {"row"}
+    assert {name for name in named if scanned([(b"events", raw({**good, name: {}}))])[2] == [0]} == named
+    assert scanned([(b"events", raw(good))])[2] == []
 
 
 # -- what programs write is not left
