@@ -12,12 +12,12 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
 from tempfile import mkstemp
 from typing import Any, TypeVar
 
+import llvmlite
 import numba
 import numpy as np
 from numba.core.compiler import CompileResult
@@ -82,7 +82,7 @@ class CodeFiles:
 
     def _name(self, signature: Any, codegen: Any) -> str:
         found = hashlib.sha256()
-        versions = python_version(), *map(version, ("numba", "llvmlite", "numpy"))
+        versions = python_version(), *(library.__version__ for library in (numba, llvmlite, np))
         settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
         arguments = [(str(it), getattr(it, "fields", None)) for it in signature]
         for part in (versions, codegen.magic_tuple(), settings, arguments, *_parts(self._dispatcher, set())):
