@@ -6,15 +6,15 @@ once and in order, and what is not to be had any more raises. After an error a r
 
 import time
 from collections.abc import Iterator, Mapping
-from operator import itemgetter
 from typing import Final
 
 import numpy as np
-from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
+from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, TopicPartition
 
 from tidemark.streaming.errors import Unavailable
 from tidemark.streaming.fetched import Fetched, PlannedRange
 from tidemark.streaming.kafka_errors import ErrorListener, concerns_group
+from tidemark.streaming.librdkafka import RawConsumer
 from tidemark.streaming.records import Topic
 
 READING: Final = {
@@ -44,8 +44,6 @@ _BYTES = 4 << 20  # a call, about
 _ANSWER = 1.0  # seconds for one of the brokers' answers
 _STALE = 5.0  # seconds without any: a client that has seen its brokers go knows little of those that came
 
-_time = itemgetter(1)
-
 Places = dict[str, dict[int, int]]
 """An offset of each partition, by topic."""
 
@@ -62,14 +60,14 @@ class RangeReader:
         self._most = _AT_FIRST
         self._errors = ErrorListener(client["bootstrap.servers"])
         with self._errors.explaining():
-            self._consumer = Consumer({**client, **READING, "error_cb": self._errors})
+            self._consumer = RawConsumer({**client, **READING}, self._errors)
 
     def read(self, wanted: PlannedRange) -> Iterator[Fetched]:
         """The records of a range. Whoever leaves off before its end parks, or reads another."""
         name, at = self._names[wanted.topic], wanted.start
         self._errors.forget()
         with self._errors.explaining():
-            self._consumer.assign([TopicPartition(name, wanted.partition, at)])
+            self._consumer.assign(name, wanted.partition, at)
         deadline = time.monotonic() + self._patience
         while at < wanted.end:
             with self._errors.explaining():
@@ -92,38 +90,22 @@ class RangeReader:
 
     def _next(self, name: str, wanted: PlannedRange, at: int) -> tuple[Fetched | None, int]:
         """The next records, if any came, and the offset from which on others may."""
-        messages: list[Message] = self._consumer.consume(min(self._most, wanted.end - at), _WAIT)
-        reached = at
-
-        def of_it(message: Message) -> bool:
-            return (message.topic(), message.partition()) == (name, wanted.partition)
-
-        def inside(message: Message) -> bool:
-            return of_it(message) and at <= message.offset() < wanted.end
-
-        if any(map(Message.error, messages)):  # and not `==`: to compare an error with None spoils the next call
-            ends = [message.offset() for message in messages if _is_end(message.error()) and of_it(message)]
-            reached = max([at, *ends])
-            messages = [message for message in messages if message.error() is None]
-        if not all(map(inside, messages[:1] + messages[-1:])):
-            messages = list(filter(inside, messages))
-        if not messages:
-            return None, reached
-        return self._fetched(messages), max(reached, messages[-1].offset() + 1)
-
-    def _fetched(self, messages: list[Message]) -> Fetched:
-        count, first, last = len(messages), messages[0].offset(), messages[-1].offset()
-        whole = last - first == count - 1
-        offsets = np.arange(first, last + 1) if whole else np.fromiter(map(Message.offset, messages), np.int64, count)
-        times = np.fromiter(map(_time, map(Message.timestamp, messages)), np.int64, count)
-        fetched = Fetched.of(list(map(Message.key, messages)), list(map(Message.value, messages)), offsets, times)
-        self._most = max(1, min(_AT_ONCE, _BYTES * count // (len(fetched.values) + 1)))
-        return fetched
+        with self._consumer.consume(min(self._most, wanted.end - at), _WAIT) as messages:
+            of_it, offsets = messages.of(name, wanted.partition), messages.offsets
+            ends = [
+                int(offsets[it]) for it in np.flatnonzero(messages.codes) if _is_end(messages.error(it)) and of_it[it]
+            ]
+            inside = of_it & (messages.codes == 0) & (at <= offsets) & (offsets < wanted.end)
+            if not inside.any():
+                return None, max([at, *ends])
+            fetched = messages.fetched(inside)
+        self._most = max(1, min(_AT_ONCE, _BYTES * fetched.size // (len(fetched.values) + 1)))
+        return fetched, max([at, *ends, int(fetched.offsets[-1]) + 1])
 
 
-def _is_end(error: KafkaError | None) -> bool:
+def _is_end(error: KafkaError) -> bool:
     """Whether nothing is there yet behind what was read. Raises what else is no record."""
-    if error is None or concerns_group(error):
+    if concerns_group(error):
         return False
     if error.code() != KafkaError._PARTITION_EOF:
         raise KafkaException(error)

@@ -225,6 +225,11 @@ def fetched(records: Sequence[Taken]) -> Fetched:
     return Fetched.of(list(keys), list(values), np.array(offsets), np.array(times))
 
 
+def contents(part: Fetched) -> list[tuple[bytes, bytes]]:
+    """Key and value of each record."""
+    return [(part.key(at), part.value(at)) for at in range(part.size)]
+
+
 def _topic(record: Record) -> str:
     return CONTROL if record.control else FACTS
 

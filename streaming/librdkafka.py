@@ -1,0 +1,217 @@
+"""A consumer of librdkafka as C has it, which gives messages as addresses.
+
+confluent-kafka makes an object of each message, and of its key, its value and its time: a third of all that a record
+cost. So we call the library that confluent-kafka is linked with ourselves, by its public interface (rdkafka.h), whose
+layout of a message is part of its ABI. Everything else that talks to Kafka does it by confluent-kafka.
+"""
+
+import ctypes
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+from confluent_kafka import KafkaError, KafkaException, cimpl
+
+from tidemark.streaming.fetched import Bytes, Fetched
+from tidemark.streaming.intervals import Ids
+from tidemark.streaming.runs import Mask
+
+_Pointer = ctypes.c_void_p
+_ErrorCallback = ctypes.CFUNCTYPE(None, _Pointer, ctypes.c_int, ctypes.c_char_p, _Pointer)
+_library = ctypes.CDLL(cimpl.__file__)
+
+_CONSUMER: Final = 1  # RD_KAFKA_CONSUMER
+_OK: Final = 0
+_WORDS: Final = 9  # of 8 bytes in a rd_kafka_message_t
+_FEW: Final = 100
+"""Messages: fewer are looked at one by one, and a process that never has more never loads what is compiled."""
+
+
+class _Place(ctypes.Structure):
+    """A rd_kafka_topic_partition_t, as far as it is ours to fill in."""
+
+    _fields_ = (("topic", ctypes.c_char_p), ("partition", ctypes.c_int32), ("offset", ctypes.c_int64))
+
+
+def _function(name: str, result: Any, *arguments: Any) -> Any:
+    try:
+        found = getattr(_library, name)
+    except AttributeError:
+        raise ImportError(f"the librdkafka of {cimpl.__file__} cannot be called: it has no {name}") from None
+    found.restype, found.argtypes = result, arguments
+    return found
+
+
+_conf_new = _function("rd_kafka_conf_new", _Pointer)
+_conf_set = _function(
+    "rd_kafka_conf_set", ctypes.c_int, _Pointer, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t
+)
+_conf_destroy = _function("rd_kafka_conf_destroy", None, _Pointer)
+_conf_set_error_cb = _function("rd_kafka_conf_set_error_cb", None, _Pointer, _ErrorCallback)
+_new = _function("rd_kafka_new", _Pointer, ctypes.c_int, _Pointer, ctypes.c_char_p, ctypes.c_size_t)
+_last_error = _function("rd_kafka_last_error", ctypes.c_int)
+_poll_set_consumer = _function("rd_kafka_poll_set_consumer", ctypes.c_int, _Pointer)
+_queue_get_consumer = _function("rd_kafka_queue_get_consumer", _Pointer, _Pointer)
+_queue_destroy = _function("rd_kafka_queue_destroy", None, _Pointer)
+_consumer_close = _function("rd_kafka_consumer_close", ctypes.c_int, _Pointer)
+_destroy = _function("rd_kafka_destroy", None, _Pointer)
+_list_new = _function("rd_kafka_topic_partition_list_new", _Pointer, ctypes.c_int)
+_list_add = _function(
+    "rd_kafka_topic_partition_list_add", ctypes.POINTER(_Place), _Pointer, ctypes.c_char_p, ctypes.c_int32
+)
+_list_destroy = _function("rd_kafka_topic_partition_list_destroy", None, _Pointer)
+_assign = _function("rd_kafka_assign", ctypes.c_int, _Pointer, _Pointer)
+_consume = _function(
+    "rd_kafka_consume_batch_queue", ctypes.c_ssize_t, _Pointer, ctypes.c_int, _Pointer, ctypes.c_size_t
+)
+_topic_name = _function("rd_kafka_topic_name", ctypes.c_char_p, _Pointer)
+_message_errstr = _function("rd_kafka_message_errstr", ctypes.c_char_p, _Pointer)
+_message_timestamp = _function("rd_kafka_message_timestamp", ctypes.c_int64, _Pointer, _Pointer)
+_message_destroy = _function("rd_kafka_message_destroy", None, _Pointer)
+
+
+class RawConsumer:
+    """`config` by librdkafka's names; `on_error` is called on the thread that consumes. All of it raises
+    `KafkaException`, and is for one thread.
+    """
+
+    def __init__(self, config: Mapping[str, str], on_error: Callable[[KafkaError], None]) -> None:
+        def error_cb(_client: int, code: int, reason: bytes, _opaque: int) -> None:
+            on_error(KafkaError(code, reason.decode(errors="replace")))
+
+        self._callback = _ErrorCallback(error_cb)  # C holds no reference
+        self._client = _client(config, self._callback)
+        _check(_poll_set_consumer(self._client))
+        self._queue = _queue_get_consumer(self._client)
+        self._addresses = np.empty(0, np.int64)
+        self.close = weakref.finalize(self, _close, self._client, self._queue)
+        self.close.atexit = False
+
+    def assign(self, topic: str, partition: int, offset: int) -> None:
+        """Read this partition, and no other, from there on."""
+        places = _list_new(1)
+        try:
+            _list_add(places, topic.encode(), partition).contents.offset = offset
+            _check(_assign(self._client, places))
+        finally:
+            _list_destroy(places)
+
+    def unassign(self) -> None:
+        _check(_assign(self._client, None))
+
+    @contextmanager
+    def consume(self, most: int, timeout: float) -> Iterator["Messages"]:
+        """At most so many messages, which are gone behind the block; waits `timeout` seconds for what is missing."""
+        if len(self._addresses) < most:
+            self._addresses = np.empty(most, np.int64)
+        count = _consume(self._queue, int(timeout * 1000), self._addresses.ctypes.data, most)
+        if count < 0:
+            _check(_last_error())
+        messages = Messages(self._addresses[:count])
+        try:
+            yield messages
+        finally:
+            _release(self._addresses[:count])
+
+
+class Messages:
+    """Of any partition, and errors among them: `codes` are 0 for a record."""
+
+    def __init__(self, addresses: Ids) -> None:
+        self._addresses = addresses
+        words = _joined(addresses, np.full(len(addresses), 8 * _WORDS)).view(np.int64).reshape(-1, _WORDS).T
+        self.codes = words[0].astype(np.int32)
+        self._handles = words[1]
+        self._partitions = words[2].astype(np.int32)
+        self._values = words[3:5]
+        self._keys = words[5:7]
+        self.offsets = words[7]
+
+    def of(self, topic: str, partition: int) -> Mask:
+        """Which of them are of a partition."""
+        ours = [it for it in np.unique(self._handles).tolist() if it and _topic_name(it) == topic.encode()]
+        found: Mask = np.isin(self._handles, ours) & (self._partitions == partition)
+        return found
+
+    def error(self, at: int) -> KafkaError:
+        address = int(self._addresses[at])
+        return KafkaError(int(self.codes[at]), (_message_errstr(address) or b"").decode(errors="replace"))
+
+    def fetched(self, chosen: Mask) -> Fetched:
+        """Those that were chosen, none of them an error."""
+        values, keys = self._values[:, chosen], self._keys[:, chosen]
+        return Fetched(
+            _joined(*values),
+            _bounds(values[1]),
+            _joined(*keys),
+            _bounds(keys[1]),
+            self.offsets[chosen],
+            _times(self._addresses[chosen]),
+        )
+
+
+def _joined(addresses: Ids, lengths: Ids) -> Bytes:
+    """What lies in memory at each of the addresses, one after the other."""
+    if len(addresses) < _FEW:
+        return np.frombuffer(b"".join(map(ctypes.string_at, addresses.tolist(), lengths.tolist())), np.uint8)
+    from tidemark.streaming import memory  # noqa: PLC0415  # see _FEW
+
+    found = np.empty(int(lengths.sum()), np.uint8)
+    memory.gather(np.ascontiguousarray(addresses), np.ascontiguousarray(lengths), found.ctypes.data)
+    found.setflags(write=False)
+    return found
+
+
+def _bounds(lengths: Ids) -> Ids:
+    return np.concatenate(([0], np.cumsum(lengths)))
+
+
+def _times(messages: Ids) -> Ids:
+    if len(messages) < _FEW:
+        return np.array([_message_timestamp(it, None) for it in messages.tolist()], np.int64)
+    from tidemark.streaming import memory  # noqa: PLC0415  # see _FEW
+
+    return memory.times(_address_of(_message_timestamp), messages, np.empty_like(messages))
+
+
+def _release(messages: Ids) -> None:
+    if len(messages) < _FEW:
+        for it in messages.tolist():
+            _message_destroy(it)
+        return
+    from tidemark.streaming import memory  # noqa: PLC0415  # see _FEW
+
+    memory.release(_address_of(_message_destroy), messages)
+
+
+def _address_of(function: Any) -> int:
+    return ctypes.cast(function, _Pointer).value or 0
+
+
+def _client(config: Mapping[str, str], callback: Any) -> int:
+    text = ctypes.create_string_buffer(512)
+    conf = _conf_new()
+    for name, value in config.items():
+        if _conf_set(conf, name.encode(), value.encode(), text, len(text)) != _OK:
+            _conf_destroy(conf)
+            raise KafkaException(KafkaError(KafkaError._INVALID_ARG, text.value.decode(errors="replace")))
+    _conf_set_error_cb(conf, callback)
+    client: int | None = _new(_CONSUMER, conf, text, len(text))  # which has the configuration then
+    if client is None:
+        code = _last_error()
+        _conf_destroy(conf)
+        raise KafkaException(KafkaError(code, text.value.decode(errors="replace")))
+    return client
+
+
+def _close(client: int, queue: int) -> None:
+    _consumer_close(client)
+    _queue_destroy(queue)
+    _destroy(client)
+
+
+def _check(code: int) -> None:
+    if code != _OK:
+        raise KafkaException(KafkaError(code))
