@@ -93,7 +93,9 @@ class RangeReader:
         with self._consumer.consume(min(self._most, wanted.end - at), _WAIT) as messages:
             of_it, offsets = messages.of(name, wanted.partition), messages.offsets
             ends = [
-                int(offsets[it]) for it in np.flatnonzero(messages.codes) if _is_end(messages.error(it)) and of_it[it]
+                int(offsets[it])
+                for it in np.flatnonzero(messages.codes).tolist()
+                if _is_end(messages.error(it)) and of_it[it]
             ]
             inside = of_it & (messages.codes == 0) & (at <= offsets) & (offsets < wanted.end)
             if not inside.any():

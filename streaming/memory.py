@@ -10,20 +10,22 @@ from numba.extending import intrinsic
 from tidemark.streaming.compiled import compiled
 from tidemark.streaming.intervals import Ids
 
+_intrinsic: Any = intrinsic
+_memcpy: Any = cgutils.raw_memcpy
 _INT, _BYTES = ir.IntType(64), ir.IntType(8).as_pointer()
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@_intrinsic  # type: ignore[untyped-decorator]
 def _copy(_typing: Any, _target: Any, _source: Any, _length: Any) -> Any:
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         target, source, length = arguments
-        cgutils.raw_memcpy(builder, builder.inttoptr(target, _BYTES), builder.inttoptr(source, _BYTES), length, 1)
+        _memcpy(builder, builder.inttoptr(target, _BYTES), builder.inttoptr(source, _BYTES), length, 1)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@_intrinsic  # type: ignore[untyped-decorator]
 def _call_time(_typing: Any, _function: Any, _message: Any) -> Any:
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         function = builder.inttoptr(arguments[0], ir.FunctionType(_INT, [_BYTES, _BYTES]).as_pointer())
@@ -32,7 +34,7 @@ def _call_time(_typing: Any, _function: Any, _message: Any) -> Any:
     return types.int64(types.int64, types.int64), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@_intrinsic  # type: ignore[untyped-decorator]
 def _call_release(_typing: Any, _function: Any, _message: Any) -> Any:
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         function = builder.inttoptr(arguments[0], ir.FunctionType(ir.VoidType(), [_BYTES]).as_pointer())
