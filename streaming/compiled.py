@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from platform import python_version
 from tempfile import mkstemp
+from types import CodeType
 from typing import Any, TypeVar
 
 import llvmlite
@@ -25,7 +26,7 @@ from numba.core.serialize import dumps
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_MOST = 8
+_MOST = 32
 """Files that are left in a place: of versions and kinds of processors that share it."""
 
 
@@ -94,16 +95,27 @@ def _parts(dispatcher: Any, seen: set[Any]) -> Iterator[object]:
     """All that the machine code of a function is made from, as it is in this process, whatever the files say by now."""
     seen.add(dispatcher)
     function = dispatcher.py_func
-    code = function.__code__
-    yield dispatcher.targetoptions, code.co_code, code.co_consts, code.co_names, code.co_varnames
-    for name in code.co_names:
+    yield dispatcher.targetoptions, *_code(function.__code__)
+    for name in function.__code__.co_names:
         value = function.__globals__.get(name)
         if isinstance(value, np.ndarray):
             yield value.dtype.str, value.tolist()
+        elif (intrinsic := getattr(value, "_defn", None)) is not None:
+            yield from _code(intrinsic.__code__)
         elif not hasattr(value, "py_func"):
             yield getattr(value, "_fields", value)
         elif value not in seen:
             yield from _parts(value, seen)
+
+
+def _code(code: CodeType) -> Iterator[object]:
+    """Without what differs between processes: addresses and file names."""
+    yield code.co_code, code.co_names, code.co_varnames
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _code(value)
+        else:
+            yield value
 
 
 def _read(path: Path) -> bytes | None:

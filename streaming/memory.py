@@ -7,7 +7,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from tidemark.streaming.compiled import compiled
+from tidemark.streaming.compiled import compiled, kept
 from tidemark.streaming.intervals import Ids
 
 _intrinsic: Any = intrinsic
@@ -44,6 +44,7 @@ def _call_release(_typing: Any, _function: Any, _message: Any) -> Any:
     return types.void(types.int64, types.int64), generate
 
 
+@kept
 @compiled()
 def gather(addresses: Ids, lengths: Ids, target: int) -> None:
     """Copy what lies at the addresses to the target, one after the other."""
@@ -52,6 +53,7 @@ def gather(addresses: Ids, lengths: Ids, target: int) -> None:
         target += lengths[at]
 
 
+@kept
 @compiled()
 def times(function: int, messages: Ids, found: Ids) -> Ids:
     """`rd_kafka_message_timestamp` of each message."""
@@ -60,6 +62,7 @@ def times(function: int, messages: Ids, found: Ids) -> Ids:
     return found
 
 
+@kept
 @compiled()
 def release(function: int, messages: Ids) -> None:
     """`rd_kafka_message_destroy` of each message."""

@@ -1,6 +1,8 @@
 """Offset ranges of a real topic: exact whatever transactions, holes and losses are in them."""
 
+import time
 from collections.abc import Iterator
+from random import Random
 
 import pytest
 from confluent_kafka import Producer, TopicPartition
@@ -12,7 +14,8 @@ from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import TopicPlan, Topics
-from tidemark.streaming.errors import Unavailable
+from tidemark.streaming import librdkafka
+from tidemark.streaming.errors import Refused, Unavailable
 from tidemark.streaming.fetched import PlannedRange
 from tidemark.streaming.kafka_ranges import Ends, RangeReader
 from tidemark.streaming.records import Topic
@@ -142,6 +145,33 @@ def test_a_range_beyond_the_end_is_waited_for_and_then_raises(log: Log, reader: 
     impatient.close()
     with pytest.raises(Unavailable, match="ends at 1, and 2 was read"):
         Ends(log.connection.client(), patience=6).beyond({log.name: {0: 2}})
+
+
+@pytest.mark.parametrize("few", [1, 100_000])
+def test_many_messages_come_as_few_do(few: int, log: Log, reader: RangeReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By compiled code, and one by one: nulls, what is empty, bytes of all kinds, and what is larger than the rest."""
+    monkeypatch.setattr(librdkafka, "_FEW", few)
+    random, now = Random(few), int(time.time() * 1000)
+    sent: list[tuple[bytes | None, bytes | None, int]] = [
+        (
+            random.choice([None, b"", b"key", random.randbytes(random.randrange(40))]),
+            random.choice([None, b"", random.randbytes(random.randrange(300)), b"x" * random.choice([9, 700_000])]),
+            now - random.randrange(100_000),
+        )
+        for _ in range(200)
+    ]
+    for key, value, at in sent:
+        log.plain.produce(log.name, partition=0, key=key, value=value, timestamp=at)
+    assert log.plain.flush(30) == 0
+    parts = list(reader.read(PlannedRange(Topic.FACTS, 0, 10, 190)))
+    found = [(*it, at) for part in parts for it, at in zip(contents(part), part.times.tolist(), strict=True)]
+    assert found == [(key or b"", value or b"", at) for key, value, at in sent[10:190]]
+    assert [it for part in parts for it in part.offsets.tolist()] == [*range(10, 190)]
+
+
+def test_a_setting_that_librdkafka_does_not_know_is_named() -> None:
+    with pytest.raises(Refused, match=r"no\.such\.setting"):
+        RangeReader({"bootstrap.servers": "127.0.0.1:1", "no.such.setting": "1"}, {Topic.FACTS: "f"})
 
 
 def test_nulls_and_times_come_as_they_are(log: Log, reader: RangeReader) -> None:
