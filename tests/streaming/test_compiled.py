@@ -129,7 +129,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_files_of_other_versions_do_not_grow_in_number(tmp_path: Path) -> None:
-    most = compiled._MOST
+    most = module._MOST
     for at in range(most + 9):
         (tmp_path / f"scan-{at}").touch()
         os.utime(tmp_path / f"scan-{at}", (at, at))
