@@ -1,4 +1,4 @@
-"""Compile the code that scans records, for all who use this installation: they only load it.
+"""Compile the code that reads and scans records, for all who use this installation: they only load it.
 
     python -m tidemark.app.compile_ahead
 
@@ -9,20 +9,21 @@ import sys
 
 import numpy as np
 
-from tidemark.streaming import compiled
+from tidemark.streaming import compiled, memory
 from tidemark.streaming.decode import Decoder
 from tidemark.streaming.fetched import Fetched
 from tidemark.streaming.records import Topic
 
 
 def main() -> None:
-    zero = np.zeros(1, np.int64)
+    zero, none = np.zeros(1, np.int64), np.zeros(0, np.int64)
     Decoder(Topic.FACTS).add(Fetched.of([b""], [b" " * Decoder.FEW], zero, zero))
-    if compiled.KEPT is None or compiled.KEPT.parent != compiled.INSTALLATION:
-        sys.exit(f"nothing can be written to {compiled.INSTALLATION}")
-    for file in compiled.KEPT.iterdir():
-        file.chmod(0o644)
-    compiled.KEPT.chmod(0o755)
+    memory.gather(none, none, 0)
+    memory.times(0, none, none)
+    memory.release(0, none)
+    place = next(compiled.places())
+    if not any(place.glob("scan-*")):
+        sys.exit(f"nothing can be written to {place}")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,12 @@ def compiled(*, inline: bool = False) -> Callable[[F], F]:
 
     Without numba's counting of references, at twice the speed; so nothing that is compiled here may make an array.
     """
-    numba.config.DISABLE_JIT = 0  # type: ignore[attr-defined]  # in Python its numbers overflow
+    config: Any = numba.config
+    config.DISABLE_JIT = 0  # in Python its numbers overflow
+    config.CPU_NAME, config.CPU_FEATURES = (
+        "generic",
+        "",
+    )  # an image runs elsewhere; this one's own instructions gain nothing
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "forceinline": inline, "_nrt": False}
     compiler: Callable[[F], F] = numba.njit(**options)
     return compiler

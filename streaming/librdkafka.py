@@ -29,7 +29,7 @@ _FEW: Final = 100
 """Messages: fewer are looked at one by one, and a process that never has more never loads what is compiled."""
 
 
-class _Place(ctypes.Structure):
+class _TopicPartition(ctypes.Structure):
     """A rd_kafka_topic_partition_t, as far as it is ours to fill in."""
 
     _fields_ = (("topic", ctypes.c_char_p), ("partition", ctypes.c_int32), ("offset", ctypes.c_int64))
@@ -59,7 +59,7 @@ _consumer_close = _function("rd_kafka_consumer_close", ctypes.c_int, _Pointer)
 _destroy = _function("rd_kafka_destroy", None, _Pointer)
 _list_new = _function("rd_kafka_topic_partition_list_new", _Pointer, ctypes.c_int)
 _list_add = _function(
-    "rd_kafka_topic_partition_list_add", ctypes.POINTER(_Place), _Pointer, ctypes.c_char_p, ctypes.c_int32
+    "rd_kafka_topic_partition_list_add", ctypes.POINTER(_TopicPartition), _Pointer, ctypes.c_char_p, ctypes.c_int32
 )
 _list_destroy = _function("rd_kafka_topic_partition_list_destroy", None, _Pointer)
 _assign = _function("rd_kafka_assign", ctypes.c_int, _Pointer, _Pointer)

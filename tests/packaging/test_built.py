@@ -68,3 +68,10 @@ def test_paths_that_dockerfiles_name_in_the_package_are_there(dockerfile: str, w
     for path in re.findall(r"site-packages/(tidemark/[^\s)]+)", text):
         assert path in names
     assert not re.search(rf"site-packages/({'|'.join(ROOMS)})/", text)
+
+
+def test_image_holds_what_a_start_would_otherwise_make(wheel: Path) -> None:
+    """The JVM's classes, archived, and what scans records, compiled."""
+    made = re.findall(r"python -m (tidemark\.\S+)", DOCKERFILE)
+    assert made == ["tidemark.app.archive_classes", "tidemark.app.compile_ahead"]
+    assert {f"{name.replace('.', '/')}.py" for name in made} <= {*zipfile.ZipFile(wheel).namelist()}

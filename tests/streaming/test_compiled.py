@@ -9,6 +9,7 @@ from types import FunctionType
 from typing import Any
 
 import pytest
+from numba.core.registry import cpu_target
 
 from tidemark.streaming import compiled as module
 from tidemark.streaming.compiled import CodeFiles, compiled, places
@@ -167,3 +168,31 @@ def _run(program: str, told: dict[str, str], *arguments: str) -> list[str]:
     command = [sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, env={**os.environ, **told}, capture_output=True, text=True, check=True, timeout=60)
     return done.stdout.split()
+
+
+def test_who_has_few_records_loads_no_compiler() -> None:
+    """A quiet system: neither what Spark forks its workers from, nor a worker with a record, nor the driver."""
+    program = """
+import sys
+from tidemark.app import pipeline
+from tidemark.streaming import kafka_source, librdkafka, query
+from tidemark.streaming.decode import Decoder
+from tidemark.streaming.fetched import Fetched
+from tidemark.streaming.records import Topic
+import numpy as np
+zero = np.zeros(1, np.int64)
+Decoder(Topic.FACTS).add(Fetched.of([b"events"], [b" " * (Decoder.FEW - 1)], zero, zero))
+assert not {"numba", "llvmlite"} & {*sys.modules}
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_an_image_holds_what_any_processor_runs(tmp_path: Path) -> None:
+    """Made where it was built, read by a user who may not write there, and by executors from their archive."""
+    making = f"import sys; sys.prefix = {str(tmp_path)!r}; from tidemark.app.compile_ahead import main; main()"
+    subprocess.run([sys.executable, "-c", making], check=True, timeout=120)
+    (place,) = tmp_path.glob("share/tidemark/compiled")
+    assert {it.name.rpartition("-")[0] for it in place.iterdir()} == {"scan", "gather", "times", "release"}
+    assert all(it.stat().st_mode & 0o777 == 0o644 for it in place.iterdir())
+    target: Any = cpu_target.target_context
+    assert "generic" in target.codegen().magic_tuple()
