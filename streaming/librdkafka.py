@@ -81,16 +81,18 @@ class RawConsumer:
         def error_cb(_client: int, code: int, reason: bytes, _opaque: int) -> None:
             on_error(KafkaError(code, reason.decode(errors="replace")))
 
-        self._callback = _ErrorCallback(error_cb)  # C holds no reference
-        self._client = _client(config, self._callback)
+        callback = _ErrorCallback(error_cb)
+        self._client = _client(config, callback)
         _check(_poll_set_consumer(self._client))
         self._queue = _queue_get_consumer(self._client)
         self._addresses = np.empty(0, np.int64)
-        self.close = weakref.finalize(self, _close, self._client, self._queue)
+        # The callback as well: C holds no reference to it, and may call it until the end.
+        self.close = weakref.finalize(self, _close, self._client, self._queue, callback)
         self.close.atexit = False
 
     def assign(self, topic: str, partition: int, offset: int) -> None:
         """Read this partition, and no other, from there on."""
+        self._check_open()
         places = _list_new(1)
         try:
             _list_add(places, topic.encode(), partition).contents.offset = offset
@@ -99,21 +101,26 @@ class RawConsumer:
             _list_destroy(places)
 
     def unassign(self) -> None:
+        self._check_open()
         _check(_assign(self._client, None))
 
     @contextmanager
     def consume(self, most: int, timeout: float) -> Iterator["Messages"]:
         """At most so many messages, which are gone behind the block; waits `timeout` seconds for what is missing."""
+        self._check_open()
         if len(self._addresses) < most:
             self._addresses = np.empty(most, np.int64)
         count = _consume(self._queue, int(timeout * 1000), self._addresses.ctypes.data, most)
         if count < 0:
             _check(_last_error())
-        messages = Messages(self._addresses[:count])
         try:
-            yield messages
+            yield Messages(self._addresses[:count])
         finally:
             _release(self._addresses[:count])
+
+    def _check_open(self) -> None:
+        if not self.close.alive:
+            raise RuntimeError("the consumer is closed")
 
 
 class Messages:
@@ -131,7 +138,9 @@ class Messages:
 
     def of(self, topic: str, partition: int) -> Mask:
         """Which of them are of a partition."""
-        ours = [it for it in np.unique(self._handles).tolist() if it and _topic_name(it) == topic.encode()]
+        first = self._handles[:1]
+        handles = first if (self._handles == first).all() else np.unique(self._handles)
+        ours = [it for it in handles.tolist() if it and _topic_name(it) == topic.encode()]
         found: Mask = np.isin(self._handles, ours) & (self._partitions == partition)
         return found
 
@@ -141,14 +150,15 @@ class Messages:
 
     def fetched(self, chosen: Mask) -> Fetched:
         """Those that were chosen, none of them an error."""
-        values, keys = self._values[:, chosen], self._keys[:, chosen]
+        places = slice(None) if chosen.all() else chosen
+        values, keys = self._values[:, places], self._keys[:, places]
         return Fetched(
             _joined(*values),
             _bounds(values[1]),
             _joined(*keys),
             _bounds(keys[1]),
-            self.offsets[chosen],
-            _times(self._addresses[chosen]),
+            np.ascontiguousarray(self.offsets[places]),
+            _times(self._addresses[places]),
         )
 
 
@@ -206,7 +216,7 @@ def _client(config: Mapping[str, str], callback: Any) -> int:
     return client
 
 
-def _close(client: int, queue: int) -> None:
+def _close(client: int, queue: int, _callback: Any) -> None:
     _consumer_close(client)
     _queue_destroy(queue)
     _destroy(client)

@@ -169,6 +169,13 @@ def test_many_messages_come_as_few_do(few: int, log: Log, reader: RangeReader, m
     assert [it for part in parts for it in part.offsets.tolist()] == [*range(10, 190)]
 
 
+def test_a_reader_that_is_closed_says_so(reader: RangeReader) -> None:
+    reader.close()
+    reader.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        next(reader.read(PlannedRange(Topic.FACTS, 0, 0, 1)))
+
+
 def test_a_setting_that_librdkafka_does_not_know_is_named() -> None:
     with pytest.raises(Refused, match=r"no\.such\.setting"):
         RangeReader({"bootstrap.servers": "127.0.0.1:1", "no.such.setting": "1"}, {Topic.FACTS: "f"})
