@@ -1,4 +1,8 @@
-"""What a record on the facts topic says, field by field, by compiled code."""
+"""What a record on the facts topic says, field by field, by compiled code.
+
+What a RUN lists is put where there is room for its edges: its IDs where they belong, and how many rows each has among
+the times, until those are known to be wanted.
+"""
 
 from typing import Final, NamedTuple
 
