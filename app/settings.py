@@ -103,7 +103,7 @@ class Settings(SidecarSettings, Connections):
     spark_jars: Path | None = Field(None, description="Directory with the jars that the checkpoint's store needs.")
     max_records_per_batch: Positive = Field(2_000_000, description="Kafka records that one batch reads at most.")
     min_records_per_batch: Positive = Field(
-        12, description="Kafka records for which a batch begins at once; with fewer it waits for batch_interval_ms."
+        10, description="Kafka records for which a batch begins at once; with fewer it waits for batch_interval_ms."
     )
     batch_interval_ms: Annotated[int, Field(ge=0, le=10_000)] = Field(
         500, description="Least time from one batch to the next of few records; 0 = as quick as it can."

@@ -31,7 +31,7 @@ class QuietPlan:
     20, none, and none again, which is measured. Nine minutes as it is.
     """
 
-    paces: str = "12/500,12/0,1000/1000"
+    paces: str = "10/500,10/0,1000/1000"
     warm_seconds: float = 40.0
     seconds: float = 30.0
     partitions: int = 4
