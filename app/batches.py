@@ -1,12 +1,15 @@
-"""What happens to a batch in the driver: collected, checked, published, counted. Called by Spark's own thread.
+"""What happens to a batch in the driver: Spark's thread collects and checks it, one of ours publishes and counts it.
 
-Spark turns what a callback raises into a text, so the error itself is kept here for the pipeline to act on.
+So Spark computes a batch while the one before is published (docs/decisions/0024-a-batch-ahead.md). It turns what a
+callback raises into a text, so the error itself is kept here for the pipeline to act on.
 """
 
 import gc
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 
 import structlog
 from pyspark.sql import DataFrame
@@ -18,7 +21,7 @@ from tidemark.sinks.publisher import Publisher
 from tidemark.sources.start import RememberedTopic
 from tidemark.streaming.checkpoint import Seed
 from tidemark.streaming.effects import ShardEffects
-from tidemark.streaming.errors import BatchCut, PartitionsChanged, Stopping, TidemarkError
+from tidemark.streaming.errors import BatchCut, PartitionsChanged, QueryFailed, Stopping, TidemarkError
 from tidemark.streaming.query import collect
 
 log = structlog.get_logger(__name__)
@@ -29,11 +32,26 @@ for these, which it does seldom (`app.pipeline`)."""
 FEWER = 4  # so many times fewer records has a batch than were read of one that had to be cut
 
 
+@dataclass(frozen=True, slots=True)
+class _Collected:
+    """A batch that Spark `began` (by the monotonic clock) and has computed."""
+
+    number: int
+    began: float
+    effects: list[ShardEffects]
+    trace: BatchTrace
+
+    @property
+    def cut(self) -> bool:
+        return any(shard.cut for shard in self.effects)
+
+
 class Batches:
     """The query's sink. `seed` is what its batches began with; `topics` are those that are read; `trace` is told of
     each.
 
-    After `finish` the batch in hand is completed and none begins.
+    One batch is published at a time, in their order, and none after a `failure`. After `finish` those in hand are
+    completed and none begins.
     """
 
     def __init__(
@@ -51,6 +69,7 @@ class Batches:
         self._trace = trace
         self._finishing = threading.Event()
         self._in_hand = threading.Lock()
+        self._publishing: threading.Thread | None = None
         self.failure: TidemarkError | None = None
         self.published = 0
 
@@ -59,40 +78,72 @@ class Batches:
             try:
                 if self._finishing.is_set():
                     raise Stopping("told to end between two batches")
-                with self._trace(self._seed.lineage, number) as trace:
-                    self._publish(batch, number, trace)
+                self._take(batch, number)
             except TidemarkError as error:
-                self.failure = error
+                self.failure = self.failure or error
                 raise
 
     def finish(self, seconds: float) -> bool:
-        """Let the batch in hand end and no other begin; False where it did not end in time."""
+        """Let the batches in hand end and no other begin; False where they did not end in time."""
         self._finishing.set()
+        deadline = time.monotonic() + seconds
         if not self._in_hand.acquire(timeout=seconds):
             return False
         self._in_hand.release()
-        return True
+        if self._publishing is None:
+            return True
+        self._publishing.join(max(0.0, deadline - time.monotonic()))
+        return not self._publishing.is_alive()
 
-    def _publish(self, batch: DataFrame, number: int, trace: BatchTrace) -> None:
+    def _take(self, batch: DataFrame, number: int) -> None:
         began = time.monotonic()
-        effects = collect(batch)
-        trace.computed(batch, effects)
-        self._require_known_partitions(effects)
-        cut = any(shard.cut for shard in effects)
-        # Spark takes all of a batch for done. Under another name it is none of this line of batches, so that no query
-        # goes on with this checkpoint, whenever we are killed.
-        line = f"{self._seed.lineage}.cut" if cut else self._seed.lineage
-        published = self._publisher.publish(line, number, effects, self._seed.before(number))
-        trace.published(published)
-        read = self._board.new_offsets(effects)
-        self._board.update(effects)
-        metrics.count_batch(effects, published, time.monotonic() - began)
+        with ExitStack() as traced:
+            trace = traced.enter_context(self._trace(self._seed.lineage, number))
+            effects = collect(batch)
+            trace.computed(batch, effects)
+            self._require_known_partitions(effects)
+            self._await_published()
+            collected = _Collected(number, began, effects, trace)
+            if collected.cut:
+                # Spark takes all of a batch for done. Under another name it is none of this line of batches, so that no
+                # query goes on with this checkpoint, whenever we are killed.
+                read = self._publish(f"{self._seed.lineage}.cut", collected)
+                raise BatchCut(read, max(1, read // FEWER))
+            work = collected, traced.pop_all()
+        # A daemon: a server that is waited for keeps no process that ends.
+        self._publishing = threading.Thread(target=self._publish_beside, args=work, name="publish", daemon=True)
+        self._publishing.start()
+
+    def _await_published(self) -> None:
+        """Return when the batch before is published. Raises what hindered that."""
+        if self._publishing is not None:
+            self._publishing.join()
+        if self.failure is not None:
+            raise self.failure
+
+    def _publish_beside(self, collected: _Collected, traced: ExitStack) -> None:
+        try:
+            with traced:
+                self._publish(self._seed.lineage, collected)
+        except TidemarkError as error:
+            self.failure = error
+        except Exception as error:  # whoever supervises raises it
+            log.exception("A batch could not be published", batch=collected.number)
+            self.failure = QueryFailed(f"{type(error).__name__}: {error}")
+
+    def _publish(self, line: str, batch: _Collected) -> int:
+        """How many records it was made of."""
+        published = self._publisher.publish(line, batch.number, batch.effects, self._seed.before(batch.number))
+        batch.trace.published(published)
+        read = self._board.new_offsets(batch.effects)
+        self._board.update(batch.effects)
+        seconds = time.monotonic() - batch.began
+        metrics.count_batch(batch.effects, published, seconds)
         self.published += 1
         if self.published % LET_GO_AFTER == 0:
             gc.collect()
-        log.debug("Published a batch", batch=number, seconds=round(time.monotonic() - began, 3))
-        if cut:
-            raise BatchCut(read, max(1, read // FEWER))
+        log.debug("Published a batch", batch=batch.number, seconds=round(seconds, 3))
+        return read
 
     def _require_known_partitions(self, effects: list[ShardEffects]) -> None:
         """Spark reads a partition that is added while it runs; its streams would have two orders."""

@@ -106,7 +106,6 @@ class _BatchSpans(BatchTrace):
     def __init__(self, tracer: Tracer, root: Span) -> None:
         self._tracer = tracer
         self._root = root
-        self._began = time.time_ns()  # of what comes next
 
     def computed(self, batch: "DataFrame", effects: "Sequence[ShardEffects]") -> None:
         for name, (began, ended) in zip(SPARK, _stages(batch.sparkSession), strict=False):
@@ -120,11 +119,10 @@ class _BatchSpans(BatchTrace):
                 "tidemark.rejected": sum(bad.records for shard in effects for bad in shard.rejected),
             }
         )
-        self._began = time.time_ns()
 
     def published(self, published: "Published") -> None:
-        """The steps came one after the other."""
-        at = self._began
+        """The steps came one after the other, and the last one has just ended."""
+        at = time.time_ns() - int(sum(published.seconds.values()) * 1e9)
         for name, seconds in published.seconds.items():
             at = self._span(name, at, at + int(seconds * 1e9))
         self._root.set_attribute("tidemark.repeated", published.repeated)

@@ -35,7 +35,7 @@ def batches() -> Batches:
 
 
 def test_who_ends_lets_no_batch_begin() -> None:
-    """What is published stays so; the next one is Spark's to give again."""
+    """What was handed over is published; the next one is Spark's to give again."""
     ending = batches()
     ending(EMPTY, 0)
     assert ending.finish(60)
