@@ -43,7 +43,7 @@ class Intervals:
 
     @classmethod
     def _merged(cls, lows: Ids, highs: Ids) -> Self:
-        if len(lows) < 2:
+        if (lows[1:] > highs[:-1]).all():  # nearly always: a fifth of the price
             return cls(lows, highs)
         order = np.argsort(lows, kind="stable")
         lows, reach = lows[order], np.maximum.accumulate(highs[order])
