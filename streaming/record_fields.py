@@ -97,6 +97,15 @@ def _integer(data: Bytes, at: int, end: int) -> tuple[int, int]:
     return at, -found if negative else found
 
 
+@compiled(inline=True)
+def _item_end(data: Bytes, at: int, end: int) -> int:
+    """Where the comma or the bracket is that follows an item of a list; -1 where neither does, or is given."""
+    at = space(data, at, end)
+    if at < 0 or at >= end or (data[at] != COMMA and data[at] != CLOSE_LIST):
+        return -1
+    return at
+
+
 @compiled()
 def _integers(data: Bytes, at: int, end: int, found: Ids, count: int) -> tuple[int, int]:
     """Behind a list of integers, and how many are found in all, with `count` before."""
@@ -104,12 +113,10 @@ def _integers(data: Bytes, at: int, end: int, found: Ids, count: int) -> tuple[i
         return -1, 0
     while True:
         at, found[count] = _integer(data, space(data, at + 1, end), end)
+        at = _item_end(data, at, end)
         if at < 0:
             return -1, 0
         count += 1
-        at = space(data, at, end)
-        if at >= end or (data[at] != COMMA and data[at] != CLOSE_LIST):
-            return -1, 0
         if data[at] == CLOSE_LIST:
             return at + 1, count
 
@@ -124,13 +131,10 @@ def _length(data: Bytes, at: int, end: int) -> tuple[int, int]:
         return inside + 1, 0
     length = 0
     while True:
-        at = value(data, at + 1, end)
+        at = _item_end(data, value(data, at + 1, end), end)
         if at < 0:
             return -1, 0
         length += 1
-        at = space(data, at, end)
-        if at >= end or (data[at] != COMMA and data[at] != CLOSE_LIST):
-            return -1, 0
         if data[at] == CLOSE_LIST:
             return at + 1, length
 
@@ -142,12 +146,10 @@ def _lengths(data: Bytes, at: int, end: int, found: Ids, count: int) -> tuple[in
         return -1, 0
     while True:
         at, found[count] = _length(data, space(data, at + 1, end), end)
+        at = _item_end(data, at, end)
         if at < 0:
             return -1, 0
         count += 1
-        at = space(data, at, end)
-        if at >= end or (data[at] != COMMA and data[at] != CLOSE_LIST):
-            return -1, 0
         if data[at] == CLOSE_LIST:
             return at + 1, count
 
