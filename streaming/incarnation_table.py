@@ -3,22 +3,12 @@
 from tidemark.streaming.compiled import compiled
 from tidemark.streaming.fetched import Bytes
 from tidemark.streaming.incarnations import IncarnationTable
-from tidemark.streaming.json_values import QUOTE
+from tidemark.streaming.json_values import QUOTE, are_same
 from tidemark.streaming.record_fields import Fields
 from tidemark.streaming.records import EVERYBODY
 
 _SPACE, _DELETE, _STAR = ord(" "), 0x7F, ord(EVERYBODY)
 _PRIME = 0x100000001B3
-
-
-@compiled(inline=True)
-def are_same(left: Bytes, left_at: int, left_end: int, right: Bytes, right_at: int, right_end: int) -> bool:
-    if left_end - left_at != right_end - right_at:
-        return False
-    for place in range(left_end - left_at):  # noqa: SIM110  # compiled code has no generators
-        if left[left_at + place] != right[right_at + place]:
-            return False
-    return True
 
 
 @compiled(inline=True)

@@ -1,7 +1,8 @@
 """Where JSON values end in an array of bytes (RFC 8259), by compiled code: values that are passed over unread.
 
-Each function begins at `at` and says where what it knows ends; -1 where nothing ends before `end` that is certain to be
-JSON in UTF-8. So it is too for what is legal and seldom: very long numbers, and values that are nested very deep.
+Each function but `are_same` begins at `at` and says where what it knows ends; -1 where nothing ends before `end` that
+is certain to be JSON in UTF-8. So it is too for what is legal and seldom: very long numbers, and values that are nested
+very deep.
 """
 
 from typing import Final
@@ -28,6 +29,17 @@ PLAIN[[QUOTE, BACKSLASH]] = False
 
 _DEEPEST: Final = 60
 _LONGEST: Final = 300
+
+
+@compiled(inline=True)
+def are_same(left: Bytes, left_at: int, left_end: int, right: Bytes, right_at: int, right_end: int) -> bool:
+    """Whether the same bytes stand at two places."""
+    if left_end - left_at != right_end - right_at:
+        return False
+    for place in range(left_end - left_at):  # noqa: SIM110  # compiled code has no generators
+        if left[left_at + place] != right[right_at + place]:
+            return False
+    return True
 
 
 @compiled(inline=True)
@@ -130,12 +142,8 @@ def number(data: Bytes, at: int, end: int) -> int:
 
 @compiled(inline=True)
 def _literal(data: Bytes, at: int, end: int, word: Bytes) -> int:
-    if at + len(word) > end:
-        return -1
-    for place in range(len(word)):
-        if data[at + place] != word[place]:
-            return -1
-    return at + len(word)
+    behind = at + len(word)
+    return behind if behind <= end and are_same(data, at, behind, word, 0, len(word)) else -1
 
 
 @compiled(inline=True)

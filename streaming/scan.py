@@ -10,9 +10,10 @@ from typing import Final, NamedTuple
 from tidemark.streaming.compiled import compiled, kept
 from tidemark.streaming.edges import Edges
 from tidemark.streaming.fetched import Fetched
-from tidemark.streaming.incarnation_table import are_same, hash_of, number_of
+from tidemark.streaming.incarnation_table import hash_of, number_of
 from tidemark.streaming.incarnations import IncarnationTable, Met
 from tidemark.streaming.intervals import Ids
+from tidemark.streaming.json_values import are_same
 from tidemark.streaming.record_fields import (
     HAS_ID,
     HAS_KIND,
