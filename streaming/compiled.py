@@ -26,6 +26,11 @@ from numba.core.serialize import dumps
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_config: Any = numba.config
+_config.DISABLE_JIT = 0  # in Python the numbers of compiled code overflow
+# An image runs elsewhere, and what this processor knows beyond that gains nothing.
+_config.CPU_NAME, _config.CPU_FEATURES = "generic", ""
+
 _MOST = 32
 """Files that are left in a place: of versions and kinds of processors that share it."""
 
@@ -35,12 +40,6 @@ def compiled(*, inline: bool = False) -> Callable[[F], F]:
 
     Without numba's counting of references, at twice the speed; so nothing that is compiled here may make an array.
     """
-    config: Any = numba.config
-    config.DISABLE_JIT = 0  # in Python its numbers overflow
-    config.CPU_NAME, config.CPU_FEATURES = (
-        "generic",
-        "",
-    )  # an image runs elsewhere; this one's own instructions gain nothing
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "forceinline": inline, "_nrt": False}
     compiler: Callable[[F], F] = numba.njit(**options)
     return compiler
