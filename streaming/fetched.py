@@ -51,8 +51,12 @@ class Fetched(NamedTuple):
         return self.values[self.value_bounds[at] : self.value_bounds[at + 1]].tobytes()
 
 
+def read_only(data: Bytes) -> Bytes:
+    """The same array, of the one type that compiled code is compiled for: to it one that can be written has another."""
+    data.setflags(write=False)
+    return data
+
+
 def _joined(parts: Sequence[bytes | None]) -> tuple[Bytes, Ids]:
     _, bounds, data = pa.array(parts, pa.large_binary()).buffers()
-    joined = np.frombuffer(data or b"", np.uint8)
-    joined.setflags(write=False)  # to compiled code what can be written is of another type
-    return joined, np.frombuffer(bounds, np.int64)[: len(parts) + 1]
+    return read_only(np.frombuffer(data or b"", np.uint8)), np.frombuffer(bounds, np.int64)[: len(parts) + 1]

@@ -9,12 +9,13 @@ import ctypes
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, Final
 
 import numpy as np
 from confluent_kafka import KafkaError, KafkaException, cimpl
 
-from tidemark.streaming.fetched import Bytes, Fetched
+from tidemark.streaming.fetched import Bytes, Fetched, read_only
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.runs import Mask
 
@@ -170,12 +171,9 @@ def _joined(addresses: Ids, lengths: Ids) -> Bytes:
     """What lies in memory at each of the addresses, one after the other."""
     if len(addresses) < _FEW:
         return np.frombuffer(b"".join(map(ctypes.string_at, addresses.tolist(), lengths.tolist())), np.uint8)
-    from tidemark.streaming import memory  # noqa: PLC0415  # see _FEW
-
     found = np.empty(int(lengths.sum()), np.uint8)
-    memory.gather(np.ascontiguousarray(addresses), np.ascontiguousarray(lengths), found.ctypes.data)
-    found.setflags(write=False)
-    return found
+    _memory().gather(np.ascontiguousarray(addresses), np.ascontiguousarray(lengths), found.ctypes.data)
+    return read_only(found)
 
 
 def _bounds(lengths: Ids) -> Ids:
@@ -185,19 +183,23 @@ def _bounds(lengths: Ids) -> Ids:
 def _times(messages: Ids) -> Ids:
     if len(messages) < _FEW:
         return np.array([_message_timestamp(it, None) for it in messages.tolist()], np.int64)
-    from tidemark.streaming import memory  # noqa: PLC0415  # see _FEW
-
-    return memory.times(_address_of(_message_timestamp), messages, np.empty_like(messages))
+    found = np.empty_like(messages)
+    _memory().times(_address_of(_message_timestamp), messages, found)
+    return found
 
 
 def _release(messages: Ids) -> None:
     if len(messages) < _FEW:
         for it in messages.tolist():
             _message_destroy(it)
-        return
+    else:
+        _memory().release(_address_of(_message_destroy), messages)
+
+
+def _memory() -> ModuleType:
     from tidemark.streaming import memory  # noqa: PLC0415  # see _FEW
 
-    memory.release(_address_of(_message_destroy), messages)
+    return memory
 
 
 def _address_of(function: Any) -> int:

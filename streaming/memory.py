@@ -55,11 +55,10 @@ def gather(addresses: Ids, lengths: Ids, target: int) -> None:
 
 @kept
 @compiled()
-def times(function: int, messages: Ids, found: Ids) -> Ids:
-    """`rd_kafka_message_timestamp` of each message."""
+def times(function: int, messages: Ids, found: Ids) -> None:
+    """Put `rd_kafka_message_timestamp` of each message into `found`."""
     for at in range(len(messages)):
         found[at] = _call_time(function, messages[at])
-    return found
 
 
 @kept
