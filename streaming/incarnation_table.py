@@ -5,7 +5,7 @@ from tidemark.streaming.fetched import Bytes
 from tidemark.streaming.incarnations import IncarnationTable
 from tidemark.streaming.json_values import QUOTE, are_same
 from tidemark.streaming.record_fields import Fields
-from tidemark.streaming.records import EVERYBODY
+from tidemark.streaming.records import EVERYBODY, LONGEST_NAME
 
 _SPACE, _DELETE, _STAR = ord(" "), 0x7F, ord(EVERYBODY)
 _PRIME = 0x100000001B3
@@ -48,7 +48,7 @@ def _copy_name(data: Bytes, at: int, stop: int, names: Bytes, to: int) -> bool:
         if not _SPACE < data[place] < _DELETE:
             return False
         names[to + place - at] = data[place]
-    return 0 < stop - at <= 255
+    return 0 < stop - at <= LONGEST_NAME
 
 
 @compiled()

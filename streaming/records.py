@@ -26,6 +26,9 @@ EVERYBODY: Final = "*"
 LIVING: Final = -1
 """In an operator's record in place of an epoch: that of the writer as it lives now. No epoch that can be sent."""
 
+LONGEST_NAME: Final = 255
+"""Characters of a stream's name or a writer's."""
+
 MOST_TRANSACTIONS: Final = 10
 LONGEST_TRANSACTION: Final = 500
 """Lines of an OPEN, and characters of a line."""
@@ -168,7 +171,7 @@ Record = Rdata | Void | Position | FactRun | Open | Marker
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
-_NAME = re.compile(r"[^\s\x00-\x1f\x7f-\x9f]{1,255}")
+_NAME = re.compile(rf"[^\s\x00-\x1f\x7f-\x9f]{{1,{LONGEST_NAME}}}")
 
 
 def kind_of(record: Record) -> Kind:
@@ -203,7 +206,8 @@ def is_writer(name: str) -> bool:
 
 def why_no_name(name: str) -> str:
     """For people: what is wrong with a name that is none of a stream's or a writer's."""
-    return f"{name[:256]!r} is not 1 to 255 characters without white space or controls, or is `{EVERYBODY}`"
+    begin = name[: LONGEST_NAME + 1]
+    return f"{begin!r} is not 1 to {LONGEST_NAME} characters without white space or controls, or is `{EVERYBODY}`"
 
 
 def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:

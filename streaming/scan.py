@@ -28,10 +28,10 @@ from tidemark.streaming.record_fields import (
     Fields,
     fields,
 )
-from tidemark.streaming.records import ROW, Kind
+from tidemark.streaming.records import LONGEST_NAME, ROW, Kind
 
 _RDATA, _VOID, _POSITION = int(Kind.RDATA), int(Kind.VOID), int(Kind.POSITION)
-_LONGEST_NAME: Final = 4 * 255  # bytes of UTF-8; of longer ones the table would keep what nobody bounds
+_MOST_BYTES: Final = 4 * LONGEST_NAME  # of UTF-8; of longer names the table would keep what nobody bounds
 _NAMED: Final = HAS_KIND | HAS_STREAM | HAS_WRITER
 
 
@@ -79,7 +79,7 @@ def _start(it: Fields) -> int:
 def _is_good(it: Fields, edges: Edges, count: int) -> bool:
     if it.has & _NAMED != _NAMED or it.epoch < 0:
         return False
-    if it.stream_end - it.stream > _LONGEST_NAME or it.writer_end - it.writer > _LONGEST_NAME:
+    if it.stream_end - it.stream > _MOST_BYTES or it.writer_end - it.writer > _MOST_BYTES:
         return False
     if it.kind == RUN:
         return it.has & HAS_PREV != 0 and it.ids == it.lists and _is_chain(it.prev, edges, count, count + it.ids)
