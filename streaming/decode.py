@@ -4,10 +4,8 @@ Where there are many, compiled code takes the facts from them (`streaming.scan`)
 one by one to `records.read`, which alone gives reasons. Both say the same of each record.
 """
 
-import gc
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import ClassVar
 
@@ -22,20 +20,6 @@ from tidemark.streaming.incarnations import Incarnations
 from tidemark.streaming.model import Reason
 from tidemark.streaming.records import ROW, Kind, Topic
 from tidemark.streaming.runs import TurnedAway
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Without Python's garbage collector, in the whole process: it would go through the objects of many streams again
-    and again, and finds no cycle.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Decoder:

@@ -17,8 +17,8 @@ from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPart
 from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows
 from pyspark.sql.types import StructType
 
+from tidemark.streaming.collection import no_collection
 from tidemark.streaming.compact import compact
-from tidemark.streaming.decode import no_collection
 from tidemark.streaming.fetched import PlannedRange
 from tidemark.streaming.kafka_ranges import Ends, Places, RangeReader
 from tidemark.streaming.records import Topic

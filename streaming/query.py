@@ -16,7 +16,7 @@ from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 
 from tidemark.streaming import effects
 from tidemark.streaming.batch import advance
-from tidemark.streaming.decode import no_collection
+from tidemark.streaming.collection import no_collection
 from tidemark.streaming.model import Bounds, shard_of
 from tidemark.streaming.runs import Packet
 from tidemark.streaming.states import NONE, PackedStates, States

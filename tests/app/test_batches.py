@@ -12,7 +12,7 @@ from tidemark.app.tracing import untraced
 from tidemark.sinks.dead_letters import DeadLettered
 from tidemark.sinks.publisher import Published, Publisher
 from tidemark.streaming.checkpoint import Seed
-from tidemark.streaming.decode import no_collection
+from tidemark.streaming.collection import no_collection
 from tidemark.streaming.errors import Stopping
 
 
