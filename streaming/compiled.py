@@ -107,7 +107,7 @@ def _parts(dispatcher: Any, seen: set[Any]) -> Iterator[object]:
         elif (intrinsic := getattr(value, "_defn", None)) is not None:
             yield from _code(intrinsic.__code__)
         elif not hasattr(value, "py_func"):
-            yield getattr(value, "_fields", value)
+            yield value, getattr(value, "_fields", None)
         elif value not in seen:
             yield from _parts(value, seen)
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from numba.core.registry import cpu_target
@@ -18,13 +18,20 @@ from tidemark.streaming.executors import package
 STEP = 1
 
 
+class Further(NamedTuple):
+    by: int
+
+
+FURTHER = Further(1)
+
+
 @compiled(inline=True)
 def called(number: int) -> int:
     return number + STEP
 
 
 def _function(number: int) -> int:
-    return called(number) + 1
+    return called(number) + FURTHER.by
 
 
 def dispatcher(*where: Path, **other: object) -> Any:
@@ -101,12 +108,13 @@ def test_a_file_counts_under_its_own_name_alone(file: Path) -> None:
 
 
 def test_other_code_anywhere_below_has_another_file(tmp_path: Path) -> None:
-    """A function that is called, a number in it, and how it is compiled."""
+    """A function that is called, a number in it, one in a tuple with names, and how it is compiled."""
     is_kept(dispatcher(tmp_path))
     further = FunctionType(called.py_func.__code__, {**globals(), "STEP": 2}, "called")  # type: ignore[attr-defined]
     assert not is_kept(dispatcher(tmp_path, called=compiled(inline=True)(further)), 6)
     assert is_kept(dispatcher(tmp_path, called=compiled(inline=True)(further)), 6)
     assert not is_kept(dispatcher(tmp_path, called=compiled()(further)), 6)
+    assert not is_kept(dispatcher(tmp_path, FURTHER=Further(2)), 6)
     assert is_kept(dispatcher(tmp_path))
 
 
