@@ -109,7 +109,7 @@ class Incarnations:
 
 
 def _put(slots: Ids, hashed: int, number: int) -> None:
-    """As `streaming.scan` looks for it."""
+    """Where `incarnation_table.number_of` finds it: both probe alike."""
     mask = len(slots) - 1
     slot = (hashed ^ (hashed >> 32)) & mask
     while slots[slot] >= 0:

@@ -32,6 +32,7 @@ from tidemark.streaming.records import LONGEST_NAME, ROW, Kind
 
 _RDATA, _VOID, _POSITION = int(Kind.RDATA), int(Kind.VOID), int(Kind.POSITION)
 _MOST_BYTES: Final = 4 * LONGEST_NAME  # of UTF-8; of longer names the table would keep what nobody bounds
+_NOBODY: Final = Met(0, 0, 0, 0, 0, 0)
 _NAMED: Final = HAS_KIND | HAS_STREAM | HAS_WRITER
 
 
@@ -129,7 +130,7 @@ def scan(
     for at in range(first, len(fetched.offsets)):
         begin, end = fetched.value_bounds[at], fetched.value_bounds[at + 1]
         if count + (end - begin) // 2 + 1 > len(edges.ids):  # an ID takes two bytes of JSON, and so does a row
-            return Scanned(FULL, at, count, left, Met(0, 0, 0, 0, 0, 0))
+            return Scanned(FULL, at, count, left, _NOBODY)
         it = fields(data, begin, end, edges, count)
         key, key_end = fetched.key_bounds[at], fetched.key_bounds[at + 1]
         legal = False
@@ -149,4 +150,4 @@ def scan(
         edges.offsets[count:stop] = fetched.offsets[at]
         edges.times[count:stop] = fetched.times[at]
         count = stop
-    return Scanned(DONE, len(fetched.offsets), count, left, Met(0, 0, 0, 0, 0, 0))
+    return Scanned(DONE, len(fetched.offsets), count, left, _NOBODY)
