@@ -30,8 +30,8 @@ class Decoder:
     """
 
     FEW: ClassVar[int] = 64 << 10
-    """Bytes of records: fewer are read one by one in a millisecond, and a process that never has more never loads what
-    is compiled, which takes a second."""
+    """Bytes of records: fewer are read one by one in a millisecond and a half, and a process that never has more never
+    loads what is compiled, which takes a second."""
 
     def __init__(self, topic: Topic) -> None:
         self.topic = topic
