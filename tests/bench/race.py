@@ -95,9 +95,9 @@ def render(figures: Mapping[str, Any]) -> list[str]:
         ),
         "",
         *on_jvm(figures),
-        f"One of Tidemark's batches takes {figures['turn']:.2f} s in all: "
-        + "".join(f"{sink} {seconds:.2f} s, " for sink, seconds in figures["sinks"].items())
-        + "the rest reads and computes.",
+        f"A batch of Tidemark follows another after {figures['turn']:.2f} s, in which the one before is published: "
+        + ", ".join(f"{sink} {seconds:.2f} s" for sink, seconds in figures["sinks"].items())
+        + ".",
         "",
         "Memory of the pipeline at most (resident; shared pages of the workers count in each): "
         + ", ".join(f"{kind} {mib(figures['memory'][kind])}" for kind in KINDS)
