@@ -16,10 +16,10 @@ from pyspark.sql import DataFrame
 
 from tidemark.app import metrics
 from tidemark.app.board import Board
+from tidemark.app.start import Seed
 from tidemark.app.tracing import BatchTrace, Trace
 from tidemark.sinks.publisher import Publisher
 from tidemark.sources.start import RememberedTopic
-from tidemark.streaming.checkpoint import Seed
 from tidemark.streaming.effects import ShardEffects
 from tidemark.streaming.errors import BatchCut, PartitionsChanged, QueryFailed, Stopping, TidemarkError
 from tidemark.streaming.query import collect
@@ -105,9 +105,8 @@ class Batches:
             self._await_published()
             collected = _Collected(number, began, effects, trace)
             if collected.cut:
-                # Spark takes all of a batch for done. Under another name it is none of this line of batches, so that no
-                # query goes on with this checkpoint, whenever we are killed.
-                read = self._publish(f"{self._seed.lineage}.cut", collected)
+                # What is left of its range no other batch of this query would read: it ends before it computes one.
+                read = self._publish(collected)
                 raise BatchCut(read, max(1, read // FEWER))
             work = collected, traced.pop_all()
         # A daemon: a server that is waited for keeps no process that ends.
@@ -124,16 +123,17 @@ class Batches:
     def _publish_beside(self, collected: _Collected, traced: ExitStack) -> None:
         try:
             with traced:
-                self._publish(self._seed.lineage, collected)
+                self._publish(collected)
         except TidemarkError as error:
             self.failure = error
         except Exception as error:  # whoever supervises raises it
             log.exception("A batch could not be published", batch=collected.number)
             self.failure = QueryFailed(f"{type(error).__name__}: {error}")
 
-    def _publish(self, line: str, batch: _Collected) -> int:
+    def _publish(self, batch: _Collected) -> int:
         """How many records it was made of."""
-        published = self._publisher.publish(line, batch.number, batch.effects, self._seed.before(batch.number))
+        line, before = self._seed.lineage, self._seed.before(batch.number)
+        published = self._publisher.publish(line, batch.number, batch.effects, before)
         batch.trace.published(published)
         read = self._board.new_offsets(batch.effects)
         self._board.update(batch.effects)

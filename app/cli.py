@@ -195,8 +195,8 @@ def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bo
 @click.option("--dry-run", is_flag=True, help="Show what would happen and change nothing.")
 @click.option("--json", "as_json", is_flag=True, help="For programs: one JSON object.")
 def reseed(by: str, why: str, *, dry_run: bool, as_json: bool) -> None:
-    """Have the pipeline, which is stopped, begin a new checkpoint with what Postgres holds, with as many shards as
-    TIDEMARK_SHARDS says, and with states in today's format."""
+    """Have the pipeline, which is stopped, begin with as many shards as TIDEMARK_SHARDS says, and with states in
+    today's format."""
     settings = loaded()
     from tidemark.app.verbs import reseed
 

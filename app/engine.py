@@ -79,10 +79,8 @@ class Engine:
 
 
 def packets(spark: SparkSession, settings: Settings, kafka: KafkaConnection, start: Start, records: int) -> DataFrame:
-    """What the query reads, compacted: of Kafka's records at most so many a batch. `start` counts while the checkpoint
-    is new.
-    """
-    facts, control, shards = settings.kafka_facts_topic, settings.kafka_control_topic, start.seed.shards
+    """What the query reads, compacted: of Kafka's records at most so many in the first batch."""
+    facts, control, shards = settings.kafka_facts_topic, settings.kafka_control_topic, settings.shards
     most = max(MOST_FACTS, settings.max_records_per_batch)  # no cut of records that hold one fact each
     config = KafkaConfig(
         client=kafka.carried(),

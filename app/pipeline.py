@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 
 import structlog
 from py4j.protocol import Py4JError, Py4JJavaError
@@ -42,7 +41,7 @@ from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sources.start import Acceptance
 from tidemark.sources.topics import Topics
 from tidemark.streaming import query
-from tidemark.streaming.checkpoint import Checkpoint, folder, locked
+from tidemark.streaming.checkpoint import apart, folder, locked
 from tidemark.streaming.errors import (
     BatchCut,
     ChainBroken,
@@ -65,8 +64,6 @@ LAST_SECONDS = 9.0
 LONGEST_PAUSE = 5.0
 # A query that fails so often without publishing one batch will not mend itself.
 FAILURES = 6
-# A checkpoint with which it failed so often may be damaged, and beginning anew from Postgres costs nothing.
-SUSPICIOUS = 2
 SECRETS_SECONDS = 5.0  # between two readings of Kafka's secrets
 # New objects until Python looks for cycles; 700 by default. A batch of ten thousand streams makes half a million and no
 # cycle, and to look for some took longer than all else that the driver does with them.
@@ -86,17 +83,16 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
     board = Board(streams=settings.labelled_streams, writers=settings.labelled_writers)
     metrics.REGISTRY.register(board)
     health = metrics.PipelineHealth()
-    checkpoint = Checkpoint(Path(settings.checkpoint))
     with (
         suppress(Stopping),
         probes.served("TIDEMARK_METRICS_PORT", (settings.metrics_host, settings.metrics_port), health),
-        locked(checkpoint.path, stopping),
+        locked(settings.checkpoint, stopping),
         engine.running(settings) as spark,
     ):
         failures = highest_token = 0
         most = settings.max_records_per_batch
         while not stopping.is_set():
-            attempt = Attempt(settings, checkpoint, spark, board, health, stopping, highest_token, most)
+            attempt = Attempt(settings, spark, board, health, stopping, highest_token, most)
             most = settings.max_records_per_batch
             try:
                 attempt.run(accept)
@@ -113,12 +109,8 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                     board.forget()
                 if isinstance(error, BatchCut):
                     most = error.fewer
-                    attempt.distrust(str(error))
-                if isinstance(error, QueryFailed | ChainBroken):
-                    if failures >= FAILURES:
-                        raise
-                    if failures >= SUSPICIOUS or isinstance(error, ChainBroken):
-                        attempt.distrust(str(error))
+                if isinstance(error, QueryFailed | ChainBroken) and failures >= FAILURES:
+                    raise
                 pause = min(LONGEST_PAUSE, 0.25 * 2**failures)
                 log.warning("Trying again", problem=str(error), pause=pause)
                 health.stands(str(error))
@@ -135,7 +127,6 @@ class Attempt:
     def __init__(
         self,
         settings: Settings,
-        checkpoint: Checkpoint,
         spark: engine.Engine,
         board: Board,
         health: metrics.PipelineHealth,
@@ -145,7 +136,6 @@ class Attempt:
     ) -> None:
         self._settings = settings
         self._most = most  # records of a batch
-        self._checkpoint = checkpoint
         self._spark = spark
         self._board = board
         self._health = health
@@ -155,7 +145,6 @@ class Attempt:
         self.prepared = False
         """Whether all that could be wrong at a start was checked, and `accept` was used up."""
         self._local = is_local(settings.spark_master)
-        self._apart = settings.checkpoint_store is not None or not self._local
         self._kafka = settings.kafka
         self._secrets = self._settings.kafka.carried()
 
@@ -169,19 +158,11 @@ class Attempt:
         """Whether a batch got through."""
         return self._batches is not None and self._batches.published > 0
 
-    def distrust(self, why: str) -> None:
-        """Set the checkpoint aside that the next attempt would go on with."""
-        if not self._apart:
-            self._checkpoint.discard(why)
-
     def run(self, accept: Set[Acceptance]) -> None:
         """Returns when asked to stop. Raises Retry where another attempt may succeed, and Stop."""
         settings, stopping, kafka = self._settings, self._stopping, self._kafka
         with ExitStack() as stack:
             stack.enter_context(self._spark.alive())
-            checkpoint = self._checkpoint
-            if self._apart:
-                checkpoint = stack.enter_context(checkpoint.apart())
             retention = Retention(history=settings.history_days, audit=settings.audit_days)
             postgres = stack.enter_context(Postgres(PostgresConfig(settings.postgres, retention)))
             postgres.check()
@@ -199,7 +180,7 @@ class Attempt:
             stack.callback(metrics.LEASE_TOKEN.set, 0)
             self._health.stands("the query starts")
             topics = Topics(kafka)
-            start = prepare(settings, checkpoint, postgres, topics, accept)
+            start = prepare(settings, postgres, topics, accept)
             self.prepared = True
             self._board.follow(start.policies)
             self._board.load(start.states, start.offsets)
@@ -218,7 +199,7 @@ class Attempt:
             publisher = Publisher(
                 postgres, sinks, dead_letters, lease, stopping, lambda it: metrics.RETRIES.labels(it.what).inc()
             )
-            publisher.send_unsent(start.seed.lineage)
+            publisher.send_unsent()
             end_offsets = stack.enter_context(EndOffsets(topics, start.topics, self._board).running())
             recaller = RecallerConfig(settings.kafka_facts_topic, kafka.client(), kafka.producer())
             recalling = stack.enter_context(Recaller(recaller, postgres, lease, metrics.RECALLED.inc))
@@ -226,7 +207,7 @@ class Attempt:
             trace = stack.enter_context(tracing(settings.secret("otlp_url"), settings.owner, lease.token))
             self._batches = Batches(publisher, self._board, start.seed, start.topics, trace)
             spark, store = self._spark.session(stopping), settings.checkpoint_store
-            location = str(checkpoint.path) if store is None else stack.enter_context(folder(spark, store))
+            location = stack.enter_context(apart(settings.checkpoint) if store is None else folder(spark, store))
             running = stack.enter_context(self._query(spark, start, location, self._batches))
             threads = self._batches, end_offsets, maintenance, recalling, watching
             self._supervise(spark, running, lease, sinks, threads)
@@ -244,7 +225,7 @@ class Attempt:
             effects = query.positions(packets, seeds=seeds, bounds=start.policies.bounds(), line=start.seed.lineage)
             writer = effects.writeStream.queryName("tidemark").option("checkpointLocation", location)
             running = writer.foreachBatch(batches).start()
-        except Py4JJavaError as error:  # of a checkpoint that it cannot read, or of Python processes that were killed
+        except Py4JJavaError as error:  # of Python processes that were killed
             raise QueryFailed(str(error.java_exception.toString()).splitlines()[0]) from error
         except PySparkException as error:
             raise QueryFailed((str(error).splitlines() or [type(error).__name__])[0]) from error
@@ -255,7 +236,7 @@ class Attempt:
         finally:
             self._health.stands("the query ended")
             batches.finish(LAST_BATCH_SECONDS)
-            # It may wait for a server; what it has in hand is replayed by the next query.
+            # It may wait for a server; what it has in hand is read again by the next query.
             with suppress(PySparkException):
                 running.stop()
             with suppress(Py4JError, OSError, PySparkException):

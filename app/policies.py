@@ -18,8 +18,8 @@ SHOWN = 10  # names in the log
 
 
 class PolicyWatch(LeasedThread):
-    """Tells `follow` of policies that differ from those it had. Bounds change what a batch does, and a batch that is
-    replayed must do the same again: so where these differ the `failure` asks for a query that begins anew with them.
+    """Tells `follow` of policies that differ from those it had. A query has the bounds that it began with: so where
+    these differ the `failure` asks for one that begins anew.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class Settings(SidecarSettings, Connections):
     )
     checkpoint: Path = Field(
         default_factory=lambda known: known["home"] / "checkpoint",
-        description="Directory of Spark's checkpoint; disposable while the pipeline is stopped.",
+        description="Directory in which each query has a folder for Spark's checkpoint, as long as it lives.",
     )
     checkpoint_store: str | None = Field(
         None,

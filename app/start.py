@@ -1,8 +1,9 @@
-"""The checks before the query: topics are there and fit; topics, database, checkpoint and what is remembered agree.
+"""The checks before the query: topics are there and fit; topics, database and what is remembered agree.
 
 Topics that are missing are made where that is wanted.
 """
 
+import uuid
 from collections.abc import Set
 from dataclasses import dataclass
 
@@ -14,7 +15,6 @@ from tidemark.sources.kafka import Offsets
 from tidemark.sources.start import Acceptance, RememberedTopic, TopicState, require_uncompacted, starting_offsets
 from tidemark.sources.topics import Topics, plans
 from tidemark.streaming import state
-from tidemark.streaming.checkpoint import AppliedBatch, Checkpoint, Seed
 from tidemark.streaming.errors import ShardsChanged
 from tidemark.streaming.policies import Policies
 from tidemark.streaming.query import by_shard
@@ -43,9 +43,24 @@ def ready(settings: Settings, topics: Topics) -> dict[str, TopicState]:
 
 
 @dataclass(frozen=True, slots=True)
+class Seed:
+    """What a line of batches begins with: its name, the batch that Postgres applied last (lineage and number, None
+    where none ever was), and the states as of `streaming.query.by_shard`.
+    """
+
+    lineage: str
+    after: tuple[str, int] | None
+    states: dict[int, bytes]
+
+    def before(self, batch: int) -> tuple[str, int] | None:
+        """The batch that is applied before `batch` of this line."""
+        return (self.lineage, batch - 1) if batch > 0 else self.after
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
-    """What the query begins with. `offsets` are the next to read of the `topics`, and count only for a checkpoint that
-    is new; `states` are as Postgres has them, and those of a new checkpoint's seed.
+    """What the query begins with, all of it from Postgres. `offsets` are the next to read of the `topics`; `states` are
+    those of the seed.
     """
 
     seed: Seed
@@ -55,10 +70,8 @@ class Start:
     policies: Policies
 
 
-def prepare(
-    settings: Settings, checkpoint: Checkpoint, postgres: Postgres, topics: Topics, accept: Set[Acceptance]
-) -> Start:
-    """Check everything that can be wrong at a start, then decide from where to go on.
+def prepare(settings: Settings, postgres: Postgres, topics: Topics, accept: Set[Acceptance]) -> Start:
+    """Check everything that can be wrong at a start, then read from where to go on.
 
     To be called under the lease. Raises the Stop that names the first disagreement, but for those that `accept` gives
     up: what they cost is written to Postgres first, so that the next start needs no acceptance.
@@ -72,28 +85,21 @@ def prepare(
         postgres.offsets(),
         accept,
     )
-    for was in (remembered.shards, checkpoint.shards()):
-        if was not in {None, settings.shards} and "shards" not in accept:
-            raise ShardsChanged(was, settings.shards)
+    if remembered.shards not in {None, settings.shards} and "shards" not in accept:
+        raise ShardsChanged(remembered.shards, settings.shards)
     if accept:
         _give_up(postgres, offsets, accept)
-        checkpoint.discard(f"an operator accepted {', '.join(sorted(accept))}")
     postgres.remember(
         RememberedSetup(settings.shards, {topic.name: (topic.id, len(topic.partitions)) for topic in read.values()})
     )
     postgres.set_late_numbers_ahead()
     states = by_shard(postgres.states(), settings.shards)
-    last = postgres.last_batch()
-    applied = None if last is None else AppliedBatch(*last)
-    policies = Policies(postgres.policies.given(), settings.policy_defaults)
-    bounds, shards = policies.bounds(), settings.shards
-    seed = checkpoint.resume(applied, bounds) or checkpoint.begin(applied, shards, states, bounds)
     return Start(
-        seed,
+        Seed(uuid.uuid4().hex, postgres.last_batch(), states),
         offsets,
         {name: RememberedTopic(topic.id, len(topic.partitions)) for name, topic in read.items()},
-        ShardedStates(shards, states),
-        policies,
+        ShardedStates(settings.shards, states),
+        Policies(postgres.policies.given(), settings.policy_defaults),
     )
 
 

@@ -16,7 +16,7 @@ from tidemark.streaming.model import Rejected
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The effects of batch `number` of `query` (Spark's id, which lives in the checkpoint), under the lease `token`.
+    """The effects of batch `number` of `query` (the name of a line of batches), under the lease `token`.
 
     `after` is the batch that must be the last that Postgres applied: that before it, or what the query began with
     (None: none at all; `...`: not checked, for batches that no query has made).

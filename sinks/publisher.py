@@ -1,7 +1,8 @@
 """The way of a batch outside Spark: Postgres, then the sinks, then the dead letters (docs/design.md 5; rule 4).
 
-Called by foreachBatch, on one thread of the driver. A batch may come again after any failure, and after
-a kill at any moment: what Postgres has is skipped there, and the rest is repeated, which changes nothing.
+One batch at a time, on whatever thread. A step is tried again until its server answers: a commit whose answer was lost
+is found there and not made twice, and the others change nothing by being repeated. After a kill the next query begins
+behind the last commit; what the sinks lack of it is filled in from Postgres (`sinks.maintenance`).
 """
 
 import threading
@@ -76,8 +77,8 @@ class Publisher:
         """Bring batch `number` of `query` to all sinks, waiting out those that are away for as long as it takes.
 
         Raises `Stopping` soon after the event is set while it waits, `LeaseLost` once another query owns the lease, and
-        errors of the kind `Stop`. The batch is to be published again after each of them. Raises `ChainBroken` where
-        Postgres has not applied `after` last (`port.Batch`): then the query must begin anew.
+        errors of the kind `Stop`. Raises `ChainBroken` where Postgres has not applied `after` last (`port.Batch`). The
+        query must begin anew after each of them.
         """
         batch = Batch(query, number, self._lease.token, effects, after)
         seconds: dict[str, float] = {}
@@ -106,16 +107,14 @@ class Publisher:
             self._postgres.dead_letters_sent(batch.query, batch.number)
         return dead_lettered
 
-    def send_unsent(self, query: str) -> None:
-        """Send the dead letters of batches that no query will bring again, because their checkpoint is gone.
-
-        `query` goes on, and repeats its last batch by itself. Waits and raises as `publish` does.
+    def send_unsent(self) -> None:
+        """Send the dead letters that earlier queries left: nobody brings their batches again. Waits and raises as
+        `publish` does.
         """
         for left in self._postgres.unsent_dead_letters():
-            if left.query != query:
-                self._patiently(partial(self._dead_letters.send, left.rejected))
-                self._postgres.dead_letters_sent(left.query, left.batch)
-                log.info("Sent dead letters that an earlier query had left", query=left.query, batch=left.batch)
+            self._patiently(partial(self._dead_letters.send, left.rejected))
+            self._postgres.dead_letters_sent(left.query, left.batch)
+            log.info("Sent dead letters that an earlier query had left", query=left.query, batch=left.batch)
 
     def _patiently(self, step: Callable[[], T]) -> tuple[T, float]:
         def checked() -> T:

@@ -34,8 +34,8 @@ class LeaseLost(Retry):  # nothing of ours may be published any more: docs/desig
     now: int
 
 
-@says("""Postgres holds {found} and this batch follows {wanted}: commits were lost (a failover, a restored backup), or
-    the checkpoint is of another database; the query begins anew with what Postgres holds""")
+@says("""Postgres holds {found} and this batch follows {wanted}: commits were lost (a failover, a restored backup);
+    the query begins anew with what Postgres holds""")
 class ChainBroken(Retry):  # docs/design.md, rule 3
     wanted: str
     found: str
@@ -67,7 +67,7 @@ class Outdated(Retry):
 
 @says("the query failed: {problem}")
 class QueryFailed(Retry):
-    problem: str  # the innermost cause that Spark names; the next start replays the batch in hand
+    problem: str  # the innermost cause that Spark names; the next query reads again what its batch had
 
 
 class Reject(TidemarkError):
@@ -207,7 +207,7 @@ class VersionSkew(Stop):
     pipeline: str  # that has, or had last, the lease
 
 
-@says("""the checkpoint and the database were made with {was} shards and TIDEMARK_SHARDS is {now}: set
+@says("""the database was made with {was} shards and TIDEMARK_SHARDS is {now}: set
     TIDEMARK_SHARDS={was}, or start the pipeline once with --accept shards to seed it anew from Postgres""")
 class ShardsChanged(Stop):
     was: int

@@ -31,7 +31,7 @@ _OPTION = "secret"  # Spark shows no option of such a name
 
 class KafkaConfig(msgspec.Struct, frozen=True):
     """`client` are librdkafka's settings, with which any host can connect; `start` holds the next offset to read of
-    every partition, for a checkpoint that is new. `records`: of the first batch at most; `limit`: of any. A batch of
+    every partition. `records`: of the first batch at most; `limit`: of any. A batch of
     fewer than `few` begins `interval` seconds after the one before or later. `most` as of `streaming.compact`.
     """
 

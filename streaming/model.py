@@ -134,5 +134,5 @@ class Encoded(NamedTuple):
 
 
 def shard_of(stream: str, shards: int) -> int:
-    """The answer is stored in checkpoints and in Postgres: it must never change."""
+    """The answer is stored in Postgres: it must never change."""
     return crc32(stream.encode()) % shards

@@ -41,8 +41,7 @@ SETTINGS = {
         "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
     ),
     _FILES: "org.apache.hadoop.fs.RawLocalFileSystem",
-    # The checkpoint is disposable (docs/design.md 5): a damaged file costs a reseed from Postgres, so a sum is not
-    # worth it.
+    # No query begins with a file of another (docs/design.md 5): a sum of each is not worth it.
     "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
     # Workers talk over a Unix socket instead of loopback TCP: 125 ms to 90 ms a batch.
     "spark.python.unix.domain.socket.enabled": "true",
@@ -59,11 +58,11 @@ SETTINGS = {
     # Nor need Kafka be asked a hundred times a second then: three requests, 2 ms of a core in the JVM alone. Records
     # that come after a silence wait half of this on average; where there is always something to read nobody waits.
     "spark.sql.streaming.pollingDelay": "200ms",
-    # Old batches are of no use: a lost checkpoint is seeded from Postgres.
+    # Old batches are of no use: each query begins from Postgres.
     "spark.sql.streaming.minBatchesToRetain": "10",
     # A query that fails is started again by the pipeline, which knows what may be retried.
     "spark.task.maxFailures": "1",
-    # Stopping must not wait for ever for a batch that waits for a server: the batch is replayed.
+    # Stopping must not wait for ever for a batch that waits for a server: what it has is read again.
     "spark.sql.streaming.stopTimeout": "3s",
     "spark.sql.session.timeZone": "UTC",
     # Workers look for modules where they are installed, not in the folder that the pipeline was started in.

@@ -1,10 +1,9 @@
-"""`tidemark reseed`: the pipeline's next start makes a new checkpoint of what Postgres holds."""
+"""`tidemark reseed`: the pipeline's next start finds another number of shards, and states in today's format."""
 
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from tidemark.app.settings import Settings
 from tidemark.app.versions import OURS, require_successor
@@ -13,7 +12,6 @@ from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig, RememberedSetup
 from tidemark.streaming import state
-from tidemark.streaming.checkpoint import Checkpoint, locked
 from tidemark.streaming.effects import Forced
 from tidemark.streaming.errors import OthersFirst, Stopping
 
@@ -22,14 +20,13 @@ PATIENCE = 5.0  # seconds: what a pipeline that was killed holds is given up soo
 
 @dataclass(frozen=True, slots=True)
 class Reseed:
-    """`older` counts states of an earlier format; `before` is None where no pipeline has run yet, `checkpoint` where
-    there is none. `act` is its number in `tidemark acts`; None for a dry run."""
+    """`older` counts states of an earlier format; `before` is None where no pipeline has run yet. `act` is its number
+    in `tidemark acts`; None for a dry run."""
 
     streams: int
     older: int
     before: int | None
     shards: int
-    checkpoint: str | None
     act: int | None = None
 
     def as_text(self) -> str:
@@ -37,39 +34,32 @@ class Reseed:
         lines = [f"streams that are seeded from Postgres: {self.streams}, of them {self.older} in an older format"]
         if self.before not in {None, self.shards}:
             lines.append(f"shards: {self.shards} in place of {self.before}")
-        lines.append(f"set aside: {self.checkpoint or 'nothing, there is no checkpoint here'}")
         if self.act is not None:
             lines.append(f"noted as act {self.act}")
         return "\n".join(lines)
 
 
 def run(settings: Settings, by: str, why: str, *, dry_run: bool) -> Reseed:
-    """Under the lease, and with the checkpoint's lock; noted before it is done. Raises `OthersFirst` where a pipeline
-    runs, `StateTooNew` where a later Tidemark wrote a state, `VersionSkew`, `Unavailable` and `Refused`; then nothing
-    is changed."""
+    """Under the lease; noted before it is done. Raises `OthersFirst` where a pipeline runs, `StateTooNew` where a later
+    Tidemark wrote a state, `VersionSkew`, `Unavailable` and `Refused`; then nothing is changed."""
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check()
         require_successor(postgres.pipeline_version())
-        checkpoint = Checkpoint(Path(settings.checkpoint))
         if dry_run:
-            return _found(settings, postgres, checkpoint)[0]
-        with (
-            _alone(settings, postgres, checkpoint, why),
-            session_of(settings.postgres, "tidemark reseed") as session,
-        ):
-            found, older = _found(settings, postgres, checkpoint)
+            return _found(settings, postgres)[0]
+        with _alone(settings, postgres, why), session_of(settings.postgres, "tidemark reseed") as session:
+            found, older = _found(settings, postgres)
             acts = Acts(session)
             noted = acts.note(EVERY_STREAM, Forced("", 0, "RESEED", 0, 0, by, why))
             postgres.replace_states({stream: state.rewritten(stored) for stream, stored in older.items()})
             if found.before is not None:
                 postgres.remember(RememberedSetup(settings.shards, {}))
-            checkpoint.discard(f"an operator asked for it: {why}")
             acts.close(noted, "applied")
             return replace(found, act=noted.number)
 
 
 @contextmanager
-def _alone(settings: Settings, postgres: Postgres, checkpoint: Checkpoint, why: str) -> Iterator[None]:
+def _alone(settings: Settings, postgres: Postgres, why: str) -> Iterator[None]:
     given_up = threading.Event()
     timer = threading.Timer(PATIENCE, given_up.set)
     timer.start()
@@ -77,18 +67,15 @@ def _alone(settings: Settings, postgres: Postgres, checkpoint: Checkpoint, why: 
     with ExitStack() as stack:
         stack.callback(timer.cancel)
         try:
-            stack.enter_context(locked(checkpoint.path, given_up))
             stack.enter_context(Lease.acquire(settings.postgres, config, given_up))
         except Stopping:
             who = postgres.conditions.now().owner or "another process"
-            problem = f"{who} holds the lease or the checkpoint: stop the pipeline"
-            raise OthersFirst("a reseed", postgres.where, problem) from None
+            raise OthersFirst("a reseed", postgres.where, f"{who} holds the lease: stop the pipeline") from None
         yield
 
 
-def _found(settings: Settings, postgres: Postgres, checkpoint: Checkpoint) -> tuple[Reseed, dict[str, bytes]]:
+def _found(settings: Settings, postgres: Postgres) -> tuple[Reseed, dict[str, bytes]]:
     """And the states of an earlier format."""
     states = postgres.states()
     older = {stream: stored for stream, stored in states.items() if state.is_older(stored)}
-    aside = str(checkpoint.path) if checkpoint.path.exists() else None
-    return Reseed(len(states), len(older), postgres.remembered().shards, settings.shards, aside), older
+    return Reseed(len(states), len(older), postgres.remembered().shards, settings.shards), older

@@ -53,7 +53,7 @@ def forget_unsent(connection: Connection, query: str, batch: int) -> None:
 
 
 NOTIFICATION = 7999  # bytes that one holds at most
-BATCHES_KEPT = 1000  # of each query: enough to recognise any batch that Spark may replay
+BATCHES_KEPT = 1000  # of each query; one of them is looked for where the answer to its commit was lost
 
 
 def apply(connection: Connection, batch: Batch) -> Committed:

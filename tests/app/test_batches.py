@@ -1,5 +1,6 @@
 """Batches in the driver, with a publisher that has no sinks and results of Spark that are there already."""
 
+import threading
 import weakref
 from typing import Any, cast
 
@@ -8,12 +9,15 @@ from pyspark.sql import DataFrame
 
 from tidemark.app.batches import LET_GO_AFTER, Batches
 from tidemark.app.board import Board
+from tidemark.app.start import Seed
 from tidemark.app.tracing import untraced
 from tidemark.sinks.dead_letters import DeadLettered
 from tidemark.sinks.publisher import Published, Publisher
-from tidemark.streaming.checkpoint import Seed
+from tidemark.sources.start import RememberedTopic
+from tidemark.streaming import effects
 from tidemark.streaming.collection import no_collection
-from tidemark.streaming.errors import Stopping
+from tidemark.streaming.effects import Progress, ShardEffects
+from tidemark.streaming.errors import BatchCut, LeaseLost, QueryFailed, Stopping, TidemarkError
 
 
 class _Empty:
@@ -26,12 +30,37 @@ class _Quick:
         return Published(number, repeated=False, streams=0, dead_lettered=DeadLettered(), published_at=0.0, seconds={})
 
 
+class _Held(_Quick):
+    """Publishes once it is `let`, and only one batch at a time."""
+
+    def __init__(self, problem: Exception | None = None) -> None:
+        self.let = threading.Event()
+        self.begun: list[int] = []
+        self.published: list[tuple[object, ...]] = []
+        self._problem = problem
+        self._one = threading.Lock()
+
+    def publish(self, line: str, number: int, *rest: object) -> Published:
+        assert self._one.acquire(blocking=False), "two at a time"
+        self.begun.append(number)
+        assert self.let.wait(60)
+        self._one.release()
+        if self._problem is not None:
+            raise self._problem
+        _, after = rest
+        self.published.append((line, number, after))
+        return super().publish(line, number)
+
+
 EMPTY = cast("DataFrame", _Empty())
+BEFORE = ("earlier", 41)
+TOPICS = {"facts": RememberedTopic("id", 1)}
 
 
-def batches() -> Batches:
-    publisher = cast("Publisher", _Quick())
-    return Batches(publisher, Board(streams=1, writers=1), Seed("first", None, 16, {}), {}, untraced)
+def batches(publisher: _Quick | None = None) -> Batches:
+    publisher = publisher or _Quick()
+    seed = Seed("first", BEFORE, {})
+    return Batches(cast("Publisher", publisher), Board(streams=1, writers=1), seed, TOPICS, untraced)
 
 
 def test_who_ends_lets_no_batch_begin() -> None:
@@ -61,3 +90,80 @@ def test_what_spark_made_of_a_batch_is_let_go() -> None:
             made.append(weakref.ref(batch))
             quick(cast("DataFrame", batch), number)
         assert sum(batch() is not None for batch in made) <= LET_GO_AFTER
+
+
+class _Watched(_Empty):
+    """Says when Spark is asked for its results."""
+
+    def __init__(self) -> None:
+        self.computed = threading.Event()
+
+    def collect(self) -> list[Any]:
+        self.computed.set()
+        return super().collect()
+
+
+def test_a_batch_is_computed_while_the_one_before_is_published() -> None:
+    """But they are published in their order and one at a time, and each names the one that Postgres must have applied
+    before. Who ends waits for both."""
+    publisher, second = _Held(), _Watched()
+    going = batches(publisher)
+    going(EMPTY, 0)
+    beside = threading.Thread(target=going, args=(second, 1))
+    beside.start()
+    assert second.computed.wait(60)
+    assert (publisher.begun, publisher.published) == ([0], [])
+    assert not going.finish(0.2)
+    publisher.let.set()
+    assert going.finish(60)
+    beside.join()
+    assert publisher.published == [("first", 0, BEFORE), ("first", 1, ("first", 0))]
+    assert going.published == 2
+
+
+def test_the_end_does_not_wait_for_ever() -> None:
+    """A server may hang: whoever ends is told in time that the batch in hand is not through."""
+    publisher = _Held()
+    going = batches(publisher)
+    going(EMPTY, 0)
+    assert not going.finish(0.2)
+    publisher.let.set()
+    assert going.finish(60)
+
+
+@pytest.mark.parametrize(
+    ("problem", "raised"),
+    [(LeaseLost(1, 2), "the lease was taken over"), (ValueError("odd"), "the query failed: ValueError: odd")],
+)
+def test_what_could_not_be_published_fails_the_next_batch(problem: Exception, raised: str) -> None:
+    """Whoever supervises finds it too. Nothing is published after it."""
+    publisher = _Held(problem)
+    publisher.let.set()
+    going = batches(publisher)
+    going(EMPTY, 0)
+    for number in (1, 2):
+        with pytest.raises(TidemarkError, match=raised) as caught:
+            going(EMPTY, number)
+        assert going.failure is caught.value
+    assert isinstance(going.failure, LeaseLost if isinstance(problem, LeaseLost) else QueryFailed)
+    assert publisher.begun == [0]
+
+
+class _Cut(_Empty):
+    """As of a shard whose facts were too many: Spark has planned more than the eight records that it read."""
+
+    def collect(self) -> list[Any]:
+        cut = ShardEffects(0, 0, [], [], [Progress("facts", 0, 8)], cut=True)
+        return [{"effects": effects.encode(cut)}]
+
+
+def test_a_batch_that_was_cut_is_published_before_it_ends_the_query() -> None:
+    """Behind the one before, and as one of the same line of batches."""
+    publisher = _Held()
+    going = batches(publisher)
+    going(EMPTY, 0)
+    publisher.let.set()
+    with pytest.raises(BatchCut) as caught:
+        going(cast("DataFrame", _Cut()), 1)
+    assert publisher.published == [("first", 0, BEFORE), ("first", 1, ("first", 0))]
+    assert going.failure is caught.value

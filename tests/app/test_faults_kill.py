@@ -3,10 +3,13 @@
 from contextlib import suppress
 
 import psutil
+import psycopg
 
 from tests.app.proofs import as_undisturbed
+from tests.app.running import PATIENCE
 from tests.fix_pipeline import Site
 from tests.play.cast import Cast
+from tests.waiting import eventually
 from tidemark.streaming.records import Join, Rdata, row
 
 
@@ -55,3 +58,39 @@ def test_a_kill_between_any_two_steps_of_a_batch_leaves_no_trace(site: Site) -> 
     site.start()
     site.shows(play)
     as_undisturbed(site)
+
+
+def newest(site: Site, kind: str) -> int:
+    """Of the batches that Spark has planned (`offsets`) or takes for done (`commits`)."""
+    return max(
+        (int(file.name) for file in site.checkpoint.glob(f"query-*/{kind}/*") if file.name.isdigit()), default=-1
+    )
+
+
+def test_a_kill_while_spark_is_ahead_of_postgres_leaves_no_trace(site: Site) -> None:
+    """Rules 2, 3 and 4: while Postgres cannot commit, Spark takes that batch for done and goes on to the next. Killed
+    then, the pipeline begins where Postgres stands, and comes to the positions and the history of an undisturbed run;
+    no folder of the dead query is left."""
+    play = site.play(seed=17, cast=Cast(streams=3, writers=3, rate=200.0))
+    play.until(15.0)
+    doomed = site.start(max_records_per_batch=FEW)
+    applied = "select batch from tidemark.applied_batches order by number desc limit 1"
+    eventually(lambda: site.sql("select 1 from tidemark.applied_batches offset 2"), PATIENCE, lambda: "three batches")
+    with psycopg.connect(site.dsn) as held:
+        held.execute("lock table tidemark.applied_batches in share mode")  # others may read it
+        [(stands,)] = site.sql(applied)
+        eventually(
+            lambda: newest(site, "offsets") > newest(site, "commits") > int(str(stands)),
+            PATIENCE,
+            lambda: f"Spark beyond batch {stands}: it is at {newest(site, 'commits')}\n{doomed.log()}",
+        )
+        assert site.sql(applied) == [(stands,)]
+        doomed.kill()
+    eventually(doomed.alone, PATIENCE, lambda: "the end of the JVM, which may still write to the checkpoint")
+    site.start()
+    site.shows(play)
+    play.until(18.0)
+    play.end()
+    site.shows(play)
+    as_undisturbed(site)
+    assert len(list(site.checkpoint.glob("query-*"))) == 1

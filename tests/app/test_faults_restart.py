@@ -1,8 +1,7 @@
-"""What a start finds that the last run did not leave so: half a load, no checkpoint or a damaged one, a database from a
-backup; and a database that goes back under a pipeline that runs."""
+"""What a start finds that the last run did not leave so: half a load, old checkpoints or no place for any, a database
+from a backup; and a database that goes back under a pipeline that runs."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import psycopg
@@ -18,10 +17,10 @@ CAST = Cast(streams=3, writers=3, rate=200.0)
 
 
 def test_what_a_start_finds_behind_or_beyond_the_database_leaves_no_trace(site: Site) -> None:
-    """Rules 2, 3 and 5: SIGTERM ends the batch in hand, with code 0 within ten seconds; with its checkpoint deleted the
-    next start seeds itself from Postgres and comes to the positions and the history of an undisturbed run. Then
-    Postgres is set back behind checkpoint and Redis: the checkpoint is set aside, which is said, everything since is
-    applied once more and once only, and no reader of Redis sees a step back meanwhile."""
+    """Rules 2, 3 and 5: SIGTERM ends the batch in hand, with code 0 within ten seconds; with the folder for
+    checkpoints deleted the next start comes to the positions and the history of an undisturbed run. Then Postgres is
+    set back behind Redis: everything since is applied once more and once only, and no reader of Redis sees a step back
+    meanwhile."""
     play = site.play(seed=11, cast=CAST)
     play.until(20.0)
     first = site.start(max_records_per_batch=100)
@@ -39,14 +38,13 @@ def test_what_a_start_finds_behind_or_beyond_the_database_leaves_no_trace(site: 
 
     backup = site.snapshot()
     third = site.start()
-    for now in (24.0, 28.0, 30.0):  # batch after batch, so that Spark has finished one that the backup has not
+    for now in (24.0, 28.0, 30.0):  # batches that the backup has not
         play.until(now)
         site.shows(play)
     third.terminate()
     site.restore(backup)
     with RedisWatcher(site, play) as watcher:
-        fourth = site.start()
-        fourth.says("The checkpoint is set aside, Postgres is the truth")
+        site.start()
         play.until(34.0)
         play.end()
         site.shows(play)
@@ -85,31 +83,41 @@ class Failover:
             connection.execute(statements.encode())
 
 
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "metadata": lambda path: (path / "metadata").write_bytes(b"torn"),
-    "states": lambda path: [file.write_bytes(file.read_bytes()[:7]) for file in path.glob("state/**/*.delta")],
-}
+def torn(place: Path) -> None:
+    """What a killed process left, as a disk that was full leaves it."""
+    files = list(place.glob("query-*/state/**/*.delta"))
+    assert files
+    for file in files:
+        file.write_bytes(file.read_bytes()[:7])
 
 
-def test_damaged_checkpoints_are_set_aside_and_lost_commits_made_again(site: Site) -> None:
-    """Rules 2, 3 and 5: a damaged checkpoint, whether the query cannot begin with it or fails in its tasks, is tried
-    twice; the third attempt begins from Postgres and goes on where the query was. Then a failover takes the newest
-    commits back under the pipeline that runs: it begins anew with what is left, every record counts once, and no reader
-    of Redis sees a step back. Fences that owners left in Redis of whom this database knows nothing are passed in one
-    step."""
+def of_an_older_version(place: Path) -> None:
+    """It kept its one checkpoint in the place itself."""
+    for name in ("metadata", "seed", "offsets/7", "commits/9"):
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_bytes(b"older")
+
+
+def test_old_checkpoints_are_not_looked_at_and_lost_commits_made_again(site: Site) -> None:
+    """Rules 2, 3 and 5: whatever lies in the folder for checkpoints, the query begins from Postgres and goes on where
+    the one before was, at the first attempt. Then a failover takes the newest commits back under the pipeline that
+    runs: it begins anew with what is left, every record counts once, and no reader of Redis sees a step back. Fences
+    that owners left in Redis of whom this database knows nothing are passed in one step."""
     play = site.play(seed=14, cast=CAST)
     running = site.start().ready()
-    for number, (what, damage) in enumerate(DAMAGES.items()):
+    for number, damage in enumerate((torn, of_an_older_version)):
         play.until(5.0 * number + 3.0)
         site.shows(play)
-        running.terminate()
+        running.kill()
         eventually(running.alone, PATIENCE, lambda: "the end of the JVM, which may still write to the checkpoint")
         damage(site.checkpoint)
         running = site.start()
-        play.until(5.0 * number + 5.0)  # states are read when there is a batch
+        play.until(5.0 * number + 5.0)
         site.shows(play)
-        assert "The checkpoint is set aside" in running.log(), what
-        assert running.log().count("Trying again") == 2, what
+        assert "Trying again" not in running.log()
+    left = sorted(path.name for path in site.checkpoint.iterdir() if not path.name.startswith("query-"))
+    assert left == ["commits", "metadata", "offsets", "seed"]
+    assert len(list(site.checkpoint.glob("query-*"))) == 1
     as_undisturbed(site)
 
     with RedisWatcher(site, play) as watcher:

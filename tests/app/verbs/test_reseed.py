@@ -1,7 +1,6 @@
 """`tidemark reseed`: what the next start of the pipeline begins with."""
 
 import json
-from pathlib import Path
 
 import psycopg
 import pytest
@@ -17,41 +16,31 @@ from tidemark.sinks.postgres.store import Postgres, RememberedSetup
 from tidemark.streaming import state
 
 
-def reseed(dsn: str, checkpoint: Path, *words: str, shards: int = 8) -> Result:
-    variables = {
-        "TIDEMARK_POSTGRES_DSN": dsn,
-        "TIDEMARK_CHECKPOINT": str(checkpoint),
-        "TIDEMARK_SHARDS": str(shards),
-    }
+def reseed(dsn: str, *words: str, shards: int = 8) -> Result:
+    variables = {"TIDEMARK_POSTGRES_DSN": dsn, "TIDEMARK_SHARDS": str(shards)}
     return CliRunner(env=variables).invoke(main, ["reseed", "--by", "ada", "--why", "state of last year", *words])
 
 
 def test_a_stopped_pipeline_begins_with_what_postgres_holds(
-    pipeline: Pipeline, lease: Lease, store: Postgres, dsn: str, sql: psycopg.Connection, tmp_path: Path
+    pipeline: Pipeline, lease: Lease, store: Postgres, dsn: str, sql: psycopg.Connection
 ) -> None:
-    """States of an earlier format are written in today's and say the same, the number of shards is the new one, and the
-    checkpoint is kept beside its place. A dry run only says so."""
+    """States of an earlier format are written in today's and say the same, and the number of shards is the new one. A
+    dry run only says so."""
     pipeline.publish(moved("s", 7, w=At(0, 7)))
     pipeline.publish(moved("events", 7, w1=At(0, 7)))
     sql.execute("update tidemark.streams set state = %s where stream = 'events'", [STATE_OF_FORMAT_5])
     store.remember(RememberedSetup(16, {}))
     lease.close()
-    checkpoint = tmp_path / "checkpoint"
-    checkpoint.mkdir()
-    (checkpoint / "seed").write_text("precious")
     before = store.states()
 
-    done = reseed(dsn, checkpoint, "--dry-run")
-    said = (
-        "streams that are seeded from Postgres: 2, of them 1 in an older format\n"
-        f"shards: 8 in place of 16\nset aside: {checkpoint}\n"
-    )
+    done = reseed(dsn, "--dry-run")
+    said = "streams that are seeded from Postgres: 2, of them 1 in an older format\nshards: 8 in place of 16\n"
     assert (done.exit_code, done.stdout) == (0, said)
-    assert (store.states(), store.remembered().shards, checkpoint.exists()) == (before, 16, True)
+    assert (store.states(), store.remembered().shards) == (before, 16)
 
     assert sql.execute("select count(*) from tidemark.acts").fetchall() == [(0,)]
 
-    done = reseed(dsn, checkpoint)
+    done = reseed(dsn)
     assert (done.exit_code, done.stdout) == (0, f"{said}noted as act 1\n")
     assert sql.execute("select kind, stream, by, why, seen_as, outcome from tidemark.acts").fetchall() == [
         ("RESEED", "", "ada", "state of last year", "postgres", "applied")
@@ -62,23 +51,21 @@ def test_a_stopped_pipeline_begins_with_what_postgres_holds(
     assert after["s"] == before["s"]
     assert [state.is_older(before["events"]), state.is_older(after["events"])] == [True, False]
     assert state.decode(after["events"]) == state.decode(before["events"])
-    assert (store.remembered().shards, checkpoint.exists()) == (8, False)
-    [aside] = tmp_path.glob("checkpoint.aside-*")
-    assert (aside / "seed").read_text() == "precious"
+    assert store.remembered().shards == 8
 
-    told = json.loads(reseed(dsn, checkpoint, "--json").stdout)
-    assert (told["older"], told["before"], told["shards"], told["checkpoint"]) == (0, 8, 8, None)
+    told = json.loads(reseed(dsn, "--json").stdout)
+    assert (told["older"], told["before"], told["shards"]) == (0, 8, 8)
 
 
 def test_a_pipeline_that_runs_is_named_and_left_alone(
-    pipeline: Pipeline, store: Postgres, dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pipeline: Pipeline, store: Postgres, dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rule 6: two that write one database never work at a time."""
     monkeypatch.setattr(reseeding, "PATIENCE", 0.5)
     pipeline.publish(moved("s", 7, w=At(0, 7)))
     store.remember(RememberedSetup(16, {}))
-    done = reseed(dsn, tmp_path / "checkpoint")
+    done = reseed(dsn)
     assert done.exit_code == 1
-    assert "test holds the lease or the checkpoint: stop the pipeline" in done.output
+    assert "test holds the lease: stop the pipeline" in done.output
     assert store.remembered().shards == 16
     pipeline.publish(moved("s", 8, w=At(7, 8)))
