@@ -22,7 +22,7 @@ from tidemark.sinks.publisher import Publisher
 from tidemark.sources.start import RememberedTopic
 from tidemark.streaming.effects import ShardEffects
 from tidemark.streaming.errors import BatchCut, PartitionsChanged, QueryFailed, Stopping, TidemarkError
-from tidemark.streaming.query import collect
+from tidemark.streaming.query import collect, decoded
 
 log = structlog.get_logger(__name__)
 
@@ -99,10 +99,11 @@ class Batches:
         began = time.monotonic()
         with ExitStack() as traced:
             trace = traced.enter_context(self._trace(self._seed.lineage, number))
-            effects = collect(batch)
+            encoded = collect(batch)
+            self._await_published()
+            effects = decoded(encoded)
             trace.computed(batch, effects)
             self._require_known_partitions(effects)
-            self._await_published()
             collected = _Collected(number, began, effects, trace)
             if collected.cut:
                 # What is left of its range no other batch of this query would read: it ends before it computes one.

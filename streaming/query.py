@@ -89,7 +89,11 @@ def positions(packets: DataFrame, *, seeds: "Broadcast[dict[int, bytes]]", bound
     )
 
 
-def collect(batch: DataFrame) -> list[effects.ShardEffects]:
-    """Run the batch; effects by shard, ascending."""
-    found = [effects.decode(row["effects"]) for row in batch.collect()]
-    return sorted(found, key=lambda done: done.shard)
+def collect(batch: DataFrame) -> list[bytes]:
+    """Run the batch; effects by shard, encoded: they may have to wait, and as objects they take far more memory."""
+    return [bytes(row["effects"]) for row in batch.collect()]
+
+
+def decoded(collected: list[bytes]) -> list[effects.ShardEffects]:
+    """By shard, ascending."""
+    return sorted(map(effects.decode, collected), key=lambda done: done.shard)
