@@ -89,6 +89,7 @@ def test_what_spark_made_of_a_batch_is_let_go() -> None:
             batch = _Cycle()
             made.append(weakref.ref(batch))
             quick(cast("DataFrame", batch), number)
+        assert quick.finish(60)
         assert sum(batch() is not None for batch in made) <= LET_GO_AFTER
 
 
