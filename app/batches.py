@@ -95,6 +95,13 @@ class Batches:
         self._publishing.join(max(0.0, deadline - time.monotonic()))
         return not self._publishing.is_alive()
 
+    def ended(self) -> None:
+        """Return when no batch is in hand. After `finish`: what was in hand when that gave up comes late."""
+        with self._in_hand:
+            publishing = self._publishing
+        if publishing is not None:
+            publishing.join()
+
     def _take(self, batch: DataFrame, number: int) -> None:
         began = time.monotonic()
         with ExitStack() as traced:

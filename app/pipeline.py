@@ -208,7 +208,7 @@ class Attempt:
             self._batches = Batches(publisher, self._board, start.seed, start.topics, trace)
             spark, store = self._spark.session(stopping), settings.checkpoint_store
             location = stack.enter_context(apart(settings.checkpoint) if store is None else folder(spark, store))
-            running = stack.enter_context(self._query(spark, start, location, self._batches))
+            running = stack.enter_context(self._query(spark, start, location, self._batches, lease))
             threads = self._batches, end_offsets, maintenance, recalling, watching
             self._supervise(spark, running, lease, sinks, threads)
 
@@ -218,7 +218,9 @@ class Attempt:
         return [Mirror(postgres, stack.enter_context(Redis(redis)), lease)]
 
     @contextmanager
-    def _query(self, spark: SparkSession, start: Start, location: str, batches: Batches) -> Iterator[StreamingQuery]:
+    def _query(
+        self, spark: SparkSession, start: Start, location: str, batches: Batches, lease: Lease
+    ) -> Iterator[StreamingQuery]:
         try:
             packets = engine.packets(spark, self._settings, self._kafka, start, self._most)
             seeds = spark.sparkContext.broadcast(start.seed.states)
@@ -235,10 +237,13 @@ class Attempt:
             yield running
         finally:
             self._health.stands("the query ended")
-            batches.finish(LAST_BATCH_SECONDS)
-            # It may wait for a server; what it has in hand is read again by the next query.
-            with suppress(PySparkException):
+            if not batches.finish(LAST_BATCH_SECONDS):
+                # It may wait for a server; what it has in hand is read again by the next query.
+                log.warning("The query ended, and a batch of it still waits for a server")
+                lease.give_up()
+            with suppress(PySparkException, Py4JJavaError):  # a batch may take longer than Spark waits
                 running.stop()
+            batches.ended()
             with suppress(Py4JError, OSError, PySparkException):
                 seeds.destroy()
 
@@ -255,6 +260,7 @@ class Attempt:
             metrics.HEARTBEAT.set_to_current_time()
             for sink in sinks:
                 metrics.SINK_FAULTS.labels(sink.name).set(len(sink.faults()))
+            is_active = running.isActive  # first: what ended it stands in a `failure` by then
             lease.check()
             for thread in threads:
                 if thread.failure is not None:
@@ -263,7 +269,7 @@ class Attempt:
                 looked = time.monotonic()
                 if self.outdated:
                     raise Outdated("a secret for Kafka")
-            if not running.isActive:
+            if not is_active:
                 raise QueryFailed(engine.cause(str(running.exception() or "")))
             if not running.status["message"].startswith("Initializing"):
                 lacks = None if self._local or executors(spark) else NO_EXECUTOR

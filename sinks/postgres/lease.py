@@ -95,6 +95,10 @@ class Lease:
         self._newest = max(self._newest, newest)
         self.lost.set()
 
+    def give_up(self) -> None:
+        """Let every thread that waits to publish stop, although nobody else has the lease. It is renewed no more."""
+        self.lost.set()
+
     def __enter__(self) -> Self:
         self._renewal.start()
         return self

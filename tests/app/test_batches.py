@@ -132,6 +132,39 @@ def test_the_end_does_not_wait_for_ever() -> None:
     assert going.finish(60)
 
 
+class _HeldTwice(_Held):
+    """The second batch once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_second = threading.Event()
+
+    def publish(self, line: str, number: int, *rest: object) -> Published:
+        if number == 1:
+            assert self.let_second.wait(60)
+        return super().publish(line, number, *rest)
+
+
+def test_no_batch_outlives_its_query() -> None:
+    """One that waited for the batch before is handed over after the end was given up; it is waited for, too."""
+    publisher, second = _HeldTwice(), _Watched()
+    going = batches(publisher)
+    going(EMPTY, 0)
+    beside = threading.Thread(target=going, args=(second, 1))
+    beside.start()
+    assert second.computed.wait(60)
+    assert not going.finish(0.2)
+    ending = threading.Thread(target=going.ended)
+    ending.start()
+    publisher.let.set()
+    beside.join(60)
+    ending.join(0.2)
+    assert ending.is_alive()
+    publisher.let_second.set()
+    ending.join(60)
+    assert going.published == 2
+
+
 @pytest.mark.parametrize(
     ("problem", "raised"),
     [(LeaseLost(1, 2), "the lease was taken over"), (ValueError("odd"), "the query failed: ValueError: odd")],

@@ -1,5 +1,6 @@
 """kill -9 of the pipeline at the worst moments of a batch, and of what Spark runs."""
 
+import time
 from contextlib import suppress
 
 import psutil
@@ -94,3 +95,26 @@ def test_a_kill_while_spark_is_ahead_of_postgres_leaves_no_trace(site: Site) -> 
     site.shows(play)
     as_undisturbed(site)
     assert len(list(site.checkpoint.glob("query-*"))) == 1
+
+
+def test_a_query_that_begins_anew_while_batches_wait_leaves_no_trace(site: Site) -> None:
+    """Rules 3 and 5: a policy asks for a query that begins anew while Postgres takes no batch, one of them handed over
+    and one that Spark waits with. Both are waited for, for longer than Spark waits; none is published beside the next
+    query, and the process goes on."""
+    play = site.play(seed=19, cast=Cast(streams=3, writers=3, rate=200.0))
+    running = site.start(max_records_per_batch=FEW).ready()
+    play.until(3.0)
+    site.shows(play)
+    with psycopg.connect(site.dsn) as held:
+        held.execute("lock table tidemark.applied_batches in share mode")
+        play.until(8.0)
+        stands = newest(site, "commits")
+        eventually(lambda: newest(site, "offsets") > newest(site, "commits") > stands, PATIENCE, running.log)
+        site.sql("insert into tidemark.policies values ('elsewhere', 'pending_bound', 7)")
+        running.says("a batch of it still waits for a server")
+        time.sleep(4.0)  # longer than Spark waits for its thread
+    running.says("the query begins anew: bounds of streams changed while it ran")
+    play.end()
+    site.shows(play)
+    as_undisturbed(site)
+    assert running.log().count("Trying again") == 1

@@ -51,6 +51,19 @@ def test_token_rises_with_every_owner(dsn: str) -> None:
     assert time.monotonic() - began < 5
 
 
+def test_who_gives_it_up_publishes_no_more_and_leaves_it_to_the_next(dsn: str) -> None:
+    """Rule 6: nobody else has it yet, and what still waits to publish under it stops; the next need not wait."""
+    patient = LeaseConfig("owner", ttl=60.0, grace=60.0)
+    with Lease.acquire(dsn, patient, NEVER) as first:
+        first.check()
+        first.give_up()
+        with pytest.raises(LeaseLost):
+            first.check()
+    began = time.monotonic()
+    with Lease.acquire(dsn, patient, NEVER):
+        assert time.monotonic() - began < 5
+
+
 def test_waiter_stops_when_told(dsn: str, lease: Lease) -> None:
     """Waiting for the lease ends promptly when the process is to end."""
     stopping = threading.Event()
