@@ -4,7 +4,7 @@ it reads.
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +19,7 @@ from tidemark.app.start import Start
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.streaming import checkpoint, kafka_source
 from tidemark.streaming.compact import MOST_FACTS
-from tidemark.streaming.errors import BadSetting, SparkDied, Stopping
+from tidemark.streaming.errors import BadSetting, QueryFailed, SparkDied, Stopping
 from tidemark.streaming.executors import Cluster, Pods, address_towards
 from tidemark.streaming.kafka_source import KafkaConfig
 from tidemark.streaming.spark import Jvm, SparkSettings, configuration, connect, is_local
@@ -95,6 +95,17 @@ def packets(spark: SparkSession, settings: Settings, kafka: KafkaConnection, sta
         most=most,
     )
     return kafka_source.packets(spark, config)
+
+
+def require_states(spark: SparkSession, holders: Set[str], there: Set[str]) -> None:
+    """Raise QueryFailed where one of the executors that hold states is not `there` any more.
+
+    Spark has tasks wait for one that is dead, as for one that is busy, before it looks for its states elsewhere, where
+    they are not.
+    """
+    if gone := holders - there:
+        spark.sparkContext.cancelAllJobs()  # the batch in hand needs what is gone
+        raise QueryFailed(f"states were lost with an executor of Spark that ended: {', '.join(sorted(gone))}")
 
 
 def cause(text: str) -> str:

@@ -145,6 +145,7 @@ class Attempt:
         self.prepared = False
         """Whether all that could be wrong at a start was checked, and `accept` was used up."""
         self._local = is_local(settings.spark_master)
+        self._holders: frozenset[str] = frozenset()  # executors that were there for the first batch: they have states
         self._kafka = settings.kafka
         self._secrets = self._settings.kafka.carried()
 
@@ -272,7 +273,12 @@ class Attempt:
             if not is_active:
                 raise QueryFailed(engine.cause(str(running.exception() or "")))
             if not running.status["message"].startswith("Initializing"):
-                lacks = None if self._local or executors(spark) else NO_EXECUTOR
+                there = frozenset() if self._local else executors(spark)
+                if self._settings.checkpoint_store is None:
+                    if not self.published:
+                        self._holders |= there
+                    engine.require_states(spark, self._holders, there)
+                lacks = None if self._local or there else NO_EXECUTOR
                 if lacks is not None and lacks != self._health.lacks():
                     log.warning("No batch can run", problem=lacks)
                 self._health.stands(lacks)

@@ -267,10 +267,11 @@ def _leave_out_defaults(context: SparkContext, conf: SparkConf) -> None:
             hadoop.set(name.removeprefix(_HADOOP), value)
 
 
-def executors(session: SparkSession) -> int:
-    """How many executors have registered and live; not for a local master."""
-    # The driver's own block manager is one of those that are counted.
-    return int(session.sparkContext._jsc.sc().getExecutorMemoryStatus().size()) - 1
+def executors(session: SparkSession) -> frozenset[str]:
+    """Addresses of the executors that have registered and live; not for a local master."""
+    context = session.sparkContext._jsc.sc()
+    driver = context.env().blockManager().blockManagerId().hostPort()
+    return frozenset(context.getExecutorMemoryStatus().keySet().mkString(" ").split()) - {driver}
 
 
 def is_local(master: str) -> bool:

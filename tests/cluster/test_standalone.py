@@ -73,6 +73,25 @@ def test_positions_survive_the_death_of_a_worker(site: Site, master: Master, wor
     running.terminate()
 
 
+def test_states_are_missed_before_a_batch_waits_for_them(
+    site: Site, master: Master, workers: list[ClusterWorker]
+) -> None:
+    """A worker dies while nothing is to be done: the query begins anew at once. Spark would have found out with the
+    next batch, after two minutes of waiting for the dead."""
+    play = site.play(7, Cast(streams=6, writers=3, rate=50.0))
+    running = start(site, master)
+    plays(play, 0, 40)
+    running.says("Published a batch", times=2)
+    time.sleep(3.0)  # until no batch is in hand
+    workers[0].crash()
+    running.says("states were lost with an executor of Spark")
+    running.says("The query runs", times=2)
+    plays(play, 40, 60)
+    play.end()
+    site.shows(play)
+    running.terminate()
+
+
 def test_without_an_executor_it_is_not_ready_and_says_so(
     site: Site, master: Master, disks: Path, tmp_path: Path
 ) -> None:
