@@ -41,10 +41,6 @@ class _Collected:
     effects: list[ShardEffects]
     trace: BatchTrace
 
-    @property
-    def cut(self) -> bool:
-        return any(shard.cut for shard in self.effects)
-
 
 class Batches:
     """The query's sink. `seed` is what its batches began with; `topics` are those that are read; `trace` is told of
@@ -83,24 +79,17 @@ class Batches:
                 self.failure = self.failure or error
                 raise
 
-    def finish(self, seconds: float) -> bool:
-        """Let the batches in hand end and no other begin; False where they did not end in time."""
+    def finish(self, seconds: float | None = None) -> bool:
+        """Let the batches in hand end and no other begin; False where they did not end in `seconds` (None: waits)."""
         self._finishing.set()
-        deadline = time.monotonic() + seconds
-        if not self._in_hand.acquire(timeout=seconds):
+        deadline = None if seconds is None else time.monotonic() + seconds
+        if not self._in_hand.acquire(timeout=-1 if seconds is None else seconds):
             return False
         self._in_hand.release()
         if self._publishing is None:
             return True
-        self._publishing.join(max(0.0, deadline - time.monotonic()))
+        self._publishing.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return not self._publishing.is_alive()
-
-    def ended(self) -> None:
-        """Return when no batch is in hand. After `finish`: what was in hand when that gave up comes late."""
-        with self._in_hand:
-            publishing = self._publishing
-        if publishing is not None:
-            publishing.join()
 
     def _take(self, batch: DataFrame, number: int) -> None:
         began = time.monotonic()
@@ -112,9 +101,10 @@ class Batches:
             trace.computed(batch, effects)
             self._require_known_partitions(effects)
             collected = _Collected(number, began, effects, trace)
-            if collected.cut:
+            if any(shard.cut for shard in effects):
                 # What is left of its range no other batch of this query would read: it ends before it computes one.
-                read = self._publish(collected)
+                read = self._board.new_offsets(effects)
+                self._publish(collected)
                 raise BatchCut(read, max(1, read // FEWER))
             work = collected, traced.pop_all()
         # A daemon: a server that is waited for keeps no process that ends.
@@ -138,12 +128,10 @@ class Batches:
             log.exception("A batch could not be published", batch=collected.number)
             self.failure = QueryFailed(f"{type(error).__name__}: {error}")
 
-    def _publish(self, batch: _Collected) -> int:
-        """How many records it was made of."""
+    def _publish(self, batch: _Collected) -> None:
         line, before = self._seed.lineage, self._seed.before(batch.number)
         published = self._publisher.publish(line, batch.number, batch.effects, before)
         batch.trace.published(published)
-        read = self._board.new_offsets(batch.effects)
         self._board.update(batch.effects)
         seconds = time.monotonic() - batch.began
         metrics.count_batch(batch.effects, published, seconds)
@@ -151,7 +139,6 @@ class Batches:
         if self.published % LET_GO_AFTER == 0:
             gc.collect()
         log.debug("Published a batch", batch=batch.number, seconds=round(seconds, 3))
-        return read
 
     def _require_known_partitions(self, effects: list[ShardEffects]) -> None:
         """Spark reads a partition that is added while it runs; its streams would have two orders."""

@@ -244,7 +244,7 @@ class Attempt:
                 lease.give_up()
             with suppress(PySparkException, Py4JJavaError):  # a batch may take longer than Spark waits
                 running.stop()
-            batches.ended()
+            batches.finish()
             with suppress(Py4JError, OSError, PySparkException):
                 seeds.destroy()
 

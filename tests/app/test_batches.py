@@ -104,15 +104,22 @@ class _Watched(_Empty):
         return super().collect()
 
 
-def test_a_batch_is_computed_while_the_one_before_is_published() -> None:
-    """But they are published in their order and one at a time, and each names the one that Postgres must have applied
-    before. Who ends waits for both."""
-    publisher, second = _Held(), _Watched()
-    going = batches(publisher)
+def one_ahead(going: Batches) -> threading.Thread:
+    """Batch 0 is handed over, and batch 1 computed by the thread."""
+    second = _Watched()
     going(EMPTY, 0)
     beside = threading.Thread(target=going, args=(second, 1))
     beside.start()
     assert second.computed.wait(60)
+    return beside
+
+
+def test_a_batch_is_computed_while_the_one_before_is_published() -> None:
+    """But they are published in their order and one at a time, and each names the one that Postgres must have applied
+    before. Who ends waits for both."""
+    publisher = _Held()
+    going = batches(publisher)
+    beside = one_ahead(going)
     assert (publisher.begun, publisher.published) == ([0], [])
     assert not going.finish(0.2)
     publisher.let.set()
@@ -147,14 +154,11 @@ class _HeldTwice(_Held):
 
 def test_no_batch_outlives_its_query() -> None:
     """One that waited for the batch before is handed over after the end was given up; it is waited for, too."""
-    publisher, second = _HeldTwice(), _Watched()
+    publisher = _HeldTwice()
     going = batches(publisher)
-    going(EMPTY, 0)
-    beside = threading.Thread(target=going, args=(second, 1))
-    beside.start()
-    assert second.computed.wait(60)
+    beside = one_ahead(going)
     assert not going.finish(0.2)
-    ending = threading.Thread(target=going.ended)
+    ending = threading.Thread(target=going.finish)
     ending.start()
     publisher.let.set()
     beside.join(60)
