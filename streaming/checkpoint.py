@@ -64,7 +64,7 @@ def apart(place: Path) -> Iterator[str]:
     """
     for left in place.glob(_OURS):  # by a driver that was killed
         shutil.rmtree(left, ignore_errors=True)
-    own = place / f"{_PREFIX}{uuid.uuid4().hex}"
+    own = place / _new_name()
     try:
         own.mkdir(parents=True)
     except OSError as error:
@@ -73,6 +73,10 @@ def apart(place: Path) -> Iterator[str]:
         yield str(own)
     finally:
         shutil.rmtree(own, ignore_errors=True)
+
+
+def _new_name() -> str:
+    return f"{_PREFIX}{uuid.uuid4().hex}"
 
 
 SETTINGS = {
@@ -105,7 +109,7 @@ def folder(spark: SparkSession, store: str) -> Iterator[str]:
         jvm: Any = spark._jvm
         path = jvm.org.apache.hadoop.fs.Path
         files = path(store).getFileSystem(spark._jsparkSession.sessionState().newHadoopConf())
-        own = path(store, f"{_PREFIX}{uuid.uuid4().hex}")
+        own = path(store, _new_name())
         if not files.mkdirs(own):
             raise CheckpointNotWritable(store, "no folder can be made there")
         for status in files.listStatus(path(store)):

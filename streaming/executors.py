@@ -23,7 +23,7 @@ SETTINGS = {
 # Where a shard's state lies on the disk of the executor that holds it (streaming.checkpoint).
 APART = {
     # A task that does not wait for a busy executor fails the query elsewhere. One that is dead is waited for, too, on
-    # two levels, while another lives: so the pipeline looks itself who lives (app.pipeline).
+    # two levels, while another lives: so the pipeline looks itself who lives (app.engine).
     "spark.locality.wait": "60s",
     # An executor that is taken away takes states with it, so the number stays.
     "spark.dynamicAllocation.enabled": "false",

@@ -31,8 +31,8 @@ _OPTION = "secret"  # Spark shows no option of such a name
 
 class KafkaConfig(msgspec.Struct, frozen=True):
     """`client` are librdkafka's settings, with which any host can connect; `start` holds the next offset to read of
-    every partition. `records`: of the first batch at most; `limit`: of any. A batch of
-    fewer than `few` begins `interval` seconds after the one before or later. `most` as of `streaming.compact`.
+    every partition. `records`: of the first batch at most; `limit`: of any. A batch of fewer than `few` begins
+    `interval` seconds after the one before or later. `most` as of `streaming.compact`.
     """
 
     client: dict[str, str]

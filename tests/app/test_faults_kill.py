@@ -7,7 +7,7 @@ import psutil
 import psycopg
 
 from tests.app.proofs import as_undisturbed
-from tests.app.running import PATIENCE
+from tests.app.running import PATIENCE, Running
 from tests.fix_pipeline import Site
 from tests.play.cast import Cast
 from tests.waiting import eventually
@@ -68,6 +68,22 @@ def newest(site: Site, kind: str) -> int:
     )
 
 
+def await_ahead(site: Site, running: Running) -> int:
+    """Return once Spark takes a batch for done that Postgres has not, and has planned the next; gives Postgres's."""
+    stands = applied(site)
+    eventually(
+        lambda: newest(site, "offsets") > newest(site, "commits") > stands,
+        PATIENCE,
+        lambda: f"Spark beyond batch {stands}: it is at {newest(site, 'commits')}\n{running.log()}",
+    )
+    return stands
+
+
+def applied(site: Site) -> int:
+    [(batch,)] = site.sql("select batch from tidemark.applied_batches order by number desc limit 1")
+    return int(str(batch))
+
+
 def test_a_kill_while_spark_is_ahead_of_postgres_leaves_no_trace(site: Site) -> None:
     """Rules 2, 3 and 4: while Postgres cannot commit, Spark takes that batch for done and goes on to the next. Killed
     then, the pipeline begins where Postgres stands, and comes to the positions and the history of an undisturbed run;
@@ -75,17 +91,10 @@ def test_a_kill_while_spark_is_ahead_of_postgres_leaves_no_trace(site: Site) -> 
     play = site.play(seed=17, cast=Cast(streams=3, writers=3, rate=200.0))
     play.until(15.0)
     doomed = site.start(max_records_per_batch=FEW)
-    applied = "select batch from tidemark.applied_batches order by number desc limit 1"
     eventually(lambda: site.sql("select 1 from tidemark.applied_batches offset 2"), PATIENCE, lambda: "three batches")
     with psycopg.connect(site.dsn) as held:
         held.execute("lock table tidemark.applied_batches in share mode")  # others may read it
-        [(stands,)] = site.sql(applied)
-        eventually(
-            lambda: newest(site, "offsets") > newest(site, "commits") > int(str(stands)),
-            PATIENCE,
-            lambda: f"Spark beyond batch {stands}: it is at {newest(site, 'commits')}\n{doomed.log()}",
-        )
-        assert site.sql(applied) == [(stands,)]
+        assert await_ahead(site, doomed) == applied(site)
         doomed.kill()
     eventually(doomed.alone, PATIENCE, lambda: "the end of the JVM, which may still write to the checkpoint")
     site.start()
@@ -108,8 +117,7 @@ def test_a_query_that_begins_anew_while_batches_wait_leaves_no_trace(site: Site)
     with psycopg.connect(site.dsn) as held:
         held.execute("lock table tidemark.applied_batches in share mode")
         play.until(8.0)
-        stands = newest(site, "commits")
-        eventually(lambda: newest(site, "offsets") > newest(site, "commits") > stands, PATIENCE, running.log)
+        await_ahead(site, running)
         site.sql("insert into tidemark.policies values ('elsewhere', 'pending_bound', 7)")
         running.says("a batch of it still waits for a server")
         time.sleep(4.0)  # longer than Spark waits for its thread
