@@ -10,7 +10,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from tidemark.streaming.intervals import Ids
+from tidemark.streaming.intervals import Ids, Intervals
 from tidemark.streaming.records import Kind
 from tidemark.streaming.runs import Mask, PackedRun
 
@@ -56,22 +56,22 @@ class EdgeColumns:
         above = completes & (self.ids > floors[self.streams])
         reached: Mask = np.add.reduceat(above, self.begins, dtype=np.int64) == heads - floors
         reached &= ~np.logical_or.reduceat(passed, self.begins)
-        reached[self._repeated(completes)] = False
+        reached[self._repeated(completes, lines, heads)] = False
         return reached
 
-    def _repeated(self, completes: Mask) -> Ids:
-        """The streams in which an ID is completed twice."""
+    def _repeated(self, completes: Mask, lines: Ids, heads: Ids) -> Ids:
+        """The streams in which an ID is completed twice; perhaps others, where there are more IDs than 63 bits hold."""
         if len(self.firsts) == len(self.begins):
             return _NONE
         ids, streams = self.ids[completes], self.streams[completes]
-        span = int(ids.max(initial=0)) + 1
-        if span * len(self.begins) >= 2**63:
-            order = np.lexsort((ids, streams))
-            ids, streams = ids[order], streams[order]
-            again: Ids = streams[1:][(ids[1:] == ids[:-1]) & (streams[1:] == streams[:-1])]
-            return again
-        ordered = np.sort(streams * span + ids)
-        repeated: Ids = ordered[1:][ordered[1:] == ordered[:-1]] // span
+        # Streams side by side, each with room for what lies between its line and its head.
+        rooms = heads - lines
+        places = ids + (np.cumsum(rooms) - rooms - lines)[streams]
+        if Intervals.from_ids(places).width() == len(places):
+            return _NONE
+        order = np.argsort(places, kind="stable")
+        again = places[order[1:]] == places[order[:-1]]
+        repeated: Ids = streams[order[1:][again]]
         return repeated
 
     def counts(self) -> tuple[list[int], list[int]]:

