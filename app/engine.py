@@ -81,7 +81,6 @@ class Engine:
 def packets(spark: SparkSession, settings: Settings, kafka: KafkaConnection, start: Start, records: int) -> DataFrame:
     """What the query reads, compacted: of Kafka's records at most so many in the first batch."""
     facts, control, shards = settings.kafka_facts_topic, settings.kafka_control_topic, settings.shards
-    most = max(MOST_FACTS, settings.max_records_per_batch)  # no cut of records that hold one fact each
     config = KafkaConfig(
         client=kafka.carried(),
         facts=facts,
@@ -92,7 +91,7 @@ def packets(spark: SparkSession, settings: Settings, kafka: KafkaConnection, sta
         few=settings.min_records_per_batch,
         interval=settings.batch_interval_ms / 1000,
         shards=shards,
-        most=most,
+        most=MOST_FACTS,
     )
     return kafka_source.packets(spark, config)
 

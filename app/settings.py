@@ -101,7 +101,7 @@ class Settings(SidecarSettings, Connections):
         None, description="Properties file with settings of Spark's own; they win over Tidemark's."
     )
     spark_jars: Path | None = Field(None, description="Directory with the jars that the checkpoint's store needs.")
-    max_records_per_batch: Positive = Field(2_000_000, description="Kafka records that one batch reads at most.")
+    max_records_per_batch: Positive = Field(4_000_000, description="Kafka records that one batch reads at most.")
     min_records_per_batch: Positive = Field(
         10, description="Kafka records for which a batch begins at once; with fewer it waits for batch_interval_ms."
     )

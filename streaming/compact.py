@@ -8,8 +8,8 @@ and numpy. The same records give the same packets, byte for byte, so a task may 
 JOIN and RETIRE records cut the records of their stream into *segments*, and no run crosses a cut
 (docs/decisions/0001-segments.md). A run also ends where the 32 bits for its offsets do not reach.
 
-Kafka's records bound a batch and RUN records hold any number of facts, so a task stops where it holds too many: it says
-so in its packets, and how far it came. What it left is read again by a query that begins anew (`app.batches`).
+Kafka's records bound a batch and RUN records hold any number of facts, so a task stops where it holds too many more: it
+says so in its packets, and how far it came. What it left is read again by a query that begins anew (`app.batches`).
 """
 
 from bisect import bisect
@@ -33,9 +33,14 @@ from tidemark.streaming.records import ROW, Topic
 from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet, TurnedAway
 
 MOST_FACTS = 2_000_000
-"""Of a task, as many as a batch of single records has by default: about 250 bytes each, all in all."""
+"""That a task holds beside one for each record: about 250 bytes each, all in all."""
+
+MOST_EDGES = 16_384
+"""Of a packet, about: 200 KiB. The JVM copies each half a dozen times, and takes new memory for what is larger."""
 
 PACKETS = pa.schema([("shard", pa.int32()), ("packet", pa.binary())])
+
+_BYTES = 1 << 20  # that are handed to the JVM together
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -44,9 +49,9 @@ def compact(
     ranges: Iterable[tuple[PlannedRange, Iterator[Fetched]]], *, shards: int, names: dict[Topic, str], most: int
 ) -> Iterator[pa.RecordBatch]:
     """One row for each range and shard that has anything to say; each range speaks at least once, and says how far it
-    was read. That is to its end, but where the task held `most` facts or more.
+    was read. That is to its end, but where the task held `most` facts more than records, or still more.
     """
-    held = 0
+    held = 0  # facts beside one for each record
     for wanted, records in ranges:
         columns = Decoder(wanted.topic)
         cut = False
@@ -55,27 +60,40 @@ def compact(
                 break
             before = columns.size
             columns.add(part)
-            held += columns.size - before
+            held += max(0, columns.size - before - part.size)
         columns.next_offset = max(columns.next_offset, wanted.start) if cut else wanted.end
-        yield _encoded(pack(names[wanted.topic], wanted.partition, columns, shards, cut=cut))
+        yield from _encoded(pack(names[wanted.topic], wanted.partition, columns, shards, cut=cut))
 
 
-def _encoded(packets: dict[int, Packet]) -> pa.RecordBatch:
-    encoded = [_encoder.encode(packet) for packet in packets.values()]
-    return pa.record_batch([pa.array(packets, pa.int32()), pa.array(encoded, pa.binary())], schema=PACKETS)
+def _encoded(packets: list[tuple[int, Packet]]) -> Iterator[pa.RecordBatch]:
+    shards: list[int] = []
+    encoded: list[bytes] = []
+    size = 0
+    for number, (shard, packet) in enumerate(packets, 1):
+        shards.append(shard)
+        encoded.append(_encoder.encode(packet))
+        size += len(encoded[-1])
+        if size > _BYTES or number == len(packets):
+            yield pa.record_batch([pa.array(shards, pa.int32()), pa.array(encoded, pa.binary())], schema=PACKETS)
+            shards, encoded, size = [], [], 0
 
 
 OFFSET_BITS = 32
 
 
-def pack(topic: str, partition: int, columns: Decoder, shards: int, *, cut: bool = False) -> dict[int, Packet]:
-    """The packets by shard: at least one, so that the offsets read are known. Same records, same packets."""
-    packets: dict[int, Packet] = {}
+def pack(topic: str, partition: int, columns: Decoder, shards: int, *, cut: bool = False) -> list[tuple[int, Packet]]:
+    """Packets with their shards: at least one, so that the offsets read are known. Same records, same packets."""
+    packets: list[tuple[int, Packet]] = []
+    newest: dict[int, Packet] = {}
+    held: dict[int, int] = defaultdict(int)
 
-    def packet_of(shard: int) -> Packet:
-        if shard not in packets:
-            packets[shard] = Packet(topic, partition, columns.topic, columns.next_offset, [], [], [], [], [], cut)
-        return packets[shard]
+    def packet_of(shard: int, edges: int = 0) -> Packet:
+        if shard not in newest or 0 < held[shard] > MOST_EDGES - edges:
+            newest[shard] = Packet(topic, partition, columns.topic, columns.next_offset, [], [], [], [], [], cut)
+            packets.append((shard, newest[shard]))
+            held[shard] = 0
+        held[shard] += edges
+        return newest[shard]
 
     markers = [Marker.of(*found) for found in sorted(columns.markers, key=itemgetter(1))]
     for marker in markers:
@@ -91,7 +109,7 @@ def pack(topic: str, partition: int, columns: Decoder, shards: int, *, cut: bool
         for rows in _rows(edges.where(is_row), segments[is_row], incarnations):
             packet_of(shard[rows.stream]).rows.append(rows)
         for run in _runs(edges.where(~is_row), segments[~is_row], incarnations):
-            packet_of(shard[run.stream]).runs.append(run)
+            packet_of(shard[run.stream], len(run.kinds)).runs.append(run)
 
     for reason, offsets in sorted(columns.rejected.items()):
         rejected = Rejected(topic, partition, reason, np.sort(np.array(offsets, "<i8")).tobytes())
@@ -151,7 +169,7 @@ def _runs(edges: Edges, segments: Ids, incarnations: list[Incarnation]) -> Itera
         return
     prevs, ids, signs = np.abs(edges.prevs), np.abs(edges.ids), np.sign(edges.ids)
     groups = (edges.incarnations * 2 + (signs < 0)) * (segments.max() + 1) + segments
-    chains = link(groups, prevs, ids)
+    chains = link(groups, prevs, ids, MOST_EDGES)
     order, firsts = chains.order, chains.firsts
     stops = np.append(firsts[1:], len(order))
     heads = order[firsts]

@@ -30,14 +30,22 @@ class Chains:
     firsts: Order
 
 
-def link(groups: Ids, prevs: Ids, ids: Ids) -> Chains:
-    """Edges `(prevs[i], ids[i]]` in the order of arrival, at least one; `groups` are numbers from 0."""
+def link(groups: Ids, prevs: Ids, ids: Ids, most: int) -> Chains:
+    """Edges `(prevs[i], ids[i]]` in the order of arrival, at least one; `groups` are numbers from 0. A chain has at
+    most so many of them, but for what came twice.
+    """
     order = _by_group_and_prev(groups, prevs)
     groups, prevs, ids = groups[order], prevs[order], ids[order]
     same = groups[1:] == groups[:-1]
     if np.any(same & (prevs[1:] < ids[:-1])):
         return _link_tangled(groups, prevs, ids, order)
-    return Chains(order, _firsts(same & (prevs[1:] == ids[:-1])))
+    return Chains(order, _cut(_firsts(same & (prevs[1:] == ids[:-1])), len(order), most))
+
+
+def _cut(firsts: Order, count: int, most: int) -> Order:
+    lengths = np.diff(firsts, append=count)
+    cuts = [np.arange(firsts[at] + most, firsts[at] + lengths[at], most) for at in np.flatnonzero(lengths > most)]
+    return np.sort(np.concatenate((firsts, *cuts)))
 
 
 def _by_group_and_prev(groups: Ids, prevs: Ids) -> Order:

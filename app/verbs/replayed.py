@@ -92,7 +92,7 @@ def packed(messages: Iterable[RecordedMessage], roles: Mapping[str, Topic]) -> l
     for (topic, partition), of in parted.items():
         decoder = Decoder(roles[topic])
         decoder.add(_fetched(of))
-        found += pack(topic, partition, decoder, 1).values()
+        found += [packet for _, packet in pack(topic, partition, decoder, 1)]
     return found
 
 

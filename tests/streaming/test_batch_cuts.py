@@ -3,14 +3,15 @@
 import random
 from collections import Counter
 from itertools import pairwise
+from unittest.mock import patch
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.streaming.builders import Record, Sent, Shard, packets, packing, rejections, sent
+from tests.streaming.builders import Record, Sent, Shard, compacted, packets, packing, rejections, sent
 from tests.streaming.protocol import Database
-from tidemark.streaming import effects, joined
+from tidemark.streaming import compact, effects, joined
 from tidemark.streaming.stream import StreamState
 
 WRITERS = ("a", "b", "c")
@@ -125,6 +126,20 @@ def test_where_a_log_is_cut_into_batches_does_not_matter(log: list[Record], some
                             evidence[move.writer, how] += getattr(move, how)
         results.append((standing(shard.stream()) if log else None, evidence, outcomes, rejected))
     assert results[0] == results[1]
+
+
+@settings(max_examples=examples(150))
+@given(logs, cuts, st.integers(1, 3))
+def test_how_much_a_packet_holds_does_not_matter(log: list[Record], where: list[int], edges: int) -> None:
+    """Compaction divides what is long, and every effect and state is the same, byte for byte."""
+    whole, divided = Shard(), Shard()
+    for batch in cut(log, where):
+        wanted = whole.feed_packets(compacted(batch))
+        with patch.object(compact, "MOST_EDGES", edges):
+            made = compacted(batch)
+        assert all(len(run.kinds) <= edges or len(packet.runs) == 1 for packet in made for run in packet.runs)
+        assert effects.encode(divided.feed_packets(made)) == effects.encode(wanted)
+        assert divided.states == whole.states
 
 
 @given(traffic(), cuts, st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size=5))

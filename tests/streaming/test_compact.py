@@ -139,7 +139,7 @@ def test_runs_on_the_wire_mean_what_their_edges_mean(log: list[Message], cut: in
 @settings(max_examples=examples(50))
 @given(logs(), st.integers(1, 20), st.integers(1, 100))
 def test_a_task_that_holds_too_many_facts_says_how_far_it_came(log: list[Message], batch_size: int, most: int) -> None:
-    """It takes whole Arrow batches until it has enough, at least one; what it left comes next, and nothing twice."""
+    """It takes whole Arrow batches, at least one, until it has too many more than records; what it left comes next."""
     whole, cut = Shard(), Shard()
     left = log
     while left:
@@ -150,7 +150,8 @@ def test_a_task_that_holds_too_many_facts_says_how_far_it_came(log: list[Message
         left = left[len(taken) :]
         assert taken
         assert done.cut == bool(left)
-        assert sum(facts(packet) for _, packet in packets(taken[:-batch_size])) < most
+        before = taken[:-batch_size]
+        assert sum(facts(packet) for _, packet in packets(before)) < len(before) + most
         whole.feed_packets(packed(map(as_taken, taken)))
     assert cut.states == whole.states
 
@@ -443,7 +444,16 @@ def test_a_range_is_read_to_its_end_whatever_it_ends_with() -> None:
 
 def test_a_range_that_a_cut_left_to_others_is_not_begun() -> None:
     """What was read before it is said as read, and of the rest no offset is passed over."""
-    log = numbered([fact(1, 0), fact(2, 1), fact(3, 2)])
-    read, left = of_range(100, 103, log[:2], log[2:], most=2)
-    assert (read.next_offset, read.cut) == (102, True)
+    run = records.FactRun(stream="events", writer="w", epoch=0, prev=2, ids=[3, 4, 5], rows=[[], [], []])
+    log = numbered([fact(1, 0), fact(2, 1), run, fact(6, 5)])
+    read, left = of_range(100, 104, log[:3], log[3:], most=2)
+    assert (read.next_offset, read.cut) == (103, True)
     assert (left.next_offset, left.cut, left.runs) == (100, True, [])
+
+
+def test_records_of_a_fact_each_are_never_too_many() -> None:
+    """A batch has as many of them as it may have, in one task or in several."""
+    log = numbered([fact(1, 0), fact(2, 1), fact(3, 2)])
+    assert [(packet.next_offset, packet.cut) for packet in of_range(100, 103, log[:2], log[2:], most=1)] == [
+        (103, False)
+    ] * 2
