@@ -48,8 +48,8 @@ _encoder = msgspec.msgpack.Encoder()
 def compact(
     ranges: Iterable[tuple[PlannedRange, Iterator[Fetched]]], *, shards: int, names: dict[Topic, str], most: int
 ) -> Iterator[pa.RecordBatch]:
-    """One row for each range and shard that has anything to say; each range speaks at least once, and says how far it
-    was read. That is to its end, but where the task held `most` facts more than records, or still more.
+    """Rows, a packet each, for each range and shard that has anything to say; each range speaks at least once, and says
+    how far it was read. That is to its end, but where the task held `most` facts more than records, or still more.
     """
     held = 0  # facts beside one for each record
     for wanted, records in ranges:
@@ -88,7 +88,7 @@ def pack(topic: str, partition: int, columns: Decoder, shards: int, *, cut: bool
     held: dict[int, int] = defaultdict(int)
 
     def packet_of(shard: int, edges: int = 0) -> Packet:
-        if shard not in newest or 0 < held[shard] > MOST_EDGES - edges:
+        if shard not in newest or held[shard] + edges > MOST_EDGES:
             newest[shard] = Packet(topic, partition, columns.topic, columns.next_offset, [], [], [], [], [], cut)
             packets.append((shard, newest[shard]))
             held[shard] = 0

@@ -60,12 +60,14 @@ class EdgeColumns:
         return reached
 
     def _repeated(self, completes: Mask, lines: Ids, heads: Ids) -> Ids:
-        """The streams in which an ID is completed twice; perhaps others, where there are more IDs than 63 bits hold."""
+        """The streams in which an ID is completed twice; all of them, where side by side their IDs take over 62 bits."""
         if len(self.firsts) == len(self.begins):
             return _NONE
-        ids, streams = self.ids[completes], self.streams[completes]
         # Streams side by side, each with room for what lies between its line and its head.
         rooms = heads - lines
+        if rooms.sum(dtype=np.float64) >= 2**62:
+            return np.arange(len(rooms))
+        ids, streams = self.ids[completes], self.streams[completes]
         places = ids + (np.cumsum(rooms) - rooms - lines)[streams]
         if Intervals.from_ids(places).width() == len(places):
             return _NONE

@@ -36,6 +36,7 @@ from tidemark.streaming import effects, joined, state
 from tidemark.streaming.chain import ANNOUNCED_KEPT
 from tidemark.streaming.model import Bounds
 from tidemark.streaming.plain import advance_plain, at_rest
+from tidemark.streaming.records import MAX_ID
 
 
 class Twins:
@@ -228,6 +229,20 @@ def test_ids_of_any_size_are_told_apart() -> None:
     assert twins.send(*(replace(it, stream=stream) for stream in ("s", "t") for it in edges)) == 2
     both = [rdata("a", high + 3, high + 1, 1), rdata("b", high + 3, high + 2, 1)]
     assert twins.send(*(replace(it, stream=stream) for stream in ("s", "t") for it in both)) == 0
+
+
+def test_no_stream_reaches_so_far_that_others_cannot_be_told_apart() -> None:
+    """One that goes to the highest ID there is takes nothing from those beside it."""
+    twins = Twins()
+    joins = [replace(join(name, 0), stream=stream) for stream in ("s", "t") for name in ("a", "b")]
+    twins.send(replace(join("a", 0), stream="r"), *joins)
+    edges = [replace(it, stream=stream) for stream in ("s", "t") for it in (rdata("a", 1, 0, 1), rdata("b", 2, 0, 1))]
+    twins.send(replace(position("a", 0, MAX_ID, 1), stream="r"), *edges)
+    assert {name: state.decode(stored).line.position for name, stored in twins.shard.states.items()} == {
+        "r": MAX_ID,
+        "s": 2,
+        "t": 2,
+    }
 
 
 @pytest.mark.parametrize(
