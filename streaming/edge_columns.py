@@ -60,7 +60,7 @@ class EdgeColumns:
         return reached
 
     def _repeated(self, completes: Mask, lines: Ids, heads: Ids) -> Ids:
-        """The streams in which an ID is completed twice; all of them, where side by side their IDs take over 62 bits."""
+        """The streams in which an ID is completed twice; all of them, where side by side their IDs take 62 bits."""
         if len(self.firsts) == len(self.begins):
             return _NONE
         # Streams side by side, each with room for what lies between its line and its head.
