@@ -54,7 +54,8 @@ def advance(shard: int, states: States, packets: list[Packet], now: int, bounds:
             rejected[bad.topic, bad.partition, reason].append(refusal)
     streams = []
     inboxes = inboxes_of(packets, states, bounds)
-    crowded = any(name not in states for name in inboxes) and states.unread() >= bounds.unread
+    states.expect(len(inboxes))
+    crowded = states.unread() >= bounds.unread and any(name not in states for name in inboxes)
     plain = advance_plain(inboxes, states, now, bounds)
     for name, inbox in sorted(inboxes.items()):
         if (done := plain.get(name)) is not None:

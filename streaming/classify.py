@@ -17,8 +17,7 @@ from tidemark.streaming.changes import Changes, Outcome, Refusal, Why
 from tidemark.streaming.intervals import EMPTY, Intervals
 from tidemark.streaming.model import NOTHING, Reason
 from tidemark.streaming.put_off import PutOff
-from tidemark.streaming.records import Kind
-from tidemark.streaming.runs import Mask, Run
+from tidemark.streaming.runs import RDATA, Mask, Run
 
 Completed = tuple[Run, Outcome]
 """Edges that were settled now, or that come late, and how each of them is counted."""
@@ -126,7 +125,7 @@ class Classifier:
 
     def _repeated(self, run: Run, edges: Mask) -> Iterator[Completed]:
         """Edges that are settled already: duplicates, but for a fact that its writer had declared not to be there."""
-        denied = edges & (run.kinds == Kind.RDATA) & self.chain.empty.contains(run.ids)
+        denied = edges & (run.kinds == RDATA) & self.chain.empty.contains(run.ids)
         self.changes.counts["duplicate"] += int(np.count_nonzero(edges & ~denied))
         for part in run.parts(denied):
             self.chain.empty = self.chain.empty.difference(Intervals.from_ids(part.ids))

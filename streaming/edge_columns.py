@@ -11,10 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemark.streaming.intervals import Ids, Intervals
-from tidemark.streaming.records import Kind
-from tidemark.streaming.runs import Mask, PackedRun
+from tidemark.streaming.runs import POSITION, RDATA, Mask, PackedRun
 
-_RDATA, _POSITION = int(Kind.RDATA), int(Kind.POSITION)  # numpy is slow with enums
 _NONE: Ids = np.empty(0, np.int64)
 
 
@@ -51,7 +49,7 @@ class EdgeColumns:
         """For each stream whether its line goes to its head: all IDs beyond its floor are completed, each of them once
         and none of those that its line had passed.
         """
-        completes = self.kinds != _POSITION
+        completes = self.kinds != POSITION
         passed = completes & (self.ids <= lines[self.streams])
         above = completes & (self.ids > floors[self.streams])
         reached: Mask = np.add.reduceat(above, self.begins, dtype=np.int64) == heads - floors
@@ -78,17 +76,17 @@ class EdgeColumns:
 
     def counts(self) -> tuple[list[int], list[int]]:
         """By link how many facts there are, and how wide what was declared to be without is."""
-        facts = np.add.reduceat(self.kinds == _RDATA, self.firsts, dtype=np.int64)
-        widths = np.where(self.kinds == _POSITION, self.ids - self.prevs, self.kinds != _RDATA)
+        facts = np.add.reduceat(self.kinds == RDATA, self.firsts, dtype=np.int64)
+        widths = np.where(self.kinds == POSITION, self.ids - self.prevs, self.kinds != RDATA)
         return facts.tolist(), np.add.reduceat(widths, self.firsts, dtype=np.int64).tolist()
 
     def declared(self) -> list[tuple[int, int, int]]:
         """What was declared to be without facts: link, low and high, ascending; what touches is one."""
-        chosen = np.flatnonzero(self.kinds != _RDATA)
+        chosen = np.flatnonzero(self.kinds != RDATA)
         if not len(chosen):
             return []
         highs = self.ids[chosen]
-        lows = np.where(self.kinds[chosen] == _POSITION, self.prevs[chosen], highs - 1)
+        lows = np.where(self.kinds[chosen] == POSITION, self.prevs[chosen], highs - 1)
         links = np.searchsorted(self.firsts, chosen, side="right") - 1
         first = np.flatnonzero(np.concatenate(([True], (links[1:] != links[:-1]) | (lows[1:] > highs[:-1]))))
         last = np.append(first[1:], len(chosen)) - 1

@@ -3,31 +3,39 @@
 from tidemark.streaming.compiled import compiled
 from tidemark.streaming.fetched import Bytes
 from tidemark.streaming.incarnations import IncarnationTable
-from tidemark.streaming.json_values import QUOTE, are_same
+from tidemark.streaming.json_values import are_same
 from tidemark.streaming.record_fields import Fields
 from tidemark.streaming.records import EVERYBODY, LONGEST_NAME
+from tidemark.streaming.words import word
 
 _SPACE, _DELETE, _STAR = ord(" "), 0x7F, ord(EVERYBODY)
-_PRIME = 0x100000001B3
+_LOW = 0xFFFFFFFF
+# Odd, with bits in all bytes (splitmix64).
+_ONE, _OTHER = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
 
 
 @compiled(inline=True)
 def _mixed(found: int, more: int) -> int:
-    """As FNV-1a, and high bits to low ones: without that a byte of the seed, guessed, told which names share a hash."""
-    found = (found ^ more) * _PRIME
-    return found ^ ((found >> 32) & 0xFFFFFFFF)
+    """Twice high bits to low ones: with once, names that differ in few high bits shared a hash whatever the seed."""
+    found = (found ^ more) * _ONE
+    found = (found ^ ((found >> 32) & _LOW)) * _OTHER
+    return found ^ ((found >> 32) & _LOW)
+
+
+@compiled(inline=True)
+def _with_name(found: int, data: Bytes, at: int, end: int) -> int:
+    while at < end:
+        count = min(8, end - at)
+        found = _mixed(found, word(data, at, count))
+        at += count
+    return found
 
 
 @compiled(inline=True)
 def hash_of(table: IncarnationTable, data: Bytes, it: Fields) -> int:
     """Of both names and the epoch."""
-    found = table.seed
-    for place in range(it.stream, it.stream_end):
-        found = _mixed(found, data[place])
-    found = _mixed(found, QUOTE)  # is in no name here
-    for place in range(it.writer, it.writer_end):
-        found = _mixed(found, data[place])
-    return _mixed(found, it.epoch)
+    found = _with_name(table.seed ^ (it.stream_end - it.stream), data, it.stream, it.stream_end)
+    return _mixed(_with_name(found, data, it.writer, it.writer_end), it.epoch)
 
 
 @compiled(inline=True)

@@ -101,7 +101,12 @@ class Evidence(msgspec.Struct, array_like=True, frozen=True, gc=False):
     skipped: int = 0
 
     def __add__(self, other: "Evidence") -> "Evidence":
-        return Evidence(*(ours + theirs for ours, theirs in zip(self.counts, other.counts, strict=True)))
+        return Evidence(
+            self.facts + other.facts,
+            self.empty + other.empty,
+            self.unseen + other.unseen,
+            self.skipped + other.skipped,
+        )
 
     @property
     def counts(self) -> tuple[int, int, int, int]:

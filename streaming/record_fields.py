@@ -6,6 +6,8 @@ the times, until those are known to be wanted.
 
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from tidemark.streaming.compiled import compiled
 from tidemark.streaming.edges import Edges
 from tidemark.streaming.fetched import Bytes
@@ -18,22 +20,24 @@ from tidemark.streaming.json_values import (
     MINUS,
     OPEN_LIST,
     OPEN_OBJECT,
-    PLAIN,
-    QUOTE,
     ZERO,
     character,
+    plain_end,
     space,
     value,
 )
+from tidemark.streaming.words import QUOTE, peek, word
 
 
 def _word(text: str) -> int:
-    return int.from_bytes(text.encode())
+    return int.from_bytes(text.encode(), "little")
 
 
 _KIND, _STREAM, _WRITER, _EPOCH = map(_word, ("kind", "stream", "writer", "epoch"))
 _PREV, _ID, _IDS, _ROW, _ROWS = map(_word, ("prev", "id", "ids", "row", "rows"))
 _BATCH = _word("batch")
+_USUAL: Final = ("kind", "stream", "writer", "epoch", "prev", "id", "row")
+_WORDS, _LENGTHS = np.array([*map(_word, _USUAL)]), np.array([*map(len, _USUAL)])
 RDATA, VOID, POSITION, RUN = map(_word, ("RDATA", "VOID", "POSITION", "RUN"))
 """What `Fields.kind` may be."""
 
@@ -67,32 +71,28 @@ def _short(data: Bytes, at: int, end: int) -> tuple[int, int]:
     """Behind a string without escapes whose content begins here, and that as a number: 0 where it is longer than eight
     characters or not ASCII.
     """
-    first, word = at, 0
-    while at < end and PLAIN[data[at]]:
-        word = (word << 8) | data[at]
-        at += 1
-    if at - first > 8:
-        word = 0
-    while at < end and data[at] != QUOTE:
-        word = 0
-        at = at + 1 if PLAIN[data[at]] else character(data, at, end)
+    first, at = at, plain_end(data, at, end)
+    short = word(data, first, at - first) if at - first <= 8 else 0
+    while at < end and peek(data, at) != QUOTE:
+        short, at = 0, character(data, at, end)
         if at < 0:
             return -1, 0
-    return (at + 1, word) if at < end else (-1, 0)
+        at = plain_end(data, at, end)
+    return (at + 1, short) if at < end else (-1, 0)
 
 
 @compiled(inline=True)
 def _integer(data: Bytes, at: int, end: int) -> tuple[int, int]:
     """Behind an integer, and the integer. What follows is for the caller to judge."""
-    negative = at < end and data[at] == MINUS
+    negative = at < end and peek(data, at) == MINUS
     if negative:
         at += 1
     first, found = at, 0
-    while at < end and 0 <= data[at] - ZERO <= 9:
-        found = found * 10 + (data[at] - ZERO)
+    while at < end and 0 <= peek(data, at) - ZERO <= 9:
+        found = found * 10 + (peek(data, at) - ZERO)
         at += 1
-    digits = at - first
-    if digits == 0 or digits > _DIGITS or (data[first] == ZERO and (negative or digits > 1)):
+    length = at - first
+    if length == 0 or length > _DIGITS or (peek(data, first) == ZERO and (negative or length > 1)):
         return -1, 0
     return at, -found if negative else found
 
@@ -101,7 +101,7 @@ def _integer(data: Bytes, at: int, end: int) -> tuple[int, int]:
 def _item_end(data: Bytes, at: int, end: int) -> int:
     """Where the comma or the bracket is that follows an item of a list; -1 where neither does, or is given."""
     at = space(data, at, end)
-    if at < 0 or at >= end or (data[at] != COMMA and data[at] != CLOSE_LIST):
+    if at < 0 or at >= end or (peek(data, at) != COMMA and peek(data, at) != CLOSE_LIST):
         return -1
     return at
 
@@ -109,7 +109,7 @@ def _item_end(data: Bytes, at: int, end: int) -> int:
 @compiled()
 def _integers(data: Bytes, at: int, end: int, found: Ids, count: int) -> tuple[int, int]:
     """Behind a list of integers, and how many are found in all, with `count` before."""
-    if data[at] != OPEN_LIST:
+    if peek(data, at) != OPEN_LIST:
         return -1, 0
     while True:
         at, found[count] = _integer(data, space(data, at + 1, end), end)
@@ -117,17 +117,17 @@ def _integers(data: Bytes, at: int, end: int, found: Ids, count: int) -> tuple[i
         if at < 0:
             return -1, 0
         count += 1
-        if data[at] == CLOSE_LIST:
+        if peek(data, at) == CLOSE_LIST:
             return at + 1, count
 
 
 @compiled(inline=True)
 def _length(data: Bytes, at: int, end: int) -> tuple[int, int]:
     """Behind a list of any values, and how many there are."""
-    if at >= end or data[at] != OPEN_LIST:
+    if at >= end or peek(data, at) != OPEN_LIST:
         return -1, 0
     inside = space(data, at + 1, end)
-    if inside < end and data[inside] == CLOSE_LIST:
+    if inside < end and peek(data, inside) == CLOSE_LIST:
         return inside + 1, 0
     length = 0
     while True:
@@ -135,14 +135,14 @@ def _length(data: Bytes, at: int, end: int) -> tuple[int, int]:
         if at < 0:
             return -1, 0
         length += 1
-        if data[at] == CLOSE_LIST:
+        if peek(data, at) == CLOSE_LIST:
             return at + 1, length
 
 
 @compiled()
 def _lengths(data: Bytes, at: int, end: int, found: Ids, count: int) -> tuple[int, int]:
     """Behind a list of lists, and how many lengths of them are found in all, with `count` before."""
-    if data[at] != OPEN_LIST:
+    if peek(data, at) != OPEN_LIST:
         return -1, 0
     while True:
         at, found[count] = _length(data, space(data, at + 1, end), end)
@@ -150,7 +150,7 @@ def _lengths(data: Bytes, at: int, end: int, found: Ids, count: int) -> tuple[in
         if at < 0:
             return -1, 0
         count += 1
-        if data[at] == CLOSE_LIST:
+        if peek(data, at) == CLOSE_LIST:
             return at + 1, count
 
 
@@ -158,14 +158,27 @@ def _lengths(data: Bytes, at: int, end: int, found: Ids, count: int) -> tuple[in
 def _field(data: Bytes, at: int, end: int) -> tuple[int, int]:
     """Where the value of a field begins that is named here, and its name as a number."""
     at = space(data, at, end)
-    if at >= end or data[at] != QUOTE:
+    if at >= end or peek(data, at) != QUOTE:
         return -1, 0
     at, name = _short(data, at + 1, end)
     at = space(data, at, end)
-    if not 0 <= at < end or data[at] != COLON:
+    if not 0 <= at < end or peek(data, at) != COLON:
         return -1, 0
     at = space(data, at + 1, end)
     return (at, name) if at < end else (-1, 0)
+
+
+@compiled(inline=True)
+def _next(data: Bytes, at: int, end: int, place: int) -> tuple[int, int]:
+    """As `_field`, but the name is only compared where it is the one that programs mostly write in this place."""
+    if place < len(_WORDS) and at + 10 < end:
+        length = _LENGTHS[place]
+        behind = at + 1 + length
+        same = word(data, at + 1, length) == _WORDS[place]
+        if same and peek(data, at) == QUOTE and peek(data, behind) == QUOTE and peek(data, behind + 1) == COLON:
+            begin = space(data, behind + 2, end)
+            return (begin, _WORDS[place]) if begin < end else (-1, 0)
+    return _field(data, at, end)
 
 
 @compiled()
@@ -174,9 +187,11 @@ def fields(data: Bytes, at: int, end: int, edges: Edges, count: int) -> Fields:
     has = kind = stream = stream_end = writer = writer_end = epoch = prev = id = ids = lists = 0
     batch = False
     at = space(data, at, end)
-    more = at < end and data[at] == OPEN_OBJECT
+    more = at < end and peek(data, at) == OPEN_OBJECT
+    place = 0
     while more:
-        begin, name = _field(data, at + 1, end)
+        begin, name = _next(data, at + 1, end, place)
+        place += 1
         if begin < 0:
             break
         bit = 0
@@ -195,11 +210,11 @@ def fields(data: Bytes, at: int, end: int, edges: Edges, count: int) -> Fields:
         elif name == _ROWS:
             bit = HAS_ROWS
             at, lists = _lengths(data, begin, end, edges.times, count)
-        elif name == _ID and data[begin] != QUOTE:
+        elif name == _ID and peek(data, begin) != QUOTE:
             bit = HAS_ID
             at, id = _integer(data, begin, end)
         elif name in (_KIND, _STREAM, _WRITER, _ID):
-            at, short = _short(data, begin + 1, end) if data[begin] == QUOTE else (-1, 0)
+            at, short = _short(data, begin + 1, end) if peek(data, begin) == QUOTE else (-1, 0)
             if name == _KIND:
                 bit = HAS_KIND
                 kind = short
@@ -219,8 +234,8 @@ def fields(data: Bytes, at: int, end: int, edges: Edges, count: int) -> Fields:
         if not 0 <= at < end or has & bit:
             break
         has |= bit
-        more = data[at] == COMMA
-        if not more and (data[at] != CLOSE_OBJECT or space(data, at + 1, end) < end):
+        more = peek(data, at) == COMMA
+        if not more and (peek(data, at) != CLOSE_OBJECT or space(data, at + 1, end) < end):
             break
     else:
         ids, lists = ids - count, lists - count

@@ -25,6 +25,10 @@ _FEW = 1 << 20
 """Bytes that a batch decodes and encodes within some milliseconds."""
 
 
+_SEARCH = 16
+"""States are passed over in the time in which one is found."""
+
+
 class _Columns(msgspec.Struct, array_like=True, frozen=True):
     """Names, ascending, and their states, each end to end; where they end as uint32. `unread` counts the UNREAD."""
 
@@ -47,6 +51,7 @@ class PackedStates:
         self.unread = it.unread
         self._name_ends, self._state_ends = it.name_ends.cast("I"), it.state_ends.cast("I")
         self._names, self._states = it.names, it.states
+        self._by_name: dict[str, bytes] | None = None
 
     @classmethod
     def of(cls, states: Mapping[str, bytes]) -> "PackedStates":
@@ -59,7 +64,14 @@ class PackedStates:
     def __len__(self) -> int:
         return len(self._name_ends)
 
+    def expect(self, count: int) -> None:
+        """So many will be asked for: to go through all of them once may cost less."""
+        if self._by_name is None and _SEARCH * count > len(self):
+            self._by_name = dict(self.items())
+
     def get(self, name: str) -> bytes | None:
+        if self._by_name is not None:
+            return self._by_name.get(name)
         wanted = name.encode()
         at = bisect_left(range(len(self)), wanted, key=self._name)
         return self._state(at) if at < len(self) and self._name(at) == wanted else None
@@ -152,6 +164,11 @@ class States:
             self._packed = PackedStates.of({**dict(self._packed.items()), **self._recent})
             self._recent = {}
         return msgspec.msgpack.encode(_Layers(memoryview(self._packed.data), self._recent))
+
+    def expect(self, count: int) -> None:
+        """So many will be asked for."""
+        self._packed.expect(count)
+        self._seed.expect(count)
 
     def get(self, name: str) -> bytes | None:
         if (found := self._recent.get(name)) is not None:

@@ -19,9 +19,10 @@ names = st.text(max_size=3) | st.sampled_from(["a", "ab", "Ã©", "\U0001f600", "ï
 dictionaries = st.dictionaries(names, st.sampled_from([UNREAD, b"1", b"22", b"333"]), max_size=12)
 
 
-@given(dictionaries, names)
-def test_packed_states_are_found_by_name(given_: dict[str, bytes], other: str) -> None:
+@given(dictionaries, names, st.integers(0, 2))
+def test_packed_states_are_found_by_name(given_: dict[str, bytes], other: str, expected: int) -> None:
     packed = PackedStates.of(given_)
+    packed.expect(expected)
     assert {name: packed.get(name) for name in [*given_, other]} == {**dict.fromkeys([other]), **given_}
     assert dict(packed.items()) == given_
     assert packed.data == PackedStates.of(dict(reversed(given_.items()))).data
