@@ -32,9 +32,10 @@ from tidemark.streaming.effects import (
 from tidemark.streaming.inbox import Fact, Inbox, Partition, inboxes_of, segments
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.model import Bounds, Encoded, Reason, Rejected
+from tidemark.streaming.packed_runs import PackedRun, RunColumns
 from tidemark.streaming.plain import advance_plain
 from tidemark.streaming.records import LIVING, Kind
-from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet, Run, TurnedAway
+from tidemark.streaming.runs import BatchRows, Marker, Packet, Run, TurnedAway
 from tidemark.streaming.segments import complete
 from tidemark.streaming.states import UNREAD, States
 from tidemark.streaming.stream import StreamState
@@ -53,10 +54,11 @@ def advance(shard: int, states: States, packets: list[Packet], now: int, bounds:
             refusal = Refusal.whole(reason, np.frombuffer(bad.offsets, np.int64))
             rejected[bad.topic, bad.partition, reason].append(refusal)
     streams = []
-    inboxes = inboxes_of(packets, states, bounds)
+    columns = RunColumns.of([seen.runs for seen in packets])
+    inboxes = inboxes_of(packets, columns, states, bounds)
     states.expect(len(inboxes))
     crowded = states.unread() >= bounds.unread and any(name not in states for name in inboxes)
-    plain = advance_plain(inboxes, states, now, bounds)
+    plain = advance_plain(inboxes, columns, states, now, bounds)
     for name, inbox in sorted(inboxes.items()):
         if (done := plain.get(name)) is not None:
             streams.append(done.effects)
@@ -111,18 +113,20 @@ class StreamBatch:
         self.encoded = Encoded(b"", b"", None)
 
     def feed(self, inbox: Inbox) -> None:
-        places = sorted(inbox.facts.keys() | inbox.refused.keys())
-        likely = self.stream.home if self.stream.home is not None else min((at for _, at in inbox.facts), default=None)
+        places = sorted(inbox.places() | inbox.refused.keys())
+        likely = (
+            self.stream.home if self.stream.home is not None else min((at for _, at in inbox.places()), default=None)
+        )
         # What came elsewhere has no order against the rest: it may have been before it, and may have been after it.
         self._feed_elsewhere(inbox, [place for place in places if place[1] != likely])
         for place in places:
             if self.stream.home in (None, place[1]):
                 taken = self.changes.counts.total()
-                self._feed_facts(*place, [*inbox.facts.get(place, ()), *inbox.refused.get(place, ())])
+                self._feed_facts(*place, [*inbox.items(place), *inbox.refused.get(place, ())])
                 if self.changes.counts.total() > taken:  # of records that are refused no stream has its home
                     self.stream.home = place[1]
             else:
-                self._turn_away(*place, inbox.facts.get(place, ()))
+                self._turn_away(*place, inbox.items(place))
         self._feed_elsewhere(inbox, [place for place in places if self.stream.home not in (None, place[1])])
         for (topic, partition), marker in sorted(inbox.control, key=lambda found: (found[0], found[1].offset)):
             self._mark(topic, partition, marker)

@@ -29,8 +29,9 @@ from tidemark.streaming.incarnations import Incarnation
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.link import link
 from tidemark.streaming.model import Rejected, shard_of
+from tidemark.streaming.packed_runs import NUMBERS, PackedRuns, RunColumns
 from tidemark.streaming.records import ROW, Topic
-from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet, TurnedAway
+from tidemark.streaming.runs import BatchRows, Marker, Packet, TurnedAway
 
 MOST_FACTS = 2_000_000
 """That a task holds beside one for each record: about 250 bytes each, all in all."""
@@ -84,32 +85,33 @@ OFFSET_BITS = 32
 def pack(topic: str, partition: int, columns: Decoder, shards: int, *, cut: bool = False) -> list[tuple[int, Packet]]:
     """Packets with their shards: at least one, so that the offsets read are known. Same records, same packets."""
     packets: list[tuple[int, Packet]] = []
-    newest: dict[int, Packet] = {}
-    held: dict[int, int] = defaultdict(int)
+    first: dict[int, Packet] = {}
 
-    def packet_of(shard: int, edges: int = 0) -> Packet:
-        if shard not in newest or held[shard] + edges > MOST_EDGES:
-            newest[shard] = Packet(topic, partition, columns.topic, columns.next_offset, [], [], [], [], [], cut)
-            packets.append((shard, newest[shard]))
-            held[shard] = 0
-        held[shard] += edges
-        return newest[shard]
+    def put(shard: int, runs: PackedRuns) -> Packet:
+        packet = Packet(topic, partition, columns.topic, columns.next_offset, runs, [], [], [], [], cut)
+        packets.append((shard, packet))
+        return first.setdefault(shard, packet)
+
+    def packet_of(shard: int) -> Packet:
+        return first[shard] if shard in first else put(shard, PackedRuns())
 
     markers = [Marker.of(*found) for found in sorted(columns.markers, key=itemgetter(1))]
-    for marker in markers:
-        packet_of(shard_of(marker.stream, shards)).markers.append(marker)
-
     if columns.size:
         edges = columns.edges()
         incarnations, ranks = columns.incarnations.ranked()
         shard = {stream: shard_of(stream, shards) for stream, _, _ in incarnations}
-        edges = edges._replace(incarnations=ranks[edges.incarnations])
+        order = sorted(range(len(incarnations)), key=lambda at: shard[incarnations[at][0]])
+        incarnations = [incarnations[at] for at in order]
+        edges = edges._replace(incarnations=np.argsort(order)[ranks][edges.incarnations])
         segments = _segments(edges, incarnations, markers)
         is_row = edges.kinds == ROW
+        runs = _runs(edges.where(~is_row), segments[~is_row], incarnations)
+        for number, part in runs.divided(np.array([shard[stream] for stream in runs.streams]), MOST_EDGES):
+            put(number, part)
         for rows in _rows(edges.where(is_row), segments[is_row], incarnations):
             packet_of(shard[rows.stream]).rows.append(rows)
-        for run in _runs(edges.where(~is_row), segments[~is_row], incarnations):
-            packet_of(shard[run.stream], len(run.kinds)).runs.append(run)
+    for marker in markers:
+        packet_of(shard_of(marker.stream, shards)).markers.append(marker)
 
     for reason, offsets in sorted(columns.rejected.items()):
         rejected = Rejected(topic, partition, reason, np.sort(np.array(offsets, "<i8")).tobytes())
@@ -164,47 +166,32 @@ def _rows(rows: Edges, segments: Ids, incarnations: list[Incarnation]) -> Iterat
         yield BatchRows(stream, writer, epoch, _packed(offsets[first:stop] - low, "<u4"), low, high)
 
 
-def _runs(edges: Edges, segments: Ids, incarnations: list[Incarnation]) -> Iterator[PackedRun]:
+def _runs(edges: Edges, segments: Ids, incarnations: list[Incarnation]) -> RunColumns:
+    """In the order of their incarnations."""
     if not len(edges.ids):
-        return
+        return RunColumns.of([])
     prevs, ids, signs = np.abs(edges.prevs), np.abs(edges.ids), np.sign(edges.ids)
     groups = (edges.incarnations * 2 + (signs < 0)) * (segments.max() + 1) + segments
     chains = link(groups, prevs, ids, MOST_EDGES)
     order, firsts = chains.order, chains.firsts
-    stops = np.append(firsts[1:], len(order))
     heads = order[firsts]
     offsets, times = edges.offsets[order], edges.times[order]
-    first_offsets = np.minimum.reduceat(offsets, firsts)
-    ids_packed = _packed(ids[order], "<i8")
-    kinds_packed = _packed(edges.kinds[order], "u1")
-    offsets_packed = _packed(offsets - np.repeat(first_offsets, stops - firsts), "<u4")
-    for number, sign, start, first, stop, low, high, oldest, newest in zip(
-        edges.incarnations[heads].tolist(),
-        signs[heads].tolist(),
-        prevs[heads].tolist(),
-        firsts.tolist(),
-        stops.tolist(),
-        first_offsets.tolist(),
-        np.maximum.reduceat(offsets, firsts).tolist(),
-        np.minimum.reduceat(times, firsts).tolist(),
-        np.maximum.reduceat(times, firsts).tolist(),
-        strict=True,
-    ):
-        stream, writer, epoch = incarnations[number]
-        yield PackedRun(
-            stream,
-            writer,
-            epoch,
-            sign,
-            start,
-            ids_packed[8 * first : 8 * stop],
-            kinds_packed[first:stop],
-            offsets_packed[4 * first : 4 * stop],
-            low,
-            high,
-            oldest,
-            newest,
-        )
+    found = [incarnations[number] for number in edges.incarnations[heads].tolist()]
+    rows = np.empty(len(firsts), NUMBERS)
+    rows["epoch"] = [epoch for _, _, epoch in found]
+    rows["direction"], rows["start"] = signs[heads], prevs[heads]
+    rows["stop"] = np.append(firsts[1:], len(order))
+    rows["first_offset"], rows["last_offset"] = (it.reduceat(offsets, firsts) for it in (np.minimum, np.maximum))
+    rows["oldest"], rows["newest"] = (it.reduceat(times, firsts) for it in (np.minimum, np.maximum))
+    offsets -= np.repeat(rows["first_offset"], np.diff(firsts, append=len(order)))
+    return RunColumns(
+        [stream for stream, _, _ in found],
+        [writer for _, writer, _ in found],
+        rows,
+        ids[order],
+        edges.kinds[order],
+        offsets.astype("<u4"),
+    )
 
 
 def _packed(array: npt.NDArray[np.generic], layout: str) -> bytes:

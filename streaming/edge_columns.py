@@ -1,93 +1,105 @@
 """The edges of many streams as columns, and what is asked of all of them at once. Pure: numpy; magnitudes only.
 
-A *link* is a chain of runs of one writer, each of which continues the one before.
+A *link* is a chain of edges of one writer, each of which continues the one before.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from tidemark.streaming.intervals import Ids, Intervals
-from tidemark.streaming.runs import POSITION, RDATA, Mask, PackedRun
+from tidemark.streaming.runs import POSITION, RDATA, Mask
 
 _NONE: Ids = np.empty(0, np.int64)
+_DENSE = 8
+"""Where one of so many IDs is completed, a mark for each costs less than to sort them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EdgeColumns:
-    """Edges `(prevs[i], ids[i]]` of some streams, link by link: a link begins at each of `firsts`, and a stream at each
-    of `begins`. `streams` numbers the stream of each edge.
+    """Edges of some streams, link by link: a link begins at each of `firsts`, with an edge from one of `starts`, and a
+    stream at each of `begins`. IDs ascend along a link.
     """
 
-    prevs: Ids
     ids: Ids
     kinds: npt.NDArray[np.uint8]
-    firsts: npt.NDArray[np.intp]
-    begins: npt.NDArray[np.intp]
-    streams: Ids
+    starts: Ids
+    firsts: Ids
+    begins: Ids
+    _others: Ids = field(init=False)
+    """Where the edges are that are no facts."""
+    _links: Ids = field(init=False)
+    """Of each of those the link."""
 
-    @classmethod
-    def of(cls, links: Sequence[Sequence[PackedRun]], counts: Sequence[int]) -> "EdgeColumns":
-        """`links` are chains of at least one run each; the first stream has as many of them as the first of `counts`
-        says, and so on.
-        """
-        ids = np.frombuffer(b"".join([run.ids for link in links for run in link]), np.int64)
-        kinds = np.frombuffer(b"".join([run.kinds for link in links for run in link]), np.uint8)
-        lengths = [sum(len(run.kinds) for run in link) for link in links]
-        firsts = np.array([0, *accumulate(lengths[:-1])])
-        prevs = np.empty_like(ids)
-        prevs[1:] = ids[:-1]
-        prevs[firsts] = [link[0].start for link in links]
-        begins = firsts[[0, *accumulate(counts[:-1])]]
-        streams = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(ids)))
-        return cls(prevs, ids, kinds, firsts, begins, streams)
+    def __post_init__(self) -> None:
+        self._others = np.flatnonzero(self.kinds != RDATA)
+        self._links = np.searchsorted(self.firsts, self._others, side="right") - 1
 
     def reach(self, lines: Ids, floors: Ids, heads: Ids) -> Mask:
         """For each stream whether its line goes to its head: all IDs beyond its floor are completed, each of them once
         and none of those that its line had passed.
         """
-        completes = self.kinds != POSITION
-        passed = completes & (self.ids <= lines[self.streams])
-        above = completes & (self.ids > floors[self.streams])
-        reached: Mask = np.add.reduceat(above, self.begins, dtype=np.int64) == heads - floors
-        reached &= ~np.logical_or.reduceat(passed, self.begins)
-        reached[self._repeated(completes, lines, heads)] = False
+        announced = self._others[self.kinds[self._others] == POSITION]
+        counts = np.diff(self.begins, append=len(self.ids))
+        above = self.ids > np.repeat(floors, counts)
+        above[announced] = False
+        streams = np.searchsorted(self.begins, np.flatnonzero(above), side="right") - 1
+        reached: Mask = np.bincount(streams, minlength=len(lines)) == heads - floors
+        if np.any(self.ids[self.firsts] <= lines[np.searchsorted(self.begins, self.firsts, side="right") - 1]):
+            passed = self.ids <= np.repeat(lines, counts)
+            passed[announced] = False
+            reached[np.searchsorted(self.begins, np.flatnonzero(passed), side="right") - 1] = False
+        if len(self.firsts) > len(self.begins):
+            reached[self._repeated(counts, announced, lines, heads)] = False
         return reached
 
-    def _repeated(self, completes: Mask, lines: Ids, heads: Ids) -> Ids:
+    def _repeated(self, counts: Ids, announced: Ids, lines: Ids, heads: Ids) -> Ids:
         """The streams in which an ID is completed twice; all of them, where side by side their IDs take 62 bits."""
-        if len(self.firsts) == len(self.begins):
-            return _NONE
         # Streams side by side, each with room for what lies between its line and its head.
         rooms = heads - lines
         if rooms.sum(dtype=np.float64) >= 2**62:
             return np.arange(len(rooms))
-        ids, streams = self.ids[completes], self.streams[completes]
-        places = ids + (np.cumsum(rooms) - rooms - lines)[streams]
-        if Intervals.from_ids(places).width() == len(places):
+        places = self.ids + np.repeat(np.cumsum(rooms) - rooms - lines, counts)
+        if len(announced):
+            places = np.delete(places, announced)
+        if _are_different(places):
             return _NONE
+        streams = np.delete(np.repeat(np.arange(len(rooms)), counts), announced)
         order = np.argsort(places, kind="stable")
-        again = places[order[1:]] == places[order[:-1]]
-        repeated: Ids = streams[order[1:][again]]
+        repeated: Ids = streams[order[1:][places[order[1:]] == places[order[:-1]]]]
         return repeated
 
     def counts(self) -> tuple[list[int], list[int]]:
         """By link how many facts there are, and how wide what was declared to be without is."""
-        facts = np.add.reduceat(self.kinds == RDATA, self.firsts, dtype=np.int64)
-        widths = np.where(self.kinds == POSITION, self.ids - self.prevs, self.kinds != RDATA)
-        return facts.tolist(), np.add.reduceat(widths, self.firsts, dtype=np.int64).tolist()
+        facts = np.diff(self.firsts, append=len(self.ids)) - np.bincount(self._links, minlength=len(self.firsts))
+        empty = np.zeros(len(self.firsts), np.int64)
+        np.add.at(empty, self._links, self.ids[self._others] - self._lows())
+        return facts.tolist(), empty.tolist()
 
     def declared(self) -> list[tuple[int, int, int]]:
         """What was declared to be without facts: link, low and high, ascending; what touches is one."""
-        chosen = np.flatnonzero(self.kinds != RDATA)
-        if not len(chosen):
+        if not len(self._others):
             return []
-        highs = self.ids[chosen]
-        lows = np.where(self.kinds[chosen] == POSITION, self.prevs[chosen], highs - 1)
-        links = np.searchsorted(self.firsts, chosen, side="right") - 1
+        links, lows, highs = self._links, self._lows(), self.ids[self._others]
         first = np.flatnonzero(np.concatenate(([True], (links[1:] != links[:-1]) | (lows[1:] > highs[:-1]))))
-        last = np.append(first[1:], len(chosen)) - 1
+        last = np.append(first[1:], len(links)) - 1
         return list(zip(links[first].tolist(), lows[first].tolist(), highs[last].tolist(), strict=True))
+
+    def _lows(self) -> Ids:
+        """Of the edges that are no facts: what they declare to be without begins here."""
+        lows = self.ids[self._others - 1]
+        first = self._others == self.firsts[self._links]
+        lows[first] = self.starts[self._links[first]]
+        return np.where(self.kinds[self._others] == POSITION, lows, self.ids[self._others] - 1)
+
+
+def _are_different(ids: Ids) -> bool:
+    if not len(ids):
+        return True
+    low, high = int(ids.min()), int(ids.max())
+    if high - low >= _DENSE * len(ids):
+        return Intervals.from_ids(ids).width() == len(ids)
+    marks = np.zeros(high - low + 1, np.bool_)
+    marks[ids - low] = True
+    return int(np.count_nonzero(marks)) == len(ids)

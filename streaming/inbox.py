@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tidemark.streaming.model import Bounds
+from tidemark.streaming.packed_runs import PackedRun, RunColumns
 from tidemark.streaming.records import Kind, Topic
-from tidemark.streaming.runs import EVERYTHING, BatchRows, Marker, PackedRun, Packet, TurnedAway
+from tidemark.streaming.runs import EVERYTHING, BatchRows, Marker, Packet, TurnedAway
 from tidemark.streaming.states import States
 
 Partition = tuple[str, int]
@@ -17,19 +18,29 @@ Fact = PackedRun | BatchRows | Marker
 
 @dataclass(slots=True)
 class Inbox:
-    """What a batch brought for one stream: facts, and what was refused and may be facts, by Kafka partition; operators'
-    markers, and what was refused among them.
+    """What a batch brought for one stream: runs (their numbers among the `columns` of all), other facts, and what was
+    refused and may be facts, by Kafka partition; operators' markers, and what was refused among them.
     """
 
+    columns: RunColumns
+    runs: dict[Partition, list[int]] = field(default_factory=dict)
     facts: dict[Partition, list[Fact]] = field(default_factory=lambda: defaultdict(list))
     refused: dict[Partition, list[TurnedAway]] = field(default_factory=lambda: defaultdict(list))
     apart: list[TurnedAway] = field(default_factory=list)
     control: list[tuple[Partition, Marker]] = field(default_factory=list)
 
+    def places(self) -> set[Partition]:
+        """Where facts came from."""
+        return self.runs.keys() | self.facts.keys()
+
+    def items(self, place: Partition) -> list[Fact]:
+        """All facts of a partition."""
+        return [*map(self.columns.run, self.runs.get(place, ())), *self.facts.get(place, ())]
+
     def claims(self, place: Partition) -> Iterator[TurnedAway]:
         """What came in a partition, if all of it is turned away."""
         yield from self.refused.get(place, ())
-        for item in self.facts.get(place, ()):
+        for item in self.items(place):
             if isinstance(item, PackedRun):
                 reach = int(np.frombuffer(item.ids[-8:], np.int64)[0])
                 yield TurnedAway(item.stream, item.writer, item.epoch, reach, item.first_offset)
@@ -39,16 +50,25 @@ class Inbox:
                 yield TurnedAway(item.stream, item.writer, item.epoch, 0, item.offset)
 
 
-def inboxes_of(packets: list[Packet], states: States, bounds: Bounds) -> dict[str, Inbox]:
-    """By stream; of new ones that nothing but unread records name as many as there is room for, the first by name."""
-    inboxes: dict[str, Inbox] = defaultdict(Inbox)
+def inboxes_of(packets: list[Packet], columns: RunColumns, states: States, bounds: Bounds) -> dict[str, Inbox]:
+    """By stream; of new ones that nothing but unread records name as many as there is room for, the first by name.
+    `columns` are the runs of all `packets`, in their order.
+    """
+    inboxes: dict[str, Inbox] = defaultdict(lambda: Inbox(columns))
+    number = 0
     for seen in packets:
         origin = seen.topic, seen.partition
+        last, of_last = "", list[int]()  # runs of a stream stand together
+        for stream in seen.runs.streams:
+            if stream != last:
+                last, of_last = stream, inboxes[stream].runs.setdefault(origin, [])
+            of_last.append(number)
+            number += 1
         if seen.role is Topic.CONTROL:
             for marker in seen.markers:
                 inboxes[marker.stream].control.append((origin, marker))
             continue
-        items: list[Fact] = [*seen.runs, *seen.rows, *seen.markers]
+        items: list[Fact] = [*seen.rows, *seen.markers]
         for item in items:
             inboxes[item.stream].facts[origin].append(item)
     refused = [(seen, it) for seen in packets for it in seen.refused]

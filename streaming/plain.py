@@ -7,23 +7,20 @@ left to it; the others get the same effects and the same state, byte for byte.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from tidemark.streaming import joined
 from tidemark.streaming.chain import ANNOUNCED_KEPT
 from tidemark.streaming.direction import Direction
-from tidemark.streaming.edge_columns import EdgeColumns
 from tidemark.streaming.effects import StreamEffects, Summary, WriterAdvance, WriterRow
 from tidemark.streaming.inbox import Inbox
 from tidemark.streaming.model import Bounds
-from tidemark.streaming.packed import COLUMNS, Pairs, StoredChain, StoredWriter
-from tidemark.streaming.runs import PackedRun
-from tidemark.streaming.state import FORMAT, StoredStream, StoredTable, decode_stored, encode_stored
+from tidemark.streaming.packed import Pairs, StoredChain, StoredWriter
+from tidemark.streaming.packed_runs import RunColumns
+from tidemark.streaming.plain_links import Candidate, Link, Links, Plain, beside, columns_of
+from tidemark.streaming.state import FORMAT, StoredStream, decode_stored, encode_stored
 from tidemark.streaming.states import States
 
 _DIRECTIONS = {int(it): it for it in Direction}
@@ -36,23 +33,102 @@ class Advanced(NamedTuple):
     whole: bytes
 
 
-def advance_plain(inboxes: Mapping[str, Inbox], states: States, now: int, bounds: Bounds) -> dict[str, Advanced]:
+def advance_plain(
+    inboxes: Mapping[str, Inbox], columns: RunColumns, states: States, now: int, bounds: Bounds
+) -> dict[str, Advanced]:
     """What came of the streams that are certain to be plain in this batch; `now` is in ms since 1970."""
-    found = (_candidate(name, inbox, states.get(name), now, bounds) for name, inbox in inboxes.items())
-    candidates = [it for it in found if it is not None]
+    candidates: list[Candidate] = []
+    chosen: list[int] = []
+    slots: list[int] = []
+    writers = 0
+    for name, inbox in inboxes.items():
+        stored = _stored(name, inbox, states.get(name), now, bounds)
+        if stored is None:
+            continue
+        (runs,) = inbox.runs.values()
+        of_runs = _slots(stored, [columns.writers[at] for at in runs], writers)
+        if of_runs:
+            candidates.append(Candidate(name, stored, writers))
+            writers += len(stored.writers)
+            chosen += runs
+            slots += of_runs
     if not candidates:
         return {}
-    links = [link for it in candidates for link in it.links.values()]
-    edges = EdgeColumns.of([it.runs for it in links], [len(it.links) for it in candidates])
-    lines, floors, heads = (np.array([getattr(it, name) for it in candidates]) for name in ("line", "floor", "head"))
-    plain = edges.reach(lines, floors, heads)
-    if not plain.any():
-        return {}
-    for link, facts, empty in zip(links, *edges.counts(), strict=True):
-        link.facts, link.empty = facts, empty
-    for at, low, high in edges.declared():
-        links[at].declared.append((low, high))
-    return {it.name: it.advanced(now) for it, is_plain in zip(candidates, plain.tolist(), strict=True) if is_plain}
+    links = Links.of(candidates, columns, np.array(chosen), np.array(slots))
+    return {it.candidate.name: _advanced(it, now) for it in links.plain()}
+
+
+def _advanced(plain: Plain, now: int) -> Advanced:
+    (name, stored, first), direction, before, head, edges, links = plain
+    writers = [*stored.writers]
+    sign = -1 if direction == Direction.BACKWARD else 1
+    advances = [_advance(it, writers[it.writer - first], sign) for it in links]
+    for it in links:
+        writers[it.writer - first] = _moved(writers[it.writer - first], it, now)
+    transactions = dict(sorted(stored.transactions.items()))
+    encoded = encode_stored(
+        StoredStream(
+            FORMAT,
+            direction,
+            stored.home,
+            head,
+            b"",
+            writers,
+            [],
+            stored.timeline,
+            stored.database,
+            stored.ended,
+            None,
+            None,
+            stored.refused,
+            stored.began,
+            stored.here,
+            transactions,
+        ),
+        stored.apart,
+    )
+    effects = StreamEffects(
+        name,
+        _DIRECTIONS[direction],
+        sign * stored.line,
+        sign * head,
+        sign * before,
+        sign * head,
+        advances,
+        [WriterRow(it.writer, it.epoch, it.id, retired=False) for it in advances],
+        [],
+        [],
+        [],
+        [],
+        [],
+        [],
+        {"applied": edges},
+        Summary(0, 0, None, [], 0, None, transactions),
+        encoded.state,
+    )
+    return Advanced(effects, encoded.whole)
+
+
+def _advance(link: Link, it: StoredWriter, sign: int) -> WriterAdvance:
+    prev, end = sign * it.chain.position, sign * link.end
+    return WriterAdvance(it.name, it.epoch, prev, end, link.facts, link.empty, 0, 0, link.oldest)
+
+
+def _moved(it: StoredWriter, link: Link, now: int) -> StoredWriter:
+    empty = _joined(it.chain.empty, link.declared)[-ANNOUNCED_KEPT:]
+    return StoredWriter(
+        it.name,
+        it.epoch,
+        StoredChain(link.end, it.chain.refused, [], empty),
+        None,
+        [],
+        it.published,
+        None,
+        doubt=False,
+        timeline=it.timeline,
+        start=it.start,
+        seen=max(it.seen, min(link.newest, now)),
+    )
 
 
 class AtRest(NamedTuple):
@@ -71,51 +147,6 @@ def at_rest(data: bytes) -> AtRest | None:
     return AtRest(sign * stored.line, {it.name: sign * it.position for it in stored.writers})
 
 
-class _Link:
-    """The runs of one writer, each of which continues the one before, up to `end`.
-
-    Of its edges, `facts` are facts and `empty` is the width of what was `declared` to be without, ascending.
-    """
-
-    __slots__ = ("declared", "empty", "end", "facts", "runs", "writer")
-
-    def __init__(self, writer: StoredWriter) -> None:
-        self.writer = writer
-        self.end = writer.chain.position
-        self.runs: list[PackedRun] = []
-        self.facts = self.empty = 0
-        self.declared: Pairs = []
-
-    def add(self, run: PackedRun, direction: int) -> bool:
-        """Whether it continues the chain."""
-        if run.start != self.end or run.epoch != self.writer.epoch or run.direction != direction:
-            return False
-        self.end = int.from_bytes(run.ids[-8:], "little", signed=True)
-        self.runs.append(run)
-        return True
-
-    def advance(self, sign: int) -> WriterAdvance:
-        it, prev = self.writer, self.writer.chain.position
-        oldest = min(run.oldest for run in self.runs)
-        return WriterAdvance(it.name, it.epoch, sign * prev, sign * self.end, self.facts, self.empty, 0, 0, oldest)
-
-    def stored(self, now: int) -> StoredWriter:
-        it, chain = self.writer, self.writer.chain
-        return StoredWriter(
-            it.name,
-            it.epoch,
-            StoredChain(self.end, chain.refused, [], _joined(chain.empty, self.declared)[-ANNOUNCED_KEPT:]),
-            None,
-            [],
-            it.published,
-            None,
-            doubt=False,
-            timeline=it.timeline,
-            start=it.start,
-            seen=max(it.seen, min(max(run.newest for run in self.runs), now)),
-        )
-
-
 def _joined(empty: Pairs, declared: Pairs) -> Pairs:
     """Both, of which the second begins at the end of the first or beyond."""
     if empty and declared and empty[-1][1] == declared[0][0]:
@@ -123,90 +154,29 @@ def _joined(empty: Pairs, declared: Pairs) -> Pairs:
     return [*empty, *declared]
 
 
-@dataclass(slots=True)
-class _Candidate:
-    """A stream that is plain if its IDs are complete from `floor`, below which nobody is open, to `head`, the highest
-    that is given out; `before` is that before the batch. `links` are by writer.
-    """
-
-    name: str
-    stored: StoredStream
-    direction: int
-    links: dict[str, _Link]
-    before: int
-    floor: int
-    head: int
-
-    @property
-    def line(self) -> int:
-        return self.stored.line
-
-    def advanced(self, now: int) -> Advanced:
-        stored, links, head = self.stored, self.links, self.head
-        sign = -1 if self.direction == Direction.BACKWARD else 1
-        advances = [links[name].advance(sign) for name in sorted(links)]
-        transactions = dict(sorted(stored.transactions.items()))
-        encoded = encode_stored(
-            StoredStream(
-                FORMAT,
-                self.direction,
-                stored.home,
-                head,
-                b"",
-                [links[it.name].stored(now) if it.name in links else it for it in stored.writers],
-                [],
-                stored.timeline,
-                stored.database,
-                stored.ended,
-                None,
-                None,
-                stored.refused,
-                stored.began,
-                stored.here,
-                transactions,
-            ),
-            stored.apart,
-        )
-        effects = StreamEffects(
-            self.name,
-            _DIRECTIONS[self.direction],
-            sign * stored.line,
-            sign * head,
-            sign * self.before,
-            sign * head,
-            advances,
-            [WriterRow(it.writer, it.epoch, it.id, retired=False) for it in advances],
-            [],
-            [],
-            [],
-            [],
-            [],
-            [],
-            {"applied": sum(len(run.kinds) for link in links.values() for run in link.runs)},
-            Summary(0, 0, None, [], 0, None, transactions),
-            encoded.state,
-        )
-        return Advanced(effects, encoded.whole)
-
-
-def _candidate(name: str, inbox: Inbox, data: bytes | None, now: int, bounds: Bounds) -> _Candidate | None:
-    if data is None or inbox.refused or inbox.apart or inbox.control or len(inbox.facts) != 1:
+def _stored(name: str, inbox: Inbox, data: bytes | None, now: int, bounds: Bounds) -> StoredStream | None:
+    """A state that is plain, and of which nothing came but runs, where its stream is at home."""
+    if data is None or inbox.facts or inbox.refused or inbox.apart or inbox.control or len(inbox.runs) != 1:
         return None
     stored = decode_stored(data)
     if stored is None or not _is_plain(stored):
         return None
-    runs = _runs(stored, inbox)
-    direction = stored.direction or runs[0].direction if runs else 0
-    links = _links(stored, runs, direction)
-    if not links:
-        return None
     if stored.apart is not None:
-        own, retired = bounds.of(name), _columns(stored.apart)["retired"]
+        own, retired = bounds.of(name), columns_of(stored.apart)["retired"]
         if len(retired) > own.retired or int(retired.min()) <= now - own.retirement:
             return None
-    before = _head(stored)
-    ends = [links[it.name].end if it.name in links else it.chain.position for it in stored.writers]
-    return _Candidate(name, stored, direction, links, before, max(stored.line, min(ends)), max(before, *ends))
+    ((_, partition),) = inbox.runs
+    return stored if partition == stored.home else None
+
+
+def _slots(stored: StoredStream, names: list[str], first: int) -> list[int]:
+    """The numbers of these writers, counted from `first`; empty where one of them does nothing that is plain."""
+    numbers = {it.name: number for number, it in enumerate(stored.writers, first)}
+    found = [numbers.get(name, -1) for name in names]
+    for number in {*found}:
+        if number < 0 or not _may_go_on(stored.writers[number - first], stored.timeline):
+            return []
+    return found
 
 
 def _is_plain(stored: StoredStream) -> bool:
@@ -221,35 +191,7 @@ def _is_plain(stored: StoredStream) -> bool:
 
 def _head(stored: StoredStream) -> int:
     """The highest ID that is given out."""
-    retired = 0 if stored.apart is None else int(_columns(stored.apart)["chain"].max())
-    return max([stored.line, retired, *(it.chain.position for it in stored.writers)])
-
-
-def _columns(table: StoredTable) -> npt.NDArray[np.void]:
-    return np.frombuffer(table.columns, COLUMNS)
-
-
-def _runs(stored: StoredStream, inbox: Inbox) -> list[PackedRun]:
-    """In the order in which they are fed; empty where anything else came, or elsewhere."""
-    ((_, partition), items), *_ = inbox.facts.items()
-    runs = [it for it in items if isinstance(it, PackedRun)]
-    if partition != stored.home or len(runs) < len(items):
-        return []
-    return sorted(runs, key=attrgetter("first_offset"))
-
-
-def _links(stored: StoredStream, runs: list[PackedRun], direction: int) -> dict[str, _Link]:
-    """By writer what continues its chain; empty where anything does not."""
-    writers = {it.name: it for it in stored.writers}
-    links: dict[str, _Link] = {}
-    for run in runs:
-        if (link := links.get(run.writer)) is None:
-            if (writer := writers.get(run.writer)) is None or not _may_go_on(writer, stored.timeline):
-                return {}
-            link = links[run.writer] = _Link(writer)
-        if not link.add(run, direction):
-            return {}
-    return links
+    return max([beside(stored), *(it.chain.position for it in stored.writers)])
 
 
 def _may_go_on(writer: StoredWriter, timeline: int) -> bool:

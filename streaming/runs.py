@@ -1,8 +1,7 @@
 """Packets: what compaction hands to the state function for one task and one shard; and runs, unpacked to arrays. Pure.
 
-A run is a chain of edges of one writer and one epoch (docs/design.md 5): edge `i` is `(ids[i-1], ids[i]]`, the first
-one `(start, ids[0]]`. All edges of a run lie in one *segment*: between two neighbouring JOIN or RETIRE records of the
-stream. IDs are magnitudes here and in everything behind; `direction` keeps the sign.
+All edges of a run (`streaming.packed_runs`) lie in one *segment*: between two neighbouring JOIN or RETIRE records of
+the stream.
 """
 
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from tidemark.streaming import records
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.intervals import EMPTY, Ids, Intervals
 from tidemark.streaming.model import Evidence, Rejected
+from tidemark.streaming.packed_runs import PackedRun, PackedRuns
 from tidemark.streaming.records import MAX_ID, Kind, Timeline, Topic
 
 RDATA, VOID, POSITION = map(int, (Kind.RDATA, Kind.VOID, Kind.POSITION))
@@ -23,27 +23,6 @@ RDATA, VOID, POSITION = map(int, (Kind.RDATA, Kind.VOID, Kind.POSITION))
 
 EVERYTHING = MAX_ID
 """How far the fact in a refused record may reach where nobody can tell."""
-
-
-class PackedRun(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """`ids` are little-endian int64, `kinds` uint8, `offsets` uint32 above `first_offset`; equal counts.
-
-    `first_offset` and `last_offset` are the smallest and largest of the run; `oldest` and `newest` are Kafka record
-    times in ms since 1970. The edges are in chain order, which need not be the order of their offsets.
-    """
-
-    stream: str
-    writer: str
-    epoch: int
-    direction: int  # as a number, so that the garbage collector need not look at runs, which are many
-    start: int
-    ids: bytes
-    kinds: bytes
-    offsets: bytes
-    first_offset: int
-    last_offset: int
-    oldest: int
-    newest: int
 
 
 class BatchRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -147,7 +126,7 @@ class Packet(msgspec.Struct, array_like=True, frozen=True, gc=False):
     partition: int
     role: Topic
     next_offset: int
-    runs: list[PackedRun]
+    runs: PackedRuns
     rows: list[BatchRows]
     markers: list[Marker]
     rejected: list[Rejected]

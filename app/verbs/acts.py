@@ -20,6 +20,7 @@ from tidemark.streaming.batch import advance
 from tidemark.streaming.effects import Forced, StreamEffects
 from tidemark.streaming.errors import BadRecord
 from tidemark.streaming.model import Bounds, Reason
+from tidemark.streaming.packed_runs import PackedRuns
 from tidemark.streaming.policies import Policies
 from tidemark.streaming.records import EVERYBODY, Topic
 from tidemark.streaming.states import States
@@ -193,7 +194,7 @@ def attempt(stored: bytes, act: records.Marker, now: float, policies: Policies =
     """What `act` would do to a stream whose encoded state is `stored`; `now` in s. Raises `BadRecord`."""
     records.read(records.encode(act), act.stream.encode(), Topic.CONTROL)
     milliseconds = int(now * 1000)
-    packet = runs.Packet("control", 0, Topic.CONTROL, 1, [], [], [runs.Marker.of(act, 0, milliseconds)], [])
+    packet = runs.Packet("control", 0, Topic.CONTROL, 1, PackedRuns(), [], [runs.Marker.of(act, 0, milliseconds)], [])
     states = {act.stream: stored}
     effects = advance(0, States(states), [packet], milliseconds, Bounds())
     for bad in effects.rejected:

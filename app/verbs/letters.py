@@ -21,8 +21,9 @@ from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import Forced, StreamEffects
 from tidemark.streaming.errors import BadRecord
 from tidemark.streaming.model import Bounds
+from tidemark.streaming.packed_runs import PackedRun, PackedRuns
 from tidemark.streaming.records import FactRun, Kind, Topic
-from tidemark.streaming.runs import PackedRun, Packet
+from tidemark.streaming.runs import Packet
 from tidemark.streaming.states import States
 
 HEADINGS: Final = ("OFFSET", "AGE", "REASON", "STREAM", "RECORD", "REPLAYED", "DETAIL")
@@ -70,7 +71,7 @@ def replay(letter: DeadLetter, facts_topic: str, stored: bytes | None, now: floa
         raise BadRecord("not_replayed", "a row without a number moves nothing")
     states = {} if stored is None else {record.stream: stored}
     home = 0 if stored is None else (state.decode(stored).home or 0)
-    packet = Packet(facts_topic, home, Topic.FACTS, 1, [_packed(record, int(now * 1000))], [], [], [])
+    packet = Packet(facts_topic, home, Topic.FACTS, 1, PackedRuns.of([_packed(record, int(now * 1000))]), [], [], [])
     effects = advance(0, States(states), [packet], int(now * 1000), Bounds())
     for bad in effects.rejected:
         raise BadRecord(bad.reason, "it would be refused again, for what the stream holds now")

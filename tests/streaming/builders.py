@@ -19,8 +19,9 @@ from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import ShardEffects, StreamEffects
 from tidemark.streaming.fetched import Fetched, PlannedRange
 from tidemark.streaming.model import Bounds
+from tidemark.streaming.packed_runs import PackedRun, PackedRuns
 from tidemark.streaming.records import LIVING, Kind, Timeline, Topic
-from tidemark.streaming.runs import BatchRows, Marker, PackedRun, Packet
+from tidemark.streaming.runs import BatchRows, Marker, Packet
 from tidemark.streaming.states import States
 from tidemark.streaming.stream import StreamState
 
@@ -185,7 +186,7 @@ def _packet(item: Sent) -> Packet:
                 None if told is None else abs(told),
             )
         )
-    return Packet(_topic(record), record.partition, record.role, offset + 1, runs, rows, markers, [])
+    return Packet(_topic(record), record.partition, record.role, offset + 1, PackedRuns.of(runs), rows, markers, [])
 
 
 def compacted(batch: Sequence[Sent]) -> list[Packet]:

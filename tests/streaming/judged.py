@@ -10,6 +10,7 @@ from tidemark.streaming.chain import Chain
 from tidemark.streaming.effects import StreamEffects
 from tidemark.streaming.inbox import Fact, Inbox
 from tidemark.streaming.model import Bounds, Evidence
+from tidemark.streaming.packed_runs import RunColumns
 from tidemark.streaming.runs import Marker
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import WriterState
@@ -91,7 +92,7 @@ class Core:
 
     def batch(self, core: bytes, records: tuple[Record, ...]) -> Fed:
         batch = StreamBatch(STREAM, core or None, NOW, BOUNDS)
-        inbox = Inbox()
+        inbox = Inbox(RunColumns.of([]))
         for offset, record in enumerate(records):
             if record.control:
                 inbox.control.extend(((CONTROL, 0), it) for it in self._facts(record, offset) if isinstance(it, Marker))

@@ -24,6 +24,7 @@ from tests.streaming.builders import (
 )
 from tidemark.streaming import effects, state
 from tidemark.streaming.model import Rejected
+from tidemark.streaming.packed_runs import PackedRuns
 from tidemark.streaming.records import Topic
 from tidemark.streaming.runs import Packet
 
@@ -132,9 +133,9 @@ def test_facts_that_were_turned_away_are_never_called_empty() -> None:
 def test_a_batch_tells_how_far_each_partition_was_read() -> None:
     """Also of partitions and topics that brought no good record; the highest of each."""
     parts = [
-        Packet(FACTS, 1, Topic.FACTS, 7, [], [], [], []),
-        Packet(FACTS, 1, Topic.FACTS, 9, [], [], [], []),
-        Packet(CONTROL, 0, Topic.CONTROL, 4, [], [], [], []),
+        Packet(FACTS, 1, Topic.FACTS, 7, PackedRuns(), [], [], []),
+        Packet(FACTS, 1, Topic.FACTS, 9, PackedRuns(), [], [], []),
+        Packet(CONTROL, 0, Topic.CONTROL, 4, PackedRuns(), [], [], []),
     ]
     done = Shard().feed_packets(parts)
     assert [(it.topic, it.partition, it.offset) for it in done.progress] == [(CONTROL, 0, 4), (FACTS, 1, 9)]
@@ -145,7 +146,7 @@ def test_rejections_of_decoding_and_of_state_go_out_together() -> None:
     """By topic, partition and reason, each with its offsets in order."""
     bad = Rejected(FACTS, 0, "not_json", np.array([8, 9], np.int64).tobytes())
     log = packets(sent([join("a", 5), join("a", 6), join("a", 7)]))
-    done = Shard().feed_packets([*log, Packet(FACTS, 0, Topic.FACTS, 10, [], [], [], [bad])])
+    done = Shard().feed_packets([*log, Packet(FACTS, 0, Topic.FACTS, 10, PackedRuns(), [], [], [bad])])
     assert [(it.reason, np.frombuffer(it.offsets, np.int64).tolist()) for it in done.rejected] == [
         ("conflict", [1, 2]),
         ("not_json", [8, 9]),

@@ -24,6 +24,7 @@ from tidemark.streaming.effects import ShardEffects
 from tidemark.streaming.errors import BadRecord
 from tidemark.streaming.fetched import PlannedRange
 from tidemark.streaming.model import Bounds, Reason, shard_of
+from tidemark.streaming.packed_runs import PackedRuns
 from tidemark.streaming.records import Topic
 from tidemark.streaming.runs import Packet
 
@@ -439,7 +440,7 @@ def test_a_range_is_read_to_its_end_whatever_it_ends_with() -> None:
     nothing else says so too."""
     log = numbered([fact(1, 0)])
     assert {packet.next_offset for packet in of_range(100, 103, log)} == {103}
-    assert [(packet.next_offset, packet.runs) for packet in of_range(100, 103)] == [(103, [])] * 2
+    assert [(packet.next_offset, packet.runs) for packet in of_range(100, 103)] == [(103, PackedRuns())] * 2
 
 
 def test_a_range_that_a_cut_left_to_others_is_not_begun() -> None:
@@ -448,7 +449,7 @@ def test_a_range_that_a_cut_left_to_others_is_not_begun() -> None:
     log = numbered([fact(1, 0), fact(2, 1), run, fact(6, 5)])
     read, left = of_range(100, 104, log[:3], log[3:], most=2)
     assert (read.next_offset, read.cut) == (103, True)
-    assert (left.next_offset, left.cut, left.runs) == (100, True, [])
+    assert (left.next_offset, left.cut, left.runs) == (100, True, PackedRuns())
 
 
 def test_records_of_a_fact_each_are_never_too_many() -> None:

@@ -18,6 +18,7 @@ from tidemark.streaming.inbox import inboxes_of
 from tidemark.streaming.joined import Writers
 from tidemark.streaming.model import NOTHING, Bounds
 from tidemark.streaming.packed import PackedTable, StoredWriter, Straggler
+from tidemark.streaming.packed_runs import RunColumns
 from tidemark.streaming.runs import EVERYTHING
 from tidemark.streaming.states import States
 from tidemark.streaming.writers import WriterState
@@ -107,7 +108,7 @@ def crowd(joining: int, retiring: int) -> Shard:
 def opened(shard: Shard, *records: Record) -> int:
     batch = StreamBatch(STREAM, shard.states[STREAM], shard.now, Bounds())
     brought = packets([Sent(99_000 + at, it) for at, it in enumerate(records)])
-    batch.feed(inboxes_of(brought, States(shard.states), Bounds())[STREAM])
+    batch.feed(inboxes_of(brought, RunColumns.of([it.runs for it in brought]), States(shard.states), Bounds())[STREAM])
     return batch.stream.writers.opened
 
 

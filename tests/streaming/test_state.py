@@ -22,9 +22,10 @@ from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import Recall, summarize
 from tidemark.streaming.errors import StateTooNew
 from tidemark.streaming.model import Bounds
+from tidemark.streaming.packed_runs import PackedRun, PackedRuns
 from tidemark.streaming.put_off import PutOff
 from tidemark.streaming.records import Topic
-from tidemark.streaming.runs import PackedRun, Packet
+from tidemark.streaming.runs import Packet
 from tidemark.streaming.state import FORMAT
 
 UP = Direction.FORWARD
@@ -39,7 +40,7 @@ def long_run(start: int, count: int, offset: int) -> Packet:
     run = PackedRun(
         STREAM, "a", 1, UP, start, ids.tobytes(), kinds.tobytes(), offsets.tobytes(), offset, last, offset, last
     )
-    return Packet(FACTS, 0, Topic.FACTS, last + 1, [run], [], [], [])
+    return Packet(FACTS, 0, Topic.FACTS, last + 1, PackedRuns.of([run]), [], [], [])
 
 
 def test_a_state_comes_back_as_it_went() -> None:
