@@ -4,7 +4,8 @@ An `Intervals` never changes: every operation gives a new one. All of them work 
 million IDs costs a sort and not a million steps.
 """
 
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -13,6 +14,9 @@ import numpy.typing as npt
 
 Ids = npt.NDArray[np.int64]
 _NONE: Ids = np.empty(0, np.int64)
+
+_CODES = {2: "H", 4: "I", 8: "Q"}
+"""Of numbers with so many bytes. One is none of them: steps would often be too long, and all be packed anew."""
 
 _DENSE = 8
 """Where one of so many IDs is there, a mark for each of all costs a tenth of sorting."""
@@ -140,21 +144,21 @@ class Intervals:
         return position
 
     def pack(self) -> bytes:
-        """Little of them, whatever their number: the size of a step, the first bound, and the steps to all others."""
+        """Little of them, whatever their number: the size of a step, the last bound, and the steps that lead to it."""
         if not len(self):
             return b""
         bounds = np.column_stack((self.lows, self.highs)).ravel()
         steps = np.diff(bounds)
-        size = np.min_scalar_type(int(steps.max())).itemsize
-        return bytes([size]) + bounds[:1].astype("<i8").tobytes() + steps.astype(f"<u{size}").tobytes()
+        size = max(2, np.min_scalar_type(int(steps.max())).itemsize)
+        return bytes([size]) + bounds[-1:].astype("<i8").tobytes() + steps.astype(f"<u{size}").tobytes()
 
     @classmethod
     def unpack(cls, packed: bytes) -> Self:
         if not packed:
             return cls(_NONE, _NONE)
-        first = np.frombuffer(packed, "<i8", 1, offset=1)
+        last = np.frombuffer(packed, "<i8", 1, offset=1)
         steps = np.frombuffer(packed, f"<u{packed[0]}", offset=9).astype(np.int64)
-        bounds = np.cumsum(np.concatenate((first, steps)))
+        bounds = last - np.cumsum(np.concatenate(([0], steps[::-1])))[::-1]
         return cls(bounds[::2], bounds[1::2])
 
     def width(self) -> int:
@@ -172,6 +176,42 @@ class Intervals:
 
     def __hash__(self) -> int:
         return hash(tuple(self))
+
+
+def last_of(packed: bytes) -> int:
+    """The last bound of intervals that are packed, 0 where there are none."""
+    return int.from_bytes(packed[1:9], "little")
+
+
+def extended(packed: bytes, more: Sequence[tuple[int, int]], most: int) -> bytes:
+    """The `most` highest of the packed intervals and `more`, which are disjoint, ascend, and begin at the end of the
+    others or beyond; packed, and for the most part without being unpacked.
+    """
+    if not more:
+        return packed
+    size, last = packed[0] if packed else 0, last_of(packed)
+    if not packed or more[0][0] == last:
+        return _united(packed, more, most)
+    added: list[int] = []
+    for low, high in more:
+        added += low - last, high - low
+        last = high
+    known = (len(packed) - 9) // size
+    gone = max(0, known + len(added) - (2 * most - 1))
+    if gone >= known:
+        return _united(packed, more, most)
+    # Where the longest go, shorter numbers may be enough for the others.
+    if gone and size > 2 and max(array(_CODES[size], packed[9 : 9 + gone * size])) >> 4 * size:
+        return _united(packed, more, most)
+    try:
+        steps = array(_CODES[size], added).tobytes()
+    except OverflowError:
+        return _united(packed, more, most)
+    return packed[:1] + last.to_bytes(8, "little") + packed[9 + gone * size :] + steps
+
+
+def _united(packed: bytes, more: Sequence[tuple[int, int]], most: int) -> bytes:
+    return Intervals.unpack(packed).union(Intervals.of(more)).highest(most).pack()
 
 
 EMPTY = Intervals(_NONE, _NONE)

@@ -35,17 +35,21 @@ class _Span(msgspec.Struct, array_like=True, frozen=True, gc=False):
     since: int
 
 
+def unpacked(stored: bytes | Pairs) -> Intervals:
+    return Intervals.unpack(stored) if isinstance(stored, bytes) else Intervals.of(stored)
+
+
 class StoredChain(msgspec.Struct, array_like=True, frozen=True, gc=False):
     position: int
     refused: int
     pending: list[_Span]
-    empty: Pairs = []  # since format 2
+    empty: bytes | Pairs = b""  # since format 2; pairs up to format 6
     put_off: list[tuple[int, int, int]] = []  # since format 5
 
     @classmethod
     def of(cls, chain: Chain) -> "StoredChain":
         spans = [_Span(it.prev, it.id, *it.evidence.counts, it.edges, it.since) for it in chain.pending]
-        return cls(chain.position, chain.refused, spans, list(chain.empty), list(chain.put_off))
+        return cls(chain.position, chain.refused, spans, chain.empty.pack(), list(chain.put_off))
 
     def chain(self) -> Chain:
         spans = [
@@ -53,7 +57,7 @@ class StoredChain(msgspec.Struct, array_like=True, frozen=True, gc=False):
             for it in self.pending
         ]
         put_off = [PutOff(*it) for it in self.put_off]
-        return Chain(self.position, spans, self.refused, Intervals.of(self.empty), put_off)
+        return Chain(self.position, spans, self.refused, unpacked(self.empty), put_off)
 
 
 class StoredWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -16,8 +16,9 @@ from tidemark.streaming.chain import ANNOUNCED_KEPT
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import StreamEffects, Summary, WriterAdvance, WriterRow
 from tidemark.streaming.inbox import Inbox
+from tidemark.streaming.intervals import extended, last_of
 from tidemark.streaming.model import Bounds
-from tidemark.streaming.packed import Pairs, StoredChain, StoredWriter
+from tidemark.streaming.packed import StoredChain, StoredWriter
 from tidemark.streaming.packed_runs import RunColumns
 from tidemark.streaming.plain_links import Candidate, Link, Links, Plain, beside, columns_of
 from tidemark.streaming.state import FORMAT, StoredStream, decode_stored, encode_stored
@@ -115,11 +116,12 @@ def _advance(link: Link, it: StoredWriter, sign: int) -> WriterAdvance:
 
 
 def _moved(it: StoredWriter, link: Link, now: int) -> StoredWriter:
-    empty = _joined(it.chain.empty, link.declared)[-ANNOUNCED_KEPT:]
+    empty = it.chain.empty
+    assert isinstance(empty, bytes)  # as all are in a state of today's format
     return StoredWriter(
         it.name,
         it.epoch,
-        StoredChain(link.end, it.chain.refused, [], empty),
+        StoredChain(link.end, it.chain.refused, [], extended(empty, link.declared, ANNOUNCED_KEPT)),
         None,
         [],
         it.published,
@@ -145,13 +147,6 @@ def at_rest(data: bytes) -> AtRest | None:
         return None
     sign = -1 if stored.direction == Direction.BACKWARD else 1
     return AtRest(sign * stored.line, {it.name: sign * it.position for it in stored.writers})
-
-
-def _joined(empty: Pairs, declared: Pairs) -> Pairs:
-    """Both, of which the second begins at the end of the first or beyond."""
-    if empty and declared and empty[-1][1] == declared[0][0]:
-        return [*empty[:-1], (empty[-1][0], declared[0][1]), *declared[1:]]
-    return [*empty, *declared]
 
 
 def _stored(name: str, inbox: Inbox, data: bytes | None, now: int, bounds: Bounds) -> StoredStream | None:
@@ -195,10 +190,11 @@ def _head(stored: StoredStream) -> int:
 
 
 def _may_go_on(writer: StoredWriter, timeline: int) -> bool:
-    position, empty = writer.chain.position, writer.chain.empty
+    position = writer.chain.position
     return (
         not writer.late
         and writer.published <= position
         and writer.timeline == timeline
-        and (not empty or empty[-1][1] <= position)
+        and isinstance(writer.chain.empty, bytes)
+        and last_of(writer.chain.empty) <= position
     )

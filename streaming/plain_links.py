@@ -38,8 +38,8 @@ class Candidate(NamedTuple):
 
 
 class Plain(NamedTuple):
-    """A candidate that is plain. `before` and `head` are the highest IDs that were and are given out; of all its `links`
-    there are so many `edges`.
+    """A candidate that is plain. `before` and `head` are the highest IDs that were and are given out, `edges` are those
+    of all its `links`.
     """
 
     candidate: Candidate

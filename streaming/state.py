@@ -10,21 +10,22 @@ and kept apart (`Encoded`).
 from collections.abc import Iterator
 
 import msgspec
+import numpy as np
 
 from tidemark.streaming.chain import Chain
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import Recall
 from tidemark.streaming.errors import StateTooNew
-from tidemark.streaming.intervals import Intervals
+from tidemark.streaming.intervals import Intervals, last_of
 from tidemark.streaming.joined import Writers
 from tidemark.streaming.linear import LinearPosition
 from tidemark.streaming.model import Encoded
-from tidemark.streaming.packed import EMPTY, PackedTable, Pairs, StoredChain, StoredWriter, WaitingWriter
+from tidemark.streaming.packed import EMPTY, PackedTable, Pairs, StoredChain, StoredWriter, WaitingWriter, unpacked
 from tidemark.streaming.runs import EVERYTHING
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import HeldWriter, HeldWriters
 
-FORMAT = 6
+FORMAT = 7
 
 
 class _Held(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -54,7 +55,7 @@ class _Common(_Leader, array_like=True, frozen=True, gc=False):
     direction: int
     home: int | None
     line: int
-    completed: bytes | Pairs  # pairs up to format 4
+    completed: bytes | Pairs  # pairs up to format 4, then packed from the first bound on up to format 6
     writers: list[StoredWriter]
     held: list[_Held]
     timeline: int = 1
@@ -87,6 +88,7 @@ _encoder = msgspec.msgpack.Encoder()
 _leader = msgspec.msgpack.Decoder(_Leader)
 _decoder = msgspec.msgpack.Decoder(StoredStream)
 _older = msgspec.msgpack.Decoder(_Older)
+_OLDER_SHAPE, _PACKED_FROM_FIRST = 5, 6  # the last formats with these
 
 
 def encode(stream: StreamState) -> bytes:
@@ -153,7 +155,7 @@ def decode(data: bytes) -> StreamState:
     return StreamState(
         Direction(stored.direction),
         stored.home,
-        LinearPosition(stored.line, _completed(stored.completed), stored.heads),
+        LinearPosition(stored.line, _completed(stored), stored.heads),
         joined,
         HeldWriters({(it.name, it.epoch): HeldWriter(_chain(it), it.since, it.retire, it.seen) for it in stored.held}),
         stored.timeline,
@@ -166,8 +168,13 @@ def decode(data: bytes) -> StreamState:
     )
 
 
-def _completed(stored: bytes | Pairs) -> Intervals:
-    return Intervals.unpack(stored) if isinstance(stored, bytes) else Intervals.of(stored)
+def _completed(stored: StoredStream | _Older) -> Intervals:
+    packed = stored.completed
+    if isinstance(packed, bytes) and packed and stored.format <= _PACKED_FROM_FIRST:
+        steps = np.frombuffer(packed, f"<u{packed[0]}", offset=9).astype(np.int64)
+        bounds = last_of(packed) + np.cumsum(np.concatenate(([0], steps)))
+        return Intervals(bounds[::2], bounds[1::2])
+    return unpacked(packed)
 
 
 def _chain(held: _Held) -> Chain:
@@ -181,10 +188,9 @@ def _table(stored: StoredTable | None) -> PackedTable:
     return PackedTable(stored.columns, stored.rows) if stored else EMPTY
 
 
-def _older_stored(data: bytes) -> _Older:
+def _older_stored(data: bytes) -> StoredStream | _Older:
     # The format first: a later one may well look like this one with more behind.
-    _format(data)
-    return _older.decode(data)
+    return (_older if _format(data) <= _OLDER_SHAPE else _decoder).decode(data)
 
 
 def _format(data: bytes) -> int:

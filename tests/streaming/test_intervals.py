@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.streaming.intervals import EMPTY, Intervals
+from tidemark.streaming.intervals import EMPTY, Intervals, extended, last_of
 from tidemark.streaming.records import MAX_ID
 
 Pairs = list[tuple[int, int]]
@@ -84,7 +84,36 @@ def test_what_is_packed_comes_back(raw: Pairs, scale: int, first: int) -> None:
     assert Intervals.of(reversed([*intervals])).pack() == intervals.pack()
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 400), st.integers(1, 3)), max_size=6),
+    st.lists(st.tuples(st.integers(0, 400), st.integers(1, 3)), max_size=6),
+    st.sampled_from([1, 300, 10**12]),
+    st.sampled_from([1, 10**12]),
+    st.integers(1, 8),
+)
+def test_packed_intervals_are_extended_as_sets_are(
+    before: Pairs, after: Pairs, scale: int, other: int, most: int
+) -> None:
+    """Byte for byte, whatever falls away at the lower end, and where steps of another size come or go."""
+
+    def spread(steps: Pairs, low: int, scale: int) -> Pairs:
+        found = []
+        for gap, width in steps:
+            found.append((low + gap * scale, low + (gap + width) * scale))
+            low = found[-1][1]
+        return found
+
+    known = spread(before, 0, scale)
+    more = spread(
+        [(max(gap, at and 1), width) for at, (gap, width) in enumerate(after)], max([0, *sum(known, ())]), other
+    )
+    packed = Intervals.of(known).highest(most).pack()
+    wanted = Intervals.of(known).highest(most).union(Intervals.of(more)).highest(most)
+    assert extended(packed, more, most) == wanted.pack()
+    assert last_of(wanted.pack()) == max([0, *sum(wanted, ())])
+
+
 def test_packed_intervals_are_small() -> None:
-    """Ten thousand near one another take two bytes each, whatever the first."""
+    """Ten thousand near one another take four bytes each, wherever they are."""
     low = 10**15
-    assert len(Intervals.of((low + 9 * at, low + 9 * at + 4) for at in range(10_000)).pack()) == 20_008
+    assert len(Intervals.of((low + 9 * at, low + 9 * at + 4) for at in range(10_000)).pack()) == 40_007

@@ -131,6 +131,28 @@ def test_a_state_of_format_2_is_read() -> None:
     assert (shard.positions, shard.linear) == ({"a": 2, "b": 4, "c": 9}, 9)
 
 
+def test_a_state_of_format_6_is_read() -> None:
+    """Written by the version before: w1 waits at 11, w2 has retired at 9, and what writers declared to be without facts
+    and what completed beyond the line were packed otherwise."""
+    old = bytes.fromhex(
+        "dc001306010002c40c010400000000000000020402929ba2773101950b00909192010290c09000c0c201c00a9ba277330195000091980a0c"
+        "0100000001cd07d09090c09000c0c201c0089001c009c0c00000028090919202cd07d092c41d180000000009000000000000000900000000"
+        "000000d007000000000000c4189ba2773201950900909192050990cd07d09000c0c201c009"
+    )
+    stream = state.decode(old)
+    assert [*stream.line.completed] == [(4, 6), (10, 12)]
+    assert {name: [*it.chain.empty] for name, it in stream.writers.items()} == {
+        "w1": [(1, 2)],
+        "w2": [(5, 9)],
+        "w3": [],
+    }
+    assert state.encode(state.decode(state.encode(stream))) == state.encode(stream)
+    shard = Shard({STREAM: old}, next_offset=20, now=3000)
+    assert shard.feed(rdata("w1", 2, 1, epoch=1)).late
+    shard.feed(rdata("w3", 10, 0, epoch=1))
+    assert (shard.positions, shard.linear) == ({"w1": 11, "w2": 9, "w3": 12}, 12)
+
+
 def test_retired_writers_are_given_apart_when_they_change() -> None:
     """Rule 8: it goes along where it changed, and where it is not kept apart yet, as with a state of format 3."""
     shard = Shard()
