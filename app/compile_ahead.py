@@ -10,7 +10,9 @@ import sys
 import numpy as np
 
 from tidemark.streaming import compiled, memory
+from tidemark.streaming.arrange import arrange
 from tidemark.streaming.decode import Decoder
+from tidemark.streaming.edges import Edges
 from tidemark.streaming.fetched import Fetched
 from tidemark.streaming.records import Topic
 
@@ -18,6 +20,7 @@ from tidemark.streaming.records import Topic
 def main() -> None:
     zero, none = np.zeros(1, np.int64), np.zeros(0, np.int64)
     Decoder(Topic.FACTS).add(Fetched.of([b""], [b" " * Decoder.FEW], zero, zero))
+    arrange(Edges.room(0), Edges.room(0), np.zeros(2, np.int64), Edges.room(1))
     memory.gather(none, none, 0)
     memory.times(0, none, none)
     memory.release(0, none)

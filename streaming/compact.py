@@ -170,26 +170,25 @@ def _runs(edges: Edges, segments: Ids, incarnations: list[Incarnation]) -> RunCo
     """In the order of their incarnations."""
     if not len(edges.ids):
         return RunColumns.of([])
-    prevs, ids, signs = np.abs(edges.prevs), np.abs(edges.ids), np.sign(edges.ids)
-    groups = (edges.incarnations * 2 + (signs < 0)) * (segments.max() + 1) + segments
-    chains = link(groups, prevs, ids, MOST_EDGES)
-    order, firsts = chains.order, chains.firsts
-    heads = order[firsts]
-    offsets, times = edges.offsets[order], edges.times[order]
-    found = [incarnations[number] for number in edges.incarnations[heads].tolist()]
+    parts = int(segments.max()) + 1  # of an incarnation and a direction
+    groups = (edges.incarnations * 2 + (edges.ids < 0)) * parts + segments
+    edges = edges._replace(incarnations=groups, prevs=np.abs(edges.prevs), ids=np.abs(edges.ids))
+    found, firsts = link(edges, MOST_EDGES)
+    numbers, backward = np.divmod(found.incarnations[firsts] // parts, 2)
+    writers = [incarnations[number] for number in numbers.tolist()]
     rows = np.empty(len(firsts), NUMBERS)
-    rows["epoch"] = [epoch for _, _, epoch in found]
-    rows["direction"], rows["start"] = signs[heads], prevs[heads]
-    rows["stop"] = np.append(firsts[1:], len(order))
-    rows["first_offset"], rows["last_offset"] = (it.reduceat(offsets, firsts) for it in (np.minimum, np.maximum))
-    rows["oldest"], rows["newest"] = (it.reduceat(times, firsts) for it in (np.minimum, np.maximum))
-    offsets -= np.repeat(rows["first_offset"], np.diff(firsts, append=len(order)))
+    rows["epoch"] = [epoch for _, _, epoch in writers]
+    rows["direction"], rows["start"] = 1 - 2 * backward, found.prevs[firsts]
+    rows["stop"] = np.append(firsts[1:], len(found.ids))
+    for column, first, last in ((found.offsets, "first_offset", "last_offset"), (found.times, "oldest", "newest")):
+        rows[first], rows[last] = np.minimum.reduceat(column, firsts), np.maximum.reduceat(column, firsts)
+    offsets = found.offsets - np.repeat(rows["first_offset"], np.diff(firsts, append=len(found.ids)))
     return RunColumns(
-        [stream for stream, _, _ in found],
-        [writer for _, writer, _ in found],
+        [stream for stream, _, _ in writers],
+        [writer for _, writer, _ in writers],
         rows,
-        ids[order],
-        edges.kinds[order],
+        found.ids,
+        found.kinds,
         offsets.astype("<u4"),
     )
 

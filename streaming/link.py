@@ -12,40 +12,51 @@ so a reader that feeds chains by their first offset does not feed edges as they 
   that first offsets give the order of arrival. No edge outside the cluster overlaps one inside.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
+from tidemark.streaming.edges import Edges
 from tidemark.streaming.intervals import Ids
 
 Order = npt.NDArray[np.intp]
 
+FEW = 16_384
+"""Edges, which numpy arranges in two milliseconds: more than `decode.Decoder.FEW` bytes hold, so that who never has so
+many of those compiles nothing."""
 
-@dataclass(frozen=True, slots=True)
-class Chains:
-    """`order` arranges the edges chain by chain; a chain begins at each of `firsts` (places in `order`)."""
-
-    order: Order
-    firsts: Order
+_SPARSE = 4
+"""Where there are so many times more groups than edges, they are not counted one by one."""
 
 
-def link(groups: Ids, prevs: Ids, ids: Ids, most: int) -> Chains:
-    """Edges `(prevs[i], ids[i]]` in the order of arrival, at least one; `groups` are numbers from 0. A chain has at
-    most so many of them, but for what came twice.
+def link(edges: Edges, most: int) -> tuple[Edges, Order]:
+    """Edges chain by chain, and where each chain begins; it has at most so many of them, but for what came twice.
+
+    They are given in the order of arrival, at least one: magnitudes, with numbers of groups for `incarnations`.
     """
-    order = _by_group_and_prev(groups, prevs)
-    groups, prevs, ids = groups[order], prevs[order], ids[order]
-    same = groups[1:] == groups[:-1]
-    if np.any(same & (prevs[1:] < ids[:-1])):
-        return _link_tangled(groups, prevs, ids, order)
-    return Chains(order, _cut(_firsts(same & (prevs[1:] == ids[:-1])), len(order), most))
+    found = _arranged(edges)
+    same = found.incarnations[1:] == found.incarnations[:-1]
+    if np.any(same & (found.prevs[1:] < found.ids[:-1])):
+        order, firsts = _link_tangled(edges.incarnations, edges.prevs, edges.ids, np.arange(len(edges.ids)))
+        return edges.at(order), firsts
+    return found, _cut(_firsts(same & (found.prevs[1:] == found.ids[:-1])), len(edges.ids), most)
 
 
 def _cut(firsts: Order, count: int, most: int) -> Order:
     lengths = np.diff(firsts, append=count)
     cuts = [np.arange(firsts[at] + most, firsts[at] + lengths[at], most) for at in np.flatnonzero(lengths > most)]
     return np.sort(np.concatenate((firsts, *cuts)))
+
+
+def _arranged(edges: Edges) -> Edges:
+    """By group and `prev`."""
+    count, groups = len(edges.ids), int(edges.incarnations.max()) + 1
+    if count > FEW and groups < _SPARSE * count:
+        from tidemark.streaming.arrange import arrange  # noqa: PLC0415  # see FEW
+
+        found = Edges.room(count)
+        if arrange(edges, found, np.zeros(groups + 2, np.int64), Edges.room(1)):
+            return found
+    return edges.at(_by_group_and_prev(edges.incarnations, edges.prevs))
 
 
 def _by_group_and_prev(groups: Ids, prevs: Ids) -> Order:
@@ -67,7 +78,7 @@ def _firsts(joined: npt.NDArray[np.bool_]) -> Order:
     return np.flatnonzero(np.concatenate(([True], ~joined)))
 
 
-def _link_tangled(groups: Ids, prevs: Ids, ids: Ids, arrival: Order) -> Chains:
+def _link_tangled(groups: Ids, prevs: Ids, ids: Ids, arrival: Order) -> tuple[Order, Order]:
     order = np.lexsort((arrival, ids, prevs, groups))
     groups, prevs, ids, arrival = groups[order], prevs[order], ids[order], arrival[order]
     places = np.arange(len(groups))
@@ -78,7 +89,7 @@ def _link_tangled(groups: Ids, prevs: Ids, ids: Ids, arrival: Order) -> Chains:
     order = np.lexsort((prevs, layers, groups))  # each layer begins below the end of the one before
     groups, prevs, ids, clashing = groups[order], prevs[order], ids[order], clashing[order]
     joined = (groups[1:] == groups[:-1]) & (prevs[1:] == ids[:-1])
-    return Chains(arrival[order], _firsts(joined & ~clashing[1:] & ~clashing[:-1]))
+    return arrival[order], _firsts(joined & ~clashing[1:] & ~clashing[:-1])
 
 
 def _clashing(groups: Ids, prevs: Ids, ids: Ids) -> npt.NDArray[np.bool_]:

@@ -16,7 +16,7 @@ from tests.streaming import naive_compact as naive
 from tests.streaming.builders import Shard, Taken, fetched, packed, ranges
 from tests.streaming.naive_compact import CONTROL, FACTS, Message, message
 from tests.streaming.test_records import BAD, GOOD
-from tidemark.streaming import records
+from tidemark.streaming import link, records
 from tidemark.streaming.compact import MOST_FACTS, compact
 from tidemark.streaming.decode import Decoder
 from tidemark.streaming.direction import Direction
@@ -39,6 +39,7 @@ def _compiled_code_takes_all() -> Iterator[None]:
     """Also what is few. In the tests of the other modules all is read one by one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Decoder, "FEW", 0)
+        patch.setattr(link, "FEW", 0)
         yield
 
 

@@ -200,7 +200,13 @@ def test_an_image_holds_what_any_processor_runs(tmp_path: Path) -> None:
     making = f"import sys; sys.prefix = {str(tmp_path)!r}; from tidemark.app.compile_ahead import main; main()"
     subprocess.run([sys.executable, "-c", making], check=True, timeout=600)
     (place,) = tmp_path.glob("share/tidemark/compiled")
-    assert {it.name.rpartition("-")[0] for it in place.iterdir()} == {"scan", "gather", "times", "release"}
+    assert {it.name.rpartition("-")[0] for it in place.iterdir()} == {
+        "scan",
+        "arrange",
+        "gather",
+        "times",
+        "release",
+    }
     assert all(it.stat().st_mode & 0o777 == 0o644 for it in place.iterdir())
     target: Any = cpu_target.target_context
     assert "generic" in target.codegen().magic_tuple()
