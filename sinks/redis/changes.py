@@ -44,8 +44,8 @@ class LateEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Change(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What the script does to a stream. Entries of a writer are in chain order; `positions` may name writers without
-    entries."""
+    """What the script does to a stream. Entries of a writer are in chain order; `positions` names writers that stand
+    where none of their entries leads."""
 
     stream: str
     linear: str
@@ -58,28 +58,36 @@ class Change(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 def of_batch(batch: Batch, committed: Committed) -> list[Change]:
     """The changes of `batch`, as Postgres settled them; streams that only held or counted something are left out."""
-    changes = (_of_stream(batch.number, shard.now, stream, committed) for shard, stream in batch.streams())
-    return [change for change in changes if change is not None]
+    changes = []
+    for shard in batch.effects:
+        told = str(batch.number), str(shard.now)
+        changes += [_of_stream(told, stream, committed) for stream in shard.streams if _shows(stream)]
+    return changes
 
 
-def _of_stream(batch: int, now: int, effects: StreamEffects, committed: Committed) -> Change | None:
-    moved = (effects.linear, effects.allocated) != (effects.linear_prev, effects.allocated_prev)
-    if not (moved or effects.writers or effects.late or effects.dropped):
-        return None
-    name = effects.stream
-    advances = (committed.settled.get((name, advance.writer), advance) for advance in effects.advances)
+def _shows(effects: StreamEffects) -> bool:
+    moved = effects.linear != effects.linear_prev or effects.allocated != effects.allocated_prev
+    return moved or bool(effects.writers or effects.late or effects.dropped)
+
+
+def _of_stream(told: tuple[str, str], effects: StreamEffects, committed: Committed) -> Change:
+    """`told` are the number of the batch and its time."""
+    name, linear = effects.stream, str(effects.linear)
+    advances: Iterable[WriterAdvance | None] = effects.advances
+    if committed.settled:
+        advances = [committed.settled.get((name, advance.writer), advance) for advance in effects.advances]
+    entries, reached = [], {}
+    for advance in advances:
+        if advance is not None:
+            entries.append(_entry(advance, linear, *told))
+            reached[advance.writer] = advance.id
+    rows = [(row.writer, row.position) for row in effects.writers]
+    if committed.positions:
+        rows = [(writer, committed.positions.get((name, writer), position)) for writer, position in rows]
+    positions = [(writer, str(position)) for writer, position in rows if reached.get(writer) != position]
     numbers = committed.late.get(name, [])
-    return Change(
-        name,
-        str(effects.linear),
-        entries=[_entry(advance, effects.linear, batch, now) for advance in advances if advance],
-        positions=[
-            (row.writer, str(committed.positions.get((name, row.writer), row.position))) for row in effects.writers
-        ],
-        late=[_late(number, late, batch, now) for number, late in zip(numbers, effects.late, strict=True)],
-        dropped=effects.dropped,
-        allocated=str(effects.allocated),
-    )
+    late = [_late(number, late, *told) for number, late in zip(numbers, effects.late, strict=True)]
+    return Change(name, linear, entries, positions, late, effects.dropped, str(effects.allocated))
 
 
 def of_history(
@@ -97,21 +105,21 @@ def of_history(
     return Change(
         stream,
         str(held.linear),
-        entries=[_entry(item.advance, item.linear, item.batch, item.time) for _, item in past],
+        entries=[_entry(item.advance, str(item.linear), str(item.batch), str(item.time)) for _, item in past],
         positions=[(writer, str(position)) for writer, position in held.positions.items()],
-        late=[_late(item.number, item.late, item.batch, item.time) for item in late],
+        late=[_late(item.number, item.late, str(item.batch), str(item.time)) for item in late],
         dropped=sorted(held.forgotten),
         allocated=str(held.allocated),
     )
 
 
-def _entry(advance: WriterAdvance, linear: int, batch: int, time: int) -> AdvanceEntry:
+def _entry(advance: WriterAdvance, linear: str, batch: str, time: str) -> AdvanceEntry:
     a = advance
-    numbers = (a.epoch, a.prev, a.id, a.facts, a.empty, a.unseen, a.skipped, linear, batch, time)
-    return AdvanceEntry(a.writer, *map(str, numbers))
+    counts = str(a.facts), str(a.empty), str(a.unseen), str(a.skipped)
+    return AdvanceEntry(a.writer, str(a.epoch), str(a.prev), str(a.id), *counts, linear, batch, time)
 
 
-def _late(number: int, late: LateCompletion, batch: int, time: int) -> LateEntry:
+def _late(number: int, late: LateCompletion, batch: str, time: str) -> LateEntry:
     return LateEntry(
         str(number),
         late.writer,
@@ -120,6 +128,6 @@ def _late(number: int, late: LateCompletion, batch: int, time: int) -> LateEntry
         str(late.id),
         str(late.facts),
         late.why,
-        str(batch),
-        str(time),
+        batch,
+        time,
     )

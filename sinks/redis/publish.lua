@@ -9,33 +9,35 @@
 --        'mend'   from Postgres: entries need not join what is here, and the token is made again from the other keys
 --        'anew'   from Postgres, where too much is missing: the entries are written from an empty list
 --
--- Answers of each stream {'done'}, {'fenced', newest token} or {'lost'} (Redis lost data: fill it from Postgres). An
--- error may be of any of them, and those before it are done.
+-- Answers of each stream 'done', 'fenced ' and the newest token, or 'lost' (Redis lost data: fill it from Postgres): no
+-- tables, each of which Redis would send by itself. An error may be of any of them, and those before it are done.
 -- IDs are compared as text, by magnitude: they have up to 63 bits and a number here has 53.
 
 local lease, kept = ARGV[1], ARGV[2]
+local byte, sub = string.byte, string.sub
 
 -- Of the stream in hand.
 local POSITIONS, LINEAR, TOKEN, ADVANCES, FENCE, ALLOCATED, CHANNEL
 local mode, stream, linear, entries, positions, late, dropped, allocated
 local known -- writer -> position, as in the hash
 local moved, order -- writer -> what to tell the channel; in the order of their first move
+local listed -- whether the list of advances is known to be one
 
 local function take(key, call)
-    CHANNEL = string.match(key, '^(.*):positions$')
+    CHANNEL = sub(key, 1, -11) -- without ':positions'
     POSITIONS, LINEAR, TOKEN = key, CHANNEL .. ':linear', CHANNEL .. ':token'
     ADVANCES, FENCE, ALLOCATED = CHANNEL .. ':advances', CHANNEL .. ':fence', CHANNEL .. ':allocated'
     local change
     mode, change = unpack(call)
     stream, linear, entries, positions, late, dropped, allocated = unpack(change)
-    known, moved, order = {}, {}, {}
+    known, moved, order, listed = {}, {}, {}, false
 end
 
 -- Whether ID a is farther from 0 than ID b.
 local function beyond(a, b)
     if a == b then return false end
-    if string.byte(a) == 45 then a = string.sub(a, 2) end
-    if string.byte(b) == 45 then b = string.sub(b, 2) end
+    if byte(a) == 45 then a = sub(a, 2) end
+    if byte(b) == 45 then b = sub(b, 2) end
     if #a ~= #b then return #a > #b end
     return a > b
 end
@@ -43,7 +45,7 @@ end
 -- Byte order: Lua's own comparison of strings follows the server's locale.
 local function before(a, b)
     for i = 1, math.min(#a, #b) do
-        local x, y = string.byte(a, i), string.byte(b, i)
+        local x, y = byte(a, i), byte(b, i)
         if x ~= y then return x < y end
     end
     return #a < #b
@@ -60,10 +62,23 @@ local function read_positions()
     end
     for _, entry in ipairs(entries) do name(entry[1]) end
     for _, pair in ipairs(positions) do name(pair[1]) end
+    if #named == 0 then call('HLEN', POSITIONS) end
     for start = 1, #named, 1000 do -- more than a Lua stack holds may be named
-        local chunk = {unpack(named, start, math.min(start + 999, #named))}
-        for i, id in ipairs(call('HMGET', POSITIONS, unpack(chunk))) do known[chunk[i]] = id or nil end
+        local found = call('HMGET', POSITIONS, unpack(named, start, math.min(start + 999, #named)))
+        for i, id in ipairs(found) do known[named[start + i - 1]] = id or nil end
     end
+end
+
+-- One that is no text fails the call, as GET does and MGET does not; but for the token, which is written again.
+local function read_texts()
+    local line, allocated_before, token = unpack(call('MGET', LINEAR, ALLOCATED, TOKEN))
+    return line or call('GET', LINEAR), allocated_before or call('GET', ALLOCATED) or '0', token
+end
+
+-- Before anything but an entry is written; an entry tells the same by itself.
+local function check_list()
+    if not listed then call('XLEN', ADVANCES) end
+    listed = true
 end
 
 local function move(writer, prev, id, plain)
@@ -75,25 +90,31 @@ local function move(writer, prev, id, plain)
     end
     line.id = id
     line.plain = line.plain and plain
-    call('HSET', POSITIONS, writer, id)
     known[writer] = id
 end
 
-local function append(kind, ...)
-    call('XADD', ADVANCES, 'MAXLEN', '~', kept, '*', 'kind', kind, ...)
+local function write_positions()
+    for start = 1, #order, 1000 do
+        local fields = {}
+        for i = start, math.min(start + 999, #order) do
+            local writer = order[i]
+            fields[#fields + 1], fields[#fields + 2] = writer, known[writer]
+        end
+        call('HSET', POSITIONS, unpack(fields))
+    end
 end
 
 local function joins()
-    local reached = setmetatable({}, {__index = known})
+    local reached = {}
     for _, entry in ipairs(entries) do
         local writer, prev, id = entry[1], entry[3], entry[4]
-        local here = reached[writer]
+        local here = reached[writer] or known[writer]
         if here and beyond(prev, here) then return false end
         if not here or beyond(id, here) then reached[writer] = id end
     end
     if mode == 'known' then
         for _, pair in ipairs(positions) do -- a writer that retires, say, without a move
-            local here = reached[pair[1]]
+            local here = reached[pair[1]] or known[pair[1]]
             if here and beyond(pair[2], here) then return false end
         end
     end
@@ -106,8 +127,10 @@ local function write_entry(entry)
     local moves = not here or beyond(id, here)
     if here and mode ~= 'anew' and beyond(here, prev) then prev = here end -- the list stays chained
     if moves or mode == 'anew' then
-        append('POSITION', 'writer', writer, 'epoch', epoch, 'prev', prev, 'id', id, 'facts', facts, 'empty', empty,
-            'unseen', unseen, 'skipped', skipped, 'linear', line, 'batch', batch, 'time', time)
+        call('XADD', ADVANCES, 'MAXLEN', '~', kept, '*', 'kind', 'POSITION', 'writer', writer, 'epoch', epoch,
+            'prev', prev, 'id', id, 'facts', facts, 'empty', empty, 'unseen', unseen, 'skipped', skipped,
+            'linear', line, 'batch', batch, 'time', time)
+        listed = true
     end
     if moves then
         -- A reader may move along unseen only if it stood at prev and nothing but empty IDs follow.
@@ -118,8 +141,9 @@ end
 
 local function write_late(entry)
     local number, writer, epoch, prev, id, facts, why, batch, time = unpack(entry)
-    append('LATE', 'number', number, 'writer', writer, 'epoch', epoch, 'prev', prev, 'id', id, 'facts', facts,
-        'why', why, 'batch', batch, 'time', time)
+    call('XADD', ADVANCES, 'MAXLEN', '~', kept, '*', 'kind', 'LATE', 'number', number, 'writer', writer,
+        'epoch', epoch, 'prev', prev, 'id', id, 'facts', facts, 'why', why, 'batch', batch, 'time', time)
+    listed = true
     call('HSET', FENCE, 'late', number)
 end
 
@@ -136,38 +160,36 @@ local function read_others(token, gone)
     end
 end
 
-local function write_token(line)
+local function token_of(line)
     local writers = {}
     for writer, id in pairs(known) do
         if beyond(id, line) then writers[#writers + 1] = writer end
     end
+    if #writers == 0 then return 'm' .. line end
     table.sort(writers, before)
     local parts = {'m' .. line}
     for _, writer in ipairs(writers) do
         local name = string.gsub(string.gsub(writer, '%%', '%%25'), '~', '%%7E')
         parts[#parts + 1] = name .. '.' .. known[writer]
     end
-    call('SET', TOKEN, table.concat(parts, '~'))
+    return table.concat(parts, '~')
 end
 
 local function publish()
-    local newest = call('HGET', FENCE, 'token')
-    if newest and beyond(newest, lease) then return {'fenced', newest} end
-    if mode == 'known' and not newest then return {'lost'} end
+    local newest, last = unpack(call('HMGET', FENCE, 'token', 'late'))
+    if newest and beyond(newest, lease) then return 'fenced ' .. newest end
+    if mode == 'known' and not newest then return 'lost' end
     read_positions()
     -- All is read before anything is written: a key that somebody else has put there fails the whole call.
-    local last = call('HGET', FENCE, 'late') or '0'
-    local line, allocated_before = call('GET', LINEAR), call('GET', ALLOCATED) or '0'
-    call('XLEN', ADVANCES)
-    call('HLEN', POSITIONS)
-    local token = redis.pcall('GET', TOKEN)
-    if type(token) ~= 'string' or mode == 'mend' or mode == 'anew' then token = nil end
-    if (mode == 'new' or mode == 'known') and not joins() then return {'lost'} end
+    local line, allocated_before, token = read_texts()
+    if mode == 'mend' or mode == 'anew' then token = nil end
+    if (mode == 'new' or mode == 'known') and not joins() then return 'lost' end
+    if newest ~= lease or mode == 'anew' or #dropped > 0 then check_list() end
     if newest ~= lease then call('HSET', FENCE, 'token', lease) end
     if mode == 'anew' then
         call('DEL', ADVANCES)
         call('HDEL', FENCE, 'late')
-        last = '0'
+        last = nil
     end
 
     local changed, gone = false, {}
@@ -184,24 +206,28 @@ local function publish()
         if not here or beyond(pair[2], here) then move(pair[1], pair[2], pair[2], false) end
     end
     for _, entry in ipairs(late) do
-        if beyond(entry[1], last) then write_late(entry) end
+        if beyond(entry[1], last or '0') then write_late(entry) end
     end
+    check_list()
+    write_positions()
 
+    local texts = {}
     if not line or beyond(linear, line) then
-        call('SET', LINEAR, linear)
+        texts = {LINEAR, linear}
         line, changed = linear, true
     end
-    if beyond(allocated, allocated_before) then call('SET', ALLOCATED, allocated) end
+    if beyond(allocated, allocated_before) then texts[#texts + 1], texts[#texts + 2] = ALLOCATED, allocated end
     if changed or #order > 0 or not token then
         read_others(token, gone)
-        write_token(line)
+        texts[#texts + 1], texts[#texts + 2] = TOKEN, token_of(line)
     end
+    if #texts > 0 then call('MSET', unpack(texts)) end
     for _, writer in ipairs(order) do
         local told = moved[writer]
         local prev = told.plain and told.prev or told.id
-        call('PUBLISH', CHANNEL, table.concat({'POSITION', stream, writer, prev, told.id}, ' '))
+        call('PUBLISH', CHANNEL, 'POSITION ' .. stream .. ' ' .. writer .. ' ' .. prev .. ' ' .. told.id)
     end
-    return {'done'}
+    return 'done'
 end
 
 local replies = {}

@@ -83,9 +83,9 @@ class Redis:
             newest = token
             for change, answer in self._run(token, chunk):
                 try:
-                    said, *more = sound(answer)
+                    said, _, seen = sound(answer).partition(b" ")
                     if said == b"fenced":
-                        newest = max(newest, fencing_token(more[0].decode(errors="replace")))
+                        newest = max(newest, fencing_token(seen.decode(errors="replace")))
                         continue
                 except StreamFault as fault:
                     self.faults[change.stream] = str(fault)

@@ -51,8 +51,11 @@ class Script:
 
 
 def slots(client: Any) -> Callable[[str], int]:
-    """The slot of a key; of one server all are one."""
-    return client.keyslot if isinstance(client, RedisCluster) else lambda _: 0
+    """The slot of a stream's keys; of one server all are one."""
+    if isinstance(client, RedisCluster):
+        keyslot: Callable[[str], int] = client.keyslot
+        return lambda stream: keyslot(key(stream, "positions"))
+    return lambda _: 0
 
 
 def together(items: Iterable[tuple[str, int, _Item]], slot: Callable[[str], int], most: int) -> list[list[_Item]]:
@@ -61,7 +64,7 @@ def together(items: Iterable[tuple[str, int, _Item]], slot: Callable[[str], int]
     found: list[list[_Item]] = []
     newest: dict[int, tuple[list[_Item], int]] = {}
     for stream, size, item in items:
-        place = slot(key(stream, "positions"))
+        place = slot(stream)
         call, so_far = newest.get(place, ([], most))
         if so_far + size > most:
             call, so_far = [], 0

@@ -43,6 +43,10 @@ def state(keys: Any, stream: str = "s") -> object:
     )
 
 
+def state_of_all(keys: Any) -> dict[str, bytes]:
+    return {name: keys.dump(name) for name in keys.scan_iter()}
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_head_never_goes_back(shown: Redis, keys: Any, sign: int) -> None:
     """Rule 2: a new highest ID is shown although nothing else moved; an older one changes nothing."""
@@ -242,7 +246,7 @@ def test_a_call_reads_only_the_writers_that_it_names(shown: Redis, keys: Any) ->
     publish(shown, Change("s", "9", [entry("w7", 5, 12)]), "known")
     calls = {name: it["calls"] for name, it in keys.info("commandstats").items()}
     assert "cmdstat_hgetall" not in calls
-    assert calls["cmdstat_hmget"] == 1
+    assert calls["cmdstat_hmget"] == 2  # of the fence, and of the writer in hand
     assert keys.get(key("s", "token")) == "m9~w7.12"
 
 
@@ -282,6 +286,42 @@ def test_script_is_taught_again(shown: Redis, keys: Any) -> None:
     assert keys.get(key("b", "linear")) == "3"
 
 
+@pytest.mark.parametrize("name", ["positions", "linear", "advances", "fence", "allocated"])
+@pytest.mark.parametrize(
+    "further",
+    [
+        Change("s", "9", [entry("w", 5, 9)], allocated="9"),
+        Change("s", "9", [entry("w", 0, 5)], [("v", "9")], [late(3)], allocated="9"),
+        Change("s", "9", positions=[("w", "9")], allocated="9"),
+        Change("s", "9", dropped=["w"]),
+        Change("s", "9"),
+    ],
+)
+@pytest.mark.parametrize("token", [1, 2])
+def test_what_somebody_else_put_there_fails_the_whole_call(
+    shown: Redis, keys: Any, name: str, further: Change, token: int
+) -> None:
+    """A key that holds something else is found before anything is written, whatever is written first."""
+    publish(shown, Change("s", "5", [entry("w", 0, 5)], allocated="5"))
+    keys.delete(key("s", name))
+    keys.sadd(key("s", name), "x")
+    held = state_of_all(keys)
+    modes: tuple[Mode, ...] = ("new", "mend", "anew")
+    for mode in modes:
+        assert shown.publish(token, [(mode, further)]) == []
+        assert [*shown.faults] == ["s"]
+        assert state_of_all(keys) == held
+
+
+def test_a_token_that_is_none_is_written_again(shown: Redis, keys: Any) -> None:
+    """It follows from the other keys, whatever somebody else has put there."""
+    publish(shown, Change("s", "5", [entry("w", 0, 9)]))
+    keys.delete(key("s", "token"))
+    keys.sadd(key("s", "token"), "x")
+    assert publish(shown, Change("s", "6", [entry("w", 9, 12)]), "known") == []
+    assert keys.get(key("s", "token")) == "m6~w.12"
+
+
 def test_the_fault_of_one_stream_is_not_that_of_others_in_its_call(shown: Redis, keys: Any) -> None:
     """Many streams travel in one call: those before and behind the one that cannot be written are shown, each once."""
     keys.set(key("s1", "advances"), "no list")
@@ -318,13 +358,13 @@ def test_streams_of_one_call_that_are_lost_or_fenced_are_told_apart(shown: Redis
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 300)), max_size=30))
 def test_calls_hold_streams_of_one_slot_and_a_bounded_number_of_moves(streams: list[tuple[int, int]]) -> None:
     """Each change is in one call, and those of a slot keep their order; one that is larger is alone."""
-    slots = {key(f"s{number}", "positions"): slot for number, (slot, _) in enumerate(streams)}
+    slots = {f"s{number}": slot for number, (slot, _) in enumerate(streams)}
     chunk: list[tuple[Mode, Change]] = [
         ("new", Change(f"s{number}", "7", [entry("w", 0, 1)] * moves)) for number, (_, moves) in enumerate(streams)
     ]
     sized = [(change.stream, _moves(change), (mode, change)) for mode, change in chunk]
     calls = together(sized, slots.__getitem__, MOVES_AT_ONCE)
-    places = [{slots[key(change.stream, "positions")] for _, change in call} for call in calls]
+    places = [{slots[change.stream] for _, change in call} for call in calls]
     assert all(len(place) == 1 for place in places)
     assert sorted(change.stream for call in calls for _, change in call) == sorted(it.stream for _, it in chunk)
     for call in calls:
