@@ -9,6 +9,7 @@ from typing import Any, LiteralString, TypeAlias
 from psycopg import Cursor
 from psycopg.rows import TupleRow
 
+from tidemark.sinks.postgres.arrays import as_array
 from tidemark.streaming.postgres_migrations import Migrations
 from tidemark.streaming.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
 
@@ -47,23 +48,7 @@ Rows: TypeAlias = Iterable[tuple[Any, ...]]
 def execute(connection: Connection, statement: LiteralString, rows: Rows, *more: object) -> Cursor[TupleRow] | None:
     """Run `statement` with one array per column of `rows`, then `more`; without rows nothing runs and None comes back.
 
-    The statement casts each array (`%s::bigint[]`). None is null.
+    The statement casts each array (`postgres.arrays`). None is null.
     """
     columns = list(zip(*rows, strict=True))
-    return connection.execute(statement, [*map(_array, columns), *more]) if columns else None
-
-
-def _array(column: tuple[Any, ...]) -> Any:
-    # One literal for all of them: psycopg adapts a list item by item, which takes many times as long.
-    kind = next((type(it) for it in column if it is not None), type(None))
-    if issubclass(kind, str):
-        return "{" + ",".join(["null" if it is None else _quoted(it) for it in column]) + "}"
-    if issubclass(kind, bytes):
-        return "{" + ",".join(["null" if it is None else rf'"\\x{it.hex()}"' for it in column]) + "}"
-    if issubclass(kind, int):
-        return "{" + ",".join(["null" if it is None else str(it) for it in column]) + "}"
-    return list(column)
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", r"\\").replace('"', r"\"") + '"'
+    return connection.execute(statement, [*map(as_array, columns), *more]) if columns else None

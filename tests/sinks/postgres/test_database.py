@@ -6,7 +6,7 @@ from collections.abc import Callable
 import psycopg
 import pytest
 
-from tidemark.sinks.postgres.database import READABLE, SCHEMA, execute, migrate, session_of
+from tidemark.sinks.postgres.database import READABLE, SCHEMA, migrate, session_of
 from tidemark.streaming.errors import Refused, SchemaMismatch
 from tidemark.streaming.postgres_session import Connection
 
@@ -125,24 +125,3 @@ def test_right_that_is_missing_is_named(plain_user: str, database: str) -> None:
     with pytest.raises(Refused, match="tidemark_owner"), user.use() as connection:
         connection.execute("select * from tidemark.streams")
     user.close()
-
-
-def test_columns_arrive_as_they_were(database: str) -> None:
-    """Whatever is in them: text that looks like an array or like nothing, bytes of every value, the largest numbers."""
-    rows = [
-        ("orders", b"state", 1, True),
-        ('"', bytes(range(256)), -(2**63), False),
-        ("\\", b"", 2**63 - 1, True),
-        ('{a,"b"}\\"', b"\\", 0, False),
-        ("", b'"', 7, True),
-        ("null", b"null", 8, True),
-        ("é\n\t'$1%s 𝄞", b"\x00", 9, True),
-        (None, None, None, None),
-    ]
-    with psycopg.connect(database, autocommit=True) as connection:
-        for given in (rows, rows[:1], [(None, None, None, None)]):
-            statement = "select * from unnest(%s::text[], %s::bytea[], %s::bigint[], %s::boolean[])"
-            found = execute(connection, statement, given)
-            assert found is not None
-            assert found.fetchall() == given
-        assert execute(connection, "select %s::text[]", []) is None
