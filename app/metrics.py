@@ -4,10 +4,12 @@
 What is known of each stream comes from `app.board` at the time of the scrape.
 """
 
+from collections import Counter as Tally
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from tidemark.app.histogram import BatchHistogram
 from tidemark.app.probes import reading
 from tidemark.sinks.publisher import Published
 from tidemark.streaming.effects import ShardEffects
@@ -73,7 +75,7 @@ SINK_FAULTS = Gauge(
     ["sink"],
     registry=REGISTRY,
 )
-LATENCY = Histogram(
+LATENCY = BatchHistogram(
     "tidemark_completion_to_published_seconds",
     "From the Kafka time of a writer's oldest record in a batch to its advance in Redis: one observation per advance.",
     registry=REGISTRY,
@@ -141,8 +143,7 @@ for _reason in Reason:
 for _kind in ("SKIP", "RETIRE", "JOIN"):
     FORCED.labels(_kind)
 
-# Of streams, from the board: name, labels, meaning.
-STREAM_GAUGES = {
+STREAM_GAUGES = {  # from the board: name, labels, meaning
     "position": (
         "tidemark_position",
         ["stream", "writer"],
@@ -283,14 +284,17 @@ def count_batch(effects: Iterable[ShardEffects], published: Published, seconds: 
     LAST_BATCH.set(published.published_at)
     for step, waited in published.seconds.items():
         SINK_SECONDS.labels(step).observe(waited)
+    outcomes = Tally[str]()
     for shard in effects:
         for stream in shard.streams:
             for outcome, count in stream.counts.items():
-                RECORDS.labels(outcome).inc(count)
-            REGRESSIONS.inc(len(stream.timelines))
+                outcomes[outcome] += count
             for act in stream.forced:
                 FORCED.labels(act.kind).inc()
-            for advance in stream.advances:
-                LATENCY.observe(max(0.0, published.published_at - advance.oldest / 1000))
+        REGRESSIONS.inc(sum(len(stream.timelines) for stream in shard.streams))
+        oldest = Tally(advance.oldest for stream in shard.streams for advance in stream.advances)
+        LATENCY.observe_all((max(0.0, published.published_at - it / 1000), count) for it, count in oldest.items())
         for rejected in shard.rejected:
             DEAD_LETTERS.labels(rejected.reason).inc(rejected.records)
+    for outcome, count in outcomes.items():
+        RECORDS.labels(outcome).inc(count)

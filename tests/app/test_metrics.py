@@ -1,8 +1,11 @@
+from msgspec.structs import replace
+
+from tests.sinks.given import advance, shard, stream
 from tests.streaming.builders import Shard, join, skip
 from tidemark.app.metrics import REGISTRY, count_batch
 from tidemark.sinks.dead_letters import DeadLettered
 from tidemark.sinks.publisher import Published
-from tidemark.streaming.effects import ShardEffects
+from tidemark.streaming.effects import NewTimeline, ShardEffects
 from tidemark.streaming.model import Reason
 
 
@@ -21,6 +24,30 @@ def test_an_operators_act_is_counted_by_its_kind() -> None:
     done = shard.feed(skip("web", 3, 5, beyond=True))
     count_batch([ShardEffects(0, 0, [done], [], [])], Published(0, False, 1, DeadLettered(), 0.0, {}), 0.1)
     assert forced("SKIP") == before + 1
+
+
+def test_outcomes_and_latencies_of_all_streams_are_counted() -> None:
+    """Each advance is one observation, of no less than 0 where a clock is ahead; a new timeline is one regression."""
+    latency = "completion_to_published_seconds"
+    names = [f"{latency}_count", f"{latency}_sum", f'{latency}_bucket{{le="0.5"}}']
+    names += ["source_regressions_total", 'records_total{outcome="applied"}']
+    before = [told(name) for name in names]
+    late, soon = advance("a", 0, 5), advance("b", 0, 7)
+    again = NewTimeline("a", 1, 3, 5, 2, "below")
+    done = [
+        stream("s", replace(late, oldest=9_000), replace(soon, oldest=10_750), counts={"applied": 12}),
+        stream("t", replace(late, oldest=11_500), counts={"applied": 5}, timelines=[again]),
+    ]
+    count_batch([shard(*done[:1]), shard(*done[1:])], Published(0, False, 1, DeadLettered(), 11.0, {}), 0.1)
+    assert [told(name) - was for name, was in zip(names, before, strict=True)] == [3, 2.25, 2, 1, 17]
+
+
+def told(name: str) -> float:
+    name, _, label = name.partition("{")
+    labels = dict([label.rstrip("}").replace('"', "").split("=")]) if label else {}
+    value = REGISTRY.get_sample_value(f"tidemark_{name}", labels)
+    assert value is not None
+    return value
 
 
 def forced(kind: str) -> float:
