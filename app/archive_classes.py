@@ -29,7 +29,7 @@ from tidemark.streaming.model import Bounds
 from tidemark.streaming.spark import Jvm, SparkSettings, configuration, connect
 
 _BATCHES = 2
-_SHARDS = 4
+_KEYS = [0, 1, 2, 3]
 
 
 class _Made(PacketReader):
@@ -40,13 +40,13 @@ class _Made(PacketReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         ranges = [(it, iter(())) for it in partition.ranges]  # type: ignore[attr-defined]
-        return compact(ranges, shards=_SHARDS, names=self._config.names, most=MOST_FACTS)
+        return compact(ranges, keys=_KEYS, names=self._config.names, most=MOST_FACTS)
 
 
 class _MadeUp(PacketSource):
     def streamReader(self, schema: StructType) -> _Made:
         start: Places = {"facts": {0: 0}, "control": {}}
-        return _Made(KafkaConfig({}, "facts", "control", start, 1, 1, 1, 0.0, _SHARDS, MOST_FACTS))
+        return _Made(KafkaConfig({}, "facts", "control", start, 1, 1, 1, 0.0, _KEYS, MOST_FACTS))
 
 
 def _run(spark: SparkSession, checkpoint: Path) -> None:
@@ -60,7 +60,8 @@ def _run(spark: SparkSession, checkpoint: Path) -> None:
 
     spark.dataSource.register(_MadeUp)
     packets = spark.readStream.format(_MadeUp.name()).load()
-    effects = query.positions(packets, seeds=spark.sparkContext.broadcast({}), bounds=Bounds(), line="")
+    seeds = spark.sparkContext.broadcast(dict[int, bytes]())
+    effects = query.positions(packets, shards=len(_KEYS), seeds=seeds, bounds=Bounds(), line="")
     running = effects.writeStream.foreachBatch(publish).option("checkpointLocation", str(checkpoint)).start()
     while not enough.wait(0.1):
         if error := running.exception():
@@ -69,7 +70,7 @@ def _run(spark: SparkSession, checkpoint: Path) -> None:
 
 
 def _written(directory: Path, option: str) -> None:
-    conf = configuration(SparkSettings("local[*]", "512m", [], _SHARDS, directory, [*SILENT, option]))
+    conf = configuration(SparkSettings("local[*]", "512m", [], len(_KEYS), directory, [*SILENT, option]))
     jvm = Jvm(conf)
     spark = connect(jvm, conf)
     _run(spark, directory / "checkpoint")

@@ -22,7 +22,8 @@ from tidemark.streaming.compact import MOST_FACTS
 from tidemark.streaming.errors import BadSetting, QueryFailed, SparkDied, Stopping
 from tidemark.streaming.executors import Cluster, Pods, address_towards
 from tidemark.streaming.kafka_source import KafkaConfig
-from tidemark.streaming.spark import Jvm, SparkSettings, configuration, connect, is_local
+from tidemark.streaming.shards import keys_of
+from tidemark.streaming.spark import TASKS, Jvm, SparkSettings, configuration, connect, is_local
 
 _RAISED = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)+(\S.*)")
 _PROPERTY = re.compile(r"(?P<name>spark\.[^\s=:]+)(\s*[=:]\s*|\s+)(?P<value>.*)")
@@ -80,7 +81,7 @@ class Engine:
 
 def packets(spark: SparkSession, settings: Settings, kafka: KafkaConnection, start: Start, records: int) -> DataFrame:
     """What the query reads, compacted: of Kafka's records at most so many in the first batch."""
-    facts, control, shards = settings.kafka_facts_topic, settings.kafka_control_topic, settings.shards
+    facts, control = settings.kafka_facts_topic, settings.kafka_control_topic
     config = KafkaConfig(
         client=kafka.carried(),
         facts=facts,
@@ -90,7 +91,7 @@ def packets(spark: SparkSession, settings: Settings, kafka: KafkaConnection, sta
         limit=settings.max_records_per_batch,
         few=settings.min_records_per_batch,
         interval=settings.batch_interval_ms / 1000,
-        shards=shards,
+        keys=keys_of(settings.shards, int(spark.conf.get(TASKS) or 1)),
         most=MOST_FACTS,
     )
     return kafka_source.packets(spark, config)

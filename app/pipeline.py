@@ -225,7 +225,8 @@ class Attempt:
         try:
             packets = engine.packets(spark, self._settings, self._kafka, start, self._most)
             seeds = spark.sparkContext.broadcast(start.seed.states)
-            effects = query.positions(packets, seeds=seeds, bounds=start.policies.bounds(), line=start.seed.lineage)
+            bounds, shards = start.policies.bounds(), self._settings.shards
+            effects = query.positions(packets, shards=shards, seeds=seeds, bounds=bounds, line=start.seed.lineage)
             writer = effects.writeStream.queryName("tidemark").option("checkpointLocation", location)
             running = writer.foreachBatch(batches).start()
         except Py4JJavaError as error:  # of Python processes that were killed

@@ -14,7 +14,7 @@ says so in its packets, and how far it came. What it left is read again by a que
 
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter, itemgetter
 
 import msgspec
@@ -39,7 +39,7 @@ MOST_FACTS = 2_000_000
 MOST_EDGES = 16_384
 """Of a packet, about: 200 KiB. The JVM copies each half a dozen times, and takes new memory for what is larger."""
 
-PACKETS = pa.schema([("shard", pa.int32()), ("packet", pa.binary())])
+PACKETS = pa.schema([("key", pa.int32()), ("packet", pa.binary())])
 
 _BYTES = 1 << 20  # that are handed to the JVM together
 
@@ -47,10 +47,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def compact(
-    ranges: Iterable[tuple[PlannedRange, Iterator[Fetched]]], *, shards: int, names: dict[Topic, str], most: int
+    ranges: Iterable[tuple[PlannedRange, Iterator[Fetched]]], *, keys: Sequence[int], names: dict[Topic, str], most: int
 ) -> Iterator[pa.RecordBatch]:
     """Rows, a packet each, for each range and shard that has anything to say; each range speaks at least once, and says
     how far it was read. That is to its end, but where the task held `most` facts more than records, or still more.
+    `keys` are those of the shards (`streaming.shards`).
     """
     held = 0  # facts beside one for each record
     for wanted, records in ranges:
@@ -63,20 +64,27 @@ def compact(
             columns.add(part)
             held += max(0, columns.size - before - part.size)
         columns.next_offset = max(columns.next_offset, wanted.start) if cut else wanted.end
-        yield from _encoded(pack(names[wanted.topic], wanted.partition, columns, shards, cut=cut))
+        packets = pack(names[wanted.topic], wanted.partition, columns, len(keys), cut=cut)
+        yield from _encoded((keys[shard], packet) for shard, packet in packets)
 
 
-def _encoded(packets: list[tuple[int, Packet]]) -> Iterator[pa.RecordBatch]:
-    shards: list[int] = []
+def _encoded(packets: Iterable[tuple[int, Packet]]) -> Iterator[pa.RecordBatch]:
+    keys: list[int] = []
     encoded: list[bytes] = []
     size = 0
-    for number, (shard, packet) in enumerate(packets, 1):
-        shards.append(shard)
+    for key, packet in packets:
+        keys.append(key)
         encoded.append(_encoder.encode(packet))
         size += len(encoded[-1])
-        if size > _BYTES or number == len(packets):
-            yield pa.record_batch([pa.array(shards, pa.int32()), pa.array(encoded, pa.binary())], schema=PACKETS)
-            shards, encoded, size = [], [], 0
+        if size > _BYTES:
+            yield _batch(keys, encoded)
+            keys, encoded, size = [], [], 0
+    if encoded:
+        yield _batch(keys, encoded)
+
+
+def _batch(keys: list[int], packets: list[bytes]) -> pa.RecordBatch:
+    return pa.record_batch([pa.array(keys, pa.int32()), pa.array(packets, pa.binary())], schema=PACKETS)
 
 
 OFFSET_BITS = 32

@@ -43,7 +43,7 @@ class KafkaConfig(msgspec.Struct, frozen=True):
     limit: int
     few: int
     interval: float
-    shards: int
+    keys: list[int]
     most: int
 
     @property
@@ -66,7 +66,7 @@ class PacketSource(DataSource):
         return "tidemark"
 
     def schema(self) -> str:
-        return "shard int, packet binary"  # of streaming.compact.PACKETS
+        return "key int, packet binary"  # of streaming.compact.PACKETS
 
     def streamReader(self, schema: StructType) -> "PacketReader":
         return PacketReader(msgspec.json.decode(self.options[_OPTION], type=KafkaConfig))
@@ -129,7 +129,7 @@ class PacketReader(DataSourceStreamReader):
         config = self._config
         with no_collection(), _reader(config) as reader:
             ranges = ((wanted, reader.read(wanted)) for wanted in partition.ranges)
-            yield from compact(ranges, shards=config.shards, names=config.names, most=config.most)
+            yield from compact(ranges, keys=config.keys, names=config.names, most=config.most)
 
     def stop(self) -> None:
         if self._ends is not None:

@@ -60,6 +60,7 @@ def advance_shard(
     frames: Iterator[pd.DataFrame],
     state: GroupState,
     *,
+    shards: int,
     seeds: "Broadcast[dict[int, bytes]]",
     bounds: Bounds,
     line: str,
@@ -67,7 +68,7 @@ def advance_shard(
     """One batch of one shard. Spark keeps the states that have changed since the query's `line` of batches began, and
     each worker the seeds, in which the others are found."""
     _freeze()
-    shard = int(key[0])
+    shard = int(key[0]) % shards  # `streaming.shards`
     seed = _seeds_of(line, seeds).get(shard)
     states = States.kept(state.get[0] if state.exists else None, NONE if seed is None else PackedStates(seed))
     with no_collection():
@@ -77,11 +78,13 @@ def advance_shard(
     yield pd.DataFrame({"shard": [shard], "effects": [done]})
 
 
-def positions(packets: DataFrame, *, seeds: "Broadcast[dict[int, bytes]]", bounds: Bounds, line: str) -> DataFrame:
+def positions(
+    packets: DataFrame, *, shards: int, seeds: "Broadcast[dict[int, bytes]]", bounds: Bounds, line: str
+) -> DataFrame:
     """From packets (`streaming.kafka_source`) to one row of effects per shard and batch (`EFFECTS`). `seeds` are of
     `by_shard`, and of this `line` of batches for ever."""
-    return packets.groupBy("shard").applyInPandasWithState(
-        partial(advance_shard, seeds=seeds, bounds=bounds, line=line),
+    return packets.groupBy("key").applyInPandasWithState(
+        partial(advance_shard, shards=shards, seeds=seeds, bounds=bounds, line=line),
         outputStructType=EFFECTS,
         stateStructType=STATE,
         outputMode="append",

@@ -28,6 +28,8 @@ from tidemark.streaming.executors import package
 _HADOOP = "spark.hadoop."
 _FILES = f"{_HADOOP}fs.file.impl"
 _OPTIONS = "spark.driver.extraJavaOptions"
+TASKS = "spark.sql.shuffle.partitions"
+"""Of the session: how many tasks there are after the shuffle."""
 _COMPILED_ONCE = "-XX:TieredStopAtLevel=1"
 
 # Where measured: docs/engine.md 3 and 4.
@@ -174,7 +176,7 @@ def configuration(settings: SparkSettings) -> SparkConf:
         "spark.master": settings.master,
         "spark.driver.memory": settings.memory,
         "spark.jars": ",".join(str(jar) for jar in settings.jars),
-        "spark.sql.shuffle.partitions": str(settings.tasks),
+        TASKS: str(settings.tasks),
         "spark.local.dir": str(settings.local_dir),
     }
     local = LOCAL if is_local(settings.master) else {}
@@ -198,8 +200,8 @@ def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
     session = SparkSession(context)
     if local:
         # The JVM knows how many cores the limits of a container leave us.
-        tasks = min(int(conf.get("spark.sql.shuffle.partitions", "1")), context.defaultParallelism)
-        session.conf.set("spark.sql.shuffle.partitions", tasks)
+        tasks = min(int(conf.get(TASKS, "1")), context.defaultParallelism)
+        session.conf.set(TASKS, tasks)
     else:
         context.addPyFile(str(package(_directory(conf))))
     return session

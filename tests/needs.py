@@ -45,7 +45,9 @@ LONGEST = (
 
 TOGETHER = {
     "homeserver": ("tests/sources/synapse/",),
-    "spark": tuple(f"tests/streaming/test_{it}.py" for it in ("checkpoint_store", "daemon", "kafka_source", "spark")),
+    "spark": tuple(
+        f"tests/streaming/test_{it}.py" for it in ("checkpoint_store", "daemon", "kafka_source", "shards", "spark")
+    ),
 }
 """The files of tests with a fixture that takes ten seconds of a core to start: one process of `pytest -n` does them
 all, so that it starts once."""

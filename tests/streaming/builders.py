@@ -200,7 +200,7 @@ def compacted(batch: Sequence[Sent]) -> list[Packet]:
 def packed(records: Iterable[Taken], facts: str = FACTS, control: str = CONTROL) -> list[Packet]:
     """What compaction makes of one task's records, all in one shard."""
     names = {Topic.FACTS: facts, Topic.CONTROL: control}
-    out = compact(ranges(records), shards=1, names=names, most=MOST_FACTS)
+    out = compact(ranges(records), keys=[0], names=names, most=MOST_FACTS)
     return [
         msgspec.msgpack.decode(packet, type=Packet) for batch in out for packet in batch.column("packet").to_pylist()
     ]

@@ -44,9 +44,9 @@ def _compiled_code_takes_all() -> Iterator[None]:
 
 
 def packets(messages: Sequence[Message], batch_size: int = 10_000, most: int = MOST_FACTS) -> list[tuple[int, Packet]]:
-    batches = compact(ranges(map(as_taken, messages), batch_size), shards=SHARDS, names=NAMES, most=most)
+    batches = compact(ranges(map(as_taken, messages), batch_size), keys=range(SHARDS), names=NAMES, most=most)
     rows = [row for batch in batches for row in batch.to_pylist()]
-    return [(row["shard"], decoder.decode(row["packet"])) for row in rows]
+    return [(row["key"], decoder.decode(row["packet"])) for row in rows]
 
 
 def compacted(messages: Sequence[Message], batch_size: int = 10_000) -> naive.Compacted:
@@ -432,7 +432,7 @@ def test_an_empty_task_says_nothing() -> None:
 def of_range(start: int, end: int, *parts: Sequence[Message], most: int = MOST_FACTS) -> list[Packet]:
     wanted = PlannedRange(Topic.FACTS, 0, start, end)
     twice = [(wanted, (fetched([*map(as_taken, part)]) for part in parts)) for _ in range(2)]
-    batches = compact(twice, shards=SHARDS, names={Topic.FACTS: FACTS}, most=most)
+    batches = compact(twice, keys=range(SHARDS), names={Topic.FACTS: FACTS}, most=most)
     return [decoder.decode(row["packet"]) for batch in batches for row in batch.to_pylist()]
 
 

@@ -15,7 +15,7 @@ from tidemark.streaming.executors import Cluster, Pods, address_towards, package
 def test_what_a_task_runs_is_found_in_the_package_by_its_name(tmp_path: Path) -> None:
     """A function as Spark sends it, at an interpreter that has the archive and our libraries, but nothing of ours."""
     archive = package(tmp_path)
-    function = CloudPickleSerializer().dumps(partial(compact, shards=16))  # type: ignore[no-untyped-call]
+    function = CloudPickleSerializer().dumps(partial(compact, keys=[0]))  # type: ignore[no-untyped-call]
     program = (
         "import pickle, sys; sys.path = [sys.argv[1], *(path for path in sys.path if not path.endswith('.src'))];"
         "import tidemark.streaming.query;"

@@ -34,7 +34,7 @@ CONFIG = KafkaConfig(
     limit=200,
     few=1,
     interval=0.0,
-    shards=4,
+    keys=[0, 1, 2, 3],
     most=99,
 )
 sizes = st.dictionaries(st.integers(0, 20), st.integers(0, 1000), min_size=1)

@@ -57,7 +57,7 @@ def test_a_worker_reads_the_seeds_of_a_line_once(monkeypatch: pytest.MonkeyPatch
         packet = msgspec.msgpack.encode(packets(sent([rdata("w", at + 1, epoch=1)], 1))[0])
         frames, state = iter([pd.DataFrame({"packet": [packet]})]), EmptyState()
         spark: Any = state
-        (frame,) = advance_shard((0,), frames, spark, seeds=given, bounds=Bounds(), line=line)
+        (frame,) = advance_shard((0,), frames, spark, shards=1, seeds=given, bounds=Bounds(), line=line)
         (stream,) = effects.decode(frame["effects"][0]).streams
         assert stream.stream == STREAM
         assert len(state.kept) == 1

@@ -1,0 +1,35 @@
+"""Shards spread over tasks as evenly as their number allows."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as sql
+
+from tidemark.streaming.shards import keys_of, spark_hash
+
+
+@pytest.mark.parametrize(
+    ("shards", "tasks"), [(1, 1), (16, 1), (16, 2), (16, 3), (16, 4), (16, 16), (36, 20), (200, 200)]
+)
+def test_no_task_has_more_than_one_shard_more_than_another(shards: int, tasks: int) -> None:
+    """And each key tells its shard."""
+    keys = keys_of(shards, tasks)
+    assert [key % shards for key in keys] == [*range(shards)]
+    had = Counter((spark_hash(np.array(keys)).astype(int) % tasks).tolist())
+    assert sum(had.values()) == shards
+    assert {*had.values()} <= {shards // tasks, -(-shards // tasks)}
+
+
+@pytest.mark.server
+def test_spark_hashes_as_is_expected_of_it(spark: SparkSession) -> None:
+    """And so spreads the keys as they were made to be."""
+    numbers = [*range(40), 2**31 - 1]
+    frame = spark.createDataFrame([(number,) for number in numbers], "key int")
+    found = [row[0] for row in frame.select(sql.hash("key")).collect()]
+    assert found == spark_hash(np.array(numbers)).tolist()
+    keys = keys_of(16, 4)
+    spread = spark.createDataFrame([(key,) for key in keys], "key int").repartition(4, "key")
+    tasks = [(row.key % 16, row.task) for row in spread.select("key", sql.spark_partition_id().alias("task")).collect()]
+    assert sorted(tasks) == [(shard, shard % 4) for shard in range(16)]
