@@ -147,18 +147,21 @@ class Intervals:
         """Little of them, whatever their number: the size of a step, the last bound, and the steps that lead to it."""
         if not len(self):
             return b""
-        bounds = np.column_stack((self.lows, self.highs)).ravel()
-        steps = np.diff(bounds)
-        size = max(2, np.min_scalar_type(int(steps.max())).itemsize)
-        return bytes([size]) + bounds[-1:].astype("<i8").tobytes() + steps.astype(f"<u{size}").tobytes()
+        bounds = np.empty(2 * len(self), np.int64)
+        bounds[::2], bounds[1::2] = self.lows, self.highs
+        steps = bounds[1:] - bounds[:-1]
+        longest = int(steps.max())
+        size = next(size for size in _CODES if not longest >> 8 * size)
+        return bytes([size]) + int(bounds[-1]).to_bytes(8, "little") + steps.astype(f"<u{size}").tobytes()
 
     @classmethod
     def unpack(cls, packed: bytes) -> Self:
         if not packed:
             return cls(_NONE, _NONE)
-        last = np.frombuffer(packed, "<i8", 1, offset=1)
-        steps = np.frombuffer(packed, f"<u{packed[0]}", offset=9).astype(np.int64)
-        bounds = last - np.cumsum(np.concatenate(([0], steps[::-1])))[::-1]
+        steps = np.frombuffer(packed, f"<u{packed[0]}", offset=9)
+        bounds = np.zeros(len(steps) + 1, np.int64)
+        np.cumsum(steps, out=bounds[1:])
+        bounds += last_of(packed) - bounds[-1]
         return cls(bounds[::2], bounds[1::2])
 
     def width(self) -> int:
