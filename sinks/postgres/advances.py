@@ -3,6 +3,7 @@
 Positions are compared where they are written (rule 2), and each advance is joined to the one before it (rule 3).
 """
 
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 
 from psycopg import Cursor
@@ -10,38 +11,43 @@ from psycopg.rows import TupleRow
 
 from tidemark.sinks.port import Batch
 from tidemark.sinks.postgres.database import execute
-from tidemark.sinks.postgres.history import places
+from tidemark.sinks.postgres.history import place
 from tidemark.streaming.effects import WriterAdvance
 from tidemark.streaming.errors import ChainBroken
 from tidemark.streaming.postgres_session import Connection
 
+_Row = tuple[str, str, int, int | None, bool, int, int, int, int, int, int, int, int, int, int]
 
-def write_advances(connection: Connection, batch: Batch) -> Cursor[TupleRow] | None:
-    """Append to the history; returns the advances that do not begin where the writer stands here.
 
-    That is so for a writer that had left the state and joined again: what it settles now, it had settled in part
-    before, and its advance is cut to the rest, so that the history stays chained (rule 3).
+def write_positions(connection: Connection, batch: Batch) -> Cursor[TupleRow] | None:
+    """Move the writers' positions and append their advances to the history, in one statement: both look at where the
+    writers stand here. Returns, for `settled` and `standing`, those that stand elsewhere than the batch says.
+
+    An advance does not begin where its writer stands if that one had left the state and joined again: what it settles
+    now, it had settled in part before, and its advance is cut to the rest, so that the history stays chained (rule 3).
     """
     days = {datetime.fromtimestamp(shard.now / 1000, UTC).date() for shard in batch.effects}
     for day in days:
         connection.execute("select tidemark.make_history_day(%s)", (day,))
-    return execute(
+    changed = execute(
         connection,
         """
         with new as materialized (
-            select b.*, n.number, p.position, coalesce(p.advanced, 0) as before,
+            select b.*, n.number, p.position as stands, coalesce(p.advanced, 0) as before,
                 greatest(abs(p.position) - abs(b.prev), 0) as known -- 0 for an unknown writer
-            from unnest(%s::text[], %s::text[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[],
-                    %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[])
-                as b (stream, writer, epoch, prev, id, facts, empty, unseen, skipped, linear, place)
+            from unnest(%s::text[], %s::text[], %s::bigint[], %s::bigint[], %s::boolean[], %s::bigint[], %s::bigint[],
+                    %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[], %s::bigint[],
+                    %s::bigint[])
+                as b (stream, writer, now_epoch, position, retired, now, epoch, prev, id, facts, empty, unseen, skipped,
+                    linear, place)
             left join tidemark.writer_numbers n using (stream, writer)
             left join tidemark.stream_positions p using (stream, writer)
         ), cut as materialized (
-            select stream, writer, epoch, case when known > 0 then position else prev end as prev, id, facts,
+            select stream, writer, epoch, case when known > 0 then stands else prev end as prev, id, facts,
                 empty - least(empty, known - least(unseen, known)) as empty,
                 unseen - least(unseen, known) as unseen,
                 skipped - least(skipped, known - least(unseen + empty, known)) as skipped,
-                linear, place, number, before, position, prev as claimed
+                linear, place, number, before, stands, prev as claimed, position
             from new
         ), named as (
             insert into tidemark.writer_numbers (stream, writer)
@@ -64,32 +70,11 @@ def write_advances(connection: Connection, batch: Batch) -> Cursor[TupleRow] | N
                 where abs(id) > abs(prev) order by 1, 2
             ) moved
             group by place
-        )
-        select stream, writer, epoch, prev, id, facts, empty, unseen, skipped, position, claimed
-        from cut where position <> claimed
-        """,
-        (
-            (stream, a.writer, a.epoch, a.prev, a.id, *a.evidence.counts, linear, place)
-            for stream, a, linear, place in places(batch)
-        ),
-        batch.number,
-    )
-
-
-def write_writers(connection: Connection, batch: Batch) -> Cursor[TupleRow] | None:
-    """Move the writers' positions; returns those that stand beyond what the batch says."""
-    advanced = {(stream, advance.writer): place for stream, advance, _, place in places(batch)}
-    changed = execute(
-        connection,
-        """
-        with new as materialized (
-            select * from unnest(%s::text[], %s::text[], %s::bigint[], %s::bigint[], %s::boolean[], %s::bigint[],
-                    %s::bigint[])
-                as b (stream, writer, epoch, position, retired, advanced, now)
-        ), written as (
+        ), moved as (
             insert into tidemark.stream_positions as old
                 (stream, writer, epoch, position, retired, advanced, updated_at)
-            select stream, writer, epoch, position, retired, advanced, to_timestamp(now / 1000.0) from new
+            select stream, writer, now_epoch, position, retired, place, to_timestamp(now / 1000.0)
+            from new where position is not null
             on conflict (stream, writer) do update set
                 position = case when abs(excluded.position) > abs(old.position)
                     then excluded.position else old.position end,
@@ -100,16 +85,12 @@ def write_writers(connection: Connection, batch: Batch) -> Cursor[TupleRow] | No
             where abs(excluded.position) > abs(old.position)
                 or (excluded.epoch >= old.epoch
                     and (excluded.epoch, excluded.retired, false) <> (old.epoch, old.retired, old.forgotten))
-            returning stream, writer, position
         )
-        select stream, writer, w.position from written w join new using (stream, writer)
-        where w.position <> new.position
+        select stream, writer, epoch, prev, id, facts, empty, unseen, skipped, claimed, stands, position
+        from cut where (claimed <> id and claimed <> stands) or abs(stands) > abs(position)
         """,
-        (
-            (s.stream, w.writer, w.epoch, w.position, w.retired, advanced.get((s.stream, w.writer), 0), shard.now)
-            for shard, s in batch.streams()
-            for w in s.writers
-        ),
+        _rows(batch),
+        batch.number,
     )
     execute(
         connection,
@@ -121,6 +102,29 @@ def write_writers(connection: Connection, batch: Batch) -> Cursor[TupleRow] | No
         ((s.stream, writer) for _, s in batch.streams() for writer in s.dropped),
     )
     return changed
+
+
+def _rows(batch: Batch) -> Iterator[_Row]:
+    """Each writer as it stands, and its advance: of one that made none, all is 0, of one that is not told, its position
+    is None."""
+    number = 0
+    for shard, s in batch.streams():
+        stream, linear, now = s.stream, s.linear, shard.now
+        advances = {advance.writer: advance for advance in s.advances}
+        for w in s.writers:
+            row = stream, w.writer, w.epoch, w.position, w.retired, now
+            a = advances.pop(w.writer, None)
+            if a is None:
+                yield *row, 0, 0, 0, 0, 0, 0, 0, 0, 0
+                continue
+            at = place(now, number)
+            yield *row, a.epoch, a.prev, a.id, a.facts, a.empty, a.unseen, a.skipped, linear, at
+            number += 1
+        for a in advances.values():
+            row_less = stream, a.writer, 0, None, False, now
+            at = place(now, number)
+            yield *row_less, a.epoch, a.prev, a.id, a.facts, a.empty, a.unseen, a.skipped, linear, at
+            number += 1
 
 
 def forget_retired(connection: Connection, before: datetime) -> None:
@@ -138,15 +142,21 @@ def forget_retired(connection: Connection, before: datetime) -> None:
     )
 
 
-def settled(advances: Cursor[TupleRow] | None) -> dict[tuple[str, str], WriterAdvance | None]:
+def settled(found: Iterable[TupleRow]) -> dict[tuple[str, str], WriterAdvance | None]:
     settled: dict[tuple[str, str], WriterAdvance | None] = {}
-    for stream, writer, epoch, prev, id_, facts, empty, unseen, skipped, position, claimed in advances or ():
-        if abs(position) < abs(claimed):
-            raise ChainBroken(f"{writer} of stream {stream} at {claimed}", f"{writer} at {position}")
+    for stream, writer, epoch, prev, id_, facts, empty, unseen, skipped, claimed, stands, _ in found:
+        if claimed in (id_, stands):
+            continue
+        if abs(stands) < abs(claimed):
+            raise ChainBroken(f"{writer} of stream {stream} at {claimed}", f"{writer} at {stands}")
         cut = WriterAdvance(writer, epoch, prev, id_, facts, empty, unseen, skipped, 0)
         settled[stream, writer] = cut if abs(id_) > abs(prev) else None
     return settled
 
 
-def standing(writers: Cursor[TupleRow] | None) -> dict[tuple[str, str], int]:
-    return {(stream, writer): position for stream, writer, position in writers or ()}
+def standing(found: Iterable[TupleRow]) -> dict[tuple[str, str], int]:
+    return {
+        (stream, writer): stands
+        for stream, writer, *_, stands, position in found
+        if position is not None and abs(stands) > abs(position)
+    }

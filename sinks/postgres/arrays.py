@@ -1,5 +1,5 @@
-"""A column as a parameter: one array, in the form that costs both sides least. Of a list psycopg would adapt each element
-by itself.
+"""A column as a parameter: one array, in the form that costs both sides least. Of a list psycopg would adapt each
+element by itself.
 
 Numbers and bytes go in Postgres's binary form: text of them is two to four times as long, and is parsed. Text goes as
 text. The statement casts each array (`%s::bigint[]`).

@@ -6,12 +6,11 @@ There is no index by writer, which would cost more than that: `stream_positions.
 newest advance, and each advance that of the one before it, so that a chain is read without its neighbours.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta
 from typing import Literal, LiteralString
 
-from tidemark.sinks.port import Batch
 from tidemark.sinks.postgres.database import execute
 from tidemark.streaming.effects import LateCompletion, WriterAdvance
 from tidemark.streaming.postgres_session import Connection
@@ -46,13 +45,9 @@ class PastLate:
     time: int
 
 
-def places(batch: Batch) -> Iterator[tuple[str, WriterAdvance, int, int]]:
-    """Stream, advance, line after it and place of each advance."""
-    number = 0
-    for shard, stream in batch.streams():
-        for advance in stream.advances:
-            yield stream.stream, advance, stream.linear, shard.now * _PARTS + number // TOGETHER % _PARTS
-            number += 1
+def place(now: int, number: int) -> int:
+    """Of the advance with that `number` in its batch, of which `now` is the time."""
+    return now * _PARTS + number // TOGETHER % _PARTS
 
 
 _CHAINS: LiteralString = """

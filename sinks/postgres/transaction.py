@@ -14,7 +14,7 @@ from psycopg.rows import TupleRow
 from psycopg.types.json import Jsonb
 
 from tidemark.sinks.port import Batch, Committed
-from tidemark.sinks.postgres.advances import settled, standing, write_advances, write_writers
+from tidemark.sinks.postgres.advances import settled, standing, write_positions
 from tidemark.sinks.postgres.database import execute
 from tidemark.sinks.postgres.lease import session_name
 from tidemark.sinks.postgres.recalls import add_recalls
@@ -66,8 +66,7 @@ def apply(connection: Connection, batch: Batch) -> Committed:
         if _applied_before(connection, batch):
             return Committed(repeated=True)
         _write_streams(connection, batch)
-        advances = write_advances(connection, batch)
-        writers = write_writers(connection, batch)
+        positions = write_positions(connection, batch)
         _write_line_moves(connection, batch)
         _write_gaps(connection, batch)
         late = _write_late(connection, batch)
@@ -76,7 +75,8 @@ def apply(connection: Connection, batch: Batch) -> Committed:
         keep_unsent(connection, batch)
         _write_recalls(connection, batch)
         _write_progress(connection, batch)
-        return Committed(settled=settled(advances), positions=standing(writers), late=_numbers(late))
+        found = positions.fetchall() if positions else []
+        return Committed(settled=settled(found), positions=standing(found), late=_numbers(late))
 
 
 def _applied_before(connection: Connection, batch: Batch) -> bool:

@@ -161,6 +161,23 @@ def test_writer_that_rejoins_lower_stays(store: Postgres, sql: psycopg.Connectio
     assert rows(sql, "select position, epoch from tidemark.stream_positions") == [(-100, 2)]
 
 
+def test_writer_that_stands_beyond_is_told_with_where(store: Postgres, sql: psycopg.Connection, token: int) -> None:
+    """Also where nothing of it was written; the others of its stream come out as the batch says."""
+    store.apply(batch(1, stream("s", advance("w", 0, 9)), token=token))
+    told = [WriterRow(name, 1, id_, retired=False) for name, id_ in (("v", 3), ("w", 5))]
+    committed = store.apply(batch(2, stream("s", advance("v", 0, 3), writers=told), token=token))
+    assert (committed.settled, committed.positions) == ({}, {("s", "w"): 9})
+    assert positions(sql) == {("s", "v"): 3, ("s", "w"): 9}
+    assert history(sql, "writer, prev, id") == [("v", 0, 3), ("w", 0, 9)]
+
+
+def test_advance_without_its_writer_is_kept(store: Postgres, sql: psycopg.Connection, token: int) -> None:
+    """No batch has one; should there be one, it is in the history, and nothing stands where nobody said so."""
+    store.apply(batch(1, stream("s", advance("w", 0, 9), advance("v", 0, 3), writers=[]), token=token))
+    assert history(sql, "writer, prev, id") == [("v", 0, 3), ("w", 0, 9)]
+    assert positions(sql) == {}
+
+
 def test_batch_that_leaves_a_hole_is_refused(store: Postgres, sql: psycopg.Connection, token: int) -> None:
     """Rule 3: an advance that begins beyond what Postgres holds stops the pipeline, and nothing is kept."""
     store.apply(batch(1, stream("s", advance("w", 0, 5)), token=token))
