@@ -158,7 +158,7 @@ class Intervals:
     def unpack(cls, packed: bytes) -> Self:
         if not packed:
             return cls(_NONE, _NONE)
-        steps = np.frombuffer(packed, f"<u{packed[0]}", offset=9)
+        steps = np.frombuffer(packed, f"<u{packed[0]}", offset=9).astype(np.int64)  # of uint64 numpy would make floats
         bounds = np.zeros(len(steps) + 1, np.int64)
         np.cumsum(steps, out=bounds[1:])
         bounds += last_of(packed) - bounds[-1]

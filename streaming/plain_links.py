@@ -80,13 +80,14 @@ class Links:
         directions = np.array([it.direction for it in stored])
         unknown = directions[owners] == Direction.UNKNOWN
         directions[owners[unknown]] = rows["direction"][unknown]
-        # Whatever does not continue its writer's chain makes its stream none that is plain.
-        begins = np.concatenate(([0], ends[:-1]))
+        # Whatever does not continue its writer's chain, as it came, makes its stream none that is plain.
+        begins, offsets = np.concatenate(([0], ends[:-1])), rows["first_offset"]
         first = np.concatenate(([True], writers[1:] != writers[:-1]))
         begins[first] = positions[writers[first]]
         epochs = np.array([it.epoch for of in stored for it in of.writers])
         good = (rows["start"] == begins) & (rows["epoch"] == epochs[writers])
         good &= rows["direction"] == directions[owners]
+        good &= first | (offsets >= np.concatenate(([0], offsets[:-1])))
         befores = np.maximum(np.maximum.reduceat(positions, firsts), [beside(it) for it in stored])
         positions[writers] = ends  # the last of each counts
         floors = np.maximum(np.minimum.reduceat(positions, firsts), [it.line for it in stored])

@@ -199,6 +199,17 @@ def test_when_a_writer_was_seen_last_is_no_later_than_the_batch() -> None:
         assert twins.send(rdata("a", twins.shard.stream().line.position + 1, position, 1))
 
 
+def test_runs_that_came_in_another_order_are_not_plain() -> None:
+    """Though they are one chain in the end: what waited meanwhile may have found no room."""
+    twins = Twins(Bounds(pending=1))
+    twins.send(join("a", 0))
+    for records in ([2, 1], [6, 8, 5, 7]):
+        before, batch = twins.plain, sent([rdata("a", id, id - 1, 1) for id in records], 10 * max(records))
+        twins.feed(batch, runs=False)
+        assert twins.plain == before
+        twins.feed(sent([rdata("a", 3, 2, 1), rdata("a", 4, 3, 1)], 50), runs=False)
+
+
 def test_what_a_writer_says_of_its_transactions_stays() -> None:
     """Until it says otherwise."""
     twins = two_writers()
