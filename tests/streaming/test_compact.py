@@ -152,7 +152,7 @@ def test_a_task_that_holds_too_many_facts_says_how_far_it_came(log: list[Message
         left = left[len(taken) :]
         assert taken
         assert done.cut == bool(left)
-        before = taken[:-batch_size]
+        before = taken[: (len(taken) - 1) // batch_size * batch_size]  # the last may be a part of one
         assert sum(facts(packet) for _, packet in packets(before)) < len(before) + most
         whole.feed_packets(packed(map(as_taken, taken)))
     assert cut.states == whole.states
