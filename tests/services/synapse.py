@@ -28,6 +28,7 @@ from tidemark.app.stack.server import LOOPBACK, ServerProcess, free_port, listen
 PACKAGES = ("matrix-synapse[redis]==1.163.2", "psycopg2-binary", "hiredis")
 _MODULES = Path(__file__).parent / "homeserver"
 NAME = "syn.test"
+_IN_HAND = "synapse_http_server_in_flight_requests_count"
 MAIN = "main"
 _FREE = {"per_second": 100_000, "burst_count": 100_000}
 _LIMITS = {
@@ -185,6 +186,14 @@ class Homeserver:
         """How far `events` is, as a client that syncs now is told: `s5`, or `m5~1.7`."""
         return str(self.synced(user)["next_batch"]).partition("_")[0]
 
+    def in_hand(self) -> list[str]:
+        """What the main process works on that may write, also where nobody waits for the answer any more: what it has
+        for a worker that is dead it tries again after 1, 2, 4, 8, 16 and 32 seconds."""
+        found = httpx.get(f"http://{LOOPBACK}:{self.main.port}/_synapse/metrics", timeout=self.patience)
+        counts = [line for line in found.raise_for_status().text.splitlines() if line.startswith(f"{_IN_HAND}{{")]
+        assert any('servlet="MetricsResource"' in line for line in counts), counts  # this question itself
+        return [line for line in counts if 'method="GET"' not in line and not line.endswith(" 0.0")]
+
     def device(self, user: str) -> str:
         return self._session(user)[1]
 
@@ -237,7 +246,8 @@ class Homeserver:
         handlers = {"file": {"class": "logging.StreamHandler", "formatter": "plain"}}
         formats = {"plain": {"format": "%(asctime)s %(levelname)s %(name)s %(message)s"}}
         root = {"level": "WARNING", "handlers": ["file"]}
-        self._write("log", {"version": 1, "formatters": formats, "handlers": handlers, "root": root})
+        log = {"version": 1, "disable_existing_loggers": False, "formatters": formats, "handlers": handlers}
+        self._write("log", {**log, "root": root})
 
     def _shared(self, at: Mapping[str, Any]) -> dict[str, object]:
         login = {key: at[key] for key in ("user", "password", "host", "port", "dbname") if at.get(key)}
@@ -259,8 +269,12 @@ class Homeserver:
             "presence": {"enabled": True},
             "database": {"name": "psycopg2", "args": {**login, "cp_min": 1, "cp_max": 4}},
             "redis": {"enabled": True, "host": LOOPBACK, "port": self._redis_port},
+            "enable_metrics": True,
             "modules": [{"module": f"tidemark_modules.{name}"} for name in ("Backfill", "Signatures")],
-            "listeners": [_listener(self.main.port, "client"), _listener(self.replication_port, "replication")],
+            "listeners": [
+                _listener(self.main.port, "client", "metrics"),
+                _listener(self.replication_port, "replication"),
+            ],
             "instance_map": {"main": {"host": LOOPBACK, "port": self.replication_port}, **workers},
             "stream_writers": {stream: [*names] for stream, names in self._writers.items()},
             **_LIMITS,

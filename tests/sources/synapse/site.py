@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 
 import httpx
 import psycopg
+import redis
 from confluent_kafka import Consumer, TopicPartition
 from psycopg.conninfo import make_conninfo
 
 from tests.fix_redis import Node
 from tests.fix_synapse import READER, BridgeProcess
-from tests.services.synapse import Homeserver
+from tests.services.synapse import NAME, Homeserver
 from tests.sinks.reader.given import Pipeline
 from tests.sources.relay.world import Core
 from tests.waiting import eventually
@@ -189,11 +190,13 @@ class SynapseSite:
 
 @contextmanager
 def made_site(
-    server: Homeserver, home: Home, kafka: KafkaServer, topic: str, database: str, redis: Node, pipeline: Pipeline
+    server: Homeserver, home: Home, kafka: KafkaServer, topic: str, database: str, channel: Node, pipeline: Pipeline
 ) -> Iterator[SynapseSite]:
     """`database` is where bridges remember; what they tell goes to the sinks of `pipeline`."""
     for process in [server.main, *server.workers.values()]:
         process.start()  # a test that failed may have left it dead
+    # What a test has sent to a worker that it killed may take IDs in the middle of the next one.
+    eventually(lambda: not server.in_hand(), 90, lambda: f"the main process has in hand: {server.in_hand()}")
     connection = KafkaConnection(kafka.bootstrap_servers)
     Topics(connection).create_missing([TopicPlan(topic, 1, 3_600_000)])
     with state_session(database) as session:
@@ -203,7 +206,7 @@ def made_site(
         "TIDEMARK_KAFKA_FACTS_TOPIC": topic,
         "TIDEMARK_POSTGRES_DSN": database,
         "TIDEMARK_SYNAPSE_DSN": make_conninfo(server.dsn, user=READER, password=READER),
-        "TIDEMARK_SYNAPSE_REDIS_URL": redis.url,
+        "TIDEMARK_SYNAPSE_REDIS_URL": channel.url,
     }
     follower = Follower(connection, topic, lambda effects: pipeline.publish(*effects))
     with psycopg.connect(server.dsn, autocommit=True) as sql:
@@ -214,6 +217,28 @@ def made_site(
             for bridge in made.bridges:
                 bridge.kill()
             follower.close()
+
+
+@contextmanager
+def overheard(url: str) -> Iterator[list[str]]:
+    """The lines that Synapse's processes send each other meanwhile, as they come."""
+    lines, ended = list[str](), threading.Event()
+    with redis.Redis.from_url(url) as client, client.pubsub() as heard:
+        heard.subscribe(NAME)
+        assert heard.get_message(timeout=60)  # confirmed
+
+        def run() -> None:
+            while not ended.is_set():
+                if message := heard.get_message(timeout=0.1):
+                    lines.append(message["data"].decode())
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield lines
+        finally:
+            ended.set()
+            thread.join(60)
 
 
 @contextmanager

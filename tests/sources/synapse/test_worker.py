@@ -1,18 +1,14 @@
 """A real worker of Synapse that hears of the others by Tidemark alone, and rows as Synapse itself sends them."""
 
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import redis
-
 from tests.fix_redis import Node
 from tests.services.synapse import MAIN, NAME
-from tests.sources.synapse.site import SynapseSite
+from tests.sources.synapse.site import SynapseSite, overheard
 from tests.sources.synapse.traffic import KINDS, act
 from tests.waiting import eventually
 from tidemark.app.stack.home import Home
@@ -28,48 +24,27 @@ Rows = dict[tuple[str, int], list[Any]]
 """By stream and ID (a magnitude)."""
 
 
-@contextmanager
-def overheard(url: str) -> Iterator[Rows]:
-    """The rows that Synapse's own workers send each other meanwhile."""
+def rows(said: Iterable[tuple[str, str, int | None, str | bytes]]) -> Rows:
+    """Of what writers said: stream, writer, ID (None: more rows of the same fact follow) and row."""
     found: Rows = {}
     begun: dict[tuple[str, str], list[Any]] = {}
-    ended = threading.Event()
-    with redis.Redis.from_url(url) as client, client.pubsub() as heard:
-        heard.subscribe(NAME)
-        assert heard.get_message(timeout=60)
+    for stream, writer, id, row in said:
+        begun.setdefault((stream, writer), []).append(json.loads(row))
+        if id is not None:
+            found[stream, id] = begun.pop((stream, writer))
+    return found
 
-        def run() -> None:
-            while not ended.is_set():
-                message = heard.get_message(timeout=0.1)
-                if message and message["data"].startswith(b"RDATA "):
-                    command = parse(message["data"])
-                    assert isinstance(command, RdataCommand)
-                    rows = begun.setdefault((command.stream, command.writer), [])
-                    rows.append(json.loads(command.row))
-                    if command.id is not None:
-                        found[command.stream, command.id] = begun.pop((command.stream, command.writer))
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        try:
-            yield found
-        finally:
-            ended.set()
-            thread.join(60)
+def sent(lines: Iterable[str]) -> Rows:
+    """The rows that Synapse's own workers have sent each other."""
+    commands = [parse(line.encode()) for line in lines if line.startswith("RDATA ")]
+    return rows((it.stream, it.writer, it.id, it.row) for it in commands if isinstance(it, RdataCommand))
 
 
 def told(site: SynapseSite) -> Rows:
     """The rows that the bridge has sent."""
-    found: Rows = {}
-    begun: dict[tuple[str, str], list[Any]] = {}
-    for value in site.follower.values:
-        record = records.decode(value)
-        if isinstance(record, Rdata):
-            rows = begun.setdefault((record.stream, record.writer), [])
-            rows.append(json.loads(bytes(record.row)))
-            if isinstance(record.id, int):
-                found[record.stream, abs(record.id)] = begun.pop((record.stream, record.writer))
-    return found
+    found = [record for value in site.follower.values if isinstance(record := records.decode(value), Rdata)]
+    return rows((it.stream, it.writer, abs(it.id) if isinstance(it.id, int) else None, bytes(it.row)) for it in found)
 
 
 def by_text(rows: list[Any]) -> list[str]:
@@ -103,7 +78,7 @@ def test_worker_hears_by_tidemark_what_it_hears_by_its_own(
     sidecar = SidecarProcess(Home(tmp_path), int(variables["TIDEMARK_SIDECAR_PORT"]), variables)
     try:
         sidecar.start()
-        with overheard(synapse_redis.url) as sent, server.listener("listener", urlsplit(redis_url).port or 0, port):
+        with overheard(synapse_redis.url) as lines, server.listener("listener", urlsplit(redis_url).port or 0, port):
             since = server.synced("alice", at="listener")["next_batch"]
             for number in range(KINDS):
                 act(site, rooms, number, [MAIN])
@@ -136,9 +111,9 @@ def test_worker_hears_by_tidemark_what_it_hears_by_its_own(
     finally:
         sidecar.stop()
     assert "ERROR" not in problems, problems
-    mine = told(site)
-    assert {stream for stream, _ in sent} >= {*STREAMS}
-    for at, rows in sent.items():
+    theirs, mine = sent(lines), told(site)
+    assert {stream for stream, _ in theirs} >= {*STREAMS}
+    for at, their_rows in theirs.items():
         if at in mine:
-            assert by_text(mine[at]) == by_text(rows), at
+            assert by_text(mine[at]) == by_text(their_rows), at
     assert {stream for stream, _ in mine} == {*STREAMS}
