@@ -75,6 +75,8 @@ def _sizes(plan: Any, *names: str) -> Callable[[Callable[..., None]], Callable[.
     return add
 
 
+_PACED = ("warm_seconds", "paced_seconds")
+
 _against = click.option(
     "--against",
     multiple=True,
@@ -84,7 +86,7 @@ _against = click.option(
 
 
 @main.command()
-@_sizes(race.THROUGHPUT, "records", "batch", "warm_batches", "rounds")
+@_sizes(race.THROUGHPUT, "records", "batch", "warm_batches", "rounds", *_PACED)
 @_against
 def races(**sizes: Any) -> None:
     """`throughput`, `streams` and `runs`, one after the other."""
@@ -100,7 +102,7 @@ def _races(site: BenchSite, records: int, **sizes: Any) -> None:
 
 
 @main.command()
-@_sizes(race.THROUGHPUT, "records", "batch", "warm_batches", "rounds")
+@_sizes(race.THROUGHPUT, "records", "batch", "warm_batches", "rounds", *_PACED)
 @_against
 def throughput(**sizes: Any) -> None:
     """Few streams: Tidemark, its ceiling, and its alternatives."""
@@ -108,7 +110,7 @@ def throughput(**sizes: Any) -> None:
 
 
 @main.command()
-@_sizes(race.STREAMS, "records", "batch", "warm_batches", "rounds", "partitions")
+@_sizes(race.STREAMS, "records", "batch", "warm_batches", "rounds", "partitions", *_PACED)
 @_against
 def streams(**sizes: Any) -> None:
     """10 000 streams: Tidemark, its ceiling, and its alternatives on the JVM."""
@@ -116,7 +118,7 @@ def streams(**sizes: Any) -> None:
 
 
 @main.command("runs")
-@_sizes(runs.RunsPlan(), "facts", "batch", "warm_batches", "rounds")
+@_sizes(runs.RunsPlan(), "facts", "batch", "warm_batches", "rounds", *_PACED)
 @_against
 def runs_(**sizes: Any) -> None:
     """Facts one to a Kafka record, and many: Tidemark and its alternatives on the JVM."""

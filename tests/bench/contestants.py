@@ -39,6 +39,7 @@ class RacePlan:
     """`wanted`: competitor -> how many times its rate Tidemark should reach, None where nothing is wanted; of
     `against`, unless it is empty, are those that take part. The first `warm_batches` batches of a JVM do not count, or
     as many records; of another consumer loop, which has nothing to warm up but its buffers, the first 100 000 records.
+    `warm_seconds` and `paced_seconds` are of `pace`; with 0 of the latter it measures nothing.
     """
 
     shape: Shape
@@ -49,6 +50,8 @@ class RacePlan:
     warm_batches: int = 3
     partitions: int = 4
     rounds: int = 3
+    warm_seconds: float = 16.0
+    paced_seconds: float = 10.0
     against: tuple[str, ...] = ()
 
     def limits(self, name: str, total: int) -> RateLimits:
@@ -94,23 +97,24 @@ class Contestants:
     def turn(self, name: str, plan: RacePlan, loaded: Loaded) -> Turn:
         if name == WHOLE:
             return whole(self._site, plan, loaded)
+        task = self.task(name, loaded, plan.batch, plan.limits(name, loaded.records))
+        return measure(name, self.command(name), task, loaded.positions())
+
+    def command(self, name: str) -> list[str]:
+        """Of a competitor, without its task."""
         if name in jvm.PROGRAMS:
             assert self._programs is not None
-            command = self._programs.command(name)
-        else:
-            command = [sys.executable, "-m", "tests.bench.competitors", name]
-        shape = loaded.play.shape
-        truth = {shape.stream(number): loaded.play.positions(number) for number in range(shape.streams)}
-        return measure(name, command, self._task(name, plan, loaded), truth)
+            return self._programs.command(name)
+        return [sys.executable, "-m", "tests.bench.competitors", name]
 
-    def _task(self, name: str, plan: RacePlan, loaded: Loaded) -> Task:
+    def task(self, name: str, loaded: Loaded, batch: int, limits: RateLimits) -> Task:
         return Task(
             self._site.kafka.bootstrap_servers,
             loaded.name,
             loaded.partitions,
             loaded.records,
-            plan.batch,
-            plan.limits(name, loaded.records),
+            batch,
+            limits,
             str(self._site.directory(name)),
             str(self._site.connector_jars),
         )
@@ -121,9 +125,8 @@ def whole(site: BenchSite, plan: RacePlan, loaded: Loaded) -> Passage:
     CPU is that of its Postgres and its Redis too.
     """
     variables = {"TIDEMARK_MAX_RECORDS_PER_BATCH": str(plan.batch)}
-    servers = [pid for pid in (site.postgres.pid, site.redis.pid) if pid is not None]
     with pipeline(site, loaded.name, loaded.partitions, variables) as running:
-        with sampled(running.pid, every=0.5, servers=servers) as samples:
+        with sampled(running.pid, every=0.5, servers=site.sinks) as samples:
             running.await_records(loaded.records, seconds=600)
         running.await_positions(loaded.play)
         found = steady(running.marks(), plan.limits(WHOLE, loaded.records))

@@ -6,7 +6,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from random import Random
 from typing import Any
 
 import click
@@ -15,7 +14,7 @@ import redis
 
 from tests.bench.site import BenchSite
 from tests.bench.table import table, verdict
-from tests.bench.topic import Sender, joined
+from tests.bench.topic import Sender, joined, paced
 from tests.bench.whole import WrongResult, pipeline
 from tests.bench.workload import Completions, Shape, WritersAtWork
 
@@ -25,7 +24,7 @@ _SHAPE = Shape(streams=4, writers=8)
 
 @dataclass(frozen=True, slots=True)
 class LatencyPlan:
-    """Transactions begin at random moments, `rate` a second on average."""
+    """Transactions begin at random moments, `rate` a second."""
 
     rate: float = 200.0
     warm_seconds: float = 30.0
@@ -111,17 +110,12 @@ def render(figures: Mapping[str, Any]) -> list[str]:
 
 
 def send(rate: float, seconds: float, play: WritersAtWork, sender: Sender, moves: MoveTimes) -> float:
-    """Transactions at random moments, `rate` a second on average; returns when the last was sent."""
-    random = Random(play.shape.seed)
-    due = time.monotonic()
-    ends = due + seconds
-    while due < ends:
-        time.sleep(max(0.0, due - time.monotonic()))
+    """Transactions at random moments, `rate` a second; returns when the last was sent."""
+    for _ in paced(round(rate * seconds), seconds, play.shape.seed):
         edges = play.step(1)
         if len(edges):
             moves.completed(edges, time.monotonic())
             sender.send(edges)
-        due += random.expovariate(rate)
     return time.monotonic()
 
 

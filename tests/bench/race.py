@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from tests.bench import pace
 from tests.bench.contestants import CEILING, DEFAULT_BATCH, NAMES, WHOLE, Contestants, Passage, RacePlan
 from tests.bench.site import BenchSite
 from tests.bench.table import mib, rate, table
@@ -39,6 +40,7 @@ STREAMS = RacePlan(
 def run(site: BenchSite, plan: RacePlan) -> dict[str, Any]:
     """Every round measures everybody once; Tidemark comes right after the ceiling."""
     contestants = Contestants(site, plan)
+    cores = pace.run(site, contestants, plan)
     loaded = fill(site.connection, site.fresh("facts"), plan.shape, records=plan.records, partitions=plan.partitions)
     click.echo(f"{loaded.records} records of {loaded.bytes / loaded.records:.0f} bytes are in Kafka", err=True)
     rates: dict[str, list[float]] = {name: [] for name in contestants.names}
@@ -65,6 +67,8 @@ def run(site: BenchSite, plan: RacePlan) -> dict[str, Any]:
         "window": plan.window,
         "rates": rates,
         "prices": prices,
+        "cores": {name: found for name, (found,) in cores.items()},
+        "paced": pace.described(plan),
         "wanted": dict(plan.wanted),
         "memory": {kind: max(passage.memory.peak(kind) for passage in passages) for kind in KINDS},
         "turn": mean(passage.batch for passage in passages),
@@ -76,7 +80,6 @@ def run(site: BenchSite, plan: RacePlan) -> dict[str, Any]:
 
 def render(figures: Mapping[str, Any]) -> list[str]:
     rates: dict[str, list[float]] = figures["rates"]
-    prices: dict[str, list[float]] = figures["prices"]
     wanted: dict[str, float | None] = figures["wanted"]
     return [
         f"{figures['records']:,} records, a fact each, of {figures['bytes']:.0f} bytes, lz4, {figures['streams']:,}"
@@ -87,13 +90,14 @@ def render(figures: Mapping[str, Any]) -> list[str]:
         " rounds' ratios.",
         "",
         *table(
-            ["what", "facts/s", "each round", "µs of a core per fact", "Tidemark is", "wanted"],
+            ["what", *columns(figures), "Tidemark is", "wanted"],
             [
-                [*contestant(name, found, prices.get(name, [])), *_against(found, rates[WHOLE], name, wanted)]
+                [NAMES[name], *cells(name, figures, figures), *_against(found, rates[WHOLE], name, wanted)]
                 for name, found in rates.items()
             ],
         ),
         "",
+        *pace.explained(figures),
         *on_jvm(figures),
         f"A batch of Tidemark follows another after {figures['turn']:.2f} s, in which the one before is published: "
         + ", ".join(f"{sink} {seconds:.2f} s" for sink, seconds in figures["sinks"].items())
@@ -105,9 +109,19 @@ def render(figures: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def contestant(name: str, rates: Sequence[float], prices: Sequence[float]) -> list[str]:
-    """The columns that each has: its name, its rates, its core time."""
-    return [NAMES[name], rate(median(rates)), ", ".join(map(rate, rates)), f"{median(prices):.2f}" if prices else ""]
+def columns(figures: Mapping[str, Any]) -> list[str]:
+    """Of what each contestant reached: its rates, its core time, and its cores at an even pace if measured."""
+    return ["facts/s", "each round", "µs of a core per fact", *([pace.HEAD] if figures.get("paced") else [])]
+
+
+def cells(name: str, row: Mapping[str, Any], figures: Mapping[str, Any]) -> list[str]:
+    """Of one contestant under `columns`; `row` is `figures`, or that part of them with its own rates."""
+    rates, prices = row["rates"][name], row["prices"].get(name)
+    found = [rate(median(rates)), ", ".join(map(rate, rates)), f"{median(prices):.2f}" if prices else ""]
+    if figures.get("paced"):
+        cores = row["cores"].get(name)
+        found.append("" if cores is None else f"{cores:.2f}")
+    return found
 
 
 def ratio(whole: Sequence[float], theirs: Sequence[float]) -> float:

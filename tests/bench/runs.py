@@ -7,9 +7,10 @@ from typing import Any
 
 import click
 
+from tests.bench import pace
 from tests.bench.competitors import jvm
-from tests.bench.contestants import WHOLE, Contestants, RacePlan
-from tests.bench.race import contestant, on_jvm, ratio
+from tests.bench.contestants import NAMES, WHOLE, Contestants, RacePlan
+from tests.bench.race import THROUGHPUT, cells, columns, on_jvm, ratio
 from tests.bench.site import BenchSite
 from tests.bench.table import rate, table
 from tests.bench.topic import fill
@@ -28,20 +29,32 @@ class RunsPlan:
     batch: int = 2_000_000
     warm_batches: int = 3
     rounds: int = 3
+    warm_seconds: float = THROUGHPUT.warm_seconds
+    paced_seconds: float = THROUGHPUT.paced_seconds
     together: tuple[int, ...] = (1, 20, 100)
     against: tuple[str, ...] = ()
 
 
 def run(site: BenchSite, plan: RunsPlan) -> dict[str, Any]:
     wanted = dict.fromkeys(jvm.PROGRAMS)
-    everybody = RacePlan(_SHAPE, wanted, 0, warm_batches=plan.warm_batches, against=plan.against)
+    everybody = RacePlan(
+        _SHAPE,
+        wanted,
+        0,
+        warm_batches=plan.warm_batches,
+        warm_seconds=plan.warm_seconds,
+        paced_seconds=plan.paced_seconds,
+        against=plan.against,
+    )
     contestants = Contestants(site, everybody)
+    cores = pace.run(site, contestants, everybody, plan.together)
     rows: list[dict[str, Any]] = []
     topics = []
-    for most in plan.together:
+    for place, most in enumerate(plan.together):
         loaded = fill(site.connection, site.fresh("runs"), _SHAPE, records=plan.facts, partitions=4, together=most)
         topics.append(loaded)
         row: dict[str, Any] = {"facts": loaded.facts / loaded.records, "bytes": loaded.bytes / loaded.facts}
+        row["cores"] = {name: found[place] for name, found in cores.items()}
         rows.append(row | {"wanted": _WANTED.get(most), "rates": _none(contestants), "prices": _none(contestants)})
     for number in range(1, plan.rounds + 1):
         for row, loaded in zip(rows, topics, strict=True):
@@ -52,7 +65,13 @@ def run(site: BenchSite, plan: RunsPlan) -> dict[str, Any]:
                 row["prices"][name].append(turn.price / row["facts"])
                 reached = f"{rate(row['rates'][name][-1])}/s, {row['prices'][name][-1]:.2f} µs of a core"
                 click.echo(f"round {number}: {row['facts']:.1f} facts a record: {name}: {reached}", err=True)
-    return {"facts": plan.facts, "rows": rows, "jvm": contestants.jvm, "skipped": contestants.skipped}
+    return {
+        "facts": plan.facts,
+        "rows": rows,
+        "paced": pace.described(everybody),
+        "jvm": contestants.jvm,
+        "skipped": contestants.skipped,
+    }
 
 
 def _none(contestants: Contestants) -> dict[str, list[float]]:
@@ -71,13 +90,15 @@ def render(figures: Mapping[str, Any]) -> list[str]:
         "",
         *table(
             [
-                *("facts a record, bytes a fact", "what", "facts/s", "each round", "µs of a core per fact"),
+                *("facts a record, bytes a fact", "what"),
+                *columns(figures),
                 *("Tidemark is", "as many as one by one", "wanted"),
             ],
             [
                 [
                     f"{row['facts']:.1f}, {row['bytes']:.0f}",
-                    *contestant(name, rates, row["prices"].get(name, [])),
+                    NAMES[name],
+                    *cells(name, row, figures),
                     f"{ratio(row['rates'][WHOLE], rates):.2f} x" if name != WHOLE else "",
                     f"{ratio(rates, single[name]):.2f} x",
                     _verdict(median(rates), row["wanted"]) if name == WHOLE else "",
@@ -87,5 +108,6 @@ def render(figures: Mapping[str, Any]) -> list[str]:
             ],
         ),
         "",
+        *pace.explained(figures, "All rows of a contestant are one process, which gets them one after the other."),
         *on_jvm(figures),
     ][:-1]

@@ -46,6 +46,11 @@ class BenchSite:
         fetch_jars(self.jars, self.java, lambda _: None, JarList(description, (_CONNECTOR,)))
         return self.jars / _CONNECTOR
 
+    @property
+    def sinks(self) -> list[int]:
+        """The processes of Postgres and Redis, by their IDs."""
+        return [pid for pid in (self.postgres.pid, self.redis.pid) if pid is not None]
+
     def fresh(self, what: str) -> str:
         """A name that was not used here before."""
         return f"{what}_{next(self._numbers)}"

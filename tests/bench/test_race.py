@@ -1,4 +1,4 @@
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -42,6 +42,18 @@ def test_a_row_has_rate_core_time_and_ratio() -> None:
     assert "`json` | 10 | 5, 10, 10 | 4.00 | 2.00 x | 3 x **missed** |" in text
     assert "no evidence | 40 | 40, 40, 40 | 0.50 | 0.50 x |  |" in text
     assert "\n\nFor want of it.\n\n" in text
+
+
+def test_what_an_even_pace_costs_is_a_column_where_it_was_measured() -> None:
+    """One who took no part has an empty cell; without the measure there is no column."""
+    figures: dict[str, Any] = {"rates": {WHOLE: [10.0], "loop-java": [40.0]}}
+    figures["prices"] = {WHOLE: [0.5], "loop-java": [0.1]}
+    assert race.columns(figures)[-1] == race.columns(figures | {"paced": {}})[-1] == "µs of a core per fact"
+    assert race.cells(WHOLE, figures, figures) == ["10", "10", "0.50"]
+    figures |= {"cores": {WHOLE: 0.456}, "paced": {"warm_seconds": 1, "seconds": 1}}
+    assert race.columns(figures)[-1] == "cores at 200/s"
+    assert race.cells(WHOLE, figures, figures) == ["10", "10", "0.50", "0.46"]
+    assert race.cells("loop-java", figures, figures) == ["40", "40", "0.10", ""]
 
 
 def test_many_facts_are_compared_with_tidemark_and_with_one_by_one() -> None:

@@ -1,14 +1,15 @@
 """Workloads in Kafka: topics made, records sent, topics filled before anything is measured."""
 
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from tests.bench.workload import Completions, Rendering, Shape, WritersAtWork
+from tests.bench.workload import Completions, Rendering, Shape, WritersAtWork, moments
 from tidemark.sources.kafka import KafkaConnection
 
 _STEP = 50_000
@@ -24,6 +25,11 @@ class Loaded:
     bytes: int
     play: WritersAtWork
     facts: int
+
+    def positions(self) -> dict[str, dict[str, int]]:
+        """Of all writers, by stream, once all of the topic was read."""
+        shape = self.play.shape
+        return {shape.stream(number): self.play.positions(number) for number in range(shape.streams)}
 
 
 def create(connection: KafkaConnection, topic: str, partitions: int) -> None:
@@ -53,17 +59,18 @@ class Sender:
     def join(self) -> None:
         """Send one JOIN per writer: what stands first in a topic."""
         streams, joins = zip(*self._rendering.joins(), strict=True)
-        self._send(streams, joins)
+        self.send_records(streams, joins)
 
     def send(self, edges: Completions) -> None:
         """Returns when everything was handed to the client; `flush` waits for the broker."""
         if self._together > 1:
-            self._send(*zip(*self._rendering.runs(edges, self._together), strict=True))
+            self.send_records(*zip(*self._rendering.runs(edges, self._together), strict=True))
         else:
-            self._send(self._rendering.streams(edges), self._rendering.values(edges))
+            self.send_records(self._rendering.streams(edges), self._rendering.values(edges))
         self.facts += len(edges)
 
-    def _send(self, streams: Iterable[int], values: Iterable[bytes]) -> None:
+    def send_records(self, streams: Iterable[int], values: Iterable[bytes]) -> None:
+        """As `send`; their facts are not counted."""
         parts: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for stream, value in zip(streams, values, strict=True):
             parts[stream % self._partitions].append({"key": self._rendering.keys[stream], "value": value})
@@ -90,6 +97,15 @@ def joined(connection: KafkaConnection, topic: str, partitions: int, shape: Shap
     sender.join()
     sender.flush()
     return sender
+
+
+def paced(count: int, seconds: float, seed: int) -> Iterator[None]:
+    """Return at so many random moments, or as soon as the caller asks where that is later; end after `seconds`."""
+    began = time.monotonic()
+    for moment in moments(count, seconds, seed):
+        time.sleep(max(0.0, began + moment - time.monotonic()))
+        yield
+    time.sleep(max(0.0, began + seconds - time.monotonic()))
 
 
 def fill(

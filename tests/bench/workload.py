@@ -6,6 +6,7 @@ made and the final positions are known without an oracle.
 
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
+from random import Random
 
 import numpy as np
 import numpy.typing as npt
@@ -128,6 +129,12 @@ class WritersAtWork:
         self._open = self._open.pick(~done)
         self._due = self._due[~done]
         return completed
+
+
+def moments(count: int, seconds: float, seed: int) -> list[float]:
+    """So many random moments of a stretch of time, as seconds from its beginning, in their order."""
+    random = Random(seed)
+    return sorted(random.uniform(0, seconds) for _ in range(count))
 
 
 class Rendering:

@@ -28,7 +28,7 @@ def run(task: Task, meter: Meter) -> None:
     def count(*_: object) -> None:
         nonlocal seen
         seen += 1
-        if seen % _RECORDS_PER_MARK == 0:
+        if seen % _RECORDS_PER_MARK == 0 or seen == task.records:
             meter.note(seen, time.time())
             if meter.done:
                 app.stop()

@@ -1,7 +1,7 @@
 """What a competitor is told, what it answers, and how its process is started."""
 
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from tempfile import TemporaryFile
 
@@ -67,14 +67,21 @@ def measure(name: str, command: Sequence[str], task: Task, truth: Mapping[str, M
     streams stand once everything was read.
     """
     answer, samples = ask(name, command, task)
-    if answer.positions is not None and answer.positions != truth:
-        raise CompetitorFailed(f"{name} ends at wrong positions: {_difference(answer.positions, truth)}")
+    check(name, answer, truth)
     rate = steady(answer.marks, task.limits)
     return Turn(rate, samples.cpu(rate.began, rate.ended))
 
 
-def ask(name: str, command: Sequence[str], task: Task) -> tuple[Answer, Samples]:
-    """What the competitor `name` answers in the end, and what it took meanwhile."""
+def check(name: str, answer: Answer, truth: Mapping[str, Mapping[str, int]]) -> None:
+    """Raises `CompetitorFailed` where the competitor ends at other positions; some do not say where they end."""
+    if answer.positions is not None and answer.positions != truth:
+        raise CompetitorFailed(f"{name} ends at wrong positions: {_difference(answer.positions, truth)}")
+
+
+def ask(
+    name: str, command: Sequence[str], task: Task, meanwhile: Callable[[], None] = lambda: None
+) -> tuple[Answer, Samples]:
+    """What the competitor `name` answers in the end, and what it took; `meanwhile` is called once it has started."""
     wanted = msgspec.json.encode(task).decode()
     with (
         TemporaryFile() as errors,
@@ -84,6 +91,7 @@ def ask(name: str, command: Sequence[str], task: Task) -> tuple[Answer, Samples]
         assert process.stdout is not None
         try:
             with sampled(process.pid, _EVERY) as samples:
+                meanwhile()
                 # Libraries may say something before.
                 line = next((line for line in process.stdout if line.startswith(_ANSWER)), None)
             process.stdin.close()
