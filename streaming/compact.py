@@ -19,7 +19,6 @@ from operator import attrgetter, itemgetter
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from tidemark.streaming.decode import Decoder
@@ -171,7 +170,7 @@ def _rows(rows: Edges, segments: Ids, incarnations: list[Incarnation]) -> Iterat
     for first, stop in zip(firsts.tolist(), [*firsts[1:].tolist(), len(offsets)], strict=True):
         stream, writer, epoch = incarnations[rows.incarnations[order[first]]]
         low, high = int(offsets[first]), int(offsets[stop - 1])
-        yield BatchRows(stream, writer, epoch, _packed(offsets[first:stop] - low, "<u4"), low, high)
+        yield BatchRows(stream, writer, epoch, (offsets[first:stop] - low).astype("<u4").tobytes(), low, high)
 
 
 def _runs(edges: Edges, segments: Ids, incarnations: list[Incarnation]) -> RunColumns:
@@ -199,7 +198,3 @@ def _runs(edges: Edges, segments: Ids, incarnations: list[Incarnation]) -> RunCo
         found.kinds,
         offsets.astype("<u4"),
     )
-
-
-def _packed(array: npt.NDArray[np.generic], layout: str) -> bytes:
-    return array.astype(layout, copy=False).tobytes()

@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tidemark.streaming.intervals import Ids, Intervals
+from tidemark.streaming.intervals import Ids, are_different
 from tidemark.streaming.runs import POSITION, RDATA, Mask
 
 _NONE: Ids = np.empty(0, np.int64)
-_DENSE = 8
-"""Where one of so many IDs is completed, a mark for each costs less than to sort them."""
 
 
 @dataclass(slots=True)
@@ -31,10 +29,16 @@ class EdgeColumns:
     """Where the edges are that are no facts."""
     _links: Ids = field(init=False)
     """Of each of those the link."""
+    _lows: Ids = field(init=False)
+    """And where what it declares to be without begins."""
 
     def __post_init__(self) -> None:
         self._others = np.flatnonzero(self.kinds != RDATA)
         self._links = np.searchsorted(self.firsts, self._others, side="right") - 1
+        prevs = self.ids[self._others - 1]
+        first = self._others == self.firsts[self._links]
+        prevs[first] = self.starts[self._links[first]]
+        self._lows = np.where(self.kinds[self._others] == POSITION, prevs, self.ids[self._others] - 1)
 
     def reach(self, lines: Ids, floors: Ids, heads: Ids) -> Mask:
         """For each stream whether its line goes to its head: all IDs beyond its floor are completed, each of them once
@@ -44,12 +48,12 @@ class EdgeColumns:
         counts = np.diff(self.begins, append=len(self.ids))
         above = self.ids > np.repeat(floors, counts)
         above[announced] = False
-        streams = np.searchsorted(self.begins, np.flatnonzero(above), side="right") - 1
-        reached: Mask = np.bincount(streams, minlength=len(lines)) == heads - floors
-        if np.any(self.ids[self.firsts] <= lines[np.searchsorted(self.begins, self.firsts, side="right") - 1]):
+        completed = np.bincount(self._streams(np.flatnonzero(above)), minlength=len(lines))
+        reached: Mask = completed == heads - floors
+        if np.any(self.ids[self.firsts] <= lines[self._streams(self.firsts)]):
             passed = self.ids <= np.repeat(lines, counts)
             passed[announced] = False
-            reached[np.searchsorted(self.begins, np.flatnonzero(passed), side="right") - 1] = False
+            reached[self._streams(np.flatnonzero(passed))] = False
         if len(self.firsts) > len(self.begins):
             reached[self._repeated(counts, announced, lines, heads)] = False
         return reached
@@ -63,9 +67,9 @@ class EdgeColumns:
         places = self.ids + np.repeat(np.cumsum(rooms) - rooms - lines, counts)
         if len(announced):
             places = np.delete(places, announced)
-        if _are_different(places):
+        if are_different(places):
             return _NONE
-        streams = np.delete(np.repeat(np.arange(len(rooms)), counts), announced)
+        streams = self._streams(np.delete(np.arange(len(self.ids)), announced))
         order = np.argsort(places, kind="stable")
         repeated: Ids = streams[order[1:][places[order[1:]] == places[order[:-1]]]]
         return repeated
@@ -74,32 +78,18 @@ class EdgeColumns:
         """By link how many facts there are, and how wide what was declared to be without is."""
         facts = np.diff(self.firsts, append=len(self.ids)) - np.bincount(self._links, minlength=len(self.firsts))
         empty = np.zeros(len(self.firsts), np.int64)
-        np.add.at(empty, self._links, self.ids[self._others] - self._lows())
+        np.add.at(empty, self._links, self.ids[self._others] - self._lows)
         return facts.tolist(), empty.tolist()
 
     def declared(self) -> list[tuple[int, int, int]]:
         """What was declared to be without facts: link, low and high, ascending; what touches is one."""
         if not len(self._others):
             return []
-        links, lows, highs = self._links, self._lows(), self.ids[self._others]
+        links, lows, highs = self._links, self._lows, self.ids[self._others]
         first = np.flatnonzero(np.concatenate(([True], (links[1:] != links[:-1]) | (lows[1:] > highs[:-1]))))
         last = np.append(first[1:], len(links)) - 1
         return list(zip(links[first].tolist(), lows[first].tolist(), highs[last].tolist(), strict=True))
 
-    def _lows(self) -> Ids:
-        """Of the edges that are no facts: what they declare to be without begins here."""
-        lows = self.ids[self._others - 1]
-        first = self._others == self.firsts[self._links]
-        lows[first] = self.starts[self._links[first]]
-        return np.where(self.kinds[self._others] == POSITION, lows, self.ids[self._others] - 1)
-
-
-def _are_different(ids: Ids) -> bool:
-    if not len(ids):
-        return True
-    low, high = int(ids.min()), int(ids.max())
-    if high - low >= _DENSE * len(ids):
-        return Intervals.from_ids(ids).width() == len(ids)
-    marks = np.zeros(high - low + 1, np.bool_)
-    marks[ids - low] = True
-    return int(np.count_nonzero(marks)) == len(ids)
+    def _streams(self, places: Ids) -> Ids:
+        """Of these edges the streams."""
+        return np.searchsorted(self.begins, places, side="right") - 1

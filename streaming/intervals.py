@@ -43,12 +43,10 @@ class Intervals:
         """From single IDs in any order, each the interval `(id - 1, id]`."""
         if not len(ids):
             return cls(_NONE, _NONE)
-        low, high = int(ids.min()) - 1, int(ids.max())
-        if high - low > _DENSE * len(ids):
+        if (marked := _marked(ids)) is None:
             ordered = np.sort(ids, kind="stable")  # mostly a few that ascend: six times as quick as the default
             return cls._merged(ordered - 1, ordered)
-        there = np.zeros(high - low + 2, np.bool_)
-        there[ids - low] = True
+        low, there = marked
         bounds = np.flatnonzero(there[1:] != there[:-1]) + low
         return cls(bounds[::2], bounds[1::2])
 
@@ -179,6 +177,25 @@ class Intervals:
 
     def __hash__(self) -> int:
         return hash(tuple(self))
+
+
+def _marked(ids: Ids) -> tuple[int, npt.NDArray[np.bool_]] | None:
+    """The ID right below the lowest, and from it to the one above the highest which are there; None where few are."""
+    low, high = int(ids.min()) - 1, int(ids.max())
+    if high - low > _DENSE * len(ids):
+        return None
+    there = np.zeros(high - low + 2, np.bool_)
+    there[ids - low] = True
+    return low, there
+
+
+def are_different(ids: Ids) -> bool:
+    """Whether none of `ids`, in any order, is there twice."""
+    if not len(ids):
+        return True
+    marked = _marked(ids)
+    found = Intervals.from_ids(ids).width() if marked is None else int(np.count_nonzero(marked[1]))
+    return found == len(ids)
 
 
 def last_of(packed: bytes) -> int:

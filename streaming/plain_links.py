@@ -12,6 +12,7 @@ from tidemark.streaming.edge_columns import EdgeColumns
 from tidemark.streaming.intervals import Ids
 from tidemark.streaming.packed import COLUMNS, Pairs
 from tidemark.streaming.packed_runs import RunColumns
+from tidemark.streaming.runs import Mask
 from tidemark.streaming.state import StoredStream, StoredTable
 
 
@@ -82,7 +83,7 @@ class Links:
         directions[owners[unknown]] = rows["direction"][unknown]
         # Whatever does not continue its writer's chain, as it came, makes its stream none that is plain.
         begins, offsets = np.concatenate(([0], ends[:-1])), rows["first_offset"]
-        first = np.concatenate(([True], writers[1:] != writers[:-1]))
+        first = _begin(writers)
         begins[first] = positions[writers[first]]
         epochs = np.array([it.epoch for of in stored for it in of.writers])
         good = (rows["start"] == begins) & (rows["epoch"] == epochs[writers])
@@ -101,10 +102,10 @@ class Links:
             return
         rows, begins = self.columns.rows[self.runs], self.columns.begins[self.runs]
         lengths = rows["stop"] - begins
-        first = np.flatnonzero(np.concatenate(([True], self.writers[1:] != self.writers[:-1])))
+        first = np.flatnonzero(_begin(self.writers))
         starts_at = np.cumsum(lengths) - lengths
         owners = self.owners[first]
-        of_stream = np.flatnonzero(np.concatenate(([True], owners[1:] != owners[:-1])))
+        of_stream = np.flatnonzero(_begin(owners))
         edges = EdgeColumns(
             *_edges(self.columns, begins.tolist(), rows["stop"].tolist()),
             rows["start"][first],
@@ -149,6 +150,11 @@ class Links:
             (np.cumsum(kept) - 1)[self.owners[those]],
             *(it[kept] for it in (self.directions, self.befores, self.floors, self.heads)),
         )
+
+
+def _begin(numbers: Ids) -> Mask:
+    """Which are not the same as the one before."""
+    return np.concatenate(([True], numbers[1:] != numbers[:-1]))
 
 
 def _edges(columns: RunColumns, begins: list[int], stops: list[int]) -> tuple[Ids, npt.NDArray[np.uint8]]:

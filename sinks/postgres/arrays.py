@@ -8,7 +8,7 @@ text. The statement casts each array (`%s::bigint[]`).
 import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psycopg
@@ -32,7 +32,7 @@ def as_array(column: Sequence[Any]) -> Any:
     if kind is not bool and issubclass(kind, int):
         return _bigints(column)
     if kind is bool or kind is type(None):
-        return _literal(["null" if it is None else str(it) for it in column])
+        return _literal(column, str)
     return list(column)
 
 
@@ -64,7 +64,7 @@ def _bigints(column: Sequence[Any]) -> Any:
     try:
         numbers = array("q", column)
     except (TypeError, OverflowError):  # a null, or none that the server would take
-        return _literal(["null" if it is None else str(it) for it in column])
+        return _literal(column, str)
     if sys.byteorder == "little":
         numbers.byteswap()
     found = numbers.tobytes()
@@ -90,14 +90,14 @@ def _texts(column: Sequence[Any]) -> str:
     try:
         together = '","'.join(column)
     except TypeError:
-        return _literal(["null" if it is None else _quoted(it) for it in column])
+        return _literal(column, _quoted)
     if "\\" in together or together.count('"') > 2 * (len(column) - 1):
-        return _literal([_quoted(it) for it in column if it is not None])
+        return _literal(column, _quoted)
     return '{"' + together + '"}'
 
 
-def _literal(elements: Sequence[str]) -> str:
-    return "{" + ",".join(elements) + "}"
+def _literal(column: Sequence[Any], written: Callable[[Any], str]) -> str:
+    return "{" + ",".join(["null" if it is None else written(it) for it in column]) + "}"
 
 
 def _quoted(text: str) -> str:
