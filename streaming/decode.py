@@ -71,6 +71,7 @@ class Decoder:
         """The places of the records that are left."""
         from tidemark.streaming import scan  # noqa: PLC0415  # see FEW
 
+        self.incarnations.warm(fetched.size)
         left = np.empty(fetched.size, np.int64)
         why, first, leaving = scan.NEW, 0, 0
         while why != scan.DONE:

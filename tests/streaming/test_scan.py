@@ -227,6 +227,16 @@ def test_any_number_of_incarnations_find_room() -> None:
     assert left == [at + of for of in (0, len(streams)) for at in range(3200, 3203)]
 
 
+def test_a_table_that_is_warmed_says_what_it_said_before() -> None:
+    """As it is from the second part on, where it is large, and its records are not few beside it."""
+    streams = [f"s{at}" for at in range(1200)]
+    part = fetched([(stream.encode(), raw({**VOID, "stream": stream})) for stream in streams])
+    decoder = Decoder(Topic.FACTS)
+    assert decoder._scan(part) == decoder._scan(part) == []
+    every, ranks = decoder.incarnations.ranked()
+    assert [every[rank][0] for rank in ranks[decoder.edges().incarnations].tolist()] == streams * 2
+
+
 def test_incarnations_that_share_a_hash_are_told_apart() -> None:
     """Those that are like the wanted one but for a name or the epoch stand where a scan looks first, with its hash."""
     known, records = Incarnations(), fetched([(b"events", raw(VOID))])
