@@ -145,7 +145,7 @@ kube-test: setup ## Install the trial on the cluster of the current context, bre
 
 ##@ Measure
 .PHONY: bench
-bench: setup ## Measure Tidemark beside its alternatives, on the JVM too where Maven is, and write docs/benchmarks.md (an hour)
+bench: setup ## Measure Tidemark beside its alternatives, on the JVM too where Maven is, and write docs/benchmarks.md (an hour and a quarter)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS),bench]'
 	$(BIN)/python -m tests.bench
 

@@ -1,4 +1,4 @@
-"""The benchmark's command line. Without a subcommand it measures everything but `soak`, about an hour."""
+"""The benchmark's command line. Without a subcommand it measures everything but `soak`, about an hour and a quarter."""
 
 import sys
 from collections.abc import Callable
