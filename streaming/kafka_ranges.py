@@ -37,9 +37,9 @@ READING: Final = {
 
 PATIENCE = 60.0  # seconds for the next record
 _WAIT = 0.01  # seconds: a call waits as long for what may be no record
-_AT_ONCE = 4_000  # messages a call: each has a price of its own, and with 50 000 that of a message is half as much again
+_AT_ONCE = 4_000  # messages a call, which has a price of its own; with 50 000 that of each is half as much again
 _AT_FIRST = 50  # messages, while nobody knows how large they are
-_BYTES = 4 << 20  # a call, about
+_BYTES = 2 << 20  # a call, about
 
 _ANSWER = 1.0  # seconds for one of the brokers' answers
 _STALE = 5.0  # seconds without any: a client that has seen its brokers go knows little of those that came
