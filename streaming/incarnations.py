@@ -15,7 +15,7 @@ Incarnation = tuple[str, str, int]
 
 _SEED = secrets.randbits(62)
 _LINE = 64  # bytes of the processor's cache
-_IN_CACHE = 500  # incarnations: of as few nothing is ever driven out
+_FEW = 500  # incarnations: records have as few back by themselves before it is worth a look
 
 
 class IncarnationTable(NamedTuple):
@@ -96,7 +96,7 @@ class Incarnations:
         has driven it out; read in a row it comes at a tenth of what those pay who ask for one line after the other.
         """
         table, (count, length) = self.table, self.table.held.tolist()
-        if _IN_CACHE < count <= 4 * records:
+        if _FEW < count <= 4 * records:
             for array in (table.slots, table.hashes[:count], table.places[:count].ravel(), table.legal[:count]):
                 array[:: _LINE // array.itemsize].sum()
             table.names[:length:_LINE].sum()
