@@ -40,7 +40,7 @@ UNIT_PROCESSES = $(shell $(BIN)/python -c 'import os; print(min(os.cpu_count() +
 
 .PHONY: test-unit
 test-unit: setup ## Run the tests that need no server
-	$(BIN)/pytest -m "not server and not registry" --hypothesis-profile quick -n $(UNIT_PROCESSES) --durations 10
+	$(BIN)/pytest -m "not server and not registry and not compiles" --hypothesis-profile quick -n $(UNIT_PROCESSES) --durations 10
 
 .PHONY: test
 test: setup ## Run every test, in four processes with servers of their own

@@ -9,7 +9,7 @@ import click
 
 from tests.bench import pace
 from tests.bench.competitors import jvm
-from tests.bench.contestants import NAMES, WHOLE, Contestants, RacePlan
+from tests.bench.contestants import DEFAULT_BATCH, NAMES, WHOLE, Contestants, RacePlan
 from tests.bench.race import THROUGHPUT, cells, columns, on_jvm, ratio
 from tests.bench.site import BenchSite
 from tests.bench.table import rate, table
@@ -25,8 +25,8 @@ _SHAPE = Shape(streams=4, writers=8, slow_every=5000)  # few gaps: a backlog is 
 class RunsPlan:
     """So many facts in all and in a batch. Of `together` each is a turn of every round, for each contestant."""
 
-    facts: int = 14_000_000
-    batch: int = 2_000_000
+    facts: int = 28_000_000
+    batch: int = DEFAULT_BATCH
     warm_batches: int = 3
     rounds: int = 3
     warm_seconds: float = THROUGHPUT.warm_seconds
