@@ -17,7 +17,7 @@ from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPart
 from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows
 from pyspark.sql.types import StructType
 
-from tidemark.streaming.collection import no_collection
+from tidemark.streaming.collection import freeze, no_collection
 from tidemark.streaming.compact import compact
 from tidemark.streaming.fetched import PlannedRange
 from tidemark.streaming.kafka_ranges import Ends, Places, RangeReader
@@ -127,6 +127,7 @@ class PacketReader(DataSourceStreamReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, _Task)
         config = self._config
+        freeze()
         with no_collection(), _reader(config) as reader:
             ranges = ((wanted, reader.read(wanted)) for wanted in partition.ranges)
             yield from compact(ranges, keys=config.keys, names=config.names, most=config.most)

@@ -4,9 +4,8 @@ The functions here run in Spark's Python workers. They are found by name there, 
 `functools.partial` as plain bytes.
 """
 
-import gc
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import partial
 
 import msgspec
 import pandas as pd
@@ -16,7 +15,7 @@ from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 
 from tidemark.streaming import effects
 from tidemark.streaming.batch import advance
-from tidemark.streaming.collection import no_collection
+from tidemark.streaming.collection import freeze, no_collection
 from tidemark.streaming.model import Bounds, shard_of
 from tidemark.streaming.runs import Packet
 from tidemark.streaming.states import NONE, PackedStates, States
@@ -25,13 +24,6 @@ EFFECTS = "shard int, effects binary"
 STATE = "streams binary"
 
 _packets = msgspec.msgpack.Decoder(Packet)
-
-
-@cache
-def _freeze() -> None:
-    """Once per worker: what was imported lives for ever, so the collector need not walk it (10 ms a batch)."""
-    gc.collect()
-    gc.freeze()
 
 
 _read: dict[str, dict[int, bytes]] = {}
@@ -67,7 +59,7 @@ def advance_shard(
 ) -> Iterator[pd.DataFrame]:
     """One batch of one shard. Spark keeps the states that have changed since the query's `line` of batches began, and
     each worker the seeds, in which the others are found."""
-    _freeze()
+    freeze()
     shard = int(key[0]) % shards  # `streaming.shards`
     seed = _seeds_of(line, seeds).get(shard)
     states = States.kept(state.get[0] if state.exists else None, NONE if seed is None else PackedStates(seed))

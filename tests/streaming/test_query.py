@@ -46,7 +46,7 @@ class EmptyState:
 def test_a_worker_reads_the_seeds_of_a_line_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule 8: a batch of a few records does not read the states of a million streams again; those of another line of
     batches are others."""
-    monkeypatch.setattr(query, "_freeze", lambda: None)  # this process is no worker
+    monkeypatch.setattr(query, "freeze", lambda: None)  # this process is no worker
     reads: list[str] = []
     first, second = uuid4().hex, uuid4().hex
 
