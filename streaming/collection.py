@@ -29,6 +29,6 @@ def freeze() -> None:
 
 
 @cache
-def _freeze(modules: int) -> None:  # noqa: ARG001  # with more of them it is done again
+def _freeze(modules: int) -> None:  # with more of them it is done again
     gc.collect()
     gc.freeze()
