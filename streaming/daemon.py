@@ -5,14 +5,12 @@ second of a core to import pandas and Arrow, at the start and after every minute
 told by their environment (streaming.spark) to start no thread before the fork.
 """
 
-import gc
-
 if __name__ == "__main__":
     from pyspark import daemon, worker
 
     from tidemark.streaming import kafka_source, query
+    from tidemark.streaming.collection import freeze
 
     imported = (kafka_source, query, worker)
-    gc.collect()
-    gc.freeze()  # no worker's collector touches, and so copies, the pages that all share
+    freeze()  # no worker's collector touches, and so copies, the pages that all share
     daemon.manager()

@@ -51,9 +51,10 @@ def test_help_lists_every_command() -> None:
 def test_wrong_setting_is_told_in_one_line() -> None:
     """A wrong value ends any command with exit code 2 and one line, without a stack trace, before it loads what it
     needs."""
-    ended = _python("-c", EACH, *COMMANDS, TIDEMARK_UP_REDIS_PORT="many").stdout.splitlines()
-    for command, done in zip(COMMANDS, map(literal_eval, ended), strict=True):
-        code, said, error, loaded = done
+    done = _python("-c", EACH, *COMMANDS, TIDEMARK_UP_REDIS_PORT="many")
+    assert (done.returncode, done.stderr) == (0, "")
+    ended = map(literal_eval, done.stdout.splitlines())
+    for command, (code, said, error, loaded) in zip(COMMANDS, ended, strict=True):
         assert (command, code, said, loaded) == (command, 2, "", set())
         assert error.startswith("Error: TIDEMARK_UP_REDIS_PORT: 'many' is not allowed")
         assert error.count("\n") == 1

@@ -1,7 +1,6 @@
 """What Python's garbage collector looks at in a worker."""
 
-import subprocess
-import sys
+from tests.programs import printed
 
 
 def test_a_collection_after_a_task_passes_over_what_is_loaded_by_then() -> None:
@@ -16,8 +15,7 @@ loaded = len(gc.get_objects())
 freeze()
 print(settled, loaded, len(gc.get_objects()))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    settled, loaded, frozen = map(int, done.stdout.split())
+    settled, loaded, frozen = map(int, printed(program))
     assert loaded > 10_000 + settled
     assert frozen < 1_000
 
@@ -33,5 +31,4 @@ for _ in range(9):
     freeze()
 print(gc.get_stats()[2]["collections"] - before)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == "0\n"
+    assert printed(program) == ["0"]

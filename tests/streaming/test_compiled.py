@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 from numba.core.registry import cpu_target
 
+from tests.programs import printed
 from tidemark.streaming import compiled as module
 from tidemark.streaming.compiled import CodeFiles, compiled, places
 from tidemark.streaming.executors import package
@@ -155,7 +156,7 @@ def test_nobody_needs_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_is_compiled_whatever_numba_is_told() -> None:
     """Numbers of numpy's own overflow in Python, and every record would be left, at a hundred times the price."""
-    done = _run("from tidemark.streaming import scan; print(type(scan.scan).__name__)", {"NUMBA_DISABLE_JIT": "1"})
+    done = printed("from tidemark.streaming import scan; print(type(scan.scan).__name__)", NUMBA_DISABLE_JIT="1")
     assert done == ["CPUDispatcher"]
 
 
@@ -168,14 +169,8 @@ def test_executors_find_what_the_installation_compiled(tmp_path: Path) -> None:
         "print(scan.__file__.split('/')[-4], sum(scan.scan.stats.cache_hits.values()))"
     )
     archive = str(package(tmp_path))
-    outcomes = [_run(program, {"TIDEMARK_HOME": str(tmp_path / "home")}, archive) for _ in range(2)]
+    outcomes = [printed(program, archive, TIDEMARK_HOME=str(tmp_path / "home")) for _ in range(2)]
     assert outcomes[1] == ["tidemark.zip", "1"]
-
-
-def _run(program: str, told: dict[str, str], *arguments: str) -> list[str]:
-    command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, env={**os.environ, **told}, capture_output=True, text=True, check=True, timeout=60)
-    return done.stdout.split()
 
 
 def test_who_has_few_records_loads_no_compiler() -> None:

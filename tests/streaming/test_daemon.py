@@ -14,6 +14,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StringType, StructField, StructType
 
+from tests.programs import printed
 from tidemark.streaming.spark import LOCAL, SparkSettings, configuration, without_archives
 
 _FOR_PYTHON = "spark.executorEnv."
@@ -26,9 +27,7 @@ def test_nothing_that_is_imported_before_the_fork_starts_a_thread() -> None:
         "import psutil; from pyspark import daemon, worker; from tidemark.streaming import kafka_source, query;"
         "print(psutil.Process().num_threads())"
     )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env={**os.environ, **told}, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == ["1"]
+    assert printed(program, **told) == ["1"]
 
 
 def test_workers_begin_with_what_they_need(spark: SparkSession) -> None:
