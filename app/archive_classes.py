@@ -39,8 +39,8 @@ class _Made(PacketReader):
         return {topic: {number: at + 1 for number, at in of.items()} for topic, of in start.items()}
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        ranges = [(it, iter(())) for it in partition.ranges]  # type: ignore[attr-defined]
-        return compact(ranges, keys=_KEYS, names=self._config.names, most=MOST_FACTS)
+        ranges = partition.ranges  # type: ignore[attr-defined]
+        return compact([(ranges, ())], keys=_KEYS, names=self._config.names, most=MOST_FACTS)
 
 
 class _MadeUp(PacketSource):

@@ -1,9 +1,9 @@
 """Compaction: from Kafka's records to packets of runs, rows and markers by shard. Runs in Spark's Python workers.
 
-A task reads offset ranges of one Kafka partition, or of several one after another. The records are decoded a thousand
-or so at a time (`streaming.decode`), then linked and packed when a range is at its end: about 13 bytes leave for a
-record of 140 (docs/design.md 5). Loops here are over runs, markers and incarnations; over records go only the decoder
-and numpy. The same records give the same packets, byte for byte, so a task may be run again.
+A task reads offset ranges of Kafka's partitions, some together and some one after another. The records are decoded a
+thousand or so at a time (`streaming.decode`), then linked and packed when a range is at its end: about 13 bytes leave
+for a record of 140 (docs/design.md 5). Loops here are over runs, markers and incarnations; over records go only the
+decoder and numpy. The same records give the same packets, byte for byte, so a task may be run again.
 
 JOIN and RETIRE records cut the records of their stream into *segments*, and no run crosses a cut
 (docs/decisions/0001-segments.md). A run also ends where the 32 bits for its offsets do not reach.
@@ -45,26 +45,32 @@ _BYTES = 1 << 20  # that are handed to the JVM together
 _encoder = msgspec.msgpack.Encoder()
 
 
+RangesRead = tuple[Sequence[PlannedRange], Iterable[tuple[PlannedRange, Fetched]]]
+"""Ranges that are read together, and their records as they come."""
+
+
 def compact(
-    ranges: Iterable[tuple[PlannedRange, Iterator[Fetched]]], *, keys: Sequence[int], names: dict[Topic, str], most: int
+    read: Iterable[RangesRead], *, keys: Sequence[int], names: dict[Topic, str], most: int
 ) -> Iterator[pa.RecordBatch]:
     """Rows, a packet each, for each range and shard that has anything to say; each range speaks at least once, and says
     how far it was read. That is to its end, but where the task held `most` facts more than records, or still more.
     `keys` are those of the shards (`streaming.shards`).
     """
     held = 0  # facts beside one for each record
-    for wanted, records in ranges:
-        columns = Decoder(wanted.topic)
+    for ranges, records in read:
+        decoders = {wanted: Decoder(wanted.topic) for wanted in ranges}
         cut = False
-        for part in records:
+        for wanted, part in records:
             if cut := held >= most:
                 break
+            columns = decoders[wanted]
             before = columns.size
             columns.add(part)
             held += max(0, columns.size - before - part.size)
-        columns.next_offset = max(columns.next_offset, wanted.start) if cut else wanted.end
-        packets = pack(names[wanted.topic], wanted.partition, columns, len(keys), cut=cut)
-        yield from _encoded((keys[shard], packet) for shard, packet in packets)
+        for wanted, columns in decoders.items():
+            columns.next_offset = max(columns.next_offset, wanted.start) if cut else wanted.end
+            packets = pack(names[wanted.topic], wanted.partition, columns, len(keys), cut=cut)
+            yield from _encoded((keys[shard], packet) for shard, packet in packets)
 
 
 def _encoded(packets: Iterable[tuple[int, Packet]]) -> Iterator[pa.RecordBatch]:

@@ -5,7 +5,7 @@ once and in order, and what is not to be had any more raises. After an error a r
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -47,11 +47,14 @@ _STALE = 5.0  # seconds without any: a client that has seen its brokers go knows
 Places = dict[str, dict[int, int]]
 """An offset of each partition, by topic."""
 
+_At = dict[PlannedRange, int]
+"""The offset from which on a range may have more records."""
+
 
 class RangeReader:
-    """A consumer for one range after the other. `names` are those of the topics. For one thread.
+    """A consumer for ranges, one or some at a time. `names` are those of the topics. For one thread.
 
-    `patience`: seconds without a record after which a range that is not at its end raises `Unavailable`.
+    `patience`: seconds without a record after which ranges that are not at their end raise `Unavailable`.
     """
 
     def __init__(self, client: Mapping[str, str], names: Mapping[Topic, str], patience: float = PATIENCE) -> None:
@@ -62,22 +65,26 @@ class RangeReader:
         with self._errors.explaining():
             self._consumer = RawConsumer({**client, **READING}, self._errors)
 
-    def read(self, wanted: PlannedRange) -> Iterator[Fetched]:
-        """The records of a range. Whoever leaves off before its end parks, or reads another."""
-        name, at = self._names[wanted.topic], wanted.start
+    def read(self, wanted: Sequence[PlannedRange]) -> Iterator[tuple[PlannedRange, Fetched]]:
+        """The records of ranges of as many partitions, fetched together: those of each in order, but nothing is said of
+        the order of ranges. Whoever leaves off before their end parks, or reads others.
+        """
+        at = {it: it.start for it in wanted if it.start < it.end}
         self._errors.forget()
         with self._errors.explaining():
-            self._consumer.assign(name, wanted.partition, at)
+            self._consumer.assign((self._names[it.topic], it.partition, it.start) for it in at)
         deadline = time.monotonic() + self._patience
-        while at < wanted.end:
+        while at:
             with self._errors.explaining():
-                records, at = self._next(name, wanted, at)
-            if records is not None:
-                yield records
+                found = self._next(at)
+            yield from found
+            at = {it: offset for it, offset in at.items() if offset < it.end}
+            if found:
                 deadline = time.monotonic() + self._patience
             self._errors.raise_refusal()
-            if time.monotonic() > deadline:
-                nothing = f"nothing comes of {name}[{wanted.partition}] from {at} to {wanted.end}"
+            if at and time.monotonic() > deadline:
+                it, offset = next(iter(at.items()))
+                nothing = f"nothing comes of {self._names[it.topic]}[{it.partition}] from {offset} to {it.end}"
                 raise self._errors.explain(KafkaError(KafkaError._TIMED_OUT, nothing))
 
     def park(self) -> None:
@@ -88,21 +95,29 @@ class RangeReader:
     def close(self) -> None:
         self._consumer.close()
 
-    def _next(self, name: str, wanted: PlannedRange, at: int) -> tuple[Fetched | None, int]:
-        """The next records, if any came, and the offset from which on others may."""
-        with self._consumer.consume(min(self._most, wanted.end - at), _WAIT) as messages:
-            of_it, offsets = messages.of(name, wanted.partition), messages.offsets
-            ends = [
-                int(offsets[it])
-                for it in np.flatnonzero(messages.codes).tolist()
-                if _is_end(messages.error(it)) and of_it[it]
-            ]
-            inside = of_it & (messages.codes == 0) & (at <= offsets) & (offsets < wanted.end)
-            if not inside.any():
-                return None, max([at, *ends])
-            fetched = messages.fetched(inside)
-        self._most = max(1, min(_AT_ONCE, _BYTES * fetched.size // (len(fetched.values) + 1)))
-        return fetched, max([at, *ends, int(fetched.offsets[-1]) + 1])
+    def _next(self, at: _At) -> list[tuple[PlannedRange, Fetched]]:
+        """The next records of these ranges, if any came; moves what they are `at`."""
+        found: list[tuple[PlannedRange, Fetched]] = []
+        left = sum(it.end - offset for it, offset in at.items())
+        with self._consumer.consume(min(self._most, left), _WAIT) as messages:
+            offsets, codes = messages.offsets, messages.codes
+            failed = np.flatnonzero(codes).tolist()
+            ends = [number for number in failed if _is_end(messages.error(number))]
+            masks = messages.by_partition()
+            for it, offset in at.items():
+                mask = masks.get((self._names[it.topic], it.partition))
+                if mask is None:
+                    continue
+                at[it] = max([offset, *(int(offsets[number]) for number in ends if mask[number])])
+                inside = mask & (codes == 0) & (offset <= offsets) & (offsets < it.end)
+                if inside.any():
+                    fetched = messages.fetched(inside)
+                    at[it] = max(at[it], int(fetched.offsets[-1]) + 1)
+                    found.append((it, fetched))
+        if found:
+            size, count = (sum(of) for of in zip(*((len(it.values), it.size) for _, it in found), strict=True))
+            self._most = max(1, min(_AT_ONCE, _BYTES * count // (size + 1)))
+        return found
 
 
 def _is_end(error: KafkaError) -> bool:

@@ -129,8 +129,8 @@ class PacketReader(DataSourceStreamReader):
         config = self._config
         freeze()
         with no_collection(), _reader(config) as reader:
-            ranges = ((wanted, reader.read(wanted)) for wanted in partition.ranges)
-            yield from compact(ranges, keys=config.keys, names=config.names, most=config.most)
+            read = ((ranges, reader.read(ranges)) for ranges in together(partition.ranges))
+            yield from compact(read, keys=config.keys, names=config.names, most=config.most)
 
     def stop(self) -> None:
         if self._ends is not None:
@@ -176,8 +176,7 @@ def grown(records: int, limit: int) -> int:
 
 def tasks(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
     """The ranges spread over as many tasks as they are worth, the longest first to whoever has least."""
-    total = sum(it.end - it.start for it in ranges)
-    count = min(len(ranges), -(-total // ONE_TASK))
+    count = min(len(ranges), -(-_size(ranges) // ONE_TASK))
     found: list[list[PlannedRange]] = [[] for _ in range(count)]
     held = [0] * count
     for wanted in sorted(ranges, key=lambda it: it.start - it.end):
@@ -185,6 +184,13 @@ def tasks(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
         found[least].append(wanted)
         held[least] += wanted.end - wanted.start
     return found
+
+
+def together(ranges: list[PlannedRange]) -> list[list[PlannedRange]]:
+    """Those of a task that are fetched together. Few records are: a question to the brokers for each range would take
+    longer than all that is done with them. Of many all that was fetched behind a range's end would be in vain.
+    """
+    return [ranges] if _size(ranges) <= ONE_TASK else [[it] for it in ranges]
 
 
 # -- one consumer in each Python worker
@@ -208,6 +214,10 @@ def _reader(config: KafkaConfig) -> Iterator[RangeReader]:
         _kept.clear()
         reader.close()
         raise
+
+
+def _size(ranges: list[PlannedRange]) -> int:
+    return sum(it.end - it.start for it in ranges)
 
 
 def _count(start: Places, end: Places) -> int:

@@ -50,7 +50,7 @@ def test_all_clients_are_let_in(connection: KafkaConnection, prefix: str) -> Non
     assert not any(name.endswith(".location") for name in carried)
     assert Ends(carried).beyond({prefix: {0: 0}}) == {prefix: {0: 1}}
     reader = RangeReader(carried, {Topic.FACTS: prefix}, patience=60)
-    assert [part.values.tobytes() for part in reader.read(PlannedRange(Topic.FACTS, 0, 0, 1))] == [b"hello"]
+    assert [part.values.tobytes() for _, part in reader.read([PlannedRange(Topic.FACTS, 0, 0, 1)])] == [b"hello"]
     reader.close()
 
 
@@ -85,7 +85,7 @@ def test_a_user_who_may_use_no_group_reads(guarded_kafka: GuardedKafka, prefix: 
     ends, reader = Ends(connection.carried()), RangeReader(connection.carried(), {Topic.FACTS: prefix}, patience=60)
     assert ends.beyond({prefix: {0: 0}}) == {prefix: {0: 3}}
     for number in range(3):
-        (part,) = reader.read(PlannedRange(Topic.FACTS, 0, number, number + 1))
+        ((_, part),) = reader.read([PlannedRange(Topic.FACTS, 0, number, number + 1)])
         assert part.values.tobytes() == b"%d" % number
         reader.park()
     reader.close()
@@ -101,7 +101,7 @@ def test_a_reader_that_cannot_prove_who_it_is_says_so(connection: KafkaConnectio
         Ends(wrong, patience=60).beyond({"any": {0: 0}})
     reader = RangeReader(wrong, {Topic.FACTS: "any"}, patience=60)
     with pytest.raises(Refused, match=r"; check .*(password|secret|certificate)"):
-        list(reader.read(PlannedRange(Topic.FACTS, 0, 0, 1)))
+        list(reader.read([PlannedRange(Topic.FACTS, 0, 0, 1)]))
     reader.close()
 
 

@@ -46,7 +46,8 @@ class LoneShard:
     def feed(self, values: list[bytes]) -> int:
         """One batch; returns how many records it applied."""
         wanted = PlannedRange(Topic.FACTS, 0, self._next, self._next + len(values))
-        compacted = compact([(wanted, self._fetched(values))], keys=[0], names={Topic.FACTS: _TOPIC}, most=MOST_FACTS)
+        read = ((wanted, part) for part in self._fetched(values))
+        compacted = compact([([wanted], read)], keys=[0], names={Topic.FACTS: _TOPIC}, most=MOST_FACTS)
         packets = [_packets.decode(data) for out in compacted for data in out.column("packet").to_pylist()]
         effects = advance(0, States(self._states), packets, self._next, Bounds())
         return sum(stream.counts.get("applied", 0) for stream in effects.streams)

@@ -14,7 +14,7 @@ import pytest
 
 from tidemark.streaming import joined, state
 from tidemark.streaming.batch import advance
-from tidemark.streaming.compact import MOST_FACTS, compact
+from tidemark.streaming.compact import MOST_FACTS, RangesRead, compact
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import ShardEffects, StreamEffects
 from tidemark.streaming.fetched import Fetched, PlannedRange
@@ -206,17 +206,17 @@ def packed(records: Iterable[Taken], facts: str = FACTS, control: str = CONTROL)
     ]
 
 
-def ranges(records: Iterable[Taken], at_once: int = 10_000) -> list[tuple[PlannedRange, Iterator[Fetched]]]:
+def ranges(records: Iterable[Taken], at_once: int = 10_000) -> list[RangesRead]:
     """Of each partition one, to its last record, `at_once` of them at a time."""
     partitions: dict[tuple[Topic, int], list[Taken]] = defaultdict(list)
     for it in records:
         partitions[it[2]].append(it)
 
-    def read(of: Sequence[Taken]) -> Iterator[Fetched]:
-        return (fetched(of[at : at + at_once]) for at in range(0, len(of), at_once))
+    def read(wanted: PlannedRange, of: Sequence[Taken]) -> RangesRead:
+        return [wanted], ((wanted, fetched(of[at : at + at_once])) for at in range(0, len(of), at_once))
 
     return [
-        (PlannedRange(*place, 0, max(offset for offset, *_ in of) + 1), read(of)) for place, of in partitions.items()
+        read(PlannedRange(*place, 0, max(offset for offset, *_ in of) + 1), of) for place, of in partitions.items()
     ]
 
 

@@ -431,7 +431,7 @@ def test_an_empty_task_says_nothing() -> None:
 
 def of_range(start: int, end: int, *parts: Sequence[Message], most: int = MOST_FACTS) -> list[Packet]:
     wanted = PlannedRange(Topic.FACTS, 0, start, end)
-    twice = [(wanted, (fetched([*map(as_taken, part)]) for part in parts)) for _ in range(2)]
+    twice = [([wanted], ((wanted, fetched([*map(as_taken, part)])) for part in parts)) for _ in range(2)]
     batches = compact(twice, keys=range(SHARDS), names={Topic.FACTS: FACTS}, most=most)
     return [decoder.decode(row["packet"]) for batch in batches for row in batch.to_pylist()]
 
@@ -451,6 +451,38 @@ def test_a_range_that_a_cut_left_to_others_is_not_begun() -> None:
     read, left = of_range(100, 104, log[:3], log[3:], most=2)
     assert (read.next_offset, read.cut) == (103, True)
     assert (left.next_offset, left.cut, left.runs) == (100, True, PackedRuns())
+
+
+def test_ranges_that_come_by_turns_are_packed_as_one_after_the_other() -> None:
+    """The client hands over what is there, of one partition and then of another; packets stand by range."""
+    here, there = PlannedRange(Topic.FACTS, 0, 100, 104), PlannedRange(Topic.FACTS, 1, 100, 105)
+    log = [fetched([as_taken(it)]) for it in numbered([fact(id, id - 1) for id in range(1, 5)])]
+    in_turn = [(here, log[0]), (there, log[0]), (there, log[1]), (here, log[1]), (here, log[2]), (there, log[2])]
+    by_range = [([it], [part for part in in_turn if part[0] == it]) for it in (here, there)]
+    batches = [
+        [
+            row
+            for batch in compact(read, keys=range(SHARDS), names={Topic.FACTS: FACTS}, most=MOST_FACTS)
+            for row in batch.to_pylist()
+        ]
+        for read in ([([here, there], in_turn)], by_range)
+    ]
+    assert batches[0] == batches[1]
+    assert [decoder.decode(row["packet"]).next_offset for row in batches[0]] == [104, 105]
+
+
+def test_a_cut_leaves_each_of_the_ranges_that_are_read_together_where_it_stood() -> None:
+    """One may not even be begun."""
+    here, there, third = (PlannedRange(Topic.FACTS, partition, 100, 104) for partition in range(3))
+    run = records.FactRun(stream="events", writer="w", epoch=0, prev=1, ids=[2, 3, 4, 5], rows=[[], [], [], []])
+    log = [fetched([as_taken(it)]) for it in numbered([fact(1, 0), run, fact(6, 5)])]
+    in_turn = [(here, log[0]), (there, log[0]), (here, log[1]), (there, log[1]), (here, log[2])]
+    found = [
+        decoder.decode(row["packet"])
+        for batch in compact([([here, there, third], in_turn)], keys=range(SHARDS), names={Topic.FACTS: FACTS}, most=3)
+        for row in batch.to_pylist()
+    ]
+    assert [(it.partition, it.next_offset, it.cut) for it in found] == [(0, 102, True), (1, 101, True), (2, 100, True)]
 
 
 def test_records_of_a_fact_each_are_never_too_many() -> None:

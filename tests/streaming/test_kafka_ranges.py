@@ -16,7 +16,7 @@ from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming import librdkafka
 from tidemark.streaming.errors import Refused, Unavailable
-from tidemark.streaming.fetched import PlannedRange
+from tidemark.streaming.fetched import Fetched, PlannedRange
 from tidemark.streaming.kafka_ranges import Ends, RangeReader
 from tidemark.streaming.records import Topic
 
@@ -78,13 +78,15 @@ def reader(log: Log) -> Iterator[RangeReader]:
     reader.close()
 
 
+def values(part: Fetched) -> list[bytes]:
+    return [value for _, value in contents(part)]
+
+
 def numbers(reader: RangeReader, start: int, end: int, partition: int = 0) -> list[tuple[int, int]]:
     """Offset and number of each record of the range."""
-    found = reader.read(PlannedRange(Topic.FACTS, partition, start, end))
+    found = reader.read([PlannedRange(Topic.FACTS, partition, start, end)])
     return [
-        (int(offset), int(value))
-        for part in found
-        for offset, (_, value) in zip(part.offsets, contents(part), strict=True)
+        (int(offset), int(value)) for _, part in found for offset, value in zip(part.offsets, values(part), strict=True)
     ]
 
 
@@ -163,7 +165,7 @@ def test_many_messages_come_as_few_do(few: int, log: Log, reader: RangeReader, m
     for key, value, at in sent:
         log.plain.produce(log.name, partition=0, key=key, value=value, timestamp=at)
     assert log.plain.flush(30) == 0
-    parts = list(reader.read(PlannedRange(Topic.FACTS, 0, 10, 190)))
+    parts = [part for _, part in reader.read([PlannedRange(Topic.FACTS, 0, 10, 190)])]
     found = [(*it, at) for part in parts for it, at in zip(contents(part), part.times.tolist(), strict=True)]
     assert found == [(key or b"", value or b"", at) for key, value, at in sent[10:190]]
     assert [it for part in parts for it in part.offsets.tolist()] == [*range(10, 190)]
@@ -173,7 +175,7 @@ def test_a_reader_that_is_closed_says_so(reader: RangeReader) -> None:
     reader.close()
     reader.close()
     with pytest.raises(RuntimeError, match="closed"):
-        next(reader.read(PlannedRange(Topic.FACTS, 0, 0, 1)))
+        next(reader.read([PlannedRange(Topic.FACTS, 0, 0, 1)]))
 
 
 def test_a_setting_that_librdkafka_does_not_know_is_named() -> None:
@@ -186,7 +188,7 @@ def test_nulls_and_times_come_as_they_are(log: Log, reader: RangeReader) -> None
     log.plain.produce(log.name, partition=0, timestamp=1_234)
     log.plain.produce(log.name, partition=0, key=b"", value=b"x", timestamp=5_678)
     log.plain.flush(30)
-    parts = list(reader.read(PlannedRange(Topic.FACTS, 0, 0, 2)))
+    parts = [part for _, part in reader.read([PlannedRange(Topic.FACTS, 0, 0, 2)])]
     assert [it for part in parts for it in contents(part)] == [(b"", b""), (b"", b"x")]
     assert [time for part in parts for time in part.times.tolist()] == [1_234, 5_678]
 
@@ -207,6 +209,51 @@ def test_small_ranges_in_any_order_lose_nothing(log: Log, reader: RangeReader) -
             if start % 2:
                 reader.park()
     assert pieces == whole
+    together: list[list[tuple[int, int]]] = [[], []]
+    for start in range(0, max(ends), 3):
+        wanted = [PlannedRange(Topic.FACTS, it, min(start, end), min(start + 3, end)) for it, end in enumerate(ends)]
+        for it, part in reader.read(wanted):
+            together[it.partition] += zip(part.offsets.tolist(), map(int, values(part)), strict=True)
+        if start % 2:
+            reader.park()
+    assert together == whole
+
+
+@pytest.mark.parametrize("few", [1, 100_000])
+def test_ranges_that_are_read_together_are_exact(few: int, connection: KafkaConnection, prefix: str) -> None:
+    """Of both topics, one of which is at its end at once, one has only holes, one goes on for long behind its end, and
+    one is empty."""
+    log, control = Log(connection, prefix), Log(connection, f"{prefix}.control")
+    log.send(*range(2_000))
+    log.begin(1, 2, 3, partition=1)
+    log.abort()
+    control.send(*range(100, 110))
+    control.send(7, partition=1)
+    reader = RangeReader(connection.client(), {Topic.FACTS: log.name, Topic.CONTROL: control.name}, patience=60)
+    wanted = [
+        PlannedRange(Topic.FACTS, 0, 5, 9),
+        PlannedRange(Topic.FACTS, 1, 0, 4),
+        PlannedRange(Topic.CONTROL, 0, 3, 10),
+        PlannedRange(Topic.CONTROL, 1, 1, 1),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(librdkafka, "_FEW", few)
+        for _ in range(20):
+            found: dict[PlannedRange, list[int]] = {it: [] for it in wanted}
+            for it, part in reader.read(wanted):
+                found[it] += map(int, values(part))
+            assert found == dict(zip(wanted, [[5, 6, 7, 8], [], [*range(103, 110)], []], strict=True))
+    reader.close()
+
+
+def test_one_of_several_ranges_that_never_comes_raises(log: Log) -> None:
+    """Rule 9, whatever the others hold; it is named."""
+    log.send(0, 1)
+    log.send(0, partition=1)
+    reader = RangeReader(log.connection.client(), {Topic.FACTS: log.name}, patience=0.5)
+    with pytest.raises(Unavailable, match=rf"{log.name}\[1\] from 1 to 3"):
+        list(reader.read([PlannedRange(Topic.FACTS, 0, 0, 2), PlannedRange(Topic.FACTS, 1, 0, 3)]))
+    reader.close()
 
 
 def test_a_broker_that_is_away_is_named() -> None:

@@ -22,6 +22,7 @@ from tidemark.streaming.kafka_source import (
     bounded,
     packets,
     tasks,
+    together,
 )
 from tidemark.streaming.records import Topic
 
@@ -135,6 +136,15 @@ def test_few_records_are_one_task_and_many_are_spread() -> None:
     assert [len(task) for task in tasks(few)] == [16]
     many = [PlannedRange(Topic.FACTS, number, 0, ONE_TASK) for number in range(16)]
     assert [len(task) for task in tasks(many)] == [1] * 16
+
+
+def test_few_records_are_fetched_together_and_many_range_by_range() -> None:
+    """Each range is a question to the brokers; and where there is more, what lies behind a range comes in vain."""
+    few = [PlannedRange(Topic.FACTS, number, 0, 5) for number in range(16)]
+    assert together(few) == [few]
+    many = [PlannedRange(Topic.FACTS, number, 0, ONE_TASK) for number in range(3)]
+    assert together(many) == [[it] for it in many]
+    assert together([]) == [[]]
 
 
 def test_what_spark_keeps_of_offsets_is_the_same_text_every_time() -> None:
