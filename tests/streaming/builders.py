@@ -215,9 +215,7 @@ def ranges(records: Iterable[Taken], at_once: int = 10_000) -> list[RangesRead]:
     def read(wanted: PlannedRange, of: Sequence[Taken]) -> RangesRead:
         return [wanted], ((wanted, fetched(of[at : at + at_once])) for at in range(0, len(of), at_once))
 
-    return [
-        read(PlannedRange(*place, 0, max(offset for offset, *_ in of) + 1), of) for place, of in partitions.items()
-    ]
+    return [read(PlannedRange(*place, 0, max(offset for offset, *_ in of) + 1), of) for place, of in partitions.items()]
 
 
 def fetched(records: Sequence[Taken]) -> Fetched:
