@@ -26,6 +26,9 @@ from tidemark.streaming.records import Topic
 ONE_TASK = 20_000
 """Records of a batch that are not worth a second task, which costs Spark some milliseconds."""
 
+_SOON = 0.2  # seconds: what is expected later is left to Spark, which asks again after as long (`streaming.spark`)
+_STEP = 0.02  # seconds at least, because to ask takes a millisecond of ours and one of the broker's
+
 _OPTION = "secret"  # Spark shows no option of such a name
 
 
@@ -108,8 +111,12 @@ class PacketReader(DataSourceStreamReader):
         ends = self._ends.beyond(known)
         if not isinstance(limit, ReadMaxRows):
             return _written(ends)
-        if not self._pace.begins(_count(known, ends), time.monotonic()):
-            return start  # to Spark nothing is new; it asks again (`spark.sql.streaming.pollingDelay`)
+        while not self._pace.begins(records := _count(known, ends), time.monotonic()):
+            pause = self._pace.pause(records, time.monotonic())
+            if pause > _SOON:
+                return start  # to Spark nothing is new; it asks again
+            time.sleep(pause)
+            ends = self._ends.beyond(known)
         end = bounded(known, ends, self._records)
         if end is not ends:
             self._full = start
@@ -145,14 +152,22 @@ class Pace:
     def __init__(self, few: int, interval: float) -> None:
         self._few = few
         self._interval = interval
-        self._due = -math.inf
+        self._began = -math.inf
 
     def begins(self, records: int, now: float) -> bool:
         """Whether a batch of so many records begins `now`, by the monotonic clock."""
-        if not records or (records < self._few and now < self._due):
+        if not records or (records < self._few and now < self._began + self._interval):
             return False
-        self._due = now + self._interval
+        self._began = now
         return True
+
+    def pause(self, records: int, now: float) -> float:
+        """Seconds until one is likely to begin, where so many records wait `now` for others: these came since the last
+        one began, and more may come as fast. Infinite where none wait."""
+        if not records:
+            return math.inf
+        passed = now - self._began
+        return max(_STEP, min(self._interval - passed, (self._few - records) * passed / records))
 
 
 def bounded(start: Places, ends: Places, most: int) -> Places:

@@ -107,6 +107,47 @@ def test_few_records_wait_and_no_longer_than_the_interval(comes: list[tuple[int,
             waiting, last = 0, now
 
 
+@given(st.integers(1, FEW - 1), st.floats(0, 0.99))
+def test_the_next_question_comes_when_enough_are_likely_to_wait(records: int, part: float) -> None:
+    """As many more as came since the last batch began, and no later than the interval ends."""
+    pace = Pace(FEW, INTERVAL)
+    assert pace.begins(1, 7.0)
+    now = 7.0 + part * INTERVAL
+    assert not pace.begins(records, now)
+    pause = pace.pause(records, now)
+    assert pause >= 0.02
+    if pause > 0.02:
+        at = min(now + pause, 7.0 + INTERVAL)
+        assert now + pause <= 7.0 + INTERVAL + 1e-9
+        assert pace.begins(round(records / (now - 7.0) * (at - 7.0)) if at > now else records, now + pause + 1e-9)
+
+
+def test_where_none_wait_nothing_is_likely() -> None:
+    """Spark asks again by itself."""
+    assert Pace(FEW, INTERVAL).pause(0, 7.0) == math.inf
+
+
+class _Coming(Ends):
+    """Where each partition has a record more with every question."""
+
+    asked = 0
+
+    def beyond(self, known: Places) -> Places:
+        self.asked += 1
+        return {topic: {number: at + self.asked for number, at in of.items()} for topic, of in known.items()}
+
+
+def test_who_asks_waits_for_what_is_about_to_come() -> None:
+    """Spark would ask a fifth of a second later."""
+    reader = PacketReader(msgspec.structs.replace(CONFIG, records=99, few=FEW, interval=3600.0))
+    reader._ends = _Coming(CONFIG.client)
+    first = reader.latestOffset(reader.initialOffset(), ReadMaxRows(99))
+    reader._ends = _Coming(CONFIG.client)
+    second = reader.latestOffset(first, ReadMaxRows(99))
+    assert second["f"]["0"] - first["f"]["0"] == FEW // 3
+    assert reader._ends.asked == FEW // 3
+
+
 def test_few_records_are_left_to_the_next_question() -> None:
     """Spark is told that nothing is new, and asks again; a source that is read to its end now waits for nothing."""
     reader = PacketReader(msgspec.structs.replace(CONFIG, few=FEW, interval=3600.0))
