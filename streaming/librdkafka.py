@@ -153,8 +153,11 @@ class Messages:
         return found
 
     def error(self, at: int) -> KafkaError:
-        address = int(self._addresses[at])
-        return KafkaError(int(self.codes[at]), (_message_errstr(address) or b"").decode(errors="replace"))
+        """What one of them says, and of which partition, if it is of one."""
+        text = (_message_errstr(int(self._addresses[at])) or b"").decode(errors="replace")
+        if handle := int(self._handles[at]):
+            text = f"{_topic_name(handle).decode()}[{self._partitions[at]}]: {text}"
+        return KafkaError(int(self.codes[at]), text)
 
     def fetched(self, chosen: Mask) -> Fetched:
         """Those that were chosen, none of them an error."""
