@@ -45,7 +45,9 @@ class Listing:
         self._joining = joining
         self.recalled = False  # Postgres has told all that it knows
         self._completed = completed
-        self._seam = False  # the list has shown an entry that was handed over before: nothing was cut off behind it
+        # The list has shown a late completion that was handed over before, so it holds all that followed. An advance
+        # would not do: of a list that is filled anew, so many as have room are the newest of each writer.
+        self._seam = False
 
     def misses(self, seen: KeysFound, items: Sequence[Advance | Late | None]) -> bool:
         """Whether the list may lack evidence of what `seen` shows, so that Postgres should be asked before it is taken.
@@ -78,9 +80,7 @@ class Listing:
     def take(self, items: Iterable[Advance | Late | None]) -> Iterator[Event]:
         for item in items:
             if isinstance(item, Advance):
-                new = [*self._joining.advance(item)]
-                self._seam = self._seam or not new
-                yield from new
+                yield from self._joining.advance(item)
             elif item is not None:
                 if not (self.recalled or self._completed or self._seam):
                     yield from self._joining.lose_late(item.number - 1)

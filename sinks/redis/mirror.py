@@ -171,18 +171,18 @@ class Mirror:
             for stream, here in wanted.items()
             for writer in _lacking(held[stream], here)
         ]
-        # One more than will be written shows that there are too many.
+        # One more than will be written shows that there are too many: a list that goes on has no holes.
         history = self._postgres.advances_since(since, newest + 1)
+        late = self._postgres.late_since([(stream, held[stream].late) for stream in wanted], newest + 1)
         anew = {stream for stream in wanted if not held[stream].positions}
         anew |= {stream for (stream, _), chain in history.items() if len(chain) > newest}
+        anew |= {stream for stream, lacking in late.items() if len(lacking) > newest}
         everything = [(stream, writer, 0) for stream in anew for writer in wanted[stream].positions]
         history |= self._postgres.advances_since(everything, newest)
         chains: dict[str, list[Sequence[PastAdvance]]] = {}
         for (stream, _), chain in history.items():
             chains.setdefault(stream, []).append(chain)
-        late = self._postgres.late_since(
-            [(stream, 0 if stream in anew else held[stream].late) for stream in wanted], newest
-        )
+        late |= self._postgres.late_since([(stream, 0) for stream in anew], newest)
         return [
             (
                 "anew" if stream in anew else "mend",

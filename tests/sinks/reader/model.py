@@ -69,6 +69,7 @@ class StreamModel:
         self.shown: dict[str, int] = {}
         self.list: list[ListEntry] = []
         self.ticks = 1000
+        self._listed: set[tuple[str, tuple[str, ...]]] = set()
         self.shown_late = 0
         self.shown_line = 0
         self.skipped: list[tuple[str, ModelEdge]] = []  # facts whose completion is still to come
@@ -242,8 +243,7 @@ class StreamModel:
                 here = self.shown[fields["writer"]]
                 if abs(int(fields["id"])) <= abs(here):
                     continue
-            self.ticks += 1
-            self.list.append(ListEntry(f"{self.ticks}-0", dict(fields)))
+            self.list.append(self._listed_now(fields))
             if fields["kind"] == "POSITION":
                 self.shown[fields["writer"]] = int(fields["id"])
             else:
@@ -252,6 +252,15 @@ class StreamModel:
             if not self.writers[name].forgotten:
                 self.shown[name] = position
         self.shown_line = self.sign * self.line
+
+    def _listed_now(self, fields: Fields) -> ListEntry:
+        """A clock that went back shows a millisecond again; that the same entry comes in it again, nobody will see."""
+        while True:
+            self.ticks += 1
+            here = f"{self.ticks}-0", tuple(fields.values())
+            if here not in self._listed:
+                self._listed.add(here)
+                return ListEntry(here[0], dict(fields))
 
     def _entry(self, name: str, prev: int, id: int, edges: list[ModelEdge]) -> Fields:
         counts = {"facts": 0, "empty": 0, "unseen": 0, "skipped": 0}

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from random import Random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -296,6 +297,29 @@ class ModelReader:
             if not beyond(fact, position) and fact not in self.model.untold() and not self.excused:
                 assert fact in self.read | self.late, f"{fact} of {who} was stepped over"
         assert self.late_upto >= self.model.shown_late
+
+
+@pytest.mark.parametrize("mode", ["vector", "linear"])
+def test_of_a_list_that_was_filled_anew_old_advances_prove_nothing_of_late_completions(mode: str) -> None:
+    """It holds the newest of each kind. Whoever cannot ask Postgres hears that some of those before are lost."""
+    model = StreamModel(1)
+    model.join("a")
+    reader = ModelReader(model, mode, postgres=False)
+    for _ in range(3):
+        model.reserve("a", "fact")
+    for who, edge in model.open():
+        model.skip(who, edge, early=False)
+    model.publish()
+    reader.look()
+    for who, edge in [*model.skipped]:
+        model.come_late(who, edge)
+    model.flush(clock_back=False)
+    model.commit()
+    model.refill(1)
+    reader.look()
+    reader.check()
+    assert reader.excused
+    assert reader.late == {3}
 
 
 def test_events_join_and_hand_over_everything_once() -> None:

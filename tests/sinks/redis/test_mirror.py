@@ -73,6 +73,25 @@ def test_crash_between_commit_and_redis_is_made_good(pipeline: Pipeline, shown: 
     assert keys.get(key("s", "token")) == "m64"
 
 
+@pytest.mark.parametrize(("lost", "kept"), [(2, ["1", "2", "3", "4"]), (3, ["4", "5"])])
+def test_late_completions_that_redis_lacks_leave_no_hole(
+    pipeline: Pipeline, shown: Redis, keys: Any, monkeypatch: pytest.MonkeyPatch, lost: int, kept: list[str]
+) -> None:
+    """Rule 3: a list that goes on holds all of them; where there are too many it begins anew with the newest."""
+    monkeypatch.setattr("tidemark.sinks.redis.mirror.ENTRIES", 2)
+
+    def comes_late(id_: int) -> StreamEffects:
+        return stream("s", late=[LateCompletion("w", 1, id_ - 1, id_, 1, "skipped")], linear=9, linear_prev=9)
+
+    pipeline.publish(stream("s", advance("w", 0, 9), linear=9))
+    for id_ in (1, 2):
+        pipeline.publish(comes_late(id_))
+    for id_ in range(3, 3 + lost):
+        pipeline.commit(comes_late(id_))
+    pipeline.restarted(shown).refill()
+    assert [it["id"] for it in entries(keys) if it["kind"] == "LATE"] == kept
+
+
 def test_repeated_batch_is_shown_from_postgres(pipeline: Pipeline, shown: Redis, keys: Any) -> None:
     """Rules 2 and 4: a batch whose commit succeeded and whose publication did not is shown when it comes again."""
     late = LateCompletion("w", 1, 1, 2, 1, "skipped")
