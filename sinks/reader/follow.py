@@ -45,8 +45,8 @@ class Listing:
         self._joining = joining
         self.recalled = False  # Postgres has told all that it knows
         self._completed = completed
-        # The list has shown a late completion that was handed over before, so it holds all that followed. An advance
-        # would not do: of a list that is filled anew, so many as have room are the newest of each writer.
+        # The list has shown an entry that was handed over before: nothing was cut off behind it. One that was filled
+        # anew has advances only where it has all late completions (sinks.redis.mirror).
         self._seam = False
 
     def misses(self, seen: KeysFound, items: Sequence[Advance | Late | None]) -> bool:
@@ -80,7 +80,9 @@ class Listing:
     def take(self, items: Iterable[Advance | Late | None]) -> Iterator[Event]:
         for item in items:
             if isinstance(item, Advance):
-                yield from self._joining.advance(item)
+                new = [*self._joining.advance(item)]
+                self._seam = self._seam or not new
+                yield from new
             elif item is not None:
                 if not (self.recalled or self._completed or self._seam):
                     yield from self._joining.lose_late(item.number - 1)

@@ -182,7 +182,11 @@ class Mirror:
         chains: dict[str, list[Sequence[PastAdvance]]] = {}
         for (stream, _), chain in history.items():
             chains.setdefault(stream, []).append(chain)
-        late |= self._postgres.late_since([(stream, 0) for stream in anew], newest)
+        late |= self._postgres.late_since([(stream, 0) for stream in anew], newest + 1)
+        # To readers an advance that they know is proof that the list has all late completions since.
+        for stream in [stream for stream, found in late.items() if len(found) > newest]:
+            del late[stream][0]
+            chains.pop(stream, None)
         return [
             (
                 "anew" if stream in anew else "mend",

@@ -220,15 +220,16 @@ class StreamModel:
             self.ticks = 0
 
     def refill(self, newest: int) -> None:
-        """What Postgres holds, with the `newest` advances of each writer."""
+        """What Postgres holds, with the `newest` advances of each writer; none where late completions are left out."""
         if self.known:
             return
         chosen: list[Fields] = []
+        late = [it for _, it in self.history if it["kind"] == "LATE"]
         for name, writer in self.writers.items():
-            if not writer.forgotten:
+            if not writer.forgotten and (not newest or len(late) <= newest):
                 chosen += [it for who, it in self.history if who == name and it["kind"] == "POSITION"][-newest:]
         chosen.sort(key=lambda it: int(it["batch"]))
-        chosen += [it for _, it in self.history if it["kind"] == "LATE"][-newest:]
+        chosen += late[-newest:]
         self._show(chosen)
 
     def prune(self, count: int) -> None:

@@ -300,8 +300,8 @@ class ModelReader:
 
 
 @pytest.mark.parametrize("mode", ["vector", "linear"])
-def test_of_a_list_that_was_filled_anew_old_advances_prove_nothing_of_late_completions(mode: str) -> None:
-    """It holds the newest of each kind. Whoever cannot ask Postgres hears that some of those before are lost."""
+def test_where_a_list_that_is_filled_anew_lacks_late_completions_readers_hear_of_it(mode: str) -> None:
+    """Whoever cannot ask Postgres hears that some are lost, and is handed those that are there."""
     model = StreamModel(1)
     model.join("a")
     reader = ModelReader(model, mode, postgres=False)

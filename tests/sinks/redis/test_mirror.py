@@ -77,7 +77,8 @@ def test_crash_between_commit_and_redis_is_made_good(pipeline: Pipeline, shown: 
 def test_late_completions_that_redis_lacks_leave_no_hole(
     pipeline: Pipeline, shown: Redis, keys: Any, monkeypatch: pytest.MonkeyPatch, lost: int, kept: list[str]
 ) -> None:
-    """Rule 3: a list that goes on holds all of them; where there are too many it begins anew with the newest."""
+    """Rule 3: a list that goes on holds all of them; where there are too many it begins anew with the newest, and
+    without an advance that readers could take for the end of what they know."""
     monkeypatch.setattr("tidemark.sinks.redis.mirror.ENTRIES", 2)
 
     def comes_late(id_: int) -> StreamEffects:
@@ -90,6 +91,8 @@ def test_late_completions_that_redis_lacks_leave_no_hole(
         pipeline.commit(comes_late(id_))
     pipeline.restarted(shown).refill()
     assert [it["id"] for it in entries(keys) if it["kind"] == "LATE"] == kept
+    assert [it["id"] for it in entries(keys) if it["kind"] == "POSITION"] == (["9"] if lost == 2 else [])
+    assert keys.hgetall(key("s", "positions")) == {"w": "9"}
 
 
 def test_repeated_batch_is_shown_from_postgres(pipeline: Pipeline, shown: Redis, keys: Any) -> None:
