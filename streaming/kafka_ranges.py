@@ -71,20 +71,22 @@ class RangeReader:
         """
         at = {it: it.start for it in wanted if it.start < it.end}
         self._errors.forget()
-        with self._errors.explaining():
-            self._consumer.assign((self._names[it.topic], it.partition, it.start) for it in at)
+        self._fetch(at)
         deadline = time.monotonic() + self._patience
         while at:
             with self._errors.explaining():
-                found = self._next(at)
+                found, beyond = self._next(at)
             yield from found
             at = {it: offset for it, offset in at.items() if offset < it.end}
             if found:
                 deadline = time.monotonic() + self._patience
+            elif beyond and at:
+                self._fetch(at)  # and no more of what lies behind the others
             self._errors.raise_refusal()
             if at and time.monotonic() > deadline:
                 it, offset = next(iter(at.items()))
-                nothing = f"nothing comes of {self._names[it.topic]}[{it.partition}] from {offset} to {it.end}"
+                others = f", nor of {len(at) - 1} other ranges" if len(at) > 1 else ""
+                nothing = f"nothing comes of {self._names[it.topic]}[{it.partition}] from {offset} to {it.end}{others}"
                 raise self._errors.explain(KafkaError(KafkaError._TIMED_OUT, nothing))
 
     def park(self) -> None:
@@ -95,8 +97,12 @@ class RangeReader:
     def close(self) -> None:
         self._consumer.close()
 
-    def _next(self, at: _At) -> list[tuple[PlannedRange, Fetched]]:
-        """The next records of these ranges, if any came; moves what they are `at`."""
+    def _fetch(self, at: _At) -> None:
+        with self._errors.explaining():
+            self._consumer.assign((self._names[it.topic], it.partition, offset) for it, offset in at.items())
+
+    def _next(self, at: _At) -> tuple[list[tuple[PlannedRange, Fetched]], bool]:
+        """The next records of these ranges, if any came, and whether others did; moves what they are `at`."""
         found: list[tuple[PlannedRange, Fetched]] = []
         left = sum(it.end - offset for it, offset in at.items())
         with self._consumer.consume(min(self._most, left), _WAIT) as messages:
@@ -108,16 +114,18 @@ class RangeReader:
                 mask = masks.get((self._names[it.topic], it.partition))
                 if mask is None:
                     continue
-                at[it] = max([offset, *(int(offsets[number]) for number in ends if mask[number])])
-                inside = mask & (codes == 0) & (offset <= offsets) & (offsets < it.end)
+                records = mask & (codes == 0) & (offset <= offsets)
+                # Records come in order: one from behind the range's end says that holes are all that is left of it.
+                passed = offsets[records][-1:] + 1
+                at[it] = max([offset, *passed.tolist(), *(int(offsets[number]) for number in ends if mask[number])])
+                inside = records & (offsets < it.end)
                 if inside.any():
-                    fetched = messages.fetched(inside)
-                    at[it] = max(at[it], int(fetched.offsets[-1]) + 1)
-                    found.append((it, fetched))
+                    found.append((it, messages.fetched(inside)))
+            count = sum(it.size for _, it in found)
+            beyond = len(codes) - len(failed) > count
         if found:
-            size, count = (sum(of) for of in zip(*((len(it.values), it.size) for _, it in found), strict=True))
-            self._most = max(1, min(_AT_ONCE, _BYTES * count // (size + 1)))
-        return found
+            self._most = max(1, min(_AT_ONCE, _BYTES * count // (sum(len(it.values) for _, it in found) + 1)))
+        return found, beyond
 
 
 def _is_end(error: KafkaError) -> bool:

@@ -111,9 +111,10 @@ class PacketReader(DataSourceStreamReader):
         ends = self._ends.beyond(known)
         if not isinstance(limit, ReadMaxRows):
             return _written(ends)
-        while not self._pace.begins(records := _count(known, ends), time.monotonic()):
-            pause = self._pace.pause(records, time.monotonic())
-            if pause > _SOON:
+        soon = time.monotonic() + _SOON
+        while not self._pace.begins(records := _count(known, ends), now := time.monotonic()):
+            pause = self._pace.pause(records, now)
+            if now + pause > soon:
                 return start  # to Spark nothing is new; it asks again
             time.sleep(pause)
             ends = self._ends.beyond(known)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from random import Random
 
 import pytest
@@ -18,6 +19,7 @@ from tidemark.streaming import librdkafka
 from tidemark.streaming.errors import Refused, Unavailable
 from tidemark.streaming.fetched import Fetched, PlannedRange
 from tidemark.streaming.kafka_ranges import Ends, RangeReader
+from tidemark.streaming.librdkafka import Messages, RawConsumer
 from tidemark.streaming.records import Topic
 
 PARTITIONS = 2
@@ -26,8 +28,8 @@ PARTITIONS = 2
 class Log:
     """A topic of its own; records are numbers."""
 
-    def __init__(self, connection: KafkaConnection, name: str) -> None:
-        Topics(connection).create_missing([TopicPlan(name, PARTITIONS, 3_600_000)])
+    def __init__(self, connection: KafkaConnection, name: str, partitions: int = PARTITIONS) -> None:
+        Topics(connection).create_missing([TopicPlan(name, partitions, 3_600_000)])
         self.connection, self.name = connection, name
         self.plain = Producer(connection.producer())
         self.careful = Producer({**connection.producer(), "transactional.id": name})
@@ -246,6 +248,54 @@ def test_ranges_that_are_read_together_are_exact(few: int, connection: KafkaConn
     reader.close()
 
 
+class _Calls:
+    """How often librdkafka is asked for messages."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.count, consume = 0, RawConsumer.consume
+
+        def counted(consumer: RawConsumer, most: int, timeout: float) -> AbstractContextManager[Messages]:
+            self.count += 1
+            return consume(consumer, most, timeout)
+
+        patch.setattr(RawConsumer, "consume", counted)
+
+
+def test_a_range_that_ends_with_holes_is_at_its_end_where_a_record_comes_from_behind_it(
+    log: Log, reader: RangeReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipeline that catches up reads ranges with far more behind them than in them, and none of that is gone
+    through."""
+    log.send(1)
+    log.begin(2)
+    log.abort()
+    log.send(*range(20_000))
+    calls = _Calls(monkeypatch)
+    assert numbers(reader, 0, 3) == [(0, 1)]
+    assert numbers(reader, 1, 3) == []
+    assert numbers(reader, 2, 5) == [(3, 0), (4, 1)]
+    assert calls.count < 30
+
+
+def test_what_lies_behind_ranges_is_not_gone_through_for_the_others(
+    connection: KafkaConnection, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A range that is at its end is fetched no more, whichever comes first; and what comes again comes whole."""
+    log = Log(connection, prefix, partitions=12)
+    for partition in range(12):
+        log.send(*range(3_000), partition=partition)
+    reader = RangeReader(connection.client(), {Topic.FACTS: log.name}, patience=60)
+    calls = _Calls(monkeypatch)
+    for start, size in ((0, 1), (1, 2), (1_000, 40), (0, 1)):
+        wanted = [PlannedRange(Topic.FACTS, it, start, start + size) for it in range(12)]
+        found: dict[PlannedRange, list[int]] = {it: [] for it in wanted}
+        for it, part in reader.read(wanted):
+            found[it] += map(int, values(part))
+        assert all(of == [*range(start, start + size)] for of in found.values())
+    assert calls.count < 4 * 60
+    reader.close()
+
+
 def test_one_of_several_ranges_that_never_comes_raises(log: Log) -> None:
     """Rule 9, whatever the others hold; it is named."""
     log.send(0, 1)
@@ -253,6 +303,8 @@ def test_one_of_several_ranges_that_never_comes_raises(log: Log) -> None:
     reader = RangeReader(log.connection.client(), {Topic.FACTS: log.name}, patience=0.5)
     with pytest.raises(Unavailable, match=rf"{log.name}\[1\] from 1 to 3"):
         list(reader.read([PlannedRange(Topic.FACTS, 0, 0, 2), PlannedRange(Topic.FACTS, 1, 0, 3)]))
+    with pytest.raises(Unavailable, match=rf"{log.name}\[0\] from 2 to 9, nor of 1 other ranges"):
+        list(reader.read([PlannedRange(Topic.FACTS, 0, 0, 9), PlannedRange(Topic.FACTS, 1, 0, 3)]))
     reader.close()
 
 

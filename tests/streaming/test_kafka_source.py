@@ -148,6 +148,27 @@ def test_who_asks_waits_for_what_is_about_to_come() -> None:
     assert reader._ends.asked == FEW // 3
 
 
+class _Short(Ends):
+    """Where a few of 310 000 records are missing for ever."""
+
+    asked = 0
+
+    def beyond(self, known: Places) -> Places:
+        self.asked += 1
+        return {topic: {number: at + 100_000 for number, at in of.items()} for topic, of in known.items()}
+
+
+def test_nobody_waits_in_a_question_for_what_is_about_to_come_for_ever() -> None:
+    """Spark asks again after no longer."""
+    reader = PacketReader(msgspec.structs.replace(CONFIG, few=310_000, interval=3600.0))
+    ends = reader._ends = _Short(CONFIG.client)
+    at = reader.initialOffset()
+    assert reader.latestOffset(at, ReadMaxRows(99)) != at
+    reader._pace._began -= 2
+    assert reader.latestOffset(at, ReadMaxRows(99)) == at
+    assert 2 < ends.asked < 20
+
+
 def test_few_records_are_left_to_the_next_question() -> None:
     """Spark is told that nothing is new, and asks again; a source that is read to its end now waits for nothing."""
     reader = PacketReader(msgspec.structs.replace(CONFIG, few=FEW, interval=3600.0))
