@@ -43,7 +43,8 @@ def test_servers_that_come_one_after_the_other_and_go_away_in_the_middle_are_wai
                 running.says("Postgres at")
             running.says("Kafka at")
         running.says("Waiting for Redis")
-    site.shows(play)
+    site.shows(play)  # which a refill may see to, while the batch still waits
+    running.says("Redis answers again")
 
     def meanwhile(seconds: float) -> None:
         nonlocal now
