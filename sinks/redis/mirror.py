@@ -166,15 +166,16 @@ class Mirror:
     def _mending(self, names: Sequence[str], newest: int) -> list[tuple[Mode, Change]]:
         held = self._redis.held(names)
         wanted = {stream: here for stream, here in self._postgres.positions(names).items() if stream in held}
+        anew = {stream for stream in wanted if not held[stream].positions}
+        going_on = wanted.keys() - anew
         since = [
             (stream, writer, held[stream].positions.get(writer, 0))
-            for stream, here in wanted.items()
-            for writer in _lacking(held[stream], here)
+            for stream in going_on
+            for writer in _lacking(held[stream], wanted[stream])
         ]
         # One more than will be written shows that there are too many: a list that goes on has no holes.
         history = self._postgres.advances_since(since, newest + 1)
-        late = self._postgres.late_since([(stream, held[stream].late) for stream in wanted], newest + 1)
-        anew = {stream for stream in wanted if not held[stream].positions}
+        late = self._postgres.late_since([(stream, held[stream].late) for stream in going_on], newest + 1)
         anew |= {stream for (stream, _), chain in history.items() if len(chain) > newest}
         anew |= {stream for stream, lacking in late.items() if len(lacking) > newest}
         everything = [(stream, writer, 0) for stream in anew for writer in wanted[stream].positions]
