@@ -17,7 +17,7 @@ from tests.streaming.builders import Shard, Taken, fetched, packed, ranges
 from tests.streaming.naive_compact import CONTROL, FACTS, Message, message
 from tests.streaming.test_records import BAD, GOOD
 from tidemark.streaming import link, records
-from tidemark.streaming.compact import MOST_FACTS, compact
+from tidemark.streaming.compact import MOST_FACTS, RangesRead, compact
 from tidemark.streaming.decode import Decoder
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.effects import ShardEffects
@@ -43,10 +43,15 @@ def _compiled_code_takes_all() -> Iterator[None]:
         yield
 
 
+def rows_of(read: Iterable[RangesRead], most: int = MOST_FACTS) -> list[tuple[int, bytes]]:
+    """Key and packet of each row."""
+    batches = compact(read, keys=range(SHARDS), names=NAMES, most=most)
+    return [(row["key"], row["packet"]) for batch in batches for row in batch.to_pylist()]
+
+
 def packets(messages: Sequence[Message], batch_size: int = 10_000, most: int = MOST_FACTS) -> list[tuple[int, Packet]]:
-    batches = compact(ranges(map(as_taken, messages), batch_size), keys=range(SHARDS), names=NAMES, most=most)
-    rows = [row for batch in batches for row in batch.to_pylist()]
-    return [(row["key"], decoder.decode(row["packet"])) for row in rows]
+    rows = rows_of(ranges(map(as_taken, messages), batch_size), most)
+    return [(key, decoder.decode(packet)) for key, packet in rows]
 
 
 def compacted(messages: Sequence[Message], batch_size: int = 10_000) -> naive.Compacted:
@@ -432,8 +437,7 @@ def test_an_empty_task_says_nothing() -> None:
 def of_range(start: int, end: int, *parts: Sequence[Message], most: int = MOST_FACTS) -> list[Packet]:
     wanted = PlannedRange(Topic.FACTS, 0, start, end)
     twice = [([wanted], ((wanted, fetched([*map(as_taken, part)])) for part in parts)) for _ in range(2)]
-    batches = compact(twice, keys=range(SHARDS), names={Topic.FACTS: FACTS}, most=most)
-    return [decoder.decode(row["packet"]) for batch in batches for row in batch.to_pylist()]
+    return [decoder.decode(packet) for _, packet in rows_of(twice, most)]
 
 
 def test_a_range_is_read_to_its_end_whatever_it_ends_with() -> None:
@@ -459,16 +463,9 @@ def test_ranges_that_come_by_turns_are_packed_as_one_after_the_other() -> None:
     log = [fetched([as_taken(it)]) for it in numbered([fact(id, id - 1) for id in range(1, 5)])]
     in_turn = [(here, log[0]), (there, log[0]), (there, log[1]), (here, log[1]), (here, log[2]), (there, log[2])]
     by_range = [([it], [part for part in in_turn if part[0] == it]) for it in (here, there)]
-    batches = [
-        [
-            row
-            for batch in compact(read, keys=range(SHARDS), names={Topic.FACTS: FACTS}, most=MOST_FACTS)
-            for row in batch.to_pylist()
-        ]
-        for read in ([([here, there], in_turn)], by_range)
-    ]
-    assert batches[0] == batches[1]
-    assert [decoder.decode(row["packet"]).next_offset for row in batches[0]] == [104, 105]
+    together = rows_of([([here, there], in_turn)])
+    assert together == rows_of(by_range)
+    assert [decoder.decode(packet).next_offset for _, packet in together] == [104, 105]
 
 
 def test_a_cut_leaves_each_of_the_ranges_that_are_read_together_where_it_stood() -> None:
@@ -477,11 +474,7 @@ def test_a_cut_leaves_each_of_the_ranges_that_are_read_together_where_it_stood()
     run = records.FactRun(stream="events", writer="w", epoch=0, prev=1, ids=[2, 3, 4, 5], rows=[[], [], [], []])
     log = [fetched([as_taken(it)]) for it in numbered([fact(1, 0), run, fact(6, 5)])]
     in_turn = [(here, log[0]), (there, log[0]), (here, log[1]), (there, log[1]), (here, log[2])]
-    found = [
-        decoder.decode(row["packet"])
-        for batch in compact([([here, there, third], in_turn)], keys=range(SHARDS), names={Topic.FACTS: FACTS}, most=3)
-        for row in batch.to_pylist()
-    ]
+    found = [decoder.decode(packet) for _, packet in rows_of([([here, there, third], in_turn)], most=3)]
     assert [(it.partition, it.next_offset, it.cut) for it in found] == [(0, 102, True), (1, 101, True), (2, 100, True)]
 
 

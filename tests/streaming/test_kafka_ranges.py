@@ -2,70 +2,22 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from random import Random
 
 import pytest
-from confluent_kafka import Producer, TopicPartition
+from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from tests.streaming.builders import contents
-from tests.waiting import eventually
+from tests.streaming.kafka_log import PARTITIONS, Log, Seen, values
 from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming import librdkafka
 from tidemark.streaming.errors import Refused, Unavailable
-from tidemark.streaming.fetched import Fetched, PlannedRange
+from tidemark.streaming.fetched import PlannedRange
 from tidemark.streaming.kafka_ranges import Ends, RangeReader
-from tidemark.streaming.librdkafka import Messages, RawConsumer
 from tidemark.streaming.records import Topic
-
-PARTITIONS = 2
-
-
-class Log:
-    """A topic of its own; records are numbers."""
-
-    def __init__(self, connection: KafkaConnection, name: str, partitions: int = PARTITIONS) -> None:
-        Topics(connection).create_missing([TopicPlan(name, partitions, 3_600_000)])
-        self.connection, self.name = connection, name
-        self.plain = Producer(connection.producer())
-        self.careful = Producer({**connection.producer(), "transactional.id": name})
-        self.careful.init_transactions(30)
-
-    def send(self, *numbers: int, partition: int = 0) -> None:
-        for number in numbers:
-            self.plain.produce(self.name, partition=partition, key=b"k", value=str(number).encode())
-        assert self.plain.flush(30) == 0
-
-    def begin(self, *numbers: int, partition: int = 0) -> None:
-        self.careful.begin_transaction()
-        for number in numbers:
-            self.careful.produce(self.name, partition=partition, value=str(number).encode())
-        self.careful.flush(30)
-
-    def commit(self) -> None:
-        self.careful.commit_transaction(30)
-        self._ended()
-
-    def abort(self) -> None:
-        self.careful.abort_transaction(30)
-        self._ended()
-
-    def _ended(self) -> None:
-        """Brokers write the mark of a transaction's end after they have acknowledged it."""
-        topics = Topics(self.connection)
-
-        def marked() -> bool:
-            ends = topics.end_offsets({self.name: PARTITIONS})
-            return all(self.end(partition) == end for (_, partition), end in ends.items())
-
-        eventually(marked)
-
-    def end(self, partition: int = 0) -> int:
-        return Ends(self.connection.client()).beyond({self.name: {partition: 0}})[self.name][partition]
 
 
 @pytest.fixture
@@ -78,10 +30,6 @@ def reader(log: Log) -> Iterator[RangeReader]:
     reader = RangeReader(log.connection.client(), {Topic.FACTS: log.name}, patience=60)
     yield reader
     reader.close()
-
-
-def values(part: Fetched) -> list[bytes]:
-    return [value for _, value in contents(part)]
 
 
 def numbers(reader: RangeReader, start: int, end: int, partition: int = 0) -> list[tuple[int, int]]:
@@ -221,48 +169,6 @@ def test_small_ranges_in_any_order_lose_nothing(log: Log, reader: RangeReader) -
     assert together == whole
 
 
-@pytest.mark.parametrize("few", [1, 100_000])
-def test_ranges_that_are_read_together_are_exact(few: int, connection: KafkaConnection, prefix: str) -> None:
-    """Of both topics, one of which is at its end at once, one has only holes, one goes on for long behind its end, and
-    one is empty."""
-    log, control = Log(connection, prefix), Log(connection, f"{prefix}.control")
-    log.send(*range(2_000))
-    log.begin(1, 2, 3, partition=1)
-    log.abort()
-    control.send(*range(100, 110))
-    control.send(7, partition=1)
-    reader = RangeReader(connection.client(), {Topic.FACTS: log.name, Topic.CONTROL: control.name}, patience=60)
-    wanted = [
-        PlannedRange(Topic.FACTS, 0, 5, 9),
-        PlannedRange(Topic.FACTS, 1, 0, 4),
-        PlannedRange(Topic.CONTROL, 0, 3, 10),
-        PlannedRange(Topic.CONTROL, 1, 1, 1),
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(librdkafka, "_FEW", few)
-        for _ in range(20):
-            found: dict[PlannedRange, list[int]] = {it: [] for it in wanted}
-            for it, part in reader.read(wanted):
-                found[it] += map(int, values(part))
-            assert found == dict(zip(wanted, [[5, 6, 7, 8], [], [*range(103, 110)], []], strict=True))
-    reader.close()
-
-
-class _Seen:
-    """How many messages a consumer has handed over."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.count, consume = 0, RawConsumer.consume
-
-        @contextmanager
-        def counted(consumer: RawConsumer, most: int, timeout: float) -> Iterator[Messages]:
-            with consume(consumer, most, timeout) as messages:
-                self.count += len(messages.codes)
-                yield messages
-
-        patch.setattr(RawConsumer, "consume", counted)
-
-
 def test_a_range_that_ends_with_holes_is_at_its_end_where_a_record_comes_from_behind_it(
     log: Log, reader: RangeReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,42 +178,11 @@ def test_a_range_that_ends_with_holes_is_at_its_end_where_a_record_comes_from_be
     log.begin(2)
     log.abort()
     log.send(*range(20_000))
-    seen = _Seen(monkeypatch)
+    seen = Seen(monkeypatch)
     assert numbers(reader, 0, 3) == [(0, 1)]
     assert numbers(reader, 1, 3) == []
     assert numbers(reader, 2, 5) == [(3, 0), (4, 1)]
     assert seen.count < 30
-
-
-def test_what_lies_behind_ranges_is_not_gone_through_for_the_others(
-    connection: KafkaConnection, prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A range that is at its end is fetched no more, whichever comes first; and what comes again comes whole."""
-    log = Log(connection, prefix, partitions=12)
-    for partition in range(12):
-        log.send(*range(3_000), partition=partition)
-    reader = RangeReader(connection.client(), {Topic.FACTS: log.name}, patience=60)
-    seen = _Seen(monkeypatch)
-    for start, size in ((0, 1), (1, 2), (1_000, 40), (0, 1)):
-        wanted = [PlannedRange(Topic.FACTS, it, start, start + size) for it in range(12)]
-        found: dict[PlannedRange, list[int]] = {it: [] for it in wanted}
-        for it, part in reader.read(wanted):
-            found[it] += map(int, values(part))
-        assert all(of == [*range(start, start + size)] for of in found.values())
-    assert seen.count < 12 * 3_000
-    reader.close()
-
-
-def test_one_of_several_ranges_that_never_comes_raises(log: Log) -> None:
-    """Rule 9, whatever the others hold; it is named."""
-    log.send(0, 1)
-    log.send(0, partition=1)
-    reader = RangeReader(log.connection.client(), {Topic.FACTS: log.name}, patience=0.5)
-    with pytest.raises(Unavailable, match=rf"{log.name}\[1\] from 1 to 3"):
-        list(reader.read([PlannedRange(Topic.FACTS, 0, 0, 2), PlannedRange(Topic.FACTS, 1, 0, 3)]))
-    with pytest.raises(Unavailable, match=rf"{log.name}\[0\] from 2 to 9, nor of 1 other ranges"):
-        list(reader.read([PlannedRange(Topic.FACTS, 0, 0, 9), PlannedRange(Topic.FACTS, 1, 0, 3)]))
-    reader.close()
 
 
 def test_a_broker_that_is_away_is_named() -> None:

@@ -54,7 +54,10 @@ def test_a_batch_is_bounded_and_no_partition_starves(behind: dict[int, int], mos
 class _Far(Ends):
     """Where every partition ends far away."""
 
+    asked = 0
+
     def beyond(self, known: Places) -> Places:
+        self.asked += 1
         return {topic: {number: at + 100_000 for number, at in of.items()} for topic, of in known.items()}
 
 
@@ -148,20 +151,10 @@ def test_who_asks_waits_for_what_is_about_to_come() -> None:
     assert reader._ends.asked == FEW // 3
 
 
-class _Short(Ends):
-    """Where a few of 310 000 records are missing for ever."""
-
-    asked = 0
-
-    def beyond(self, known: Places) -> Places:
-        self.asked += 1
-        return {topic: {number: at + 100_000 for number, at in of.items()} for topic, of in known.items()}
-
-
 def test_nobody_waits_in_a_question_for_what_is_about_to_come_for_ever() -> None:
-    """Spark asks again after no longer."""
+    """A few of so many are missing for ever; Spark asks again after no longer."""
     reader = PacketReader(msgspec.structs.replace(CONFIG, few=310_000, interval=3600.0))
-    ends = reader._ends = _Short(CONFIG.client)
+    ends = reader._ends = _Far(CONFIG.client)
     at = reader.initialOffset()
     assert reader.latestOffset(at, ReadMaxRows(99)) != at
     reader._pace._began -= 2

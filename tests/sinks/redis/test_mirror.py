@@ -59,6 +59,10 @@ def test_batch_that_only_held_is_not_shown(pipeline: Pipeline, keys: Any) -> Non
     assert keys.keys() == []
 
 
+def comes_late(id_: int) -> StreamEffects:
+    return stream("s", late=[LateCompletion("w", 1, id_ - 1, id_, 1, "skipped")], linear=9, linear_prev=9)
+
+
 @pytest.mark.parametrize("lost", [1, 2, 5])
 def test_crash_between_commit_and_redis_is_made_good(pipeline: Pipeline, shown: Redis, keys: Any, lost: int) -> None:
     """Rules 3 and 4: batches that were committed and never shown appear at the start, chained, with their evidence."""
@@ -80,9 +84,6 @@ def test_late_completions_that_redis_lacks_leave_no_hole(
     """Rule 3: a list that goes on holds all of them; where there are too many it begins anew with the newest, and
     without an advance that readers could take for the end of what they know."""
     monkeypatch.setattr("tidemark.sinks.redis.mirror.ENTRIES", 2)
-
-    def comes_late(id_: int) -> StreamEffects:
-        return stream("s", late=[LateCompletion("w", 1, id_ - 1, id_, 1, "skipped")], linear=9, linear_prev=9)
 
     pipeline.publish(stream("s", advance("w", 0, 9), linear=9))
     for id_ in (1, 2):
@@ -148,7 +149,7 @@ def test_flushed_redis_is_the_same_again(pipeline: Pipeline, keys: Any) -> None:
     """Rules 2 and 4: after FLUSHALL a refill gives the same keys, LATE entries and backward streams included."""
     for step in (*moves(3, 5, 9), *moves(-2, -7, name="back"), *moves(2**62, 2**63 - 1, name="far")):
         pipeline.publish(step)
-    pipeline.publish(stream("s", linear=9, linear_prev=9, late=[LateCompletion("w", 1, 1, 2, 1, "skipped")]))
+    pipeline.publish(comes_late(2))
     pipeline.publish(stream("s", advance("v", 0, 10), linear=9))
     names = ("s", "back", "far")
     before = {name: dump(keys, name) for name in names}
@@ -306,9 +307,6 @@ def test_late_completions_after_a_restore_are_told(pipeline: Pipeline, shown: Re
 
     def told() -> list[int]:
         return [int(it["number"]) for it in entries(keys) if it["kind"] == "LATE"]
-
-    def comes_late(id_: int) -> StreamEffects:
-        return stream("s", late=[LateCompletion("w", 1, id_ - 1, id_, 1, "skipped")], linear=9, linear_prev=9)
 
     pipeline.store.set_late_numbers_ahead()
     pipeline.move("w", 0, 9)

@@ -1,0 +1,79 @@
+"""A topic of a real broker, written as a test wants it, and what a reader of ranges has gone through."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from confluent_kafka import Producer
+
+from tests.streaming.builders import contents
+from tests.waiting import eventually
+from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.topics import TopicPlan, Topics
+from tidemark.streaming.fetched import Fetched
+from tidemark.streaming.kafka_ranges import Ends
+from tidemark.streaming.librdkafka import Messages, RawConsumer
+
+PARTITIONS = 2
+
+
+class Log:
+    """A topic of its own; records are numbers."""
+
+    def __init__(self, connection: KafkaConnection, name: str, partitions: int = PARTITIONS) -> None:
+        Topics(connection).create_missing([TopicPlan(name, partitions, 3_600_000)])
+        self.connection, self.name = connection, name
+        self.plain = Producer(connection.producer())
+        self.careful = Producer({**connection.producer(), "transactional.id": name})
+        self.careful.init_transactions(30)
+
+    def send(self, *numbers: int, partition: int = 0) -> None:
+        for number in numbers:
+            self.plain.produce(self.name, partition=partition, key=b"k", value=str(number).encode())
+        assert self.plain.flush(30) == 0
+
+    def begin(self, *numbers: int, partition: int = 0) -> None:
+        self.careful.begin_transaction()
+        for number in numbers:
+            self.careful.produce(self.name, partition=partition, value=str(number).encode())
+        self.careful.flush(30)
+
+    def commit(self) -> None:
+        self.careful.commit_transaction(30)
+        self._ended()
+
+    def abort(self) -> None:
+        self.careful.abort_transaction(30)
+        self._ended()
+
+    def _ended(self) -> None:
+        """Brokers write the mark of a transaction's end after they have acknowledged it."""
+        topics = Topics(self.connection)
+
+        def marked() -> bool:
+            ends = topics.end_offsets({self.name: PARTITIONS})
+            return all(self.end(partition) == end for (_, partition), end in ends.items())
+
+        eventually(marked)
+
+    def end(self, partition: int = 0) -> int:
+        return Ends(self.connection.client()).beyond({self.name: {partition: 0}})[self.name][partition]
+
+
+def values(part: Fetched) -> list[bytes]:
+    return [value for _, value in contents(part)]
+
+
+class Seen:
+    """How many messages a consumer has handed over."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.count, consume = 0, RawConsumer.consume
+
+        @contextmanager
+        def counted(consumer: RawConsumer, most: int, timeout: float) -> Iterator[Messages]:
+            with consume(consumer, most, timeout) as messages:
+                self.count += len(messages.codes)
+                yield messages
+
+        patch.setattr(RawConsumer, "consume", counted)
