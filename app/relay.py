@@ -23,7 +23,8 @@ from tidemark.sources.relay.told import MOST_FACTS
 from tidemark.sources.topics import Topics
 from tidemark.streaming.direction import DirectionName
 from tidemark.streaming.errors import BadSetting, OthersFirst, Refused, Stopping, TopicMissing, Unavailable
-from tidemark.streaming.postgres_session import Dsn, PostgresSession, first_line
+from tidemark.streaming.lock_waits import run_locking
+from tidemark.streaming.postgres_session import Connection, Dsn, PostgresSession, first_line
 from tidemark.streaming.records import is_name, why_no_name
 
 Say = Callable[[str], None]
@@ -116,17 +117,23 @@ def migrate(dsn: Dsn, streams: Sequence[str], direction: DirectionName, say: Say
         with session.use() as connection:
             row = connection.execute("show server_encoding").fetchone()
             if row is None or row[0] != "UTF8":
-                raise BadSetting("dsn", f"the database has encoding {row and row[0]}, and JSON on Kafka is UTF8")
+                raise BadSetting("dsn", f"the database has encoding {row and row[0]}; create it WITH ENCODING 'UTF8'")
         applied = SCHEMA.migrate(session)
         say(f"applied {', '.join(map(str, applied))}" if applied else "the schema is up to date")
-        with session.use() as connection:
-            for name in streams:
-                made = connection.execute(
-                    "select not exists (select from tidemark.append_streams where stream = %(name)s),"
-                    " tidemark.create_stream(%(name)s, %(direction)s)",
-                    {"name": name, "direction": direction},
-                ).fetchone()
-                say(f"{'made stream' if made and made[0] else 'there is stream'} {name}")
+        for name in streams:
+            made = run_locking(session, f"making stream {name}", partial(_make_stream, name, direction))
+            say(f"{'made stream' if made else 'there is stream'} {name}")
+
+
+def _make_stream(name: str, direction: DirectionName, connection: Connection) -> bool:
+    """Whether the stream was missing. Takes no lock if it is there."""
+    there = connection.execute(
+        "select from tidemark.append_streams where stream = %s and ids is not null and direction = %s",
+        [name, 1 if direction == "forward" else -1],
+    ).fetchone()
+    if there is None:
+        connection.execute("select tidemark.create_stream(%s, %s)", [name, direction])
+    return there is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,16 @@ Several owners share one schema, `tidemark`, in one database or in two: each has
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.resources import files
 
 import structlog
-from psycopg import sql
+from psycopg import errors, sql
 
 from tidemark.streaming.errors import SchemaMismatch
+from tidemark.streaming.lock_waits import run_locking
 from tidemark.streaming.postgres_session import Connection, PostgresSession
 
 log = structlog.get_logger(__name__)
@@ -56,18 +58,26 @@ class Migrations:
     def migrate(self, session: PostgresSession) -> list[int]:
         """Bring the schema up to this version; returns the versions applied now, [] when it was up to date.
 
-        Several at once are safe: the others wait for the first and then find nothing to do. After a failure the
-        versions before it stay applied, and a second call goes on there. A newer schema is left as it is. Raises
-        `SchemaMismatch` where that does not work with this code.
+        Takes no lock if there is nothing to do. Otherwise it waits for each lock a second at a time, for a minute in
+        all, and logs which sessions hold it (`streaming.lock_waits`). Several at once are safe: each version is applied
+        by one of them. After a failure the versions before it stay applied, and a second call goes on there. A newer
+        schema is left as it is. Raises `SchemaMismatch` where that does not work with this code, and `OthersFirst`
+        where a lock was not free in time.
         """
-        with session.use() as connection:
-            lock = self.command.replace(" ", ".")
-            connection.execute("select pg_advisory_lock(hashtextextended(%s, 0))", [lock])
-            try:
-                return self._upgrade(connection)
-            finally:
-                if not connection.closed:
-                    connection.execute("select pg_advisory_unlock(hashtextextended(%s, 0))", [lock])
+        applied = list[int]()
+        while True:
+            found = run_locking(session, f"reading tidemark.{self.table}", self._found)
+            if found is None:
+                # Another migration may make them at the same moment.
+                with suppress(errors.UniqueViolation, errors.DuplicateTable, errors.DuplicateSchema):
+                    run_locking(session, f"making tidemark.{self.table}", self._make_table)
+            elif missing := [number for number in self.scripts if number > found]:
+                name, _ = self.scripts[missing[0]]
+                if run_locking(session, f"migration {name}", partial(self._apply, missing[0])):
+                    log.info("Migrated the database", version=missing[0], file=name)
+                    applied.append(missing[0])
+            else:
+                return applied
 
     def version(self, connection: Connection) -> int | None:
         """The schema's version; 0 when nothing was applied yet, None where there is no table of versions."""
@@ -89,33 +99,42 @@ class Migrations:
         if not oldest <= found <= self.wanted and not self._works_for_us(connection, found):
             raise SchemaMismatch(found, self.wanted, self.command)
 
-    def _upgrade(self, connection: Connection) -> list[int]:
-        with connection.transaction():
-            if self.version(connection) is None:
-                connection.execute("create schema if not exists tidemark")
-                connection.execute(
-                    sql.SQL(
-                        "create table {} (version integer primary key, name text not null,"
-                        " applied_at timestamptz not null default now())"
-                    ).format(self._table)
-                )
-            connection.execute(
-                sql.SQL("alter table {} add column if not exists works_with integer").format(self._table)
-            )
-        found = self.version(connection) or 0
-        if found > self.wanted:
+    def _found(self, connection: Connection) -> int | None:
+        """The schema's version; None if the table of versions is missing, or older than its column `works_with`.
+
+        Raises `SchemaMismatch` for a newer schema that does not work with this code.
+        """
+        column = "select from pg_attribute where attrelid = to_regclass(%s) and attname = 'works_with'"
+        if connection.execute(column, [f"tidemark.{self.table}"]).fetchone() is None:
+            return None
+        found = self.version(connection)
+        if found is not None and found > self.wanted:
             self.check(connection)
-        applied = [number for number in self.scripts if number > found]
-        for number in applied:
-            name, script = self.scripts[number]
-            with connection.transaction():
-                connection.execute(script.encode())
-                connection.execute(
-                    sql.SQL("insert into {} (version, name, works_with) values (%s, %s, %s)").format(self._table),
-                    (number, name, _works_with(number, script)),
-                )
-            log.info("Migrated the database", version=number, file=name)
-        return applied
+        return found
+
+    def _make_table(self, connection: Connection) -> None:
+        if self.version(connection) is None:
+            connection.execute("create schema if not exists tidemark")
+            connection.execute(
+                sql.SQL(
+                    "create table {} (version integer primary key, name text not null,"
+                    " applied_at timestamptz not null default now())"
+                ).format(self._table)
+            )
+        connection.execute(sql.SQL("alter table {} add column if not exists works_with integer").format(self._table))
+
+    def _apply(self, number: int, connection: Connection) -> bool:
+        """Whether the version was still missing. The lock keeps out other migrations and no reader of the table."""
+        connection.execute(sql.SQL("lock table {} in share row exclusive mode").format(self._table))
+        if (self.version(connection) or 0) >= number:
+            return False
+        name, script = self.scripts[number]
+        connection.execute(script.encode())
+        connection.execute(
+            sql.SQL("insert into {} (version, name, works_with) values (%s, %s, %s)").format(self._table),
+            (number, name, _works_with(number, script)),
+        )
+        return True
 
     def _works_for_us(self, connection: Connection, found: int) -> bool:
         if found < self.wanted:

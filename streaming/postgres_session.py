@@ -196,6 +196,10 @@ class PostgresSession:
             except psycopg.Error as error:
                 raise explained(error, self.where, self._database.refusals) from error
 
+    def another(self) -> "PostgresSession":
+        """A second session at the same address."""
+        return PostgresSession(self._dsn, self._application, self._database)
+
     def close(self) -> None:
         """Close the connection; the next `use()` would open another."""
         with self._lock:

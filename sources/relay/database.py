@@ -19,6 +19,8 @@ _USE = DatabaseUse(
         "22021": "move to a database WITH ENCODING 'UTF8'",
     },
     options=(
+        # Nobody waits in silence for whoever has locked the tables; the relay's own limit is `relay.LOCK_TIMEOUT`.
+        ("lock_timeout", "'10s'"),
         # Its commits stand for what is announced, so they are durable whatever the database's default is.
         ("synchronous_commit", "on"),
         # The order of its looks is the proof, and each look needs a snapshot of its own.

@@ -28,7 +28,11 @@ _USE = DatabaseUse(
         "42P01": f"run `{COMMAND}`",
         "42501": "let the user read and write the tables tidemark.synapse_...",
     },
-    options=(("synchronous_commit", "on"), ("default_transaction_isolation", "'read committed'")),
+    options=(
+        ("lock_timeout", "'10s'"),
+        ("synchronous_commit", "on"),
+        ("default_transaction_isolation", "'read committed'"),
+    ),
     # Its lock belongs to a session.
     pooled="give the bridge a direct connection to the server",
 )

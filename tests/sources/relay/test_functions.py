@@ -6,9 +6,10 @@ import psycopg
 import pytest
 from psycopg import conninfo, errors
 
+from tidemark.app import relay
 from tidemark.sources.relay import looks
 from tidemark.sources.relay.database import SCHEMA, session_of
-from tidemark.streaming.errors import Refused, Unavailable
+from tidemark.streaming.errors import BadSetting, Refused, Unavailable
 from tidemark.streaming.records import is_name
 
 
@@ -322,6 +323,18 @@ def test_a_database_without_an_encoding_is_refused(sql: psycopg.Connection, read
     ):
         SCHEMA.migrate(session)
     sql.execute("drop database bytes with (force)")
+
+
+def test_a_database_with_another_encoding_is_refused(sql: psycopg.Connection, ready: str) -> None:
+    """The limits on names and sizes hold for UTF-8; docs/writing.md says so, and nothing is made in the database."""
+    sql.execute("drop database if exists latin")
+    sql.execute("create database latin encoding 'LATIN1' template template0 lc_collate 'C' lc_ctype 'C'")
+    dsn = conninfo.make_conninfo(ready, dbname="latin")
+    with pytest.raises(BadSetting, match="the database has encoding LATIN1; create it WITH ENCODING 'UTF8'"):
+        relay.migrate(dsn, ["orders"], "forward", print)
+    with psycopg.connect(dsn) as latin:
+        assert latin.execute("select to_regnamespace('tidemark')").fetchone() == (None,)
+    sql.execute("drop database latin with (force)")
 
 
 def test_heads_say_what_went_wrong_as_psycopg_does(sql: psycopg.Connection) -> None:

@@ -1,0 +1,134 @@
+"""Migrations beside sessions that hold locks: a nightly dump, a forgotten transaction, another migration."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psycopg
+import pytest
+from click.testing import CliRunner
+from psycopg import sql
+from structlog.testing import capture_logs
+
+from tests.waiting import eventually
+from tidemark.app.cli import main
+from tidemark.sinks.postgres import database as sink
+from tidemark.sources.relay import database as relay
+from tidemark.sources.rooms import tables as rooms
+from tidemark.sources.synapse import state as synapse
+from tidemark.streaming import lock_waits
+from tidemark.streaming.errors import OthersFirst
+from tidemark.streaming.postgres_migrations import Migrations
+
+SCHEMAS = [sink.SCHEMA, relay.SCHEMA, synapse.SCHEMA, rooms.SCHEMA]
+
+
+@pytest.fixture(params=SCHEMAS, ids=lambda schema: schema.table)
+def schema(request: pytest.FixtureRequest, database: str) -> Migrations:
+    """A schema of each owner, up to date in `database`."""
+    found: Migrations = request.param
+    assert migrate(found, database) == [*found.scripts]
+    return found
+
+
+def migrate(schema: Migrations, dsn: str) -> list[int]:
+    with sink.session_of(dsn, "migration of the test") as session:
+        return schema.migrate(session)
+
+
+@contextmanager
+def locked(dsn: str, table: str, mode: str) -> Iterator[psycopg.Connection]:
+    """An open transaction that holds a lock on the table, as `pg_dump` holds ACCESS SHARE on every table."""
+    with psycopg.connect(dsn, application_name="nightly dump") as connection:
+        statement = sql.SQL("lock table {} in {} mode").format(sql.Identifier("tidemark", table), sql.SQL(mode))
+        connection.execute(statement)
+        yield connection
+
+
+def test_migrate_with_nothing_to_do_takes_no_lock(schema: Migrations, database: str) -> None:
+    """It returns at once beside a dump, and so does whoever checks the schema meanwhile."""
+    with locked(database, schema.table, "access share"):
+        began = time.monotonic()
+        assert migrate(schema, database) == []
+        with psycopg.connect(database, autocommit=True) as other:
+            other.execute("set lock_timeout = '100ms'")
+            schema.check(other)
+    assert time.monotonic() - began < 0.9 * lock_waits.LOCK_TIMEOUT
+
+
+def test_migrate_beside_a_dump_applies_what_needs_no_table_of_the_dump(schema: Migrations, database: str) -> None:
+    """Recording a version does not wait for readers of the table of versions."""
+    with psycopg.connect(database, autocommit=True) as connection:
+        name = sql.Identifier("tidemark", schema.table)
+        connection.execute(sql.SQL("update {} set version = version - 1000").format(name))
+        with locked(database, schema.table, "access share"), sink.session_of(database, "test") as session:
+            more = _with_script(schema, "create table tidemark.of_the_test ()")
+            assert more.migrate(session) == [1]
+
+
+def _with_script(schema: Migrations, script: str) -> Migrations:
+    found = Migrations(schema.package, schema.table, schema.command)
+    vars(found)["scripts"] = {1: ("0001_test.sql", script)}
+    return found
+
+
+def test_what_must_lock_waits_briefly_and_names_the_holder(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that comes while the migration waits is served within the lock time-out; the migration goes on by itself
+    once the holder has ended."""
+    monkeypatch.setattr(lock_waits, "_PAUSE", 0.1)
+    migrate(relay.SCHEMA, database)
+    applied = list[int]()
+    with psycopg.connect(database, autocommit=True) as reader:
+        reader.execute("delete from tidemark.relay_schema_version")
+        more = _with_script(relay.SCHEMA, "alter table tidemark.append_streams add column of_the_test integer")
+
+        def run() -> None:
+            with sink.session_of(database, "migration of the test") as session:
+                applied.extend(more.migrate(session))
+
+        with capture_logs() as logs, locked(database, "append_streams", "access share") as holder:
+            pid = holder.info.backend_pid
+            thread = threading.Thread(target=run)
+            thread.start()
+            eventually(lambda: any(each["event"] == "Waiting for a lock" for each in logs))
+            reader.execute("set lock_timeout = '10s'")
+            reader.execute("select from tidemark.append_streams")
+            assert applied == []
+            holder.commit()
+            thread.join(60)
+    assert applied == [1]
+    first = next(each for each in logs if each["event"] == "Waiting for a lock")
+    assert first["step"] == "migration 0001_test.sql"
+    expected = f"pid {pid} (user postgres, application nightly dump, idle in transaction since 20"
+    assert first["blockers"].startswith(expected)
+
+
+def test_a_lock_that_is_never_free_ends_the_attempt(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may not even read the table of versions is told whom it waits for, and nothing was changed."""
+    monkeypatch.setattr(lock_waits, "_PAUSE", 120.0)
+    migrate(relay.SCHEMA, database)
+    with (
+        locked(database, relay.SCHEMA.table, "access exclusive") as holder,
+        pytest.raises(OthersFirst, match=rf"waiting for a lock of pid {holder.info.backend_pid} \(user postgres"),
+    ):
+        migrate(relay.SCHEMA, database)
+
+
+def test_relay_migrate_behind_a_dump(database: str) -> None:
+    """If its streams exist, it waits neither for a dump nor for a transaction that has locked their rows."""
+    command = ["relay", "migrate", "--dsn", database, "--stream", "orders"]
+
+    def said() -> str:
+        done = CliRunner().invoke(main, command, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    assert said().endswith("made stream orders\n")
+    with (
+        locked(database, "relay_schema_version", "access share") as dump,
+        psycopg.connect(database) as service,
+    ):
+        dump.execute("lock table tidemark.append_streams in access share mode")
+        service.execute("select from tidemark.append_streams for update")
+        assert said() == "the schema is up to date\nthere is stream orders\n"
