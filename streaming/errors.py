@@ -252,8 +252,9 @@ class LateUnknown(Stop):
     number: int
 
 
-@says("""stream {stream}: a completion of {writer} in ({prev}, {id}] came late, and other writers have rows there too:
-    tell the reader the table's writer column, Table(..., writer=...)""")
+@says("""stream {stream}: a completion of {writer} in ({prev}, {id}] came late, and there are rows of other writers too,
+    or rows without a writer: tell the reader the table's writer column, Table(..., writer=...), and fill the column in
+    each row of that range""")
 class LateNeedsWriter(Stop):
     stream: str
     writer: str

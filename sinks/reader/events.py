@@ -108,11 +108,15 @@ class Place:
 
     Each writer stands at its entry in `positions`, which may lie below `linear`; a writer without one stands at
     `linear`. `late` is the number of the last late completion. In linear mode `positions` is empty.
+
+    `is_settled`: a reader of a table has the rows up to `linear` of writers that Tidemark does not know too. A table
+    that is older than its stream has such rows. False is always safe: the range is read, again if need be.
     """
 
     linear: int = 0
     positions: Mapping[str, int] = field(default_factory=dict)
     late: int = 0
+    is_settled: bool = field(default=False, compare=False, repr=False)
 
     @classmethod
     def after(cls, token: Token, late: int = 0) -> "Place":

@@ -7,7 +7,7 @@ a reading is over only when each writer stands where the positions say, which Re
 """
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import structlog
@@ -95,7 +95,9 @@ class Listing:
         assert seen.linear is not None
         for writer, position in seen.positions.items():
             yield from self._joining.reach(writer, position)
-        if not (self.recalled or self._completed):
+        if not (self._completed or self._joining.is_settled):
+            yield from self._joining.read_all(seen.linear, seen.positions)
+        elif not (self.recalled or self._completed):
             yield from self._joining.sweep(seen.linear, seen.positions)
         yield from self._joining.lose_late(seen.late)
         self._joining.settle(seen.linear, seen.positions)
@@ -117,10 +119,15 @@ class Following:
     """`since` is what the reader has; None: what is published at the first reading.
 
     A token says nothing of late completions: those that are known at the first reading are not handed over then.
+    `reads_table`: the caller reads a table, which may be older than the stream. Until its place `is_settled`, the
+    ranges of rows whose writers Tidemark does not know are handed over too.
     """
 
-    def __init__(self, stream: str, mode: Mode, since: Place | Token | None, page: int = PAGE) -> None:
+    def __init__(
+        self, stream: str, mode: Mode, since: Place | Token | None, page: int = PAGE, *, reads_table: bool = False
+    ) -> None:
         self._page = page
+        self._reads_table = reads_table
         self._stream = stream
         self._mode = mode
         self._since = since
@@ -134,7 +141,7 @@ class Following:
         if self._joining is None:
             return self._since if isinstance(self._since, Place) else None
         place = self._joining.place
-        return Place(self._lines.linear, {}, place.late) if self._lines else place
+        return Place(self._lines.linear, {}, place.late, is_settled=True) if self._lines else place
 
     @property
     def writers(self) -> int:
@@ -194,13 +201,15 @@ class Following:
         assert seen.linear is not None
         match self._since:
             case None:
-                place = Place(seen.linear, seen.positions, seen.late)
+                place = Place(seen.linear, seen.positions, seen.late, is_settled=True)
             case Token() as token:
                 place = Place.after(token, seen.late)
             case Place() as place:
                 pass
+        if not self._reads_table:
+            place = replace(place, is_settled=True)
         if self._mode == "linear":
-            place = Place(place.linear, {}, place.late)
+            place = Place(place.linear, {}, place.late, is_settled=True)
             self._lines = LinearEvidence(place.linear)
         self._joining = Joining(place)
 

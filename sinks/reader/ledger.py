@@ -48,7 +48,10 @@ class Ledger:
 
     def load(self) -> Generator[Request, Answer, Kept]:
         """The kept state; makes the schema where there is none, and the place's row. Raises `ReaderModeChanged`."""
-        found = yield from self._rows("select to_regclass('tidemark_reader.parked') is not null as there")
+        found = yield from self._rows(
+            "select exists (select from pg_attribute where attrelid = to_regclass('tidemark_reader.places')"
+            " and attname = 'is_settled') and to_regclass('tidemark_reader.parked') is not null as there"
+        )
         if not found[0]["there"]:
             yield BeginTransaction()
             yield from self._rows("select pg_advisory_xact_lock(hashtextextended('tidemark.reader', 0))")
@@ -59,8 +62,8 @@ class Ledger:
         )
         if not places:
             yield from self._rows(
-                "insert into tidemark_reader.places (reader, stream, mode, linear, positions, late, owed, version)"
-                " values ({reader}, {stream}, {mode}, 0, '{{}}', 0, '[]', 0) on conflict do nothing",
+                "insert into tidemark_reader.places (reader, stream, mode, linear, positions, late, owed, is_settled,"
+                " version) values ({reader}, {stream}, {mode}, 0, '{{}}', 0, '[]', false, 0) on conflict do nothing",
                 mode=self._mode,
             )
             return Kept()
@@ -72,7 +75,7 @@ class Ledger:
         )
         return Kept(
             row["version"],
-            Place(row["linear"], row["positions"], row["late"]),
+            Place(row["linear"], row["positions"], row["late"], row["is_settled"]),
             None if row["late_part"] is None else (row["late_part"][0], row["late_part"][1]),
             tuple(Range(writer, prev, id) for writer, prev, id in row["owed"]),
             {it["id"]: Delivered(**it) for it in delivered},
@@ -97,7 +100,7 @@ class Ledger:
         """
         written = yield from self._rows(
             "update tidemark_reader.places set mode = {mode}, linear = {linear}, positions = {positions},"
-            " late = {late}, late_part = {part}, owed = {owed}, updated_at = now(),"
+            " late = {late}, late_part = {part}, owed = {owed}, is_settled = {is_settled}, updated_at = now(),"
             " version = greatest(version + 1, (extract(epoch from clock_timestamp()) * 1000000)::bigint)"
             " where reader = {reader} and stream = {stream} and txid_current()::text = {transaction}"
             " returning version",
@@ -106,6 +109,7 @@ class Ledger:
             linear=kept.place.linear,
             positions=Jsonb(dict(kept.place.positions)),
             late=kept.place.late,
+            is_settled=kept.place.is_settled,
             part=None if kept.late_part is None else Jsonb(kept.late_part),
             owed=Jsonb([(it.writer, it.prev, it.id) for it in kept.owed]),
         )

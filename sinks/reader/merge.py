@@ -60,10 +60,16 @@ class Joining:
         self._linear = place.linear
         self._reached = dict(place.positions)
         self._late = place.late
+        self._is_settled = place.is_settled
 
     @property
     def place(self) -> Place:
-        return Place(self._linear, dict(self._reached), self._late)
+        return Place(self._linear, dict(self._reached), self._late, self._is_settled)
+
+    @property
+    def is_settled(self) -> bool:
+        """See `Place`."""
+        return self._is_settled
 
     @property
     def linear(self) -> int:
@@ -124,6 +130,17 @@ class Joining:
             prev, self._linear = self._linear, linear
             yield Reread(None, prev, linear, frozenset(self._reached))
 
+    def read_all(self, linear: int, writers: Mapping[str, int]) -> Iterator[Reread]:
+        """The first reading of a stream: hand over every range up to `linear` that no event has named.
+
+        The table may be older than the stream. Then it has rows of writers that Tidemark does not know, rows without a
+        writer, and rows of known writers beyond what their advances tell. All of them are committed, as is everything
+        up to the linear position.
+        """
+        for writer in sorted(writers):
+            yield from self.reach(writer, linear)
+        yield from self.sweep(linear, writers)
+
     def settle(self, linear: int, writers: Iterable[str]) -> None:
         """No writers are left but those we know and `writers`: who comes later, begins beyond `linear`.
 
@@ -131,6 +148,7 @@ class Joining:
         Nor of one that is gone and the line has passed: it need not be known any more, or names would pile up for ever.
         """
         here = {*writers}
+        self._is_settled = True
         self._know(here)
         self._linear = farther(linear, self._linear)
         for gone in [it for it in self._reached if it not in here and not beyond(self._reached[it], self._linear)]:

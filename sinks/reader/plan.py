@@ -11,7 +11,7 @@ where an operator skipped is remembered as well, until the writer's next epoch: 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, Reread
 from tidemark.sinks.reader.ledger import Delivered, Kept
@@ -30,12 +30,27 @@ class ReadPlan:
     late: tuple[Late, ...]
     lost: LateLost | None
     epochs: Mapping[str, int]
+    owed: tuple[Range, ...] = ()
 
     def place(self, left: Sequence[Range]) -> Place:
         """The reader's place while `left` of the ranges has still to be read."""
         line = next((span.prev for span in left if span.writer is None), self.goal.linear)
         writers = {span.writer: span.prev for span in left if span.writer is not None}
-        return Place(line, {**self.goal.positions, **writers}, self.goal.late)
+        is_settled = self.goal.is_settled and all(span.writer is not None or span.has_null for span in left)
+        return Place(line, {**self.goal.positions, **writers}, self.goal.late, is_settled)
+
+    def with_null(self, kept: Kept, facts_upto: int | None) -> "ReadPlan":
+        """With the rows whose writer is NULL: no position is theirs but the linear one.
+
+        `facts_upto` is the farthest ID that may hold a fact, as far as moves before this burst showed; None: not known.
+        """
+        span = Range(None, kept.place.linear, self.goal.linear, has_null=True)
+        if any(it.writer is None for it in self.read) or not beyond(span.id, span.prev):
+            return self
+        farthest = [farther(facts_upto, span.prev)] if facts_upto is not None else [span.id]
+        if not any(beyond(id, span.prev) for id in (*farthest, *(it.id for it in (*self.read, *self.owed)))):
+            return self
+        return replace(self, read=(*self.read, span))
 
     def doubtful(self, ids: Iterable[tuple[int, str | None]]) -> Iterator[Delivered]:
         """Of the (ID, writer if the row tells it) those for which a late completion may still come."""
@@ -59,7 +74,8 @@ def plan(kept: Kept, events: Sequence[Event], goal: Place) -> ReadPlan:
         besides = move.besides if isinstance(move, Reread) else frozenset[str]()
         first = spans.get(whose)
         spans[whose] = Range(whose, first.prev if first else move.prev, move.id, besides)
-        if lost or not move.proven_empty:
+        # A JOIN says of a table that is older than its stream that nothing is open there, not that it has no rows.
+        if lost or not kept.place.is_settled or not move.proven_empty:
             needed.add(whose)
     for whose, span in spans.items():
         if any(_concerns(it, span) for it in owed):
@@ -77,6 +93,7 @@ def plan(kept: Kept, events: Sequence[Event], goal: Place) -> ReadPlan:
         tuple(event for event in events if isinstance(event, Late)),
         lost,
         {it.writer: it.epoch for it in advances},
+        tuple(owed),
     )
 
 

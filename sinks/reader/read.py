@@ -19,6 +19,8 @@ from tidemark.sinks.reader.io import (
     Pause,
     Request,
     Row,
+    RunSql,
+    rows,
 )
 from tidemark.sinks.reader.ledger import Delivered, Kept, Ledger
 from tidemark.sinks.reader.plan import hands_over, owes, plan, still_owed
@@ -85,6 +87,7 @@ class Reading:
         self._kept = Kept()
         self._transaction = ""
         self._patience = Patience()
+        self._facts_upto: int | None = None  # the farthest ID that may hold a fact of the table
         self.promised = self.usable = ZERO
 
     def steps(self) -> Steps:
@@ -107,7 +110,8 @@ class Reading:
             since = self._config.since
             self._kept = Kept(place=Place.after(since))
         self.promised = _least(self._kept.place)
-        following = Following(self._config.stream, self._config.mode, since)
+        self._facts_upto = None
+        following = Following(self._config.stream, self._config.mode, since, reads_table=True)
         driver: Driver[Event | CaughtUp] = Driver(following.steps())
         while True:
             events = yield from _burst(driver)
@@ -122,6 +126,11 @@ class Reading:
         goal = following.place
         assert goal is not None
         work = plan(self._kept, events, goal)
+        if self._config.mode == "vector":
+            ends = [span.id for span in work.read]
+            work = work.with_null(self._kept, self._facts_upto)
+            before = _token(goal).farthest() if self._facts_upto is None else self._facts_upto
+            self._facts_upto = max(before, *ends, key=abs) if ends else before
         if work.lost and self._kept.version:
             raise LateUnknown(self._config.stream, work.lost.after, work.lost.number)
         if self._config.replica and (work.read or work.late):
@@ -147,8 +156,11 @@ class Reading:
     def _read_late(self, late: Late, goal: Place, writers: int) -> Steps:
         before = self._kept
         left = [*hands_over(before, late, goal)]
-        if self._config.table.writer is None and writers > 1 and abs(late.id) - abs(late.prev) > 1 and late.facts:
-            raise LateNeedsWriter(self._config.stream, late.writer, late.prev, late.id)
+        if self._config.table.writer is None:
+            if writers > 1 and abs(late.id) - abs(late.prev) > 1 and late.facts:
+                raise LateNeedsWriter(self._config.stream, late.writer, late.prev, late.id)
+        elif left and (yield from self._may_be_of_null(late)):
+            left = [replace(span, has_null=True) for span in left]
         while left:
             yield from self._lock()
             found = yield from self._page(left[:1])
@@ -169,11 +181,22 @@ class Reading:
         owed = (*self._kept.owed, *owes(before, late, goal))
         yield from self._save(replace(self._kept, place=place, owed=owed, late_part=None))
 
+    def _may_be_of_null(self, late: Late) -> Generator[Request, Answer, bool]:
+        """Whether rows whose writer is NULL are the facts that came late. Raises `LateNeedsWriter` if some are not."""
+        span = Range(late.writer, late.prev, late.id)
+        (found,) = yield from rows(RunSql("source", self._config.table.count_of_writer(span)))
+        if not found["have_none"] or found["have_writer"] >= late.facts:
+            return False
+        if found["have_writer"] + found["have_none"] > late.facts:
+            raise LateNeedsWriter(self._config.stream, late.writer, late.prev, late.id)
+        return True
+
     def _page(self, ranges: Sequence[Range]) -> Generator[Request, Answer, TablePage]:
         return table_page(self._config.table, ranges, self._config.rows)
 
     def _writer(self, row: Row) -> str | None:
-        return None if self._config.table.writer is None else str(row[self._config.table.writer])
+        writer = None if self._config.table.writer is None else row[self._config.table.writer]
+        return None if writer is None else str(writer)
 
     def _past(self, epochs: Mapping[str, int], place: Place) -> Iterator[int]:
         """IDs handed over of which no late completion can come any more: their writer is in a later epoch."""

@@ -45,15 +45,30 @@ class Table:
         page = sql.SQL("select * from ({}) spans order by {}{}").format(branches, by_id, least)
         return sql.SQL("select {} from ({}) page order by {}").format(self._columns(), page, order)
 
+    def count_of_writer(self, span: "Range") -> sql.Composed:
+        """How many facts of the range `have_writer`, its own, and how many `have_none`. Needs `writer`."""
+        null = Range(None, span.prev, span.id, has_null=True)
+        count = "(select count(distinct {}) from {} where {})"
+        own, unnamed = (
+            sql.SQL(count).format(sql.Identifier(self.id), self._name(), self._in(part)) for part in (span, null)
+        )
+        return sql.SQL("select {} as have_writer, {} as have_none").format(own, unnamed)
+
     def _in(self, span: "Range", others: "Sequence[Range]" = ()) -> sql.Composed:
         """The condition for the rows of `span` that are not rows of the `others` too."""
         bounds = sql.SQL("{id} < {prev} and {id} >= {last}" if span.id < 0 else "{id} > {prev} and {id} <= {last}")
         wanted = [bounds.format(id=sql.Identifier(self.id), prev=span.prev, last=span.id)]
         if self.writer is not None and span.writer is not None:
-            wanted.append(sql.SQL("{} = {}").format(sql.Identifier(self.writer), span.writer))
-        if self.writer is not None and span.besides:
-            wanted.append(sql.SQL("{} <> all({})").format(sql.Identifier(self.writer), sorted(span.besides)))
-        wanted += [sql.SQL("not ({})").format(self._in(other)) for other in others if span.meets(other)]
+            of_writer = "({} = {} or {} is null)" if span.has_null else "{} = {}"
+            column = sql.Identifier(self.writer)
+            wanted.append(sql.SQL(of_writer).format(column, span.writer, *([column] if span.has_null else [])))
+        elif self.writer is not None and span.has_null:
+            wanted.append(sql.SQL("{} is null").format(sql.Identifier(self.writer)))
+        elif self.writer is not None and span.besides:
+            others_only = sql.SQL("({0} is null or {0} <> all({1}))")
+            wanted.append(others_only.format(sql.Identifier(self.writer), sorted(span.besides)))
+        # A row without a writer makes the condition of another range null, neither true nor false.
+        wanted += [sql.SQL("({}) is not true").format(self._in(other)) for other in others if span.meets(other)]
         return sql.SQL(" and ").join(wanted)
 
     def _columns(self, *more: str) -> sql.Composable:
@@ -68,12 +83,16 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """IDs `(prev, id]`: of `writer`, or of all writers but `besides`."""
+    """IDs `(prev, id]`: of `writer`, or of all writers but `besides` and of rows whose writer is NULL.
+
+    `has_null`: of `writer` and of rows whose writer is NULL; without a `writer`, of those rows alone.
+    """
 
     writer: str | None
     prev: int
     id: int
     besides: frozenset[str] = frozenset()
+    has_null: bool = False
 
     def holds(self, id: int) -> bool:
         return beyond(id, self.prev) and not beyond(id, self.id)
@@ -82,9 +101,21 @@ class Range:
         """Whether a row may be of both."""
         if not (beyond(self.id, other.prev) and beyond(other.id, self.prev)):
             return False
+        if self._reads_null and other._reads_null:
+            return True
         if self.writer is None or other.writer is None:
+            if self._is_null_only or other._is_null_only:
+                return False
             return self.writer not in other.besides and other.writer not in self.besides
         return self.writer == other.writer
+
+    @property
+    def _reads_null(self) -> bool:
+        return self.writer is None or self.has_null
+
+    @property
+    def _is_null_only(self) -> bool:
+        return self.writer is None and self.has_null
 
     def after(self, id: int) -> "Range | None":
         """The part beyond `id`, if there is one."""

@@ -3,7 +3,7 @@
 Every write to `StreamModel` is the world's; `answer` is a shell's answer. Magnitudes inside, `sign` at the edges.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tidemark.sinks.reader.events import Advance, Late, Place
@@ -26,7 +26,8 @@ Fields = dict[str, str]
 
 @dataclass
 class ModelEdge:
-    """`what` is `fact`, `void`, `announced` or (an operator's act) `skipped`."""
+    """`what` is `fact`, `void`, `announced`, (a join over facts that nobody announced) `unseen`, or (an operator's act)
+    `skipped`."""
 
     prev: int
     id: int
@@ -57,7 +58,7 @@ class StreamModel:
         self.head = 0
         self.line = 0
         self.writers: dict[str, ModelWriter] = {}
-        self.facts: dict[int, str] = {}  # the table: ID -> writer, of all that is committed
+        self.facts: dict[int, str | None] = {}  # the table: ID -> writer, of all that is committed
         self.completed: set[int] = set()
         self.batch = 0
         self.late = 0
@@ -78,6 +79,16 @@ class StreamModel:
         self._waiting_late: list[Fields] = []
 
     # -- what writers and operators do
+
+    def old_table(self, writers: Sequence[str | None]) -> None:
+        """Rows from before the stream, each of a writer or of none; the first writer joins behind them."""
+        self.facts |= {self.sign * id: who for id, who in enumerate(writers, 1)}
+        self.head = len(writers)
+        self.completed |= {*range(1, self.head + 1)}
+        (writer,) = self.writers.values()
+        if self.head:
+            writer.edges.append(ModelEdge(0, self.head, "unseen", delivered=True))
+            writer.last = self.head
 
     def join(self, name: str) -> None:
         """A new epoch of a writer that has nothing open: all of it up to the head is empty."""
@@ -270,6 +281,7 @@ class StreamModel:
                 "fact": ("facts", 1),
                 "void": ("empty", 1),
                 "announced": ("empty", edge.id - edge.prev),
+                "unseen": ("unseen", edge.id - edge.prev),
                 "skipped": ("skipped", edge.id - edge.prev),
             }[edge.what]
             counts[kind] += width

@@ -28,7 +28,7 @@ class ReadingService:
     given: dict[str, Any] = field(default_factory=dict)
     sizes: list[int] = field(default_factory=list)
 
-    def write(self, *ids: int, instance: str = "w", rows: int = 1) -> None:
+    def write(self, *ids: int, instance: str | None = "w", rows: int = 1) -> None:
         """Facts of `instance`, committed to the backing table."""
         self.sql.cursor().executemany(
             "insert into facts values (%s, %s, %s)", [(id, instance, n) for id in ids for n in range(rows)]

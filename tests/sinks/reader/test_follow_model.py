@@ -276,12 +276,12 @@ class ModelReader:
         assert prev == self.covered.get(writer, prev)
         self.covered[writer] = id
 
-    def _facts(self, prev: int, id: int, whose: Callable[[str], bool]) -> set[int]:
+    def _facts(self, prev: int, id: int, whose: Callable[[str | None], bool]) -> set[int]:
         return {
             fact for fact, who in self.model.facts.items() if whose(who) and beyond(fact, prev) and not beyond(fact, id)
         }
 
-    def _read(self, prev: int, id: int, whose: Callable[[str], bool]) -> None:
+    def _read(self, prev: int, id: int, whose: Callable[[str | None], bool]) -> None:
         facts = self._facts(prev, id, whose)
         assert not facts & self.read, "handed over twice"
         self.read |= facts
@@ -293,7 +293,7 @@ class ModelReader:
         self.caught_up = False  # the world goes on
         line = self.model.shown_line
         for fact, who in self.model.facts.items():
-            position = line if self.mode == "linear" else self.model.shown.get(who, line)
+            position = line if self.mode == "linear" else self.model.shown.get(who or "", line)
             if not beyond(fact, position) and fact not in self.model.untold() and not self.excused:
                 assert fact in self.read | self.late, f"{fact} of {who} was stepped over"
         assert self.late_upto >= self.model.shown_late

@@ -51,6 +51,57 @@ def test_vector_is_read_per_writer(either: ReadingService, pipeline: Pipeline, s
     assert either.ids() == [sign * id for id in (1, 2, 4, 3, 5)]
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("informed", [True, False])
+@pytest.mark.parametrize("mode", ["linear", "vector"])
+def test_table_that_is_older_than_its_stream_is_read_whole(
+    either: ReadingService, pipeline: Pipeline, mode: str, informed: bool, sign: int
+) -> None:
+    """Rows without a writer and rows of writers that Tidemark never heard of are read up to the reader's start, once.
+
+    Rows without a writer that come later are read too, when the linear position passes them.
+    """
+    either.informed = informed
+    either.write(*(sign * id for id in range(1, 21)), instance=None)
+    for id in range(21, 51):
+        either.write(sign * id, instance=f"old{id % 3}")
+    either.write(*(sign * id for id in range(51, 58)), instance="a")
+    either.write(*(sign * id for id in range(58, 65)), instance="b")
+    pipeline.publish(stream("s", advance("a", 0, sign * 64, empty=64), linear=sign * 64))
+    pipeline.publish(stream("s", advance("b", sign * 64, sign * 70, empty=6), linear=sign * 64, linear_prev=sign * 64))
+    either.until(lambda: len(either.ids()) >= 64, mode=mode, rows=7)
+    either.write(sign * 71, instance=None)
+    either.write(sign * 72, instance="a")
+    pipeline.publish(stream("s", advance("a", sign * 64, sign * 72), linear=sign * 70, linear_prev=sign * 64))
+    either.until(lambda: either.place().positions.get("a", either.place().linear) in {sign * 72, sign * 70}, mode=mode)
+    pipeline.publish(stream("s", advance("b", sign * 70, sign * 73, empty=3), linear=sign * 72, linear_prev=sign * 70))
+    either.until(lambda: either.place().linear == sign * 72, mode=mode)
+    chains: dict[str | None, list[int]] = {}
+    for id, writer, _, late in either.effects():
+        assert not late
+        chains.setdefault(writer, []).append(abs(id))
+    assert sorted(id for chain in chains.values() for id in chain) == [*range(1, 65), 71, 72]
+    assert all(chain == sorted(chain) for chain in chains.values())
+
+
+@pytest.mark.parametrize("mode", ["linear", "vector"])
+def test_late_fact_in_a_row_without_a_writer_is_read(either: ReadingService, pipeline: Pipeline, mode: str) -> None:
+    """Its ID names it. In a range that holds more such rows than late facts the reader stops and says why."""
+    either.write(1, 2, 3)
+    pipeline.move("w", 0, 9, facts=3, skipped=6)
+    pipeline.publish(stream("s", advance("v", 0, 9, empty=9), linear=9, linear_prev=9))
+    either.until(lambda: either.ids() == [1, 2, 3], mode=mode)
+    either.write(5, instance=None)
+    pipeline.publish(stream("s", linear=9, linear_prev=9, late=[LateEffect("w", 1, 4, 5, 1, "skipped")]))
+    either.until(lambda: bool(either.ids(late=True)), mode=mode)
+    assert either.ids(late=True) == [5]
+    either.write(6, 7, 8, instance=None)
+    pipeline.publish(stream("s", linear=9, linear_prev=9, late=[LateEffect("w", 1, 5, 8, 2, "skipped")]))
+    with pytest.raises(LateNeedsWriter, match="without a writer"):
+        either.until(lambda: len(either.ids(late=True)) > 1, mode=mode)
+    assert either.ids(late=True) == [5]
+
+
 @pytest.mark.parametrize("mode", ["linear", "vector"])
 def test_batches_are_bounded_and_divide_no_fact(service: ReadingService, pipeline: Pipeline, mode: str) -> None:
     """At most so many rows, unless one fact has more; the rows of a fact come together and in their order."""

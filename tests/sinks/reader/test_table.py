@@ -13,23 +13,44 @@ from tidemark.sinks.reader.table import Range, Table
 from tidemark.streaming.direction import beyond
 
 NAMES = ("a", "b", "c")
+WRITERS = (*NAMES, None)
+NULL = ""  # in the place of a writer: rows without one
 TABLE = Table("facts", writer="instance", then=("ordinal",))
 
 spans = st.builds(
     lambda whose, prev, width: (whose, prev, prev + width),
-    st.one_of(st.sampled_from(NAMES), st.frozensets(st.sampled_from(NAMES), max_size=2)),
+    st.one_of(
+        st.sampled_from((*NAMES, NULL)),
+        st.tuples(st.sampled_from(NAMES)),
+        st.frozensets(st.sampled_from(NAMES), max_size=2),
+    ),
     st.integers(0, 12),
     st.integers(1, 12),
 )
 
 
-def of(whose: "str | frozenset[str]", prev: int, id: int) -> Range:
-    return Range(whose, prev, id) if isinstance(whose, str) else Range(None, prev, id, whose)
+def of(whose: "str | tuple[str] | frozenset[str]", prev: int, id: int) -> Range:
+    """A tuple: of that writer and of rows without one."""
+    match whose:
+        case "":
+            return Range(None, prev, id, has_null=True)
+        case str():
+            return Range(whose, prev, id)
+        case (writer,):
+            return Range(writer, prev, id, has_null=True)
+        case _:
+            return Range(None, prev, id, whose)
+
+
+def is_of(who: str | None, span: Range) -> bool:
+    if who is None:
+        return span.has_null or span.writer is None
+    return who == span.writer if span.writer or span.has_null else who not in span.besides
 
 
 @settings(max_examples=60, suppress_health_check=SHARING)
 @given(
-    facts=st.dictionaries(st.integers(1, 24), st.tuples(st.sampled_from(NAMES), st.integers(1, 3)), max_size=24),
+    facts=st.dictionaries(st.integers(1, 24), st.tuples(st.sampled_from(WRITERS), st.integers(1, 3)), max_size=24),
     wanted=st.lists(spans, min_size=1, max_size=5),
     limit=st.one_of(st.none(), st.integers(1, 9)),
     sign=st.sampled_from((1, -1)),
@@ -37,7 +58,7 @@ def of(whose: "str | frozenset[str]", prev: int, id: int) -> Range:
 def test_rows_of_all_ranges_come_in_order_and_once(
     sql_of_facts: psycopg.Connection, facts: Any, wanted: Any, limit: int | None, sign: int
 ) -> None:
-    """Whatever the ranges, and also where they overlap; a limit keeps the first rows by ID."""
+    """Whatever the ranges, also where they overlap, and rows without a writer; a limit keeps the first rows by ID."""
     rows = [(sign * id, who, n) for id, (who, count) in facts.items() for n in range(count)]
     sql_of_facts.execute("truncate facts")
     sql_of_facts.cursor().executemany("insert into facts values (%s, %s, %s)", rows)
@@ -47,13 +68,7 @@ def test_rows_of_all_ranges_come_in_order_and_once(
         (
             row
             for row in rows
-            if any(
-                span.writer in {None, row[1]}
-                and row[1] not in span.besides
-                and beyond(row[0], span.prev)
-                and not beyond(row[0], span.id)
-                for span in ranges
-            )
+            if any(is_of(row[1], span) and beyond(row[0], span.prev) and not beyond(row[0], span.id) for span in ranges)
         ),
         key=lambda row: (abs(row[0]), row[2]),
     )
