@@ -42,11 +42,7 @@ RUN python3 -m venv --without-pip /opt/tidemark \
     && python3 requirements relay reader sidecar >runtime.txt \
     && python3 -m pip --python /opt/tidemark/bin/python install --no-cache-dir --constraint constraints.txt --requirement runtime.txt \
     && ./trim /opt/tidemark
-COPY .src .src
-COPY app app
-COPY sinks sinks
-COPY sources sources
-COPY streaming streaming
+COPY tidemark tidemark
 RUN python3 -m pip --python /opt/tidemark/bin/python install --no-cache-dir --no-deps . \
     && python3 -m compileall -q /opt/tidemark/lib
 COPY helm/tools/root.py /tmp/
@@ -83,11 +79,7 @@ RUN python3 -m venv --without-pip /opt/tidemark \
     && python3 requirements relay reader pipeline sidecar otel >runtime.txt \
     && python3 -m pip --python /opt/tidemark/bin/python install --no-cache-dir --constraint constraints.txt --requirement runtime.txt \
     && ./trim /opt/tidemark
-COPY .src .src
-COPY app app
-COPY sinks sinks
-COPY sources sources
-COPY streaming streaming
+COPY tidemark tidemark
 RUN python3 -m pip --python /opt/tidemark/bin/python install --no-cache-dir --no-deps . \
     && python3 -m compileall -q /opt/tidemark/lib
 COPY --chmod=755 helm/tools/executor /opt/tidemark/bin/tidemark-executor

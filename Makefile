@@ -153,4 +153,4 @@ bench: setup ## Measure Tidemark beside its alternatives, on the JVM too where M
 .PHONY: clean
 clean: ## Remove what was built or cached in this directory (the stack's data stays in TIDEMARK_HOME)
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	find app sinks sources streaming tests -name __pycache__ -prune -exec rm -rf {} +
+	find tidemark tests -name __pycache__ -prune -exec rm -rf {} +

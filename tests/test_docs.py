@@ -20,8 +20,11 @@ KINDS = {".py", ".sql", ".lua", ".md", ".yaml", ".yml", ".toml", ".tpl", ".js", 
 
 def _texts() -> Iterator[tuple[Path, str]]:
     """Every file that people write, by its path in the repository."""
-    folders = [ROOT / name for name in (*ROOMS, "docs", "helm", ".ci")]
-    found = [*ROOT.iterdir(), *(path for folder in folders for path in folder.rglob("*"))]
+    folders = [ROOT / name for name in ("tidemark", "tests", "docs", "helm", ".ci")]
+    found = [
+        *(path for path in ROOT.iterdir() if not path.is_symlink()),
+        *(path for folder in folders for path in folder.rglob("*")),
+    ]
     for path in sorted(found):
         if path.is_file() and (path.suffix in KINDS or path.name in {"Makefile", "Dockerfile", "run"}):
             yield path.relative_to(ROOT), path.read_text()
@@ -152,3 +155,9 @@ def test_nothing_is_cited_that_the_repository_does_not_hold() -> None:
     for path, text in TEXTS.items():
         assert set(re.findall(r"\b[A-Z]{4,}\.md\b", text)) <= ours, path
         assert not re.search(r"\bDESIGN \d", text), path
+
+
+def test_texts_name_our_distribution() -> None:
+    """It is `tidemark-streams`: `tidemark` on PyPI is another project."""
+    wrong = re.compile(r"pip install ['\"]?tidemark(?!-streams)\b|(?<![\w./-])tidemark" + r"\[[a-z]")
+    assert [str(path) for path, text in TEXTS.items() if wrong.search(text)] == []

@@ -5,13 +5,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.shadows import ROOMS
+
 ROOT = Path(__file__).parents[1]
 LONGEST = 300  # lines
 
 
 def modules() -> Iterator[Path]:
-    for room in ("app", "sinks", "sources", "streaming"):
-        yield from (ROOT / room).rglob("*.py")
+    yield from (ROOT / "tidemark").rglob("*.py")
 
 
 def test_no_module_has_two_ideas() -> None:
@@ -27,3 +28,14 @@ def test_one_word_is_one_thing() -> None:
             if isinstance(node, ast.ClassDef):
                 found[node.name].append(str(module.relative_to(ROOT)))
     assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
+def test_nothing_is_imported_through_the_links_at_the_top() -> None:
+    """`app`, `sinks`, `sources` and `streaming` lead into the package; an import through them loads a module twice."""
+    links = {path.name: path.readlink() for path in ROOT.iterdir() if path.is_symlink() and path.name in ROOMS}
+    assert links == {name: Path("tidemark", name) for name in ROOMS}
+    for path in (*modules(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "helm").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.partition(".")[0] for name in names} & {*ROOMS}, path

@@ -19,7 +19,7 @@ import pytest
 from tests.shadows import ROOMS, shadowed
 
 ROOT = Path(__file__).parents[2]
-VERSION = version("tidemark")
+VERSION = version("tidemark-streams")
 DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
 COPIED = dict.fromkeys(
     source
@@ -113,7 +113,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def base_install(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """`pip install tidemark[writer]`, which is the base."""
+    """`pip install tidemark-streams[writer]`, which is the base."""
     root = tmp_path_factory.mktemp("base")
     succeeds(sys.executable, "-m", "venv", "--without-pip", root)
     environment = Environment(root)

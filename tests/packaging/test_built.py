@@ -16,24 +16,23 @@ from tests.shadows import ROOMS
 def test_wheel_puts_one_name_into_site_packages(wheel: Path) -> None:
     """`tidemark`, and what pip knows of it. Below it is every file of the rooms, and the marker of types."""
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names} == {"tidemark", f"tidemark-{VERSION}.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"tidemark", f"tidemark_streams-{VERSION}.dist-info"}
     expected = {
-        f"tidemark/{path.relative_to(ROOT)}"
-        for room in ROOMS
-        for path in (ROOT / room).rglob("*")
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tidemark").rglob("*")
         if path.is_file() and path.suffix != ".pyc"
     }
-    packed = {name for name in names if name.startswith("tidemark/")}
-    assert packed - expected == {f"tidemark/{name}" for name in ("__init__.py", "__main__.py", "errors.py", "py.typed")}
-    assert expected <= packed
+    assert {name for name in names if name.startswith("tidemark/")} == expected
+    assert {"tidemark/__init__.py", "tidemark/__main__.py", "tidemark/errors.py", "tidemark/py.typed"} <= expected
+    assert all(any(name.startswith(f"tidemark/{room}/") for name in expected) for room in ROOMS)
 
 
 def test_source_distribution_gives_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
-    """It has files in the place of links, so that any unpacker will do, and installs as the checkout does."""
+    """It holds no links, so any archive program can unpack it, and installs as the checkout does."""
     with tarfile.open(build(ROOT, "sdist", tmp_path)) as packed:
         assert all(member.isfile() or member.isdir() for member in packed)
         packed.extractall(tmp_path, filter="data")
-    tree = tmp_path / f"tidemark-{VERSION}"
+    tree = tmp_path / f"tidemark_streams-{VERSION}"
     assert build(tree, "wheel", tmp_path).read_bytes() == wheel.read_bytes()
 
 
@@ -57,7 +56,7 @@ def test_image_has_the_libraries_of_every_role_but_the_local_stack() -> None:
     assert set(required) == {*project["dependencies"], *roles, ""}
     (installed,) = re.findall(r"^ +'\.\[(.*)\]'$", (ROOT / "helm/tools/sbom").read_text(), re.MULTILINE)
     assert set(installed.split(",")) == set(whole)
-    assert extras["local"][0] == f"tidemark[{installed.removesuffix(',otel')}]"
+    assert extras["local"][0] == f"tidemark-streams[{installed.removesuffix(',otel')}]"
 
 
 @pytest.mark.parametrize("dockerfile", ["Dockerfile", "tests/helm/servers/Dockerfile"])

@@ -93,7 +93,7 @@ def test_command_without_its_extra_says_which_to_install(
     done = base_install.run(base_install.root / "bin/tidemark", *command.split(), cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"Error: tidemark {command.split(' ', maxsplit=1)[0]}")
-    assert done.stderr.endswith(f", which is not installed: pip install 'tidemark[{extra}]'\n")
+    assert done.stderr.endswith(f", which is not installed: pip install 'tidemark-streams[{extra}]'\n")
     assert done.stderr.count("\n") == 1
 
 
@@ -105,7 +105,7 @@ def test_import_without_its_extra_says_which_to_install(
     program = f"try:\n    from tidemark import {name}\nexcept ImportError as error:\n    print(error)"
     said = base_install.run(base_install.python, "-c", program, cwd=tmp_path).stdout
     assert said.startswith(f"tidemark.{name} needs ")
-    assert said.endswith(f", which is not installed: pip install 'tidemark[{extra}]'\n")
+    assert said.endswith(f", which is not installed: pip install 'tidemark-streams[{extra}]'\n")
 
 
 def test_base_shows_settings_and_migrates_even_out_of_an_archive(
@@ -148,11 +148,11 @@ def test_editable_installation_follows_the_checkout(base_install: Environment, t
     tree = copy_of_the_tree(tmp_path / "tree")
     wheel = build(tree, "wheel:editable", tmp_path)
     editable = base_install.with_also(tmp_path / "environment", "--force-reinstall", "--no-deps", wheel)
-    with (tree / "streaming/model.py").open("a") as module:
+    with (tree / "tidemark/streaming/model.py").open("a") as module:
         module.write("\nCHANGED = 'yes'\n")
     program = "from tidemark.streaming import model; print(model.CHANGED, model.__file__)"
     done = editable.run(editable.python, "-c", program, cwd=tmp_path)
-    assert done.stdout == f"yes {tree / '.src/tidemark/streaming/model.py'}\n"
+    assert done.stdout == f"yes {tree / 'tidemark/streaming/model.py'}\n"
     _mypy_knows_every_name(editable, tmp_path)
 
 

@@ -64,7 +64,7 @@ def _imported(graph: grimp.ImportGraph, role: str) -> set[str]:
 
 @pytest.mark.parametrize("role", ENTRIES)
 def test_extra_brings_what_its_role_imports(role: str, imports: grimp.ImportGraph) -> None:
-    assert _imported(imports, role) <= _brought("tidemark", role)
+    assert _imported(imports, role) <= _brought("tidemark-streams", role)
 
 
 @pytest.mark.parametrize("role", [role for role in ENTRIES if role])
@@ -72,5 +72,5 @@ def test_extra_brings_nothing_that_its_role_does_not_import(role: str, imports: 
     """The local stack has all roles in it."""
     roles = ENTRIES if role == "local" else (role,)
     used = UNSEEN.union(*(_imported(imports, one) for one in roles))
-    extra = {_name(one.name) for one in _asked_for("tidemark", role) if one.marker}
+    extra = {_name(one.name) for one in _asked_for("tidemark-streams", role) if one.marker}
     assert extra <= used

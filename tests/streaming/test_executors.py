@@ -17,7 +17,8 @@ def test_what_a_task_runs_is_found_in_the_package_by_its_name(tmp_path: Path) ->
     archive = package(tmp_path)
     function = CloudPickleSerializer().dumps(partial(compact, keys=[0]))  # type: ignore[no-untyped-call]
     program = (
-        "import pickle, sys; sys.path = [sys.argv[1], *(path for path in sys.path if not path.endswith('.src'))];"
+        "import os, pickle, sys;"
+        "sys.path = [sys.argv[1], *(path for path in sys.path if not os.path.exists(f'{path}/tidemark'))];"
         "import tidemark.streaming.query;"
         "print(pickle.loads(sys.stdin.buffer.read()).func.__module__, tidemark.streaming.query.__file__)"
     )

@@ -1,6 +1,6 @@
 """The drivers by which a play's services reach their database: psycopg, SQLAlchemy on it, and asyncpg.
 
-The last two only where they are installed; they are no part of `tidemark[local]`.
+The last two only where they are installed; they are no part of `tidemark-streams[local]`.
 """
 
 import asyncio

@@ -26,7 +26,16 @@ from tidemark.sources.topics import Topics
 from tidemark.streaming.errors import TidemarkError, Unavailable
 
 PATIENCE = 3.0  # seconds for a server that does not answer
-_PACKAGES = ("tidemark", "pyspark", "confluent-kafka", "redis", "psycopg", "prometheus-client", "pandas", "pyarrow")
+_PACKAGES = (
+    "tidemark-streams",
+    "pyspark",
+    "confluent-kafka",
+    "redis",
+    "psycopg",
+    "prometheus-client",
+    "pandas",
+    "pyarrow",
+)
 
 
 @dataclass(frozen=True, slots=True)

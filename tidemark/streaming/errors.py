@@ -279,7 +279,7 @@ class BatchEnded(Stop):
 
 class ExtraMissing(Stop, ImportError):
     def __init__(self, what: str, module: str, extra: str) -> None:
-        super().__init__(f"{what} needs {module}, which is not installed: pip install 'tidemark[{extra}]'")
+        super().__init__(f"{what} needs {module}, which is not installed: pip install 'tidemark-streams[{extra}]'")
         self.name = module
         self.extra = extra
 

@@ -46,7 +46,7 @@ def document(operations: Sequence[Operation], security: Mapping[str, Any]) -> di
         "openapi": "3.1.0",
         "info": {
             "title": "Tidemark sidecar",
-            "version": version("tidemark"),
+            "version": version("tidemark-streams"),
             "description": "How far each stream may be read. IDs are signed 64-bit integers.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from tidemark.streaming.errors import VersionSkew
 
-OURS = version("tidemark")
+OURS = version("tidemark-streams")
 _NUMBERS = re.compile(r"(\d+)\.(\d+)")
 
 
