@@ -43,6 +43,8 @@ class PipelineCondition:
             found.append("no pipeline has ever run here")
         elif not it.lease:
             found.append(f"no pipeline holds the lease; the last one was {it.owner}")
+        if it.waits is not None:
+            found.append(f"positions are held: {it.waits}")
         if self.kafka is not None:
             found.append(f"Kafka does not tell how many records wait: {self.kafka}")
         if self.redis is not None:

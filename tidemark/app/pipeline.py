@@ -34,6 +34,7 @@ from tidemark.sinks.port import Sink
 from tidemark.sinks.postgres.history import Retention
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
+from tidemark.sinks.postgres.waits import WaitWatch
 from tidemark.sinks.publisher import Publisher
 from tidemark.sinks.recaller import Recaller, RecallerConfig
 from tidemark.sinks.redis.mirror import Mirror
@@ -204,14 +205,15 @@ class Attempt:
             end_offsets = stack.enter_context(EndOffsets(topics, start.topics, self._board).running())
             recaller = RecallerConfig(settings.kafka_facts_topic, kafka.client(), kafka.producer())
             recalling = stack.enter_context(Recaller(recaller, postgres, lease, metrics.RECALLED.inc))
+            waits = stack.enter_context(WaitWatch(postgres.waits, lease))
             watching = stack.enter_context(PolicyWatch(postgres.policies, lease, start.policies, self._board.follow))
             trace = stack.enter_context(tracing(settings.secret("otlp_url"), settings.owner, lease.token))
             self._batches = Batches(publisher, self._board, start.seed, start.topics, trace)
             spark, store = self._spark.session(stopping), settings.checkpoint_store
             location = stack.enter_context(apart(settings.checkpoint) if store is None else folder(spark, store))
             running = stack.enter_context(self._query(spark, start, location, self._batches, lease))
-            threads = self._batches, end_offsets, maintenance, recalling, watching
-            self._supervise(spark, running, lease, sinks, threads)
+            threads = self._batches, end_offsets, maintenance, recalling, watching, waits
+            self._supervise(spark, running, lease, sinks, threads, waits)
 
     def _sinks(self, stack: ExitStack, postgres: Postgres, lease: Lease) -> list[Sink]:
         """Where positions are shown, each in turn. One sink, one line."""
@@ -256,6 +258,7 @@ class Attempt:
         lease: Lease,
         sinks: Sequence[Sink],
         threads: Sequence[Batches | EndOffsets | LeasedThread],
+        waits: WaitWatch,
     ) -> None:
         looked = time.monotonic()
         while not self._stopping.is_set():
@@ -279,7 +282,7 @@ class Attempt:
                     if not self.published:
                         self._holders |= there
                     engine.require_states(spark, self._holders, there)
-                lacks = None if self._local or there else NO_EXECUTOR
+                lacks = waits.problem if self._local or there else NO_EXECUTOR
                 if lacks is not None and lacks != self._health.lacks():
                     log.warning("No batch can run", problem=lacks)
                 self._health.stands(lacks)

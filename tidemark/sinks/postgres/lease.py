@@ -23,11 +23,17 @@ from psycopg.errors import LockNotAvailable
 
 from tidemark.sinks.postgres.database import session_of
 from tidemark.streaming.errors import LeaseLost, Stopping, TidemarkError, Unavailable
+from tidemark.streaming.lock_waits import run_locking, sessions_of
 from tidemark.streaming.postgres_session import Connection, Dsn, PostgresSession
 
 log = structlog.get_logger(__name__)
 
 _KEY = "hashtextextended('tidemark.query_lease ' || %(token)s::text, 0)"
+_HOLDERS = f"""
+select array_agg(pid) from pg_locks where locktype = 'advisory' and objsubid = 1 and granted
+    and database = (select oid from pg_database where datname = current_database())
+    and (classid::bigint << 32 | objid::bigint) = {_KEY}
+"""
 
 
 SPREAD = 2**20  # tokens a second: the random part; tokens stay below 2**53 until the year 2106, exact in any metric
@@ -112,7 +118,8 @@ class Lease:
         if self._renewal.is_alive():
             self._renewal.join()
         try:
-            with self._database.use() as connection:
+            with self._database.use() as connection, connection.transaction():
+                connection.execute("set local synchronous_commit = local")
                 # Expired for all to see: the next one need not wait for our session to be gone. It is still ours where
                 # a sink has seen a higher token than Postgres.
                 released = connection.execute(
@@ -143,17 +150,31 @@ class Lease:
     def _renew(self) -> None:
         with self._database.use() as connection:
             if connection is not self._session:  # a new one, which does not hold the lock yet
-                connection.execute(f"select pg_advisory_lock({_KEY})", {"token": self.token})
-                self._session = connection
-            renewed = connection.execute(
-                "update tidemark.query_lease set expires_at = clock_timestamp() + %s * interval '1 second'"
-                " where token = %s",
-                (self._config.ttl, self.token),
-            )
-            if renewed.rowcount == 0:
+                self._lock(connection)
+        if not run_locking(self._database, "renewing the lease", self._write_expiry, seconds=0):
+            with self._database.use() as connection:
                 row = connection.execute("select token from tidemark.query_lease").fetchone()
-                self.lose(row[0] if row else self.token)
-                log.error("Lost the lease", token=self.token, newest=self._newest)
+            self.lose(row[0] if row else self.token)
+            log.error("Lost the lease", token=self.token, newest=self._newest)
+
+    def _lock(self, connection: Connection) -> None:
+        """Anybody may hold an advisory lock. Safety does not rest on it, so it is not waited for."""
+        if _try_lock(connection, "pg_try_advisory_lock", self.token):
+            self._session = connection
+            return
+        row = connection.execute(_HOLDERS, {"token": self.token}).fetchone()
+        holders = sessions_of(connection, row[0] if row else [])
+        log.warning("Another session holds the advisory lock of the lease; going on without it", holders=holders)
+
+    def _write_expiry(self, connection: Connection) -> bool:
+        # Of no use to a standby, and not to wait for one: while commits hang, the lease is still ours.
+        connection.execute("set local synchronous_commit = local")
+        renewed = connection.execute(
+            "update tidemark.query_lease set expires_at = clock_timestamp() + %s * interval '1 second'"
+            " where token = %s",
+            (self._config.ttl, self.token),
+        )
+        return renewed.rowcount > 0
 
 
 class _Waiter:
@@ -223,9 +244,12 @@ class _Waiter:
         try:
             with connection.transaction():
                 connection.execute("set local lock_timeout = '2s'")
+                # The first batch is durable, and with it all that was written before it.
+                connection.execute("set local synchronous_commit = local")
                 taken = connection.execute(
                     "update tidemark.query_lease set token = %(ours)s, owner = %(owner)s, version = %(version)s,"
-                    " since = clock_timestamp(), expires_at = clock_timestamp() + %(ttl)s * interval '1 second'"
+                    " since = clock_timestamp(), waits_for = null,"
+                    " expires_at = clock_timestamp() + %(ttl)s * interval '1 second'"
                     " where token = %(token)s",
                     {
                         "owner": self._config.owner,

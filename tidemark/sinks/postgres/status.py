@@ -61,7 +61,7 @@ class RecentAct:
 class Condition:
     """`owner` held the lease last (None: nobody ever did), which lives for `lease` seconds more; 0: it is over.
     `quiet` is how long ago a batch was last applied (s), None where none ever was. By the database's clock. `acts` are
-    those of the last day, the newest first."""
+    those of the last day, the newest first. `waits`: what a batch of the owner waits for in this database."""
 
     owner: str | None
     lease: float
@@ -69,6 +69,7 @@ class Condition:
     dead_letters: Sequence[DeadLetterCounts]
     acts: Sequence[RecentAct] = ()
     faults: Sequence[SinkFault] = ()
+    waits: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,8 @@ class Conditions:
         with self._database.use() as connection:
             lease = connection.execute(
                 "select owner,"
-                " case when expires_at > now() then extract(epoch from expires_at - now())::float8 else 0 end"
-                " from tidemark.query_lease where owner <> ''"
+                " case when expires_at > now() then extract(epoch from expires_at - now())::float8 else 0 end,"
+                " to_jsonb(l) ->> 'waits_for' from tidemark.query_lease l where owner <> ''"
             ).fetchone()
             batch = connection.execute(
                 "select greatest(extract(epoch from now() - applied_at), 0)::float8"
@@ -119,9 +120,9 @@ class Conditions:
             ).fetchall()
             acts = self._acts(connection)
             faults = self.faults()
-        owner, left = lease or (None, 0.0)
+        owner, left, waits = lease or (None, 0.0, None)
         counts = [DeadLetterCounts(*row) for row in rejected]
-        return Condition(owner, left, batch[0] if batch else None, counts, acts, faults)
+        return Condition(owner, left, batch[0] if batch else None, counts, acts, faults, waits if left else None)
 
     def _acts(self, connection: Connection) -> list[RecentAct]:
         """None where the schema is of a version that does not note them."""

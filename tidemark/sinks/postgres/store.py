@@ -24,6 +24,7 @@ from tidemark.sinks.postgres.recalls import KeptRecall
 from tidemark.sinks.postgres.status import Conditions, note_faults
 from tidemark.sinks.postgres.tail import ChangesSince, DurableMark, PastMoves
 from tidemark.sinks.postgres.transaction import UnsentDeadLetters, apply
+from tidemark.sinks.postgres.waits import BatchWait
 from tidemark.streaming.effects import Recall
 from tidemark.streaming.model import Bounds, Encoded
 from tidemark.streaming.postgres_session import Dsn
@@ -69,6 +70,7 @@ class Postgres:
         self._batches = session_of(config.dsn, "tidemark batches")
         self._reads = session_of(config.dsn, "tidemark reads")
         self._recalls = session_of(config.dsn, "tidemark recalls")
+        self.waits = BatchWait(session_of(config.dsn, "tidemark waits"))
         self.where = self._batches.where
         self.conditions = Conditions(self._reads)
         self.policies = PolicyTable(self._reads)
@@ -83,6 +85,7 @@ class Postgres:
         self._batches.close()
         self._reads.close()
         self._recalls.close()
+        self.waits.close()
 
     def check(self) -> None:
         """Raise `SchemaMismatch` unless this Tidemark can write in the schema."""
@@ -103,7 +106,7 @@ class Postgres:
 
     def apply(self, batch: Batch) -> Committed:
         """Commit the batch. After `Unavailable` the commit may have happened: calling again finds that out."""
-        with self._batches.use() as connection:
+        with self._batches.use() as connection, self.waits.of(connection):
             return apply(connection, batch)
 
     def set_late_numbers_ahead(self) -> None:

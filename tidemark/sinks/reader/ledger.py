@@ -10,11 +10,16 @@ from psycopg.types.json import Jsonb
 
 from tidemark.sinks.reader.events import Place
 from tidemark.sinks.reader.follow import Mode
-from tidemark.sinks.reader.io import Answer, BeginTransaction, CommitTransaction, Request, Row, RunSql, rows
+from tidemark.sinks.reader.io import Answer, Request, Row, RunSql, rows
 from tidemark.sinks.reader.table import Range
 from tidemark.streaming.errors import BatchEnded, ReaderModeChanged
 
-_SCHEMA = files("tidemark.sinks.reader").joinpath("schema.sql").read_text("utf-8")
+_SCHEMA = (
+    "do $schema$ begin\n"
+    + files("tidemark.sinks.reader").joinpath("schema.sql").read_text("utf-8")
+    + "exception when unique_violation or duplicate_table or duplicate_schema or duplicate_column then null;\n"
+    + "end $schema$"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +58,8 @@ class Ledger:
             " and attname = 'is_settled') and to_regclass('tidemark_reader.parked') is not null as there"
         )
         if not found[0]["there"]:
-            yield BeginTransaction()
-            yield from self._rows("select pg_advisory_xact_lock(hashtextextended('tidemark.reader', 0))")
+            # Copies of a reader may make it at the same moment. No advisory lock: any other login could hold that.
             yield from self._rows(_SCHEMA)
-            yield CommitTransaction()
         places = yield from self._rows(
             "select * from tidemark_reader.places where reader = {reader} and stream = {stream}"
         )

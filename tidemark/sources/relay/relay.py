@@ -27,6 +27,7 @@ from tidemark.sources.transactions import history
 from tidemark.streaming import records
 from tidemark.streaming.errors import BadSetting, Refused, Retry
 from tidemark.streaming.intervals import EMPTY, Intervals
+from tidemark.streaming.lock_waits import sessions_of
 from tidemark.streaming.postgres_session import Connection, PostgresSession
 from tidemark.streaming.records import Join, is_writer, why_no_name
 
@@ -134,7 +135,9 @@ class AppendRelay:
                 return True
             self._metrics.standby.set(1)
             if not waits:
-                log.info("Another relay works on this database; waiting for its end")
+                row = connection.execute(looks.TURN_HOLDERS, [looks.LOCK]).fetchone()
+                holder = sessions_of(connection, row[0] if row and row[0] else [])
+                log.info("Another relay works on this database; waiting for its end", holder=holder)
             waits = True
             self._halt.wait(_TURN)
         return False

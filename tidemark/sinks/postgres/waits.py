@@ -1,0 +1,134 @@
+"""What a batch waits for inside Postgres: a lock that another session holds, or a synchronous standby for its commit.
+
+Its own session answers nothing meanwhile, so another one asks.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import structlog
+from psycopg.errors import LockNotAvailable
+
+from tidemark.sinks.leased_thread import LeasedThread
+from tidemark.sinks.postgres.lease import Lease
+from tidemark.streaming.errors import TidemarkError
+from tidemark.streaming.lock_waits import sessions_of
+from tidemark.streaming.postgres_session import Connection, PostgresSession
+
+log = structlog.get_logger(__name__)
+
+PATIENCE = 3.0
+"""Seconds that a batch may wait before anybody is told."""
+POLL = 1.0
+LOG_EVERY = 30.0
+
+
+def wait_of(connection: Connection, pid: int) -> str | None:
+    """What the server process `pid` waits for; None if it works, or is gone."""
+    row = connection.execute(
+        "select wait_event, pg_blocking_pids(pid) from pg_stat_activity where pid = %s", (pid,)
+    ).fetchone()
+    if row is None:
+        return None
+    event, blockers = row
+    if blockers:
+        return f"a lock that another session holds: {sessions_of(connection, blockers)}; end it, or wait for it"
+    if event == "SyncRep":
+        row = connection.execute(
+            "select current_setting('synchronous_standby_names'),"
+            " (select count(*) from pg_stat_replication where state = 'streaming')"
+        ).fetchone()
+        names, streaming = row or ("", 0)
+        return (
+            f"a synchronous standby, for its commit: synchronous_standby_names is {names!r}, and {streaming} standbys"
+            " stream; start the standby, or change that setting and reload Postgres"
+        )
+    return None
+
+
+class BatchWait:
+    """Notes when a batch begins and ends in Postgres; any thread may ask what it waits for."""
+
+    def __init__(self, session: PostgresSession) -> None:
+        """`session` is for the questions alone."""
+        self._session = session
+        self._lock = threading.Lock()
+        self._since: float | None = None  # a batch that a lock time-out ended is tried again, and waits since then
+        self._pid: int | None = None
+        self._last: str | None = None
+
+    def close(self) -> None:
+        self._session.close()
+
+    @contextmanager
+    def of(self, connection: Connection) -> Iterator[None]:
+        """While `connection` writes a batch."""
+        with self._lock:
+            self._since = time.monotonic() if self._since is None else self._since
+            self._pid = connection.info.backend_pid
+        is_waiting = False
+        try:
+            yield
+        except LockNotAvailable:
+            is_waiting = True
+            raise
+        finally:
+            with self._lock:
+                self._pid = None
+                if not is_waiting:
+                    self._since = self._last = None
+
+    def problem(self) -> str | None:
+        """What a batch has waited for, for more than `PATIENCE` seconds. Raises `Unavailable` and `Refused`."""
+        with self._lock:
+            since, pid = self._since, self._pid
+        if since is None or time.monotonic() - since < PATIENCE:
+            return None
+        if pid is not None:
+            with self._session.use() as connection:
+                found = wait_of(connection, pid)
+            with self._lock:
+                if self._pid == pid:
+                    self._last = found and f"a batch waits in Postgres for {found}"
+        with self._lock:
+            return self._last
+
+    def note(self, token: int, problem: str | None) -> None:
+        """Let `tidemark status` know, also where no commit may wait for a standby."""
+        with self._session.use() as connection, connection.transaction():
+            connection.execute("set local synchronous_commit = local")
+            connection.execute("set local lock_timeout = '1s'")
+            connection.execute("update tidemark.query_lease set waits_for = %s where token = %s", (problem, token))
+
+
+class WaitWatch(LeasedThread):
+    """Asks every second what a batch waits for, logs it, and notes it beside the lease. `problem` is for the probes."""
+
+    def __init__(self, waits: BatchWait, lease: Lease) -> None:
+        super().__init__("waits", lease)
+        self._waits = waits
+        self._noted: str | None = None
+        self._logged = 0.0
+        self.problem: str | None = None
+
+    def work(self) -> float:
+        try:
+            found = self._waits.problem()
+            self._say(found)
+            self.problem = found
+            if found != self._noted:
+                self._waits.note(self._lease.token, found)
+                self._noted = found
+        except TidemarkError as problem:
+            log.warning("Could not ask what a batch waits for; trying again", problem=str(problem))
+        return POLL
+
+    def _say(self, found: str | None) -> None:
+        now = time.monotonic()
+        if found is not None and (found != self.problem or now - self._logged >= LOG_EVERY):
+            log.warning("Positions are held", problem=found)
+            self._logged = now
+        elif found is None and self.problem is not None:
+            log.info("The batch goes on")
