@@ -84,6 +84,25 @@ def test_login_with_connect_alone_stops_no_position(
                 sql.execute("select from tidemark.history_lock for update")
 
 
+def test_advisory_locks_can_be_kept_from_others(
+    store: Postgres, lease: Lease, stranger_dsn: str, sql: psycopg.Connection
+) -> None:
+    """The setting in SECURITY.md: without EXECUTE on Postgres's functions a login takes no such lock; we go on."""
+    for (function,) in sql.execute(
+        "select oid::regprocedure::text from pg_proc"
+        " where pronamespace = 'pg_catalog'::regnamespace and proname like '%advisory%'"
+    ).fetchall():
+        sql.execute(f"revoke execute on function {function} from public".encode())
+        sql.execute(f"grant execute on function {function} to tidemark_owner".encode())
+    with connected(stranger_dsn, "attacker") as other, pytest.raises(psycopg.errors.InsufficientPrivilege):
+        other.execute("select pg_advisory_lock(1)")
+    with sql.transaction(force_rollback=True):
+        sql.execute("set local role tidemark_owner")
+        sql.execute("select pg_try_advisory_lock(1)")
+    with committing(store, lease, 1):
+        pass
+
+
 def test_batch_of_a_known_day_takes_no_lock_of_the_history(store: Postgres, lease: Lease, dsn: str) -> None:
     """The day is looked for first: not even whoever may lock the row holds a batch back."""
     with committing(store, lease, 1):

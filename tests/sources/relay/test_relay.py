@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from prometheus_client import CollectorRegistry
 from psycopg.conninfo import make_conninfo
+from structlog.testing import capture_logs
 
 from tests.fix_servers import away
 from tests.sources.relay.judge import Judge
@@ -24,6 +25,7 @@ from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources import reports
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import FOR_EVER, RecordProducer
+from tidemark.sources.relay import looks
 from tidemark.sources.relay import relay as relaying
 from tidemark.sources.relay.database import SILENT_SECONDS, session_of, silence
 from tidemark.sources.relay.decider import Decider
@@ -441,6 +443,18 @@ def test_a_relay_of_another_name_stops(sql: psycopg.Connection, run: Run) -> Non
     eventually(lambda: first.metric("tidemark_relay_relaying") == 1)
     first.stop()
     assert isinstance(run("store").ended(), BadSetting)
+
+
+def test_whoever_keeps_a_relay_from_its_turn_is_named(sql: psycopg.Connection, run: Run) -> None:
+    """Any login may hold the relay's lock, so the log tells which session does."""
+    sql.execute("set application_name = 'attacker'")
+    sql.execute("select pg_advisory_lock(%s, 0)", [looks.LOCK])
+    with capture_logs() as logged:
+        run()
+        holder = eventually(lambda: next((it["holder"] for it in logged if "Another relay" in it["event"]), None))
+    sql.execute("select pg_advisory_unlock_all()")
+    assert f"pid {sql.info.backend_pid} (user " in holder
+    assert "application attacker" in holder
 
 
 def test_command_line(ready: str, kafka: KafkaServer, topic: str, judge: Judge) -> None:
