@@ -42,6 +42,18 @@ def test_outcomes_and_latencies_of_all_streams_are_counted() -> None:
     assert [told(name) - was for name, was in zip(names, before, strict=True)] == [3, 2.25, 2, 1, 17]
 
 
+def test_timestamps_that_cannot_be_true_poison_no_latency() -> None:
+    """In seconds, in microseconds, or of a clock that is wrong: counted apart, and a backlog of a week is plausible."""
+    latency, now = "completion_to_published_seconds", 1_790_000_000.0
+    names = [f"{latency}_count", f"{latency}_sum", "implausible_timestamps_total"]
+    before = [told(name) for name in names]
+    milliseconds = int(now * 1000)
+    times = [milliseconds // 1000, milliseconds * 1000, milliseconds + 7_200_000, milliseconds - 604_800_000]
+    advances = [replace(advance("a", at, at + 1), oldest=time) for at, time in enumerate(times)]
+    count_batch([shard(stream("s", *advances))], Published(0, False, 1, DeadLettered(), now, {}), 0.1)
+    assert [told(name) - was for name, was in zip(names, before, strict=True)] == [1, 604_800, 3]
+
+
 def told(name: str) -> float:
     name, _, label = name.partition("{")
     labels = dict([label.rstrip("}").replace('"', "").split("=")]) if label else {}

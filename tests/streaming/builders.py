@@ -301,7 +301,7 @@ class Shard:
 def behind_a_dead_writer(**ages: float) -> dict[str, object]:
     """As JSON tells of who is `left_by_a_dead_writer`; `ages` stand wherever there is a since."""
     since = {"since": "1970-01-01T00:00:02Z", **ages}
-    last_seen = "1970-01-01T00:00:00.002000Z"
+    last_seen = "1970-01-01T00:00:01Z"
     w1 = {"writer": "w1", "epoch": 1, "reason": "silent", "position": 7, **since, "last_seen": last_seen}
     return {"ids": 13, **since, "held_by": [w1], "holders": 1}
 

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.streaming.builders import STREAM, Shard, forced, join, opened, packing, position, rdata, retire
+from tidemark.app.verbs import gaps
 from tidemark.streaming import linear
 from tidemark.streaming.effects import Summary, summarize
 from tidemark.streaming.holders import Behind
@@ -29,7 +30,7 @@ def test_a_dead_writer_is_named_without_a_gap(few: int) -> None:
         assert done.summary.behind is not None
         (holder,) = done.summary.behind.holders
         assert (done.summary.behind.ids, done.summary.behind.since) == (13, 3000)
-        assert (holder.epoch, holder.position, holder.seen) == (1, 7, 2)
+        assert (holder.epoch, holder.position, holder.seen) == (1, 7, 1000)
         assert summarize(shard.stream()) == done.summary
 
 
@@ -43,7 +44,7 @@ def test_a_line_that_follows_is_behind_since_what_it_waits_for_now() -> None:
     done = shard.feed(rdata("slow", 45, 25, epoch=1))
     assert done.summary.behind is not None
     assert (shard.linear, done.summary.behind.ids, done.summary.behind.since) == (45, 5, 6000)
-    assert [it.seen for it in done.summary.behind.holders] == [8]
+    assert [it.seen for it in done.summary.behind.holders] == [8000]
     assert shard.feed(position("slow", 45, 50, epoch=1)).summary.behind is None
 
 
@@ -66,7 +67,7 @@ def test_an_unknown_writer_is_named_before_those_that_wait_with_it() -> None:
     done = shard.feed(rdata("new", 7, 6, epoch=4))
     assert held(done.summary) == [("new", "unknown", 2000), ("a", "silent", 2000)]
     assert done.summary.behind is not None
-    assert [it.seen for it in done.summary.behind.holders] == [1, 0]
+    assert [it.seen for it in done.summary.behind.holders] == [2000, 1000]
     assert held(shard.feed(position("a", 5, 7, epoch=1)).summary) == [("new", "unknown", 2000)]
 
 
@@ -95,7 +96,20 @@ def test_records_that_change_nothing_are_a_sign_of_life() -> None:
     shard.feed(join("a", 0))
     behind = summarize(shard.stream()).behind
     assert behind is not None
-    assert [(it.writer, it.seen, it.since) for it in behind.holders] == [("a", 3, 1000)]
+    assert [(it.writer, it.seen, it.since) for it in behind.holders] == [("a", 2000, 1000)]
+
+
+@pytest.mark.parametrize("time", [0, 820_000, 10**6, 10**10])
+def test_the_clock_of_a_writer_proves_nothing_of_its_life(time: int) -> None:
+    """A record's timestamp may be minutes behind, in seconds, or years ahead: last seen is when the batch read it."""
+    shard = Shard()
+    shard.feed(join("a", 0), join("b", 0), position("b", 0, 4, epoch=1))
+    shard.now, shard.next_offset = 1_000_000, time  # the offset is the record's timestamp too
+    shard.feed(rdata("a", 2, 0, epoch=1))
+    behind = summarize(shard.stream()).behind
+    assert behind is not None
+    assert [it.seen for it in behind.holders] == [1_001_000]
+    assert [it.verdict for it in gaps.read(shard.states, 1030.0)] == ["alive"]
 
 
 @pytest.mark.parametrize("few", [0, 32])

@@ -27,7 +27,7 @@ class HolderAnswer(msgspec.Struct, frozen=True, kw_only=True):
     position: Annotated[StreamId | None, Meta(description="How far it is; null where it never joined.")]
     since: Annotated[datetime | None, Meta(description="Since when it holds; null where that was not noted.")]
     last_seen: Annotated[
-        datetime | None, Meta(description="Kafka's time of its newest record; null where none was noted.")
+        datetime | None, Meta(description="When the pipeline read its newest record; null if none was noted.")
     ]
 
 

@@ -5,7 +5,7 @@ What is known of each stream comes from `app.board` at the time of the scrape.
 """
 
 from collections import Counter as Tally
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -19,6 +19,11 @@ REGISTRY = CollectorRegistry()
 
 # The loop goes round twice a second; the meaning of the heartbeat below names the same bound.
 STALE_SECONDS = 15.0
+
+# A record's timestamp comes from the clock of its producer. Outside of these bounds it is in another unit or wrong.
+# Inside, a pipeline that reads a backlog of weeks still shows its true latency.
+OLDEST_PLAUSIBLE_SECONDS = 30 * 86_400.0
+AHEAD_PLAUSIBLE_SECONDS = 3600.0
 
 RECORDS = Counter(
     "tidemark_records",
@@ -80,6 +85,13 @@ LATENCY = BatchHistogram(
     "From the Kafka time of a writer's oldest record in a batch to its advance in Redis: one observation per advance.",
     registry=REGISTRY,
     buckets=(0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2, 2, 5, 10, 60),
+)
+IMPLAUSIBLE_TIMES = Counter(
+    "tidemark_implausible_timestamps",
+    "Advances whose oldest record has a Kafka timestamp more than 30 days old or more than an hour ahead of this host's"
+    " clock: tidemark_completion_to_published_seconds leaves them out. Rising: a producer sets timestamps in another"
+    " unit than milliseconds, or its clock is wrong.",
+    registry=REGISTRY,
 )
 KAFKA_END = Gauge(
     "tidemark_kafka_end_offset",
@@ -271,6 +283,18 @@ class PipelineHealth:
         return "the loop stands still" if stale else None
 
 
+def _observe_latency(oldest: Mapping[int, int], published_at: float) -> None:
+    """Observe the latency of advances, from how many have the same oldest record time (ms)."""
+    latencies = {published_at - time / 1000: count for time, count in oldest.items()}
+    plausible = {
+        seconds: count
+        for seconds, count in latencies.items()
+        if -AHEAD_PLAUSIBLE_SECONDS <= seconds <= OLDEST_PLAUSIBLE_SECONDS
+    }
+    LATENCY.observe_all((max(0.0, seconds), count) for seconds, count in plausible.items())
+    IMPLAUSIBLE_TIMES.inc(sum(latencies.values()) - sum(plausible.values()))
+
+
 def set_offsets(topic: str, partition: int, *, end: int, read: int) -> None:
     """The offsets of the next record to be written and of the next one to read."""
     KAFKA_END.labels(topic, partition).set(end)
@@ -293,7 +317,7 @@ def count_batch(effects: Iterable[ShardEffects], published: Published, seconds: 
                 FORCED.labels(act.kind).inc()
         REGRESSIONS.inc(sum(len(stream.timelines) for stream in shard.streams))
         oldest = Tally(advance.oldest for stream in shard.streams for advance in stream.advances)
-        LATENCY.observe_all((max(0.0, published.published_at - it / 1000), count) for it, count in oldest.items())
+        _observe_latency(oldest, published.published_at)
         for rejected in shard.rejected:
             DEAD_LETTERS.labels(rejected.reason).inc(rejected.records)
     for outcome, count in outcomes.items():

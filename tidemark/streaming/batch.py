@@ -164,16 +164,13 @@ class StreamBatch:
                 self._note_life(item)
 
     def _note_life(self, item: Fact) -> None:
-        """Whatever became of the record: its writer lives. Rows without a number carry no time."""
+        """The writer lives, whatever became of the record. The time is the batch's: a record's own timestamp comes from
+        the clock of the writer, which may be wrong."""
         incarnation = item.writer, item.epoch
         found: WriterState | HeldWriter | None = self.stream.held.get(incarnation)
         if found is None and ((found := self.stream.writers.get(item.writer)) is None or found.epoch != item.epoch):
             return
-        if isinstance(item, PackedRun):
-            time = item.newest
-        else:
-            time = item.time if isinstance(item, Marker) else self.changes.now
-        found.seen = max(found.seen, min(time, self.changes.now))
+        found.seen = max(found.seen, self.changes.now)
 
     def _turn_away(self, topic: str, partition: int, items: Iterable[Fact]) -> None:
         for item in items:

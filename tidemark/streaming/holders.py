@@ -24,8 +24,8 @@ class Holder(msgspec.Struct, array_like=True, frozen=True, gc=False):
     nothing beyond `position`) or `unknown` (it never joined).
 
     `since` (ms): the longest open gap, the first record of an unknown writer, else since when the line is behind; None
-    where that is not known. `seen` is the Kafka time (ms) of the writer's newest record: its last sign of life, 0 where
-    there was none that was noted.
+    where that is not known. `seen` is the time (ms) of the batch that read the writer's newest record: its last sign of
+    life, 0 if none was noted.
     """
 
     writer: str

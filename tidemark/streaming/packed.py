@@ -138,7 +138,7 @@ class WaitingWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 class Straggler(NamedTuple):
     """An active writer by its chain: the position, and since when (ms) a gap of it is open, the longest; 0 for none.
-    `seen` is the Kafka time (ms) of its newest record."""
+    `seen` is the time (ms) of the batch that read its newest record."""
 
     position: int
     name: str

@@ -129,7 +129,7 @@ def _moved(it: StoredWriter, link: Link, now: int) -> StoredWriter:
         doubt=False,
         timeline=it.timeline,
         start=it.start,
-        seen=max(it.seen, min(link.newest, now)),
+        seen=max(it.seen, now),
     )
 
 

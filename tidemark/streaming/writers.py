@@ -29,7 +29,8 @@ class WriterState:
     and the line goes by it, while the position stands until the chain has passed it. A completion in `late` is late, up
     to `published` because that was passed before, beyond because an operator skipped it; then it is late no more. So
     what is settled and in `late` rests on an operator's word alone. `timeline` is the one that it joined last, and
-    `start` the token of that start. `seen` is the Kafka time (ms) of its newest record, 0 where none was noted.
+    `start` the token of that start. `seen` is the time (ms) of the batch that read its newest record,
+    0 if none was noted.
     """
 
     epoch: int
@@ -91,8 +92,8 @@ class WriterState:
 
 @dataclass(slots=True)
 class HeldWriter:
-    """An incarnation that has not joined, since when (ms), the ID of its RETIRE, if it sent one, and the Kafka time
-    (ms) of its newest record.
+    """An incarnation that has not joined, since when (ms), the ID of its RETIRE, if it sent one, and the time (ms)
+    of the batch that read its newest record.
     """
 
     chain: Chain

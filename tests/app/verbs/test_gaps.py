@@ -72,8 +72,8 @@ def test_each_gap_tells_what_waits_behind_it() -> None:
     shard.feed(opened("a", "pid 7: insert"))
     lines = gaps.as_text(gaps.read(shard.states, 11.0), 11.0).splitlines()
     assert lines == [
-        "events: a (epoch 1) owes 1..2, for 10 s: open transaction, last seen 10 s ago; 3 IDs wait, 2 with a fact",
-        "events: a (epoch 1) owes 4, for 10 s: open transaction, last seen 10 s ago; 2 IDs wait, 1 with a fact",
+        "events: a (epoch 1) owes 1..2, for 10 s: open transaction, last seen 9 s ago; 3 IDs wait, 2 with a fact",
+        "events: a (epoch 1) owes 4, for 10 s: open transaction, last seen 9 s ago; 2 IDs wait, 1 with a fact",
         "    open: pid 7: insert",
         "    tidemark relay blockers",
     ]

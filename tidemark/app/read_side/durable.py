@@ -32,7 +32,7 @@ class Details:
 
     Of the stream: `pending` completed edges above their writer's position, and `gaps`, which are also the writers that
     never joined, longest first; `behind`, who holds the linear position below what is allocated. Of each writer: its
-    epoch; `reaches`, the highest settled ID, above gaps too; `waiting`, its share of `pending`; `seen`, the Kafka time
+    epoch; `reaches`, the highest settled ID, above gaps too; `waiting`, its share of `pending`; `seen`, the batch time
     (ms) of its newest record, where one was noted. `regressed` names writers whose source was set back: their gaps
     below their position hold the linear position back. `transactions`: who holds the open IDs of a writer, by its own
     word. `put_off`: writers, and their epochs, of whom records found no room and wait in Kafka; `recalls`, what of that

@@ -60,7 +60,8 @@ class StreamAnswer(msgspec.Struct, frozen=True, kw_only=True):
         BehindAnswer | None, Meta(description="Null too where the linear position is as far as IDs are allocated.")
     ]
     last_seen: Annotated[
-        dict[str, datetime] | None, Meta(description="Of each writer, Kafka's time of its newest record, where noted.")
+        dict[str, datetime] | None,
+        Meta(description="When the pipeline read each writer's newest record."),
     ]
     open_transactions: Annotated[
         dict[str, list[str]] | None, Meta(description="Who holds the open IDs of a writer, where it tells.")

@@ -51,7 +51,7 @@ class WatchedWriterAnswer(msgspec.Struct, frozen=True, kw_only=True):
     ]
     gone: Annotated[int, Meta(ge=0, description="Records of those that Kafka does not have any more, at most.")]
     last_seen: Annotated[
-        datetime | None, Meta(description="Kafka's time of its newest record; null where none was noted.")
+        datetime | None, Meta(description="When the pipeline read its newest record; null if none was noted.")
     ]
 
 

@@ -23,7 +23,7 @@ NUMBERS = {"LINEAR", "EPOCH", "POSITION", "PENDING"}
 
 @dataclass(frozen=True, slots=True)
 class WriterStatus:
-    """`last_seen` is the Kafka time of the newest record of it that was read; None where none was noted."""
+    """`last_seen` is when the pipeline read its newest record; None if none was noted."""
 
     writer: str
     epoch: int
