@@ -1,14 +1,19 @@
 """Records on a real broker: the key, the partition, the order, and an outage."""
 
+import random
+import time
+from collections.abc import Callable
+
 import pytest
 from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
 
 from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.producer import FOR_EVER, RecordProducer
+from tidemark.sources.producer import FOR_EVER, RecordProducer, topic_producer
 from tidemark.sources.topics import TopicPlan, Topics
-from tidemark.streaming.errors import Unavailable
+from tidemark.streaming.errors import Refused, TidemarkError, Unavailable
 
 # From the JVM client's own test of its hash, modulo 4 partitions.
 JAVA_PARTITIONS = {"21": 0, "foobar": 2, "a-little-bit-longer-string": 3}
@@ -55,6 +60,51 @@ def test_records_outlast_an_outage_in_their_order(kafka: KafkaServer, connection
         kafka.start()
     assert producer.flush(60) == 0
     assert values(connection, topic, JAVA_PARTITIONS["21"], 300) == sent
+
+
+def test_the_limits_of_the_topic_are_those_of_the_producer(
+    admin: AdminClient, connection: KafkaConnection, topic: str
+) -> None:
+    """Where somebody raised `max.message.bytes`, a record may have more than the megabyte that librdkafka lets pass."""
+    entry = ConfigEntry("max.message.bytes", "5000000", incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=[entry])
+    for done in admin.incremental_alter_configs([resource]).values():
+        done.result(60)
+    producer = topic_producer(connection, topic, give_up_after=60)
+    assert producer.max_bytes == 5_000_000
+    producer.send("21", random.Random(1).randbytes(producer.max_value_bytes("21")))
+    producer.deliver(60)
+    with pytest.raises(Refused, match=r"raise max\.message\.bytes"):
+        producer.send("21", bytes(5_000_001))
+
+
+def test_nothing_follows_a_record_that_the_broker_refused(
+    admin: AdminClient, connection: KafkaConnection, topic: str
+) -> None:
+    """Of a fact of several rows the last has the ID: without one of the others it would look complete."""
+    entry = ConfigEntry("max.message.bytes", "100000", incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=[entry])
+    for done in admin.incremental_alter_configs([resource]).values():
+        done.result(60)
+    producer = RecordProducer(connection, topic, give_up_after=FOR_EVER)
+    acknowledged = list[bytes]()
+
+    def sent(value: bytes) -> None:
+        producer._produce(b"21", value, lambda error, _: None if error else acknowledged.append(value))
+
+    sent(b"1")
+    producer.deliver(60)
+    sent(random.Random(1).randbytes(500_000))
+    time.sleep(0.03)  # more than linger.ms: the next ones are a batch of their own
+    with pytest.raises(TidemarkError, match="Message size too large"):
+        _send_rest(sent, producer)
+    assert acknowledged == [b"1"]
+
+
+def _send_rest(sent: Callable[[bytes], None], producer: RecordProducer) -> None:
+    sent(b"2")
+    sent(b"3")
+    producer.flush(60)
 
 
 def test_a_hand_tool_gives_up_after_its_time() -> None:

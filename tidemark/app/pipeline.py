@@ -39,6 +39,7 @@ from tidemark.sinks.publisher import Publisher
 from tidemark.sinks.recaller import Recaller, RecallerConfig
 from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.publish import Redis, RedisConfig
+from tidemark.sources.producer import producer_settings
 from tidemark.sources.start import Acceptance
 from tidemark.sources.topics import Topics
 from tidemark.streaming import query
@@ -195,15 +196,16 @@ class Attempt:
                 with suppress(Unavailable):  # that is waited for when there is something to publish
                     sink.check()
             maintenance = stack.enter_context(Maintenance(sinks, postgres, lease, MaintenanceConfig()))
+            facts, dead = settings.kafka_facts_topic, settings.kafka_dead_letters_topic
             dead_letters = stack.enter_context(
-                DeadLetters(DeadLettersConfig(settings.kafka_dead_letters_topic, kafka.client(), kafka.producer()))
+                DeadLetters(DeadLettersConfig(dead, kafka.client(), producer_settings(kafka, dead)))
             )
             publisher = Publisher(
                 postgres, sinks, dead_letters, lease, stopping, lambda it: metrics.RETRIES.labels(it.what).inc()
             )
             publisher.send_unsent()
             end_offsets = stack.enter_context(EndOffsets(topics, start.topics, self._board).running())
-            recaller = RecallerConfig(settings.kafka_facts_topic, kafka.client(), kafka.producer())
+            recaller = RecallerConfig(facts, kafka.client(), producer_settings(kafka, facts))
             recalling = stack.enter_context(Recaller(recaller, postgres, lease, metrics.RECALLED.inc))
             waits = stack.enter_context(WaitWatch(postgres.waits, lease))
             watching = stack.enter_context(PolicyWatch(postgres.policies, lease, start.policies, self._board.follow))

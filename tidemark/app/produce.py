@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.producer import RecordProducer
+from tidemark.sources.producer import topic_producer
 from tidemark.sources.topics import Topics
 from tidemark.streaming import records
 from tidemark.streaming.errors import BadRecord
@@ -39,7 +39,7 @@ def produce(
     lines may have arrived then, and sending all again makes duplicates, which Tidemark counts and passes over.
     """
     Topics(connection).describe([topic])
-    producer = RecordProducer(connection, topic, give_up_after=DELIVERY_SECONDS)
+    producer = topic_producer(connection, topic, give_up_after=DELIVERY_SECONDS)
     refused = 0
     for number, line in enumerate(lines, start=1):
         value = line.strip()

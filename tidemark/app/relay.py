@@ -14,7 +14,7 @@ from tidemark.app.connections import host_port
 from tidemark.app.settings import Settings
 from tidemark.app.signals import told_to_end
 from tidemark.sinks.retry import wait_out
-from tidemark.sources.producer import FOR_EVER, RecordProducer
+from tidemark.sources.producer import FOR_EVER, topic_producer
 from tidemark.sources.relay import blockers as found_blockers
 from tidemark.sources.relay.database import SCHEMA, session_of
 from tidemark.sources.relay.metrics import RelayMetrics
@@ -59,7 +59,7 @@ def run(settings: Settings, plan: RelayPlan) -> None:
         session = stack.enter_context(session_of(plan.dsn, "tidemark relay"))
         AppendRelay(
             session,
-            lambda: RecordProducer(settings.kafka, settings.kafka_facts_topic, give_up_after=FOR_EVER),
+            lambda: topic_producer(settings.kafka, settings.kafka_facts_topic, give_up_after=FOR_EVER),
             plan.writer,
             metrics,
             halt,

@@ -15,7 +15,7 @@ from tidemark.app.settings import Settings
 from tidemark.app.signals import told_to_end
 from tidemark.sinks.redis.client import RedisAddress
 from tidemark.sinks.retry import wait_out
-from tidemark.sources.producer import FOR_EVER, RecordProducer
+from tidemark.sources.producer import FOR_EVER, topic_producer
 from tidemark.sources.reports import is_old
 from tidemark.sources.synapse import retirement
 from tidemark.sources.synapse.bridge import SynapseBridge
@@ -94,7 +94,7 @@ def run(settings: Settings, plan: BridgePlan) -> None:
             synapse,
             own,
             channel,
-            lambda: RecordProducer(settings.kafka, settings.kafka_facts_topic, give_up_after=FOR_EVER),
+            lambda: topic_producer(settings.kafka, settings.kafka_facts_topic, give_up_after=FOR_EVER),
             streams,
             metrics,
             halt,

@@ -10,6 +10,12 @@ Offsets: TypeAlias = dict[str, dict[int, int]]
 """The next offset to read, by topic and partition."""
 
 
+MAX_MESSAGE_BYTES = 1_048_588
+"""Kafka's own default of a topic's `max.message.bytes`."""
+_BATCH_BYTES = 1_000_000
+"""librdkafka's default of `batch.size`."""
+
+
 @dataclass(frozen=True, slots=True)
 class OAuth:
     """Client credentials of OAuth 2: where tokens come from (`token_url`), and who we are there."""
@@ -77,8 +83,11 @@ class KafkaConnection:
                 settings[f"ssl.{part}.pem"] = _pem(path)
         return settings
 
-    def producer(self) -> dict[str, str]:
-        """Settings of every producer of ours: nothing lost, doubled or reordered inside a partition."""
+    def producer(self, max_bytes: int = MAX_MESSAGE_BYTES) -> dict[str, str]:
+        """Settings of every producer of ours: nothing lost, doubled or reordered inside a partition.
+
+        `max_bytes`: the topic's `max.message.bytes`. A broker refuses a batch above it, with every record in the batch.
+        """
         return self.client() | {
             "enable.idempotence": "true",
             "acks": "all",
@@ -86,6 +95,9 @@ class KafkaConnection:
             "partitioner": "murmur2_random",
             "compression.type": "lz4",
             "linger.ms": "5",
+            # What the topic takes after compression may be larger before it.
+            "message.max.bytes": str(max(_BATCH_BYTES, max_bytes)),
+            "batch.size": str(min(_BATCH_BYTES, max_bytes)),
         }
 
 

@@ -5,32 +5,63 @@ from functools import partial
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
-from tidemark.sources.kafka import KafkaConnection
-from tidemark.streaming.errors import Unavailable
+from tidemark.sources.kafka import MAX_MESSAGE_BYTES, KafkaConnection
+from tidemark.sources.topics import Topics
+from tidemark.streaming.errors import Stop, Unavailable
 from tidemark.streaming.kafka_errors import ErrorListener, kafka_error
 
 FOR_EVER = 0.0
+_FRAME_BYTES = 150
+"""What Kafka adds to a record that is alone in its batch, at most: the head of the batch, lengths, offsets."""
+
+
+def topic_producer(connection: KafkaConnection, topic: str, give_up_after: float) -> "RecordProducer":
+    """A producer whose limits follow the topic's `max.message.bytes`, as it is now.
+
+    Raises `Unavailable` if Kafka does not answer, `TopicMissing`, and `Refused` if this user may not describe it.
+    """
+    return RecordProducer(connection, topic, give_up_after, Topics(connection).max_message_bytes(topic))
+
+
+def producer_settings(connection: KafkaConnection, topic: str) -> dict[str, str]:
+    """librdkafka settings of a producer for the topic, with its limits; Kafka's defaults if nobody may describe it.
+
+    Raises `Unavailable` if Kafka does not answer.
+    """
+    try:
+        return connection.producer(Topics(connection).max_message_bytes(topic))
+    except Stop:
+        return connection.producer()
 
 
 class RecordProducer:
     """One thread. What was sent is in Kafka only once `flush` returned without an error.
 
     `give_up_after` (seconds) bounds how long a record is tried; `FOR_EVER` waits out any outage and keeps the order.
+    `max_bytes` is the topic's `max.message.bytes`.
     """
 
-    def __init__(self, connection: KafkaConnection, topic: str, give_up_after: float) -> None:
+    def __init__(
+        self, connection: KafkaConnection, topic: str, give_up_after: float, max_bytes: int = MAX_MESSAGE_BYTES
+    ) -> None:
         self._topic = topic
-        self._where = connection.bootstrap
+        self.max_bytes = max_bytes
+        self.where = connection.bootstrap
         self._errors = ErrorListener(connection.bootstrap)
         self._failure: KafkaError | None = None
         self.delivered = 0
         self.last: tuple[int, int] | None = None
         """Partition and offset of the record that was acknowledged last."""
-        settings = connection.producer() | {"message.timeout.ms": str(int(give_up_after * 1000))}
+        settings = connection.producer(max_bytes) | {
+            "message.timeout.ms": str(int(give_up_after * 1000)),
+            # After a record that the broker refused nothing follows: a fact of several rows is complete with its last
+            # record, also if Kafka lacks another one.
+            "enable.gapless.guarantee": "true",
+        }
         try:
             self._producer = Producer({**settings, "error_cb": self._errors})
         except KafkaException as error:
-            raise kafka_error(error.args[0], self._where) from error
+            raise kafka_error(error.args[0], self.where) from error
 
     def send(self, stream: str, value: bytes) -> None:
         """Hand a record over; blocks while the queue is full. Raises what an *earlier* record failed with."""
@@ -51,9 +82,14 @@ class RecordProducer:
             except BufferError:
                 self._poll(0.1)
             except KafkaException as error:
-                raise kafka_error(error.args[0], self._where) from error
+                self._poll(0)  # raises the reason, if the client has failed for good
+                raise kafka_error(error.args[0], self.where) from error
             else:
                 return
+
+    def max_value_bytes(self, stream: str) -> int:
+        """Bytes of a record's value that the topic takes under this key, whatever it compresses to."""
+        return self.max_bytes - len(stream.encode()) - _FRAME_BYTES
 
     def backlog(self) -> int:
         """Records that Kafka has not acknowledged."""
@@ -62,17 +98,24 @@ class RecordProducer:
 
     def flush(self, seconds: float) -> int:
         """Wait for acknowledgements; the number of records that have none yet. Raises `Unavailable` or `Refused`."""
-        left: int = self._producer.flush(seconds)
+        with self._errors.explaining():  # what made the client fail for good
+            left: int = self._producer.flush(seconds)
         self._check()
         return left
 
     def deliver(self, seconds: float) -> None:
         """Return when Kafka has acknowledged everything; raises `Unavailable` where it does not in that time."""
         if left := self.flush(seconds):
-            raise Unavailable("Kafka", self._where, f"{left} records were not acknowledged")
+            raise Unavailable("Kafka", self.where, f"{left} records were not acknowledged")
+
+    @property
+    def problem(self) -> str:
+        """Why the brokers were last out of reach, for a message."""
+        return self._errors.reason
 
     def _poll(self, seconds: float) -> None:
-        self._producer.poll(seconds)
+        with self._errors.explaining():
+            self._producer.poll(seconds)
         self._check()
 
     def _check(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, TopicCollection, TopicPartition
-from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, TopicDescription
+from confluent_kafka.admin import AdminClient, ConfigEntry, ConfigResource, NewTopic, OffsetSpec, TopicDescription
 
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.start import Partition, RememberedTopic, TopicState
@@ -117,6 +117,11 @@ class Topics:
         ]
         return self._offsets(partitions, OffsetSpec.latest())
 
+    def max_message_bytes(self, name: str) -> int:
+        """The topic's limit for one batch of records. Raises `TopicMissing`."""
+        self._descriptions([name])
+        return int(self._configs([name])[name]["max.message.bytes"].value)
+
     def _exists(self, name: str) -> bool:
         try:
             self._descriptions([name])
@@ -148,9 +153,12 @@ class Topics:
         return answers
 
     def _policies(self, names: list[str]) -> dict[str, str]:
+        return {name: entries["cleanup.policy"].value for name, entries in self._configs(names).items()}
+
+    def _configs(self, names: list[str]) -> dict[str, dict[str, ConfigEntry]]:
         resources = [ConfigResource(ConfigResource.Type.TOPIC, name) for name in names]
         answers = self._ask(lambda patience: self._admin.describe_configs(resources, request_timeout=patience))
-        return {resource.name: entries["cleanup.policy"].value for resource, entries in answers.items()}
+        return {resource.name: entries for resource, entries in answers.items()}
 
     def _offsets(self, partitions: list[TopicPartition], spec: OffsetSpec) -> dict[tuple[str, int], int]:
         request = dict.fromkeys(partitions, spec)

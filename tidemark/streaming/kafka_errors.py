@@ -72,6 +72,11 @@ class ErrorListener:
         if error.code() != KafkaError._ALL_BROKERS_DOWN:  # follows every failure and says nothing of the reason
             self._reason = error
 
+    @property
+    def reason(self) -> str:
+        """What was remembered last, for a message; empty if nothing was."""
+        return "" if self._reason is None else _DIGRESSION.sub("", self._reason.str())
+
     def forget(self) -> None:
         """A new request begins; what hindered an earlier one may be mended."""
         self._reason = None

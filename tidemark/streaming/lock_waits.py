@@ -78,6 +78,26 @@ def sessions_of(connection: Connection, pids: list[int]) -> str:
     return "; ".join(found + ["a prepared transaction (see pg_prepared_xacts)"] * (0 in pids))
 
 
+def with_lockers(session: PostgresSession, error: TidemarkError) -> str:
+    """The text of an error that came out of `session`. After a lock time-out it also names the sessions that have
+    locked, or wait to lock, tables of the schema `tidemark` so that others wait."""
+    if not isinstance(error.__cause__, psycopg.errors.LockNotAvailable):
+        return str(error)
+    with suppress(TidemarkError, psycopg.Error), session.another() as other, other.use() as connection:
+        rows = connection.execute(
+            """
+            select distinct coalesce(held.pid, 0)
+            from pg_locks held join pg_class on pg_class.oid = held.relation
+            where held.locktype = 'relation' and held.pid is distinct from pg_backend_pid()
+                and held.database = (select oid from pg_database where datname = current_database())
+                and relnamespace = to_regnamespace('tidemark')
+                and mode in ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
+            """
+        ).fetchall()
+        return f"{error}; locked by {sessions_of(connection, [pid for (pid,) in rows]) or 'a session that has ended'}"
+    return str(error)
+
+
 class _BlockerQuery:
     """Asks in a session of its own, while a statement waits, which sessions block it; a context manager.
 

@@ -2,7 +2,10 @@
 
 import pytest
 
+from tests.sources.relay.running import judge, run, sql, topic
 from tests.sources.relay.world import prepared_schema
+
+__all__ = ["judge", "run", "sql", "topic"]
 
 
 @pytest.fixture

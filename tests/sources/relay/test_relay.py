@@ -2,8 +2,7 @@
 
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,12 +10,12 @@ from datetime import timedelta
 import psycopg
 import pytest
 from click.testing import CliRunner
-from prometheus_client import CollectorRegistry
 from psycopg.conninfo import make_conninfo
 from structlog.testing import capture_logs
 
 from tests.fix_servers import away
 from tests.sources.relay.judge import Judge
+from tests.sources.relay.running import Run, agrees, append, settled
 from tests.waiting import eventually
 from tidemark.app.cli import main
 from tidemark.app.settings import child_environment
@@ -24,127 +23,16 @@ from tidemark.app.stack.postgres import postgres_program
 from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources import reports
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.producer import FOR_EVER, RecordProducer
 from tidemark.sources.relay import looks
 from tidemark.sources.relay import relay as relaying
-from tidemark.sources.relay.database import SILENT_SECONDS, session_of, silence
+from tidemark.sources.relay.database import SILENT_SECONDS, silence
 from tidemark.sources.relay.decider import Decider
-from tidemark.sources.relay.metrics import RelayMetrics
-from tidemark.sources.relay.relay import AppendRelay
 from tidemark.sources.relay.told import MOST_FACTS
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming import state
 from tidemark.streaming.errors import BadSetting, FactUnfit
-from tidemark.streaming.postgres_session import Dsn
 from tidemark.streaming.records import FactRun
 from tidemark.streaming.stream import StreamState
-
-
-@pytest.fixture
-def topic(kafka: KafkaServer, prefix: str) -> str:
-    Topics(KafkaConnection(kafka.bootstrap_servers)).create_missing([TopicPlan(prefix, 1, 3_600_000)])
-    return prefix
-
-
-@pytest.fixture
-def judge(kafka: KafkaServer, topic: str) -> Judge:
-    return Judge(KafkaConnection(kafka.bootstrap_servers), topic)
-
-
-@pytest.fixture
-def sql(ready: str) -> Iterator[psycopg.Connection]:
-    """A session of the service."""
-    with psycopg.connect(ready, autocommit=True) as connection:
-        connection.execute("select tidemark.create_stream('orders')")
-        yield connection
-
-
-class Running:
-    """A relay in a thread; `failure` is what it ended with."""
-
-    def __init__(self, dsn: Dsn, kafka: KafkaServer, topic: str, writer: str, most_facts: int) -> None:
-        self.halt = threading.Event()
-        self.metrics = RelayMetrics(CollectorRegistry())
-        self.failure: BaseException | None = None
-        connection = KafkaConnection(kafka.bootstrap_servers)
-        self._session = session_of(dsn, "tidemark relay")
-        self.relay = AppendRelay(
-            self._session,
-            lambda: RecordProducer(connection, topic, FOR_EVER),
-            writer,
-            self.metrics,
-            self.halt,
-            most_facts,
-        )
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            with self._session:
-                self.relay.run()
-        except BaseException as error:  # noqa: BLE001 - told to the test
-            self.failure = error
-
-    def stop(self) -> None:
-        self.halt.set()
-        self._thread.join(60)
-        assert not self._thread.is_alive()
-
-    def ended(self) -> BaseException | None:
-        self._thread.join(60)
-        return self.failure
-
-    def metric(self, name: str, **labels: str) -> float | None:
-        return self.metrics.registry.get_sample_value(name, labels)
-
-
-Run = Callable[..., Running]
-
-
-@pytest.fixture
-def run(ready: str, kafka: KafkaServer, topic: str) -> Iterator[Run]:
-    """Starts relays, which end with the test."""
-    started: list[Running] = []
-
-    def run(writer: str = "shop", dsn: Dsn = ready, most_facts: int = 1) -> Running:
-        started.append(Running(dsn, kafka, topic, writer, most_facts))
-        return started[-1]
-
-    yield run
-    for each in started:
-        each.stop()
-
-
-def settled(sql: psycopg.Connection) -> bool:
-    """Whether everything that was given out is decided and in Kafka."""
-    row = sql.execute(
-        "select bool_and(abs(floor) = abs(coalesce(pg_sequence_last_value(ids), s.after)))"
-        " from tidemark.append_progress join tidemark.append_streams s using (number)"
-    ).fetchone()
-    return row is not None and bool(row[0])
-
-
-def agrees(judge: Judge, sql: psycopg.Connection, facts: set[int]) -> None:
-    """The position of the database has passed every ID, and the facts are these, each counted once."""
-    verdict = judge.verdict()
-    row = sql.execute("select pg_sequence_last_value('tidemark.append_ids_1')").fetchone()
-    assert row is not None
-    assert verdict.announced.get("orders", set()) == facts
-    assert verdict.position("orders", "shop") == row[0]
-    moves = verdict.effects["orders"].advances
-    assert sum(move.facts for move in moves) == len(facts)
-    assert sum(move.unseen + move.skipped for move in moves) == 0
-    assert verdict.effects["orders"].late == []
-    assert sql.execute("select count(*) from tidemark.append_outbox").fetchone() == (0,)
-
-
-def append(sql: psycopg.Connection, count: int = 1) -> set[int]:
-    row = sql.execute(
-        "select tidemark.append_many('orders', array_agg(to_jsonb(at))) from generate_series(1, %s) as at", [count]
-    ).fetchone()
-    assert row is not None
-    return set(row[0])
 
 
 def rolled_back(sql: psycopg.Connection) -> None:
@@ -318,7 +206,7 @@ def test_while_kafka_is_away_memory_is_bounded(
             assert row is not None
             facts |= {row[0]}
         eventually(lambda: first.relay._room() <= 0)
-        assert sum(each.bytes for each in first.relay._flying) < 2_000_000 + 900_000
+        assert sum(each.size for each in first.relay._flying) < 2_000_000 + 900_000
         first.stop()
     run()
     eventually(lambda: settled(sql), 60)

@@ -24,7 +24,7 @@ def of(direction: Direction = Direction.FORWARD) -> Told:
 
 
 def fact(id: int, *rows: str, writer: str = "") -> AppendedFact:
-    return AppendedFact(id, rows, sum(200 + len(body) for body in rows), writer)
+    return AppendedFact(id, [body.encode() for body in rows], sum(200 + len(body) for body in rows), writer)
 
 
 def sent(decided: Decided, most: int) -> list[Record]:

@@ -21,6 +21,8 @@ _USE = DatabaseUse(
     options=(
         # Nobody waits in silence for whoever has locked the tables; the relay's own limit is `relay.LOCK_TIMEOUT`.
         ("lock_timeout", "'10s'"),
+        # Rows are sent as the bytes that come (`looks.page`).
+        ("client_encoding", "'UTF8'"),
         # Its commits stand for what is announced, so they are durable whatever the database's default is.
         ("synchronous_commit", "on"),
         # The order of its looks is the proof, and each look needs a snapshot of its own.

@@ -5,7 +5,7 @@ follows from the database, so they only repeat each other.
 """
 
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -31,6 +31,10 @@ class Decided:
     facts: Sequence[AppendedFact]
     voids: Intervals
     announced: Sequence[Announced] = ()
+
+    def without_rows(self) -> "Decided":
+        """The same for those who only count and acknowledge."""
+        return replace(self, facts=[fact.without_rows() for fact in self.facts])
 
     def ids(self) -> dict[str, Intervals]:
         """The edges of one ID each, by writer: of facts, and of voids, which the database tells in its own name."""

@@ -4,11 +4,13 @@ The order in which they are asked is the proof: see `sources.relay.evidence` and
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakSet
 
 import psycopg
-from psycopg.pq import ExecStatus
+from psycopg.abc import Buffer
+from psycopg.adapt import Loader
+from psycopg.pq import ExecStatus, Format
 from psycopg.pq.abc import PGresult
 
 from tidemark.sources.relay.evidence import Holder
@@ -33,6 +35,17 @@ _HEADS = b"""
     select number, stream, direction, abs(coalesce(pg_sequence_last_value(ids), after))
     from tidemark.append_streams where ids is not null
 """
+
+
+class _Utf8Loader(Loader):
+    """A text as bytes: as `str` a row of 16 MiB with one emoji takes 64."""
+
+    format = Format.BINARY
+
+    def load(self, data: Buffer) -> bytes:
+        return bytes(data)
+
+
 _prepared: WeakSet[Connection] = WeakSet()
 """The sessions that know `_HEADS`."""
 
@@ -48,13 +61,13 @@ class AppendStream:
 
 @dataclass(frozen=True, slots=True)
 class AppendedFact:
-    """`id` is a magnitude; `rows` are JSON, and none where no fact has the ID; `bytes` is what its records take.
+    """`id` is a magnitude; `rows` are JSON (UTF-8), and none if no fact has the ID; `bytes` is what its records take.
 
     `writer` is empty for the database itself. Of a beat the rows are the names of writers that end there.
     """
 
     id: int
-    rows: Sequence[str]
+    rows: Sequence[bytes]
     bytes: int
     writer: str = ""
 
@@ -65,7 +78,14 @@ class AppendedFact:
     @property
     def ends(self) -> Sequence[str]:
         """The writers whose epochs end at this ID."""
-        return self.rows if self.writer == BEAT else ()
+        return [row.decode() for row in self.rows] if self.writer == BEAT else ()
+
+    def without_rows(self) -> "AppendedFact":
+        """The same for those who only count: as void as before, without the memory."""
+        return self if self.void else replace(self, rows=_SENT)
+
+
+_SENT = (b"",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +155,11 @@ def page(connection: Connection, stream: AppendStream, asked: Intervals, most_by
     """The facts that stand in the outbox in these ranges, the lowest first; at least one, if there is one."""
     order = "asc" if stream.towards is Direction.FORWARD else "desc"
     lows, highs = signed(stream, asked)
-    rows = connection.execute(
+    cursor = connection.cursor(binary=True)
+    cursor.adapters.register_loader("text", _Utf8Loader)
+    rows = cursor.execute(
         f"""
-        select abs(kept.floor), kept.version, abs(found.id), found.rows, found.bytes, found.writer
+        select abs(kept.floor), kept.version, abs(found.id), found.rows, found.bytes, found.writer::varchar
         from tidemark.append_progress kept
         left join lateral (
             select id, rows, bytes, writer, sum(bytes) over (order by id {order}) - bytes as before

@@ -55,6 +55,13 @@ class RelayMetrics:
             ["stream"],
             registry=registry,
         )
+        self.oversized = Gauge(
+            "tidemark_relay_oversized_facts",
+            "Facts above the topic's max.message.bytes, which are not sent. Above 0: the stream waits for them; the log"
+            " names each with its ID and size. Raise max.message.bytes of the topic.",
+            ["stream"],
+            registry=registry,
+        )
         self.oldest = Gauge(
             "tidemark_relay_oldest_transaction_seconds",
             "How long the oldest open transaction that holds a stream has been open, by the writer in whose name it has"

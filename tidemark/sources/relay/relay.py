@@ -8,26 +8,26 @@ others wait for its session to end; that two might work at once costs duplicates
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
 from datetime import UTC, datetime
 from typing import Any
 
 import structlog
 
 from tidemark.sources.producer import RecordProducer
-from tidemark.sources.relay import join, looks
+from tidemark.sources.relay import in_flight, join, looks
 from tidemark.sources.relay.blockers import blockers
 from tidemark.sources.relay.database import SCHEMA, SILENT_SECONDS, silence
 from tidemark.sources.relay.decider import Decided, Decider
+from tidemark.sources.relay.in_flight import InFlight, parts
 from tidemark.sources.relay.metrics import RelayMetrics
-from tidemark.sources.relay.told import told
+from tidemark.sources.relay.oversized import OversizedFacts
+from tidemark.sources.relay.waiting import KafkaWait, OtherRelayWait
 from tidemark.sources.reports import Reports
 from tidemark.sources.transactions import history
 from tidemark.streaming import records
 from tidemark.streaming.errors import BadSetting, Refused, Retry
-from tidemark.streaming.intervals import EMPTY, Intervals
-from tidemark.streaming.lock_waits import sessions_of
+from tidemark.streaming.lock_waits import with_lockers
 from tidemark.streaming.postgres_session import Connection, PostgresSession
 from tidemark.streaming.records import Join, is_writer, why_no_name
 
@@ -35,8 +35,6 @@ log = structlog.get_logger(__name__)
 
 MOST_BYTES = 16 * 1024 * 1024
 """Bytes of records that wait for Kafka's acknowledgement; the rest waits in the database."""
-_VOIDS_AT_ONCE = 10_000
-_VOID_BYTES = 200
 SHORTEST, LONGEST = 0.005, 0.05
 """Seconds between two looks at the database: the first while something happens, the second after a while without."""
 _SETTLED_EVERY = 1.0
@@ -52,18 +50,10 @@ LOCK_TIMEOUT = "10s"
 """How long it waits in silence for whoever has locked its tables or sequences."""
 _PATIENCE = 30.0
 """Seconds that Kafka has to acknowledge a JOIN, before everything is begun anew."""
-
-
-@dataclass(slots=True, eq=False)
-class _InFlight:
-    """What was decided together; `left` of its records are not acknowledged."""
-
-    decided: Decided
-    bytes: int
-    left: int = 0
-
-    def acknowledged(self) -> None:
-        self.left -= 1
+_JOINED_AT_ONCE = 500
+"""Streams whose JOINs are acknowledged together: a relay that is killed then leaves the next one fewer to send."""
+_STEADY = 60.0
+"""Seconds of work after which the next failure is the first one again."""
 
 
 class AppendRelay:
@@ -84,21 +74,29 @@ class AppendRelay:
         self._session = session
         self._most_facts = most_facts
         self._make_producer = producer
-        self._producer = producer()
+        self._producer: RecordProducer
+        self._connected = False
+        """Whether there is a producer, and nothing has failed since it was made."""
         self._given = writer
         self._writer = writer or ""
         self._metrics = metrics
         self._halt = halt
         self._strangers: dict[int, dict[str, int]] = {}
         self._due: deque[Decided] = deque()
-        self._flying: list[_InFlight] = []
+        self._flying: list[InFlight] = []
         self._reports = Reports({})
+        self._problem = ""
+        """What facts wait for; empty while they go out."""
+        self._other_relay = OtherRelayWait(looks.LOCK)
+        self._kafka_wait = KafkaWait()
+        self._oversized = OversizedFacts(metrics.oversized)
 
     def run(self) -> None:
         """Raises `Stop` where a person must decide, what a server refuses before it ever worked, and what nobody
         expected: the process ends then, and says so, rather than to go on with half of itself."""
-        pause, problem, worked = _PAUSE, "", False
+        pause, worked = _PAUSE, False
         while not self._halt.is_set():
+            began = time.monotonic()
             try:
                 with self._session.use() as connection:
                     SCHEMA.check(connection)
@@ -106,18 +104,22 @@ class AppendRelay:
                     if self._has_its_turn(connection):
                         if not worked and (seconds := silence(connection)) > SILENT_SECONDS:
                             log.warning("A host that dies may hold a stream for long", seconds=seconds, set=_SETTINGS)
-                        worked = True
-                        if problem:
-                            log.info("Facts go out again")
-                        pause, problem = _PAUSE, ""
+                        worked, began = True, time.monotonic()
+                        if not self._connected:
+                            self._producer = self._make_producer()
+                            self._connected, self._kafka_wait = True, KafkaWait()
                         self._relay(connection)
             except (Retry, Refused) as error:
                 if isinstance(error, Refused) and not worked:
                     raise
-                if problem != (problem := str(error)):
+                problem = with_lockers(self._session, error)
+                if self._problem != problem:
                     log.warning("Facts wait in the database", problem=problem)
+                self._problem = problem
                 self._session.close()
-                self._producer = self._make_producer()
+                self._connected = False
+                if time.monotonic() - began > _STEADY:
+                    pause = _PAUSE
                 self._halt.wait(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
             finally:
@@ -127,18 +129,14 @@ class AppendRelay:
 
     def _has_its_turn(self, connection: Connection) -> bool:
         """Wait until no other relay of this database is connected. Not in the server: that would hold a snapshot."""
-        waits = False
         while not self._halt.is_set():
             row = connection.execute("select pg_try_advisory_lock(%s, 0)", [looks.LOCK]).fetchone()
             if row is not None and row[0]:
                 self._metrics.standby.set(0)
+                self._other_relay.over()
                 return True
             self._metrics.standby.set(1)
-            if not waits:
-                row = connection.execute(looks.TURN_HOLDERS, [looks.LOCK]).fetchone()
-                holder = sessions_of(connection, row[0] if row and row[0] else [])
-                log.info("Another relay works on this database; waiting for its end", holder=holder)
-            waits = True
+            self._other_relay.waits(connection)
             self._halt.wait(_TURN)
         return False
 
@@ -152,6 +150,7 @@ class AppendRelay:
             self._reports = Reports({it.stream.name: (it.own, it.writers[it.own].epoch) for it in streams})
             self._due.clear()
             self._flying = []
+            self._oversized.forget()
             try:
                 self._work(connection, decider)
             finally:
@@ -163,21 +162,30 @@ class AppendRelay:
         if not is_writer(self._writer):
             raise BadSetting("writer", why_no_name(self._writer))
         found = join.begin(connection, found_history, self._writer, self._strangers)
-        if acts := [record for each in found for record in each.acts()]:
-            for record in acts:
+        acting = [each for each in found if each.acts()]
+        for start in range(0, len(acting), _JOINED_AT_ONCE):
+            together = acting[start : start + _JOINED_AT_ONCE]
+            for record in (record for each in together for record in each.acts()):
                 self._producer.send(record.stream, records.encode(record))
                 what = "Joining" if isinstance(record, Join) else "Retiring"
                 log.info(what, stream=record.stream, writer=record.writer, epoch=record.epoch, id=record.id)
-            self._producer.deliver(_PATIENCE)
-            join.acknowledged(connection, found)
+            self._deliver()
+            join.acknowledged(connection, together)
         return [each for each in found if each.writers]
+
+    def _deliver(self) -> None:
+        """Return when Kafka has acknowledged everything; raises `Unavailable` if it does not in time."""
+        deadline = time.monotonic() + _PATIENCE
+        while (left := self._producer.flush(0.5)) and time.monotonic() < deadline and not self._halt.is_set():
+            self._kafka_wait.look(self._producer, left)
+        self._producer.deliver(0)
 
     def _work(self, connection: Connection, decider: Decider) -> None:
         pause, settled, watched, beaten = SHORTEST, time.monotonic(), 0.0, time.monotonic()
         while not (self._halt.is_set() or decider.outrun):
             self._metrics.heartbeat.set_to_current_time()
             if not self._due and (room := self._room()) > 0:
-                self._due += (part for decided in _result(decider.round(room)) for part in _parts(decided))
+                self._due += (part for decided in _result(decider.round(room)) for part in parts(decided))
                 self._metrics.looked.set_to_current_time()
             while self._due and self._room() > 0:
                 self._send(self._due.popleft())
@@ -189,6 +197,11 @@ class AppendRelay:
             if now - beaten >= max(_BEAT_EVERY, decider.lines / _LINES_A_SECOND):
                 _result(decider.beat())
                 beaten = now
+            if (producer := self._oversized.larger(self._make_producer, now)) is not None:
+                self._deliver()
+                self._producer, self._kafka_wait = producer, KafkaWait()
+                log.info("The Kafka topic takes larger records now", limit=producer.max_bytes)
+                break
             if now - watched >= _SETTLED_EVERY:
                 self._watch(connection, decider)
                 watched = now
@@ -200,19 +213,15 @@ class AppendRelay:
         _result(decider.settle())
 
     def _room(self) -> int:
-        return MOST_BYTES - sum(each.bytes for each in self._flying)
+        return MOST_BYTES - sum(each.size for each in self._flying)
 
     def _send(self, decided: Decided) -> None:
-        values = [*told(decided, self._most_facts)]
-        size = sum(fact.bytes for fact in decided.facts)
-        size += _VOID_BYTES * (decided.voids.width() + len(decided.announced))
-        parcel = _InFlight(decided, size, len(values))
-        self._flying.append(parcel)
-        self._producer.send_all(decided.told.stream.name, values, parcel.acknowledged)
+        fitting = self._oversized.without(decided, self._producer, time.monotonic())
+        self._flying.append(in_flight.send(self._producer, fitting, self._most_facts))
 
     def _hear(self, decider: Decider) -> None:
         """Learn what Kafka has acknowledged."""
-        self._producer.backlog()
+        self._kafka_wait.look(self._producer, self._producer.backlog())
         for each in [each for each in self._flying if not each.left]:
             decider.acknowledged(each.decided)
             name = each.decided.told.stream.name
@@ -220,7 +229,10 @@ class AppendRelay:
             self._metrics.voids.labels(name).inc(
                 each.decided.voids.width() + sum(1 for fact in each.decided.facts if fact.void)
             )
-        self._flying = [each for each in self._flying if each.left]
+        before, self._flying = len(self._flying), [each for each in self._flying if each.left]
+        if self._problem and (len(self._flying) < before or not (self._flying or self._due)):
+            log.info("Facts go out again")
+            self._problem = ""
 
     def _watch(self, connection: Connection, decider: Decider) -> None:
         for name, count in decider.undecided.items():
@@ -232,15 +244,6 @@ class AppendRelay:
         self._metrics.open.show(((each.stream, each.writer), each.age(now)) for each in found)
         for report in self._reports.due(found, now):
             self._producer.send(report.stream, records.encode(report))
-
-
-def _parts(decided: Decided) -> Iterator[Decided]:
-    """The same in parts that do not take much memory: voids are ranges until they are told."""
-    if decided.facts or decided.announced:
-        yield Decided(decided.told, decided.facts, EMPTY, decided.announced)
-    for low, high in decided.voids:
-        for start in range(low, high, _VOIDS_AT_ONCE):
-            yield Decided(decided.told, [], Intervals.of([(start, min(high, start + _VOIDS_AT_ONCE))]))
 
 
 def _result(steps: Generator[str, None, Any]) -> Any:

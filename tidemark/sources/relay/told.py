@@ -32,17 +32,17 @@ class _ToldEdge:
     bytes: int
 
 
-def told(decided: Decided, most: int = 1) -> Iterator[bytes]:
+def told(decided: Decided, most: int = 1, most_bytes: int = MOST_BYTES) -> Iterator[bytes]:
     """A record for each row of each fact, the last with its number, one for each ID without a fact, and one for each
     range that is announced; IDs of facts and voids ascend.
 
-    Neighbouring IDs of one writer share a record, at `most` so many. Raises `FactUnfit` for what is no JSON: nobody
-    could tell it, and as a void it would be a lie.
+    Neighbouring IDs of one writer share a record, at `most` so many, up to `most_bytes`. Raises `FactUnfit` for what is
+    no JSON: nobody could tell it, and as a void it would be a lie.
     """
     of, stream = decided.told, decided.told.stream.name
     signed = of.stream.towards.signed
 
-    for chain in _chains(decided, most):
+    for chain in _chains(decided, most, most_bytes):
         writer, epoch = chain[0].writer, of.writers[chain[0].writer].epoch
         prev, ids = signed(chain[0].id - 1), [signed(edge.id) for edge in chain]
         if len(chain) > 1:
@@ -61,13 +61,13 @@ def told(decided: Decided, most: int = 1) -> Iterator[bytes]:
         yield records.encode(Position(stream=stream, writer=each.writer, epoch=epoch, prev=prev, id=id))
 
 
-def _chains(decided: Decided, most: int) -> Iterator[list[_ToldEdge]]:
+def _chains(decided: Decided, most: int, most_bytes: int) -> Iterator[list[_ToldEdge]]:
     chain: list[_ToldEdge] = []
     size = 0
     for edge in _edges(decided):
         if chain:
             joins = edge.writer == chain[0].writer and edge.id == chain[-1].id + 1
-            if not (joins and len(chain) < most and size + edge.bytes <= MOST_BYTES):
+            if not (joins and len(chain) < most and size + edge.bytes <= most_bytes):
                 yield chain
                 chain, size = [], 0
         chain.append(edge)

@@ -58,7 +58,9 @@ class SynapseBridge:
         self._own = own
         self._channel = channel
         self._make_producer = producer
-        self._producer = producer()
+        self._producer: RecordProducer
+        self._connected = False
+        """Whether there is a producer, and nothing has failed since it was made."""
         self._streams = streams
         self._names = [each.name for each in streams]
         self._metrics = metrics
@@ -94,7 +96,7 @@ class SynapseBridge:
                     log.warning("Synapse is not told", problem=problem)
                 self._own.close()
                 self._synapse.close()
-                self._producer = self._make_producer()
+                self._connected = False
                 self._halt.wait(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
             finally:
@@ -116,6 +118,9 @@ class SynapseBridge:
 
     def _begin(self, synapse: Connection, own: Connection) -> None:
         """Send what another one left, and learn how the streams stand."""
+        if not self._connected:
+            self._producer = self._make_producer()
+            self._connected = True
         self._sent, self._done, self._flying = 0, [], 0
         found = history(synapse, self._synapse.where, "events")
         looks.check_server(synapse, self._channel.name)

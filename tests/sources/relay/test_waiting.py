@@ -1,0 +1,106 @@
+"""What a relay that waits says in its log, and how long it waits before it tries again."""
+
+import itertools
+import time
+
+import psycopg
+import pytest
+from structlog.testing import capture_logs
+
+from tests.fix_servers import away
+from tests.sources.relay.judge import Judge
+from tests.sources.relay.running import Run, append, settled
+from tests.waiting import eventually
+from tidemark.app.stack.servers import KafkaServer
+from tidemark.sources.producer import RecordProducer
+from tidemark.sources.relay import relay as relaying
+from tidemark.sources.relay import waiting
+from tidemark.streaming.errors import Unavailable
+
+
+def test_a_relay_that_waits_for_another_names_it(sql: psycopg.Connection, run: Run) -> None:
+    """One line with the session that works, and one when its own work begins."""
+    first = run()
+    eventually(lambda: first.metric("tidemark_relay_relaying") == 1)
+    with capture_logs() as logs:
+        second = run()
+        eventually(lambda: second.metric("tidemark_relay_standby") == 1)
+        row = sql.execute(
+            "select pid from pg_locks join pg_stat_activity using (pid)"
+            " where locktype = 'advisory' and granted and application_name = 'tidemark relay' and objid = 0"
+            " and datname = current_database()"
+        ).fetchone()
+        assert row is not None
+        time.sleep(2.5)
+        first.stop()
+        eventually(lambda: second.metric("tidemark_relay_relaying") == 1)
+    begins = [it for it in logs if it["event"] == "Another relay works on this database; waiting for its end"]
+    assert len(begins) == 1
+    assert begins[0]["holder"].startswith(f"pid {row[0]} (user postgres, application tidemark relay, ")
+    assert [it["event"] for it in logs].count("The other relay has ended; this one works") == 1
+
+
+def test_a_relay_that_waits_for_kafka_says_so(
+    sql: psycopg.Connection, run: Run, kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line when Kafka has acknowledged nothing for a while, and one when it does again; none in between."""
+    monkeypatch.setattr(waiting, "WORTH_SAYING", 0.5)
+    run()
+    append(sql)
+    eventually(lambda: settled(sql))
+    with capture_logs() as logs:
+        with away(kafka):
+            append(sql)
+            eventually(lambda: any(it["event"] == "Waiting for Kafka" for it in logs))
+            append(sql)
+            time.sleep(2)
+        eventually(lambda: settled(sql))
+        eventually(lambda: any(it["event"] == "Kafka acknowledges records again" for it in logs))
+    found = [it["event"] for it in logs if "Kafka" in it["event"]]
+    assert found == ["Waiting for Kafka", "Kafka acknowledges records again"]
+    assert logs[0]["kafka"] == kafka.bootstrap_servers
+
+
+def test_pauses_grow_though_each_attempt_gets_a_little_further(
+    sql: psycopg.Connection, run: Run, judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever fails again and again is not tried five times a second, and it goes on when the fault has gone."""
+    attempts = list[float]()
+
+    def refuse(*_: object) -> None:
+        attempts.append(time.monotonic())
+        raise Unavailable("Kafka", "here", "no")
+
+    append(sql)
+    with capture_logs() as logs:
+        with monkeypatch.context() as patched:
+            patched.setattr(RecordProducer, "send_all", refuse)
+            run()
+            eventually(lambda: len(attempts) == 5)
+        eventually(lambda: settled(sql))
+        eventually(lambda: any(it["event"] == "Facts go out again" for it in logs))
+    pauses = [later - earlier for earlier, later in itertools.pairwise(attempts)]
+    assert all(pause >= relaying._PAUSE * 2**at for at, pause in enumerate(pauses))
+    events = [it["event"] for it in logs]
+    assert events.count("Facts wait in the database") == 1
+    assert events.count("Facts go out again") == 1
+    assert judge.verdict().announced == {"orders": {1}}
+
+
+def test_who_has_locked_a_table_is_named(
+    ready: str, sql: psycopg.Connection, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relay whose statements time out behind a lock says whose lock that is."""
+    monkeypatch.setattr(relaying, "LOCK_TIMEOUT", "100ms")
+    relay = run()
+    append(sql)
+    eventually(lambda: settled(sql))
+    with capture_logs() as logs, psycopg.connect(ready, application_name="migration") as owner:
+        owner.execute("lock table tidemark.append_outbox")
+        append_later = psycopg.connect(ready, autocommit=True)
+        append_later.execute("select nextval('tidemark.append_ids_1')")
+        append_later.close()
+        eventually(lambda: relay.metric("tidemark_relay_relaying") == 0)
+        pid = owner.info.backend_pid
+        eventually(lambda: any(f"locked by pid {pid} (user postgres, application migration" in str(it) for it in logs))
+    eventually(lambda: settled(sql))
