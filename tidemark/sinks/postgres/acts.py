@@ -121,11 +121,12 @@ class Acts:
         return NotedAct(*row)
 
     def sent(self, noted: NotedAct, topic: str, partition: int, offset: int) -> None:
+        """Where its record went. Once, and only for the login that noted it: raises `BadRecord` else."""
         with self._database.use() as connection:
-            connection.execute(
-                'update tidemark.acts set (topic, partition, "offset") = (%s, %s, %s) where number = %s',
-                (topic, partition, offset, noted.number),
-            )
+            row = connection.execute(
+                "select tidemark.note_sent(%s, %s, %s, %s)", (noted.number, topic, partition, offset)
+            ).fetchone()
+        _require(row, noted)
 
     def is_read(self, topic: str, partition: int, offset: int) -> bool:
         """Whether a batch with that record was applied."""
@@ -146,9 +147,10 @@ class Acts:
         return "settled before" if row[0] else "applied"
 
     def close(self, noted: NotedAct, outcome: str) -> None:
-        """What was seen of it."""
+        """What was seen of it. Once, and only for the login that noted it: raises `BadRecord` else."""
         with self._database.use() as connection:
-            connection.execute("update tidemark.acts set outcome = %s where number = %s", (outcome, noted.number))
+            row = connection.execute("select tidemark.note_outcome(%s, %s)", (noted.number, outcome)).fetchone()
+        _require(row, noted)
 
     def note_replay(self, stream: str, act: Forced, origin: tuple[str, int, int]) -> NotedAct:
         """The same of a record that stood at `origin` (topic, partition, offset); `BadRecord` the second time."""
@@ -199,3 +201,9 @@ class Acts:
         with self._database.use() as connection:
             row = connection.execute(_LISTED + " where number = %s", (number,)).fetchone()
             return ListedAct(*row) if row else None
+
+
+def _require(row: tuple[bool | None] | None, noted: NotedAct) -> None:
+    """The functions write what nobody has written yet, of the own login alone."""
+    if row is None or not row[0]:
+        raise BadRecord("not_yours", f"override {noted.number} is of another login, or its outcome was noted before")

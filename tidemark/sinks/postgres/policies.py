@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from tidemark.sinks.postgres.acts import Acts
-from tidemark.streaming.effects import Forced
+from psycopg.errors import NoDataFound
+
 from tidemark.streaming.errors import BadRecord
-from tidemark.streaming.postgres_session import PostgresSession
+from tidemark.streaming.postgres_session import PostgresSession, first_line
 
 
 class PolicyTable:
@@ -30,31 +30,13 @@ class PolicyTable:
 
         `BadRecord` where one to take back is not set.
         """
-        told = []
-        with self._database.use() as connection, connection.transaction():
-            # One after the other: what an act says that it found, it found.
-            connection.execute("lock table tidemark.policies in share row exclusive mode")
-            acts = Acts(self._database)
-            noted = acts.note(name, Forced("", 0, "POLICY", 0, 0, by, why))
-            given = self.given().get(name, {})
-            for setting, value in changes.items():
-                was = given.get(setting)
-                if value is not None:
-                    connection.execute(
-                        "insert into tidemark.policies (stream, setting, value, act) values (%s, %s, %s, %s)"
-                        " on conflict (stream, setting) do update set value = excluded.value, act = excluded.act",
-                        (name, setting, value, noted.number),
-                    )
-                elif was is None:
-                    raise BadRecord("not_set", f"the policy {name} says nothing of {setting}")
-                else:
-                    connection.execute(
-                        "delete from tidemark.policies where (stream, setting) = (%s, %s)", (name, setting)
-                    )
-                told.append(f"{setting}: {_said(was)} -> {_said(value)}")
-            acts.close(noted, ", ".join(told))
-        return noted.number, ", ".join(told)
-
-
-def _said(value: int | None) -> str:
-    return "not set" if value is None else str(value)
+        with self._database.use() as connection:
+            try:
+                row = connection.execute(
+                    "select act, outcome from tidemark.change_policy(%s, %s::text[], %s::bigint[], %s, %s)",
+                    (name, [*changes], [*changes.values()], by, why),
+                ).fetchone()
+            except NoDataFound as error:
+                raise BadRecord("not_set", first_line(error)) from None
+        assert row is not None
+        return int(row[0]), str(row[1])

@@ -1,0 +1,99 @@
+"""What an operator's login may do to the record of overrides: add to it, and rewrite nothing.
+
+It has the roles tidemark_operator and tidemark_reader, which every verb needs.
+"""
+
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+from psycopg.conninfo import make_conninfo
+
+from tidemark.sinks.postgres.acts import Acts, NotedAct
+from tidemark.sinks.postgres.database import session_of
+from tidemark.sinks.postgres.policies import PolicyTable
+from tidemark.streaming.effects import Forced
+from tidemark.streaming.errors import BadRecord
+from tidemark.streaming.postgres_session import PostgresSession
+
+SKIP = Forced("w", 1, "SKIP", 5, 6, "eve", "it hangs")
+
+
+@pytest.fixture
+def logins(dsn: str, sql: psycopg.Connection) -> Iterator[dict[str, PostgresSession]]:
+    """Two operators, by name."""
+    sessions = {}
+    for name in ("eve", "mallory"):
+        sql.execute(f"create role {name} login password '{name}' in role tidemark_operator, tidemark_reader".encode())
+        sessions[name] = session_of(make_conninfo(dsn, user=name, password=name), "test")
+    yield sessions
+    for name, session in sessions.items():
+        session.close()
+        sql.execute(f"drop owned by {name}".encode())
+        sql.execute(f"drop role {name}".encode())
+
+
+@pytest.fixture
+def noted(logins: dict[str, PostgresSession]) -> NotedAct:
+    """An override of eve's that was sent."""
+    act = Acts(logins["eve"]).note("s", SKIP)
+    Acts(logins["eve"]).sent(act, "control", 0, 7)
+    return act
+
+
+def test_outcome_is_written_once_by_who_began(
+    logins: dict[str, PostgresSession], noted: NotedAct, sql: psycopg.Connection
+) -> None:
+    """Neither another operator nor eve herself can say later that something else came of it."""
+    with pytest.raises(BadRecord, match="another login"):
+        Acts(logins["mallory"]).close(noted, "refused")
+    Acts(logins["eve"]).close(noted, "applied")
+    for login in logins.values():
+        with pytest.raises(BadRecord, match="noted before"):
+            Acts(login).close(noted, "refused")
+        with pytest.raises(BadRecord, match="noted before"):
+            Acts(login).sent(noted, "control", 0, 9)
+    assert sql.execute('select outcome, "offset" from tidemark.acts').fetchall() == [("applied", 7)]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "update tidemark.acts set outcome = 'refused'",
+        'update tidemark.acts set "offset" = 9',
+        "update tidemark.acts set seen_as = 'zoe'",
+        "delete from tidemark.acts",
+        "truncate tidemark.acts",
+        "insert into tidemark.acts (kind, stream, writer, epoch, prev, id, by, why, outcome)"
+        " values ('SKIP', 's', 'w', 0, 0, 1, 'x', 'y', 'applied')",
+        "insert into tidemark.policies values ('s', 'gap_seconds', 3)",
+        "update tidemark.policies set value = 3",
+        "delete from tidemark.policies",
+        "delete from tidemark.skips",
+        "update tidemark.late_resolved set act = 1",
+        "update tidemark.replays set act = 1",
+    ],
+)
+def test_record_is_append_only_by_rights(
+    logins: dict[str, PostgresSession], noted: NotedAct, dsn: str, statement: str
+) -> None:
+    """In plain SQL, without any code of ours."""
+    with (
+        psycopg.connect(make_conninfo(dsn, user="mallory", password="mallory"), autocommit=True) as connection,
+        pytest.raises(psycopg.errors.InsufficientPrivilege),
+    ):
+        connection.execute(statement.encode())
+
+
+def test_policy_is_changed_with_an_audit_entry(logins: dict[str, PostgresSession], sql: psycopg.Connection) -> None:
+    """The function that changes it writes the entry; it names the login, and what was before."""
+    PolicyTable(logins["eve"]).change("s", {"gap_seconds": 3}, "eve", "slow")
+    number, done = PolicyTable(logins["mallory"]).change("s", {"gap_seconds": None, "silent_seconds": 9}, "m", "back")
+    assert done == "gap_seconds: 3 -> not set, silent_seconds: not set -> 9"
+    assert sql.execute("select setting, value, act from tidemark.policies").fetchall() == [
+        ("silent_seconds", 9, number)
+    ]
+    assert sql.execute("select kind, seen_as, outcome from tidemark.acts order by number").fetchall() == [
+        ("POLICY", "eve", "gap_seconds: not set -> 3"),
+        ("POLICY", "mallory", done),
+    ]
