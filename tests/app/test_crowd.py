@@ -1,6 +1,8 @@
 """Who gives way where every place is taken."""
 
-from tidemark.app.crowd import Waiting, crowding
+import pytest
+
+from tidemark.app.crowd import AllTaken, Places, Waiting, crowding, network_of
 
 
 def test_the_oldest_of_whoever_has_most_give_way() -> None:
@@ -13,3 +15,53 @@ def test_the_oldest_of_whoever_has_most_give_way() -> None:
     assert crowding(waiting, 640) == [*range(999, 989, -1)]
     assert crowding(waiting, 10**6) == [*range(999, -1, -1)]
     assert crowding([], 20) == []
+
+
+def test_places_are_anybodys_while_some_are_free() -> None:
+    """One address may have all of them, and its own newcomers make nobody give way."""
+    places = Places[int](8)
+    assert [places.take(number, "192.0.2.1") for number in range(8)] == [None] * 8
+    with pytest.raises(AllTaken):
+        places.take(8, "192.0.2.1")
+
+
+def test_another_address_gets_the_newest_place_of_the_largest() -> None:
+    """Until it has a quarter of all and half of what the largest has; then it needs a free one as everybody does."""
+    places = Places[int](8)
+    for number in range(8):
+        places.take(number, "192.0.2.1")
+    assert [places.take(100 + number, "192.0.2.2") for number in range(2)] == [7, 6]
+    places.leave(7)  # it had no place any more
+    assert len(places) == 8
+    assert places.take(102, "192.0.2.2") == 5
+    with pytest.raises(AllTaken):
+        places.take(103, "192.0.2.2")
+    places.leave(0)
+    assert places.take(103, "192.0.2.2") is None
+
+
+def test_some_give_way_first() -> None:
+    """Of the largest address the oldest of them, and of the own one where that has its share; others keep theirs."""
+    places = Places[int](8)
+    for number in range(8):
+        places.take(number, "192.0.2.1")
+
+    def is_odd(number: int) -> bool:
+        return number % 2 == 1
+
+    assert places.take(100, "192.0.2.2", is_odd) == 1
+    assert places.take(8, "192.0.2.1", is_odd) == 3
+    crowd = Places[int](2)
+    for number in range(2):
+        crowd.take(number, f"192.0.2.{number}")
+    with pytest.raises(AllTaken):
+        crowd.take(2, "192.0.2.2")
+
+
+def test_addresses_of_one_network_of_ipv6_are_one_client() -> None:
+    """Whoever has one of them has 2^64, and one of IPv4 that is written as IPv6 is the same client."""
+    assert network_of("2001:db8::1") == network_of("2001:db8::ffff:1") != network_of("2001:db8:0:1::1")
+    assert network_of("::ffff:192.0.2.1") == network_of("192.0.2.1") != network_of("192.0.2.2")
+    assert network_of("fe80::1%eth0") == network_of("fe80::2%eth1")
+    assert network_of("") == ""
+    assert len(network_of("x" * 60_000)) == 255

@@ -20,8 +20,9 @@ from tidemark.app.accepting import Acceptor
 from tidemark.app.connections import host_port, is_loopback
 from tidemark.app.encryption import Certificate
 from tidemark.app.lines.channel import Channel
+from tidemark.app.lines.connection import LineServerConfig
 from tidemark.app.lines.hub import Hub
-from tidemark.app.lines.server import LineServer, LineServerConfig
+from tidemark.app.lines.server import LineServer
 from tidemark.app.lines.speaker import ChannelConfig
 from tidemark.app.read_side.opened import ReadSide, ReadSideConfig, opened
 from tidemark.app.read_side.tasks import ended
@@ -157,8 +158,8 @@ def run(settings: Settings) -> None:
             access_log=False,
             ws="none",
             server_header=False,
-            proxy_headers=False,  # who asks is whose connection it is
-            http=admission(AdmissionConfig(settings.sidecar_connections)),
+            proxy_headers=False,  # admission asks them, before anything waits
+            http=admission(AdmissionConfig(settings.sidecar_connections, trusted_proxies=settings.sidecar_proxies)),
             timeout_graceful_shutdown=LAST_SECONDS,
         )
         log.info("The sidecar listens", host=host, port=port, tls=acceptor.certificate is not None)

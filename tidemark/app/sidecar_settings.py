@@ -1,12 +1,25 @@
 """The settings of the sidecar: a part of `app.settings`, which reads them."""
 
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import BaseSettings
 
 from tidemark.app.connections import AnyPort, HostPort, Positive, go_together
+
+
+def _are_proxies(text: str) -> str:
+    for each in _listed(text):
+        try:
+            each == "*" or ip_network(each)
+        except ValueError:
+            raise ValueError("not addresses or networks such as 10.0.0.7,10.0.0.0/8") from None
+    return text
+
+
+Proxies = Annotated[str, AfterValidator(_are_proxies)]
 
 
 class SidecarSettings(BaseSettings):
@@ -29,6 +42,10 @@ class SidecarSettings(BaseSettings):
     sidecar_hosts: str = Field(
         "",
         description="Names it may be asked by, with commas; without it any, and on a loopback address its names.",
+    )
+    sidecar_trusted_proxies: Proxies = Field(
+        "",
+        description="Addresses or networks of proxies, with commas, whose X-Forwarded-For names the client; * = any.",
     )
     sidecar_connections: Positive = Field(5000, description="Connections that the sidecar serves at once.")
     sidecar_held: Positive = Field(2500, description="Waits and event streams that the sidecar holds open at once.")
@@ -61,6 +78,10 @@ class SidecarSettings(BaseSettings):
     @property
     def sidecar_origins(self) -> list[str]:
         return _listed(self.sidecar_cors)
+
+    @property
+    def sidecar_proxies(self) -> list[str]:
+        return _listed(self.sidecar_trusted_proxies)
 
     @property
     def sidecar_names(self) -> list[str]:

@@ -22,8 +22,9 @@ from tests.waiting import eventually
 from tidemark.app.lines import hub as hub_module
 from tidemark.app.lines import speaker as speaker_module
 from tidemark.app.lines.channel import Channel
+from tidemark.app.lines.connection import LineServerConfig
 from tidemark.app.lines.hub import Hub
-from tidemark.app.lines.server import LineServer, LineServerConfig
+from tidemark.app.lines.server import LineServer
 from tidemark.app.lines.speaker import ANSWER_EVERY, ChannelConfig
 from tidemark.app.read_side.opened import ReadSide, ReadSideConfig
 from tidemark.app.settings import child_environment

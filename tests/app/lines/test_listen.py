@@ -23,7 +23,7 @@ from tests.sinks.reader.given import Pipeline
 from tidemark.app.accepting import Acceptor
 from tidemark.app.encryption import Certificate
 from tidemark.app.lines import listen
-from tidemark.app.lines.server import LineServerConfig
+from tidemark.app.lines.connection import LineServerConfig
 from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.settings import child_environment
 from tidemark.app.stack.server import LOOPBACK

@@ -13,8 +13,9 @@ from tests.app.lines.given import MIB, NOWHERE, RELAYED, LineClient, client, no_
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.accepting import Acceptor
+from tidemark.app.lines.connection import LineServerConfig
 from tidemark.app.lines.hub import Hub
-from tidemark.app.lines.server import A_TURN, LineServer, LineServerConfig
+from tidemark.app.lines.server import A_TURN, LineServer
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.opened import ReadSide, ReadSideConfig
 
@@ -115,12 +116,19 @@ def test_relaying_counts_as_what_it_costs() -> None:
 
 
 def test_no_more_connections_than_allowed() -> None:
-    """One too many is told so and closed; when another leaves there is room again."""
+    """One too many is told so and closed; when another leaves there is room again. A connection that never sent a line
+    gives way."""
     with served(NOWHERE, LineServerConfig(connections=1)) as address:
-        with client(address) as one, client(address) as two:
+        before = taken()
+        with client(address) as silent, client(address, "NAME one") as one:
+            assert silent.line() == "SERVER tidemark"
+            assert (silent.said() or "").startswith("ERROR as many clients")
             assert one.line() == "SERVER tidemark"
+            eventually(lambda: taken() > before)
+            two = LineClient(address)
             assert (two.line() or "").startswith("ERROR as many clients")
             assert two.line() is None
+            two.close()
 
         def served_again() -> bool:
             with client(address) as three:

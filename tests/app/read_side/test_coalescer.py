@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 
 import pytest
 
-from tidemark.app.read_side.coalescer import Coalescer
+from tidemark.app.read_side.coalescer import PIECE, SMALL, Coalescer
 
 
 def test_what_a_read_raises_is_raised_to_all_who_asked() -> None:
@@ -53,3 +53,32 @@ def test_nothing_is_read_for_those_who_have_gone() -> None:
     assert asked[0] == {"a"}
     assert "c" in asked[-1]
     assert len(asked) == 2
+
+
+def test_small_requests_never_wait_for_large_ones() -> None:
+    """Many keys are read in pieces, in a queue of their own: a request for one key is answered while they are under
+    way, and no read is for more than a piece."""
+    sizes: list[int] = []
+
+    async def ask() -> None:
+        go = asyncio.Event()
+
+        async def read(names: Collection[str]) -> Mapping[str, int]:
+            sizes.append(len(names))
+            if len(names) > SMALL:
+                await go.wait()
+            return dict.fromkeys(names, 1)
+
+        reads = Coalescer(read)
+        many = [f"x{number}" for number in range(2 * PIECE + 1)]
+        others = [f"y{number}" for number in range(PIECE)]
+        large = [asyncio.create_task(reads.get(asked)) for asked in (many, many, others)]
+        await asyncio.sleep(0)
+        assert await asyncio.wait_for(reads.get(["a"]), 5) == {"a": 1}
+        go.set()
+        for task, asked in zip(large, (many, many, others), strict=True):
+            assert {*asked} <= (await task).keys()
+
+    asyncio.run(ask())
+    assert max(sizes) <= PIECE
+    assert len(sizes) <= 6  # two who ask for the same are read for together

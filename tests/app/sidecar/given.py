@@ -59,6 +59,7 @@ def sidecar(
         log_config=None,
         access_log=False,
         ws="none",
+        proxy_headers=False,
         http=admission(admitted or AdmissionConfig()),
         timeout_graceful_shutdown=1,
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,7 @@ from tests.app.lines.given import NOWHERE
 from tests.app.sidecar.given import SidecarClient, sidecar
 from tests.waiting import eventually
 from tidemark.app.sidecar.admission import AdmissionConfig, Turns
+from tidemark.app.sidecar.service import Beginnings, Limits
 from tidemark.app.sidecar.site import SiteConfig
 
 BOUNDS = AdmissionConfig(places=20, bytes=16_384, fields=50, seconds=60)
@@ -94,9 +96,38 @@ def test_half_a_request_is_not_waited_for(sent: bytes) -> None:
 
 
 def test_requests_that_do_not_wait_for_answers_have_a_bound(guarded: SidecarClient) -> None:
-    """Who sends thousands at once is cut off, and not kept in memory."""
+    """Who sends thousands at once is cut off, and not kept in memory. The refusal comes last: the first answers belong
+    to the first requests."""
     with connected(guarded, b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n" * 5_000) as it:
-        assert answer(it).count(b"HTTP/1.1 200") < 5_000
+        statuses = re.findall(rb"HTTP/1.1 (\d+)", answer(it))
+    assert 1 < len(statuses) < 5_000
+    assert {*statuses[:-1]} == {b"200"}
+    assert statuses[-1] == b"429"
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n4001\r\n"
+
+
+@pytest.mark.parametrize(
+    ("refused", "status"),
+    [
+        (b"hello\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nhost: x\r\ny: " + b"y" * 20_000 + b"\r\n\r\n", b"431"),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 99999\r\n\r\n", b"413"),
+        (CHUNKED + b"x" * 0x4001 + b"\r\n", b"413"),
+    ],
+)
+def test_refusal_comes_behind_the_answers_before_it(guarded: SidecarClient, refused: bytes, status: bytes) -> None:
+    """Whatever is wrong with the third request of a connection, the first two are answered first."""
+    with connected(guarded, b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n" * 2 + refused) as it:
+        assert re.findall(rb"HTTP/1.1 (\d+)", answer(it)) == [b"200", b"200", status]
+
+
+@pytest.mark.parametrize("fields", [b"", b"host: x\r\nhost: y\r\n", b"host: x\r\nHost: x\r\n"])
+def test_request_has_one_host(guarded: SidecarClient, fields: bytes) -> None:
+    """None, or two of which a proxy and we might take a different one, are answered with 400 (RFC 9112)."""
+    with connected(guarded, b"GET /livez HTTP/1.1\r\n" + fields + b"\r\n") as it:
+        assert answer(it).startswith(b"HTTP/1.1 400 Bad Request\r\n")
 
 
 def test_half_open_connections_keep_nobody_out() -> None:
@@ -137,7 +168,7 @@ def test_requests_that_come_at_once_begin_by_turns() -> None:
     begun: list[int] = []
 
     async def request(turns: Turns, number: int) -> None:
-        await turns.next(asyncio.get_running_loop())
+        await turns.next(asyncio.get_running_loop(), "127.0.0.1")
         begun.append(number)
 
     async def serve() -> list[int]:
@@ -156,3 +187,64 @@ def test_requests_that_come_at_once_begin_by_turns() -> None:
     assert max(after - before for before, after in itertools.pairwise(seen)) < 10
     asyncio.run(serve())
     assert len(begun) == 2 * 99
+
+
+def test_turns_go_round_by_address() -> None:
+    """A client of another address has the next turn, however many of one address wait."""
+    begun: list[str] = []
+
+    async def request(turns: Turns, address: str) -> None:
+        await turns.next(asyncio.get_running_loop(), address)
+        begun.append(address)
+
+    async def serve() -> None:
+        turns = Turns()
+        crowd = [asyncio.create_task(request(turns, "10.0.0.1")) for _ in range(100)]
+        await asyncio.sleep(0)
+        one = asyncio.create_task(request(turns, "10.0.0.2"))
+        await asyncio.gather(*crowd, one)
+
+    asyncio.run(serve())
+    assert begun.index("10.0.0.2") < 10
+
+
+def test_streams_of_events_begin_by_turns_that_go_round_by_address() -> None:
+    """A bounded number at a time; a client of another address has the next turn, and one that went away takes none."""
+    begun: list[str] = []
+
+    async def stream(beginnings: Beginnings, address: str, over: asyncio.Event) -> None:
+        end = await beginnings.turn(address)
+        begun.append(address)
+        await over.wait()
+        end()
+
+    async def serve() -> None:
+        beginnings, over = Beginnings(), asyncio.Event()
+        crowd = [asyncio.create_task(stream(beginnings, "10.0.0.1", over)) for _ in range(100)]
+        await asyncio.sleep(0)
+        one = asyncio.create_task(stream(beginnings, "10.0.0.2", over))
+        await asyncio.sleep(0.01)
+        assert len(begun) == Beginnings.AT_ONCE
+        crowd[Beginnings.AT_ONCE].cancel()
+        over.set()
+        await asyncio.gather(*crowd, one, return_exceptions=True)
+        await asyncio.gather(*(stream(beginnings, "10.0.0.3", over) for _ in range(20)))
+
+    asyncio.run(serve())
+    assert begun.index("10.0.0.2") <= Beginnings.AT_ONCE + 1
+    assert len(begun) == 99 + 1 + 20
+
+
+def test_proxy_that_is_trusted_names_the_client() -> None:
+    """Places are shared by the addresses that it names: one of them with most leaves some to another. An address that
+    is no trusted proxy names nobody."""
+
+    def watch(client: SidecarClient, crowd: ExitStack, named: str) -> int:
+        return crowd.enter_context(client.stream("GET", "/v1/watch", headers={"X-Forwarded-For": named})).status_code
+
+    for trusted, others in ((["127.0.0.1"], 200), (["10.0.0.9"], 429)):
+        site, bounds = SiteConfig(limits=Limits(held=4)), replace(BOUNDS, trusted_proxies=trusted)
+        with sidecar(NOWHERE, site, admitted=bounds) as client, ExitStack() as crowd:
+            assert [watch(client, crowd, "192.0.2.1") for _ in range(4)] == [200] * 4
+            assert watch(client, crowd, "192.0.2.1") == 429
+            assert watch(client, crowd, "192.0.2.2") == others

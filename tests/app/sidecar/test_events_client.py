@@ -20,7 +20,7 @@ async def told(stands: Place, *items: Begun | Slice) -> str:
     listener = Listener()
     for item in items:
         listener.give("s", item)
-    texts = EventsClient(NOBODY, NOBODY, listener, {"s": stands}, {"s": stands}).texts(["s"])
+    texts = EventsClient(NOBODY, NOBODY, listener, {"s": stands}, {"s": stands}, lambda: None).texts(["s"])
     await anext(texts)  # after how long to come back
     return (await anext(texts)).decode()
 

@@ -73,6 +73,22 @@ def test_no_refusal_is_kept(alone: SidecarClient) -> None:
     assert alone.options("/v1/streams", headers=asked).headers["cache-control"] == "no-store"
 
 
+def test_no_browser_guesses_at_an_answer(alone: SidecarClient) -> None:
+    """Answers, refusals and the page's files are what their media type says, and nothing else."""
+    for path in [*PATHS, *PAGE, "/nothing"]:
+        with alone.stream("GET", path) as found:
+            assert found.headers["x-content-type-options"] == "nosniff", path
+    with connected(alone, b"hello\r\n\r\n") as it:
+        assert b"x-content-type-options: nosniff" in answer(it)
+
+
+def test_names_of_one_request_have_a_bound(alone: SidecarClient) -> None:
+    """Whoever follows more streams than one request may name follows all of them."""
+    for count in (201, 1000):
+        names = [f"x{number}" for number in range(count)]
+        assert is_problem(alone.get("/v1/events", params={"stream": names}), 400, "bad-request")
+
+
 def test_nothing_can_be_changed(alone: SidecarClient) -> None:
     """405, as a problem that names what is allowed."""
     for path, method in product([*PATHS, *PAGE], ["POST", "PUT", "DELETE", "OPTIONS"]):

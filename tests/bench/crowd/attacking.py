@@ -2,7 +2,10 @@
 much of each it did.
 
 Newlines without end on the line protocol; heads of requests without end, and half-open ones; small pages of a long
-history; tokens of 60 KB; clients of events that come and go by the hundred.
+history; tokens of 60 KB; clients of events that come and go by the hundred; thousands of unknown names in one request;
+as many event streams, and connections of the line protocol, as one address gets; names of 60 KB with a bad line.
+
+All of it comes from one loopback address of its own, so that the sidecar can tell it from honest clients.
 """
 
 import asyncio
@@ -27,12 +30,15 @@ class Attack(msgspec.Struct, frozen=True):
     tcp: int
     streams: list[str]
     acts: list[str]
-    """Of `ACTS`."""
+    """Of `ACTS` and `CROWDS`."""
+    address: str = "127.0.0.2"
+    crowd: int = 2500
+    """How many connections each of `CROWDS` opens."""
 
 
 @asynccontextmanager
-async def opened(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+async def opened(attack: Attack, port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(attack.address, 0))
     try:
         yield reader, writer
     finally:
@@ -40,14 +46,14 @@ async def opened(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio
 
 
 async def newlines(attack: Attack, done: Counter[str]) -> None:
-    async with opened(attack.tcp) as (_, writer):
+    async with opened(attack, attack.tcp) as (_, writer):
         while True:
             writer.write(b"\n" * 65536)
             await writer.drain()
 
 
 async def endless_head(attack: Attack, done: Counter[str]) -> None:
-    async with opened(attack.port) as (_, writer):
+    async with opened(attack, attack.port) as (_, writer):
         writer.write(b"GET /v1/streams HTTP/1.1\r\n")
         while True:
             writer.write(b"X-%d: %s\r\n" % (random.randrange(10**9), b"x" * 8000))
@@ -55,7 +61,7 @@ async def endless_head(attack: Attack, done: Counter[str]) -> None:
 
 
 async def half_open(attack: Attack, done: Counter[str]) -> None:
-    async with opened(attack.port) as (reader, writer):
+    async with opened(attack, attack.port) as (reader, writer):
         writer.write(b"GET /v1/streams HTTP/1.1\r\nHost: localhost\r\n")
         await reader.read()
 
@@ -81,9 +87,49 @@ async def come_and_go(attack: Attack, done: Counter[str]) -> None:
     await ask(attack, f"/v1/events?stream={stream}", done, f"Last-Event-ID: {place}\r\n", least)
 
 
+async def many_names(attack: Attack, done: Counter[str]) -> None:
+    """Other ones each time, so that nobody shares them."""
+    first = random.randrange(10**6)
+    names = "&".join(f"stream=x{first + number}" for number in range(2000))
+    await ask(attack, f"/v1/events?{names}", done)
+
+
+async def long_name(attack: Attack, done: Counter[str]) -> None:
+    async with opened(attack, attack.tcp) as (reader, writer):
+        writer.write(b"NAME " + b"n" * 60_000 + b"\nno command\n")
+        await reader.read()
+        done["lines"] += 1
+
+
+async def one_address(attack: Attack, done: Counter[str]) -> None:
+    """Event streams that are read, one for each connection, for as long as the sidecar leaves them there."""
+    stream = random.choice(attack.streams)
+    async with opened(attack, attack.port) as (reader, writer):
+        writer.write(f"GET /v1/events?stream={stream} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        head = await reader.readline()
+        done[head[9:12].decode() or "closed"] += 1
+        while await reader.read(100_000):
+            pass
+
+
+async def silent_lines(attack: Attack, done: Counter[str]) -> None:
+    """Connections of the line protocol that never send anything."""
+    async with opened(attack, attack.tcp) as (reader, _):
+        while line := await reader.readline():
+            done[line.split(b" ")[0].decode()] += 1
+
+
+async def named_lines(attack: Attack, done: Counter[str]) -> None:
+    """The same, once they have said who they are."""
+    async with opened(attack, attack.tcp) as (reader, writer):
+        writer.write(b"NAME x\n")
+        while line := await reader.readline():
+            done[line.split(b" ")[0].decode()] += 1
+
+
 async def ask(attack: Attack, path: str, done: Counter[str], more: str = "", least: int = 1) -> None:
     """Read `least` bytes of the answer, and what comes with them, where there are as many within 10 s."""
-    async with opened(attack.port) as (reader, writer):
+    async with opened(attack, attack.port) as (reader, writer):
         writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{more}\r\n".encode())
         async with asyncio.timeout(10):  # `wait_for` may swallow that the attack is over
             head = await reader.readline()
@@ -101,8 +147,12 @@ _MANY: dict[Callable[[Attack, Counter[str]], Awaitable[None]], int] = {
     long_page: 1,
     long_token: 4,
     come_and_go: 20,
+    many_names: 8,
+    long_name: 4,
 }
 ACTS = tuple(act.__name__ for act in _MANY)
+_CROWDS = (one_address, silent_lines, named_lines)
+CROWDS = tuple(act.__name__ for act in _CROWDS)
 
 
 async def again_and_again(
@@ -120,7 +170,7 @@ async def run(attack: Attack) -> None:
     done: dict[str, Counter[str]] = {name: Counter() for name in attack.acts}
     acts = [
         asyncio.create_task(again_and_again(act, attack, done[act.__name__]))
-        for act, count in _MANY.items()
+        for act, count in (_MANY | dict.fromkeys(_CROWDS, attack.crowd)).items()
         if act.__name__ in attack.acts
         for _ in range(count)
     ]

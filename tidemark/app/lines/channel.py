@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from hashlib import blake2b
 from typing import Any
 
 import structlog
@@ -18,6 +19,7 @@ from tidemark.app.lines.server import LineServer
 from tidemark.app.lines.speaker import ChannelConfig, Speaker
 from tidemark.app.read_side.notifications import listen
 from tidemark.app.read_side.tasks import ended
+from tidemark.app.repeated_log import RepeatedLog
 from tidemark.sinks.reader.redis import translated
 from tidemark.sinks.redis.names import lines_channel
 from tidemark.streaming.commands import RelayedCommand, ReplicateCommand, parse
@@ -26,6 +28,7 @@ from tidemark.streaming.errors import BadCommand, Stop, Unavailable
 log = structlog.get_logger(__name__)
 
 WAITING = 10_000  # commands that may wait for Redis
+WAITING_CHARACTERS = 8 << 20  # of all of these together: one command may have 64 KiB
 
 
 class Channel:
@@ -37,8 +40,10 @@ class Channel:
         self._client = client
         self._name = lines_channel(server.config.name) if config is None else config.channel
         self._speaker = None if config is None else Speaker(hub, client, config)
-        self._outgoing: asyncio.Queue[RelayedCommand] = asyncio.Queue(WAITING)
-        self._echoes: Counter[str] = Counter()
+        self._outgoing: asyncio.Queue[str] = asyncio.Queue(WAITING)
+        self._waiting = 0  # characters in the queue
+        self._echoes: Counter[bytes] = Counter()
+        self._log = RepeatedLog(log)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
@@ -54,16 +59,21 @@ class Channel:
                 await ended(task)
 
     def _send(self, command: RelayedCommand) -> None:
+        line = str(command)
+        if self._waiting + len(line) > WAITING_CHARACTERS:
+            return
         with suppress(asyncio.QueueFull):
-            self._outgoing.put_nowait(command)
+            self._outgoing.put_nowait(line)
+            self._waiting += len(line)
 
     async def _publish(self) -> None:
         problem = None
         while True:
-            line = str(await self._outgoing.get())
+            line = await self._outgoing.get()
+            self._waiting -= len(line)
             if len(self._echoes) >= WAITING:  # we may publish, and not subscribe
                 self._echoes.clear()
-            self._echoes[line] += 1  # before it comes back to us
+            self._echoes[_digest(line)] += 1  # before it comes back to us
             try:
                 with translated(self._client):
                     await self._client.publish(self._name, line)
@@ -73,7 +83,8 @@ class Channel:
                 if problem is None:
                     log.warning("Relayed commands do not reach other sidecars", channel=self._name, problem=str(error))
                 problem = error
-                self._outgoing = asyncio.Queue(WAITING)  # a server that is deaf must not make them old
+                # A server that is deaf must not make them old.
+                self._outgoing, self._waiting = asyncio.Queue(WAITING), 0
 
     async def _subscribe(self, pubsub: Any) -> None:
         await pubsub.subscribe(self._name)
@@ -86,7 +97,7 @@ class Channel:
         try:
             command = parse(line.encode())
         except BadCommand as problem:
-            log.info("Something on the channel of Redis is no command", problem=str(problem))
+            self._log.write("info", "Something on the channel of Redis is no command", problem=str(problem))
             return
         match command:
             case ReplicateCommand() if self._speaker is not None:
@@ -96,7 +107,13 @@ class Channel:
 
     def _is_echo(self, line: str) -> bool:
         """Whether it is one that we published and have not received yet; this call receives it."""
-        count = self._echoes.pop(line, 0)
+        digest = _digest(line)
+        count = self._echoes.pop(digest, 0)
         if count > 1:
-            self._echoes[line] = count - 1
+            self._echoes[digest] = count - 1
         return count > 0
+
+
+def _digest(line: str) -> bytes:
+    """What is kept of a published line until it comes back: thousands, of up to 64 KiB each, may be under way."""
+    return blake2b(line.encode(), digest_size=16).digest()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from tidemark.app.repeated_log import shortened
 from tidemark.streaming import commands
 from tidemark.streaming.commands import (
     Command,
@@ -93,13 +94,13 @@ class Conversation:
             case PingCommand():
                 self._pinged = True
             case NameCommand(text):
-                self.name = text
+                self.name = shortened(text)
             case ReplicateCommand():
                 yield SendPositions()
             case RelayedCommand():
                 yield RelayOn(command)
             case ErrorCommand(text):
-                yield from self._disconnect("bad", f"it sent ERROR {text}")
+                yield from self._disconnect("bad", f"it sent ERROR {shortened(text)}")
             case _:
                 word = str(command).partition(" ")[0]
                 yield from self.refuse(BadCommand(f"{word} is for the server to say"))

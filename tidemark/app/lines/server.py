@@ -7,33 +7,22 @@ import asyncio
 import socket
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Literal, cast
 
 import structlog
 
 from tidemark.app.accepting import AcceptingServer, Acceptor
+from tidemark.app.crowd import AllTaken, Places
 from tidemark.app.lines.announcer import Announcement
-from tidemark.app.lines.conversation import (
-    Act,
-    Conversation,
-    Disconnect,
-    KeepAlive,
-    RelayOn,
-    SendCommand,
-    SendPositions,
-)
+from tidemark.app.lines.connection import LineConnection, LineServerConfig
 from tidemark.app.lines.hub import Hub
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.tasks import ended
-from tidemark.streaming.commands import Command, ErrorCommand, RelayedCommand, Splitter, encoded
-from tidemark.streaming.errors import BadCommand
+from tidemark.app.repeated_log import RepeatedLog
+from tidemark.streaming.commands import RelayedCommand, encoded
 
 log = structlog.get_logger(__name__)
-
-Why = Literal["slow", "silent", "bad", "crowded"]
 
 A_TURN = 100
 """What is done at most before the event loop looks after all else: lines taken, and lines relayed to a client."""
@@ -42,39 +31,26 @@ _LAST_SECONDS = 0.5  # that clients have to read that the server stops
 AT_ONCE = 50  # of it for one client, before the next one has its turn
 
 
-@dataclass(frozen=True, slots=True)
-class LineServerConfig:
-    """`name` stands in SERVER. `unread` is how many bytes may wait for a client that does not read, and `unread_by_all`
-    for all of them together; `longest` how many a line of a client may have, `tick` how often (s) keep-alives are
-    checked."""
-
-    name: str = "tidemark"
-    connections: int = 1000
-    unread: int = 8 << 20
-    unread_by_all: int = 64 << 20
-    longest: int = 64 << 10
-    keep_alive: KeepAlive = field(default_factory=KeepAlive)
-    tick: float = 1.0
-
-
 class LineServer:
     """`on_relayed` is called with every command that a client sent for all others: they have it by then."""
 
     def __init__(self, hub: Hub, config: LineServerConfig) -> None:
         self.config = config
         self.on_relayed: Callable[[RelayedCommand], None] = lambda _: None
+        self.log = RepeatedLog(log)
         self._hub = hub
+        self._places: Places[LineConnection] = Places(config.connections)
         self._listening: AcceptingServer | None = None
-        self._connections: set[_Connection] = set()
-        self._replicating: set[_Connection] = set()  # since they sent REPLICATE
-        self._unanswered: set[_Connection] = set()
+        self._connections: set[LineConnection] = set()
+        self._replicating: set[LineConnection] = set()  # since they sent REPLICATE
+        self._unanswered: set[LineConnection] = set()
         self._answering: asyncio.Task[None] | None = None
-        self._busy: deque[_Connection] = deque()  # with lines that are not taken yet
+        self._busy: deque[LineConnection] = deque()  # with lines that are not taken yet
 
     @asynccontextmanager
     async def serving(self, listening: socket.socket, acceptor: Acceptor) -> AsyncIterator[None]:
         """Serve on a socket that listens. Clients that are connected at the end are told so."""
-        self._listening = acceptor.serve(listening, lambda: _Connection(self))
+        self._listening = acceptor.serve(listening, lambda: LineConnection(self))
         clock = asyncio.create_task(self._tick())
         try:
             yield
@@ -95,7 +71,7 @@ class LineServer:
         for connection in [*self._connections]:
             connection.end()
 
-    def relay(self, command: RelayedCommand, sender: "_Connection | None" = None) -> int:
+    def relay(self, command: RelayedCommand, sender: LineConnection | None = None) -> int:
         """Send it to every client but its sender; gives how many these are."""
         others = self._connections - {sender}
         self._send(others, encoded([command]), 1)
@@ -103,16 +79,22 @@ class LineServer:
 
     # -- for connections
 
-    def admit(self, connection: "_Connection") -> bool:
-        """Whether there is room for it."""
-        if len(self._connections) >= self.config.connections:
+    def admit(self, connection: LineConnection) -> bool:
+        """Whether there is a place for it. If all are taken, one of the address that has most gives way: one that never
+        sent a line, if there is one."""
+        try:
+            displaced = self._places.take(connection, connection.address, lambda it: not it.has_spoken)
+        except AllTaken:
             return False
+        if displaced is not None:
+            displaced.give_way()
         self._connections.add(connection)
         metrics.CLIENTS.set(len(self._connections))
         return True
 
-    def remove(self, connection: "_Connection") -> None:
+    def remove(self, connection: LineConnection) -> None:
         self._connections.discard(connection)
+        self._places.leave(connection)
         metrics.CLIENTS.set(len(self._connections))
         self._unanswered.discard(connection)
         if connection in self._replicating:
@@ -120,7 +102,7 @@ class LineServer:
             if not self._replicating:
                 self._hub.unsubscribe(self._announce)
 
-    def replicate(self, connection: "_Connection") -> None:
+    def replicate(self, connection: LineConnection) -> None:
         """Answer it with all positions, and send it announcements from then on."""
         if not self._replicating:
             self._hub.subscribe(self._announce)
@@ -129,12 +111,12 @@ class LineServer:
         if self._answering is None:
             self._answering = asyncio.create_task(self._answer())
 
-    def relay_on(self, command: RelayedCommand, sender: "_Connection") -> int:
+    def relay_on(self, command: RelayedCommand, sender: LineConnection) -> int:
         sent = self.relay(command, sender)
         self.on_relayed(command)
         return sent
 
-    def take_turns(self, connection: "_Connection") -> None:
+    def take_turns(self, connection: LineConnection) -> None:
         """Let it work on its lines, by turns with all others that have some, and with the rest of the process."""
         self._busy.append(connection)
         if len(self._busy) == 1:
@@ -167,7 +149,7 @@ class LineServer:
             commands = [command for announcement in announcements for command in announcement.commands]
             self._send(subscribers, encoded(commands), len(commands))
 
-    def _send(self, connections: Iterable["_Connection"], text: bytes, lines: int) -> None:
+    def _send(self, connections: Iterable[LineConnection], text: bytes, lines: int) -> None:
         for connection in [*connections]:
             connection.send(text, lines)
 
@@ -178,6 +160,7 @@ class LineServer:
             for connection in [*self._connections]:
                 connection.tick(now)
             self._drop_those_who_read_least()
+            self.log.flush()
 
     def _drop_those_who_read_least(self) -> None:
         waiting = sorted(((it.unread, id(it), it) for it in self._connections if it.unread), reverse=True)
@@ -187,114 +170,3 @@ class LineServer:
                 return
             connection.drop()
             left -= unread
-
-
-class _Connection(asyncio.Protocol):
-    """`answered`: its REPLICATE was answered, so announcements join what it has. `has_lines`: there may be some that it
-    has sent and that are not taken yet; nothing more is read of it until they are."""
-
-    def __init__(self, server: LineServer) -> None:
-        self.answered = False
-        self.has_lines = False
-        self._lines: Iterator[bytes] = iter(())
-        self._server = server
-        self._config = server.config
-        self._splitter = Splitter(self._config.longest)
-        self._conversation = Conversation(self._config.keep_alive, time.time, time.monotonic())
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        if self._server.admit(self):
-            self._do(self._conversation.begin(self._config.name))
-        else:
-            self._send(ErrorCommand("as many clients are connected as may be: ask another sidecar, or try again"))
-            self._disconnect("crowded")
-
-    def data_received(self, data: bytes) -> None:
-        self._transport.pause_reading()
-        self._lines, self.has_lines = self._splitter.lines(data), True
-        self._server.take_turns(self)
-
-    def work(self, most: int) -> int:
-        """Take lines that were sent; gives how much that was, of which about `most` are allowed."""
-        now, lines, others = time.monotonic(), 0, 0
-        try:
-            while lines + others < most and not self._transport.is_closing():
-                if (line := next(self._lines, None)) is None:
-                    self.has_lines = False
-                    self._transport.resume_reading()
-                    break
-                lines += 1
-                others += self._do(self._conversation.receive(line, now))
-            else:
-                self.has_lines = not self._transport.is_closing()
-        except BadCommand as problem:
-            self._do(self._conversation.refuse(problem))
-            self.has_lines = not self._transport.is_closing()
-        metrics.LINES_IN.inc(lines)
-        return lines + others
-
-    @property
-    def unread(self) -> int:
-        """Bytes that it was sent and has not read."""
-        return self._transport.get_write_buffer_size()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._server.remove(self)
-
-    def tick(self, now: float) -> None:
-        self._do(self._conversation.tick(now, self._config.tick))
-
-    def _send(self, command: Command) -> None:
-        self.send(encoded([command]), 1)
-
-    def send(self, text: bytes, lines: int) -> None:
-        """Whole lines, or none. A client that has not read what it was sent before is disconnected."""
-        if not text or self._transport.is_closing():
-            return
-        if self.unread > self._config.unread:
-            self.drop()
-            return
-        self._transport.write(text)
-        self._conversation.sent(time.monotonic())
-        metrics.LINES_OUT.inc(lines)
-
-    def end(self) -> None:
-        """Once it has read everything."""
-        self._send(ErrorCommand("server stopping"))
-        self._transport.close()
-
-    def drop(self) -> None:
-        log.warning("A client of the line protocol did not read and was dropped", client=self._label)
-        metrics.CLOSED.labels("slow").inc()
-        self.cut()
-
-    def cut(self) -> None:
-        """Without waiting for anything."""
-        self._transport.abort()
-
-    def _do(self, acts: Iterable[Act]) -> int:
-        """Gives to how many other clients something was sent."""
-        others = 0
-        for act in acts:
-            match act:
-                case SendCommand(command):
-                    self._send(command)
-                case SendPositions():
-                    self._server.replicate(self)
-                case RelayOn(command):
-                    others += self._server.relay_on(command, self)
-                case Disconnect(why, problem):
-                    log.info("Disconnected a client of the line protocol", client=self._label, problem=problem)
-                    self._disconnect(why)
-        return others
-
-    def _disconnect(self, why: Why) -> None:
-        metrics.CLOSED.labels(why).inc()
-        self._transport.close()
-        asyncio.get_running_loop().call_later(self._config.keep_alive.timeout, self._transport.abort)
-
-    @property
-    def _label(self) -> str:
-        peer = self._transport.get_extra_info("peername")
-        return self._conversation.name or str(peer)

@@ -1,12 +1,17 @@
 """A coalescer of reads: what is asked for while a read is under way goes into the next one, once, whoever asked.
 
 So a thousand requests a second cost a few reads, and each still gets an answer that was read after it asked. What
-nobody waits for any more when its turn comes is not read.
+nobody waits for any more when its turn comes is not read. A request for many keys is read in pieces, in a queue of its
+own, so that a request for few keys never waits for it.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
 from typing import Generic, TypeVar
+
+SMALL = 16  # keys: a request for more is a large one
+PIECE = 200  # keys of one read at most
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -21,41 +26,56 @@ class _Round(Generic[K, T]):
 
 
 class Coalescer(Generic[K, T]):
-    """For one event loop. `read` is never called while a call of it is running."""
+    """For one event loop. At most two calls of `read` run at a time: one for small requests and one for large ones.
+    Each is for at most `PIECE` keys."""
+
+    def __init__(self, read: Read[K, T]) -> None:
+        self._small, self._large = _Queue(read), _Queue(read)
+
+    async def get(self, asked: Collection[K]) -> Mapping[K, T]:
+        """What reads that begin after this call say of `asked`, and perhaps of more. Raises what `read` raises."""
+        if len(asked) <= SMALL:
+            return await self._small.get(asked)
+        keys, found = [*asked], dict[K, T]()
+        for start in range(0, len(keys), PIECE):
+            found |= await self._large.get(keys[start : start + PIECE])
+        return found
+
+
+class _Queue(Generic[K, T]):
+    """Rounds of reads, one at a time and in order. A request joins the last round while its keys have room there."""
 
     def __init__(self, read: Read[K, T]) -> None:
         self._read = read
-        self._next: _Round[K, T] | None = None
+        self._rounds: deque[_Round[K, T]] = deque()
         self._reading = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def get(self, asked: Collection[K]) -> Mapping[K, T]:
-        """What a read that begins after this call says of `asked`, and perhaps of more. Raises what `read` raises."""
-        if self._next is None:
-            self._next = _Round()
+        if not self._rounds or len(self._rounds[-1].asked.union(asked)) > PIECE:
+            self._rounds.append(_Round())
             task = asyncio.create_task(self._go())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        ours = self._next
+        ours = self._rounds[-1]
         ours.asked.update(asked)
         ours.waiting += 1
         try:
-            # Shielded: who goes away must not take the answer from the others.
+            # Shielded: a client that goes away must not take the answer from the others.
             return await asyncio.shield(ours.answer)
         finally:
             ours.waiting -= 1
 
     async def _go(self) -> None:
         async with self._reading:
-            here, self._next = self._next, None
-            assert here is not None
-            if not here.waiting:
+            reading = self._rounds.popleft()
+            if not reading.waiting:
                 return
             try:
-                here.answer.set_result(await self._read(here.asked))
+                reading.answer.set_result(await self._read(reading.asked))
             except Exception as problem:  # noqa: BLE001 - whoever asked raises it
-                here.answer.set_exception(problem)
-                here.answer.exception()  # everybody who asked may be gone
+                reading.answer.set_exception(problem)
+                reading.answer.exception()  # everybody who asked may be gone
             except BaseException:
-                here.answer.cancel()
+                reading.answer.cancel()
                 raise

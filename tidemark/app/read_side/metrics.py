@@ -56,6 +56,13 @@ OPEN = Gauge(
     ["operation"],
     registry=REGISTRY,
 )
+GAVE_WAY = Counter(
+    "tidemark_sidecar_gave_way",
+    "Requests that were held open, and ended because all places were taken and a client of another address asked for"
+    " one. Rising: one address has most of the places, as a proxy has that TIDEMARK_SIDECAR_TRUSTED_PROXIES does not"
+    " name; or run more sidecars.",
+    registry=REGISTRY,
+)
 PAUSED = Counter(
     "tidemark_sidecar_events_paused",
     "Clients of events that waited up to a second before they began, since more than a hundred streams of events from"
@@ -72,7 +79,8 @@ LINES_OUT = Counter(
 CLOSED = Counter(
     "tidemark_lines_closed",
     "Connections that we closed: `slow` clients did not read, `silent` ones sent nothing, `bad` ones sent what is no"
-    " command, `crowded`: at the limit of connections. `slow` rising: look at the clients, or at their network.",
+    " command, `crowded` ones were one too many, or gave way to another address. `slow` rising: look at the clients, or"
+    " at their network.",
     ["why"],
     registry=REGISTRY,
 )

@@ -1,26 +1,29 @@
 """Connections of the web server while their requests are not known: none may fill the memory or keep others out.
 
 uvicorn's parser sets no bound to a request's head, nor to the time that it takes, and counts a connection that has said
-nothing as a request. Here a head has a bound of bytes, fields and seconds; where all places are taken, a connection
-whose next head has not come makes room; and probes are answered however many requests are open. Requests that come all
-at once begin by turns, so that they keep waiting neither the probes nor who is served already.
+nothing as a request. Here a head has a bound of bytes, fields and seconds; if all places are taken, a connection whose
+next head has not come makes room; and probes are answered however many requests are open. Places are shared by address,
+and requests that come all at once begin by turns that go round by address, so that one client's crowd delays neither
+the probes nor other clients.
 """
 
 from asyncio import AbstractEventLoop, Future, Protocol, TimerHandle, Transport
-from collections import deque
-from collections.abc import Iterable
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
 from starlette.types import Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tidemark.app.crowd import Waiting, crowding
+from tidemark.app.crowd import AllTaken, Places, Waiting, crowding, network_of
 from tidemark.app.sidecar.problems import Busy, phrase, response
 
 PROBES = (b"/livez", b"/readyz", b"/metrics")
+SPARE = 64  # connections beyond the places: for probes, and to tell whoever is one too many
 _A_TURN = 4  # requests that begin at one turn of the event loop
 _UNSENT = 16 << 10  # bytes that may wait for a client, besides what it is sent at once: there are thousands
 _PIPELINED = 16  # requests that a client may send before the first of them is answered
@@ -29,53 +32,81 @@ _PIPELINED = 16  # requests that a client may send before the first of them is a
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
     """`places`: requests that are served at once, and as many connections. Of a request's head: `bytes`, `fields`, and
-    the `seconds` that it may take to come."""
+    the `seconds` that it may take to come. `trusted_proxies`: addresses and networks whose `X-Forwarded-For` counts, as
+    uvicorn takes them."""
 
     places: int = 5000
     bytes: int = 64 << 10
     fields: int = 100
     seconds: float = 10.0
+    trusted_proxies: Sequence[str] = ()
 
 
 def admission(bounds: AdmissionConfig) -> type[Protocol]:
     """For uvicorn, in place of its own class of connections."""
-    return cast(type[Protocol], partial(AdmittedConnection, bounds, Turns()))
+    return cast(type[Protocol], partial(AdmittedConnection, bounds, Places(bounds.places), Turns()))
 
 
 class Turns:
-    """By which requests begin, in order. For one event loop."""
+    """By which requests begin: those of one address in order, and one of each address in turn. For one event loop."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Future[None]] = deque()
+        self._waiting: OrderedDict[str, deque[Future[None]]] = OrderedDict()
 
-    async def next(self, loop: AbstractEventLoop) -> None:
-        """Return when it is the caller's turn: the loop's next one where few came since the last."""
+    async def next(self, loop: AbstractEventLoop, address: str) -> None:
+        """Return when it is the caller's turn: the loop's next one if few came since the last."""
         turn: Future[None] = loop.create_future()
-        self._waiting.append(turn)
-        if len(self._waiting) == 1:
+        if not self._waiting:
             loop.call_soon(self._begin, loop)
+        self._waiting.setdefault(network_of(address), deque()).append(turn)
         await turn
 
     def _begin(self, loop: AbstractEventLoop) -> None:
-        for _ in range(min(_A_TURN, len(self._waiting))):
-            turn = self._waiting.popleft()
+        for _ in range(_A_TURN):
+            if not self._waiting:
+                return
+            network, turns = self._waiting.popitem(last=False)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[network] = turns
             if not turn.done():  # who waited may be gone
                 turn.set_result(None)
         if self._waiting:
             loop.call_soon(self._begin, loop)
 
 
+class _Admitted:
+    """A request that has a place; `begun`: it had its turn."""
+
+    def __init__(self, connection: "AdmittedConnection") -> None:
+        self.connection = connection
+        self.begun = False
+        self.gave_way = False
+
+    def give_way(self) -> None:
+        """To a client of another address: one that had its turn cannot be answered otherwise any more."""
+        self.gave_way = True
+        if self.begun:
+            self.connection.abort()
+
+
 class AdmittedConnection(HttpToolsProtocol):
     """`waits_since` is when it began to wait for a head (s, of the loop's clock); None while a request is served."""
 
-    def __init__(self, bounds: AdmissionConfig, turns: Turns, **given: Any) -> None:
+    def __init__(self, bounds: AdmissionConfig, places: "Places[_Admitted]", turns: Turns, **given: Any) -> None:
         super().__init__(**given)
         self.waits_since: float | None = None
         self._bounds = bounds
+        self._places = places
         self._turns = turns
+        self._admit: Any = self._admitted
+        if bounds.trusted_proxies:
+            self._admit = ProxyHeadersMiddleware(cast(Any, self._admitted), [*bounds.trusted_proxies])
         self._deadline: TimerHandle | None = None
-        self._came = self._bytes = self._fields = self._body = 0
+        self._came = self._bytes = self._fields = self._body = self._hosts = 0
         self._refusal: HTTPStatus | None = None
+        self._is_body_refused = False
+        self._refuses_next = False  # as soon as the requests before it are answered
 
     @property
     def address(self) -> str:
@@ -84,6 +115,10 @@ class AdmittedConnection(HttpToolsProtocol):
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= self._bounds.places:
             _make_room(cast(Iterable[AdmittedConnection], self.connections), self._bounds.places)
+        if len(self.connections) >= self._bounds.places + SPARE:
+            self.transport = transport
+            transport.abort()
+            return
         super().connection_made(transport)
         transport.set_write_buffer_limits(_UNSENT)
         self._wait()
@@ -98,6 +133,8 @@ class AdmittedConnection(HttpToolsProtocol):
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:  # nothing behind that is looked at
+            return
         if self.waits_since is not None:
             self._came += len(data)
             if self._deadline is None:
@@ -109,7 +146,7 @@ class AdmittedConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._bytes = self._fields = self._body = 0
+        self._bytes = self._fields = self._body = self._hosts = 0
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
@@ -119,6 +156,10 @@ class AdmittedConnection(HttpToolsProtocol):
         self._fields += 1
         self._count(len(name) + len(value))
         super().on_header(name, value)
+        if name.lower() == b"host":
+            self._hosts += 1
+            if self._hosts > 1:  # by RFC 9112: two parts of the way may take a different one of them
+                self._refuse(HTTPStatus.BAD_REQUEST)
         if name.lower() == b"content-length" and int(value) > self._bounds.bytes:
             self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
@@ -130,6 +171,7 @@ class AdmittedConnection(HttpToolsProtocol):
         elif self.cycle.response_started:
             self.transport.close()
         else:
+            self._is_body_refused = True
             self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
     def _count(self, size: int) -> None:
@@ -146,22 +188,60 @@ class AdmittedConnection(HttpToolsProtocol):
         self._wait_no_more()
         if len(self.pipeline) >= _PIPELINED:
             self._refuse(HTTPStatus.TOO_MANY_REQUESTS)
+        if not self._hosts and self.parser.get_http_version() == "1.1":
+            self._refuse(HTTPStatus.BAD_REQUEST)
         is_probe = self.url.partition(b"?")[0] in PROBES
         if is_probe:
             self.app = self.config.loaded_app
         else:
-            self.app = self._served if len(self.tasks) < self._bounds.places else _busy
+            self.app = self._admit
         super().on_headers_complete()
 
-    async def _served(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._turns.next(self.loop)
-        await self.config.loaded_app(scope, receive, send)
+    async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        address = scope["client"][0] if scope["client"] else ""
+        me = _Admitted(self)
+        try:
+            displaced = self._places.take(me, address)
+        except AllTaken:
+            await _busy(scope, receive, send)
+            return
+        if displaced is not None:
+            displaced.give_way()
+        try:
+            await self._turns.next(self.loop, address)
+            if me.gave_way:
+                await _busy(scope, receive, send)
+                return
+            me.begun = True
+            await self.config.loaded_app(scope, receive, send)
+        finally:
+            self._places.leave(me)
 
     def on_response_complete(self) -> None:
         self._wait()
+        was_last = not self.pipeline
         super().on_response_complete()
+        if self._refuses_next and was_last and not self.transport.is_closing():
+            self._send_refusal()
 
     def send_400_response(self, msg: str) -> None:
+        """The refusal comes behind the answers to the requests before the one that is refused."""
+        self._refusal = self._refusal or HTTPStatus.BAD_REQUEST
+        queued = self.pipeline and self.pipeline[0][0] is self.cycle
+        if self._is_body_refused and queued:
+            self.pipeline.popleft()
+        if queued if self._is_body_refused else self._has_unanswered:
+            self._refuses_next = True
+            self.flow.pause_reading()
+        else:
+            self._send_refusal()
+
+    @property
+    def _has_unanswered(self) -> bool:
+        """Whether a request whose head has come is not answered yet."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _send_refusal(self) -> None:
         status = self._refusal or HTTPStatus.BAD_REQUEST
         body = response(status)
         head = [f"HTTP/1.1 {status.value} {phrase(status)}", "connection: close"]

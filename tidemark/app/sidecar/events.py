@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -26,52 +27,57 @@ from tidemark.app.sidecar.watch import Watch, Watcher
 from tidemark.app.sidecar.watched import PipelineAnswer, WatchedStreamAnswer
 from tidemark.streaming.records import is_name
 
+NAMES = 200  # streams that one request may name
 STALLED = 30.0  # seconds that one text for a watcher may take to be sent
 
 
 class EventsQuery(msgspec.Struct, frozen=True):
     stream: Annotated[
-        list[str], Meta(description="Streams to follow; several times for several. Without it: all.")
+        list[str], Meta(description="Streams to follow; up to 200 times for several. Without it: all.")
     ] = []
 
 
 async def follow(call: OperationCall) -> Response:
     query: EventsQuery = call.query
+    if len(query.stream) > NAMES:
+        raise BadRequest(f"{len(query.stream)} streams are named, and {NAMES} may be: leave them out to follow all")
     for name in query.stream:
         if not is_name(name):
             raise UnknownStream(name)
     service, read_side = call.service, call.service.read_side
     last = call.request.headers.get("last-event-id")
     stands = cursor.resumed(last) if last else {}
-    address = call.request.client.host if call.request.client else ""
+    address = call.address
     if pause := service.churn.pause(address):
         metrics.PAUSED.inc()
         await asyncio.sleep(pause)
         if await call.request.is_disconnected():
             return Response(media_type=MEDIA_TYPE)
     with ExitStack() as stack:
-        stack.enter_context(service.limiter.one("events"))
+        listener = Listener()
+        stack.enter_context(service.limiter.one("events", address, partial(settle, listener.cut_off)))
+        begun = await service.beginnings.turn(address)
+        stack.callback(begun)
         names = set(query.stream) or await read_side.snapshots.names()
         if query.stream and (others := sorted(it for it in names if not read_side.snapshots.has(it))):
             for snapshot in await read_side.snapshots.get(others):
                 existing(snapshot)
-        listener = Listener()
         listener.marks = len(names) > FEW
         if not query.stream:
             read_side.feeds.to_all(listener)
         joined = stack.enter_context(read_side.feeds.listening(listener, names, stands))
         stack.callback(service.churn.ended, address, time.monotonic())
         resources = stack.pop_all()
-    client = EventsClient(read_side, service.snapshot_texts, listener, stands, joined)
+    client = EventsClient(read_side, service.snapshot_texts, listener, stands, joined, begun)
     return EventStream(client.texts(sorted(names)), listener.cut_off, resources)
 
 
 async def watch(call: OperationCall) -> Response:
     with ExitStack() as stack:
-        stack.enter_context(call.service.limiter.one("watch"))
+        cut_off: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        stack.enter_context(call.service.limiter.one("watch", call.address, partial(settle, cut_off)))
         watcher = stack.enter_context(call.service.watch.watching())
         resources = stack.pop_all()
-    cut_off: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     return EventStream(_changes(call.service.watch, watcher, cut_off), cut_off, resources)
 
 

@@ -8,7 +8,7 @@ that Postgres published was told, which is as long for a million streams as for 
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from tidemark.app.read_side.opened import ReadSide
 from tidemark.app.read_side.resumption import MissedPage, SharedReading, identity
@@ -40,14 +40,17 @@ class EventsClient:
         listener: Listener,
         stands: Mapping[str, Place] | DurableMark,
         joined: dict[str, Place],
+        begun: Callable[[], None],
     ) -> None:
-        """`stands`: what its last ID says. The listener listens already; what it is given joins the places `joined`."""
+        """`stands`: what its last ID says. The listener listens already; what it is given joins the places `joined`.
+        `begun` is called when it has been sent where everything stands."""
         self._read_side = read_side
         self._texts = snapshots
         self._listener = listener
         self._stands = stands
         self._came = time.monotonic()
         self._places = joined
+        self._begun = begun
 
     async def texts(self, streams: list[str]) -> AsyncIterator[bytes]:
         yield b"retry: %d\n\n" % random.randint(*RETRY)
@@ -68,6 +71,7 @@ class EventsClient:
             text = b": at\n" + self._id(None) + b"\n"
         if text:
             yield text
+        self._begun()
         while not self._listener.cut_off.done():
             if await self._listener.waited(KEEP_ALIVE):
                 if text := await self._next():

@@ -28,6 +28,11 @@ class OperationCall:
     stream: str
     query: Any
 
+    @property
+    def address(self) -> str:
+        """The client's; behind a trusted proxy the one that the proxy names."""
+        return self.request.client.host if self.request.client else ""
+
 
 @dataclass(frozen=True, slots=True)
 class Operation:

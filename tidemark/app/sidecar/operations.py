@@ -174,7 +174,7 @@ class WaitQuery(msgspec.Struct, frozen=True):
 async def wait(call: OperationCall) -> Response:
     query: WaitQuery = call.query
     token = cursor.token(query.token)
-    with call.service.limiter.one("wait"):
+    with call.service.limiter.one("wait", call.address) as held:
         began = time.monotonic()
         deadline = began + min(query.timeout, call.service.limits.wait)
         ahead_since = None
@@ -200,6 +200,8 @@ async def wait(call: OperationCall) -> Response:
                 raise Ahead(detail, await _position(call))
             if call.service.stopping.is_set():
                 raise Stops
+            if held.gave_way:
+                raise Busy("as many requests are held open as may be, and this one gave way to another address")
             if now >= deadline:
                 raise NotYet(f"{call.stream} did not reach {token} in {now - began:.1f} s", await _position(call))
             await wait_for_notification(notified, min(LONGEST_WAIT, deadline - now))

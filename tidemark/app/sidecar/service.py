@@ -3,11 +3,13 @@ before one is."""
 
 import asyncio
 import time
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from tidemark.app.crowd import AllTaken, Places, network_of
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.opened import ReadSide
 from tidemark.app.read_side.tasks import ended
@@ -26,24 +28,99 @@ class Limits:
     streams: int = 1000
 
 
+class HeldRequest:
+    """One request that is held open. `gave_way`: its place went to a client of another address, so it must end."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self.gave_way = False
+        self._end = end
+
+    def give_way(self) -> None:
+        self.gave_way = True
+        self._end()
+
+
+def _nothing() -> None: ...
+
+
 class Limiter:
-    """Counts the requests that are held open: waits, event streams and watchers together."""
+    """The places of requests that are held open: waits, event streams and watchers together, shared by address."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
-        self._open = 0
+        self._places: Places[HeldRequest] = Places(most)
 
     @contextmanager
-    def one(self, operation: str) -> Iterator[None]:
-        """Raises `Busy` where as many are open as may be."""
-        if self._open >= self._most:
-            raise Busy(f"{self._open} requests are held open already; ask another sidecar, or try again")
-        self._open += 1
+    def one(self, operation: str, address: str, end: Callable[[], None] = _nothing) -> Iterator[HeldRequest]:
+        """Hold a place while the block runs; `end` is called if the request has to give way to another address.
+
+        Raises `Busy` if all places are taken and nobody gives way to this address.
+        """
+        held = HeldRequest(end)
+        try:
+            displaced = self._places.take(held, address)
+        except AllTaken:
+            raise Busy(
+                f"{self._places.most} requests are held open already, and this address has its share of them; ask"
+                " another sidecar, or try again"
+            ) from None
+        if displaced is not None:
+            metrics.GAVE_WAY.inc()
+            displaced.give_way()
         try:
             with metrics.OPEN.labels(operation).track_inprogress():
-                yield
+                yield held
         finally:
-            self._open -= 1
+            self._places.leave(held)
+
+
+class Beginnings:
+    """How many streams of events begin at once, with turns that go round by address: to begin one costs as much as to
+    answer some requests, and thousands that begin together would delay everybody. For one event loop."""
+
+    AT_ONCE = 32
+    LONGEST = 0.25  # seconds: whoever does not read must not keep others from beginning
+
+    def __init__(self) -> None:
+        self._begun = 0
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    async def turn(self, address: str) -> Callable[[], None]:
+        """Return when it is the caller's turn, with what ends the turn: to be called when the stream has begun, or
+        cannot; it may be called again, and is after `LONGEST`."""
+        loop = asyncio.get_running_loop()
+        if self._begun >= self.AT_ONCE:
+            mine: asyncio.Future[None] = loop.create_future()
+            self._waiting.setdefault(network_of(address), deque()).append(mine)
+            try:
+                await mine
+            except asyncio.CancelledError:
+                if mine.done() and not mine.cancelled():
+                    self._next()
+                raise
+        else:
+            self._begun += 1
+        done = False
+
+        def end() -> None:
+            nonlocal done
+            if not done:
+                done = True
+                timer.cancel()
+                self._next()
+
+        timer = loop.call_later(self.LONGEST, end)
+        return end
+
+    def _next(self) -> None:
+        while self._waiting:
+            network, turns = self._waiting.popitem(last=False)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[network] = turns
+            if not turn.done():  # a client that waited may be gone
+                turn.set_result(None)
+                return
+        self._begun -= 1
 
 
 class Churn:
@@ -64,11 +141,11 @@ class Churn:
 
     def pause(self, address: str) -> float:
         """Seconds that who comes now waits."""
-        return min(self.LONGEST, max(0.0, self._count(address) - self.FREE) * self.EACH)
+        return min(self.LONGEST, max(0.0, self._count(network_of(address)) - self.FREE) * self.EACH)
 
     def ended(self, address: str, began: float) -> None:
         """A stream of events that `began` then."""
-        now = self._now()
+        now, address = self._now(), network_of(address)
         if now - began >= self.YOUNG:
             return
         count = min(self._count(address) + 1, self.FREE + self.LONGEST / self.EACH)
@@ -91,6 +168,7 @@ class Service:
     snapshot_texts: SnapshotTexts
     limiter: Limiter
     churn: Churn
+    beginnings: Beginnings
     limits: Limits
     stopping: asyncio.Event
     """Set when the process ends: what is held open is answered then."""
@@ -106,6 +184,6 @@ async def serving(read_side: ReadSide, limits: Limits, stopping: asyncio.Event) 
     try:
         async with watch.running():
             texts, limiter = SnapshotTexts(read_side.snapshots), Limiter(limits.held)
-            yield Service(read_side, watch, texts, limiter, Churn(), limits, stopping, stopped)
+            yield Service(read_side, watch, texts, limiter, Churn(), Beginnings(), limits, stopping, stopped)
     finally:
         await ended(stopped)

@@ -32,6 +32,8 @@ from tidemark.app.sidecar.hosts import Hosts
 from tidemark.app.sidecar.operation import Operation, OperationCall, parsed
 from tidemark.app.sidecar.problems import (
     NEVER_KEPT,
+    NO_SNIFFING,
+    BadRequest,
     Problem,
     Unauthorized,
     UnknownStream,
@@ -46,6 +48,7 @@ from tidemark.streaming.records import is_name
 log = structlog.get_logger(__name__)
 
 LOOK_EVERY = 1.0  # seconds
+PARAMETERS = 256  # of one request
 
 
 class Tokens:
@@ -178,7 +181,8 @@ def site(
 
 
 class NeverKept:
-    """Whatever says nothing else is stored by no cache: a position that was true is an old one soon."""
+    """Whatever says nothing else is stored by no cache: a position that was true is an old one soon. And no browser
+    takes an answer for something else than its media type says."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -187,7 +191,7 @@ class NeverKept:
         async def said(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in NEVER_KEPT.items():
+                for name, value in (NEVER_KEPT | NO_SNIFFING).items():
                     headers.setdefault(name, value)
             await send(message)
 
@@ -231,6 +235,10 @@ def _endpoint(operation: Operation, tokens: Tokens | None) -> Callable[[Request]
         stream = unquote(request.path_params.get("stream", ""))
         if "stream" in request.path_params and not is_name(stream):
             raise UnknownStream(stream)
+        if request.scope["query_string"].count(b"&") >= PARAMETERS:  # before it is taken apart, which costs more
+            raise BadRequest(
+                f"a request has at most {PARAMETERS} parameters; name fewer streams, or none to follow all"
+            )
         query = parsed(operation.query, request.query_params.multi_items())
         service: Service = request.app.state.service
         return OperationCall(service, request, stream, query)

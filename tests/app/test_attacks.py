@@ -1,0 +1,125 @@
+"""One client with few rights attacks a sidecar, and honest clients of other addresses notice nothing of it."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.app.attacked import STREAMS, HonestClients, attacked, check, ended
+from tests.app.lines.given import LineClient, client
+from tests.sinks.reader.given import Pipeline
+from tests.waiting import eventually
+from tidemark.app.connections import host_port
+from tidemark.app.stack.home import Home
+from tidemark.app.stack.server import free_port
+from tidemark.app.stack.servers import SidecarProcess
+
+SECONDS = 5.0
+
+
+class Sidecar(SidecarProcess):
+    """With the port of its line protocol."""
+
+    def __init__(self, home: Path, redis_url: str, dsn: str, **settings: str) -> None:
+        self.lines = f"127.0.0.1:{free_port()}"
+        port = free_port()
+        variables = {
+            "TIDEMARK_HOME": str(home),
+            "TIDEMARK_REDIS_URL": redis_url,
+            "TIDEMARK_POSTGRES_DSN": dsn,
+            "TIDEMARK_KAFKA_BOOTSTRAP_SERVERS": f"127.0.0.1:{free_port()}",
+            "TIDEMARK_SIDECAR_PORT": str(port),
+            "TIDEMARK_SIDECAR_TCP": self.lines,
+            **{f"TIDEMARK_SIDECAR_{name}": value for name, value in settings.items()},
+        }
+        super().__init__(Home(home), port, variables)
+
+    @property
+    def lines_port(self) -> int:
+        return host_port(self.lines)[1]
+
+    def log(self) -> str:
+        return self.home.log(self.name).read_text()
+
+
+@pytest.fixture
+def process(tmp_path: Path, redis_url: str, dsn: str) -> Iterator[Sidecar]:
+    server = Sidecar(tmp_path, redis_url, dsn)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def honest(process: Sidecar, pipeline: Pipeline) -> HonestClients:
+    clients = HonestClients(process, pipeline)
+    clients.publish()
+    eventually(lambda: httpx.get(f"{process.url}/v1/streams/{STREAMS[-1]}").status_code == 200)
+    return clients
+
+
+def test_thousands_of_names_in_one_request_delay_nobody(process: Sidecar, honest: HonestClients) -> None:
+    """Requests that name 2,000 streams are refused, and a small question never waits for a large one."""
+    before = honest.measure(SECONDS)
+    with attacked(process, process.lines_port, "many_names") as attack:
+        check(before, honest.measure(SECONDS))
+        done = ended(attack)["many_names"]
+    assert done["400"] > 0
+
+
+def test_long_names_fill_no_log(process: Sidecar, honest: HonestClients) -> None:
+    """A NAME of 60 KB and a bad line, again and again: what is logged of a client is cut, and repeated lines are
+    counted."""
+    before, size = honest.measure(SECONDS), len(process.log())
+    with attacked(process, process.lines_port, "long_name") as attack:
+        check(before, honest.measure(SECONDS))
+        assert ended(attack)["long_name"]["lines"] >= 215
+    assert len(process.log()) - size < 100_000
+    assert "Disconnected a client of the line protocol" in process.log()
+
+
+def test_event_streams_of_one_address_leave_places_for_others(process: Sidecar, honest: HonestClients) -> None:
+    """One address opens as many event streams as there may be; others are served, by `wait` and events too."""
+    before = honest.measure(SECONDS)
+    with attacked(process, process.lines_port, "one_address", crowd=2700) as attack:
+        check(before, honest.measure(SECONDS))
+        eventually(lambda: held(process) >= 2400, what=lambda: f"{held(process)} streams of events")
+        check(before, honest.measure(SECONDS))
+        with httpx.Client(base_url=process.url, timeout=30) as one:
+            assert one.get(f"/v1/streams/{STREAMS[0]}/wait", params={"token": "m1"}).status_code == 200
+            assert one.get("/").status_code == 200
+            with one.stream("GET", "/v1/watch") as watch:
+                assert next(watch.iter_text())
+        assert ended(attack)["one_address"]["200"] >= 2400
+
+
+def held(process: Sidecar) -> int:
+    """How many streams of events it holds open."""
+    found = re.search(r'open{operation="events"} (\d+)', httpx.get(f"{process.url}/metrics").text)
+    return int(found[1]) if found else 0
+
+
+@pytest.mark.parametrize("act", ["silent_lines", "named_lines"])
+def test_connections_of_one_address_leave_places_for_others(process: Sidecar, honest: HonestClients, act: str) -> None:
+    """The line protocol takes a client of another address, whether the crowd says nothing or has said its name. A
+    quiet client of another address, such as `nc`, keeps its place."""
+    address = host_port(process.lines)
+    before = honest.measure(SECONDS)
+    with client(address) as quiet, attacked(process, process.lines_port, act, crowd=1100):
+        assert quiet.line() == "SERVER tidemark"
+        during = honest.measure(SECONDS)
+        with client(address, "REPLICATE") as worker:
+            assert worker.line() == "SERVER tidemark"
+            assert {worker.said() for _ in STREAMS} == {
+                f"POSITION {name} w {honest.at} {honest.at}" for name in STREAMS
+            }
+        quiet.send("REPLICATE")
+        assert (quiet.said() or "").startswith("POSITION s0 w")
+    check(before, during)
+    late = LineClient(address)
+    assert late.line() == "SERVER tidemark"
+    late.close()
