@@ -17,6 +17,7 @@ from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import SidecarProcess
 
 SECONDS = 5.0
+PLACES = 500
 
 
 class Sidecar(SidecarProcess):
@@ -46,7 +47,8 @@ class Sidecar(SidecarProcess):
 
 @pytest.fixture
 def process(tmp_path: Path, redis_url: str, dsn: str) -> Iterator[Sidecar]:
-    server = Sidecar(tmp_path, redis_url, dsn)
+    # A fifth of the places that there are by default: a machine that runs other tests too must serve so many clients.
+    server = Sidecar(tmp_path, redis_url, dsn, HELD=str(PLACES), TCP_CONNECTIONS=str(PLACES))
     server.start()
     try:
         yield server
@@ -85,16 +87,16 @@ def test_long_names_fill_no_log(process: Sidecar, honest: HonestClients) -> None
 def test_event_streams_of_one_address_leave_places_for_others(process: Sidecar, honest: HonestClients) -> None:
     """One address opens as many event streams as there may be; others are served, by `wait` and events too."""
     before = honest.measure(SECONDS)
-    with attacked(process, process.lines_port, "one_address", crowd=2700) as attack:
+    with attacked(process, process.lines_port, "one_address", crowd=PLACES + 50) as attack:
         check(before, honest.measure(SECONDS))
-        eventually(lambda: held(process) >= 2400, what=lambda: f"{held(process)} streams of events")
+        eventually(lambda: held(process) >= 0.9 * PLACES, what=lambda: f"{held(process)} streams of events")
         check(before, honest.measure(SECONDS))
         with httpx.Client(base_url=process.url, timeout=30) as one:
             assert one.get(f"/v1/streams/{STREAMS[0]}/wait", params={"token": "m1"}).status_code == 200
             assert one.get("/").status_code == 200
             with one.stream("GET", "/v1/watch") as watch:
                 assert next(watch.iter_text())
-        assert ended(attack)["one_address"]["200"] >= 2400
+        assert ended(attack)["one_address"]["200"] >= 0.9 * PLACES
 
 
 def held(process: Sidecar) -> int:
@@ -109,7 +111,7 @@ def test_connections_of_one_address_leave_places_for_others(process: Sidecar, ho
     quiet client of another address, such as `nc`, keeps its place."""
     address = host_port(process.lines)
     before = honest.measure(SECONDS)
-    with client(address) as quiet, attacked(process, process.lines_port, act, crowd=1100):
+    with client(address) as quiet, attacked(process, process.lines_port, act, crowd=PLACES + 50):
         assert quiet.line() == "SERVER tidemark"
         during = honest.measure(SECONDS)
         with client(address, "REPLICATE") as worker:
