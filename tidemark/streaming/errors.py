@@ -28,6 +28,20 @@ class OthersFirst(Unavailable):
     pass  # transactions or a relay have to do something before
 
 
+@says("""sequence {sequence} has given out {head}, and had given out {seen}: its database, or it alone, went back""")
+class SequenceWentBack(Retry):  # IDs are given out again: begin anew, with a new timeline
+    sequence: str
+    seen: int
+    head: int
+
+
+@says("""the rows of stream {stream} with ID {id} are other ones than were published: its database, or its sequence
+    alone, went back""")
+class FactsReplaced(Retry):
+    stream: str
+    id: int
+
+
 @says("the lease was taken over: ours has token {held}, the newest is {now}")
 class LeaseLost(Retry):  # nothing of ours may be published any more: docs/design.md, rule 6
     held: int

@@ -1,14 +1,17 @@
 """What the bridge remembers, on a real database, and what Tidemark makes of the records that it leaves."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
 from tests.sources.relay.world import Core
-from tidemark.sources.synapse import looks, retirement, state
+from tidemark.sources.synapse import evidence, looks, outbox, retirement, state, timelines
+from tidemark.sources.synapse import published as published_facts
+from tidemark.sources.synapse.decider import UNBOUNDED
 from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact
+from tidemark.sources.synapse.published import PublishedFacts
 from tidemark.sources.synapse.state import SynapseServer, ToldWriters
 from tidemark.sources.synapse.tables import STREAMS
 from tidemark.streaming.errors import BadSetting, OthersFirst, Refused
@@ -30,27 +33,55 @@ def sql(database: str) -> Iterator[psycopg.Connection]:
 def told(sql: psycopg.Connection) -> Core:
     """What Tidemark makes of all that was left, in its order."""
     core = Core("events")
-    core.take([each.value for each in state.unsent(sql, ["events"], 0)])
+    core.take([each.value for each in outbox.unsent(sql, {"events": 0})])
     return core
 
 
+PUBLISHED = PublishedFacts(0)
+"""Of tests in which no other history is looked for."""
+
+
 def founded(sql: psycopg.Connection, floor: int = 7) -> ToldWriters:
-    return state.found(sql, EVENTS, "events", SERVER, WRITERS, floor)
+    return state.found(sql, EVENTS, "events", SERVER, WRITERS, floor)[0]
+
+
+def fact(id: int, writer: str) -> StreamFact:
+    """Its mark is its own."""
+    return StreamFact(id, writer, ['["a"]', '["b"]'], frozenset({id * 1000}))
+
+
+def other(id: int, writer: str) -> StreamFact:
+    """Another fact of that ID."""
+    return StreamFact(id, writer, ['["c"]'], frozenset({id * 1000 + 1}))
 
 
 def advance(writer: str, prev: int, id: int, *ids: int, unseen: bool = False) -> ProvenAdvance:
-    return ProvenAdvance(writer, prev, id, [StreamFact(at, writer, ['["a"]', '["b"]']) for at in ids], unseen)
+    return ProvenAdvance(writer, prev, id, [fact(at, writer) for at in ids], unseen)
 
 
-def begun(sql: psycopg.Connection, server: SynapseServer = LATER, head: int = 100) -> ToldWriters:
-    known = state.begin(sql, EVENTS, "events", server, head)
-    assert known is not None
-    return known
+def tell(sql: psycopg.Connection, known: ToldWriters, advances: Sequence[ProvenAdvance], place: str) -> ToldWriters:
+    return state.tell(sql, known, PUBLISHED, advances, place, max(advance.id for advance in advances))
+
+
+def begun(
+    sql: psycopg.Connection, server: SynapseServer = LATER, head: int = 100, table: Sequence[StreamFact] = ()
+) -> ToldWriters:
+    return found_again(sql, server, head, table)[0]
+
+
+def found_again(
+    sql: psycopg.Connection, server: SynapseServer, head: int, table: Sequence[StreamFact]
+) -> tuple[ToldWriters, PublishedFacts]:
+    found = timelines.begin(
+        sql, EVENTS, "events", server, head, lambda low, top: [it for it in table if low < it.id <= top]
+    )
+    assert found is not None
+    return found
 
 
 def test_a_stream_that_was_never_told_is_not_known(sql: psycopg.Connection) -> None:
     """Its writers join together, and what lies below was never announced."""
-    assert state.begin(sql, EVENTS, "events", SERVER, 100) is None
+    assert timelines.begin(sql, EVENTS, "events", SERVER, 100, lambda low, top: []) is None
     founded(sql)
     core = told(sql)
     assert (core.line, core.positions, core.unseen) == (7, {"event1": 7, "event2": 7}, {"event1": 7, "event2": 7})
@@ -58,9 +89,9 @@ def test_a_stream_that_was_never_told_is_not_known(sql: psycopg.Connection) -> N
 
 def test_who_comes_after_goes_on_where_the_dead_one_was(sql: psycopg.Connection) -> None:
     """By what is written down, whether it was sent or not; and Tidemark has each fact once, with its rows."""
-    known = state.tell(sql, founded(sql), [advance("event1", 7, 9, 8), advance("event2", 7, 9, 9)], "0/200")
+    known = tell(sql, founded(sql), [advance("event1", 7, 9, 8), advance("event2", 7, 9, 9)], "0/200")
     assert begun(sql) == known
-    again = state.tell(sql, begun(sql), [advance("event1", 9, 12, 10, 12), advance("event2", 9, 12)], "0/300")
+    again = tell(sql, begun(sql), [advance("event1", 9, 12, 10, 12), advance("event2", 9, 12)], "0/300")
     assert again.told == {"event1": 12, "event2": 12}
     core = told(sql)
     assert core.line == 12
@@ -72,26 +103,24 @@ def test_who_comes_after_goes_on_where_the_dead_one_was(sql: psycopg.Connection)
 def test_of_two_that_speak_at_once_one_begins_anew(sql: psycopg.Connection) -> None:
     """Whoever lost its turn unaware finds that its place was moved, and writes nothing."""
     known = founded(sql)
-    state.tell(sql, known, [advance("event1", 7, 9, 8)], "0/200")
+    tell(sql, known, [advance("event1", 7, 9, 8)], "0/200")
     with pytest.raises(OthersFirst):
-        state.tell(sql, known, [advance("event2", 7, 9), advance("event1", 7, 8, 8)], "0/200")
+        tell(sql, known, [advance("event2", 7, 9), advance("event1", 7, 8, 8)], "0/200")
     assert begun(sql).told == {"event1": 9, "event2": 7}
     assert told(sql).writers == {8: "event1"}
 
 
 def test_what_may_be_missing_is_unseen(sql: psycopg.Connection) -> None:
     """What is known is told, the rest of the range is settled by a JOIN of the next epoch, and the line goes on."""
-    known = state.tell(
-        sql, founded(sql), [advance("event1", 7, 12, 9, 11, unseen=True), advance("event2", 7, 12)], "0/2"
-    )
-    known = state.tell(sql, known, [advance("event1", 12, 13, 13), advance("event2", 12, 13)], "0/3")
+    known = tell(sql, founded(sql), [advance("event1", 7, 12, 9, 11, unseen=True), advance("event2", 7, 12)], "0/2")
+    known = tell(sql, known, [advance("event1", 12, 13, 13), advance("event2", 12, 13)], "0/3")
     core = told(sql)
     assert (core.line, core.unseen["event1"], core.writers) == (13, 12, dict.fromkeys((9, 11, 13), "event1"))
     assert (core.rejected, core.late, core.timelines) == ({}, 0, [])
 
 
 def test_a_writer_that_is_found_later_joins_at_the_line(sql: psycopg.Connection) -> None:
-    known = state.tell(sql, founded(sql), [advance("event1", 7, 9, 8), advance("event2", 7, 9)], "0/200")
+    known = tell(sql, founded(sql), [advance("event1", 7, 9, 8), advance("event2", 7, 9)], "0/200")
     state.introduce(sql, known, "event3", 9)
     assert told(sql).positions == {"event1": 9, "event2": 9, "event3": 9}
     assert begun(sql).told["event3"] == 9
@@ -99,11 +128,13 @@ def test_a_writer_that_is_found_later_joins_at_the_line(sql: psycopg.Connection)
 
 def test_what_nobody_waited_for_is_late(sql: psycopg.Connection) -> None:
     """Facts of a writer that is found when the line has passed them reach readers all the same, as late ones."""
-    known = state.tell(sql, founded(sql), [advance("event1", 7, 12, 8), advance("event2", 7, 12)], "0/200")
+    known = tell(sql, founded(sql), [advance("event1", 7, 12, 8), advance("event2", 7, 12)], "0/200")
     known = state.introduce(sql, known, "event3", 12)
     assert begun(sql) == known
     assert known.owed == {"event3": 7}
-    known = state.pay(sql, known, "event3", [StreamFact(9, "event3", ["1"]), StreamFact(11, "event3", ["2"])])
+    known = state.pay(
+        sql, known, PUBLISHED, "event3", [StreamFact(9, "event3", ["1"]), StreamFact(11, "event3", ["2"])]
+    )
     assert begun(sql) == known
     core = told(sql)
     assert (core.late_ids, core.line, core.rejected, known.owed) == ({9, 11}, 12, {}, {})
@@ -111,7 +142,7 @@ def test_what_nobody_waited_for_is_late(sql: psycopg.Connection) -> None:
 
 def test_a_writer_that_retired_is_waited_for_no_more(sql: psycopg.Connection) -> None:
     """The line goes on without it; heard again it joins in a later epoch, not below where it ended."""
-    known = state.tell(sql, founded(sql), [advance("event1", 7, 12, 8), advance("event2", 7, 9, 9)], "0/200")
+    known = tell(sql, founded(sql), [advance("event1", 7, 12, 8), advance("event2", 7, 9, 9)], "0/200")
     assert retirement.order(sql, "event1", None) == ["events"]
     assert retirement.order(sql, "event2", "events") == []
     assert (retirement.ordered(sql, "events"), retirement.retired_at(sql, "event1", "events")) == (["event1"], None)
@@ -119,14 +150,14 @@ def test_a_writer_that_retired_is_waited_for_no_more(sql: psycopg.Connection) ->
     assert begun(sql) == known
     assert (known.told, known.retired) == ({"event2": 9}, {"event1": 12})
     assert (retirement.retired_at(sql, "event1", "events"), retirement.order(sql, "event1", None)) == (12, [])
-    known = state.tell(sql, known, [advance("event2", 9, 15, 15)], "0/300")
+    known = tell(sql, known, [advance("event2", 9, 15, 15)], "0/300")
     core = told(sql)
     assert (core.line, core.retired, core.rejected) == (15, {"event1"}, {})
     known = state.introduce(sql, known, "event1", 15)
     assert begun(sql) == known
     assert (known.owed, known.retired) == ({"event1": 12}, {})
-    known = state.pay(sql, known, "event1", [StreamFact(14, "event1", ["1"])])
-    state.tell(sql, known, [advance("event1", 15, 17, 16), advance("event2", 15, 17)], "0/400")
+    known = state.pay(sql, known, PUBLISHED, "event1", [StreamFact(14, "event1", ["1"])])
+    tell(sql, known, [advance("event1", 15, 17, 16), advance("event2", 15, 17)], "0/400")
     core = told(sql)
     assert (core.line, core.retired, core.late_ids, core.rejected, core.timelines) == (17, set(), {14}, {}, [])
 
@@ -150,16 +181,120 @@ def test_a_writer_that_was_heard_does_not_retire(sql: psycopg.Connection) -> Non
     ids=["another database", "an older disk", "a sequence that went back"],
 )
 def test_a_database_that_went_back_begins_a_timeline(sql: psycopg.Connection, server: SynapseServer, head: int) -> None:
-    """At what it has given out; and what it gives out again is told again."""
-    state.tell(sql, founded(sql), [advance("event1", 7, 9, 8, 9), advance("event2", 7, 9)], "0/200")
-    known = begun(sql, server, head)
-    at = min(head, 9)
+    """At the last fact that it still has; and what it gives out again is told again."""
+    tell(sql, founded(sql), [advance("event1", 7, 9, 8, 9), advance("event2", 7, 9)], "0/200")
+    known = begun(sql, server, head, [fact(8, "event1")])
+    at = 8
     assert known.told == {"event1": at, "event2": at}
     assert begun(sql, server, 100) == known
-    state.tell(sql, known, [advance("event1", at, 12, 11), advance("event2", at, 12)], "0/400")
+    tell(sql, known, [advance("event1", at, 12, 11), advance("event2", at, 12)], "0/400")
     core = told(sql)
     assert {id for id, _ in core.timelines} == {at}
     assert (core.line, core.rejected) == (12, {})
+
+
+PROMOTED = SynapseServer("one/2", "0/500", "one.test")
+
+
+def test_a_standby_that_lagged_is_joined_where_it_agrees(sql: psycopg.Connection) -> None:
+    """Workers wrote there before the bridge was back, past all that was told: what they wrote in place of what was
+    published is late, the rest is told as ever, and nothing that both have is told twice."""
+    known = tell(sql, founded(sql), [advance("event1", 7, 25, *range(8, 26)), advance("event2", 7, 25)], "0/200")
+    table = [*(fact(id, "event1") for id in range(8, 18)), *(other(id, "event2") for id in range(18, 34))]
+    known, published = found_again(sql, PROMOTED, 33, table)
+    assert known.told == {"event1": 17, "event2": 17}
+    again = ProvenAdvance("event2", 17, 33, [other(id, "event2") for id in range(18, 34)])
+    state.tell(sql, known, published, [again, advance("event1", 17, 33)], "0/600", 33)
+    core = told(sql)
+    assert (core.line, core.late_ids, core.rejected) == (33, {*range(18, 26)}, {})
+    assert {id: core.writers[id] for id in range(18, 34)} == dict.fromkeys(range(18, 34), "event2")
+
+
+def test_a_standby_that_has_everything_repeats_nothing(sql: psycopg.Connection) -> None:
+    known = tell(sql, founded(sql), [advance("event1", 7, 25, *range(8, 26)), advance("event2", 7, 25)], "0/200")
+    known, _ = found_again(sql, PROMOTED, 40, [fact(id, "event1") for id in range(8, 26)])
+    assert known.told == {"event1": 25, "event2": 25}
+
+
+def test_a_database_that_has_no_fact_of_before_is_told_from_the_floor(sql: psycopg.Connection) -> None:
+    """Nothing shows which IDs are given out again."""
+    tell(sql, founded(sql), [advance("event1", 7, 25, *range(8, 26)), advance("event2", 7, 25)], "0/200")
+    assert begun(sql, PROMOTED, 40, [other(id, "event1") for id in range(8, 41)]).told == {"event1": 7, "event2": 7}
+
+
+def test_what_older_bridges_told_is_remembered_from_the_table(sql: psycopg.Connection) -> None:
+    """As long as nothing shows that its history is another one."""
+    tell(sql, founded(sql), [advance("event1", 7, 12, 8), advance("event2", 7, 9, 9)], "0/200")
+    sql.execute("update tidemark.synapse_streams set facts_since = null")
+    sql.execute("delete from tidemark.synapse_facts")
+    table = [fact(8, "event1"), fact(9, "event2"), fact(11, "event2"), fact(12, "")]
+    _, published = found_again(sql, LATER, 20, table)
+    assert [published.knows(it) for it in table] == [True, True, False, False]
+    assert begun(sql, PROMOTED, 20, table[:2]).told == {"event1": 9, "event2": 9}
+
+
+def test_of_older_facts_few_are_remembered(sql: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They show the history of a database that has none of the newest."""
+    monkeypatch.setattr(published_facts, "MOST_FACTS", 10)
+    monkeypatch.setattr(published_facts, "_SLACK", 0)
+    known, published = state.found(sql, EVENTS, "events", SERVER, WRITERS, 7)
+    facts = [fact(id, "event1") for id in range(8, 100)]
+    known = state.tell(sql, known, published, [ProvenAdvance("event1", 7, 99, facts)], "0/200", 99)
+    evidence.forget(sql, "events", published)
+    assert (len(published), published.since) == (10, 89)
+    assert sql.execute("select min(id), count(*) from tidemark.synapse_facts").fetchone() == (8, 10 + 82)
+    anew, published = found_again(sql, PROMOTED, 120, [it for it in facts if it.id < 60])
+    assert (anew.told["event1"], published.since) == (57, 57)
+
+
+def test_a_sequence_that_was_seen_higher_went_back(sql: psycopg.Connection) -> None:
+    """Though it has given out more than was told."""
+    known, published = state.found(sql, EVENTS, "events", SERVER, WRITERS, 7)
+    known = state.tell(sql, known, published, [advance("event1", 7, 12, 8)], "0/200", 50)
+    assert begun(sql, LATER, 50, [fact(8, "event1")]) == known
+    assert begun(sql, LATER, 40, [fact(8, "event1")]).timeline != known.timeline
+
+
+def test_what_came_below_is_late(sql: psycopg.Connection) -> None:
+    """Of a writer that lives, one that is behind others, and one that has retired."""
+    known, published = state.found(sql, EVENTS, "events", SERVER, WRITERS, 7)
+    advances = [advance("event1", 7, 15, 8, 15), advance("event2", 7, 12)]
+    known = state.tell(sql, known, published, advances, "0/200", 20)
+    known = state.retire(sql, known, "event1")
+    table = [fact(8, "event1"), fact(9, "event2"), fact(10, "event1"), fact(14, "event2"), fact(15, "event1")]
+    late = published.unpublished(table, known.all_told)
+    assert [it.id for it in late] == [9, 10]
+    state.publish_late(sql, known, published, late)
+    assert published.unpublished(table, known.all_told) == []
+    assert (begun(sql), told(sql).rejected) == (known, {})
+    assert 9 in told(sql).late_ids
+
+
+def test_rows_that_others_had_the_ids_of_begin_a_timeline(sql: psycopg.Connection) -> None:
+    """Whatever head, server and log say: IDs were given out again."""
+    known, published = state.found(sql, EVENTS, "events", SERVER, WRITERS, 7)
+    known = state.tell(sql, known, published, [advance("event1", 7, 15, 8, 15)], "0/200", 20)
+    assert begun(sql, LATER, 30, [fact(8, "event1"), fact(15, "event1")]) == known
+    anew = begun(sql, LATER, 30, [fact(8, "event1"), other(15, "event1")])
+    assert (anew.timeline.after, anew.told["event1"]) == (known.timeline.start, 8)
+
+
+DAY = 86_400_000
+
+
+def test_rows_are_as_old_as_the_samples_allow(sql: psycopg.Connection) -> None:
+    """What was given out beyond a head is younger than the moment before which it was read."""
+    founded(sql)
+    samples = evidence.HeadSamples.load(sql, "events")
+    assert samples.kept_above(100 * DAY, 6 * 86_400) == UNBOUNDED
+    for day, head in ((100, 10), (103, 40), (105, 60)):
+        samples.note(sql, day * DAY, head, 6 * 86_400)
+        samples.note(sql, day * DAY + 1000, head + 5, 6 * 86_400)  # once an hour
+    assert samples.kept_above(106 * DAY, 6 * 86_400) == 10
+    again = evidence.HeadSamples.load(sql, "events")
+    assert [again.kept_above(day * DAY, 6 * 86_400) for day in (106, 107, 110, 112, 104, 90)] == [
+        10, 40, 60, UNBOUNDED, 10, UNBOUNDED,
+    ]  # fmt: skip
 
 
 def test_two_synapses_need_names_of_their_own(sql: psycopg.Connection) -> None:

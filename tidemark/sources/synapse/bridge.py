@@ -6,7 +6,7 @@ Synapse's database. One of several speaks, the others wait for its session to en
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -15,15 +15,16 @@ import structlog
 
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.reports import Reports
-from tidemark.sources.synapse import looks, state
+from tidemark.sources.synapse import looks, outbox, state, timelines
 from tidemark.sources.synapse.channel import ChannelEvent, SynapseChannel
+from tidemark.sources.synapse.evidence import HeadSamples
 from tidemark.sources.synapse.looks import TableWriter
 from tidemark.sources.synapse.metrics import BridgeMetrics
 from tidemark.sources.synapse.state import SCHEMA, SynapseServer
 from tidemark.sources.synapse.streams import BridgedStream, StreamTelling
 from tidemark.sources.transactions import OpenTransaction, durable, end_one, history, running
 from tidemark.streaming import records
-from tidemark.streaming.errors import Refused, Retry
+from tidemark.streaming.errors import Refused, Retry, Unavailable
 from tidemark.streaming.postgres_session import Connection, PostgresSession
 
 log = structlog.get_logger(__name__)
@@ -35,6 +36,8 @@ _WATCHED_EVERY = 1.0
 _ASKED_AFTER, _ASKED_EVERY = 10.0, 60.0
 """Seconds for which nobody is asked again how far it is, at first and in the end: each answer is a line of every writer
 of every stream."""
+_DEEP_EVERY, _NEWEST = 60, 1000
+"""Of so many looks at facts that were published, one is at all that are remembered, the others at the newest."""
 _PAUSE, _LONGEST_PAUSE = 0.2, 5.0
 _TURN = 1.0
 _PATIENCE = 30.0
@@ -66,11 +69,14 @@ class SynapseBridge:
         self._metrics = metrics
         self._halt = halt
         self._tellings: dict[str, StreamTelling] = {}
-        self._sent = 0
-        """The highest number of the outbox that was sent on this connection."""
+        self._heads: dict[str, int] = {}
+        """The highest ID of each stream that was seen to be given out, on connections before too."""
+        self._sent: dict[str, int] = {}
+        """By stream the highest number of the outbox that was sent on this connection."""
         self._done: list[int] = []
         self._flying = 0
         self._reports = Reports({})
+        self._watches = 0
         self._asked, self._patience = 0.0, _ASKED_AFTER
 
     def run(self) -> None:
@@ -121,16 +127,21 @@ class SynapseBridge:
         if not self._connected:
             self._producer = self._make_producer()
             self._connected = True
-        self._sent, self._done, self._flying = 0, [], 0
+        self._sent, self._done, self._flying = dict.fromkeys(self._names, 0), [], 0
         found = history(synapse, self._synapse.where, "events")
         looks.check_server(synapse, self._channel.name)
         server = SynapseServer(found.database, durable(synapse), self._channel.name)
+        self._server = server
         self._tellings = {}
         for each in self._streams:
-            looks.check_sequence(synapse, each.stream)
-            known = state.begin(own, each.stream, each.name, server, looks.head(synapse, each.stream))
+            head = looks.head(synapse, each.stream)
+            read = partial(looks.identities, synapse, each.stream)
+            seen = self._heads.get(each.name, 0)
+            known = timelines.begin(own, each.stream, each.name, server, head, read, seen)
+            self._heads[each.name] = head
             writers = {*each.writers} or looks.writers(synapse, each.stream)
-            self._tellings[each.stream.name] = StreamTelling(each, server, known, writers)
+            samples = HeadSamples.load(own, each.name)
+            self._tellings[each.stream.name] = StreamTelling(each, server, known, writers, head, samples)
         self._send(own)
         self._producer.deliver(_PATIENCE)
         self._settle(own)
@@ -175,7 +186,7 @@ class SynapseBridge:
         """Whether something is to be sent."""
         asked = [each for each in self._tellings.values() if each.decider.wants_look]
         if asked:
-            heads = looks.heads(synapse, [each.of.stream for each in asked])
+            heads = self._see(synapse, asked)
             end_one(synapse)
             runs = running(synapse)
             who = looks.table_writers(synapse, [each.of.stream for each in asked], runs) if runs else []
@@ -184,6 +195,8 @@ class SynapseBridge:
                 each.decider.look(heads[name], frozenset(it.number for it in who if name in it.streams))
         moved = False
         for each in self._tellings.values():
+            if each.held:
+                continue
             before = each.known
             for advance in each.round(synapse, own):
                 self._metrics.facts.labels(each.of.name).inc(len(advance.facts))
@@ -192,9 +205,18 @@ class SynapseBridge:
             moved |= each.known is not before
         return moved
 
+    def _see(self, synapse: Connection, tellings: Iterable[StreamTelling]) -> dict[str, int]:
+        """How far IDs are given out, by stream. Raises `SequenceWentBack`."""
+        found = {each.of.stream.name: each for each in tellings}
+        heads = looks.heads(synapse, [each.of.stream for each in found.values()])
+        for name, each in found.items():
+            self._heads[each.of.name] = max(heads[name], each.head)
+            each.see(heads[name])
+        return heads
+
     def _send(self, own: Connection) -> None:
-        for each in state.unsent(own, self._names, self._sent):
-            self._sent = each.number
+        for each in outbox.unsent(own, self._sent):
+            self._sent[each.stream] = each.number
             self._flying += 1
             self._producer.send_all(each.stream, [each.value], partial(self._acknowledged, each.number))
 
@@ -205,13 +227,14 @@ class SynapseBridge:
     def _settle(self, own: Connection) -> None:
         if self._done:
             done, self._done = self._done, []
-            state.acknowledged(own, done)
+            outbox.acknowledged(own, done)
 
     def _watch(self, synapse: Connection, own: Connection) -> None:
         """For people: who holds which stream, and what they ordered. Everybody is asked where somebody seems missed."""
         self._metrics.listening.set(self._channel.connected)
         self._metrics.lines.set(self._channel.lines)
-        heads = looks.heads(synapse, [each.of.stream for each in self._tellings.values()])
+        self._look_back(synapse, own)
+        heads = self._see(synapse, self._tellings.values())
         now, held = time.monotonic(), set[str]()
         for name, each in self._tellings.items():
             self._metrics.waited_for(each.of.name, each.told, heads[name], now)
@@ -233,6 +256,26 @@ class SynapseBridge:
                 if not each.founded:
                     log.info("Waiting for the word of every writer", stream=each.of.name, silent=each.silent)
         self._report(looks.table_writers(synapse, [self._tellings[name].of.stream for name in held]) if held else [])
+
+    def _look_back(self, synapse: Connection, own: Connection) -> None:
+        """Whether the database is still the one that was told of, and no fact came where everything was told.
+
+        Raises `Unavailable` where it is another one, `SequenceUnfit` is kept by stream."""
+        if history(synapse, self._synapse.where, "events").database != self._server.database:
+            raise Unavailable("Postgres", self._synapse.where, "the database is another one than a moment ago")
+        clock, deep = looks.now(synapse), self._watches % _DEEP_EVERY == 0
+        self._watches += 1
+        for each in self._tellings.values():
+            unfit = looks.unfit(synapse, each.of.stream)
+            if unfit != each.held:
+                each.held = unfit
+                log.error("A stream of Synapse is held", stream=each.of.name, problem=unfit) if unfit else log.info(
+                    "A stream of Synapse goes on", stream=each.of.name
+                )
+            each.age(synapse, own, clock)
+            late = each.audit(synapse, own, None if deep else _NEWEST)
+            self._metrics.late.labels(each.of.name).inc(len(late))
+            each.name_contradictions()
 
     def _report(self, found: Sequence[TableWriter]) -> None:
         now, opened = datetime.now(UTC), list[OpenTransaction]()

@@ -8,103 +8,47 @@ Three kinds of evidence, of which no two are enough:
 - *Who runs*: a process that was killed leaves transactions that commit after its successor has spoken. So a word that
   may be a successor's counts only once everybody has ended who ran when it was heard: its *barrier*.
 
-What a writer says twice, late or out of order changes nothing: its highest word counts.
+What a writer says twice, late or out of order changes nothing: its highest word counts. A word beyond what the sequence
+has given out counts for nothing, and the writer is held until it says another.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from tidemark.sources.synapse.facts import MASTER, ProvenAdvance, StreamFact
-from tidemark.streaming.intervals import EMPTY, Intervals
+from tidemark.sources.synapse.synapse_writer import Barrier, SynapseWriter
+from tidemark.streaming.intervals import Intervals
 
 Told = Iterable[tuple[str, int]]
 MOST_IDS = 5000
 """IDs that are read at once."""
+UNBOUNDED = 2**63 - 1
 MOST_HEARD = 50_000
 """Rows kept of what was heard and is not told; past it the oldest are forgotten, and the table alone knows."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Barrier:
-    """Who of a dead incarnation may still commit an ID up to `head` is one of those who are waited for."""
-
-    head: int
-    waiting: frozenset[int]
-
-
-@dataclass(slots=True)
-class _SynapseWriter:
-    """`doubted`: its next word may be a successor's; `spoken`: it has spoken since."""
-
-    told: int
-    word: int = 0
-    doubted: bool = True
-    spoken: bool = False
-    barriers: list[_Barrier] = field(default_factory=list)
-    since: int = 0
-    """IDs beyond were given out in its present life."""
-    empty: Intervals = EMPTY
-    """What it has announced to be empty of those, beyond what is told."""
-    moved: bool = False
-    """Whether there is reason to look at the table since it was last told."""
-    answers: int = 0
-    """How often it may say where it is and is no successor by that: it was asked."""
-    owes: bool = False
-    """Others had been told beyond its facts when it joined: those are to be read once all of them have ended."""
-    retiring: bool = False
-    ends: int | None = None
-    """Of one that retires: where it ends; None: nobody has looked yet."""
-
-    def say(self, id: int, *, again: bool = False) -> None:
-        """`again`: it tells of no move. It was asked, or has begun."""
-        if again and self.answers:
-            self.answers -= 1
-        else:
-            self.doubted |= again
-        self.retiring = False
-        self.spoken = True
-        self.moved |= id > self.told
-        self.word = max(self.word, id)
-
-    @property
-    def may_be_told(self) -> bool:
-        return self.moved and self.told < self.word and not (self.doubted or self.owes)
-
-    @property
-    def may_pay(self) -> bool:
-        return self.word >= self.told and not (self.doubted or self.barriers)
-
-    @property
-    def has_ended(self) -> bool:
-        return self.ends is not None and self.told >= self.ends and not self.owes
-
-    @property
-    def guarded(self) -> int:
-        """Up to here an ID that stands nowhere may still come."""
-        return max((barrier.head for barrier in self.barriers), default=0)
 
 
 class StreamDecider:
     """Of one connection to Synapse's database. `told`: how far each known writer was told.
 
-    `keeps`: a row that is in no table is in none for good; else rows are overwritten and deleted, and what stands
-    nowhere may have been a fact. `retired`: up to where those were told who are gone; nobody waits for them until they
-    are heard again. `owing`: see `owed`. One thread: hear everything that has come, look, read what is asked for.
+    `keeps`: a row that is in no table is in none for good, above `kept_above`; else rows are overwritten and deleted,
+    and what stands nowhere may have been a fact. `retired`: up to where those were told who are gone; nobody waits for
+    them until they are heard again. `owing`: see `owed`. One thread: hear everything that has come, look, read what is
+    asked for.
     """
 
     def __init__(
         self, told: Mapping[str, int], *, keeps: bool = True, retired: Told = (), owing: Iterable[str] = ()
     ) -> None:
-        self._keeps = keeps
+        self.kept_above = 0 if keeps else UNBOUNDED
         self._retired = dict(retired)
-        self._writers = {name: _SynapseWriter(at) for name, at in told.items()}
+        self._writers = {name: SynapseWriter(at) for name, at in told.items()}
         for name in owing:
             self._writers[name].owes = True
         self._heard: dict[int, StreamFact] = {}
         self._begun: dict[str, list[str]] = {}
         self._whole: set[str] = set()
         """Writers of whose next fact every row was heard, or none."""
-        self._strangers: dict[str, _SynapseWriter] = {}
+        self._strangers: dict[str, SynapseWriter] = {}
 
     @property
     def strangers(self) -> Set[str]:
@@ -119,6 +63,18 @@ class StreamDecider:
     def words(self) -> Mapping[str, int]:
         """How far each writer said it is."""
         return {name: writer.word for name, writer in self._writers.items()}
+
+    @property
+    def beyond(self) -> Mapping[str, int]:
+        """Writers that announced more than was given out, and what; each is held until it says something else."""
+        every = {**self._writers, **self._strangers}
+        return {name: writer.beyond for name, writer in every.items() if writer.beyond}
+
+    def check(self, head: int) -> None:
+        """How far IDs are given out: asked for after everything was heard."""
+        contradicted = [writer.check(head) for writer in [*self._writers.values(), *self._strangers.values()]]
+        if any(contradicted):
+            self._heard = {id: fact for id, fact in self._heard.items() if id <= head}
 
     @property
     def line(self) -> int:
@@ -141,7 +97,7 @@ class StreamDecider:
         """These are there, whether known or not, unless they have retired."""
         for name in writers:
             if name not in self._writers and name not in self._retired:
-                self._strangers.setdefault(name, _SynapseWriter(0))
+                self._strangers.setdefault(name, SynapseWriter(0))
 
     def retire(self, writer: str) -> None:
         """It is gone for good, a person says. Everybody is to be asked: who answers, is not."""
@@ -210,27 +166,28 @@ class StreamDecider:
                 del self._heard[next(iter(self._heard))]
         self._whole.add(writer)
 
-    def _known(self, writer: str) -> _SynapseWriter:
+    def _known(self, writer: str) -> SynapseWriter:
         self._retired.pop(writer, None)
         self.meet([writer])
         return self._writers.get(writer) or self._strangers[writer]
 
     def look(self, head: int, running: frozenset[int]) -> None:
         """How far IDs are given out, and then who runs: both asked for after everything was heard."""
+        self.check(head)
         if self._may_end:
             for it in self._writers.values():
                 if it.retiring and it.ends is None:
                     it.say(head)
                     it.retiring, it.ends = True, head
         for writer in self._writers.values():
-            left = [_Barrier(it.head, it.waiting & running) for it in writer.barriers]
+            left = [Barrier(it.head, it.waiting & running) for it in writer.barriers]
             left = [it for it in left if it.waiting]
             writer.moved |= len(left) < len(writer.barriers)
             if writer.doubted and writer.spoken:
                 writer.doubted = writer.spoken = False
                 writer.since = head
                 if running:
-                    left.append(_Barrier(head, running))
+                    left.append(Barrier(head, running))
             by_waiting = {it.waiting: it for it in sorted(left, key=lambda it: it.head)}
             writer.barriers = [*by_waiting.values()]
 
@@ -255,8 +212,9 @@ class StreamDecider:
 
     def read(self, asked: tuple[int, int], head: int, facts: Iterable[StreamFact]) -> list[ProvenAdvance]:
         """What the table has of `asked`, and the head, read together and last; gives what may be told now."""
+        self.check(head)
         low, top = asked[0], min(asked[1], head)
-        table = {fact.id: fact if fact.writer else replace(fact, writer=self._owner(fact.id)) for fact in facts}
+        table = {fact.id: fact for fact in self.owned(facts)}
         known = {id: fact for id, fact in self._heard.items() if low < id <= top} | table
         for fact in known.values():
             if fact.id > self._retired.get(fact.writer, 0):
@@ -273,6 +231,10 @@ class StreamDecider:
             self._heard = {id: fact for id, fact in self._heard.items() if id > line}
         return found
 
+    def owned(self, facts: Iterable[StreamFact]) -> list[StreamFact]:
+        """These, each with its writer."""
+        return [fact if fact.writer else replace(fact, writer=self._owner(fact.id)) for fact in facts]
+
     def _owner(self, id: int) -> str:
         """Who wrote what no row names: who announced it, or the only writer there is."""
         if heard := self._heard.get(id):
@@ -280,7 +242,7 @@ class StreamDecider:
         return next(iter(self._writers)) if len(self._writers) == 1 else MASTER
 
     def _advance(
-        self, name: str, writer: _SynapseWriter, top: int, known: Mapping[int, StreamFact], here: Intervals
+        self, name: str, writer: SynapseWriter, top: int, known: Mapping[int, StreamFact], here: Intervals
     ) -> Iterator[ProvenAdvance]:
         writer.moved = writer.word > top
         prev, id = writer.told, min(writer.word, top)
@@ -292,7 +254,7 @@ class StreamDecider:
         if id <= prev:
             return
         facts = [known[at] for at in sorted(known) if prev < at <= id and known[at].writer == name]
-        unseen = not self._keeps and bool(nowhere.upto(id).difference(writer.empty))
+        unseen = bool(nowhere.upto(min(id, self.kept_above)).difference(writer.empty))
         writer.told = id
         writer.empty = writer.empty.above(id)
         yield ProvenAdvance(name, prev, id, facts, unseen)

@@ -1,7 +1,7 @@
 """Facts of Synapse's streams, and what is proven of them. Pure; magnitudes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 MASTER = "master"
 """The main process, which older rows do not name."""
@@ -9,11 +9,15 @@ MASTER = "master"
 
 @dataclass(frozen=True, slots=True)
 class StreamFact:
-    """`rows` are JSON, at least one. `writer` is empty where the table does not say whose it is."""
+    """`rows` are JSON, at least one. `writer` is empty where the table does not say whose it is.
+
+    `marks`: a hash of each row's identity; none of a fact that was heard and is in no table.
+    """
 
     id: int
     writer: str
     rows: Sequence[str]
+    marks: frozenset[int] = field(default=frozenset(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from tidemark.sources.synapse.facts import MASTER, StreamFact
 from tidemark.sources.synapse.tables import SynapseStream
 from tidemark.sources.transactions import OpenTransaction
 from tidemark.streaming.direction import Direction
-from tidemark.streaming.errors import BadSetting, SequenceUnfit
+from tidemark.streaming.errors import BadSetting
 from tidemark.streaming.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
 
 _USE = DatabaseUse(
@@ -39,28 +39,42 @@ def synapse_session(dsn: Dsn) -> PostgresSession:
 
 def head(connection: Connection, stream: SynapseStream) -> int:
     """Up to where IDs were given out, as a magnitude."""
-    row = connection.execute("select coalesce(pg_sequence_last_value(%s::regclass), 0)", [stream.sequence]).fetchone()
-    assert row is not None
-    return int(row[0])
+    return heads(connection, [stream])[stream.name]
 
 
 def heads(connection: Connection, streams: Iterable[SynapseStream]) -> dict[str, int]:
-    """The same of several, by name."""
+    """The same of several, by name.
+
+    A sequence of which nothing was taken yet has given out what lies below the number with which it begins: a table
+    that was filled otherwise (a port script) has facts there. That number is read first: it holds if the sequence is
+    still untouched afterwards.
+    """
     names = {each.sequence: each.name for each in streams}
-    rows = connection.execute(
-        "select name, coalesce(pg_sequence_last_value(name::regclass), 0) from unnest(%s::text[]) as name", [[*names]]
-    ).fetchall()
-    return {names[sequence]: int(value) for sequence, value in rows}
+    begins: dict[str, int] = {}
+    while True:
+        rows = connection.execute(
+            "select name, pg_sequence_last_value(name::regclass) from unnest(%s::text[]) as name", [[*names]]
+        ).fetchall()
+        found = {name: begins.get(name) if value is None else int(value) for name, value in rows}
+        if None not in found.values():
+            return {names[name]: value for name, value in found.items() if value is not None}
+        for name in [name for name, value in found.items() if value is None]:
+            row = connection.execute(f"select last_value - 1 from {name} where not is_called".encode()).fetchone()
+            if row is not None:
+                begins[name] = int(row[0])
 
 
-def check_sequence(connection: Connection, stream: SynapseStream) -> None:
-    """Raises `SequenceUnfit` where IDs would not be given out one by one, in order."""
+def unfit(connection: Connection, stream: SynapseStream) -> str:
+    """Why its IDs would not be given out one by one, in order; empty: they are."""
     row = connection.execute(
         "select seqincrement, seqcache, seqcycle from pg_sequence where seqrelid = %s::regclass", [stream.sequence]
     ).fetchone()
-    if row != (1, 1, False):
-        problem = f"it has increment, cache and cycle {row}, and Synapse's have (1, 1, False)"
-        raise SequenceUnfit(stream.sequence, problem, "let Synapse make it")
+    if row == (1, 1, False):
+        return ""
+    return (
+        f"sequence {stream.sequence} has increment, cache and cycle {row}, and Synapse's have (1, 1, False): run, in"
+        f" Synapse's database, alter sequence {stream.sequence} increment 1 cache 1 no cycle, and restart the workers"
+    )
 
 
 def check_server(connection: Connection, name: str) -> None:
@@ -88,18 +102,43 @@ def facts(
     every = " union all ".join(question.sql(place) for place, question in enumerate(stream.questions))
     rows = connection.execute(
         f"""
-        select abs(id), writer, row, coalesce(pg_sequence_last_value(%(sequence)s::regclass), 0) as head
-        from ({every}) as found where %(of)s::text is null or writer = %(of)s
+        select abs(id), writer, row, mark, null from ({every}) as found where %(of)s::text is null or writer = %(of)s
         union all
-        select null, null, null, coalesce(pg_sequence_last_value(%(sequence)s::regclass), 0)
+        select null, null, null, null, pg_sequence_last_value(%(sequence)s::regclass)
         """.encode(),
         {"sequence": stream.sequence, "low": first, "high": last, "of": of},
     ).fetchall()
-    found: dict[int, tuple[str, dict[str, None]]] = {}
-    for id, writer, row, _ in rows:
+    found: dict[int, tuple[str, dict[str, None], set[int]]] = {}
+    for id, writer, row, mark, _ in rows:
         if id is not None:
-            found.setdefault(id, (writer or "", {}))[1][row] = None
-    return int(rows[-1][3]), [StreamFact(id, writer, [*each]) for id, (writer, each) in sorted(found.items())]
+            _, texts, marks = found.setdefault(id, (writer or "", {}, set()))
+            texts[row] = None
+            marks.add(mark)
+    facts = [StreamFact(id, it[0], [*it[1]], frozenset(it[2])) for id, it in sorted(found.items())]
+    given_out = rows[-1][4]
+    return head(connection, stream) if given_out is None else int(given_out), facts
+
+
+def identities(connection: Connection, stream: SynapseStream, low: int, top: int) -> list[StreamFact]:
+    """The facts in `(low, top]` without their rows; magnitudes."""
+    first, last = low + 1, top
+    if stream.towards is Direction.BACKWARD:
+        first, last = -top, -low - 1
+    every = " union all ".join(question.identities() for question in stream.questions)
+    rows = connection.execute(
+        f"""
+        select abs(id), coalesce(max(writer), ''), array_agg(mark) from ({every}) as found group by 1 order by 1
+        """.encode(),
+        {"low": first, "high": last},
+    ).fetchall()
+    return [StreamFact(id, writer, (), frozenset(marks)) for id, writer, marks in rows]
+
+
+def now(connection: Connection) -> int:
+    """The clock of Synapse's server, in ms."""
+    row = connection.execute("select (extract(epoch from clock_timestamp()) * 1000)::bigint").fetchone()
+    assert row is not None
+    return int(row[0])
 
 
 @dataclass(frozen=True, slots=True)

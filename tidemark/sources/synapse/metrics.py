@@ -53,6 +53,13 @@ class BridgeMetrics:
             ["stream"],
             registry=registry,
         )
+        self.late = Counter(
+            "tidemark_synapse_late",
+            "Facts that the tables had where everything was told, published as late: two processes had one worker_name,"
+            " or a sequence went back. Any is a fault outside of the bridge, which its log names.",
+            ["stream"],
+            registry=registry,
+        )
         self.behind = Gauge(
             "tidemark_synapse_behind_ids",
             "IDs that are given out and not told, by the writer that has not gone past them. Staying above 0: that"

@@ -5,16 +5,22 @@ from dataclasses import dataclass
 
 import structlog
 
-from tidemark.sources.synapse import looks, retirement, state
+from tidemark.sources.synapse import evidence, looks, retirement, state
 from tidemark.sources.synapse.decider import StreamDecider
-from tidemark.sources.synapse.facts import ProvenAdvance
+from tidemark.sources.synapse.evidence import HeadSamples
+from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact
+from tidemark.sources.synapse.published import PublishedFacts
 from tidemark.sources.synapse.state import SynapseServer, ToldWriters
 from tidemark.sources.synapse.tables import SynapseStream
 from tidemark.sources.transactions import durable
 from tidemark.streaming.commands import PositionCommand, RdataCommand
+from tidemark.streaming.errors import FactsReplaced, SequenceWentBack
 from tidemark.streaming.postgres_session import Connection
 
 log = structlog.get_logger(__name__)
+
+MOST_LATE = 500
+"""Late facts that are published at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +34,40 @@ class BridgedStream:
 
 
 class StreamTelling:
-    """Of one connection to each database. `known` is None until all writers have joined."""
+    """Of one connection to each database. `known` and `published` are None until all writers have joined. `head`: the
+    highest ID that was seen to be given out."""
 
     def __init__(
-        self, of: BridgedStream, seen: SynapseServer, known: ToldWriters | None, writers: Iterable[str]
+        self,
+        of: BridgedStream,
+        seen: SynapseServer,
+        known: tuple[ToldWriters, PublishedFacts] | None,
+        writers: Iterable[str],
+        head: int,
+        samples: HeadSamples,
     ) -> None:
         self.of = of
         self._seen = seen
-        self.known = known
+        self.known: ToldWriters | None = None
+        self.published: PublishedFacts | None = None
+        if known is not None:
+            self.known, self.published = known
+        self.head = head
+        self._samples = samples
+        self.held = ""
+        """Why nothing of it is told, where a person has to do something."""
         self._retiring: set[str] = set()
-        told = dict.fromkeys(writers, 0) if known is None else known.told
-        retired, owed = ({}, {}) if known is None else (known.retired, known.owed)
+        self._beyond: Mapping[str, int] = {}
+        told = dict.fromkeys(writers, 0) if self.known is None else self.known.told
+        retired, owed = ({}, {}) if self.known is None else (self.known.retired, self.known.owed)
         self.decider = StreamDecider(told, keeps=of.stream.keeps, retired=retired.items(), owing=owed)
         self.decider.meet(writers)
+
+    def see(self, head: int) -> None:
+        """How far IDs are given out. Raises `SequenceWentBack`."""
+        if head < self.head:
+            raise SequenceWentBack(self.of.stream.sequence, self.head, head)
+        self.head = head
 
     @property
     def founded(self) -> bool:
@@ -91,29 +118,85 @@ class StreamTelling:
     def round(self, synapse: Connection, own: Connection) -> list[ProvenAdvance]:
         """Write down what can be told now; gives it."""
         if self.known is None:
-            self._found(own)
+            self._found(synapse, own)
         if self.known is None or self._introduced(own) or (self._retiring and self._retire(own)):
             return []
+        assert self.published is not None
         for writer in self.decider.owed:
             self._pay(synapse, own, writer)
         if (asked := self.decider.asked()) is None:
             return []
         head, facts = looks.facts(synapse, self.of.stream, *asked)
+        self.see(head)
         advances = self.decider.read(asked, head, facts)
         if advances:
             place = durable(synapse)
-            self.known = state.tell(own, self.known, advances, place)
+            self.known = state.tell(own, self.known, self.published, advances, place, self.head)
         else:
             self._introduced(own)
         return advances
 
-    def _found(self, own: Connection) -> None:
+    def age(self, synapse: Connection, own: Connection, now: int) -> None:
+        """Rows that Synapse may have deleted by `now`, the clock of its server in ms, prove nothing."""
+        if self.of.stream.kept_for is not None:
+            self.decider.kept_above = self._samples.kept_above(now, self.of.stream.kept_for)
+            if self.founded:
+                self._samples.note(own, now, self.head, self.of.stream.kept_for)
+
+    def audit(self, synapse: Connection, own: Connection, newest: int | None = None) -> list[StreamFact]:
+        """Publish as late what the tables have where everything was told: of the `newest` published facts alone, or as
+        far back as is remembered. Gives it. Raises `FactsReplaced`."""
+        if self.known is None:
+            return []
+        assert self.published is not None
+        low = self.published.since if newest is None else self.published.above(newest)
+        told = {writer: at for writer, at in self.known.all_told.items() if writer not in self.known.owed}
+        table = self.decider.owned(looks.identities(synapse, self.of.stream, low, self.known.reach))
+        self.decider.meet(fact.writer for fact in table)
+        if other := self.published.replaced(table):
+            raise FactsReplaced(self.of.name, other[0].id)
+        found = {fact.id for fact in self.published.unpublished(table, told)}
+        late = list[StreamFact]()
+        for id in sorted(found)[:MOST_LATE]:
+            late += self.decider.owned(looks.facts(synapse, self.of.stream, id - 1, id)[1])
+        if late:
+            durable(synapse)
+            state.publish_late(own, self.known, self.published, late)
+            log.error(
+                "Synapse's tables have facts where everything was told: they are published as late. Did two processes"
+                " have one worker_name, or was a sequence set back?",
+                stream=self.of.name, ids=[fact.id for fact in late][:20], count=len(found),
+            )  # fmt: skip
+        if newest is None:
+            evidence.forget(own, self.of.name, self.published)
+        return late
+
+    def name_contradictions(self) -> None:
+        """Log writers whose word counts for nothing."""
+        beyond = self.decider.beyond
+        for writer, announced in beyond.items():
+            if self._beyond.get(writer) != announced:
+                log.error(
+                    "A worker of Synapse announces IDs that the sequence has not given out: it is held until it says"
+                    " another one. Restart the worker, and see whether the sequence was set back",
+                    stream=self.of.name, writer=writer, announced=announced,
+                    sequence=self.of.stream.sequence, given_out=self.head,
+                )  # fmt: skip
+        self._beyond = beyond
+
+    def _found(self, synapse: Connection, own: Connection) -> None:
         for stranger in sorted(self.decider.strangers):
             self.decider.introduce(stranger, 0)
-        if (floor := self.decider.floor()) is None or not self.decider.words.keys() >= {*self.of.writers}:
+        if self.decider.floor() is None or not self.decider.words.keys() >= {*self.of.writers}:
             return
+        self.see(looks.head(synapse, self.of.stream))
+        self.decider.check(self.head)
+        if (floor := self.decider.floor()) is None:
+            return  # somebody announces what is not given out
         writers = self.decider.words.keys()
-        self.known = state.found(own, self.of.stream, self.of.name, self._seen, writers, floor)
+        self.known, self.published = state.found(
+            own, self.of.stream, self.of.name, self._seen, writers, floor, self.head
+        )
         self.decider.begin(floor)
         log.info("Telling a stream of Synapse", stream=self.of.name, floor=floor, writers=sorted(writers))
 
@@ -122,7 +205,8 @@ class StreamTelling:
         found = sorted(self.decider.strangers)
         for stranger in found:
             assert self.known is not None
-            self.known = state.introduce(own, self.known, stranger, self.decider.line)
+            at, kept_above = self.decider.line, self.decider.kept_above
+            self.known = state.introduce(own, self.known, stranger, at, kept_above=kept_above)
             at = self.known.told[stranger]
             self.decider.introduce(stranger, at)
             log.info("A writer of Synapse joins", stream=self.of.name, writer=stranger, id=at)
@@ -130,9 +214,10 @@ class StreamTelling:
 
     def _pay(self, synapse: Connection, own: Connection, writer: str) -> None:
         assert self.known is not None
+        assert self.published is not None
         _, facts = looks.facts(synapse, self.of.stream, self.known.owed[writer], self.known.told[writer], writer)
         durable(synapse)
-        self.known = state.pay(own, self.known, writer, facts)
+        self.known = state.pay(own, self.known, self.published, writer, facts)
         self.decider.paid(writer)
         if facts:
             log.warning("A writer of Synapse has events below where it joined", stream=self.of.name, writer=writer)

@@ -12,11 +12,14 @@ from tidemark.streaming.direction import Direction
 
 @dataclass(frozen=True, slots=True)
 class TableQuestion:
-    """`id` is its column of stream IDs, `row` an expression of JSON over `table`, which may be a join."""
+    """`id` is its column of stream IDs, `row` an expression of JSON over `table`, which may be a join. `identity` is an
+    expression of text that is the same for as long as the row is there, and another one for any other row, whatever its
+    ID; so of rows that do not say what they are about, the transaction that wrote them is a part."""
 
     table: str
     id: str
     row: str
+    identity: str
 
     @property
     def name(self) -> str:
@@ -29,9 +32,16 @@ class TableQuestion:
 
     def sql(self, place: int) -> str:
         """Asks for the IDs between `%(low)s` and `%(high)s`, signed."""
+        return self._select(f"{place} as place, ({self.row})::text as row")
+
+    def identities(self) -> str:
+        """The same without the rows."""
+        return self._select("0 as place")
+
+    def _select(self, more: str) -> str:
         return (
-            f"select {place} as place, {self.alias}.{self.id} as id,"
-            f" {self.alias}.instance_name as writer, ({self.row})::text as row"
+            f"select {self.alias}.{self.id} as id, {self.alias}.instance_name as writer,"
+            f" ('x' || left(md5({self.identity}), 16))::bit(64)::bigint as mark, {more}"
             f" from {self.table} where {self.alias}.{self.id} between %(low)s and %(high)s"
         )
 
@@ -41,7 +51,7 @@ class SynapseStream:
     """`name` as it is on the channel. `positions` is its name in `stream_positions`, empty where it has none.
 
     `keeps`: every fact keeps a row for long enough; else rows are overwritten or deleted, and a missing one proves
-    nothing.
+    nothing. `kept_for`: seconds for which each row surely stays, None: for ever.
     """
 
     name: str
@@ -52,8 +62,10 @@ class SynapseStream:
     before: Sequence[str] = ()
     """Tables that a transaction writes to before it comes to those of the rows."""
     towards: Direction = Direction.FORWARD
+    kept_for: float | None = None
 
 
+_DAY = 86_400.0
 _ABOUT = (
     " left join redactions x using (event_id) left join event_relations r using (event_id)"
     " left join room_memberships m using (event_id)"
@@ -65,9 +77,11 @@ _BACKFILLED = f"json_build_array({_ROW})"
 
 def _events(row: str) -> tuple[TableQuestion, TableQuestion]:
     return (
-        TableQuestion(f"events e{_ABOUT}", "stream_ordering", row),
+        TableQuestion(f"events e{_ABOUT}", "stream_ordering", row, "e.event_id"),
         # An event that was held without its room's state, and now is with it: its row in `events` keeps its older ID.
-        TableQuestion(f"ex_outlier_stream o join events e using (event_id){_ABOUT}", "event_stream_ordering", row),
+        TableQuestion(
+            f"ex_outlier_stream o join events e using (event_id){_ABOUT}", "event_stream_ordering", row, "event_id"
+        ),
     )
 
 
@@ -75,11 +89,18 @@ _STATE = TableQuestion(
     "current_state_delta_stream d",
     "stream_id",
     "json_build_array('state', json_build_array(d.room_id, d.type, d.state_key, d.event_id))",
+    "json_build_array(d.room_id, d.type, d.state_key, d.event_id)::text",
 )
 
 
-def _question(table: str, row: str) -> TableQuestion:
-    return TableQuestion(f"{table} t", "stream_id", f"json_build_array({row})")
+def _question(table: str, row: str, identity: str = "") -> TableQuestion:
+    """`identity`: what is more of it than the row has."""
+    more = f", {identity}" if identity else ""
+    return TableQuestion(f"{table} t", "stream_id", f"json_build_array({row})", f"json_build_array({row}{more})::text")
+
+
+_WRITTEN_BY = "t.xmin::text"
+"""The transaction that wrote the row: another one in a history in which the ID was given out again."""
 
 
 _KNOWN = (
@@ -105,11 +126,12 @@ _KNOWN = (
         "cache_invalidation_stream_seq",
         [_question("cache_invalidation_stream_by_instance", "t.cache_func, to_json(t.keys), t.invalidation_ts")],
         keeps=True,
+        kept_for=6 * _DAY,  # Synapse deletes them after 7, by its own clock
     ),
     SynapseStream(
         "push_rules",
         "push_rules_stream_sequence",
-        [_question("push_rules_stream", "t.user_id")],
+        [_question("push_rules_stream", "t.user_id", _WRITTEN_BY)],
         keeps=True,
         positions="push_rules_stream",
     ),
@@ -117,9 +139,9 @@ _KNOWN = (
         "account_data",
         "account_data_sequence",
         [
-            _question("account_data", "t.user_id, null, t.account_data_type"),
-            _question("room_account_data", "t.user_id, t.room_id, t.account_data_type"),
-            _question("room_tags_revisions", "t.user_id, t.room_id, 'm.tag'"),
+            _question("account_data", "t.user_id, null, t.account_data_type", "t.content"),
+            _question("room_account_data", "t.user_id, t.room_id, t.account_data_type", "t.content"),
+            _question("room_tags_revisions", "t.user_id, t.room_id, 'm.tag'", _WRITTEN_BY),
         ],
         keeps=False,
         positions="account_data",
@@ -127,7 +149,10 @@ _KNOWN = (
     SynapseStream(
         "to_device",
         "device_inbox_sequence",
-        [_question("device_inbox", "t.user_id"), _question("device_federation_outbox", "t.destination")],
+        [
+            _question("device_inbox", "t.user_id", "t.device_id, t.message_json"),
+            _question("device_federation_outbox", "t.destination", "t.messages_json"),
+        ],
         keeps=False,
         positions="to_device",
     ),
@@ -147,9 +172,10 @@ _KNOWN = (
         "device_lists",
         "device_lists_sequence",
         [
-            _question("device_lists_stream", "t.user_id, false, false"),
-            _question("user_signature_stream", "t.from_user_id, true, false"),
-            _question("device_lists_outbound_pokes", "t.user_id, false, true"),
+            _question("device_lists_stream", "t.user_id, false, false", f"t.device_id, {_WRITTEN_BY}"),
+            _question("user_signature_stream", "t.from_user_id, true, false", _WRITTEN_BY),
+            # A poke that was sent is updated.
+            _question("device_lists_outbound_pokes", "t.user_id, false, true", "t.destination, t.device_id, t.ts"),
         ],
         keeps=False,
         positions="device_lists_stream",

@@ -1,0 +1,137 @@
+"""What the bridge remembers of a stream beside its positions, in its own database.
+
+Facts that were published show whether the tables have another history now. When which IDs were given out shows how old
+a row may be.
+"""
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tidemark.sources.synapse.decider import UNBOUNDED
+from tidemark.sources.synapse.facts import StreamFact
+from tidemark.sources.synapse.published import Marks, PublishedFacts
+from tidemark.streaming.postgres_session import Connection
+
+_ANCHOR_EVERY = 500
+"""Of so many older facts one is remembered, chosen by its mark."""
+_SAMPLE_EVERY = 3_600_000
+"""Milliseconds between two samples of a head."""
+
+
+def load(connection: Connection, name: str) -> PublishedFacts | None:
+    """None: nobody has remembered any fact of this stream."""
+    row = connection.execute("select facts_since from tidemark.synapse_streams where stream = %s", [name]).fetchone()
+    if row is None or row[0] is None:
+        return None
+    rows = connection.execute(
+        "select id, marks from tidemark.synapse_facts where stream = %s and id > %s", [name, row[0]]
+    ).fetchall()
+    return PublishedFacts(row[0], {id: _unpacked(marks) for id, marks in rows})
+
+
+def begin(connection: Connection, name: str, since: int, facts: Iterable[StreamFact] = ()) -> PublishedFacts:
+    """Every published fact above `since` is remembered from now on: there are these."""
+    published = PublishedFacts(since)
+    with connection.transaction():
+        connection.execute("update tidemark.synapse_streams set facts_since = %s where stream = %s", [since, name])
+        remember(connection, name, published, [*facts])
+    return published
+
+
+def remember(connection: Connection, name: str, published: PublishedFacts, facts: Sequence[StreamFact]) -> None:
+    """In the transaction that publishes them."""
+    if not facts:
+        return
+    published.add(facts)
+    connection.execute(
+        """
+        insert into tidemark.synapse_facts (stream, id, marks, is_anchor)
+        select %s, * from unnest(%s::bigint[], %s::bytea[], %s::boolean[])
+        on conflict (stream, id) do update set marks = excluded.marks, is_anchor = excluded.is_anchor
+        """,
+        [
+            name,
+            [fact.id for fact in facts],
+            [_packed(fact.marks) for fact in facts],
+            [bool(fact.marks) and min(fact.marks) % _ANCHOR_EVERY == 0 for fact in facts],
+        ],
+    )
+
+
+def go_back(connection: Connection, name: str, published: PublishedFacts, at: int) -> None:
+    """IDs beyond may be given out again."""
+    published.go_back(at)
+    connection.execute("delete from tidemark.synapse_facts where stream = %s and id > %s", [name, at])
+    connection.execute(
+        "update tidemark.synapse_streams set facts_since = %s where stream = %s", [published.since, name]
+    )
+
+
+def forget(connection: Connection, name: str, published: PublishedFacts) -> None:
+    """Remember the newest facts, and of older ones few."""
+    if published.forget():
+        with connection.transaction():
+            connection.execute(
+                "update tidemark.synapse_streams set facts_since = %s where stream = %s", [published.since, name]
+            )
+            connection.execute(
+                "delete from tidemark.synapse_facts where stream = %s and id <= %s and not is_anchor",
+                [name, published.since],
+            )
+
+
+def anchors(connection: Connection, name: str, upto: int) -> list[StreamFact]:
+    """Older facts that are remembered, the newest first: of the n-th after the first each whose number doubles."""
+    rows = connection.execute(
+        "select id, marks from tidemark.synapse_facts where stream = %s and id <= %s and is_anchor order by id desc",
+        [name, upto],
+    ).fetchall()
+    places = [0, *(2**power for power in range(len(rows).bit_length()))]
+    chosen = [rows[place] for place in places if place < len(rows)]
+    return [StreamFact(id, "", (), _unpacked(marks)) for id, marks in chosen]
+
+
+@dataclass
+class HeadSamples:
+    """`samples` are moments in ms and a head that was read after each: IDs beyond it were given out later."""
+
+    name: str
+    samples: list[tuple[int, int]] = field(default_factory=list)
+
+    @classmethod
+    def load(cls, connection: Connection, name: str) -> "HeadSamples":
+        rows = connection.execute(
+            "select at, head from tidemark.synapse_heads where stream = %s order by at", [name]
+        ).fetchall()
+        return cls(name, [(at, head) for at, head in rows])
+
+    def kept_above(self, now: int, kept_for: float) -> int:
+        """No row of an ID beyond is as old as `kept_for` seconds."""
+        oldest = now - int(kept_for * 1000)
+        return min((head for at, head in self.samples if oldest <= at <= now), default=UNBOUNDED)
+
+    def note(self, connection: Connection, now: int, head: int, kept_for: float) -> None:
+        """Once an hour. A moment that the clock has not reached yet, since it was set back, proves nothing."""
+        oldest = now - int(kept_for * 1000)
+        if any(now - _SAMPLE_EVERY < at <= now for at, _ in self.samples):
+            return
+        self.samples = [it for it in self.samples if oldest <= it[0] <= now] + [(now, head)]
+        with connection.transaction():
+            connection.execute(
+                "delete from tidemark.synapse_heads where stream = %s and at not between %s and %s",
+                [self.name, oldest, now],
+            )
+            connection.execute(
+                "insert into tidemark.synapse_heads (stream, at, head) values (%s, %s, %s)"
+                " on conflict (stream, at) do nothing",
+                [self.name, now, head],
+            )
+
+
+def _packed(marks: Marks) -> bytes:
+    return struct.pack(f">{len(marks)}q", *sorted(marks))
+
+
+def _unpacked(marks: bytes) -> Marks:
+    return frozenset(struct.unpack(f">{len(marks) // 8}q", marks))

@@ -1,0 +1,163 @@
+"""Whether Synapse's database still has the history that was published; if not, a new timeline begins where that ends.
+
+A standby that lags may have been promoted, a backup restored, a sequence set back, and the workers may have written for
+long before the bridge sees it. So the head of that moment shows nothing. The facts do: one that was published and is
+there still shows that no ID below it is given out again.
+"""
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import structlog
+
+from tidemark.sources.synapse import evidence, outbox, state
+from tidemark.sources.synapse.facts import StreamFact
+from tidemark.sources.synapse.published import MOST_FACTS, PublishedFacts
+from tidemark.sources.synapse.state import SynapseServer, ToldWriters
+from tidemark.sources.synapse.tables import SynapseStream
+from tidemark.streaming.errors import BadSetting
+from tidemark.streaming.postgres_session import Connection
+from tidemark.streaming.records import Timeline
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _TimelineThen:
+    """The database as it was when the stream was told last; `head`: the highest ID that was seen to be given out."""
+
+    database: str
+    place: str
+    head: int
+
+
+ReadTable = Callable[[int, int], list[StreamFact]]
+"""The facts that the tables have in `(low, top]`, without their rows."""
+
+
+def begin(
+    connection: Connection,
+    stream: SynapseStream,
+    name: str,
+    seen: SynapseServer,
+    head: int,
+    table: ReadTable,
+    highest: int = 0,
+) -> tuple[ToldWriters, PublishedFacts] | None:
+    """How the stream was told, and with which facts; None where nothing of it was. `head` was read after `seen`;
+    `highest`: the highest that this process has seen.
+
+    Raises `BadSetting` where the stream is that of another Synapse.
+    """
+    if (found := _find(connection, stream, name, seen.name)) is None:
+        return None
+    known, was = found
+    published = evidence.load(connection, name)
+    why = _why_another(connection, known, was, seen, head, highest)
+    if not why and published is not None and (other := published.replaced(table(published.since, known.reach))):
+        why = f"other rows have IDs that were published, as {other[0].id}"
+    if not why:
+        if published is None:
+            line = min(known.told.values(), default=known.floor)
+            since = max(known.floor, line - MOST_FACTS)
+            facts = [it for it in table(since, known.reach) if it.id <= known.all_told.get(it.writer, line)]
+            published = evidence.begin(connection, name, since, facts)
+        return known, published
+    at = min(_agreed(connection, known, published, table), head)
+    if published is None:
+        published = PublishedFacts(at)
+    with connection.transaction():
+        evidence.go_back(connection, name, published, at)
+        anew = _turn(connection, known, seen, at, head)
+    log.warning(
+        "Synapse's database went back: a new timeline of the stream begins, and what lies beyond the ID is told again",
+        stream=name, reason=why, id=at, published=known.reach, given_out=head,
+    )  # fmt: skip
+    return anew, published
+
+
+def _why_another(
+    connection: Connection, known: ToldWriters, was: _TimelineThen, seen: SynapseServer, head: int, highest: int
+) -> str:
+    """What shows that IDs may be given out again; empty: nothing."""
+    if was.database != seen.database:
+        return "another database, or another timeline of its server"
+    row = connection.execute("select %s::pg_lsn > %s::pg_lsn", [was.place, seen.place]).fetchone()
+    if row is None or row[0]:
+        return "the server's log is shorter than it was"
+    if head < (before := max(known.reach, was.head, highest)):
+        return f"{known.stream.sequence} has given out less than it had ({before})"
+    return ""
+
+
+def _agreed(connection: Connection, known: ToldWriters, published: PublishedFacts | None, table: ReadTable) -> int:
+    """Up to where the tables surely have what was published."""
+    if published is None:
+        return known.floor
+    told = {writer: at for writer, at in known.all_told.items() if writer not in known.owed}
+    told[""] = min(known.told.values(), default=0)  # rows that name nobody
+    if (found := published.agreed(table(published.since, known.reach), told)) is not None:
+        return max(found, known.floor)
+    for anchor in evidence.anchors(connection, known.name, published.since):
+        if any(fact.marks <= anchor.marks for fact in table(anchor.id - 1, anchor.id)):
+            return max(anchor.id, known.floor)
+    return known.floor
+
+
+def _find(
+    connection: Connection, stream: SynapseStream, name: str, server_name: str
+) -> tuple[ToldWriters, _TimelineThen] | None:
+    row = connection.execute(
+        "update tidemark.synapse_streams set server = coalesce(server, %s) where stream = %s"
+        " returning history, start, after, floor, server, database, place::text, coalesce(head, 0)",
+        [server_name, name],
+    ).fetchone()
+    if row is None:
+        return None
+    history, start, after, floor, server, database, place, head = row
+    if server != server_name:
+        raise BadSetting(
+            "--prefix", f"stream {name} is told of {server}: those of {server_name} need names of their own"
+        )
+    rows = connection.execute(
+        "select writer, epoch, told, owed, state = 'retired' from tidemark.synapse_writers where stream = %s", [name]
+    ).fetchall()
+    told = {writer: at for writer, _, at, _, gone in rows if not gone}
+    epochs = {writer: epoch for writer, epoch, _, _, gone in rows if not gone}
+    retired = {writer: at for writer, _, at, _, gone in rows if gone}
+    owed = {writer: low for writer, _, _, low, gone in rows if not gone and low is not None}
+    known = ToldWriters(stream, name, Timeline(history, start, after), told, epochs, floor, retired, owed)
+    return known, _TimelineThen(database, place, head)
+
+
+def _turn(connection: Connection, known: ToldWriters, seen: SynapseServer, at: int, head: int) -> ToldWriters:
+    """A new timeline begins: IDs beyond `at` may be given out again. In a transaction of the caller."""
+    token = uuid.uuid4().hex
+    turned = Timeline(f"{seen.database}/{token}", token, known.timeline.start)
+    now = state.clock(connection)
+    anew = replace(
+        known,
+        timeline=turned,
+        told={writer: min(told, at) for writer, told in known.told.items()},
+        epochs={writer: max(epoch + 1, now) for writer, epoch in known.epochs.items()},
+        retired={writer: min(told, at) for writer, told in known.retired.items()},
+        owed={writer: min(low, at) for writer, low in known.owed.items()},
+    )
+    connection.execute(
+        "update tidemark.synapse_streams set database = %s, history = %s, place = %s, start = %s, after = %s, head = %s"
+        " where stream = %s",
+        [seen.database, turned.database, seen.place, turned.start, turned.after, head, known.name],
+    )
+    connection.execute(
+        "update tidemark.synapse_writers set told = least(told, %(at)s),"
+        " owed = case when owed is not null then least(owed, %(at)s) end where stream = %(name)s",
+        {"at": at, "name": known.name},
+    )
+    for writer, epoch in anew.epochs.items():
+        connection.execute(
+            "update tidemark.synapse_writers set epoch = %s where (stream, writer) = (%s, %s)",
+            [epoch, known.name, writer],
+        )
+    outbox.leave(connection, known.name, [anew.teller(writer).join(told) for writer, told in anew.told.items()])
+    return anew
