@@ -226,3 +226,32 @@ def test_row_that_names_nobody_is_of_the_only_writer() -> None:
     decider.look(3, frozenset())
     (told,) = decider.read((1, 3), 3, [StreamFact(3, "", ["{}"])])
     assert [(fact.id, fact.writer) for fact in told.facts] == [(3, "misc1")]
+
+
+def test_missing_row_that_may_have_been_deleted_for_its_age_proves_nothing() -> None:
+    """Of IDs beyond those that are old, it is void as ever."""
+    for kept_above, unseen in ((1, False), (2, True), (9, True)):
+        decider = StreamDecider({"master": 1})
+        decider.kept_above = kept_above
+        decider.announced("master", 4, 4)
+        decider.look(4, frozenset())
+        (told,) = decider.read((1, 4), 4, [StreamFact(3, "master", ["{}"]), StreamFact(4, "master", ["{}"])])
+        assert ([fact.id for fact in told.facts], told.unseen) == ([3, 4], unseen)
+
+
+def test_word_beyond_what_was_given_out_counts_for_nothing() -> None:
+    """The stream is not founded with it, and its writer is held and named until it says another one."""
+    decider = StreamDecider({"event1": 0, "event2": 0})
+    decider.announced("event1", 50, 50)
+    decider.announced("event2", 40, 40)
+    decider.look(40, frozenset())
+    assert (decider.floor(), decider.beyond, decider.words["event1"]) == (None, {"event1": 50}, 0)
+    decider.announced("event1", 39, 40)
+    decider.look(40, frozenset())
+    assert (decider.floor(), decider.beyond) == (40, {})
+    decider.begin(40)
+    decider.announced("event1", 40, 60)
+    decider.completed("event1", 60, "{}")
+    assert decider.asked() == (40, 60)
+    assert decider.read((40, 60), 45, []) == []
+    assert (decider.told, decider.beyond) == ({"event1": 40, "event2": 40}, {"event1": 60})

@@ -215,7 +215,9 @@ class StreamDecider:
         self.check(head)
         low, top = asked[0], min(asked[1], head)
         table = {fact.id: fact for fact in self.owned(facts)}
-        known = {id: fact for id, fact in self._heard.items() if low < id <= top} | table
+        # Where rows are kept, one that was heard and is not there was deleted, or is of a history that was lost.
+        heard = min(top, self.kept_above)
+        known = {id: fact for id, fact in self._heard.items() if low < id <= heard} | table
         for fact in known.values():
             if fact.id > self._retired.get(fact.writer, 0):
                 self._known(fact.writer)

@@ -19,13 +19,15 @@ _USE = DatabaseUse(
     refusals={
         "42P01": "give the dsn of Synapse's own database, of a Synapse that is not older than 1.100",
         "42703": "give the dsn of Synapse's own database, of a Synapse that is not older than 1.100",
-        "42501": "grant the user pg_read_all_data",
+        "42501": "grant the user pg_read_all_data, and BYPASSRLS if tables have row level security",
     },
     options=(
         ("synchronous_commit", "on"),
         # The order of its looks is the proof, and each look needs a snapshot of its own.
         ("default_transaction_isolation", "'read committed'"),
         ("jit", "off"),
+        # A row that is not there is evidence. So rows that a policy hides are an error, and never just missing.
+        ("row_security", "off"),
     ),
     # A server that crashed would not be noticed.
     pooled="give the bridge a direct connection to the server",

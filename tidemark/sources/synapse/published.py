@@ -40,7 +40,7 @@ class PublishedFacts:
 
     def unpublished(self, table: Iterable[StreamFact], told: Mapping[str, int]) -> list[StreamFact]:
         """The facts of the table that were not published; `told`: by writer up to where all should have been."""
-        return [it for it in table if self.since < it.id <= told.get(it.writer, 0) and it.id not in self._marks]
+        return [it for it in table if self.since < it.id <= told.get(it.writer, 0) and not self._marks.get(it.id)]
 
     def replaced(self, table: Iterable[StreamFact]) -> list[StreamFact]:
         """The facts of the table whose IDs belonged to others when they were published: they were given out again."""

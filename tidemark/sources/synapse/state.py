@@ -26,12 +26,13 @@ _USE = DatabaseUse(
     refusals={
         "3F": f"run `{COMMAND}`",
         "42P01": f"run `{COMMAND}`",
-        "42501": "let the user read and write the tables tidemark.synapse_...",
+        "42501": "let the user read and write the tables tidemark.synapse_..., without row level security",
     },
     options=(
         ("lock_timeout", "'10s'"),
         ("synchronous_commit", "on"),
         ("default_transaction_isolation", "'read committed'"),
+        ("row_security", "off"),
     ),
     # Its lock belongs to a session.
     pooled="give the bridge a direct connection to the server",
