@@ -1,10 +1,20 @@
 """How `tidemark status` tells of the pipeline from which positions come."""
 
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
 import pytest
+from confluent_kafka import Producer
 
 from tests.sinks.given import advance, batch, stream
-from tidemark.app import health
+from tests.waiting import eventually
+from tidemark.app import end_offsets, health, metrics
+from tidemark.app.board import Board
+from tidemark.app.end_offsets import EndOffsets
 from tidemark.app.health import PipelineCondition
+from tidemark.app.stack.jars import BROKER, JarList, fetch_jars
 from tidemark.app.stack.servers import KafkaServer
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.status import Condition
@@ -73,3 +83,59 @@ def test_kafka_is_asked_what_nobody_read(
     assert away.waiting is None
     assert "127.0.0.1:1" in str(away.kafka)
     assert "127.0.0.1:1" in str(away.redis)
+
+
+def test_a_transaction_that_hangs_is_named_with_the_commands_that_end_it(
+    store: Postgres,
+    kafka: KafkaServer,
+    redis_url: str,
+    prefix: str,
+    java: str,
+    jars: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing else shows it: no gap, no stream. Both commands are executed as `status` prints them, and end it."""
+    monkeypatch.setattr(end_offsets, "SECONDS", 0.05)
+    monkeypatch.setattr(end_offsets, "LAGGING_SECONDS", 0.2)
+    connection = KafkaConnection(kafka.bootstrap_servers)
+    topics = Topics(connection)
+    topics.create_missing([TopicPlan(prefix, 1, 1000)])
+    producer = Producer({**connection.client(), "transactional.id": prefix})
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    producer.produce(prefix, b"{}", on_delivery=lambda *_: None)
+    producer.flush(30)
+    board = Board()
+    board.read[prefix, 0] = 0
+
+    def blocked() -> list[str]:
+        return [it for it in health.read(store, connection, redis_url, 30.0).problems() if "transaction" in it]
+
+    with EndOffsets(topics, topics.identities([prefix]), board, store.note_lagging).running():
+        eventually(blocked, 30, lambda: "the transaction that hangs")
+        [problem] = blocked()
+        assert f"an open Kafka transaction blocks partition 0 of {prefix} at offset 0 since " in problem
+        assert "; 1 record cannot be read" in problem
+        found = re.findall(
+            r"kafka-transactions\.sh ([^:.]+(?:[:.][^:. ]+)+ (?:describe-producers|abort) [^.]+)", problem
+        )
+        assert [words.split()[2] for words in found] == ["describe-producers", "abort"]
+        described, _ = (_kafka_transactions(java, jars, words.removesuffix(". If the")) for words in found)
+        assert "CurrentTransactionStartOffset" in described.replace(" ", "")
+        eventually(lambda: not blocked(), 30, lambda: "the end of the transaction")
+    assert metrics.KAFKA_BLOCKED_SECONDS.labels(prefix, 0)._value.get() == 0
+
+
+def _kafka_transactions(java: str, jars: Path, words: str) -> str:
+    """What Kafka's script runs, with the arguments of a command that was printed."""
+    description = Path(__file__).parents[1] / "services" / "ivy-kafka-tools.xml"
+    fetch_jars(jars, java, progress=lambda _: None, wanted=JarList(description, ("kafka-tools",)))
+    command = [
+        java,
+        "-cp",
+        f"{jars / BROKER}/*:{jars}/kafka-tools/*",
+        "org.apache.kafka.tools.TransactionsCommand",
+        *shlex.split(words),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout

@@ -56,6 +56,7 @@ QUIET: Series = {
     f"tidemark_lease_token{{{POD}}}": always(7),
     f'tidemark_sink_faults{{{POD},sink="redis"}}': always(0),
     f'tidemark_kafka_lag_records{{{POD},topic="tidemark.facts",partition="0"}}': always(0),
+    f'tidemark_kafka_blocked_seconds{{{POD},topic="tidemark.facts",partition="0"}}': always(0),
     f"tidemark_linear_position{{{POD},{STREAM}}}": always(20),
     f"tidemark_allocated_position{{{POD},{STREAM}}}": always(20),
     IN_POSTGRES: always(20),
@@ -113,6 +114,10 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
     ),
     "the loop hangs": ({one("tidemark_heartbeat_timestamp_seconds"): "0+60x9 540+0x60"}, {"TidemarkHangs"}),
     "the query stands while records wait": ({one("tidemark_kafka_lag_records"): since(10)}, {"TidemarkStandsStill"}),
+    "a Kafka transaction hangs, and the records behind it wait": (
+        {one("tidemark_kafka_blocked_seconds"): ages(10), one("tidemark_kafka_lag_records"): since(10)},
+        {"TidemarkTransactionBlocks"},
+    ),
     "Kafka is away, so that nobody knows whether records wait": (
         {f'tidemark_retries_total{{{POD},what="Kafka"}}': f"_x10 1+12x{HOUR}"},
         {"TidemarkServerAway"},

@@ -94,7 +94,7 @@ class Board(Collector):
         """Another process has the lease: what this one knows gets old, and a gap that is closed would age for ever, as
         would records that this one has not read."""
         self._begin(BoardEntries(self._streams, NOTHING))
-        for gauge in (metrics.KAFKA_END, metrics.KAFKA_READ, metrics.KAFKA_LAG):
+        for gauge in metrics.KAFKA_GAUGES:
             gauge.clear()
 
     def _begin(self, entries: BoardEntries) -> None:

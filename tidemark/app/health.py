@@ -3,11 +3,13 @@
 Positions stand in Postgres however dead it is, so whoever shows them says this too.
 """
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tidemark.app.printed import one_line
+from tidemark.app.printed import counted, one_line
+from tidemark.sinks.postgres.kafka_lag import LaggingPartition
 from tidemark.sinks.postgres.status import Condition
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.redis.client import RedisAddress
@@ -31,6 +33,8 @@ class PipelineCondition:
     waiting: Mapping[tuple[str, int], int] | None
     kafka: str | None
     redis: str | None = None
+    bootstrap: str = "HOST:9092"
+    """Kafka's address, for the commands that people are shown."""
 
     @property
     def records(self) -> int:
@@ -54,7 +58,20 @@ class PipelineCondition:
                 found.append(f"partition {partition} of {topic} ends {-records} records before what was read of it")
         if it.quiet is not None and it.quiet > QUIET_AFTER and self.records > 0:
             found.append(f"no batch was applied for {it.quiet:.0f} s, although {self.records} records wait")
+        found += [self._blocked(lag) for lag in it.lagging if lag.blocked_offset is not None]
         return found
+
+    def _blocked(self, lag: LaggingPartition) -> str:
+        """An open transaction, with the commands that find its producer and abort it: those of KIP-664."""
+        tool = f"kafka-transactions.sh --bootstrap-server {shlex.quote(self.bootstrap)}"
+        place = f"--topic {shlex.quote(lag.topic)} --partition {lag.partition}"
+        return (
+            f"an open Kafka transaction blocks partition {lag.partition} of {lag.topic} at offset {lag.blocked_offset}"
+            f" since {lag.blocked_since:%Y-%m-%d %H:%M:%S} UTC; {counted(lag.records, 'record')} cannot be read, and"
+            f" streams whose records are all there are not listed. Find its producer:"
+            f" {tool} describe-producers {place}."
+            f" If the producer is gone, abort the transaction: {tool} abort {place} --start-offset {lag.blocked_offset}"
+        )
 
     def line(self) -> str:
         """All of it in one line."""
@@ -71,6 +88,17 @@ class PipelineCondition:
             "lease_seconds": round(it.lease, 1),
             "last_batch_seconds": None if it.quiet is None else round(it.quiet, 1),
             "records_waiting": None if self.waiting is None else self.records,
+            "lagging_partitions": [
+                {
+                    "topic": lag.topic,
+                    "partition": lag.partition,
+                    "records": lag.records,
+                    "since": lag.since,
+                    "blocked_offset": lag.blocked_offset,
+                    "blocked_since": lag.blocked_since,
+                }
+                for lag in it.lagging
+            ],
             "problems": self.problems(),
         }
 
@@ -82,19 +110,19 @@ def read(
     condition = postgres.conditions.now()
     topics = {name: partitions for name, (_, partitions) in postgres.remembered().topics.items()}
     if not topics:
-        return PipelineCondition(condition, None, None, _said_by(redis, patience))
+        return PipelineCondition(condition, None, None, _said_by(redis, patience), kafka.bootstrap)
     known = postgres.offsets()  # first, so that what is read meanwhile makes no count below 0
     try:
         ends = Topics(kafka, patience).end_offsets(topics)
     except TidemarkError as problem:
-        return PipelineCondition(condition, None, one_line(problem), _said_by(redis, patience))
+        return PipelineCondition(condition, None, one_line(problem), _said_by(redis, patience), kafka.bootstrap)
     waiting = {
         (topic, partition): ends[topic, partition] - offset
         for topic, partitions in known.items()
         for partition, offset in partitions.items()
         if (topic, partition) in ends
     }
-    return PipelineCondition(condition, waiting, None, _said_by(redis, patience))
+    return PipelineCondition(condition, waiting, None, _said_by(redis, patience), kafka.bootstrap)
 
 
 def _said_by(redis: RedisAddress | str, patience: float) -> str | None:

@@ -113,6 +113,21 @@ KAFKA_LAG = Gauge(
     ["topic", "partition"],
     registry=REGISTRY,
 )
+KAFKA_LAG_SECONDS = Gauge(
+    "tidemark_kafka_lag_seconds",
+    "For how long the oldest record of a partition that is not read has been waiting, as this process observed it.",
+    ["topic", "partition"],
+    registry=REGISTRY,
+)
+KAFKA_BLOCKED_SECONDS = Gauge(
+    "tidemark_kafka_blocked_seconds",
+    "For how long an open Kafka transaction has kept the last stable offset of a partition from moving, 0 while none"
+    " does. Nothing beyond that offset can be read, and every position of the partition stays. `tidemark status` prints"
+    " the commands that find the producer and abort its transaction.",
+    ["topic", "partition"],
+    registry=REGISTRY,
+)
+KAFKA_GAUGES = KAFKA_END, KAFKA_READ, KAFKA_LAG, KAFKA_LAG_SECONDS, KAFKA_BLOCKED_SECONDS
 STARTED = Gauge(
     "tidemark_started_timestamp_seconds",
     "When this process began (s since 1970). What it counts is 0 then, so that alerts see what the first scrape finds.",
@@ -295,11 +310,14 @@ def _observe_latency(oldest: Mapping[int, int], published_at: float) -> None:
     IMPLAUSIBLE_TIMES.inc(sum(latencies.values()) - sum(plausible.values()))
 
 
-def set_offsets(topic: str, partition: int, *, end: int, read: int) -> None:
-    """The offsets of the next record to be written and of the next one to read."""
+def set_offsets(topic: str, partition: int, *, end: int, read: int, seconds: float, blocked: float) -> None:
+    """The offsets of the next record to be written and of the next one to read; for how many seconds records between
+    them have waited, and for how many an open transaction has blocked the partition."""
     KAFKA_END.labels(topic, partition).set(end)
     KAFKA_READ.labels(topic, partition).set(read)
     KAFKA_LAG.labels(topic, partition).set(end - read)
+    KAFKA_LAG_SECONDS.labels(topic, partition).set(seconds)
+    KAFKA_BLOCKED_SECONDS.labels(topic, partition).set(blocked)
 
 
 def count_batch(effects: Iterable[ShardEffects], published: Published, seconds: float) -> None:

@@ -204,7 +204,9 @@ class Attempt:
                 postgres, sinks, dead_letters, lease, stopping, lambda it: metrics.RETRIES.labels(it.what).inc()
             )
             publisher.send_unsent()
-            end_offsets = stack.enter_context(EndOffsets(topics, start.topics, self._board).running())
+            end_offsets = stack.enter_context(
+                EndOffsets(topics, start.topics, self._board, postgres.note_lagging).running()
+            )
             recaller = RecallerConfig(facts, kafka.client(), producer_settings(kafka, facts))
             recalling = stack.enter_context(Recaller(recaller, postgres, lease, metrics.RECALLED.inc))
             waits = stack.enter_context(WaitWatch(postgres.waits, lease))

@@ -47,6 +47,11 @@ def one_line(problem: Exception) -> str:
     return " ".join(str(problem).split())
 
 
+def counted(number: int, singular: str) -> str:
+    """The number with its noun: `1 record`, `2 records`."""
+    return f"{number} {singular if number == 1 else singular + 's'}"
+
+
 def plain(it: "DataclassInstance") -> dict[str, Any]:
     """Its fields, as they are."""
     return {field.name: getattr(it, field.name) for field in fields(it)}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from confluent_kafka import KafkaError, KafkaException, TopicCollection, TopicPartition
+from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigEntry, ConfigResource, NewTopic, OffsetSpec, TopicDescription
 
 from tidemark.sources.kafka import KafkaConnection
@@ -122,6 +122,16 @@ class Topics:
         self._descriptions([name])
         return int(self._configs([name])[name]["max.message.bytes"].value)
 
+    def stable_offsets(self, partition_counts: Mapping[str, int]) -> dict[tuple[str, int], int]:
+        """The last stable offset, by topic and partition: a reader with `read_committed` gets nothing from there on.
+
+        It is the end offset, unless a transaction is open: then it is the first offset of the oldest open one.
+        """
+        partitions = [
+            TopicPartition(name, number) for name, count in partition_counts.items() for number in range(count)
+        ]
+        return self._offsets(partitions, OffsetSpec.latest(), IsolationLevel.READ_COMMITTED)
+
     def _exists(self, name: str) -> bool:
         try:
             self._descriptions([name])
@@ -160,9 +170,16 @@ class Topics:
         answers = self._ask(lambda patience: self._admin.describe_configs(resources, request_timeout=patience))
         return {resource.name: entries for resource, entries in answers.items()}
 
-    def _offsets(self, partitions: list[TopicPartition], spec: OffsetSpec) -> dict[tuple[str, int], int]:
+    def _offsets(
+        self,
+        partitions: list[TopicPartition],
+        spec: OffsetSpec,
+        isolation: IsolationLevel = IsolationLevel.READ_UNCOMMITTED,
+    ) -> dict[tuple[str, int], int]:
         request = dict.fromkeys(partitions, spec)
-        answers = self._ask(lambda patience: self._admin.list_offsets(request, request_timeout=patience))
+        answers = self._ask(
+            lambda patience: self._admin.list_offsets(request, isolation_level=isolation, request_timeout=patience)
+        )
         offsets = {(partition.topic, partition.partition): answer.offset for partition, answer in answers.items()}
         if min(offsets.values(), default=0) < 0:  # how librdkafka answers for a broker that is away
             self._admin = self._connected()

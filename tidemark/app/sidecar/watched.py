@@ -120,6 +120,17 @@ class NotShownAnswer(msgspec.Struct, frozen=True):
     since: datetime
 
 
+class LaggingAnswer(msgspec.Struct, frozen=True):
+    """A Kafka partition whose records wait. If an open transaction blocks it, `blocked_offset` is where."""
+
+    topic: str
+    partition: Count
+    records: int
+    since: datetime
+    blocked_offset: Count | None
+    blocked_since: datetime | None
+
+
 class DeadLettersAnswer(msgspec.Struct, frozen=True):
     """Records rejected for `reason` since the database was made."""
 
@@ -138,6 +149,9 @@ class PipelineAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
     dead_letters: list[DeadLettersAnswer] | None
     acts: Annotated[list[ActAnswer] | None, Meta(description="Of the last day, newest first; at most 5.")]
     not_shown: Annotated[list[NotShownAnswer] | None, Meta(description="Streams that a sink cannot show.")]
+    lagging: Annotated[
+        list[LaggingAnswer] | None, Meta(description="Kafka partitions whose records wait for ten seconds or longer.")
+    ]
     problems: Annotated[list[str], Meta(description="Servers that do not answer this sidecar, for people.")]
 
 
@@ -181,6 +195,7 @@ def pipeline(condition: Condition | None, problems: Sequence[str], now: datetime
         dead_letters=None,
         acts=None,
         not_shown=None,
+        lagging=None,
         problems=list(problems),
     )
     if condition is None:
@@ -193,6 +208,7 @@ def pipeline(condition: Condition | None, problems: Sequence[str], now: datetime
         dead_letters=[DeadLettersAnswer(it.reason, it.records, it.newest) for it in condition.dead_letters],
         acts=[ActAnswer(*astuple(it)) for it in condition.acts],
         not_shown=[NotShownAnswer(it.sink, it.stream, it.problem, it.since) for it in condition.faults],
+        lagging=[LaggingAnswer(*astuple(lag)) for lag in condition.lagging],
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from tidemark.sinks.postgres.kafka_lag import LaggingPartition, lagging
 from tidemark.sinks.postgres.recalls import RecallStatus, unfinished
 from tidemark.streaming.postgres_session import BRIDGE_LOCK, Connection, PostgresSession
 
@@ -61,7 +62,8 @@ class RecentAct:
 class Condition:
     """`owner` held the lease last (None: nobody ever did), which lives for `lease` seconds more; 0: it is over.
     `quiet` is how long ago a batch was last applied (s), None where none ever was. By the database's clock. `acts` are
-    those of the last day, the newest first. `waits`: what a batch of the owner waits for in this database."""
+    those of the last day, the newest first. `waits`: what a batch of the owner waits for in this database. `lagging`:
+    Kafka partitions whose records wait for longer than a healthy pipeline takes."""
 
     owner: str | None
     lease: float
@@ -70,6 +72,7 @@ class Condition:
     acts: Sequence[RecentAct] = ()
     faults: Sequence[SinkFault] = ()
     waits: str | None = None
+    lagging: Sequence[LaggingPartition] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +123,11 @@ class Conditions:
             ).fetchall()
             acts = self._acts(connection)
             faults = self.faults()
+            partitions = lagging(connection)
         owner, left, waits = lease or (None, 0.0, None)
         counts = [DeadLetterCounts(*row) for row in rejected]
-        return Condition(owner, left, batch[0] if batch else None, counts, acts, faults, waits if left else None)
+        quiet = batch[0] if batch else None
+        return Condition(owner, left, quiet, counts, acts, faults, waits if left else None, partitions)
 
     def _acts(self, connection: Connection) -> list[RecentAct]:
         """None where the schema is of a version that does not note them."""

@@ -4,7 +4,7 @@ Three sessions: one for the batches (the thread of foreachBatch), one for recall
 probes), so that none waits for another.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Self
@@ -19,6 +19,7 @@ from tidemark.sinks.postgres.audit import STATES
 from tidemark.sinks.postgres.database import READABLE, SCHEMA, execute, session_of
 from tidemark.sinks.postgres.days import drop_before
 from tidemark.sinks.postgres.history import PageBounds, PastAdvance, PastLate, PastPage, Retention
+from tidemark.sinks.postgres.kafka_lag import note_lagging
 from tidemark.sinks.postgres.policies import PolicyTable
 from tidemark.sinks.postgres.recalls import KeptRecall
 from tidemark.sinks.postgres.status import Conditions, note_faults
@@ -144,6 +145,11 @@ class Postgres:
         with self._batches.use() as connection, connection.transaction():
             recalls.add_recalls(connection, put_off)
             recalls.give_up(connection, why)
+
+    def note_lagging(self, found: Sequence[tuple[str, int, int, float, int | None, float | None]]) -> None:
+        """Replace the partitions that are noted as lagging: see `kafka_lag.note_lagging`."""
+        with self._reads.use() as connection:
+            note_lagging(connection, found)
 
     def note_faults(self, faults: Mapping[tuple[str, str], str]) -> None:
         """What sinks cannot show, by sink and stream: the problem. For people."""

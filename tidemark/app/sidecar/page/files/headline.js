@@ -64,6 +64,10 @@ export function notices(sum, pipeline, now) {
     const said = `${hidden.stream}${others ? ` and ${counted(others, "stream")} more` : ""} cannot be shown in ${hidden.sink}, for ${age(now - seconds(hidden.since))}: ${hidden.problem}.`;
     found.push({ said, verb: "tidemark status" });
   }
+  for (const it of (pipeline.lagging ?? []).filter((lag) => lag.blocked_offset !== null)) {
+    const said = `An open Kafka transaction blocks partition ${it.partition} of ${it.topic} at offset ${it.blocked_offset}, for ${age(now - seconds(it.blocked_since))}; ${counted(it.records, "record")} cannot be read. This prints the commands that find and abort it:`;
+    found.push({ said, verb: "tidemark status" });
+  }
   if (now - sum.newestLate < FRESH) {
     const said = `Facts came late, the last ${age(now - sum.newestLate)} ago: readers that have passed their IDs must take them up.`;
     found.push({ said, verb: "tidemark late list" });

@@ -1,0 +1,49 @@
+"""How long records of a partition have waited, and how long a transaction has blocked it."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidemark.app.partition_lag import SAMPLES, LagTracker, PartitionLag
+
+PLACE = "facts", 0
+
+
+def test_the_age_is_that_of_the_oldest_record_that_is_not_read() -> None:
+    """Records that came later do not make it younger, and reading makes it that of what is left."""
+    tracker = LagTracker()
+    assert tracker.observe(PLACE, 0.0, read=5, stable=5, end=5) == PartitionLag(0, 0.0, 5, 0.0)
+    assert tracker.observe(PLACE, 10.0, read=5, stable=7, end=7) == PartitionLag(2, 0.0, 7, 0.0)
+    assert tracker.observe(PLACE, 12.0, read=5, stable=9, end=9) == PartitionLag(4, 2.0, 9, 0.0)
+    assert tracker.observe(PLACE, 13.0, read=8, stable=9, end=9) == PartitionLag(1, 1.0, 9, 0.0)
+    assert tracker.observe(PLACE, 14.0, read=9, stable=9, end=9) == PartitionLag(0, 0.0, 9, 0.0)
+
+
+def test_a_transaction_blocks_while_the_last_stable_offset_stays() -> None:
+    """Short transactions one after the other move it, so they block nothing for long."""
+    tracker = LagTracker()
+    assert tracker.observe(PLACE, 0.0, read=5, stable=5, end=6).blocked_seconds == 0
+    assert tracker.observe(PLACE, 3.0, read=5, stable=5, end=9).blocked_seconds == 3
+    assert tracker.observe(PLACE, 4.0, read=7, stable=7, end=9).blocked_seconds == 0
+    assert tracker.observe(PLACE, 9.0, read=7, stable=7, end=99).blocked_seconds == 5
+    assert tracker.observe(PLACE, 10.0, read=99, stable=99, end=99).blocked_seconds == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=60))
+def test_no_age_is_younger_than_the_truth(steps: list[tuple[int, int]]) -> None:
+    """Against every offset's own arrival, as far as rounds can tell."""
+    tracker, arrived, read, end = LagTracker(), dict[int, float](), 0, 0
+    for now, (came, taken) in enumerate(steps):
+        arrived |= {offset: float(now) for offset in range(end, end + came)}
+        end += came
+        read = min(end, read + taken)
+        lag = tracker.observe(PLACE, float(now), read=read, stable=end, end=end)
+        assert lag.seconds == (now - arrived[read] if read < end else 0.0)
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    """A pipeline that is stopped for days while records come: the age still counts from the first."""
+    tracker = LagTracker()
+    for second in range(5 * SAMPLES):
+        lag = tracker.observe(PLACE, float(second), read=0, stable=second + 1, end=second + 1)
+    assert lag.seconds == 5 * SAMPLES - 1
+    assert len(tracker._watched[PLACE].ends) <= SAMPLES
