@@ -83,7 +83,7 @@ def test_who_lost_the_lease_shows_no_stream(scraped: tuple[Board, CollectorRegis
     board, registry = scraped
     stored, labels = {"history": state.encode(a_backward_stream())}, {"stream": "history"}
     board.load(loaded(stored), {})
-    metrics.set_offsets("facts", 0, end=9, read=5)
+    metrics.set_offsets("facts", 0, end=9, read=5, seconds=0.0, blocked=0.0)
     board.forget()
     assert registry.get_sample_value("tidemark_oldest_gap_age_seconds", labels) is None
     of_partition = {"topic": "facts", "partition": "0"}
