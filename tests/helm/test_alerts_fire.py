@@ -55,6 +55,7 @@ QUIET: Series = {
     f"tidemark_last_batch_timestamp_seconds{{{POD}}}": always(0),  # nothing came since
     f"tidemark_lease_token{{{POD}}}": always(7),
     f'tidemark_sink_faults{{{POD},sink="redis"}}': always(0),
+    f"tidemark_clock_difference_seconds{{{POD}}}": always(0),
     f'tidemark_kafka_lag_records{{{POD},topic="tidemark.facts",partition="0"}}': always(0),
     f'tidemark_kafka_blocked_seconds{{{POD},topic="tidemark.facts",partition="0"}}': always(0),
     f"tidemark_linear_position{{{POD},{STREAM}}}": always(20),
@@ -123,6 +124,10 @@ FAULTS: dict[str, tuple[Series, set[str]]] = {
         {"TidemarkServerAway"},
     ),
     "a stream cannot be shown in Redis": ({one("tidemark_sink_faults"): since(10)}, {"TidemarkStreamsNotShown"}),
+    "the host's clock is nine days ahead": (
+        {one("tidemark_clock_difference_seconds"): since(10, 777_600)},
+        {"TidemarkClocksDiffer"},
+    ),
     "the pipeline is too slow": (
         {
             one("tidemark_kafka_lag_records"): since(10, 2_000_000),

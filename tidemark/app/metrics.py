@@ -80,6 +80,12 @@ SINK_FAULTS = Gauge(
     ["sink"],
     registry=REGISTRY,
 )
+CLOCK = Gauge(
+    "tidemark_clock_difference_seconds",
+    "Seconds by which the clock of the pipeline's host is ahead of Postgres's; below 0: behind. Asked once a minute."
+    " Times in the history are the host's. Set both by NTP: while they differ, history is dropped late.",
+    registry=REGISTRY,
+)
 LATENCY = BatchHistogram(
     "tidemark_completion_to_published_seconds",
     "From the Kafka time of a writer's oldest record in a batch to its advance in Redis: one observation per advance.",

@@ -195,7 +195,9 @@ class Attempt:
             for sink in sinks:
                 with suppress(Unavailable):  # that is waited for when there is something to publish
                     sink.check()
-            maintenance = stack.enter_context(Maintenance(sinks, postgres, lease, MaintenanceConfig()))
+            maintenance = stack.enter_context(
+                Maintenance(sinks, postgres, lease, MaintenanceConfig(), metrics.CLOCK.set)
+            )
             facts, dead = settings.kafka_facts_topic, settings.kafka_dead_letters_topic
             dead_letters = stack.enter_context(
                 DeadLetters(DeadLettersConfig(dead, kafka.client(), producer_settings(kafka, dead)))

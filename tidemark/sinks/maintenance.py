@@ -20,6 +20,8 @@ from tidemark.streaming.errors import LeaseLost, Stop, TidemarkError
 log = structlog.get_logger(__name__)
 
 
+CLOCKS_DIFFER = 60.0
+"""Seconds from which on it is logged, and the alert TidemarkClocksDiffer fires."""
 AGAIN = 60.0  # seconds until a tidying that was not complete is tried again
 SELDOM = 20  # times as long as a comparison took until the next: of very many streams it would take a core for itself
 
@@ -37,8 +39,19 @@ class MaintenanceConfig:
 class Maintenance(LeasedThread):
     """Problems are logged and tried again at the next poll; a `Stop` among them is the `failure`."""
 
-    def __init__(self, sinks: Sequence[Sink], postgres: Postgres, lease: Lease, config: MaintenanceConfig) -> None:
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        postgres: Postgres,
+        lease: Lease,
+        config: MaintenanceConfig,
+        clocks_differ: Callable[[float], object] = lambda _: None,
+    ) -> None:
+        """`clocks_differ` is given the seconds by which this host is ahead of Postgres, with each comparison."""
         super().__init__("maintenance", lease)
+        self._clocks_differ = clocks_differ
+        self._clock_at = -float("inf")
+        self._is_clock_wrong = False
         self._sinks = sinks
         self._postgres = postgres
         self._config = config
@@ -52,6 +65,7 @@ class Maintenance(LeasedThread):
             self._try(sink.name, partial(self._mend, sink))
         self._try("the streams that are not shown", self._note_faults)
         self._try("Postgres's history", self._tidy)
+        self._try("the clocks", self._compare_clocks)
         return self._config.poll
 
     def _try(self, what: str, step: Callable[[], None]) -> None:
@@ -99,9 +113,27 @@ class Maintenance(LeasedThread):
         self._postgres.note_faults(faults)
         self._noted = faults
 
+    def _compare_clocks(self) -> None:
+        if time.monotonic() < self._clock_at:
+            return
+        difference = self._postgres.clock.difference()
+        self._clock_at = time.monotonic() + self._config.compare
+        self._clocks_differ(difference)
+        was, self._is_clock_wrong = self._is_clock_wrong, abs(difference) > CLOCKS_DIFFER
+        if self._is_clock_wrong and not was:
+            log.warning(
+                "The clocks of this host and of Postgres differ; set them (NTP): times in the history are this host's,"
+                " and no more than a day of it is dropped at a time",
+                seconds_ahead=round(difference),
+            )
+        elif was and not self._is_clock_wrong:
+            log.info("The clocks of this host and of Postgres agree again")
+
     def _tidy(self) -> None:
         if time.monotonic() >= self._tidy_at:
             # Also should it fail: it may have waited for locks, and batches behind it.
             self._tidy_at = time.monotonic() + min(self._config.tidy, AGAIN)
-            if self._postgres.tidy(datetime.now(UTC)):
+            now = self._postgres.clock.now(datetime.now(UTC))
+            if self._postgres.tidy(now):
+                self._postgres.clock.complete(now)
                 self._tidy_at = time.monotonic() + self._config.tidy

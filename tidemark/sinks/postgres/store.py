@@ -16,6 +16,7 @@ from tidemark.sinks.port import Batch, Committed
 from tidemark.sinks.postgres import history, recalls, tail, transaction
 from tidemark.sinks.postgres.advances import forget_retired
 from tidemark.sinks.postgres.audit import STATES
+from tidemark.sinks.postgres.clock import RetentionClock
 from tidemark.sinks.postgres.database import READABLE, SCHEMA, execute, session_of
 from tidemark.sinks.postgres.days import drop_before
 from tidemark.sinks.postgres.history import PageBounds, PastAdvance, PastLate, PastPage, Retention
@@ -75,6 +76,7 @@ class Postgres:
         self.where = self._batches.where
         self.conditions = Conditions(self._reads)
         self.policies = PolicyTable(self._reads)
+        self.clock = RetentionClock(self._reads)
 
     def __enter__(self) -> Self:
         return self
@@ -281,7 +283,7 @@ class Postgres:
 
     def tidy(self, now: datetime) -> bool:
         """Make the history's partitions of today and tomorrow, and drop what is past its time, retired
-        writers too. For every hour or so.
+        writers too. For every hour or so, with the time of `clock`.
 
         Batches go on meanwhile. False where something could not be dropped, because somebody reads it.
         """
