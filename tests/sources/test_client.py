@@ -115,6 +115,21 @@ def test_a_row_that_could_not_be_told_is_not_sent(connection: psycopg.Connection
     connection.commit()
 
 
+def test_a_fact_has_a_bound(connection: psycopg.Connection) -> None:
+    """Found before it is sent, so that the transaction goes on; as many facts the same rows are taken."""
+    writer = Writer()
+    id = writer.reserve(connection, "orders")
+    rows = ["x" * 700_000] * 24
+    for act in (
+        lambda: writer.append(connection, "orders", *rows),
+        lambda: writer.complete(connection, "orders", id, *rows),
+    ):
+        with pytest.raises(errors.BadRow, match="with it the fact has 16804848 bytes, and a fact may have 16777216"):
+            act()
+    writer.complete(connection, "orders", id, *rows[:23])
+    assert len(writer.append_many(connection, "orders", rows)) == 24
+
+
 def test_what_the_server_finds_wrong_in_a_row_is_the_row(connection: psycopg.Connection) -> None:
     """NUL is JSON, and nothing that Postgres can keep; and of JSON that is given as it is nobody else knows."""
     for row in ("\0", {"raw": msgspec.Raw(b"[null, NaN]")}):

@@ -26,6 +26,9 @@ from tidemark.streaming.records import row as encoded
 
 MOST_BYTES = 900_000
 """JSON of a row: what Kafka takes by default (1 MB) less room for the rest of the record."""
+MOST_FACT_BYTES = 16_777_216
+"""A fact, counted as the JSON of its rows and 200 for each row: so the relay's memory is bounded."""
+_ROW_BYTES = 200
 DEEPEST = 256
 """Nesting of a row that not every reader of JSON takes any more."""
 
@@ -118,7 +121,7 @@ class _Calls:
     writer: str
 
     def append(self, stream: str, rows: Sequence[object]) -> _Call:
-        return _Call(_APPEND, [self.writer, stream, _array(stream, rows)], _known(stream))
+        return _Call(_APPEND, [self.writer, stream, _array(stream, rows, MOST_FACT_BYTES)], _known(stream))
 
     def append_many(self, stream: str, rows: Iterable[object]) -> _Call:
         if isinstance(rows, str | bytes | Mapping):
@@ -129,7 +132,7 @@ class _Calls:
         return _Call(_RESERVE, [stream, self.writer], _known(stream))
 
     def complete(self, stream: str, id: int, rows: Sequence[object]) -> _Call:
-        return _Call(_COMPLETE, [stream, id, _array(stream, rows)], _known(stream), id)
+        return _Call(_COMPLETE, [stream, id, _array(stream, rows, MOST_FACT_BYTES)], _known(stream), id)
 
 
 def _known(stream: str) -> str:
@@ -138,9 +141,10 @@ def _known(stream: str) -> str:
     return stream
 
 
-def _array(stream: str, rows: Iterable[object]) -> str:
-    """The text of an array of Postgres, which takes psycopg longer to make of a list than all the rest."""
-    bodies = []
+def _array(stream: str, rows: Iterable[object], most_bytes: int | None = None) -> str:
+    """The text of an array of Postgres, which takes psycopg longer to make of a list than all the rest. `most_bytes`:
+    what all rows may have together, as those of one fact."""
+    bodies, size = [], 0
     for row in rows:
         try:
             body = bytes(encoded(row))
@@ -149,6 +153,9 @@ def _array(stream: str, rows: Iterable[object]) -> str:
             raise BadRow(stream, f"it is no JSON: {error}") from error
         if problem := _problem(row, body):
             raise BadRow(stream, problem)
+        size += len(body) + _ROW_BYTES
+        if most_bytes is not None and size > most_bytes:
+            raise BadRow(stream, f"with it the fact has {size} bytes, and a fact may have {most_bytes}")
         bodies.append(text.replace("\\", "\\\\").replace('"', '\\"'))
     return '{"' + '","'.join(bodies) + '"}' if bodies else "{}"
 

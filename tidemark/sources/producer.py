@@ -54,6 +54,8 @@ class RecordProducer:
         """Partition and offset of the record that was acknowledged last."""
         settings = connection.producer(max_bytes) | {
             "message.timeout.ms": str(int(give_up_after * 1000)),
+            # Whoever sends bounds what waits by its own means; a full queue would block, and nothing could end it.
+            "queue.buffering.max.messages": "500000",
             # After a record that the broker refused nothing follows: a fact of several rows is complete with its last
             # record, also if Kafka lacks another one.
             "enable.gapless.guarantee": "true",

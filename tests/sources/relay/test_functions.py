@@ -211,6 +211,16 @@ def test_a_rolled_back_savepoint_gives_its_lock_back(sql: psycopg.Connection) ->
         ("append('orders', (repeat('[', 300) || repeat(']', 300))::jsonb)", errors.ProgramLimitExceeded, "nested"),
         ("append('orders', to_jsonb(repeat('x', 900001)))", errors.ProgramLimitExceeded, "900003 bytes"),
         ("append('orders', to_jsonb(array_fill(1e131000, array[7])))", errors.ProgramLimitExceeded, "bytes of JSON"),
+        (
+            "append('orders', variadic (select array_agg(to_jsonb(repeat('x', 700000))) from generate_series(1, 130)))",
+            errors.ProgramLimitExceeded,
+            "a fact of stream 'orders' has 91026260 bytes in 130 rows, and a fact may have 16777216",
+        ),
+        (
+            "complete('orders', 1, variadic (select array_agg('{}'::jsonb) from generate_series(1, 90000)))",
+            errors.ProgramLimitExceeded,
+            "a fact of stream 'orders' has 18180000 bytes in 90000 rows",
+        ),
         ("create_stream('two words')", errors.CheckViolation, "append_streams_stream_check"),
         ("create_stream('')", errors.CheckViolation, "append_streams_stream_check"),
         ("create_stream('orders', 'backward')", errors.DuplicateObject, "other direction"),
