@@ -6,6 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from tidemark.streaming.environment import Foreign, bypass_proxies_for_loopback, forget
+
+# A developer's own settings for Postgres, and a proxy, are not for the servers of the tests.
+forget([Foreign.POSTGRES])
+bypass_proxies_for_loopback()
+
 pytest_plugins = [
     "tests.examples",
     "tests.needs",

@@ -81,7 +81,7 @@ def warm_jvm() -> Iterator[None]:
     """From now on every JVM of Spark's begins with archived classes, and without what pays in a life of minutes."""
     subprocess.run(class_archive.MAKER, check=True, stdout=subprocess.DEVNULL)
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+        environment.setenv("JDK_JAVA_OPTIONS", "-XX:+UseSerialGC")
         yield
 
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 import redis
-from dotenv import dotenv_values
 
 from tests.shadows import shadowed
 from tests.waiting import eventually
-from tidemark.app.settings import child_environment
 from tidemark.app.stack.home import Home
+from tidemark.app.stack_env import read_stack_env
+from tidemark.streaming.environment import child_environment
 
 _TIDEMARK = (sys.executable, "-P", "-m", "tidemark")  # as the installed command, which does not look around itself
-READY_SECONDS = 120.0  # with other tests on the same cores
+READY_SECONDS = 300.0  # with other tests on the same cores
 
 
 class Terminal:
@@ -53,7 +53,10 @@ class Terminal:
         with self.output.open("wb") as output:
             process = subprocess.Popen(command, env=self.environment, stdout=output, stderr=output, cwd=self.folder)
         try:
-            eventually(lambda: process.poll() is not None or self.said("ready after"), READY_SECONDS)
+            ready = "ready after"
+            eventually(
+                lambda: process.poll() is not None or self.said(ready), READY_SECONDS, lambda: self.output.read_text()
+            )
             assert process.poll() is None, self.output.read_text()
             yield process
         finally:
@@ -64,8 +67,8 @@ class Terminal:
         return text in self.output.read_text()
 
     @property
-    def stack_env(self) -> dict[str, str | None]:
-        return dotenv_values(self.home.stack_env)
+    def stack_env(self) -> dict[str, str]:
+        return read_stack_env(self.home.stack_env)
 
     def redis(self) -> redis.Redis:
         return redis.Redis.from_url(str(self.stack_env["TIDEMARK_REDIS_URL"]), decode_responses=True)

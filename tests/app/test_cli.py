@@ -1,7 +1,10 @@
+import os
+import shutil
 import signal
 import subprocess
 import sys
 from ast import literal_eval
+from pathlib import Path
 
 import click
 import pytest
@@ -9,7 +12,9 @@ from click.testing import CliRunner
 
 from tidemark.app.cli import main
 from tidemark.app.commands import confirmed
-from tidemark.app.settings import child_environment
+from tidemark.app.stack.postgres import PostgresServer
+from tidemark.app.stack.server import free_port
+from tidemark.streaming.environment import child_environment
 
 COMMANDS = [
     name
@@ -142,3 +147,63 @@ def test_help_needs_no_spark() -> None:
         "sys.exit(bool({'psycopg', 'pydantic', 'structlog'} & early or 'pyspark' in sys.modules))"
     )
     assert _python("-c", program).returncode == 0
+
+
+@pytest.mark.parametrize("verb", ["status", "gaps"])
+def test_without_a_stack_a_verb_says_what_is_missing(verb: str, tmp_path: Path) -> None:
+    """Nobody has set an address and no stack runs: no words of a database driver."""
+    done = _tidemark(verb, TIDEMARK_HOME=str(tmp_path))
+    assert done.returncode == 1
+    where = "localhost:5432/tidemark"
+    hint = "is `tidemark up` running? else set TIDEMARK_POSTGRES_DSN"
+    assert done.stderr == f"Error: Postgres does not answer at {where}: {hint}\n"
+
+
+def test_a_stack_that_was_killed_leaves_no_riddle(tmp_path: Path) -> None:
+    """Its `stack.env` is there, and nobody listens at the address in it."""
+    port = free_port()
+    (tmp_path / "stack.env").write_text(f"export TIDEMARK_POSTGRES_DSN=postgresql://127.0.0.1:{port}/tidemark\n")
+    done = _tidemark("status", TIDEMARK_HOME=str(tmp_path))
+    assert f"does not answer at 127.0.0.1:{port}/tidemark: is `tidemark up` running?" in done.stderr
+
+
+def test_an_address_that_was_set_is_told_with_its_problem(tmp_path: Path) -> None:
+    """Whoever set it does not ask for a local stack."""
+    dsn = f"postgresql://127.0.0.1:{free_port()}/mine"
+    done = _tidemark("status", TIDEMARK_HOME=str(tmp_path), TIDEMARK_POSTGRES_DSN=dsn)
+    assert "tidemark up" not in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("home", [{}, {"HOME": ""}, {"HOME": "/proc/none"}])
+def test_no_home_is_no_obstacle(home: dict[str, str], tmp_path: Path) -> None:
+    """A user without a home directory gets a directory among the temporary files."""
+    environment = {name: text for name, text in child_environment(home).items() if name != "HOME" or "HOME" in home}
+    environment |= {"TMPDIR": str(tmp_path)}
+    if os.geteuid() == 0 and shutil.which("setpriv"):  # a user whom nobody has listed
+        user = ["setpriv", "--reuid=54321", "--regid=54321", "--clear-groups"]
+        user += ["--inh-caps=+dac_override", "--ambient-caps=+dac_override"]
+    else:
+        user = []
+    command = [*user, "sh", "-c", 'exec "$0" "$@"', sys.executable, "-P", "-m", "tidemark", "config"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    if user:
+        assert f"{tmp_path}/tidemark-54321" in done.stdout
+
+
+def test_a_shells_variables_do_not_lead_a_verb_away_from_the_stack(postgres: PostgresServer, tmp_path: Path) -> None:
+    """`PG...` in the shell is for other servers than the one in `stack.env`; it counts for an address of one's own."""
+    dsn = postgres.dsn("postgres")
+    (tmp_path / "stack.env").write_text(f"export TIDEMARK_POSTGRES_DSN={dsn}\n")
+    environment = child_environment({"TIDEMARK_HOME": str(tmp_path)})
+    environment |= {"PGSSLMODE": "require", "PGHOSTADDR": "192.0.2.1", "PGSERVICE": "none"}
+
+    def status(**more: str) -> str:
+        command = [sys.executable, "-m", "tidemark", "status"]
+        done = subprocess.run(command, env=environment | more, capture_output=True, text=True, timeout=60, check=False)
+        return done.stderr
+
+    assert "tidemark migrate" in status()  # it was reached, and has no schema
+    assert "tidemark migrate" in status(TIDEMARK_POSTGRES_DSN=dsn)  # as in a shell that has sourced the file
+    assert '"none" not found' in status(TIDEMARK_POSTGRES_DSN=f"{dsn}?application_name=mine")

@@ -32,13 +32,13 @@ from tests.waiting import eventually
 from tidemark.app import relay
 from tidemark.app.cli import main
 from tidemark.app.read_side.opened import ReadSideConfig
-from tidemark.app.settings import child_environment
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer, RedisServer
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.synapse.metrics import BridgeMetrics
+from tidemark.streaming.environment import child_environment
 from tidemark.streaming.records import FactRun, Join, Position, Rdata, Record, Void, encode, row
 
 NOTHING = row({})

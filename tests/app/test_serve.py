@@ -22,11 +22,11 @@ from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.connections import host_port
 from tidemark.app.encryption import trusting
-from tidemark.app.settings import child_environment
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import LOOPBACK, free_port
 from tidemark.app.stack.servers import RedisServer, SidecarProcess
+from tidemark.streaming.environment import child_environment
 
 
 @pytest.fixture

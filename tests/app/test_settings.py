@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tidemark.app import config
-from tidemark.app.settings import Settings, child_environment, is_secret, load, variable_of
+from tidemark.app.settings import Settings, is_secret, load, variable_of
+from tidemark.streaming.environment import child_environment
 from tidemark.streaming.errors import BadSetting
 
 

@@ -15,6 +15,7 @@ from tests.waiting import eventually
 from tidemark.app.connections import host_port
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import postgres_program
+from tidemark.app.stack_env import read_stack_env
 
 VISIBLE_SECONDS = 60.0
 LINEAR = "tidemark:{orders}:linear"
@@ -118,7 +119,8 @@ def test_home_that_cannot_be_written_is_told_in_one_line(terminal: Terminal) -> 
 
 
 def test_stack_env_can_be_sourced(terminal: Terminal) -> None:
-    """What a shell takes from `stack.env` is what was written, whatever the home is called."""
+    """What a shell takes from `stack.env` is what was written, whatever the home is called and whatever the shell had
+    for other servers."""
     from tidemark.app.settings import load
     from tidemark.app.stack.members import Members
 
@@ -126,11 +128,11 @@ def test_stack_env_can_be_sourced(terminal: Terminal) -> None:
     members = Members(home, load(), "java")
     home.root.mkdir(exist_ok=True)
     path = members.write_stack_env()
-    shell = subprocess.run(
-        ["sh", "-c", '. "$0"; printf %s "$TIDEMARK_HOME|$TIDEMARK_KAFKA_BOOTSTRAP_SERVERS"', str(path)],
-        capture_output=True,
-        text=True,
-        check=True,
+    program = (
+        """. "$0"; printf '%s|' "$TIDEMARK_HOME" "$PGHOST" "${PGSSLMODE-unset}" "${PGSERVICE-unset}" "$no_proxy\""""
     )
-    assert shell.stdout == f"{home.root}|{members.kafka.bootstrap_servers}"
+    misleading = {"PGSSLMODE": "require", "PGSERVICE": "prod", "PGHOST": "prod", "no_proxy": "intra"}
+    shell = subprocess.run(["sh", "-c", program, str(path)], env=misleading, capture_output=True, text=True, check=True)
+    assert shell.stdout == f"{home.root}|127.0.0.1|unset|unset|intra,127.0.0.1,localhost|"
+    assert read_stack_env(path) == {**members.variables(), **members.postgres.libpq}
     assert path.stat().st_mode & 0o077 == 0

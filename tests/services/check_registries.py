@@ -8,7 +8,8 @@ import pytest
 
 from tests.services.programs import HERE, places_orders
 from tests.services.shop import Shop
-from tidemark.app.settings import Settings, child_environment
+from tidemark.app.settings import Settings
+from tidemark.streaming.environment import child_environment
 
 
 @pytest.fixture(scope="session")

@@ -14,10 +14,10 @@ from psycopg.conninfo import conninfo_to_dict
 
 from tests.sources.relay.judge import Judge
 from tests.waiting import eventually
-from tidemark.app.settings import child_environment
 from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import TopicPlan, Topics
+from tidemark.streaming.environment import child_environment
 from tidemark.streaming.records import Rdata, Record
 
 PAGE = (Path(__file__).parents[2] / "docs/writing.md").read_text()

@@ -71,7 +71,6 @@ class SynapseProcess(ServerProcess):
     """One process of a homeserver; `port` serves clients and other processes."""
 
     name: ClassVar[str] = "synapse"
-    patience: ClassVar[float] = 90.0
 
     def __init__(self, home: Home, name: str, command: Sequence[str]) -> None:
         super().__init__(home, free_port())
@@ -84,9 +83,9 @@ class SynapseProcess(ServerProcess):
     def environment(self) -> Mapping[str, str]:
         return {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": str(_MODULES)}
 
-    def log_tail(self, lines: int = 80) -> str:
-        """With the traceback, which stands far above the last line."""
-        return super().log_tail(lines)
+    def failure(self) -> str:
+        """With the traceback, which is far above the last line."""
+        return self.log_tail(80)
 
     def answers(self) -> bool:
         """It itself: where another test run has taken the port meanwhile, a Synapse may answer there that is not this

@@ -10,9 +10,9 @@ from tests.services.pgbouncer import CONNECTIONS, PgBouncer
 from tests.services.shop import TIDEMARK, Shop
 from tests.waiting import eventually
 from tidemark import Writer
-from tidemark.app.settings import child_environment
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.servers import KafkaServer
+from tidemark.streaming.environment import child_environment
 
 CLIENTS, EACH = 24, 12
 PLACE = """

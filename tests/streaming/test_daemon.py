@@ -15,7 +15,8 @@ from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StringType, StructField, StructType
 
 from tests.programs import printed
-from tidemark.streaming.spark import LOCAL, SparkSettings, configuration, without_archives
+from tidemark.streaming.jvm import without_archives
+from tidemark.streaming.spark import LOCAL, SparkSettings, configuration
 
 _FOR_PYTHON = "spark.executorEnv."
 

@@ -23,10 +23,11 @@ from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
 from tidemark.streaming import query
 from tidemark.streaming.compact import MOST_FACTS, compact
+from tidemark.streaming.jvm import Jvm
 from tidemark.streaming.kafka_ranges import Places
 from tidemark.streaming.kafka_source import KafkaConfig, PacketReader, PacketSource
 from tidemark.streaming.model import Bounds
-from tidemark.streaming.spark import Jvm, SparkSettings, configuration, connect
+from tidemark.streaming.spark import SparkSettings, configuration, connect
 
 _BATCHES = 2
 _KEYS = [0, 1, 2, 3]

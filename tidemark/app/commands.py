@@ -4,13 +4,15 @@ import errno
 import getpass
 import math
 import os
+import socket
 import sys
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import click
 
 from tidemark.app.printed import one_line
-from tidemark.streaming.errors import ExtraMissing, Stop, TidemarkError
+from tidemark.streaming.environment import Foreign, bypass_proxies_for_loopback, forget
+from tidemark.streaming.errors import ExtraMissing, Refused, Stop, TidemarkError, Unavailable
 
 if TYPE_CHECKING:
     from tidemark.app.settings import Settings
@@ -59,8 +61,12 @@ class CommandGroup(OurCommand, click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except Refused as error:
+            raise CommandStopped(_without_stack(error) or _one_line(error)) from None
         except Stop as error:
             raise CommandStopped(_one_line(error)) from None
+        except Unavailable as error:
+            raise CommandFailed(_without_stack(error) or _one_line(error)) from None
         except TidemarkError as error:
             raise CommandFailed(_one_line(error)) from None
         except KeyboardInterrupt:
@@ -76,6 +82,31 @@ def _one_line(error: Exception) -> str:
     from tidemark.app.settings import called
 
     return called(one_line(error))
+
+
+def _without_stack(error: Unavailable | Refused) -> str | None:
+    """What to say of a server whose address nobody has set; None if somebody has."""
+    from tidemark.app.settings import called, origin_of, variable_of
+    from tidemark.app.stack_env import stack_env
+
+    name = {"Postgres": "postgres_dsn", "Kafka": "kafka_bootstrap_servers", "Redis": "redis_url"}.get(error.what)
+    origin = "" if name is None else origin_of(name)
+    listening = _listens(error.where)
+    if name is None or not (origin == "default" or (origin == str(stack_env()) and not listening)):
+        return None
+    problem = one_line(error) if listening else f"{error.what} does not answer at {error.where}"
+    return called(f"{problem}: is `tidemark up` running? else set {variable_of(name)}")
+
+
+def _listens(where: str) -> bool:
+    """Whether something accepts connections at `host:port`, the first of several, or before a path."""
+    from tidemark.app.connections import host_port
+
+    try:
+        socket.create_connection(host_port(where.partition(",")[0].partition("/")[0]), timeout=1.0).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 class Amount(click.FloatRange):
@@ -101,16 +132,37 @@ awaiting_its_end = click.option(
 )
 
 
-def loaded() -> "Settings":
+def loaded(*, other_database: bool = False) -> "Settings":
     """The settings of this process, whose log they shape. Called before all else is imported: who mistyped one need not
-    wait for Spark. Raises `BadSetting`."""
+    wait for Spark.
+
+    Variables of the user that would lead a request to this machine elsewhere are removed from the process: proxies for
+    loopback, and `PG...` if the database is that of the local stack.
+
+    Args:
+        other_database: the process also connects to a database of the user, for which `PG...` count.
+
+    Raises:
+        BadSetting: a setting is wrong.
+    """
     from tidemark.app.settings import load
 
     settings = load()
     from tidemark.app import logs
 
     logs.configure(settings)
+    bypass_proxies_for_loopback()
+    if not other_database and settings.synapse_dsn is None and _is_of_stack(settings):
+        forget([Foreign.POSTGRES])
     return settings
+
+
+def _is_of_stack(settings: "Settings") -> bool:
+    """Whether the database is that of the local stack, also if the shell has sourced `stack.env`."""
+    from tidemark.app.settings import variable_of
+    from tidemark.app.stack_env import read_stack_env
+
+    return settings.postgres_dsn.get_secret_value() == read_stack_env().get(variable_of("postgres_dsn"))
 
 
 def confirmed(word: str, what: str, *, yes: bool) -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
-from py4j.protocol import Py4JError
+from py4j.protocol import Py4JError, Py4JJavaError
 from pyspark.sql import DataFrame, SparkSession
 
 from tidemark.app import class_archive
@@ -21,9 +21,11 @@ from tidemark.streaming import checkpoint, kafka_source
 from tidemark.streaming.compact import MOST_FACTS
 from tidemark.streaming.errors import BadSetting, QueryFailed, SparkDied, Stopping
 from tidemark.streaming.executors import Cluster, Pods, address_towards
+from tidemark.streaming.failure_cause import failure_cause
+from tidemark.streaming.jvm import Jvm, is_local
 from tidemark.streaming.kafka_source import KafkaConfig
 from tidemark.streaming.shards import keys_of
-from tidemark.streaming.spark import TASKS, Jvm, SparkSettings, configuration, connect, is_local
+from tidemark.streaming.spark import TASKS, SparkSettings, configuration, connect
 
 _RAISED = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)+(\S.*)")
 _PROPERTY = re.compile(r"(?P<name>spark\.[^\s=:]+)(\s*[=:]\s*|\s+)(?P<value>.*)")
@@ -75,6 +77,9 @@ class Engine:
             conf = configuration(self._wanted)
             self._jvm = Jvm(conf)
             self._session.set_result(connect(self._jvm, conf))
+        except Py4JJavaError as error:  # settings that Spark refuses
+            said = failure_cause(str(error).splitlines()).removeprefix(": ")
+            self._session.set_exception(SparkDied(f"it did not start: {said}"))
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is for the thread that waits
             self._session.set_exception(error)
 

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from tidemark.streaming.environment import server_environment
 from tidemark.streaming.errors import Stop
 
 OLDEST = 17
@@ -24,7 +25,7 @@ def find_java(java_home: Path | None) -> str:
     found = shutil.which(program)
     if found is None:
         raise JavaUnfit(f"there is no {program}" if java_home else "there is none on the PATH")
-    answer = subprocess.run([found, "-version"], capture_output=True, text=True, check=False)
+    answer = subprocess.run([found, "-version"], env=server_environment(), capture_output=True, text=True, check=False)
     version = re.search(r'version "(?:1\.)?(\d+)', answer.stderr)
     if version is None:
         raise JavaUnfit(f"`{found} -version` does not say its version")

@@ -55,7 +55,8 @@ from tidemark.streaming.errors import (
     Stopping,
     Unavailable,
 )
-from tidemark.streaming.spark import executors, is_local
+from tidemark.streaming.jvm import is_local
+from tidemark.streaming.spark import executors
 
 log = structlog.get_logger(__name__)
 

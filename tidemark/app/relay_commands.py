@@ -28,7 +28,7 @@ def relay(ctx: click.Context, dsn: str | None, writer: str | None, metrics: str 
     """
     ctx.obj = dsn
     if ctx.invoked_subcommand is None:
-        settings = loaded()
+        settings = loaded(other_database=dsn is not None)
         from tidemark.app import relay
 
         relay.run(settings, relay.RelayPlan(dsn or settings.postgres, writer, metrics, wire))
@@ -51,7 +51,7 @@ def relay_migrate(
     wait: float,
 ) -> None:
     """Make or update what `tidemark.append` needs in a service's database."""
-    settings = loaded()
+    settings = loaded(other_database=(dsn or given) is not None)
     from tidemark.app import relay
     from tidemark.sinks.retry import wait_out
 
@@ -71,7 +71,7 @@ def relay_retire(given: str | None, dsn: str | None, writer: str, stream: str | 
     Once nothing of it is open and the relay has told all of it, readers and positions wait for it no more. If it
     appends again it begins anew.
     """
-    settings = loaded()
+    settings = loaded(other_database=(dsn or given) is not None)
     from tidemark.app import relay
 
     order = relay.RetireOrder(writer, stream, wait)
@@ -83,7 +83,7 @@ def relay_retire(given: str | None, dsn: str | None, writer: str, stream: str | 
 @click.pass_obj
 def relay_blockers(given: str | None, dsn: str | None) -> None:
     """Name the open transactions that hold a stream: process, user, application, state, since when, query."""
-    settings = loaded()
+    settings = loaded(other_database=(dsn or given) is not None)
     from tidemark.app import relay
 
     relay.blockers(dsn or given or settings.postgres(), click.echo)

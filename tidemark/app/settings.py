@@ -1,4 +1,4 @@
-"""Every setting, from `TIDEMARK_...` in the environment. The only module that reads the environment.
+"""Every setting, from `TIDEMARK_...` in the environment. The only module that reads settings from the environment.
 
 A value comes from the first of: the variable; the file that `<variable>_FILE` names (secrets only); `stack.env` of
 the local stack in TIDEMARK_HOME, so that a second terminal needs no settings; the default.
@@ -13,12 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from dotenv import dotenv_values
 from pydantic import AfterValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
-    DotEnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
@@ -26,13 +24,14 @@ from pydantic_settings import (
 
 from tidemark.app.connections import PREFIX, AnyPort, Connections, Positive, masked, variable
 from tidemark.app.sidecar_settings import SidecarSettings
+from tidemark.app.stack_env import read_stack_env, stack_env
 from tidemark.streaming.errors import BadSetting
+from tidemark.streaming.home_directory import default_home
 from tidemark.streaming.policies import POLICY_SETTINGS
 
 # Written to `stack.env` for people and their programs; read by none of ours.
 FOR_OTHERS = {f"{PREFIX}METRICS_URL", f"{PREFIX}SIDECAR_URL"}
 _OURS = re.compile(rf"({PREFIX}[A-Z][A-Z0-9_]*)(=[^\s,;]+)?")
-_HOME = Path("~/.cache/tidemark").expanduser()
 
 Memory = Annotated[str, Field(pattern=r"^[1-9]\d*[kmgt]$")]
 
@@ -43,7 +42,7 @@ class Settings(SidecarSettings, Connections):
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, extra="ignore", frozen=True)
 
     home: Annotated[Path, AfterValidator(Path.absolute)] = Field(
-        _HOME, description="Directory of the jars and of the local stack's data."
+        default_factory=default_home, description="Directory of the jars and of the local stack's data."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
     log_format: Literal["console", "json"] = Field("console", description="Log lines for people or for machines.")
@@ -190,8 +189,7 @@ class Settings(SidecarSettings, Connections):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        stack_env = DotEnvSettingsSource(settings_cls, env_file=_stack_env())
-        return init_settings, env_settings, _SecretFiles(settings_cls), stack_env
+        return init_settings, env_settings, _SecretFiles(settings_cls), _StackEnv(settings_cls)
 
 
 class _SecretFiles(PydanticBaseSettingsSource):
@@ -212,6 +210,17 @@ class _SecretFiles(PydanticBaseSettingsSource):
     def __call__(self) -> dict[str, Any]:
         values = {name: self.get_field_value(field, name)[0] for name, field in Settings.model_fields.items()}
         return {name: value for name, value in values.items() if value is not None}
+
+
+class _StackEnv(PydanticBaseSettingsSource):
+    """Settings of the local stack, from the file that `tidemark up` writes."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return read_stack_env().get(variable(field_name)), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        values = read_stack_env()
+        return {name: text for name in Settings.model_fields if (text := values.get(variable(name)))}
 
 
 def _read(secret: Path) -> str:
@@ -258,8 +267,8 @@ def origin_of(name: str) -> str:
         return "environment"
     if path := os.environ.get(f"{variable}_FILE"):
         return path
-    if variable in dotenv_values(_stack_env()):
-        return str(_stack_env())
+    if variable in read_stack_env():
+        return str(stack_env())
     return "default"
 
 
@@ -287,13 +296,3 @@ def unknown_variables() -> list[str]:
     known = FOR_OTHERS | {variable_of(name) for name in Settings.model_fields}
     known |= {f"{variable_of(name)}_FILE" for name, field in Settings.model_fields.items() if is_secret(field)}
     return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
-
-
-def child_environment(overrides: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child process: ours, with `overrides` by variable in place of what is set there."""
-    replaced = {*overrides, *(f"{name}_FILE" for name in overrides)}
-    return {name: value for name, value in os.environ.items() if name not in replaced} | dict(overrides)
-
-
-def _stack_env() -> Path:
-    return Path(os.environ.get(f"{PREFIX}HOME") or _HOME) / "stack.env"

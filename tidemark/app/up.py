@@ -1,6 +1,7 @@
 """`tidemark up`: the whole local stack in one command, from the first download to the last process stopped."""
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event
 
 import click
 
@@ -17,13 +19,19 @@ from tidemark.app import class_archive, relay
 from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
-from tidemark.app.stack.jars import DEMO, fetch_jars
+from tidemark.app.stack.jars import DEMO, SERVERS, fetch_jars
 from tidemark.app.stack.members import Members, Supervisor
 from tidemark.app.stack.postgres import postgres_program
 from tidemark.app.stack.server import ServerProcess
 from tidemark.app.stack.servers import STORY, redis_program
 from tidemark.sinks.postgres.database import migrate
+from tidemark.sinks.retry import wait_out
+from tidemark.streaming.environment import Foreign, child_environment, forget
 from tidemark.streaming.errors import BadSetting
+from tidemark.streaming.home_directory import is_own, temporary_home
+
+BUSY_SECONDS = 300.0
+"""How long Postgres may refuse connections that a busy machine makes it time out."""
 
 
 def run(settings: Settings, *, demo: bool) -> None:
@@ -31,17 +39,21 @@ def run(settings: Settings, *, demo: bool) -> None:
 
     Raises a `Stop` before anything was started, or `StartFailed` after what did start was ended again.
     """
+    inherited = dict(os.environ)
+    ignored = forget(tuple(Foreign))
     home = Home(settings.home)
     _require_writable(home)
     with home.claimed(), suppress(KeyboardInterrupt), _signals_interrupt():
         began = time.monotonic()
+        if ignored:
+            _say(f"ignored, because the stack has servers of its own: {', '.join(ignored)}")
         java = find_java(settings.java_home)
         members = Members(home, settings, java)
         _end_leftovers(members)
         members.require_free_ports()
-        fetch_jars(home.jars, java, _show_fetching)
-        if demo:
-            fetch_jars(home.jars, java, _show_fetching, DEMO)
+        # The one request to the internet: it needs the user's proxy and certificates.
+        for jars in [SERVERS, DEMO] if demo else [SERVERS]:
+            fetch_jars(home.jars, java, _show_fetching, jars, inherited)
         with _running(members, demo=demo) as running:
             _invite(members, time.monotonic() - began)
             supervisor = Supervisor(running, _say)
@@ -53,7 +65,9 @@ def run(settings: Settings, *, demo: bool) -> None:
 
 def _require_writable(home: Home) -> None:
     try:
-        home.root.mkdir(parents=True, exist_ok=True)
+        home.root.mkdir(mode=0o700 if home.root == temporary_home() else 0o777, parents=True, exist_ok=True)
+        if not is_own(home.root):
+            raise BadSetting("TIDEMARK_HOME", f"{home.root} belongs to another user; choose another")
         home.pid("up").touch()
     except OSError as error:
         raise BadSetting("TIDEMARK_HOME", f"cannot write in {home.root}: {error.strerror}; choose another") from None
@@ -68,7 +82,9 @@ def _signals_interrupt() -> Iterator[None]:
             signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # A stack that was started with nohup outlives its terminal.
+    numbers = [it for it in ending if it is not signal.SIGHUP or signal.getsignal(it) is not signal.SIG_IGN]
     before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
@@ -91,8 +107,9 @@ def _running(members: Members, *, demo: bool) -> Iterator[Sequence[ServerProcess
     try:
         with ThreadPoolExecutor() as pool:
             list(pool.map(_start, members.servers))
-        migrate(members.postgres.dsn())
-        relay.migrate(members.postgres.dsn(), ["payments"] if demo else [], "forward", say=lambda _: None)
+        dsn, streams = members.postgres.dsn(), ["payments"] if demo else []
+        wait_out(lambda: migrate(dsn), Event(), BUSY_SECONDS)
+        wait_out(lambda: relay.migrate(dsn, streams, "forward", say=lambda _: None), Event(), BUSY_SECONDS)
         ours = [members.pipeline(), members.relay(), members.sidecar(STORY if demo else "")]
         for later in [*ours, *members.demo()] if demo else ours:
             running.append(later)
@@ -117,6 +134,7 @@ def _archiving(java: str) -> Iterator[None]:
         ["nice", "-n", "19", *class_archive.MAKER],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        env=child_environment({}),
         start_new_session=True,
     )
     try:
@@ -133,7 +151,9 @@ def _archiving(java: str) -> Iterator[None]:
 def _start(server: ServerProcess) -> None:
     began = time.monotonic()
     _say(f"starting {server.name}")
-    server.start()
+    server.start(
+        lambda seconds: _say(f"{server.name} is not up after {seconds:.0f} s; it waits for: {server.waits_for()}")
+    )
     _say(f"{server.name} is up after {time.monotonic() - began:.1f} s")
 
 
@@ -148,7 +168,7 @@ ready after {seconds:.0f} s. Ctrl-C ends everything; the next start finds its da
   In a browser: {members.sidecar().url}/
 
   In another terminal:
-    . {members.home.stack_env}
+    . {shlex.quote(str(members.home.stack_env))}
     {psql} -c "SELECT tidemark.create_stream('sales')" -c "SELECT tidemark.append('sales', '{{}}')"
     {tidemark} status
     curl {members.sidecar().url}/v1/streams
@@ -164,7 +184,7 @@ def _shown(name: str, path: Path) -> str:
     """How a person calls a program from here: by name where the shell finds it, else by the shortest path."""
     if shutil.which(name):
         return name
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
 
 def _show_fetching(what: str) -> None:
@@ -176,4 +196,5 @@ def _show_fetching(what: str) -> None:
 
 
 def _say(text: str) -> None:
-    click.echo(f"\x1b[K{text}" if sys.stdout.isatty() else text)
+    with suppress(OSError):  # the terminal may be gone; the stack goes on
+        click.echo(f"\x1b[K{text}" if sys.stdout.isatty() else text)

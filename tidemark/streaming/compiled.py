@@ -24,6 +24,8 @@ import numpy as np
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
+from tidemark.streaming.home_directory import default_home
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _config: Any = numba.config
@@ -55,8 +57,9 @@ def kept(function: F) -> F:
 def places() -> Iterator[Path]:
     """Where files may be, best first."""
     yield Path(sys.prefix, "share", "tidemark", "compiled")
-    with suppress(RuntimeError, OSError):  # there is no home, or no directory that we are in
-        yield Path(os.environ.get("TIDEMARK_HOME") or "~/.cache/tidemark", "compiled").expanduser().absolute()
+    given = os.environ.get("TIDEMARK_HOME")
+    with suppress(RuntimeError, OSError):  # there is no such user, or no directory that we are in
+        yield (Path(given).expanduser() if given else default_home()).absolute() / "compiled"
 
 
 class CodeFiles:

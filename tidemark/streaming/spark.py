@@ -1,33 +1,23 @@
-"""The Spark session, and its JVM as a child process.
+"""The Spark session in its JVM (`streaming.jvm`).
 
-Each setting stands with its reason; figures without a source are in docs/benchmarks.md. What the JVM and its Python
-workers write to stderr becomes lines of our log at `debug`: what fails a query reaches us as an exception too.
+Each setting stands with its reason; figures without a source are in docs/benchmarks.md.
 """
 
-import os
-import shlex
 import sys
-from collections import deque
 from dataclasses import dataclass, field
-from importlib.resources import as_file, files
+from importlib.resources import files
 from pathlib import Path
-from subprocess import Popen
-from threading import Thread
 from typing import Any
 
-import structlog
 from py4j.java_gateway import JavaGateway
 from pyspark import SparkConf, SparkContext
-from pyspark.errors import PySparkRuntimeError
-from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
 
-from tidemark.streaming.errors import SparkDied
 from tidemark.streaming.executors import package
+from tidemark.streaming.jvm import DRIVER_OPTIONS, Jvm, is_local, local_directory
 
 _HADOOP = "spark.hadoop."
 _FILES = f"{_HADOOP}fs.file.impl"
-_OPTIONS = "spark.driver.extraJavaOptions"
 TASKS = "spark.sql.shuffle.partitions"
 """Of the session: how many tasks there are after the shuffle."""
 # The JVMs hand over, and the driver's plans as well: a few hundred milliseconds of a core a second at most. What their
@@ -82,7 +72,7 @@ SETTINGS = {
     "spark.sql.session.timeZone": "UTC",
     # Workers look for modules where they are installed, not in the folder that the pipeline was started in.
     "spark.executorEnv.PYTHONSAFEPATH": "1",
-    _OPTIONS: _JAVA,
+    DRIVER_OPTIONS: _JAVA,
     "spark.executor.extraJavaOptions": _JAVA,
     # A batch's arrays are as large as those of the batch before. A worker that gives their memory back asks for it page
     # by page again, which was a twelfth of what RUN records cost. Of glibc; other libraries do not know the names.
@@ -101,62 +91,8 @@ LOCAL = {
 }
 
 
-_PYTHON = """\
-#!/bin/sh
-set -f
-IFS=:
-kept=
-for place in $PYTHONPATH; do
-    case $place in */python/lib/py*.zip) ;; *) kept=$kept:$place ;; esac
-done
-PYTHONPATH=${kept#:} exec %s "$@"
-"""
-
-
 def _say_nothing(*_: object) -> None:
     pass
-
-
-log = structlog.get_logger(__name__)
-
-
-class Jvm:
-    """Answers when this returns, after some seconds; ends by itself when our process ends, however that is.
-
-    Raises SparkDied where it does not come up.
-    """
-
-    def __init__(self, conf: SparkConf) -> None:
-        self._lines: deque[str] = deque(maxlen=5)
-        reading, writing = os.pipe()
-        relay = Thread(target=self._relay, args=(reading,), name="jvm-stderr", daemon=True)
-        relay.start()
-        with as_file(files("tidemark.streaming").joinpath("log4j2.properties")) as logging:
-            given = conf.get(_OPTIONS, "")
-            conf.set(_OPTIONS, f'{given} "-Dlog4j2.configurationFile={logging}"'.strip())
-            _set_environment(conf)
-            try:
-                self.gateway: JavaGateway = launch_gateway(conf, {"stderr": writing})  # type: ignore[no-untyped-call]
-            except PySparkRuntimeError as error:
-                raise SparkDied(f"it did not start ({' / '.join(self._lines)})") from error
-            finally:
-                os.close(writing)
-        self._process: Popen[bytes] = self.gateway.proc
-
-    def end(self) -> str | None:
-        """How it ended and what it said last, in one line; None while it runs."""
-        code = self._process.poll()
-        return None if code is None else f"it ended with code {code} ({' / '.join(self._lines)})"
-
-    def _relay(self, descriptor: int) -> None:
-        rest = b""
-        while data := os.read(descriptor, 65536):
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                text = line.decode(errors="replace").rstrip()
-                self._lines.append(text)
-                log.debug("Spark says", line=text)
-        os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +130,7 @@ def configuration(settings: SparkSettings) -> SparkConf:
     conf = SparkConf(loadDefaults=False).setAll(list({**SETTINGS, **local, **own, **settings.extra}.items()))
     ours = " ".join(f'"{option}"' for option in settings.options)
     # Of two that say the same of a thing the JVM takes the last.
-    return conf.set(_OPTIONS, f"{ours} {conf.get(_OPTIONS, '')}".strip())
+    return conf.set(DRIVER_OPTIONS, f"{ours} {conf.get(DRIVER_OPTIONS, '')}".strip())
 
 
 def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
@@ -214,41 +150,8 @@ def connect(jvm: Jvm, conf: SparkConf) -> SparkSession:
         tasks = min(int(conf.get(TASKS, "1")), context.defaultParallelism)
         session.conf.set(TASKS, tasks)
     else:
-        context.addPyFile(str(package(_directory(conf))))
+        context.addPyFile(str(package(local_directory(conf))))
     return session
-
-
-def _set_environment(conf: SparkConf) -> None:
-    """The JVM's, which is that of the processes that it starts.
-
-    Workers must run this interpreter: another would lack our packages. The JVM looks at it too, for the processes in
-    which it looks sources of data up.
-    """
-    local = is_local(conf.get("spark.master", ""))
-    ours = without_archives(_directory(conf)) if local else sys.executable
-    os.environ["PYSPARK_PYTHON"] = conf.get("spark.pyspark.python", ours)
-    os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
-    if local:  # it would look the host's own name up, and end where nobody knows that
-        os.environ.setdefault("SPARK_LOCAL_HOSTNAME", "localhost")
-
-
-def _directory(conf: SparkConf) -> Path:
-    return Path(conf.get("spark.local.dir", "."))
-
-
-def without_archives(directory: Path) -> str:
-    """This interpreter as a command that leaves out the archives of pyspark, which Spark puts before the installed one:
-    modules of an archive are compiled by every process anew, two thirds of a second of a core. To what plans a source
-    in Python Spark gives ten seconds to begin, at each start of a query. The interpreter itself where nothing in
-    `directory` may be executed.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    program = directory / "python"
-    part = program.with_suffix(f".{os.getpid()}")
-    part.write_text(_PYTHON % shlex.quote(sys.executable))
-    part.chmod(0o755)
-    part.rename(program)
-    return str(program.absolute()) if os.access(program, os.X_OK) else sys.executable
 
 
 def _write_without_processes(gateway: JavaGateway) -> None:
@@ -285,8 +188,3 @@ def executors(session: SparkSession) -> frozenset[str]:
     context = session.sparkContext._jsc.sc()
     driver = context.env().blockManager().blockManagerId().hostPort()
     return frozenset(context.getExecutorMemoryStatus().keySet().mkString(" ").split()) - {driver}
-
-
-def is_local(master: str) -> bool:
-    """Whether tasks run in the driver's own JVM."""
-    return master.startswith("local")

@@ -25,7 +25,6 @@ from tidemark.app.encryption import Certificate
 from tidemark.app.lines import listen
 from tidemark.app.lines.connection import LineServerConfig
 from tidemark.app.read_side.opened import ReadSideConfig
-from tidemark.app.settings import child_environment
 from tidemark.app.stack.server import LOOPBACK
 from tidemark.streaming.commands import (
     Command,
@@ -36,6 +35,7 @@ from tidemark.streaming.commands import (
     ReplicateCommand,
     ServerCommand,
 )
+from tidemark.streaming.environment import child_environment
 
 
 @contextmanager

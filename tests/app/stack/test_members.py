@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 
+from tidemark.app.stack import server as server_module
 from tidemark.app.stack.home import AlreadyRunning, Home
 from tidemark.app.stack.members import Supervisor
 from tidemark.app.stack.server import ServerProcess, StartFailed, free_port, listens
@@ -45,7 +46,10 @@ def test_process_that_ends_at_once_is_told_with_its_last_words(own_home: Home) -
     """A start that fails says how the process ended and what it logged last."""
     server = ListeningServer(own_home, free_port())
     server.script = "raise SystemExit('no such disk')"
-    with pytest.raises(StartFailed, match=r"listener did not start: it ended with code 1; .*no such disk"):
+    with pytest.raises(
+        StartFailed,
+        match=r"listener did not start: it ended with code 1: no such disk; its log: /.*/log/listener\.log$",
+    ):
         server.start()
 
 
@@ -111,3 +115,80 @@ def test_a_free_port_is_lent_to_no_connection_while_its_server_is_away() -> None
     ports = [free_port() for _ in range(50)]
     assert len(set(ports)) == 50
     assert max(ports) < 32_768
+
+
+class SlowServer(ListeningServer):
+    """Takes longer to answer than it may be silent, and says meanwhile what it does."""
+
+    patience: ClassVar[float] = 3.0
+    script = """
+import socket, sys, time
+for step in range(6):
+    print("step", step, flush=True)
+    time.sleep(1)
+s = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+time.sleep(600)
+"""
+
+
+def test_a_start_has_all_the_time_that_it_needs(own_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is slow. While the log grows the start goes on, and somebody who waits is told how long it is."""
+    monkeypatch.setattr(server_module, "PROGRESS_SECONDS", 2.0)
+    server = SlowServer(own_home, free_port())
+    told: list[float] = []
+    server.start(told.append)
+    server.stop()
+    assert len(told) >= 2
+    assert told == sorted(told)
+
+
+def test_work_without_a_word_is_a_sign_of_life(own_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A JVM that loads its classes writes nothing for long."""
+    monkeypatch.setattr(server_module, "WORK_SECONDS", 0.05)  # a busy machine gives it no more in so short a time
+    server = SlowServer(own_home, free_port())
+    server.script = """
+import socket, sys, time
+end = time.monotonic() + 6
+while time.monotonic() < end: pass
+s = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+time.sleep(600)
+"""
+    server.start()
+    server.stop()
+
+
+def test_a_start_that_hangs_has_failed(own_home: Home) -> None:
+    """The process lives, and neither writes nor computes: its last words are told, and where its log is."""
+    server = SlowServer(own_home, free_port())
+    server.script = "import time; print('error: the disk does not answer', flush=True); time.sleep(600)"
+    with pytest.raises(StartFailed) as failed:
+        server.start()
+    problem = (
+        "listener did not start: no answer, and no sign of life for 3 s: error: the disk does not answer; its log: "
+    )
+    assert str(failed.value) == f"{problem}{own_home.log('listener')}"
+    assert not server.running
+
+
+def test_a_failure_tells_nothing_of_the_start_before(own_home: Home) -> None:
+    """Each start appends to the same log."""
+    own_home.log("listener").write_text("FATAL: an old story\n")
+    server = ListeningServer(own_home, free_port())
+    server.script = "raise SystemExit(3)"
+    with pytest.raises(StartFailed, match="it ended with code 3: it wrote nothing; its log: "):
+        server.start()
+
+
+def test_servers_see_nothing_of_the_shell(own_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is started, and whatever prepares it."""
+    monkeypatch.setenv("PGSSLMODE", "require")
+    monkeypatch.setenv("JAVA_TOOL_OPTIONS", "-XX:+UseG1GC")
+    server = ListeningServer(own_home, free_port())
+    server.run_first(["env"])
+    server.script = "import os; print(*os.environ, sep='=\\n', flush=True); raise SystemExit(1)"
+    with pytest.raises(StartFailed):
+        server.start()
+    said = own_home.log("listener").read_text()
+    assert said.count("PATH=") == 2
+    assert "PGSSLMODE" not in said
+    assert "JAVA_TOOL_OPTIONS" not in said

@@ -22,7 +22,6 @@ from psycopg.conninfo import make_conninfo
 from tests.sinks.given import NOW, batch, stream
 from tests.streaming.builders import STREAM, Shard, join, rdata
 from tidemark.app.cli import main
-from tidemark.app.settings import child_environment
 from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer
 from tidemark.sinks.port import Batch
@@ -33,6 +32,7 @@ from tidemark.sinks.postgres.store import Postgres
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics, plans
 from tidemark.streaming.effects import Forced, Progress, ShardEffects
+from tidemark.streaming.environment import child_environment
 from tidemark.streaming.errors import BadRecord
 from tidemark.streaming.records import Record, Skip, Topic, read
 

@@ -18,7 +18,6 @@ from tests.sources.relay.judge import Judge
 from tests.sources.relay.running import Run, agrees, append, settled
 from tests.waiting import eventually
 from tidemark.app.cli import main
-from tidemark.app.settings import child_environment
 from tidemark.app.stack.postgres import postgres_program
 from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources import reports
@@ -30,6 +29,7 @@ from tidemark.sources.relay.decider import Decider
 from tidemark.sources.relay.told import MOST_FACTS
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming import state
+from tidemark.streaming.environment import child_environment
 from tidemark.streaming.errors import BadSetting, FactUnfit
 from tidemark.streaming.records import FactRun
 from tidemark.streaming.stream import StreamState

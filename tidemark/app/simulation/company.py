@@ -38,6 +38,7 @@ class Actor:
 
     def __init__(self, part: Part, log: Path) -> None:
         with log.open("ab") as output:
+            # A user's own servers may need what is in the environment (PGSSLROOTCERT): this process inherits it.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "tidemark.app.simulation"],
                 stdin=subprocess.PIPE,

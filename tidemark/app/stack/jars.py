@@ -8,7 +8,7 @@ import hashlib
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -45,19 +45,32 @@ class JarsUnavailable(Stop):
         )
 
 
-def fetch_jars(directory: Path, java: str, progress: Callable[[str], None], wanted: JarList = SERVERS) -> None:
+def fetch_jars(
+    directory: Path,
+    java: str,
+    progress: Callable[[str], None],
+    wanted: JarList = SERVERS,
+    environment: Mapping[str, str] | None = None,
+) -> None:
     """Fill the directories of `wanted` below `directory`, unless they already hold what its description asks for.
 
     May be repeated after any interruption; a second process that asks meanwhile waits. `progress` is told what was
-    found or is being downloaded, a few times a second. Raises `JarsUnavailable`.
+    found or is being downloaded, a few times a second. `environment` is that of Ivy; without it Ivy inherits ours.
+    Raises `JarsUnavailable`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _fill(directory, java, progress, wanted)
+        _fill(directory, java, progress, wanted, environment)
 
 
-def _fill(directory: Path, java: str, progress: Callable[[str], None], wanted: JarList) -> None:
+def _fill(
+    directory: Path,
+    java: str,
+    progress: Callable[[str], None],
+    wanted: JarList,
+    environment: Mapping[str, str] | None,
+) -> None:
     text = wanted.description.read_bytes()
     description = directory / wanted.description.name
     marker = description.with_suffix(".sha256")
@@ -68,11 +81,13 @@ def _fill(directory: Path, java: str, progress: Callable[[str], None], wanted: J
     for stale in wanted.configurations:
         shutil.rmtree(directory / stale, ignore_errors=True)
     description.write_bytes(text)
-    _retrieve(description, java, progress)
+    _retrieve(description, java, progress, environment)
     marker.write_text(hashed)
 
 
-def _retrieve(description: Path, java: str, progress: Callable[[str], None]) -> None:
+def _retrieve(
+    description: Path, java: str, progress: Callable[[str], None], environment: Mapping[str, str] | None
+) -> None:
     directory = description.parent
     command = [java, "-jar", str(_ivy()), "-ivy", str(description), "-cache", str(directory / "cache")]
     command += ["-types", "jar", "bundle", "-retrieve", f"{directory}/[conf]/[artifact]-[revision].[ext]"]
@@ -80,7 +95,9 @@ def _retrieve(description: Path, java: str, progress: Callable[[str], None]) -> 
     problem = "no reason given"
     with (
         log.open("w") as record,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as ivy,
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        ) as ivy,
     ):
         assert ivy.stdout is not None
         for line in ivy.stdout:

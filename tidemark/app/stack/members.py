@@ -1,6 +1,5 @@
 """The processes of the local stack: their ports, the settings by which others reach them, and their supervisor."""
 
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +8,7 @@ from pathlib import Path
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import BROKER, JDBC
-from tidemark.app.stack.postgres import PostgresServer
+from tidemark.app.stack.postgres import PostgresServer, libpq_variables
 from tidemark.app.stack.server import LOOPBACK, ServerProcess, free_port, obstacle
 from tidemark.app.stack.servers import (
     DemoProcess,
@@ -20,6 +19,7 @@ from tidemark.app.stack.servers import (
     RelayProcess,
     SidecarProcess,
 )
+from tidemark.app.stack_env import write_stack_env
 from tidemark.streaming.errors import Stop
 
 
@@ -100,9 +100,8 @@ class Members:
     def write_stack_env(self) -> Path:
         """Lines for a shell to source. For the owner's eyes: it holds the password of Postgres."""
         path = self.home.stack_env
-        path.touch(mode=0o600)
-        told = {**self.variables(), **self.postgres.libpq}
-        path.write_text("".join(f"export {name}={shlex.quote(text)}\n" for name, text in told.items()))
+        variables = {**self.variables(), **self.postgres.libpq}
+        write_stack_env(path, variables, [name for name in libpq_variables() if name not in variables])
         return path
 
 
@@ -151,7 +150,7 @@ class Supervisor:
         server = watch.server
         self.say(
             f"{server.name} ended with code {server.returncode}; starting it again in {watch.pause:.0f} s"
-            f" (the end of its log: {server.log_tail(1)})"
+            f" ({server.failure()})"
         )
         watch.pause = min(2 * watch.pause, LONGEST_PAUSE)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import psycopg
+from psycopg.pq import Conninfo
 
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.server import LOOPBACK, ServerProcess, installed, listens
@@ -123,6 +124,12 @@ class PostgresServer(ServerProcess):
 def postgres_program(name: str) -> str:
     """The path of `postgres`, `psql` and others."""
     return str(_PROGRAMS / name)
+
+
+def libpq_variables() -> list[str]:
+    """Every variable from which libpq takes a part of an address or of a session, sorted."""
+    known = {option.envvar.decode() for option in Conninfo.get_defaults() if option.envvar}
+    return sorted(known | {"PGSERVICEFILE", "PGSYSCONFDIR", "PGDATESTYLE", "PGTZ", "PGGEQO"})
 
 
 def _nobody() -> tuple[int, int]:

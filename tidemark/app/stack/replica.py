@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import psycopg
 
-from tidemark.app.settings import child_environment
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer, as_ordinary_user, postgres_program
 from tidemark.app.stack.server import StartFailed, free_port, process_of
+from tidemark.streaming.environment import server_environment
 
 POLL_SECONDS = 0.05
 STREAMING_SECONDS = 30.0
@@ -49,7 +49,7 @@ class Replica(PostgresServer):
         new = self.new_directory()
         arguments = ["-D", str(new), "--checkpoint=fast", "--no-sync", *(["--write-recovery-conf"] if follows else [])]
         command = [*as_ordinary_user(), postgres_program("pg_basebackup"), *arguments]
-        self.run_first(command, child_environment(self._origin.libpq))
+        self.run_first(command, server_environment(self._origin.libpq))
         new.rename(self.data)
 
     def stream(self, *, synchronous: bool) -> None:
@@ -127,7 +127,7 @@ class Replica(PostgresServer):
         deadline = time.monotonic() + STREAMING_SECONDS
         while not done():
             if time.monotonic() > deadline:
-                raise StartFailed("the replica", f"no answer within {STREAMING_SECONDS:.0f} s", self.log_tail())
+                raise StartFailed("the replica", f"no answer within {STREAMING_SECONDS:.0f} s", self.failure())
             time.sleep(POLL_SECONDS)
 
 

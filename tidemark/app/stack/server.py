@@ -11,7 +11,7 @@ import socket
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,9 +20,14 @@ from typing import ClassVar
 import psutil
 
 from tidemark.app.stack.home import Home
+from tidemark.streaming.environment import server_environment
 from tidemark.streaming.errors import TidemarkError
+from tidemark.streaming.failure_cause import failure_cause
 
 LOOPBACK = "127.0.0.1"
+PROGRESS_SECONDS = 10.0
+WORK_SECONDS = 0.5
+"""CPU time that an idle server does not use within its patience."""
 _POLL_SECONDS = 0.05
 _LOWEST, _LENT = 20_000, 32_768
 _STRIDE = 7_891  # the golden section of the range, by which near process IDs lie far apart in it
@@ -30,12 +35,12 @@ _drawn = itertools.count()
 
 
 class StartFailed(TidemarkError):
-    """A server ended or stayed silent while it was started; `log` is the end of its output."""
+    """A server ended or stayed silent while it was started; `cause` is what it said itself, and where its log is."""
 
-    def __init__(self, name: str, problem: str, log: str) -> None:
-        super().__init__(f"{name} did not start: {problem}; the end of its log: {log}")
+    def __init__(self, name: str, problem: str, cause: str) -> None:
+        super().__init__(f"{name} did not start: {problem}: {cause}")
         self.name = name
-        self.log = log
+        self.cause = cause
 
 
 class ServerProcess(ABC):
@@ -46,14 +51,16 @@ class ServerProcess(ABC):
     """
 
     name: ClassVar[str]
-    patience: ClassVar[float] = 30.0
-    """Seconds that a start may take."""
+    patience: ClassVar[float] = 120.0
+    """Seconds without a sign of life after which a start has failed: the log does not grow and no CPU time is used."""
     stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
 
     def __init__(self, home: Home, port: int) -> None:
         self.home = home
         self.port = port
         self._process: psutil.Popen | None = None
+        self._log_begin = 0
+        """Where the output of the last process begins in the log, bytes."""
 
     @abstractmethod
     def command(self) -> Sequence[str]:
@@ -66,18 +73,29 @@ class ServerProcess(ABC):
     def prepare(self) -> None:  # noqa: B027 - a hook: not every server has something to prepare
         """Make what the process needs to find (formatted storage, configuration); called before each start."""
 
-    def environment(self) -> Mapping[str, str] | None:
-        """The whole environment of the process; None is ours."""
-        return None
+    def environment(self) -> Mapping[str, str]:
+        """The whole environment of the process. It inherits nothing."""
+        return server_environment()
+
+    def waits_for(self) -> str:
+        """What a start waits for, for a progress line."""
+        return f"an answer at {LOOPBACK}:{self.port}"
 
     def run_first(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         """Run a command of `prepare` to its end, into the server's log; raises `StartFailed`."""
         with self.home.log(self.name).open("ab") as log:
+            self._log_begin = log.tell()
             done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, check=False
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.home.root,
+                env=self.environment() if environment is None else environment,
+                check=False,
             )
         if done.returncode != 0:
-            raise StartFailed(self.name, f"its preparation ended with code {done.returncode}", self.log_tail())
+            raise StartFailed(self.name, f"its preparation ended with code {done.returncode}", self.failure())
 
     @property
     def pid(self) -> int | None:
@@ -93,11 +111,15 @@ class ServerProcess(ABC):
         code: int | None = self._process.poll() if self._process else None
         return code
 
-    def start(self) -> None:
-        """Return when the server answers; raises `StartFailed` and leaves nothing running where it does not."""
+    def start(self, progress: Callable[[float], None] = lambda _: None) -> None:
+        """Return when the server answers; raises `StartFailed` and leaves nothing running where it does not.
+
+        Args:
+            progress: called every `PROGRESS_SECONDS` with the seconds since the process was started.
+        """
         self.spawn()
         try:
-            self.await_answer()
+            self.await_answer(progress)
         except BaseException:
             self.kill()
             raise
@@ -107,6 +129,7 @@ class ServerProcess(ABC):
             return
         self.prepare()
         with self.home.log(self.name).open("ab") as log:
+            self._log_begin = log.tell()
             self._process = psutil.Popen(
                 list(self.command()),
                 stdin=subprocess.DEVNULL,
@@ -118,13 +141,20 @@ class ServerProcess(ABC):
             )
         self.home.pid(self.name).write_text(f"{self._process.pid}\n")
 
-    def await_answer(self) -> None:
-        deadline = time.monotonic() + self.patience
+    def await_answer(self, progress: Callable[[float], None] = lambda _: None) -> None:
+        """Wait as long as the process lives and shows that it works. Raises `StartFailed`."""
+        began = reported = time.monotonic()
+        signs = SignsOfLife(self._process, self.home.log(self.name), began)
         while not self.answers():
             if not self.running:
-                raise StartFailed(self.name, f"it ended with code {self.returncode}", self.log_tail())
-            if time.monotonic() > deadline:
-                raise StartFailed(self.name, f"no answer within {self.patience:.0f} s", self.log_tail())
+                raise StartFailed(self.name, f"it ended with code {self.returncode}", self.failure())
+            now = time.monotonic()
+            if signs.silent_seconds(now) > self.patience:
+                problem = f"no answer, and no sign of life for {self.patience:.0f} s"
+                raise StartFailed(self.name, problem, self.failure())
+            if now - reported >= PROGRESS_SECONDS:
+                reported = now
+                progress(now - began)
             time.sleep(_POLL_SECONDS)
 
     def stop(self, seconds: float = 20.0) -> None:
@@ -147,9 +177,46 @@ class ServerProcess(ABC):
         self.home.pid(self.name).unlink(missing_ok=True)
         return None if process is None else process.pid
 
+    def failure(self) -> str:
+        """Why the last process ended or does not answer, in its own words, and the path of its log."""
+        path = self.home.log(self.name)
+        with path.open("rb") as log:
+            log.seek(self._log_begin)
+            said = failure_cause(log.read().decode(errors="replace").splitlines())
+        return f"{said or 'it wrote nothing'}; its log: {path}"
+
     def log_tail(self, lines: int = 3) -> str:
         text = self.home.log(self.name).read_text(errors="replace") if self.home.log(self.name).exists() else ""
         return " | ".join(text.splitlines()[-lines:]) or "(empty)"
+
+
+class SignsOfLife:
+    """Notices that a process works: its log grows, or it and its children use CPU time."""
+
+    def __init__(self, process: psutil.Popen | None, log: Path, now: float) -> None:
+        self._process = process
+        self._log = log
+        self._size, self._used = -1, 0.0
+        self._looked = self._last = now
+
+    def silent_seconds(self, now: float) -> float:
+        """Seconds since the last sign of life; looks at most once a second, because that takes CPU time itself."""
+        if now - self._looked >= 1.0:
+            self._looked = now
+            size, used = self._log.stat().st_size, self._cpu_seconds()
+            if size != self._size or used >= self._used + WORK_SECONDS:
+                self._size, self._used, self._last = size, used, now
+        return now - self._last
+
+    def _cpu_seconds(self) -> float:
+        used = 0.0
+        if self._process is not None:
+            with suppress(psutil.NoSuchProcess):
+                for process in (self._process, *self._process.children(recursive=True)):
+                    with suppress(psutil.NoSuchProcess):
+                        times = process.cpu_times()
+                        used += times.user + times.system
+        return used
 
 
 def process_of(home: Home, name: str) -> psutil.Process | None:

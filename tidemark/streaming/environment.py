@@ -1,0 +1,100 @@
+"""Environment variables of child processes, and variables of the user that would lead Tidemark's own servers astray.
+
+A server of the local stack gets an environment that is composed of what it needs. Nothing else is inherited: a
+`PGHOST`, a proxy or a garbage collector in somebody's shell is meant for other programs.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping, MutableMapping
+from enum import StrEnum
+from pathlib import Path
+
+PREFIX = "TIDEMARK_"
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1", "[::1]")
+# The JVM reads and writes file names in the encoding of the locale.
+LOCALE = "C.UTF-8" if sys.platform.startswith("linux") else "en_US.UTF-8"
+
+_BASE = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TZ")
+_PYTHON = ("JAVA_HOME", "NO_COLOR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONUSERBASE", "PYTHONNOUSERSITE")
+_OF_TIDEMARK = re.compile(rf"{PREFIX}\w+|OTEL_\w+")
+
+
+class Foreign(StrEnum):
+    """What a group of variables leads astray."""
+
+    POSTGRES = "PostgreSQL's client library"
+    PROXY = "requests over HTTP"
+    JAVA = "every Java virtual machine"
+    SPARK = "Spark"
+    PYTHON = "Python"
+
+
+_PATTERNS: Mapping[Foreign, re.Pattern[str]] = {
+    Foreign.POSTGRES: re.compile(r"PG[A-Z]+"),
+    Foreign.PROXY: re.compile(r"(https?|ftp|all)_proxy", re.IGNORECASE),
+    Foreign.JAVA: re.compile(r"(JAVA_TOOL|_JAVA|JDK_JAVA)_OPTIONS|CLASSPATH|KAFKA_\w*OPTS"),
+    Foreign.SPARK: re.compile(r"(SPARK|PYSPARK)_\w+|(HADOOP|YARN|HIVE)_CONF_DIR|BASH_ENV"),
+    Foreign.PYTHON: re.compile(r"PYTHON(HOME|STARTUP|WARNINGS|INSPECT|OPTIMIZE|DEVMODE|BREAKPOINT)"),
+}
+
+
+def foreign_variables(
+    groups: Iterable[Foreign] = tuple(Foreign), environment: Mapping[str, str] | None = None
+) -> dict[Foreign, list[str]]:
+    """Variables of `environment` (without it, of this process) that would mislead a server of ours, sorted by name.
+
+    Groups without such a variable are left out.
+    """
+    names = sorted(os.environ if environment is None else environment)
+    matching = {group: [name for name in names if _PATTERNS[group].fullmatch(name)] for group in groups}
+    return {group: found for group, found in matching.items() if found}
+
+
+def forget(groups: Iterable[Foreign], environment: MutableMapping[str, str] | None = None) -> list[str]:
+    """Remove the foreign variables of `groups` from `environment` (without it, from this process and its C libraries).
+
+    Returns the names of the removed variables, sorted.
+    """
+    changed = os.environ if environment is None else environment
+    names = sorted(name for found in foreign_variables(groups, changed).values() for name in found)
+    for name in names:
+        del changed[name]
+    return names
+
+
+def bypass_proxies_for_loopback(environment: MutableMapping[str, str] | None = None) -> None:
+    """Add the loopback names to `no_proxy`, so that no HTTP client sends a request to this machine through a proxy."""
+    changed = os.environ if environment is None else environment
+    if not foreign_variables([Foreign.PROXY], changed):
+        return
+    present = changed.get("no_proxy") or changed.get("NO_PROXY") or ""
+    names = [name.strip() for name in present.split(",") if name.strip()]
+    if "*" not in names:
+        names += [name for name in LOOPBACK_NAMES if name not in names]
+    changed["no_proxy"] = changed["NO_PROXY"] = ",".join(names)
+
+
+def server_environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The whole environment of a program that is not Tidemark's (Kafka, Postgres, Redis), with `variables` added."""
+    kept = {name: os.environ[name] for name in _BASE if os.environ.get(name)}
+    return {"PATH": os.defpath, **kept, "LANG": LOCALE, "LC_ALL": LOCALE, **(variables or {})}
+
+
+def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """The whole environment of a process of Tidemark: that of a server, what finds this Python and its modules, and all
+    settings of Tidemark. `variables` replace settings, also those that come from a file (`..._FILE`).
+    """
+    replaced = {*variables, *(f"{name}_FILE" for name in variables)}
+    ours = {name: text for name, text in os.environ.items() if name in _PYTHON or _OF_TIDEMARK.fullmatch(name)}
+    if _is_found_by_path():
+        ours["PYTHONPATH"] = os.environ["PYTHONPATH"]
+    return server_environment({name: text for name, text in ours.items() if name not in replaced} | dict(variables))
+
+
+def _is_found_by_path() -> bool:
+    """Whether Python found this package by PYTHONPATH: a child process needs PYTHONPATH then, too."""
+    package = Path(__file__).absolute().parents[1]
+    entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    return any(Path(entry).resolve() == package.parent.resolve() for entry in entries)

@@ -1,0 +1,46 @@
+"""The sentence in which a program said why it ended, among all that it wrote. Pure."""
+
+import re
+from collections.abc import Iterable
+
+LONGEST = 400
+"""Characters of a cause."""
+
+_FRAME = re.compile(
+    r"\s*at [\w.$/<>@]+\(.*\)|\s*\.\.\. \d+ (more|common frames)|Traceback \(most recent call last\):"
+    r"|\s+File \".*\", line .*|\s+[\^~]+\s*|(NOTE: )?Picked up \w+:.*"
+    r"|Error: Could not create the Java Virtual Machine\."
+    r"|Error: A fatal exception has occurred\. Program will exit\.|\s*"
+)
+_STAMP = re.compile(
+    r"\[?\d\d(\d\d)?[-/]\d\d[-/]\d\d[T ][\d:.,]+(Z| \w{3,4})?\]? *(\[\d+\] *)?"
+    r"(\[?(FATAL|ERROR|WARN|error|critical) *\]?:? +)?"
+)
+_INITIALIZATION = "Error occurred during initialization of VM"
+_SENTENCE = re.compile(
+    r"fatal|panic|error|exception|unrecognized|conflicting|cannot|could not|failed|refused|denied|no such|not found",
+    re.IGNORECASE,
+)
+
+
+def is_noise(line: str) -> bool:
+    """Whether the line is a stack frame, blank, or advice that does not name a cause."""
+    return _FRAME.fullmatch(line) is not None
+
+
+def failure_cause(lines: Iterable[str]) -> str:
+    """The cause in one line of at most `LONGEST` characters; empty if the program wrote nothing.
+
+    Preferred are the innermost cause of a Java exception, then the last line that reads like an error, then the last.
+    """
+    sentences = [line.strip() for line in lines if not is_noise(line)]
+    if not sentences:
+        return ""
+    causes = [line for line in sentences if line.startswith("Caused by:")]
+    problems = [line for line in sentences if _SENTENCE.search(line)]
+    chosen = (causes or problems or sentences)[-1]
+    if _INITIALIZATION in sentences:  # the sentence after this line names the problem
+        chosen = " ".join(sentences[sentences.index(_INITIALIZATION) :][1:2]) or _INITIALIZATION
+    text = _STAMP.sub("", chosen, count=1).removeprefix("Caused by:").strip()
+    text = re.sub(r'^Exception in thread "[^"]*" ', "", text)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
