@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help
 help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^##@ / { printf "\n%s\n", substr($$0, 5) } \
-		/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+		/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: setup
 setup: $(VENV)/.installed ## Make the virtual environment .venv with everything that Tidemark needs
@@ -49,6 +49,10 @@ test: setup ## Run every test, in four processes with servers of their own
 .PHONY: cluster-test
 cluster-test: setup ## Run the pipeline on a Spark cluster of two workers, one of which dies (a minute and a half; needs unshare)
 	$(BIN)/pytest tests/cluster
+
+.PHONY: environments-test
+environments-test: setup ## Start the local stack in each kind of shell, home and user that people have, one by one (half an hour)
+	$(BIN)/pytest -n 0 -o faulthandler_timeout=900 tests/app/check_environments.py
 
 .PHONY: languages-test
 languages-test: setup ## Run the services of docs/writing.md in Go, Java and Node, and the rivals of the benchmark in Java; skips what is not installed

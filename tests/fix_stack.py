@@ -54,9 +54,7 @@ class Terminal:
             process = subprocess.Popen(command, env=self.environment, stdout=output, stderr=output, cwd=self.folder)
         try:
             ready = "ready after"
-            eventually(
-                lambda: process.poll() is not None or self.said(ready), READY_SECONDS, lambda: self.output.read_text()
-            )
+            eventually(lambda: process.poll() is not None or self.said(ready), READY_SECONDS, self.output.read_text)
             assert process.poll() is None, self.output.read_text()
             yield process
         finally:

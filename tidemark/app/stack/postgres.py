@@ -18,7 +18,9 @@ import psycopg
 from psycopg.pq import Conninfo
 
 from tidemark.app.stack.home import Home
+from tidemark.app.stack.named_user import named_user
 from tidemark.app.stack.server import LOOPBACK, ServerProcess, installed, listens
+from tidemark.streaming.environment import server_environment
 from tidemark.streaming.errors import Stop
 
 DATABASE = "tidemark"
@@ -66,7 +68,9 @@ class PostgresServer(ServerProcess):
         self.password()
         arguments = ["-D", str(new), "-U", _USER, "--encoding=UTF8", "--no-locale", "--no-instructions"]
         arguments += ["--auth=scram-sha-256", f"--pwfile={self._password_file}"]
-        self.run_first([*as_ordinary_user(), postgres_program("initdb"), *arguments])
+        user = named_user(self.home.data(self.name))
+        command = [*as_ordinary_user(), *user.command, postgres_program("initdb"), *arguments]
+        self.run_first(command, server_environment(user.variables))
         new.rename(self.data)
 
     def command(self) -> Sequence[str]:

@@ -18,6 +18,7 @@ from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient
 
 from tidemark.app.stack.home import Home
+from tidemark.app.stack.named_user import named_user
 from tidemark.app.stack.server import LOOPBACK, ServerProcess, free_port, installed, listens
 from tidemark.streaming.environment import child_environment, server_environment
 
@@ -145,6 +146,12 @@ class PipelineProcess(_TidemarkProcess):
     """`port` is that of its /metrics."""
 
     name: ClassVar[str] = "pipeline"
+
+    def command(self) -> Sequence[str]:
+        return [*named_user(self.home.data(self.name)).command, *super().command()]
+
+    def environment(self) -> Mapping[str, str]:
+        return {**super().environment(), **named_user(self.home.data(self.name)).variables}
 
     def waits_for(self) -> str:
         return unready(f"http://{LOOPBACK}:{self.port}") or super().waits_for()

@@ -1,0 +1,113 @@
+"""Starts the stack as somebody would in the shell of a `Case`."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+
+from tests.app.environments import UID, Case, private
+from tests.fix_stack import READY_SECONDS
+from tests.waiting import eventually
+from tidemark.app.stack.postgres import postgres_program
+from tidemark.streaming.environment import child_environment
+
+TIDEMARK = (sys.executable, "-P", "-m", "tidemark")
+SERVERS = ("KAFKA", "POSTGRES", "REDIS", "METRICS", "SIDECAR", "SIDECAR_TCP")
+APPEND = "select tidemark.create_stream('sales'); select tidemark.append('sales', '{}')"
+
+
+@dataclass
+class Shell:
+    """One user's shell; `home` is that of the stack."""
+
+    case: Case
+    root: Path
+    home: Path
+    jars: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        ports = {f"TIDEMARK_UP_{server}_PORT": "0" for server in SERVERS}
+        found = child_environment({**ports, "TMPDIR": str(self.root)}) | {"TIDEMARK_HOME": str(self.home)}
+        found |= self.case.variables
+        if self.case.nameless or "HOME" in self.case.variables:  # nobody says where
+            del found["TIDEMARK_HOME"]
+        return {name: text for name, text in found.items() if name not in self.case.unset}
+
+    def run(self, *command: str, **more: str) -> str:
+        """What a command prints; fails with what it says if it does not end with code 0."""
+        done = subprocess.run(
+            command,
+            env=self.environment | more | ({"TIDEMARK_HOME": str(self.home)} if self.case.nameless else {}),
+            cwd=self.root,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    @contextmanager
+    def up(self, *before: str) -> Iterator[subprocess.Popen[bytes]]:
+        """A stack that is ready, by `BEFORE... tidemark up`; it ends with code 0."""
+        command, told = [*before, *TIDEMARK, "up"], self.environment
+        if self.case.noexec or self.case.nameless:
+            wrapped, more = private(self.case, self.home, self.jars)
+            command, told = [*wrapped, *command], told | more
+        output = self.root / "output"
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                command, env=told, cwd=self.root, stdout=file, stderr=file, umask=self.case.umask
+            )
+        try:
+            ended = lambda: process.poll() is not None or "ready after" in output.read_text()  # noqa: E731
+            eventually(ended, READY_SECONDS, output.read_text)
+            assert process.poll() is None, output.read_text()
+            yield process
+        finally:
+            process.send_signal(signal.SIGINT)
+            code = process.wait(60)
+        assert code == 0, output.read_text()
+
+    def use(self) -> None:
+        """What a newcomer does next: settings, a fact by psql, `tidemark status`."""
+        sourced = f'. "$0" && "$1" -qc "{APPEND}" && env'
+        said = self.run("sh", "-c", sourced, str(self.home / "stack.env"), postgres_program("psql"))
+        assert "127.0.0.1" in next(line for line in said.splitlines() if line.startswith("no_proxy="))
+        eventually(lambda: "sales" in self.status())
+
+    def status(self) -> str:
+        """What `tidemark status` says in this shell."""
+        return self.run(*TIDEMARK, "status")
+
+
+@contextmanager
+def shell(case: Case, jars: Path) -> Iterator[Shell]:
+    """A shell with a home of its own, which is removed in the end."""
+    root = Path(mkdtemp(prefix="tidemark-shell-", dir="/tmp"))
+    root.chmod(0o755)
+    try:
+        user = UID if case.nameless else os.getuid()
+        home = root / (f"tidemark-{user}" if case.nameless or "HOME" in case.variables else case.home)
+        if directory := case.variables.get("SPARK_CONF_DIR"):
+            defaults = "spark.eventLog.enabled true\nspark.eventLog.dir /none\n"
+            Path(directory, "spark-defaults.conf").write_text(defaults)
+        place = root / "elsewhere" if case.linked else home
+        place.mkdir()
+        if case.linked:
+            home.symlink_to(place)
+        if not case.noexec:
+            (home / "jars").symlink_to(jars)
+        if case.nameless:
+            for path in (root, home):
+                os.chown(path, UID, UID)
+        yield Shell(case, root, home, jars)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)

@@ -1,0 +1,46 @@
+"""Users whom the machine does not know, as platforms draw them for containers."""
+
+import os
+import pwd
+from pathlib import Path
+
+import pytest
+
+from tidemark.app.stack import named_user as module
+from tidemark.app.stack.named_user import NamedUser, NeedsNamedUser, named_user
+
+
+@pytest.fixture
+def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lookup(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", lookup)
+
+
+def test_a_user_with_a_name_needs_nothing(tmp_path: Path) -> None:
+    """As nearly everybody has."""
+    assert named_user(tmp_path) == NamedUser()
+
+
+@pytest.mark.usefixtures("unknown")
+def test_without_user_namespaces_a_library_gives_the_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Containers often have no namespaces of their own."""
+    monkeypatch.setattr(module, "_succeeds", lambda command: False)
+    library = tmp_path / "libnss_wrapper.so"
+    library.touch()
+    monkeypatch.setattr(module, "_LIBRARIES", [str(library.relative_to("/"))])
+    user = named_user(tmp_path)
+    assert user.command == ()
+    assert user.variables["LD_PRELOAD"] == str(library)
+    line = Path(user.variables["NSS_WRAPPER_PASSWD"]).read_text()
+    assert line.split(":")[2:4] == [str(os.geteuid()), str(os.getegid())]
+
+
+@pytest.mark.usefixtures("unknown")
+def test_without_either_a_person_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In one line, before anything is started."""
+    monkeypatch.setattr(module, "_succeeds", lambda command: False)
+    monkeypatch.setattr(module, "_LIBRARIES", [])
+    with pytest.raises(NeedsNamedUser, match=f"refuse to run as user {os.geteuid()}, who has no name on this machine"):
+        named_user(tmp_path)
