@@ -4,7 +4,9 @@ import signal
 import subprocess
 import sys
 from ast import literal_eval
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import click
 import pytest
@@ -207,3 +209,34 @@ def test_a_shells_variables_do_not_lead_a_verb_away_from_the_stack(postgres: Pos
     assert "tidemark migrate" in status()  # it was reached, and has no schema
     assert "tidemark migrate" in status(TIDEMARK_POSTGRES_DSN=dsn)  # as in a shell that has sourced the file
     assert '"none" not found' in status(TIDEMARK_POSTGRES_DSN=f"{dsn}?application_name=mine")
+
+
+ASKING = """
+import sys
+from urllib.request import urlopen
+from tidemark.app.commands import loaded
+loaded()
+print(urlopen(sys.argv[1], timeout=10).read().decode())
+"""
+
+
+class _Here(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"here")
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_no_verb_asks_this_machine_through_a_proxy(host: str) -> None:
+    """The proxy is dead."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Here) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        environment = child_environment({}) | {"http_proxy": "http://127.0.0.1:9", "no_proxy": "intra"}
+        command = [sys.executable, "-c", ASKING, f"http://{host}:{server.server_port}/"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        server.shutdown()
+    assert (done.stdout, done.stderr) == ("here\n", "")

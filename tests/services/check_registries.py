@@ -1,5 +1,6 @@
 """Services in Go, Java and Node. Their libraries come from where each language has them: `make languages-test`."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,7 +10,6 @@ import pytest
 from tests.services.programs import HERE, places_orders
 from tests.services.shop import Shop
 from tidemark.app.settings import Settings
-from tidemark.streaming.environment import child_environment
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +44,7 @@ def javac(tmp_path_factory: pytest.TempPathFactory, jdbc: Path) -> str:
 
 def _fetched(command: list[str], directory: Path, changes: dict[str, str]) -> None:
     done = subprocess.run(
-        command, cwd=directory, env=child_environment(changes), timeout=300, capture_output=True, text=True, check=False
+        command, cwd=directory, env={**os.environ, **changes}, timeout=300, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 
