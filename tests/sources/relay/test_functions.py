@@ -7,7 +7,7 @@ import pytest
 from psycopg import conninfo, errors
 
 from tidemark.app import relay
-from tidemark.sources.relay import looks
+from tidemark.sources.relay import looks, sequences
 from tidemark.sources.relay.database import SCHEMA, session_of
 from tidemark.streaming.errors import BadSetting, Refused, Unavailable
 from tidemark.streaming.records import is_name
@@ -352,25 +352,25 @@ def test_heads_say_what_went_wrong_as_psycopg_does(sql: psycopg.Connection) -> N
     with session_of(sql.info.dsn + f" password={sql.info.password} client_encoding=latin1", "test") as session:
         sql.execute("update tidemark.append_streams set stream = 'or-dérs' where stream = 'orders'")
         with session.use() as connection:
-            assert "or-dérs" in {stream.name for stream in looks.heads(connection)}
+            assert "or-dérs" in {stream.name for stream in sequences.heads(connection)}
             sql.execute("select pg_terminate_backend(%s)", [connection.info.backend_pid])
         with pytest.raises(Unavailable), session.use() as connection:
-            looks.heads(connection)
+            sequences.heads(connection)
         with session.use() as connection:
-            assert looks.heads(connection)
+            assert sequences.heads(connection)
             connection.execute("set role pg_monitor")
         with pytest.raises(Refused, match="permission denied"), session.use() as connection:
-            looks.heads(connection)
+            sequences.heads(connection)
 
 
 def test_the_head_is_never_higher_than_what_was_given_out(sql: psycopg.Connection) -> None:
     """`select last_value` is, while nextval writes its log: an ID that nobody has yet would look as if it were void."""
-    stream = next(each for each in looks.heads(sql) if each.name == "orders")
+    stream = next(each for each in sequences.heads(sql) if each.name == "orders")
     with psycopg.connect(sql.info.dsn, password=sql.info.password, autocommit=True) as other:
         pipe = other.cursor()
         with other.pipeline():
             for _ in range(200):
                 pipe.execute("select count(nextval('tidemark.append_ids_1')) from generate_series(1, 32)")
-                head = looks.heads(sql)[stream]
+                head = sequences.heads(sql)[stream].sequence.last or 0
                 # NULL before the first of them has been given out
                 assert head <= (one(sql, "select pg_sequence_last_value('tidemark.append_ids_1')") or 0)  # type: ignore[operator]

@@ -11,6 +11,9 @@ from tidemark.sources.relay.join import Told
 from tidemark.sources.relay.relay import OUTBOX
 from tidemark.sources.transactions import ServerHistory, history
 from tidemark.streaming.errors import BadSetting
+from tidemark.streaming.intervals import EMPTY
+
+XID = "pg_current_xact_id()::xid"
 
 
 @pytest.fixture
@@ -49,6 +52,7 @@ def test_another_history_begins_a_higher_epoch(sql: psycopg.Connection) -> None:
     """Its JOIN names the one before, at the floor, which says nothing of what is unseen."""
     before = begun(sql)
     join.acknowledged(sql, before)
+    sql.execute("select setval('tidemark.append_ids_2', -9)")
     sql.execute("update tidemark.append_progress set floor = -9 where number = 2")
     after = begun(sql, "two")
     joins = [(old.joins()[0], new.joins()[0]) for old, new in zip(before, after, strict=True)]
@@ -74,6 +78,7 @@ def test_a_server_that_began_later_is_told_again_how_far_it_was(sql: psycopg.Con
     assert [each.joins()[0].told for each in before] == [0, 0]
     join.acknowledged(sql, before)
     orders, history = (each.stream for each in before)
+    sql.execute("select setval('tidemark.append_ids_1', 5), setval('tidemark.append_ids_2', -9)")
     for upto in (5, 4):
         looks.note_told(sql, {orders: upto, history: 9})
     assert begun(sql) == [
@@ -90,7 +95,7 @@ def test_what_was_noted_goes_with_the_rows_below_the_floor(sql: psycopg.Connecti
     for upto in (1, 3, 5, 8):
         looks.note_told(sql, {orders.stream: upto})
     for old, new in ((0, 3), (3, 8)):
-        assert looks.raise_floor(sql, orders.stream, orders.version, old, new)
+        assert looks.raise_floor(sql, orders.stream, orders.version, old, new, EMPTY)
     rows = sql.execute("select upto from tidemark.append_told where number = %s", [orders.stream.number]).fetchall()
     assert rows == [(8,)]
 
@@ -98,9 +103,10 @@ def test_what_was_noted_goes_with_the_rows_below_the_floor(sql: psycopg.Connecti
 def test_a_writer_joins_at_the_floor_where_it_is_found(sql: psycopg.Connection) -> None:
     """Whoever finds it first says where; in another history all join anew, the database first."""
     join.acknowledged(sql, begun(sql))
-    sql.execute("update tidemark.append_progress set floor = 5 where number = 1")
+    sql.execute("select setval('tidemark.append_ids_1', 9)")
+    sql.execute(f"update tidemark.append_progress set floor = 5, written_by = {XID} where number = 1".encode())
     found = join.begin(sql, ServerHistory("one", "1"), "shop", {1: {"web": 0}})
-    sql.execute("update tidemark.append_progress set floor = 9 where number = 1")
+    sql.execute(f"update tidemark.append_progress set floor = 9, written_by = {XID} where number = 1".encode())
     again = join.begin(sql, ServerHistory("one", "1"), "shop", {1: {"web": 0, "till": 0}})
     assert [(each.writer, each.id, each.unseen) for each in found[0].joins()] == [("web", 5, False)]
     assert [(each.writer, each.id) for each in again[0].joins()] == [("till", 9), ("web", 5)]
@@ -134,3 +140,17 @@ def test_a_table_that_was_made_anew_is_another_history(sql: psycopg.Connection) 
     sql.execute("alter table copy set schema tidemark")
     sql.execute("alter table tidemark.copy rename to append_outbox")
     assert before != history(sql, "here", OUTBOX)
+
+
+def test_a_row_that_no_relay_wrote_begins_a_start(sql: psycopg.Connection) -> None:
+    """A restore of the rows alone, or a replication, put it there. Once: then the row is a relay's."""
+    before = begun(sql)
+    join.acknowledged(sql, before)
+    sql.execute("create temporary table kept as table tidemark.append_progress")
+    sql.execute("delete from tidemark.append_progress")
+    sql.execute("insert into tidemark.append_progress select * from kept")
+    after = begun(sql)
+    assert [each.regression for each in after] == ["the rows were written by a restore or a replication"] * 2
+    assert [each.timeline.after for each in after] == [each.timeline.start for each in before]
+    join.acknowledged(sql, after)
+    assert [each.regression for each in begun(sql)] == ["", ""]

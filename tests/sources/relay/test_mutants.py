@@ -11,7 +11,7 @@ import pytest
 
 from tests.sources.relay.world import WRITER, MakeDecider, World
 from tidemark.sources import transactions
-from tidemark.sources.relay import join, looks
+from tidemark.sources.relay import join, looks, sequences
 from tidemark.sources.relay.decider import Decided, Decider, Steps, _Stream
 from tidemark.sources.relay.evidence import Holder, StreamEvidence
 from tidemark.sources.relay.lines import Lines
@@ -19,18 +19,16 @@ from tidemark.sources.relay.looks import AppendStream, Page
 from tidemark.streaming.intervals import EMPTY, Intervals
 from tidemark.streaming.postgres_session import Connection
 
-Looked = dict[AppendStream, int]
-
 
 class HeadLast(Decider):
     """Reads the head after it has looked who runs."""
 
     def round(self, most_bytes: int) -> Steps:
-        real = looks.heads
+        real = sequences.heads
         transactions.end_one(self._connection)
         running = transactions.running(self._connection)
         yield "heads"
-        with patch.object(transactions, "running", lambda _: running), patch.object(looks, "heads", real):
+        with patch.object(transactions, "running", lambda _: running), patch.object(sequences, "heads", real):
             return (yield from super().round(most_bytes))
 
 
@@ -229,7 +227,7 @@ def deleted_between(world: World) -> None:
     """Another relay sends and deletes a fact after this one has seen its ID given out."""
     one, other = world.relays
     world.services[0].append(world.stream, 1)
-    for _ in range(4):
+    for _ in range(6):
         one.look()
     other.finish()
     one.round()

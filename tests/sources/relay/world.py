@@ -24,7 +24,7 @@ from tidemark.sources.transactions import history
 from tidemark.streaming import records
 from tidemark.streaming.batch import advance
 from tidemark.streaming.effects import StreamEffects
-from tidemark.streaming.errors import Unavailable
+from tidemark.streaming.errors import Refused, Unavailable
 from tidemark.streaming.model import Bounds
 from tidemark.streaming.postgres_session import Connection, PostgresSession
 from tidemark.streaming.records import Join, Rdata, Void
@@ -34,6 +34,8 @@ from tidemark.streaming.states import States
 WRITER = "shop"
 MakeDecider = Callable[[Connection, list[Told]], Decider]
 _names = count(1)
+_tokens = count(1)
+"""Of each fact, which is what its rows hold: an ID may be given out twice."""
 
 
 class Service:
@@ -75,24 +77,29 @@ class Service:
         self.open, self.savepoints, self.reserved = False, 0, []
 
     def append(self, stream: str, rows: int, writer: str = "") -> int | None:
+        token = next(_tokens)
         return self.run(
             "with made as (select tidemark.append_as(%s, %s, variadic %s::jsonb[]) as id)"
-            " insert into truth select %s, id, %s, %s from made returning id",
+            " insert into truth select %s, id, %s, %s, %s from made returning id",
             writer,
             stream,
-            ["{}"] * rows,
+            [str(token)] * rows,
             stream,
             rows,
             writer,
+            token,
         )
 
     def append_many(self, stream: str, rows: int, writer: str = "") -> None:
+        tokens = [next(_tokens) for _ in range(rows)]
         self.run(
-            "with made as (select unnest(tidemark.append_many(%s, %s::jsonb[], %s)) as id)"
-            " insert into truth select %s, id, 1, %s from made",
+            "with made as ("
+            " select * from unnest(tidemark.append_many(%s, %s::jsonb[], %s), %s::integer[]) as it (id, token))"
+            " insert into truth select %s, id, 1, %s, token from made",
             stream,
-            ["{}"] * rows,
+            [*map(str, tokens)],
             writer,
+            tokens,
             stream,
             writer,
         )
@@ -103,10 +110,15 @@ class Service:
 
     def complete(self, stream: str, rows: int) -> None:
         """The oldest ID that was reserved. Where that went with a savepoint, the transaction goes too."""
-        id, writer = self.reserved.pop(0)
-        self.run("select tidemark.complete(%s, %s, variadic %s::jsonb[])::text", stream, id, ["{}"] * rows)
+        (id, writer), token = self.reserved.pop(0), next(_tokens)
+        self.run("select tidemark.complete(%s, %s, variadic %s::jsonb[])::text", stream, id, [str(token)] * rows)
         if self.open:
-            self.run("insert into truth values (%s, %s, %s, %s)", stream, id, rows, writer)
+            self.run("insert into truth values (%s, %s, %s, %s, %s)", stream, id, rows, writer, token)
+
+    @staticmethod
+    def token() -> int:
+        """Of a fact that no function appends."""
+        return next(_tokens)
 
     def retire(self, stream: str, writer: str) -> None:
         self.run("select tidemark.retire_writer(%s, %s)", writer, stream)
@@ -116,7 +128,7 @@ class Service:
             self._connection.close()
 
 
-_DIED = (psycopg.Error, Unavailable)
+_DIED = (psycopg.Error, Unavailable, Refused)
 
 
 class SteppedRelay:
@@ -132,6 +144,8 @@ class SteppedRelay:
         self._decider: Decider | None = None
         self._steps: Iterator[object] | None = None
         self.unacknowledged: list[Decided] = []
+        self.refused = False
+        """Whether a person has to mend something first."""
 
     def die(self) -> None:
         if self._session is not None:
@@ -140,7 +154,7 @@ class SteppedRelay:
         self.unacknowledged = []
 
     def look(self) -> bool:
-        """One step of a round; whether the round has ended."""
+        """One step of a round; whether the round has ended, or is refused."""
         try:
             decider = self.begin()
             if self._steps is None:
@@ -154,8 +168,11 @@ class SteppedRelay:
                     self.unacknowledged.append(decided)
                 self._give_way()
                 return True
-        except _DIED:
+        except _DIED as error:
             self.die()
+            self.refused = isinstance(error, Refused)
+            return self.refused
+        self.refused = False
         return False
 
     def round(self) -> None:
@@ -223,6 +240,11 @@ class SteppedRelay:
     def begun(self) -> bool:
         """Whether nobody and nothing new was found since it began."""
         return self._decider is not None
+
+    @property
+    def rests(self) -> bool:
+        """Whether nothing is open that it may decide."""
+        return self._decider is not None and not self._decider.open
 
     def break_off(self) -> None:
         """It dies before the database knows that writers have joined or are retired."""
@@ -446,5 +468,7 @@ def prepared_schema(dsn: str) -> Iterator[None]:
     with session_of(dsn, "test") as session:
         SCHEMA.migrate(session)
         with session.use() as connection:
-            connection.execute("create table if not exists truth (stream text, id bigint, rows integer, writer text)")
+            connection.execute(
+                "create table if not exists truth (stream text, id bigint, rows integer, writer text, token integer)"
+            )
     yield

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tidemark.sources import transactions
-from tidemark.sources.relay import looks
+from tidemark.sources.relay import looks, sequences
 from tidemark.sources.relay.evidence import StreamEvidence
 from tidemark.sources.relay.join import Told
 from tidemark.sources.relay.lines import Announced, Lines, edges
 from tidemark.sources.relay.looks import BEAT, AppendedFact, AppendStream, Page
+from tidemark.sources.relay.sequences import StrayLooks, StrayRows, StreamLook
 from tidemark.streaming.errors import SequenceUnfit
 from tidemark.streaming.intervals import EMPTY, Intervals
 from tidemark.streaming.postgres_session import Connection
@@ -25,12 +26,16 @@ Steps = Generator[str, None, "list[Decided]"]
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """IDs of one stream that stand for good, also if the server crashes: `facts` in order, `voids` without a fact."""
+    """IDs of one stream that stand for good, also if the server crashes: `facts` in order, `voids` without a fact.
+
+    `emptied` have no row and were published before the database went back: nothing more of them is to come.
+    """
 
     told: Told
     facts: Sequence[AppendedFact]
     voids: Intervals
     announced: Sequence[Announced] = ()
+    emptied: Intervals = EMPTY
 
     def without_rows(self) -> "Decided":
         """The same for those who only count and acknowledge."""
@@ -42,17 +47,25 @@ class Decided:
         for fact in self.facts:
             found.setdefault(self.told.name_of(fact.writer), []).append(fact.id)
         own = {writer: Intervals.from_ids(np.array(ids, np.int64)) for writer, ids in found.items()}
-        return own | {self.told.own: own[self.told.own].union(self.voids)}
+        return own | {self.told.own: own[self.told.own].union(self.voids).union(self.emptied)}
+
+    def rows(self) -> Intervals:
+        """The IDs that have a row in the outbox."""
+        return Intervals.from_ids(np.array([fact.id for fact in self.facts], np.int64))
 
 
 @dataclass(slots=True)
 class _Stream:
-    """`lines` where there are several writers; a single one's line is cut at every ID. `ended`: where, by writer."""
+    """`lines` where there are several writers; a single one's line is cut at every ID. `ended`: where, by writer.
+    `problem`: why the stream is held.
+    """
 
     told: Told
     evidence: StreamEvidence
     lines: Lines | None
     acknowledged: Intervals = field(default=EMPTY)
+    rows_sent: Intervals = field(default=EMPTY)
+    problem: SequenceUnfit | None = None
     ended: dict[str, int] = field(default_factory=dict)
 
     def end(self, writer: str, id: int) -> None:
@@ -75,6 +88,7 @@ class Decider:
 
     def __init__(self, connection: Connection, told: Iterable[Told]) -> None:
         self._connection = connection
+        self._strays = StrayLooks()
         self._streams = {each.stream.number: _begun(each) for each in told}
         self.outrun = False
         """Streams, writers, epochs or floors are others than these: begin anew."""
@@ -107,15 +121,27 @@ class Decider:
         """How many writers a beat tells of, over all streams."""
         return sum(len(each.lines) for each in self._streams.values() if each.lines is not None)
 
+    @property
+    def held(self) -> dict[str, SequenceUnfit]:
+        """By stream: why none of its new IDs is decided."""
+        return {each.told.stream.name: each.problem for each in self._streams.values() if each.problem is not None}
+
     def round(self, most_bytes: int) -> Steps:
         """Look once at all streams; gives what is decided now, about `most_bytes` of rows at the most."""
         yield "heads"
-        heads = {stream.number: head for stream, head in looks.heads(self._connection).items()}
-        self.outrun |= heads.keys() != self._streams.keys()
-        looked = [each for each in self._streams.values() if self._wants(each, heads)]
-        if not looked:
+        looked_at = {stream.number: look for stream, look in sequences.heads(self._connection).items()}
+        self.outrun |= looked_at.keys() != self._streams.keys()
+        if self._strays.is_due:
+            yield "strays"
+            self._strays.look(self._connection)
+        heads = {number: self._head(each, looked_at.get(number)) for number, each in self._streams.items()}
+        looked = [each for number, each in self._streams.items() if self._wants(each, heads[number])]
+        if self.outrun or not looked:
             return []
-        if any(heads.get(each.told.stream.number, 0) > each.evidence.head for each in looked):
+        if moved := [each for each in looked if heads[each.told.stream.number] > each.evidence.head]:
+            yield "fitness"
+            for number in sequences.unfit(self._connection, [each.told.stream.number for each in moved]):
+                heads[number] = self._streams[number].evidence.head
             yield "end one"
             transactions.end_one(self._connection)
         yield "running"
@@ -126,7 +152,7 @@ class Decider:
             held = looks.holders(self._connection, running)
         for each in looked:
             number = each.told.stream.number
-            each.evidence.look(heads.get(number, 0), running, None if held is None else held.get(number, frozenset()))
+            each.evidence.look(heads[number], running, None if held is None else held.get(number, frozenset()))
         decided, left = list[Decided](), most_bytes
         for each in looked:
             if left > 0 and (asked := each.evidence.unread()):
@@ -143,17 +169,24 @@ class Decider:
             looks.note_told(self._connection, heads_told)
         return decided
 
-    def _wants(self, each: _Stream, heads: dict[int, int]) -> bool:
-        head = heads.get(each.told.stream.number)
-        if head is None:
-            return False  # it was dropped
-        if head < each.told.floor:
-            name, signed = each.told.stream.name, each.told.stream.towards.signed
-            raise SequenceUnfit(
-                f"of stream {name}",
-                f"it stands at {signed(head)}, and {signed(each.told.floor)} was told",
-                f"set it to {signed(each.told.floor)} or beyond: setval",
-            )
+    def _head(self, each: _Stream, look: StreamLook | None) -> int:
+        """Up to where IDs may be decided. Rows or a sequence that went back end this decider."""
+        known = each.evidence.head
+        if look is None:
+            return known  # it was dropped
+        stream = each.told.stream
+        head = sequences.head(self._connection, stream, look, max(known, look.reached))
+        stray = self._strays.found.get(stream.number, StrayRows(None, None))
+        each.problem = look.sequence.problem(stream)
+        if each.problem is None and (stray.highest or 0) > head:
+            each.problem = look.sequence.behind_its_table(stream, max(stray.highest or 0, look.reached))
+        self.outrun |= (look.version, look.floor) != (each.told.version, each.evidence.floor)
+        if each.problem is not None:
+            return known
+        self.outrun |= head < max(known, look.reached) or stray.lowest is not None or look.foreign > 0
+        return head
+
+    def _wants(self, each: _Stream, head: int) -> bool:
         return head > each.evidence.head or each.evidence.open
 
     def _decide(self, each: _Stream, asked: Intervals, page: Page) -> list[Decided]:
@@ -169,10 +202,11 @@ class Decider:
             self.strangers.setdefault(each.told.stream.number, {}).update(found)
             self.outrun = True
             return []
-        voids = each.evidence.read(asked.upto(page.upto), [fact.id for fact in page.facts])
-        if not (page.facts or voids):
+        empty = each.evidence.read(asked.upto(page.upto), [fact.id for fact in page.facts])
+        if not (page.facts or empty):
             return []
-        decided = Decided(each.told, page.facts, voids)
+        published = each.told.published
+        decided = Decided(each.told, page.facts, empty.above(published), (), empty.upto(published))
         if each.lines is not None:
             for writer, ids in decided.ids().items():
                 each.lines.own(writer, ids)
@@ -191,6 +225,7 @@ class Decider:
     def acknowledged(self, decided: Decided) -> None:
         """Kafka has all of it."""
         each = self._streams[decided.told.stream.number]
+        each.rows_sent = each.rows_sent.union(decided.rows())
         for writer, ids in decided.ids().items():
             each.acknowledged = each.acknowledged.union(ids)
             if each.lines is not None:
@@ -211,11 +246,13 @@ class Decider:
                 reached = each.lines.floor(reached)
             if reached > floor:
                 yield "settle"
-                if not looks.raise_floor(self._connection, each.told.stream, each.told.version, floor, reached):
+                rows, version = each.rows_sent.upto(reached), each.told.version
+                if not looks.raise_floor(self._connection, each.told.stream, version, floor, reached, rows):
                     self.outrun = True
                     continue
                 each.evidence.floor = reached
                 each.acknowledged = each.acknowledged.above(reached)
+                each.rows_sent = each.rows_sent.above(reached)
                 if each.lines is not None:
                     each.lines.settled(reached)
                 self.outrun |= any(id <= reached for id in each.ended.values())

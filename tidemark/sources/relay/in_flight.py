@@ -47,8 +47,8 @@ def send(producer: RecordProducer, decided: Decided, most_facts: int) -> InFligh
 
 def parts(decided: Decided) -> Iterator[Decided]:
     """The same in parts that do not take much memory: voids are ranges until they are told."""
-    if decided.facts or decided.announced:
-        yield Decided(decided.told, decided.facts, EMPTY, decided.announced)
+    if decided.facts or decided.announced or decided.emptied:
+        yield Decided(decided.told, decided.facts, EMPTY, decided.announced, decided.emptied)
     for low, high in decided.voids:
         for start in range(low, high, _VOIDS_AT_ONCE):
             yield Decided(decided.told, [], Intervals.of([(start, min(high, start + _VOIDS_AT_ONCE))]))

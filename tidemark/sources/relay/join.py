@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tidemark.sources.relay import regressions
 from tidemark.sources.relay.looks import BEAT, AppendStream
+from tidemark.sources.relay.regressions import Regression
 from tidemark.sources.transactions import ServerHistory
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.errors import BadSetting
@@ -39,7 +41,9 @@ class Told:
     """A stream; everything up to `floor` is decided, and nothing beyond `upto` was told before (magnitudes). `own` is
     the database's own name among `writers`.
 
-    Of the writers in `retiring` nothing follows in their epochs.
+    Of the writers in `retiring` nothing follows in their epochs. Up to `published` everything was published before the
+    database went back: an ID without a row there may have had a fact, so it is not declared void. `regression` says
+    why it begins a new timeline now.
     """
 
     stream: AppendStream
@@ -50,6 +54,8 @@ class Told:
     own: str
     writers: Mapping[str, ToldWriter]
     retiring: Sequence[ToldWriter] = ()
+    published: int = 0
+    regression: str = ""
 
     def name_of(self, writer: str) -> str:
         """As Kafka knows it who is called so in the outbox."""
@@ -97,10 +103,13 @@ def begin(
     """All streams, with their writers in their epochs of this history; of a stream that was dropped only those that are
     to be retired. Any number of relays may call it, in any order.
 
+    A stream that went back begins a new timeline where that shows.
+
     Raises `BadSetting` where the streams are known to Tidemark by another name.
     """
     with connection.transaction():
-        _turn(connection, history, writer)
+        back = regressions.find(connection)
+        _turn(connection, history, writer, back)
         for number, names in (strangers or {}).items():
             _introduce(connection, number, names)
         rows = connection.execute(
@@ -111,15 +120,15 @@ def begin(
                 jsonb_agg(
                     jsonb_build_array(known.writer, epoch, abs(last), state, hashtext(known.writer) & 4294967295)
                 ),
-                hashtext('') & 4294967295
+                hashtext('') & 4294967295, published
             from tidemark.append_progress kept
             join tidemark.append_streams using (number) join tidemark.append_writers known using (number)
             where known.state = 'retiring' or (ids is not null and known.state <> 'retired')
             group by number, stream, direction order by number
             """
         ).fetchall()
-    found = []
-    for number, name, sign, version, floor, upto, start, after, own, writers, unnamed in rows:
+    found, why = [], {each.stream.number: each.why for each in back}
+    for number, name, sign, version, floor, upto, start, after, own, writers, unnamed, published in rows:
         if own != writer:
             raise BadSetting("writer", f"stream {name} of this database was told as {own!r}, not as {writer!r}")
         known = [
@@ -130,12 +139,13 @@ def begin(
         living = {each.name: each for each in known if each.state != "retiring"}
         stream = AppendStream(number, name, Direction(sign))
         timeline = Timeline(history.database, start, after)
-        found.append(Told(stream, version, floor, upto, timeline, own, living, retiring))
+        regression = why.get(number, "")
+        found.append(Told(stream, version, floor, upto, timeline, own, living, retiring, published, regression))
     return found
 
 
-def _turn(connection: Connection, history: ServerHistory, writer: str) -> None:
-    """Begin new epochs where the history is another one, and the first of a stream.
+def _turn(connection: Connection, history: ServerHistory, writer: str, back: Sequence[Regression]) -> None:
+    """Begin new epochs where the history is another one or the stream went back, and the first of a stream.
 
     A start of which Kafka may not have every JOIN is begun again with the same tokens.
     """
@@ -143,14 +153,34 @@ def _turn(connection: Connection, history: ServerHistory, writer: str) -> None:
         """
         with broken as (
             select number from tidemark.append_writers where state = 'joining'
+        ), back as (
+            select * from unnest(
+                %(numbers)s::integer[], %(versions)s::bigint[], %(floors)s::bigint[], %(uptos)s::bigint[]
+            ) as found (number, version, floor, upto)
         ), turned as (
             update tidemark.append_progress as old
-            set version = version + 1, database = %(database)s, server = %(server)s,
+            set version = version + 1, written_by = pg_current_xact_id()::xid,
+                database = %(database)s, server = %(server)s,
                 start = case when number in (table broken) then old.start else gen_random_uuid()::text end,
                 after = case when number in (table broken) then old.after else old.start end,
-                writer = coalesce(old.writer, %(writer)s)
+                writer = coalesce(old.writer, %(writer)s),
+                published = case when (number, version) in (select back.number, back.version from back)
+                    then greatest(old.published, abs(old.floor)) else old.published end,
+                floor = coalesce(
+                    (select back.floor from back where (back.number, back.version) = (old.number, old.version)),
+                    old.floor
+                )
             where (old.database, old.server) is distinct from (%(database)s, %(server)s)
-            returning number, writer, floor
+                or (number, version) in (select back.number, back.version from back)
+            returning number, writer, floor, version - 1 as version
+        ), taken_back as (
+            select number, back.upto from back join turned using (number, version)
+        ), forgotten as (
+            delete from tidemark.append_told as noted using taken_back
+            where noted.number = taken_back.number and noted.upto > taken_back.upto
+        ), noted as (
+            insert into tidemark.append_told (number, upto) select number, upto from taken_back
+            on conflict do nothing
         ), again as (
             update tidemark.append_writers as old
             set epoch = greatest(old.epoch + 1, %(now)s), last = turned.floor, state = 'joining'
@@ -165,6 +195,10 @@ def _turn(connection: Connection, history: ServerHistory, writer: str) -> None:
             "server": history.server,
             "writer": writer,
             "now": _now(connection),
+            "numbers": [each.stream.number for each in back],
+            "versions": [each.version for each in back],
+            "floors": [each.stream.towards.signed(each.floor) for each in back],
+            "uptos": [each.upto for each in back],
         },
     )
 
@@ -174,7 +208,8 @@ def _introduce(connection: Connection, number: int, found: Mapping[str, int]) ->
     connection.execute(
         """
         with raised as (
-            update tidemark.append_progress set version = version + 1 where number = %(number)s returning number, floor
+            update tidemark.append_progress set version = version + 1, written_by = pg_current_xact_id()::xid
+            where number = %(number)s returning number, floor
         ), given as (
             select number, name, ended, direction * greatest(abs(floor), ended) as last
             from raised join tidemark.append_streams using (number),

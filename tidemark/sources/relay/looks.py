@@ -5,13 +5,10 @@ The order in which they are asked is the proof: see `sources.relay.evidence` and
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from weakref import WeakSet
 
-import psycopg
 from psycopg.abc import Buffer
 from psycopg.adapt import Loader
-from psycopg.pq import ExecStatus, Format
-from psycopg.pq.abc import PGresult
+from psycopg.pq import Format
 
 from tidemark.sources.relay.evidence import Holder
 from tidemark.streaming.direction import Direction
@@ -29,12 +26,6 @@ select array_agg(pid) from pg_locks where locktype = 'advisory' and objsubid = 2
 BEAT = "*"
 """The writer of beats, in the outbox."""
 ROWS_AT_ONCE = 5000
-# Not `select last_value`, which reads without the sequence's lock: while `nextval` writes its log it stands up to 32
-# higher there for a moment.
-_HEADS = b"""
-    select number, stream, direction, abs(coalesce(pg_sequence_last_value(ids), after))
-    from tidemark.append_streams where ids is not null
-"""
 
 
 class _Utf8Loader(Loader):
@@ -44,10 +35,6 @@ class _Utf8Loader(Loader):
 
     def load(self, data: Buffer) -> bytes:
         return bytes(data)
-
-
-_prepared: WeakSet[Connection] = WeakSet()
-"""The sessions that know `_HEADS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,33 +84,6 @@ class Page:
     floor: int
     version: int
     bytes: int
-
-
-def heads(connection: Connection) -> dict[AppendStream, int]:
-    """Up to where IDs of each stream were given out, as magnitudes.
-
-    Asked twenty times a second for as long as nothing happens, so without psycopg's cursors, which cost more than the
-    question. Raises `psycopg.Error`.
-    """
-    server = connection.pgconn
-    if connection not in _prepared:
-        _sound(connection, server.prepare(b"tidemark_heads", _HEADS))
-        _prepared.add(connection)
-    found = _sound(connection, server.exec_prepared(b"tidemark_heads", None))
-    rows = ([found.get_value(row, column) or b"" for column in range(4)] for row in range(found.ntuples))
-    encoding = connection.info.encoding
-    return {
-        AppendStream(int(number), name.decode(encoding), Direction(int(sign))): int(head)
-        for number, name, sign, head in rows
-    }
-
-
-def _sound(connection: Connection, result: PGresult) -> PGresult:
-    if result.status in (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK):
-        return result
-    if connection.closed:
-        raise psycopg.OperationalError(result.get_error_message())
-    raise psycopg.errors.error_from_result(result)
 
 
 def holders(connection: Connection, running: Collection[int]) -> dict[int, frozenset[Holder]]:
@@ -207,22 +167,28 @@ def beat(connection: Connection, stream: AppendStream) -> None:
     connection.execute("select tidemark.append_beat(%s)", [stream.name])
 
 
-def raise_floor(connection: Connection, stream: AppendStream, version: int, old: int, new: int) -> bool:
+def raise_floor(
+    connection: Connection, stream: AppendStream, version: int, old: int, new: int, rows_sent: Intervals
+) -> bool:
     """Kafka has all up to `new`: its rows go, in the transaction that says so, and with where each line was last cut.
+
+    Only `rows_sent` go, the IDs whose rows Kafka has. A row with another ID was committed after its ID was declared
+    void: the row stays, below the floor, where the next look finds it.
 
     The database's own line is cut at every ID that is no named writer's. Writers that end there are to be retired.
     Gives False where another relay was here.
     """
-    lows, highs = signed(stream, Intervals.of([(old, new)]))
+    lows, highs = signed(stream, rows_sent)
     rows = connection.execute(
         """
         with raised as (
-            update tidemark.append_progress set floor = %(signed)s
+            update tidemark.append_progress set floor = %(signed)s, written_by = pg_current_xact_id()::xid
             where number = %(number)s and version = %(version)s and abs(floor) = %(old)s
             returning number, writer
         ), gone as (
             delete from tidemark.append_outbox
-            where number = (select number from raised) and id between %(low)s and %(high)s
+            using unnest(%(lows)s::bigint[], %(highs)s::bigint[]) as sent (low, high)
+            where number = (select number from raised) and id between sent.low and sent.high
             returning abs(id) as id, writer, rows
         ), surpassed as (
             delete from tidemark.append_told
@@ -261,8 +227,8 @@ def raise_floor(connection: Connection, stream: AppendStream, version: int, old:
             "signed": stream.towards.signed(new),
             "sign": stream.towards.signed(1),
             "beat": BEAT,
-            "low": lows[0],
-            "high": highs[0],
+            "lows": lows,
+            "highs": highs,
         },
     ).fetchall()
     return len(rows) == 1

@@ -62,6 +62,13 @@ class RelayMetrics:
             ["stream"],
             registry=registry,
         )
+        self.held = Gauge(
+            "tidemark_relay_held",
+            "1 while the stream is held because its sequence is unfit: no new ID of the stream is decided. The log says"
+            " why, and what to do.",
+            ["stream"],
+            registry=registry,
+        )
         self.oldest = Gauge(
             "tidemark_relay_oldest_transaction_seconds",
             "How long the oldest open transaction that holds a stream has been open, by the writer in whose name it has"

@@ -46,6 +46,7 @@ _TURN = 1.0
 """Seconds between two attempts of a relay that waits for another."""
 _SETTINGS = "tcp_keepalives_idle, tcp_keepalives_interval, tcp_keepalives_count or idle_in_transaction_session_timeout"
 OUTBOX = "tidemark.append_outbox"
+REGRESSED = "The database or its sequence went back, or a row came below the floor: a new timeline begins"
 LOCK_TIMEOUT = "10s"
 """How long it waits in silence for whoever has locked its tables or sequences."""
 _PATIENCE = 30.0
@@ -82,6 +83,7 @@ class AppendRelay:
         self._metrics = metrics
         self._halt = halt
         self._strangers: dict[int, dict[str, int]] = {}
+        self._held: dict[str, str] = {}
         self._due: deque[Decided] = deque()
         self._flying: list[InFlight] = []
         self._reports = Reports({})
@@ -162,6 +164,9 @@ class AppendRelay:
         if not is_writer(self._writer):
             raise BadSetting("writer", why_no_name(self._writer))
         found = join.begin(connection, found_history, self._writer, self._strangers)
+        for each in found:
+            if each.regression:
+                log.warning(REGRESSED, stream=each.stream.name, floor=each.floor, why=each.regression)
         acting = [each for each in found if each.acts()]
         for start in range(0, len(acting), _JOINED_AT_ONCE):
             together = acting[start : start + _JOINED_AT_ONCE]
@@ -187,6 +192,7 @@ class AppendRelay:
             if not self._due and (room := self._room()) > 0:
                 self._due += (part for decided in _result(decider.round(room)) for part in parts(decided))
                 self._metrics.looked.set_to_current_time()
+                self._report_held(decider)
             while self._due and self._room() > 0:
                 self._send(self._due.popleft())
             self._hear(decider)
@@ -211,6 +217,20 @@ class AppendRelay:
                 self._halt.wait(pause)
                 pause = min(pause * 1.2, LONGEST)
         _result(decider.settle())
+
+    def _report_held(self, decider: Decider) -> None:
+        """Name each stream that is held, once, and that it goes on."""
+        held = {stream: str(problem) for stream, problem in decider.held.items()}
+        if held == self._held:
+            return
+        for stream in {*held, *self._held}:
+            if held.get(stream) != self._held.get(stream):
+                if stream in held:
+                    log.warning("A stream is held", stream=stream, problem=held[stream])
+                else:
+                    log.info("A stream goes on", stream=stream)
+            self._metrics.held.labels(stream).set(stream in held)
+        self._held = held
 
     def _room(self) -> int:
         return MOST_BYTES - sum(each.size for each in self._flying)

@@ -5,12 +5,14 @@ How many edges share a record is another matter: that means the same, however ma
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
 from msgspec import Raw
 
 from tidemark.sources.relay.decider import Decided
 from tidemark.sources.relay.evidence import ids_of
+from tidemark.sources.relay.lines import Announced
 from tidemark.streaming import records
 from tidemark.streaming.errors import FactUnfit
 from tidemark.streaming.records import FactRun, Position, Rdata, Void
@@ -55,10 +57,20 @@ def told(decided: Decided, most: int = 1, most_bytes: int = MOST_BYTES) -> Itera
             for row in first:
                 yield records.encode(Rdata(stream=stream, writer=writer, epoch=epoch, id="batch", row=row))
             yield records.encode(Rdata(stream=stream, writer=writer, epoch=epoch, id=ids[0], row=last))
-    for each in decided.announced:
+    for each in [*_emptied(decided), *decided.announced]:
         epoch = of.writers[each.writer].epoch
         prev, id = signed(each.prev), signed(each.id)
         yield records.encode(Position(stream=stream, writer=each.writer, epoch=epoch, prev=prev, id=id))
+
+
+def _emptied(decided: Decided) -> Iterator[Announced]:
+    """What has no row of what was published before the database went back. Facts may have been there: no ID is void.
+
+    A single writer had one edge for each of these IDs, so it does not matter how they are cut now.
+    """
+    for low, high in decided.emptied:
+        cuts = [low, high] if len(decided.told.writers) == 1 else range(low, high + 1)
+        yield from (Announced(decided.told.own, prev, id) for prev, id in pairwise(cuts))
 
 
 def _chains(decided: Decided, most: int, most_bytes: int) -> Iterator[list[_ToldEdge]]:

@@ -1,0 +1,259 @@
+"""Rows and sequences that are not of one time: each fact is published, or late, or its stream is held and named."""
+
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+
+from tests.sources.relay.disorder import FIT, DisorderedWorld
+
+
+@pytest.fixture(params=["forward", "backward"])
+def world(ready: str, request: pytest.FixtureRequest) -> Iterator[DisorderedWorld]:
+    found = DisorderedWorld(ready, direction=request.param)
+    yield found
+    found.close()
+
+
+def published(world: DisorderedWorld, count: int, writer: str = "") -> None:
+    """So many facts are appended, published and deleted."""
+    for _ in range(count):
+        world.services[0].append(world.stream, 1, writer)
+    world.relays[0].finish()
+
+
+def looked(world: DisorderedWorld) -> None:
+    """The relay goes on until a few looks in a row find nothing. Other databases have transactions too."""
+    relay, idle = world.relays[0], 0
+    for _ in range(200):
+        relay.round()
+        idle = idle + 1 if not relay.unacknowledged and (relay.refused or relay.rests) else 0
+        while relay.unacknowledged:
+            relay.acknowledge(first=True)
+        relay.settle()
+        if idle > 2:
+            return
+    raise AssertionError("an ID stays undecided for ever")
+
+
+def test_a_fact_below_the_floor_is_late(world: DisorderedWorld) -> None:
+    """Under a connection that goes on, by a writer that nobody knows, and at the ID of a void."""
+    published(world, 5)
+    world.services[1].begin("read committed", "on")
+    world.services[1].append(world.stream, 1)
+    world.services[1].run("rollback")
+    world.services[1].end()
+    published(world, 3)
+    for back in (4, 0, 3):
+        world.replicate(back)
+        looked(world)
+        assert world.tokens == world.core.published | world.core.named
+    assert len(world.core.named) >= 3
+    world.finish()
+
+
+def test_a_fact_below_the_floor_of_a_stream_of_several_writers(world: DisorderedWorld) -> None:
+    for writer in ("web", "", "till", "web", "web"):
+        published(world, 1, writer)
+    world.replicate(2)
+    world.replicate(4)
+    looked(world)
+    assert world.tokens == world.core.published | world.core.named
+    world.finish()
+
+
+def test_a_restore_in_place_is_a_new_timeline(world: DisorderedWorld) -> None:
+    """At the next look, and not when the sequence has passed what was published before."""
+    published(world, 10)
+    world.save()
+    published(world, 20)
+    world.restore()
+    for _ in range(5):
+        world.services[0].append(world.stream, 1)
+    looked(world)
+    assert len(world.core.named) == 5
+    assert world.tokens <= world.core.published | world.core.named
+    world.finish()
+
+
+def test_a_restore_in_place_while_no_relay_runs(world: DisorderedWorld) -> None:
+    """Tables and server are the same, and services have gone beyond what was published."""
+    published(world, 10)
+    world.save()
+    published(world, 3)
+    world.relays[0].die()
+    world.restore()
+    for _ in range(6):
+        world.services[0].append(world.stream, 1)
+    world.finish()
+    assert len(world.core.named) == 3
+
+
+def test_a_sequence_that_is_set_back_is_a_new_timeline(world: DisorderedWorld) -> None:
+    """Also where nothing is appended then, and where it is restarted, which gives out no ID."""
+    published(world, 9)
+    world.move(-4)
+    looked(world)
+    published(world, 2)
+    assert len(world.core.named) == 2
+    world.restart(3)
+    looked(world)
+    published(world, 2)
+    assert len(world.core.named) == 4
+    world.finish()
+
+
+def test_a_sequence_that_jumps_back_and_forth_between_two_looks(world: DisorderedWorld) -> None:
+    """The facts below the floor are late, those beyond are published."""
+    published(world, 9)
+    world.move(-9)
+    for _ in range(3):
+        world.services[0].append(world.stream, 1)
+    world.move(20)
+    for _ in range(2):
+        world.services[0].append(world.stream, 1)
+    looked(world)
+    assert world.tokens == world.core.published | world.core.named
+    world.finish()
+
+
+def test_a_sequence_that_is_restarted_further_on(world: DisorderedWorld) -> None:
+    """Nobody is late: the IDs between were given to nobody."""
+    published(world, 3)
+    world.restart(30)
+    looked(world)
+    published(world, 2)
+    assert not world.core.named
+    assert world.core.line == 31
+    world.finish()
+
+
+def test_a_sequence_behind_its_table_holds_the_stream(world: DisorderedWorld) -> None:
+    """As after a switch-over by logical replication. Until it is set as the message says; then facts that were appended
+    before are late."""
+    published(world, 6)
+    for _ in range(2):
+        world.services[0].append(world.stream, 1)
+    world.restart(1)
+    world.services[0].append(world.stream, 1)
+    looked(world)
+    id = 8 * world._sign
+    assert f"{world.sequence} of stream {world.stream}: tidemark.append_outbox holds a row with ID {id}" in world.held
+    assert f"run: SELECT setval('{world.sequence}', {id})" in world.held
+    world._admin.execute(f"SELECT setval('{world.sequence}', {id})".encode())
+    looked(world)
+    assert world.tokens == world.core.published | world.core.named
+    assert len(world.core.named) >= 1
+    world.finish()
+
+
+@pytest.mark.parametrize("options", ["cache 20", "cycle", "increment by 2", "increment by -2", "cache 5 cycle"])
+def test_an_unfit_sequence_holds_its_stream(world: DisorderedWorld, options: str) -> None:
+    """It is named, with the command that mends it; two connections append in turns, and nothing is void."""
+    published(world, 3)
+    if options.startswith("increment"):
+        options = f"increment by {int(options.rsplit(maxsplit=1)[-1]) * world._sign}"
+    world.options(options)
+    looked(world)
+    assert f"sequence {world.sequence} of stream {world.stream}: it has {options.upper()[:5]}" in world.held
+    assert f"run: ALTER SEQUENCE {world.sequence} INCREMENT BY {world._sign} CACHE 1 NO CYCLE" in world.held
+    for _ in range(3):
+        for service in world.services[:2]:
+            service.append(world.stream, 1)
+        looked(world)
+    assert len(world.core.published) == 3
+    assert not world.core.voids
+    world.options(FIT)
+    looked(world)
+    assert world.held == "None"
+    assert world.tokens == world.core.published | world.core.named
+    world.finish()
+
+
+def test_a_cache_that_is_set_while_a_round_looks(world: DisorderedWorld) -> None:
+    """Between the look at the head and any other: a session keeps IDs that no transaction holds."""
+    published(world, 1)
+    relay = world.relays[0]
+    for steps in range(1, 7):
+        for _ in range(steps):
+            relay.look()
+        world.options("cache 20")
+        for service in world.services[:2]:
+            service.append(world.stream, 1)
+        looked(world)
+        for service in world.services[:2]:
+            service.append(world.stream, 1)
+        looked(world)
+        world.options(FIT)
+        looked(world)
+        assert world.tokens == world.core.published | world.core.named
+        assert not world.core.named
+    world.finish()
+
+
+def test_a_sequence_that_the_relay_may_not_read_holds_its_stream(world: DisorderedWorld) -> None:
+    published(world, 2)
+    world._admin.execute(f"revoke select on sequence {world.sequence} from tidemark_relay".encode())
+    world.services[0].append(world.stream, 1)
+    looked(world)
+    assert f"run: GRANT SELECT ON SEQUENCE {world.sequence} TO tidemark_relay" in world.held
+    world._admin.execute(f"grant select on sequence {world.sequence} to tidemark_relay".encode())
+    looked(world)
+    assert len(world.core.published) == 3
+    world.finish()
+
+
+def test_rows_that_are_hidden_are_not_missing(world: DisorderedWorld) -> None:
+    """With row level security on every table the relay says nothing; without it all is published, and nothing void."""
+    published(world, 2)
+    world.secure(on=True)
+    for _ in range(3):
+        world.services[0].append(world.stream, 1)
+    looked(world)
+    assert len(world.core.published) == 2
+    assert not world.core.voids
+    world.secure(on=False)
+    looked(world)
+    assert len(world.core.published) == 5
+    world.finish()
+
+
+def test_a_row_that_came_after_its_void_is_not_deleted(world: DisorderedWorld) -> None:
+    """Above the floor, at an ID that was declared void: the floor passes it, and it is late."""
+    published(world, 1)
+    holding = world.services[2]
+    holding.begin("read committed", "on")
+    holding.append(world.stream, 1)
+    world.services[0].begin("read committed", "on")
+    world.services[0].append(world.stream, 1)
+    world.services[0].run("rollback")
+    world.services[0].end()
+    for _ in range(25):
+        world.relays[0].round()
+    token = world.services[0].token()
+    with world._admin.transaction():
+        number = world._admin.execute(
+            "select number from tidemark.append_streams where stream = %s", [world.stream]
+        ).fetchone()
+        assert number is not None
+        id = 3 * world._sign
+        world._admin.execute(
+            "insert into tidemark.append_outbox (number, id, rows, bytes) values (%s, %s, %s, 10)",
+            [number[0], id, [str(token)]],
+        )
+        world._admin.execute("insert into truth values (%s, %s, 1, '', %s)", [world.stream, id, token])
+    holding.run("commit")
+    holding.end()
+    looked(world)
+    assert world.tokens == world.core.published | world.core.named
+    world.finish()
+
+
+def test_a_sequence_that_is_gone_holds_its_stream(ready: str) -> None:
+    world = DisorderedWorld(ready)
+    published(world, 2)
+    with psycopg.connect(ready, autocommit=True) as admin:
+        admin.execute(f"drop sequence {world.sequence}".encode())
+    looked(world)
+    assert "it does not exist" in world.held
+    world.close()

@@ -1,0 +1,225 @@
+"""How far the sequences of the streams are, whether they are fit, and rows where none can be (docs/design.md 4b).
+
+Looked at in every round, whatever the cause may be: row and sequence travel apart from each other in a logical
+replication, a restore or a `setval`, and any of these happens under a connection that goes on.
+"""
+
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from weakref import WeakSet
+
+import psycopg
+from psycopg.pq import ExecStatus
+from psycopg.pq.abc import PGresult
+
+from tidemark.sources.relay.looks import AppendStream
+from tidemark.streaming.direction import Direction
+from tidemark.streaming.errors import SequenceUnfit
+from tidemark.streaming.postgres_session import Connection
+
+# Not `select last_value`, which reads without the sequence's lock: while `nextval` writes its log it stands up to 32
+# higher there for a moment.
+_LAST = """
+    case when has_sequence_privilege(ids, 'select') and seqcache is not null
+        then abs(pg_sequence_last_value(ids)) end
+"""
+_UNFIT = """
+    case when seqcache is null then 'gone'
+        when not has_sequence_privilege(ids, 'select') then 'unreadable'
+        when seqcache <> 1 or seqcycle or seqincrement <> direction
+        then concat_ws(', ',
+            case when seqcache <> 1 then format('CACHE %%s', seqcache) end,
+            case when seqcycle then 'CYCLE' end,
+            case when seqincrement <> direction then format('INCREMENT BY %%s', seqincrement) end)
+        else '' end
+"""
+_HEADS = f"""
+    select known.number, stream, direction, ids::text, {_UNFIT}, {_LAST}, abs(known.after), abs(floor), version,
+        coalesce((select max(upto) from tidemark.append_told as noted where noted.number = known.number), 0),
+        coalesce(written_by <> progress.xmin, false)::integer
+    from tidemark.append_streams as known
+    join tidemark.append_progress as progress on progress.number = known.number
+    left join pg_sequence on seqrelid = ids
+    where ids is not null
+""".replace("%%", "%").encode()
+_prepared: WeakSet[Connection] = WeakSet()
+"""The sessions that know `_HEADS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceLook:
+    """The sequence of a stream; `last` is the ID that it gave out last (a magnitude).
+
+    `last` is None if it gave out none since it was made or restarted. `unfit`: the options by which it may give out an
+    ID that no transaction holds, `gone`, `unreadable`, or empty.
+    """
+
+    name: str
+    unfit: str
+    last: int | None
+
+    def problem(self, stream: AppendStream) -> SequenceUnfit | None:
+        """Why no ID of it may be decided, and what to do; None if it is fit."""
+        match self.unfit:
+            case "":
+                return None
+            case "gone":
+                return self._problem(stream, "it does not exist", "restore it, or drop the stream and create it again")
+            case "unreadable":
+                return self._problem(
+                    stream, "this user may not read it", f"run: GRANT SELECT ON SEQUENCE {self.name} TO tidemark_relay"
+                )
+        do = f"run: ALTER SEQUENCE {self.name} INCREMENT BY {stream.towards.signed(1)} CACHE 1 NO CYCLE"
+        return self._problem(stream, f"it has {self.unfit}, so IDs may come that were taken for void", do)
+
+    def behind_its_table(self, stream: AppendStream, highest: int) -> SequenceUnfit:
+        """The table holds a row with ID `highest` (a magnitude), which the sequence has not given out yet."""
+        id = stream.towards.signed(highest)
+        problem = f"tidemark.append_outbox holds a row with ID {id}, which the sequence has not given out"
+        return self._problem(stream, problem, f"run: SELECT setval('{self.name}', {id})")
+
+    def _problem(self, stream: AppendStream, problem: str, do: str) -> SequenceUnfit:
+        return SequenceUnfit(f"{self.name} of stream {stream.name}", problem, do)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLook:
+    """A stream as it is now (magnitudes). `after`: its IDs begin behind this one. `upto`: the highest ID up to which
+    this database knows that something was published. `foreign`: 1 if the row with the floor was not written by a relay,
+    but by a restore or a replication."""
+
+    sequence: SequenceLook
+    after: int
+    floor: int
+    version: int
+    upto: int
+    foreign: int
+
+    @property
+    def reached(self) -> int:
+        """Up to here this database knows that IDs were given out."""
+        return max(self.floor, self.upto)
+
+
+@dataclass(frozen=True, slots=True)
+class StrayRows:
+    """IDs (magnitudes) of rows where none can be: `lowest` at or below the floor, `highest` beyond the head."""
+
+    lowest: int | None
+    highest: int | None
+
+
+def heads(connection: Connection) -> dict[AppendStream, StreamLook]:
+    """The streams that are there, with their sequences.
+
+    Asked twenty times a second for as long as nothing happens, so without psycopg's cursors, which cost more than the
+    question. Raises `psycopg.Error`.
+    """
+    server = connection.pgconn
+    if connection not in _prepared:
+        _sound(connection, server.prepare(b"tidemark_heads", _HEADS))
+        _prepared.add(connection)
+    found = _sound(connection, server.exec_prepared(b"tidemark_heads", None))
+    encoding, looked = connection.info.encoding, dict[AppendStream, StreamLook]()
+    for row in range(found.ntuples):
+        texts = [found.get_value(row, column) for column in range(found.nfields)]
+        number, stream, sign, name, unfit, last, *numbers = [text and text.decode(encoding) for text in texts]
+        sequence = SequenceLook(name or "", unfit or "", None if last is None else int(last))
+        of = AppendStream(int(number or 0), stream or "", Direction(int(sign or 0)))
+        looked[of] = StreamLook(sequence, *(int(each or 0) for each in numbers))
+    return looked
+
+
+def _sound(connection: Connection, result: PGresult) -> PGresult:
+    if result.status in (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK):
+        return result
+    if connection.closed:
+        raise psycopg.OperationalError(result.get_error_message())
+    raise psycopg.errors.error_from_result(result)
+
+
+def head(connection: Connection, stream: AppendStream, look: StreamLook, seen: int) -> int:
+    """Up to where the sequence gave out IDs; `seen` is what it gave out before, as far as anybody knows.
+
+    A sequence that was restarted says only which ID comes next. So does a new one, before its first ID.
+    """
+    if look.sequence.last is not None:
+        return look.sequence.last
+    if look.sequence.unfit or seen <= look.after:
+        return look.after
+    # Its row is read without its lock, which the call behind it takes: nobody was in the middle of taking an ID.
+    row = connection.execute(
+        f"select abs(last_value), abs(pg_sequence_last_value(%s::regclass)) from {look.sequence.name}".encode(),
+        [look.sequence.name],
+    ).fetchone()
+    assert row is not None
+    following, last = row
+    return int(following) - 1 if last is None else int(last)
+
+
+def stray_rows(connection: Connection) -> dict[int, StrayRows]:
+    """By number of the stream, what the outbox holds at or below its floor or beyond its head; others are left out.
+
+    A sequence is read after the snapshot was taken, so no row that is committed while this is asked is beyond it. One
+    that gave out no ID since it was restarted knows none: `highest` is any row then.
+    """
+    rows = connection.execute(
+        f"""
+        select number, abs(lowest), case when last is null or abs(highest) > last then abs(highest) end
+        from (
+            select number, {_LAST} as last,
+                case direction
+                    when 1 then (select min(id) from tidemark.append_outbox as kept
+                        where kept.number = known.number and id between 1 and floor)
+                    else (select max(id) from tidemark.append_outbox as kept
+                        where kept.number = known.number and id between floor and -1)
+                end as lowest,
+                case direction
+                    when 1 then (select max(id) from tidemark.append_outbox as kept where kept.number = known.number)
+                    else (select min(id) from tidemark.append_outbox as kept where kept.number = known.number)
+                end as highest
+            from tidemark.append_streams as known join tidemark.append_progress using (number)
+            left join pg_sequence on seqrelid = ids
+            where ids is not null
+        ) as found
+        where highest is not null and (lowest is not null or last is null or abs(highest) > last)
+        """.replace("%%", "%").encode()
+    ).fetchall()
+    return {number: StrayRows(lowest, highest) for number, lowest, highest in rows}
+
+
+_QUICK = 0.005
+_SHARE = 0.05
+
+
+class StrayLooks:
+    """Looks for stray rows in every round. If one look takes more than 5 ms, looks take a twentieth of the time: dead
+    rows that no vacuum may remove yet are passed each time."""
+
+    def __init__(self) -> None:
+        self.found: Mapping[int, StrayRows] = {}
+        self._next = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._next
+
+    def look(self, connection: Connection) -> None:
+        began = time.monotonic()
+        self.found = stray_rows(connection)
+        took = time.monotonic() - began
+        self._next = began + took / _SHARE if took > _QUICK else 0.0
+
+
+def unfit(connection: Connection, streams: Collection[int]) -> Mapping[int, str]:
+    """By number, of these streams, why their sequences are unfit. Asked after their heads: an option that was set and
+    taken back before is harmless, because no session keeps IDs from before a change of its sequence."""
+    rows = connection.execute(
+        f"""
+        select number, {_UNFIT} from tidemark.append_streams left join pg_sequence on seqrelid = ids
+        where number = any(%s)
+        """.encode(),
+        [[*streams]],
+    ).fetchall()
+    return {number: why for number, why in rows if why}
