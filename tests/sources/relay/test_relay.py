@@ -30,7 +30,7 @@ from tidemark.sources.relay.told import MOST_FACTS
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming import state
 from tidemark.streaming.environment import child_environment
-from tidemark.streaming.errors import BadSetting, FactUnfit
+from tidemark.streaming.errors import BadSetting, FactUnfit, Refused
 from tidemark.streaming.records import FactRun
 from tidemark.streaming.stream import StreamState
 
@@ -257,6 +257,69 @@ def test_a_user_that_may_relay_and_nothing_else(ready: str, sql: psycopg.Connect
     verdict = judge.verdict()
     assert len(verdict.announced["orders"]) == 2
     assert verdict.rejected == {}
+
+
+def secured(sql: psycopg.Connection, *, on: bool) -> None:
+    """Row level security on every table of the schema, and no policy."""
+    for (table,) in sql.execute("select tablename from pg_tables where schemaname = 'tidemark'").fetchall():
+        how = "enable" if on else "disable"
+        sql.execute(f"alter table tidemark.{table} {how} row level security".encode())
+
+
+def test_row_level_security_holds_the_database(ready: str, sql: psycopg.Connection, run: Run, judge: Judge) -> None:
+    """A relay that runs waits and is not ready, one that starts says what hides rows; nothing committed is void."""
+    sql.execute("drop role if exists relay_filtered")
+    sql.execute("create role relay_filtered login password 'x' in role tidemark_relay")
+    filtered = make_conninfo(ready, user="relay_filtered", password="x")
+    first = run(dsn=filtered)
+    facts = append(sql, 3)
+    eventually(lambda: settled(sql))
+    secured(sql, on=True)
+    facts |= append(sql, 3)
+    eventually(lambda: first.metric("tidemark_relay_relaying") == 0)
+    failure = run(dsn=filtered).ended()
+    assert isinstance(failure, Refused)
+    assert "relay_schema_version" in str(failure)
+    assert not settled(sql)
+    secured(sql, on=False)
+    eventually(lambda: settled(sql))
+    agrees(judge, sql, facts)
+    sql.execute("drop owned by relay_filtered")
+    first.stop()
+
+
+def test_an_unfit_sequence_holds_its_stream_and_no_other(sql: psycopg.Connection, run: Run, judge: Judge) -> None:
+    """CACHE hands IDs to sessions before their transactions take them: as voids they would be committed later."""
+    relay = run()
+    sql.execute("select tidemark.create_stream('history')")
+    facts = append(sql)
+    eventually(lambda: settled(sql))
+    sql.execute("alter sequence tidemark.append_ids_1 cache 20")
+    facts |= append(sql)
+    eventually(lambda: relay.metric("tidemark_relay_held", stream="orders") == 1)
+    sql.execute("select tidemark.append('history', '1')")
+    eventually(lambda: relay.metric("tidemark_relay_facts_total", stream="history") == 1)
+    assert judge.verdict().announced["orders"] == {1}
+    facts |= append(sql)
+    sql.execute("alter sequence tidemark.append_ids_1 cache 1")
+    eventually(lambda: settled(sql))
+    assert relay.metric("tidemark_relay_held", stream="orders") == 0
+    agrees(judge, sql, facts)
+
+
+def test_a_sequence_that_goes_back_under_a_relay_is_a_new_timeline(
+    sql: psycopg.Connection, run: Run, judge: Judge
+) -> None:
+    """Within a look, and not once it has passed what was published."""
+    run()
+    append(sql, 30)
+    eventually(lambda: settled(sql))
+    sql.execute("select setval('tidemark.append_ids_1', 10)")
+    again = append(sql, 5)
+    eventually(lambda: settled(sql))
+    late = judge.verdict().effects["orders"].late
+    assert {id for it in late for id in range(it.prev + 1, it.id + 1) if it.facts} == again
+    assert len(judge.verdict().effects["orders"].timelines) >= 1
 
 
 def test_a_dump_that_is_restored_elsewhere_is_another_history(
