@@ -189,13 +189,14 @@ def stray_rows(connection: Connection) -> dict[int, StrayRows]:
     return {number: StrayRows(lowest, highest) for number, lowest, highest in rows}
 
 
-_QUICK = 0.005
+QUICK = 0.02
+"""Seconds that a look for stray rows may take to be part of every round."""
 _SHARE = 0.05
 
 
 class StrayLooks:
-    """Looks for stray rows in every round. If one look takes more than 5 ms, looks take a twentieth of the time: dead
-    rows that no vacuum may remove yet are passed each time."""
+    """Looks for stray rows in every round. If one takes longer than `QUICK`, looks take a twentieth of the
+    time: dead rows that no vacuum may remove yet are passed each time."""
 
     def __init__(self) -> None:
         self.found: Mapping[int, StrayRows] = {}
@@ -209,7 +210,7 @@ class StrayLooks:
         began = time.monotonic()
         self.found = stray_rows(connection)
         took = time.monotonic() - began
-        self._next = began + took / _SHARE if took > _QUICK else 0.0
+        self._next = began + took / _SHARE if took > QUICK else 0.0
 
 
 def unfit(connection: Connection, streams: Collection[int]) -> Mapping[int, str]:
