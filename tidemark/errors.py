@@ -46,3 +46,4 @@ from tidemark.streaming.errors import TopicMissing as TopicMissing
 from tidemark.streaming.errors import TopicReplaced as TopicReplaced
 from tidemark.streaming.errors import Unavailable as Unavailable
 from tidemark.streaming.errors import VersionSkew as VersionSkew
+from tidemark.streaming.errors import exit_on_error as exit_on_error

@@ -1,14 +1,30 @@
 """Every error of Tidemark, by who must act. The text of an error stands above its class, with its fields in braces."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from tidemark.streaming.error_text import says
 
 
 class TidemarkError(Exception):
-    """Base of all errors that Tidemark raises on purpose. Its text is one line, written for a person."""
+    """Base of all errors that Tidemark raises on purpose. Its text is one line, written for a person.
+
+    `hint` says in general what to do about errors of this kind.
+    """
+
+    hint = "Start the program again: it continues from its stored position."
+
+    @property
+    def short(self) -> str:
+        """The error for a person, without a traceback: one line with what happened, and one with the hint."""
+        return f"{' '.join(str(self).split())}\nHint: {self.hint}"
 
 
 class Retry(TidemarkError):
     """The world will mend it: the caller backs off and tries again."""
+
+    hint = "Try again later: a server was not available, or another process has to finish first. Nothing was lost."
 
 
 @says("{what} at {where} does not answer: {problem}")
@@ -87,6 +103,8 @@ class QueryFailed(Retry):
 class Reject(TidemarkError):
     """One record (or token, or command) is wrong and its neighbours are not: it is dead-lettered, and they go on."""
 
+    hint = "Correct the value that the message names. Nothing else is affected."
+
 
 @says("{reason}: {detail}")
 class BadRecord(Reject):
@@ -140,6 +158,8 @@ class SparkDied(TidemarkError):  # this process is of no use any more: whoever s
 
 class Stop(TidemarkError):
     """A person must decide. Printed as one line; the process ends with exit code 2."""
+
+    hint = "Correct what the message names, then start the program again: it continues from its stored position."
 
 
 @says("{name}: {problem}")
@@ -311,3 +331,37 @@ class Refused(Stop):  # a server that answered and said no
     where: str
     problem: str
     do: str
+
+
+@contextmanager
+def exit_on_error() -> Iterator[None]:
+    """End the program with the short form of an error of Tidemark, in place of a traceback.
+
+    For the outermost block of a program. Writes `TidemarkError.short` to standard error. Every other error passes, and
+    so does a group (of `asyncio.TaskGroup`) that has other errors too.
+
+    Raises:
+        SystemExit: with code 2 for a `Stop`, 1 for any other error of Tidemark, as the command line does.
+    """
+    try:
+        yield
+    except TidemarkError as error:
+        code = _exit_code(error)
+    except BaseExceptionGroup as group:
+        ours, others = group.split(TidemarkError)
+        if ours is None or others is not None:
+            raise
+        code = _exit_code(_first_of(ours))
+    else:
+        return
+    raise SystemExit(code)  # outside of the handlers: it has no context that anybody would print
+
+
+def _exit_code(error: TidemarkError) -> int:
+    sys.stderr.write(f"error: {error.short}\n")
+    return 2 if isinstance(error, Stop) else 1
+
+
+def _first_of(group: BaseExceptionGroup[TidemarkError]) -> TidemarkError:
+    first = group.exceptions[0]
+    return _first_of(first) if isinstance(first, BaseExceptionGroup) else first

@@ -33,6 +33,17 @@ def test_the_examples_run_as_they_stand(pipeline: Pipeline, redis_url: str, dsn:
     finally:
         service.kill()
         service.wait()
+    sql.execute("drop schema tidemark_reader cascade")
+    sql.execute("alter table orders rename to elsewhere")
+    failed = subprocess.run(
+        [sys.executable, "-c", loop], env=environment, check=False, timeout=60, capture_output=True, text=True
+    )
+    sql.execute("alter table elsewhere rename to orders")
+    line, hint = failed.stderr.splitlines()
+    assert failed.returncode == 2
+    assert line.startswith("error: Postgres at ")
+    assert line.endswith('relation "orders" does not exist; check the name of the table')
+    assert hint.startswith("Hint: Correct what the message names")
     sql.execute("update sums set total = 0")
     sql.execute("drop schema tidemark_reader cascade")
     book = (

@@ -1,0 +1,69 @@
+"""The short form of an error, with which a program ends."""
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+from tidemark.errors import BadToken, Refused, Retry, TidemarkError, Unavailable, exit_on_error
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (Refused("Postgres", "db/shop", "no such\ntable", "check its name"), 2),
+        (Unavailable("Redis", "r:1", "away"), 1),
+        (BadToken("m", "no ID"), 1),
+    ],
+)
+def test_program_ends_with_a_line_and_a_hint(
+    capsys: pytest.CaptureFixture[str], error: TidemarkError, code: int
+) -> None:
+    """On standard error, with the exit codes of the command line; the short form is the same text."""
+    with pytest.raises(SystemExit) as ended, exit_on_error():
+        raise error
+    line, hint = capsys.readouterr().err.splitlines()
+    assert ended.value.code == code
+    assert f"{line}\n{hint}" == f"error: {error.short}"
+    assert hint == f"Hint: {type(error).hint}"
+
+
+def test_errors_of_others_pass() -> None:
+    """A fault of the program is no fault of its user's world, and keeps its traceback; also in a group."""
+    with pytest.raises(KeyError), exit_on_error():
+        raise KeyError("id")
+    with pytest.raises(BaseExceptionGroup), exit_on_error():
+        raise BaseExceptionGroup("two", [KeyError("id"), Retry()])
+
+
+def test_task_group_ends_the_program_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """A group of nothing but errors of Tidemark is told by its first."""
+
+    async def fail() -> None:
+        raise Unavailable("Redis", "r:1", "away")
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail())
+
+    with pytest.raises(SystemExit) as ended, exit_on_error():
+        asyncio.run(main())
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith("error: Redis at r:1 does not answer")
+
+
+def test_no_traceback_is_printed() -> None:
+    """Of the program as a person runs it, also where one error came of another."""
+    program = (
+        "from tidemark.errors import Refused, exit_on_error\n"
+        "with exit_on_error():\n"
+        "    try:\n"
+        "        raise ValueError('inner')\n"
+        "    except ValueError as error:\n"
+        "        raise Refused('Postgres', 'db', 'no', 'check it') from error\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 2
+    assert "Traceback" not in done.stderr
