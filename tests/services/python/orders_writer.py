@@ -1,6 +1,7 @@
 import psycopg
 
 from tidemark import Writer
+from tidemark.errors import exit_on_error
 
 writer = Writer()
 
@@ -10,7 +11,7 @@ def place(connection: psycopg.Connection, total: int) -> None:
     connection.execute("INSERT INTO orders (stream_id, total) VALUES (%s, %s)", [stream_id, total])
 
 
-with psycopg.connect() as connection:
+with exit_on_error(), psycopg.connect() as connection:
     with connection.transaction():
         place(connection, 40)
 
