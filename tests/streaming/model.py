@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from tests.streaming.builders import Record
-from tidemark.streaming.records import LIVING
+from tidemark.streaming.records import LIVING, Timeline
 
 # How an ID was settled. BARE: it lies strictly inside somebody's edge, so it is another writer's, or nobody's.
 FACTS, EMPTY, UNSEEN, SKIPPED, BARE = "facts", "empty", "unseen", "skipped", "bare"
@@ -22,9 +22,9 @@ class Incarnated:
     """What is known of a writer, or of an incarnation that has not joined: each settled ID, and how.
 
     `late` says why a completion of that ID comes too late, until it came; `refused` is the highest ID that was turned
-    away although it may be true, or EVERYTHING. `denied` are IDs that the writer declared to be empty. `blurred` is set
-    once a settled range was taken in part: Tidemark keeps counts per range, so that from then on its counts of this
-    writer are upper bounds.
+    away although it may be true, or EVERYTHING. `denied` are IDs of which the writer said that they are no facts of its
+    own. `joined` is what the JOIN of its epoch says, None if it is not known. `blurred` is set once a settled range was
+    taken in part: Tidemark keeps counts per range, so that from then on its counts of this writer are upper bounds.
     """
 
     epoch: int
@@ -39,6 +39,7 @@ class Incarnated:
     told: Settled = field(default_factory=dict)
     timeline: int = 1
     start: str | None = None
+    joined: tuple[int, bool, Timeline | None] | None = None
 
     @property
     def passed(self) -> int:
@@ -226,7 +227,7 @@ class Model:
         """Edges tile: all of it open, or all of it there, or a conflict; but not where a timeline before left it.
 
         `final`: it was open, and yet the line or another writer has its ID. `denied`: a fact where its writer had
-        declared that there is none.
+        said that it has none.
         """
         kind = record.kind
         covered = [at in writer.settled for at in range(prev + 1, id + 1)]
@@ -249,12 +250,10 @@ class Model:
             return outcome
         for at in range(prev + 1, id + 1):
             writer.settled[at] = EMPTY if kind == "POSITION" else BARE
+        writer.denied |= _denied(kind, prev, id)
         if kind == "POSITION":
-            writer.denied |= set(range(prev + 1, id + 1))
             return "applied"
         writer.settled[id] = FACTS if kind == "RDATA" else EMPTY
-        if kind == "VOID":
-            writer.denied.add(id)
         if id in self.done or id <= self.line:
             self.late_facts[record.writer, "final"] += kind == "RDATA"
             return "final"
@@ -285,8 +284,7 @@ class Model:
             outcome = self._edge(writer, record, max(late), id)
             if outcome not in ("applied", "final"):
                 return "late" if outcome == "denied" else outcome
-        ids = range(prev + 1, id + 1)
-        writer.follow(ids, {"POSITION": {*ids}, "VOID": {id}}.get(record.kind, set()))
+        writer.follow(range(prev + 1, id + 1), _denied(record.kind, prev, id))
         return "late" if outcome == "final" else outcome
 
     # -- markers
@@ -295,14 +293,34 @@ class Model:
         id, writer = abs(record.id), self.writers.get(record.writer)
         if writer is not None and record.epoch < writer.epoch:
             return "rejected: zombie"
-        if writer is not None and record.epoch == writer.epoch:
+        if writer is not None and record.epoch == writer.epoch and self._is_repeated(writer, record):
             if id > writer.position:
                 return "rejected: conflict"
+            if not record.control and writer.joined is None:
+                self._note(writer, record)
             return "applied" if record.control and self._reopen(writer, id) else "duplicate"
         writer, retire = self._begin(record)
         if retire is not None and writer.reach <= max(retire, writer.passed):
             self._end(writer, retire, "empty")
         return "applied"
+
+    def _is_repeated(self, writer: Incarnated, record: Record) -> bool:
+        """A JOIN that says the same again, or nothing that contradicts the JOIN of its epoch."""
+        said, told = (abs(record.id), record.unseen, record.timeline), record.timeline
+        if record.control or writer.joined == said:
+            return True
+        if told is not None and told.database != self.database is not None:
+            return False
+        if writer.joined is None:
+            return told is None or writer.start in (None, told.start, told.after)
+        if writer.timeline < self.timeline or writer.own > max(abs(record.id), abs(record.told or 0)):
+            return False
+        return told is None or writer.start in (None, told.start)
+
+    def _note(self, writer: Incarnated, record: Record) -> None:
+        writer.joined = None if record.control else (abs(record.id), record.unseen, record.timeline)
+        if record.timeline is not None:
+            self.database, writer.start = record.timeline.database, record.timeline.start
 
     def _reopen(self, writer: Incarnated, id: int) -> bool:
         """What beyond `id` rests on an operator's word alone is open again; whether there was any."""
@@ -349,8 +367,7 @@ class Model:
         writer.denied |= {at for at in writer.late if at <= id}
         writer.epoch, writer.retired, writer.timeline = record.epoch, False, self.timeline
         writer.late = {at: why for at, why in writer.late.items() if at > id}
-        if record.timeline is not None:
-            self.database, writer.start = record.timeline.database, record.timeline.start
+        self._note(writer, record)
         self._settle(writer, 0, id, _how(record))
         if not self.elsewhere:
             writer.refused = refused
@@ -378,7 +395,10 @@ class Model:
             return None
         if writer.own > id:
             return "position"
-        return "start" if told is not None and writer.start not in (None, told.after) else None
+        if told is None or writer.start in (None, told.start):
+            return None
+        same_epoch = record.epoch == writer.epoch and writer.joined is not None
+        return "start" if writer.start != told.after or same_epoch else None
 
     def _go_back(self, writer: Incarnated, name: str, id: int) -> None:
         """What was passed stays published; what is beyond and was not is late."""
@@ -475,6 +495,11 @@ class Model:
             if how == SKIPPED:
                 writer.late.setdefault(at, "skipped")
         return bool(open_)
+
+
+def _denied(kind: str, prev: int, id: int) -> set[int]:
+    """Where an edge says that its writer has no fact: of its whole range only its own ID may be one."""
+    return {*range(prev + 1, id + (kind != "RDATA"))}
 
 
 def _told(record: Record) -> int | None:

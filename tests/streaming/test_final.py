@@ -41,6 +41,40 @@ def test_a_fact_where_its_writer_said_there_is_none_is_late_once(said: Record) -
     assert shard.feed(fact).counts == {"duplicate": 1}
 
 
+@pytest.mark.parametrize("kind", ["VOID", "RDATA"])
+@pytest.mark.parametrize("together", [True, False])
+def test_a_fact_inside_an_edge_of_its_own_writer_is_late_once(kind: str, *, together: bool) -> None:
+    """Rule 10: the edge said that none of the IDs between are the writer's, and readers have passed them."""
+    shard = Shard()
+    shard.feed(join("w", 0), rdata("w", 1, 0, epoch=1))
+    edge, fact = Record(kind, "w", 1, 1, 4), rdata("w", 2, 1, epoch=1)
+    if together:
+        done = shard.feed(edge, fact)
+        assert done.counts == {"applied": 1, "late": 1}
+    else:
+        shard.feed(edge)
+        done = shard.feed(fact)
+        assert done.counts == {"late": 1}
+    assert late(done) == [("w", 1, 2, 1, "announced")]
+    assert (shard.positions, shard.linear) == ({"w": 4}, 4)
+    assert shard.feed(fact, edge).counts == {"duplicate": 2}
+
+
+def test_a_fact_inside_an_edge_that_waits_is_late_too() -> None:
+    """Rule 10: a gap below the edge changes nothing; and so it is of a writer that has not joined."""
+    shard = Shard()
+    shard.feed(join("w", 0), rdata("w", 9, 5, epoch=1), rdata("x", 9, 5, epoch=1))
+    assert late(shard.feed(rdata("w", 7, 6, epoch=1))) == [("w", 6, 7, 1, "announced")]
+    assert late(shard.feed(rdata("x", 7, 6, epoch=1))) == [("x", 6, 7, 1, "announced")]
+
+
+def test_a_fact_inside_an_edge_of_the_epoch_before_is_late() -> None:
+    """Rule 10: a JOIN takes none of it back."""
+    shard = Shard()
+    shard.feed(join("w", 0), rdata("w", 4, 0, epoch=1), join("w", 4, 2))
+    assert late(shard.feed(rdata("w", 2, 1, epoch=2))) == [("w", 1, 2, 1, "announced")]
+
+
 def test_a_fact_that_was_told_before_is_a_duplicate() -> None:
     """At-least-once producers send twice: that is no contradiction, whatever was announced behind it."""
     shard = Shard()
@@ -55,8 +89,9 @@ def test_what_was_declared_empty_is_kept_within_a_bound() -> None:
     shard = Shard()
     shard.feed(join("a", 0), position("a", 0, 3, epoch=1), position("a", 3, 7, epoch=1))
     assert list(shard.stream().writers["a"].chain.empty) == [(0, 7)]
-    for at in range(8, 8 + 4 * ANNOUNCED_KEPT, 4):
-        shard.feed(rdata("a", at, at - 1, epoch=1), position("a", at, at + 3, epoch=1))
+    for at in range(8, 8 + 4 * ANNOUNCED_KEPT, 4):  # by announcements, and by what lies inside facts' edges
+        said = position("a", at, at + 3, epoch=1) if at % 8 else rdata("a", at + 4, at, epoch=1)
+        shard.feed(rdata("a", at, at - 1, epoch=1), said)
     kept = shard.stream().writers["a"].chain.empty
     assert len(kept) == ANNOUNCED_KEPT
     assert next(iter(kept)) == (8, 11)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.streaming.intervals import EMPTY, Intervals, extended, last_of
+from tidemark.streaming.intervals import EMPTY, Ascending, Intervals, extended, last_of
 from tidemark.streaming.records import MAX_ID
 
 Pairs = list[tuple[int, int]]
@@ -107,9 +107,12 @@ def test_packed_intervals_are_extended_as_sets_are(
     more = spread(
         [(max(gap, at and 1), width) for at, (gap, width) in enumerate(after)], max([0, *sum(known, ())]), other
     )
-    packed = Intervals.of(known).highest(most).pack()
+    packed, newest = Intervals.of(known).highest(most).pack(), Intervals.of(more).highest(most)
     wanted = Intervals.of(known).highest(most).union(Intervals.of(more)).highest(most)
-    assert extended(packed, more, most) == wanted.pack()
+    firsts = np.array([0, len(newest)])
+    twice = [np.concatenate([it, it]) for it in (newest.lows, newest.highs)]
+    for added in Ascending.all_of(twice[0], twice[1], firsts) if len(newest) else [None]:
+        assert extended(packed, added, most) == wanted.pack()
     assert last_of(wanted.pack()) == max([0, *sum(wanted, ())])
 
 

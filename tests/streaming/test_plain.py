@@ -183,11 +183,23 @@ def test_runs_that_continue_are_plain() -> None:
 
 
 def test_many_voids_are_remembered_as_far_as_any() -> None:
-    """Also where they come one at a time."""
+    """Also where they come one at a time; and so is what lies inside edges of facts."""
     twins = two_writers()
-    for id in range(5, 95, 2):
-        assert twins.send(void("a", id - 2, id, 1), rdata("b", id + 1, id - 1, 1))
-    assert len(twins.shard.stream().writers["a"].chain.empty) == ANNOUNCED_KEPT
+    for id in range(5, 140, 3):
+        assert twins.send(void("a", id - 2, id, 1), rdata("a", id + 1, id, 1), rdata("b", id + 2, id - 1, 1))
+    for name in ("a", "b"):
+        assert len(twins.shard.stream().writers[name].chain.empty) == ANNOUNCED_KEPT
+
+
+def test_of_many_edges_in_one_batch_the_newest_are_remembered() -> None:
+    """Rule 10: what lies inside them can be contradicted, as far as any other range."""
+    twins = two_writers()
+    edges = [rdata(name, id, id - 2, 1) for id in range(5, 205, 2) for name, id in (("a", id), ("b", id + 1))]
+    assert twins.send(*edges)
+    kept = twins.shard.stream().writers["a"].chain.empty
+    assert [*kept][-1] == (201, 202)
+    assert len(kept) == ANNOUNCED_KEPT
+    assert twins.send(*(rdata(name, id, id - 2, 1) for name, id in (("a", 205), ("b", 206))))
 
 
 def test_when_a_writer_was_seen_last_is_no_later_than_the_batch() -> None:

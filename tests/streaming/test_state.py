@@ -101,7 +101,7 @@ def test_a_stream_without_gaps_has_a_small_state_whatever_it_has_seen() -> None:
     shard.feed_packets([long_run(0, 100_000, 2)])
     shard.feed(position("b", 0, 100_000, epoch=1))
     assert shard.linear == 100_000
-    assert len(shard.states[STREAM]) < 100
+    assert len(shard.states[STREAM]) <= 100  # of which 10 are what the JOINs said
 
 
 def test_a_state_of_format_1_is_read() -> None:

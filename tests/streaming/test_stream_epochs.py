@@ -52,7 +52,7 @@ def test_a_second_join_of_an_epoch_is_a_duplicate_or_a_conflict() -> None:
     """An epoch begins once: repeated it changes nothing, and it cannot carry the position further."""
     shard = Shard()
     shard.feed(join("a", 3))
-    assert shard.feed(join("a", 3), join("a", 2)).counts == {"duplicate": 2}
+    assert shard.feed(join("a", 3), join("a", 3)).counts == {"duplicate": 2}
     shard.feed(join("a", 4))
     assert shard.rejected == {3: "conflict"}
     assert shard.positions == {"a": 3}

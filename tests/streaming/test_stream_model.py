@@ -86,6 +86,12 @@ class Compared(RuleBasedStateMachine):
         if luck == 3:
             self.send(*self.database.start(name))
 
+    @rule(name=writers, back=st.integers(0, 6), told=st.booleans())
+    def start_in_the_same_epoch(self, name: str, back: int, *, told: bool) -> None:
+        """Of a database that went back, with the epochs in it."""
+        self.database.restore(max(0, self.database.last_value - back), told=told)
+        self.send(*self.database.start(name, raised=False))
+
     @rule(name=writers, count=st.integers(0, 6), ends=st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=6))
     def work(self, name: str, count: int, ends: list[tuple[int, bool]]) -> None:
         """Reserve some, complete some, in any order."""

@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from tests.streaming.builders import Record, Shard, join, position, rdata, retire, skip, void
+from tests.streaming.builders import Record, Shard, forced, join, position, rdata, retire, skip, void
 from tests.streaming.protocol import Database
+from tidemark.streaming import state
 from tidemark.streaming.effects import StreamEffects
 from tidemark.streaming.model import Bounds, Reason
 from tidemark.streaming.records import Timeline
@@ -350,3 +351,73 @@ class Relayed(Restored):
 
 Relayed.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, print_blob=True)
 TestRelayed = Relayed.TestCase
+
+
+def in_epoch_7() -> Shard:
+    """w has joined at 0 and completed 1 to 5."""
+    shard = Shard()
+    shard.feed(join("w", 0, 7, timeline=DB1), *(rdata("w", id, epoch=7) for id in range(1, 6)))
+    assert (shard.positions, shard.linear) == ({"w": 5}, 5)
+    return shard
+
+
+DB1 = Timeline("db1", "t1")
+
+
+@pytest.mark.parametrize(
+    ("again", "why"),
+    [
+        (join("w", 2, 7, timeline=Timeline("db2", "t2")), "database"),
+        (join("w", 2, 7, timeline=Timeline("db1", "t2")), "position"),
+        (join("w", 2, 7, timeline=DB1), "position"),
+        (join("w", 2, 7), "position"),
+    ],
+)
+def test_another_join_of_the_living_epoch_begins_a_timeline(again: Record, why: str) -> None:
+    """Rule 10: what comes again is late, and no duplicate of what the lost history completed."""
+    shard = in_epoch_7()
+    done = shard.feed(again, rdata("w", 3, epoch=7), rdata("w", 4, epoch=7))
+    assert begun(done) == [("w", 2, 2, why)]
+    assert late(done) == [("w", 2, 4, "regressed")]
+    assert done.counts == {"applied": 1, "late": 2}
+    assert (shard.positions, shard.linear) == ({"w": 5}, 5)
+    assert shard.feed(again).counts == {"duplicate": 1}
+
+
+def test_another_start_in_the_living_epoch_begins_a_timeline() -> None:
+    """Epochs rise with each start: where two share one, whatever keeps the epochs went back, whoever came before."""
+    shard = in_epoch_7()
+    for start, after in (("t2", "t1"), ("t9", "t8")):
+        done = shard.feed(join("w", 5, 7, timeline=Timeline("db1", start, after)))
+        assert [why for *_, why in begun(done)] == ["start"]
+
+
+def test_the_same_join_again_is_a_duplicate() -> None:
+    """Whatever has happened since, in this timeline or in another one; and whatever a relay knows by now as told."""
+    shard, first = in_epoch_7(), join("w", 0, 7, timeline=DB1)
+    before = shard.states["events"]
+    done = shard.feed(first, join("w", 0, 7, timeline=DB1, told=4))
+    assert (done.counts, begun(done)) == ({"duplicate": 2}, [])
+    assert shard.stream().writers["w"].joined == state.decode(before).writers["w"].joined
+    done = shard.feed(join("v", 5, 7, timeline=Timeline("db2", "v1")), first)
+    assert (done.counts["duplicate"], begun(done)) == (1, [("v", 5, 2, "database")])
+
+
+def test_a_join_of_the_living_epoch_follows_into_the_timeline_of_another() -> None:
+    """It begins none: v's JOIN did. From then on w's own records count for the line again."""
+    shard = in_epoch_7()
+    shard.feed(join("v", 2, 7, timeline=Timeline("db2", "v1")))
+    done = shard.feed(join("w", 2, 7, timeline=Timeline("db2", "t2")), rdata("w", 3, epoch=7), void("v", 2, 6, epoch=7))
+    assert (begun(done), late(done)) == ([], [("w", 2, 3, "regressed")])
+    shard.feed(rdata("w", 7, 3, epoch=7), position("v", 6, 7, epoch=7))
+    assert shard.linear == 7
+
+
+def test_an_epoch_that_an_operator_began_gets_its_evidence_from_the_writers_own_join() -> None:
+    """The next start follows that one, and is no sign of anything; another one in the same epoch is."""
+    shard = in_epoch_7()
+    shard.feed(forced(join("w", 5, 8)))
+    done = shard.feed(join("w", 5, 8, timeline=Timeline("db1", "t2", "t1")))
+    assert (done.counts, begun(done)) == ({"duplicate": 1}, [])
+    assert begun(shard.feed(join("w", 5, 9, timeline=Timeline("db1", "t3", "t2")))) == []
+    assert begun(shard.feed(join("w", 5, 9, timeline=Timeline("db1", "t4", "t3")))) == [("w", 5, 2, "start")]

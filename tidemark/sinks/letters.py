@@ -9,6 +9,7 @@ from confluent_kafka import KafkaException, Message
 
 from tidemark.sinks.dead_letters import DeadLettersConfig
 from tidemark.sinks.kafka_copy import KafkaConnections
+from tidemark.streaming.model import printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +112,7 @@ def _header(headers: list[tuple[str, Any]], name: str) -> str:
 
 def _readable(data: bytes) -> str:
     """Nothing that a terminal would obey: anybody may have written it."""
-    text = data.decode(errors="replace")
-    return "".join(it if it.isprintable() else "\N{REPLACEMENT CHARACTER}" for it in text)
+    return printable(data.decode(errors="replace"))
 
 
 def _number(text: str | None) -> int:

@@ -13,7 +13,7 @@ from tidemark.streaming.runs import Run
 Outcome = Literal["applied", "held", "put_off", "duplicate", "late", "batch", "forgotten"]
 Why = Literal["skipped", "regressed", "final", "announced"]
 """Why a completion is late: an operator settled its ID, the source went back, the line or another writer had its ID
-already, or its own writer had declared its ID to be empty."""
+already, or its own writer had said that it has no fact there."""
 
 
 Sign = Literal["position", "database", "start"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tidemark.streaming.intervals import Ids, are_different
+from tidemark.streaming.intervals import Ascending, Ids, are_different
 from tidemark.streaming.runs import POSITION, RDATA, Mask
 
 _NONE: Ids = np.empty(0, np.int64)
@@ -27,18 +27,14 @@ class EdgeColumns:
     begins: Ids
     _others: Ids = field(init=False)
     """Where the edges are that are no facts."""
-    _links: Ids = field(init=False)
-    """Of each of those the link."""
-    _lows: Ids = field(init=False)
-    """And where what it declares to be without begins."""
+    _prevs: Ids = field(init=False)
+    """Where each edge begins."""
 
     def __post_init__(self) -> None:
         self._others = np.flatnonzero(self.kinds != RDATA)
-        self._links = np.searchsorted(self.firsts, self._others, side="right") - 1
-        prevs = self.ids[self._others - 1]
-        first = self._others == self.firsts[self._links]
-        prevs[first] = self.starts[self._links[first]]
-        self._lows = np.where(self.kinds[self._others] == POSITION, prevs, self.ids[self._others] - 1)
+        self._prevs = np.empty_like(self.ids)
+        self._prevs[1:] = self.ids[:-1]
+        self._prevs[self.firsts] = self.starts
 
     def reach(self, lines: Ids, floors: Ids, heads: Ids) -> Mask:
         """For each stream whether its line goes to its head: all IDs beyond its floor are completed, each of them once
@@ -75,20 +71,32 @@ class EdgeColumns:
         return repeated
 
     def counts(self) -> tuple[list[int], list[int]]:
-        """By link how many facts there are, and how wide what was declared to be without is."""
-        facts = np.diff(self.firsts, append=len(self.ids)) - np.bincount(self._links, minlength=len(self.firsts))
+        """By link how many facts there are, and how wide what was declared void or announced is."""
+        others, links = self._others, self._links(self._others)
+        facts = np.diff(self.firsts, append=len(self.ids)) - np.bincount(links, minlength=len(self.firsts))
+        widths = np.where(self.kinds[others] == POSITION, self.ids[others] - self._prevs[others], 1)
         empty = np.zeros(len(self.firsts), np.int64)
-        np.add.at(empty, self._links, self.ids[self._others] - self._lows)
+        np.add.at(empty, links, widths)
         return facts.tolist(), empty.tolist()
 
-    def declared(self) -> list[tuple[int, int, int]]:
-        """What was declared to be without facts: link, low and high, ascending; what touches is one."""
-        if not len(self._others):
+    def declared(self, most: int) -> list[tuple[int, Ascending]]:
+        """By link where its writer says that it has no facts (`Run.empty`): of each the highest `most` ranges."""
+        highs = self.ids - (self.kinds == RDATA)
+        places = np.flatnonzero(self._prevs < highs)
+        if not len(places):
             return []
-        links, lows, highs = self._links, self._lows, self.ids[self._others]
+        links, lows, highs = self._links(places), self._prevs[places], highs[places]
         first = np.flatnonzero(np.concatenate(([True], (links[1:] != links[:-1]) | (lows[1:] > highs[:-1]))))
         last = np.append(first[1:], len(links)) - 1
-        return list(zip(links[first].tolist(), lows[first].tolist(), highs[last].tolist(), strict=True))
+        links, lows, highs = links[first], lows[first], highs[last]  # what touches is one
+        kept = np.arange(len(links)) >= np.searchsorted(links, links, side="right") - most
+        links, lows, highs = links[kept], lows[kept], highs[kept]
+        firsts = np.flatnonzero(np.concatenate(([True], links[1:] != links[:-1])))
+        return list(zip(links[firsts].tolist(), Ascending.all_of(lows, highs, firsts), strict=True))
+
+    def _links(self, places: Ids) -> Ids:
+        """Of these edges the links."""
+        return np.searchsorted(self.firsts, places, side="right") - 1
 
     def _streams(self, places: Ids) -> Ids:
         """Of these edges the streams."""

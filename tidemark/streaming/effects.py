@@ -71,8 +71,8 @@ class LateCompletion(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Completions in `(prev, id]` that came after the range was settled without them; `facts` of them are RDATA.
 
     `why`: `skipped` (an operator's SKIP, RETIRE or JOIN passed them), `regressed` (the source went back), `final` (the
-    linear position had passed the ID, or another writer had completed it) or `announced` (their own writer had declared
-    the range to be empty).
+    linear position had passed the ID, or another writer had completed it) or `announced` (their own writer had said
+    that it has no facts there).
     """
 
     writer: str

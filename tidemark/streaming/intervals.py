@@ -5,9 +5,9 @@ million IDs costs a sort and not a million steps.
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -203,35 +203,62 @@ def last_of(packed: bytes) -> int:
     return int.from_bytes(packed[1:9], "little")
 
 
-def extended(packed: bytes, more: Sequence[tuple[int, int]], most: int) -> bytes:
-    """The `most` highest of the packed intervals and `more`, which are disjoint, ascend, and begin at the end of the
+class Ascending(NamedTuple):
+    """Some disjoint intervals, from the bound `low` to `high`; `steps` lead from one to the next, as numbers of `size`
+    bytes each, which is as many as the longest step takes.
+    """
+
+    low: int
+    high: int
+    size: int
+    steps: bytes
+
+    @classmethod
+    def all_of(cls, lows: Ids, highs: Ids, firsts: npt.NDArray[np.intp]) -> "list[Ascending]":
+        """From intervals side by side that ascend, a new set of them from each of `firsts` on; numpy for them all."""
+        bounds = np.empty(2 * len(lows), np.int64)
+        bounds[::2], bounds[1::2] = lows, highs
+        steps = np.append(bounds[1:] - bounds[:-1], 0)
+        lasts = np.append(firsts[1:], len(lows)) - 1
+        begins, ends = 2 * firsts, 2 * lasts + 1  # of each set's steps; the step that follows leads to another set
+        longest = np.maximum.reduceat(steps, np.column_stack((begins, ends)).ravel())[::2]
+        sizes = np.select([longest >> 16 == 0, longest >> 32 == 0], [2, 4], 8)
+        packed = {size: steps.astype(f"<u{size}").tobytes() for size in set(sizes.tolist())}
+        numbers = (lows[firsts], highs[lasts], sizes, begins, ends)
+        return [
+            cls(low, high, size, packed[size][size * begin : size * end])
+            for low, high, size, begin, end in zip(*(it.tolist() for it in numbers), strict=True)
+        ]
+
+
+def extended(packed: bytes, more: Ascending | None, most: int) -> bytes:
+    """The `most` highest of the packed intervals and `more`, which are no more than that, and begin at the end of the
     others or beyond; packed, and for the most part without being unpacked.
     """
-    if not more:
+    if more is None:
         return packed
     size, last = packed[0] if packed else 0, last_of(packed)
-    if not packed or more[0][0] == last:
+    end, added = more.high.to_bytes(8, "little"), len(more.steps) // more.size
+    joins = bool(packed) and more.low == last
+    if not joins and (not packed or added == 2 * most - 1):
+        return bytes([more.size]) + end + more.steps
+    between = more.low - last
+    if joins or size < more.size or between >> 8 * size:
         return _united(packed, more, most)
-    added: list[int] = []
-    for low, high in more:
-        added += low - last, high - low
-        last = high
     known = (len(packed) - 9) // size
-    gone = max(0, known + len(added) - (2 * most - 1))
-    if gone >= known:
-        return _united(packed, more, most)
+    gone = max(0, known + 1 + added - (2 * most - 1))
     # Where the longest go, shorter numbers may be enough for the others.
     if gone and size > 2 and max(array(_CODES[size], packed[9 : 9 + gone * size])) >> 4 * size:
         return _united(packed, more, most)
-    try:
-        steps = array(_CODES[size], added).tobytes()
-    except OverflowError:
-        return _united(packed, more, most)
-    return packed[:1] + last.to_bytes(8, "little") + packed[9 + gone * size :] + steps
+    steps = more.steps
+    if size > more.size:
+        steps = array(_CODES[size], array(_CODES[more.size], steps)).tobytes()
+    return packed[:1] + end + packed[9 + gone * size :] + between.to_bytes(size, "little") + steps
 
 
-def _united(packed: bytes, more: Sequence[tuple[int, int]], most: int) -> bytes:
-    return Intervals.unpack(packed).union(Intervals.of(more)).highest(most).pack()
+def _united(packed: bytes, more: Ascending, most: int) -> bytes:
+    added = Intervals.unpack(bytes([more.size]) + more.high.to_bytes(8, "little") + more.steps)
+    return Intervals.unpack(packed).union(added).highest(most).pack()
 
 
 EMPTY = Intervals(_NONE, _NONE)

@@ -138,6 +138,11 @@ class Encoded(NamedTuple):
     retired: bytes | None
 
 
+def printable(text: str) -> str:
+    """Nothing that a terminal would obey: anybody may have written it."""
+    return "".join(it if it.isprintable() else "\N{REPLACEMENT CHARACTER}" for it in text)
+
+
 def shard_of(stream: str, shards: int) -> int:
     """The answer is stored in Postgres: it must never change."""
     return crc32(stream.encode()) % shards

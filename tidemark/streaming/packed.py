@@ -72,6 +72,7 @@ class StoredWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
     timeline: int = 1  # since format 2, like what follows
     start: str | None = None
     seen: int = 0  # since format 6
+    joined: int = 0  # since format 8
 
     @classmethod
     def of(cls, name: str, writer: WriterState) -> "StoredWriter":
@@ -87,6 +88,7 @@ class StoredWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
             timeline=writer.timeline,
             start=writer.start,
             seen=writer.seen,
+            joined=writer.joined,
         )
 
     @property
@@ -102,7 +104,9 @@ class StoredWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):
         if self.doubt:
             chain.refuse(EVERYTHING)
         late = Intervals.of(self.late)
-        return WriterState(self.epoch, chain, self.retired, late, published, self.timeline, self.start, self.seen)
+        return WriterState(
+            self.epoch, chain, self.retired, late, published, self.timeline, self.start, self.seen, self.joined
+        )
 
 
 class WaitingWriter(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -130,6 +130,7 @@ def _moved(it: StoredWriter, link: Link, now: int) -> StoredWriter:
         timeline=it.timeline,
         start=it.start,
         seen=max(it.seen, now),
+        joined=it.joined,
     )
 
 

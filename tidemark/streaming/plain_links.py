@@ -7,10 +7,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tidemark.streaming.chain import ANNOUNCED_KEPT
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.edge_columns import EdgeColumns
-from tidemark.streaming.intervals import Ids
-from tidemark.streaming.packed import COLUMNS, Pairs
+from tidemark.streaming.intervals import Ascending, Ids
+from tidemark.streaming.packed import COLUMNS
 from tidemark.streaming.packed_runs import RunColumns
 from tidemark.streaming.runs import Mask
 from tidemark.streaming.state import StoredStream, StoredTable
@@ -18,7 +19,8 @@ from tidemark.streaming.state import StoredStream, StoredTable
 
 class Link(NamedTuple):
     """What came of one writer: `writer` is its number among those of all candidates, `end` where its chain gets to. Of
-    its edges, `facts` are facts and `empty` is the width of what was `declared` to be without, ascending.
+    its edges, `facts` are facts and `empty` is the width of what was void or announced. `declared` are the newest
+    ranges in which the writer says that it has no facts.
     """
 
     writer: int
@@ -27,7 +29,7 @@ class Link(NamedTuple):
     empty: int
     oldest: int
     newest: int
-    declared: Pairs
+    declared: Ascending | None
 
 
 class Candidate(NamedTuple):
@@ -113,9 +115,9 @@ class Links:
             starts_at[first][of_stream],
         )
         plain = edges.reach(np.array([it.stored.line for it in self.candidates]), self.floors, self.heads)
-        declared: list[Pairs] = [[] for _ in first]
-        for at, low, high in edges.declared():
-            declared[at].append((low, high))
+        declared: list[Ascending | None] = [None] * len(first)
+        for at, ranges in edges.declared(ANNOUNCED_KEPT):
+            declared[at] = ranges
         numbers = (
             self.writers[first],
             self.columns.ids[rows["stop"][np.append(first[1:], len(rows)) - 1] - 1],

@@ -228,12 +228,7 @@ class Run:
         return int(np.count_nonzero(self.kinds == RDATA))
 
     def empty(self) -> Intervals:
-        """What its writer says to be without facts: void IDs, and the ranges of announcements."""
-        declared = self.kinds != RDATA
-        if not declared.any():
-            return EMPTY
-        ids, announced = self.ids[declared], self.kinds[declared] == POSITION
-        lows = ids - 1
-        if announced.any():
-            lows[announced] = self.prevs[declared][announced]
-        return Intervals.between(lows, ids)
+        """Where its writer says that it has no facts: void IDs, ranges of announcements, and what lies inside edges."""
+        prevs, highs = self.prevs, self.ids - (self.kinds == RDATA)
+        declared = prevs < highs
+        return Intervals.between(prevs[declared], highs[declared]) if declared.any() else EMPTY

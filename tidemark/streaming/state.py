@@ -25,7 +25,7 @@ from tidemark.streaming.runs import EVERYTHING
 from tidemark.streaming.stream import StreamState
 from tidemark.streaming.writers import HeldWriter, HeldWriters
 
-FORMAT = 7
+FORMAT = 8
 
 
 class _Held(msgspec.Struct, array_like=True, frozen=True, gc=False):

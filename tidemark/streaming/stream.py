@@ -16,10 +16,11 @@ from tidemark.streaming.changes import Changes, Sign, TimelineBegun
 from tidemark.streaming.direction import Direction
 from tidemark.streaming.joined import Writers
 from tidemark.streaming.linear import LinearPosition
-from tidemark.streaming.model import Bounds, Reason
+from tidemark.streaming.model import Bounds, Reason, printable
 from tidemark.streaming.put_off import PutOff
 from tidemark.streaming.records import EVERYBODY
 from tidemark.streaming.runs import EVERYTHING
+from tidemark.streaming.timelines import evidence_of, is_repeated, went_back
 from tidemark.streaming.writers import (
     CROWD,
     HeldWriter,
@@ -31,7 +32,6 @@ from tidemark.streaming.writers import (
     place,
     settle,
     throw_out,
-    went_back,
 )
 
 
@@ -87,21 +87,14 @@ class StreamState:
     def join(self, mark: Mark, changes: Changes) -> Reason | None:
         """A new epoch begins: all of the writer's IDs up to `mark.id` are complete. Gives why not, or None.
 
-        An operator's JOIN in the epoch that lives begins none: it takes back what operators settled beyond `mark.id`.
+        A JOIN of the epoch that lives begins it anew if it contradicts the JOIN that began it. An operator's begins
+        none: it takes back what operators settled beyond `mark.id`.
         """
         writer = self.writers.get(mark.writer)
-        if writer is not None and mark.epoch <= writer.epoch:
-            if mark.epoch < writer.epoch:
-                return Reason.ZOMBIE
-            if mark.id > writer.position:
-                return Reason.CONFLICT
-            if mark.forced and writer.retired is None and writer.reopen(mark.id, changes.now):
-                self.writers.follow(mark.writer)
-                changes.touch(mark.writer, mark.time)
-                changes.counts["applied"] += 1
-            else:
-                changes.counts["duplicate"] += 1
-            return None
+        if writer is not None and mark.epoch < writer.epoch:
+            return Reason.ZOMBIE
+        if writer is not None and is_repeated(writer, mark, self.timeline, self.database):
+            return self._join_again(writer, mark, changes)
         changes.counts["applied"] += 1
         writer, retire = self._begin(mark, changes)
         if retire is not None and not writer.chain.pending_beyond(retire):
@@ -170,7 +163,7 @@ class StreamState:
             return Reason.ZOMBIE
         self.transactions.pop(mark.writer, None)
         if transactions:
-            self.transactions[mark.writer] = [_printable(line) for line in transactions]
+            self.transactions[mark.writer] = [printable(line) for line in transactions]
         changes.counts["applied"] += 1
         return None
 
@@ -219,6 +212,26 @@ class StreamState:
 
     # -- markers
 
+    def _join_again(self, writer: WriterState, mark: Mark, changes: Changes) -> Reason | None:
+        """A JOIN of the epoch in which `writer` lives, which contradicts nothing."""
+        if mark.id > writer.position:
+            return Reason.CONFLICT
+        if not mark.forced and not writer.joined:
+            self._note_evidence(writer, mark)
+        if mark.forced and writer.retired is None and writer.reopen(mark.id, changes.now):
+            self.writers.follow(mark.writer)
+            changes.touch(mark.writer, mark.time)
+            changes.counts["applied"] += 1
+        else:
+            changes.counts["duplicate"] += 1
+        return None
+
+    def _note_evidence(self, writer: WriterState, mark: Mark) -> None:
+        """What the JOIN of the writer's epoch says."""
+        writer.joined = 0 if mark.forced else evidence_of(mark)
+        if mark.timeline is not None:
+            self.database, writer.start = mark.timeline.database or self.database, mark.timeline.start
+
     def _begin(self, mark: Mark, changes: Changes) -> tuple[WriterState, int | None]:
         """Begin the epoch of a JOIN, and a new timeline first where it shows that the database went back."""
         known = self.writers.get(mark.writer)
@@ -233,8 +246,7 @@ class StreamState:
         writer, retire = begin(self.writers, self.held, mark, self.refused, changes)
         self.writers.follow(mark.writer)
         writer.timeline = self.timeline
-        if mark.timeline is not None:
-            self.database = mark.timeline.database or self.database
+        self._note_evidence(writer, mark)
         return writer, retire
 
     def _begin_timeline(self, mark: Mark, position: int, why: Sign, changes: Changes) -> None:
@@ -284,8 +296,3 @@ class StreamState:
         changes.counts["held" if held.retire is None else "duplicate"] += 1
         held.retire = mark.id
         return None
-
-
-def _printable(line: str) -> str:
-    """Nothing that a terminal would obey: queries are anybody's text."""
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in line)

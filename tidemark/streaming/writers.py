@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 
 from tidemark.streaming.chain import NOWHERE, Chain, How, Moves, Span
-from tidemark.streaming.changes import Changes, LateRange, Sign
+from tidemark.streaming.changes import Changes, LateRange
 from tidemark.streaming.intervals import EMPTY, Ids, Intervals
 from tidemark.streaming.model import NOTHING, Bounds, Evidence
 from tidemark.streaming.records import EVERYBODY, Timeline
@@ -29,8 +29,8 @@ class WriterState:
     and the line goes by it, while the position stands until the chain has passed it. A completion in `late` is late, up
     to `published` because that was passed before, beyond because an operator skipped it; then it is late no more. So
     what is settled and in `late` rests on an operator's word alone. `timeline` is the one that it joined last, and
-    `start` the token of that start. `seen` is the time (ms) of the batch that read its newest record,
-    0 if none was noted.
+    `start` the token of that start. `joined` is the evidence of its epoch's JOIN (`timelines.evidence_of`), 0 if it is
+    not known. `seen` is the time (ms) of the batch that read its newest record, 0 if none was noted.
     """
 
     epoch: int
@@ -41,6 +41,7 @@ class WriterState:
     timeline: int = 1
     start: str | None = None
     seen: int = 0
+    joined: int = 0
     _told: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -201,28 +202,6 @@ class Mark:
         return Evidence(unseen=unseen, empty=width - unseen)
 
 
-def went_back(
-    writer: WriterState | None, held: HeldWriters, mark: Mark, timeline: int, database: str | None
-) -> Sign | None:
-    """What in a JOIN shows that IDs beyond `mark.stands` may be given out again, if it was not said before; `timeline`
-    and `database` are the stream's.
-
-    A JOIN below the line, or below another writer's position, shows nothing: it read what was allocated before
-    the others went on. Nor does that of a writer which had not joined in this timeline: it went back with the others.
-    """
-    told = mark.timeline
-    if told is not None and None not in (database, told.database) and database != told.database:
-        return "database"
-    earlier = (held[it].chain for it in held.of(mark.writer) if it[1] < mark.epoch)
-    if any(chain.pending_beyond(mark.stands) for chain in earlier):
-        return "position"
-    if writer is None or writer.timeline < timeline:
-        return None
-    if mark.stands < writer.reach:
-        return "position"
-    return "start" if told is not None and writer.start not in (None, told.after, told.start) else None
-
-
 def begin(
     writers: MutableMapping[str, WriterState],
     held: HeldWriters,
@@ -259,8 +238,6 @@ def begin(
     settle(writer, 0, mark, "joined", changes)
     if not changes.elsewhere and CROWD not in held:
         writer.chain.refused = refused
-    if mark.timeline is not None:
-        writer.start = mark.timeline.start
     return writer, retire
 
 
