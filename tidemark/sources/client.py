@@ -23,6 +23,7 @@ from tidemark.streaming.errors import BadRow, BadSetting, NotReserved, Refused
 from tidemark.streaming.postgres_session import address, first_line
 from tidemark.streaming.records import is_name, is_writer, why_no_name
 from tidemark.streaming.records import row as encoded
+from tidemark.streaming.session_settings import hidden_rows
 
 MOST_BYTES = 900_000
 """JSON of a row: what Kafka takes by default (1 MB) less room for the rest of the record."""
@@ -263,6 +264,8 @@ def _explained(
 ) -> Exception | None:
     """What to raise instead, None for what has nothing to do with writing facts."""
     code = error.sqlstate or ""
+    if (hidden := hidden_rows(error, "")) is not None:
+        return Refused("Postgres", address(driver.info.dsn), *hidden)
     if code in _OF_ROWS:
         return BadRow(call.stream, first_line(error))
     if code == _NOT_RESERVED and call.id is not None:

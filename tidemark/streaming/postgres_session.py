@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from typing import Self, TypeAlias
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -17,6 +17,7 @@ from psycopg.pq import Conninfo, PGconn, Ping
 from psycopg.rows import TupleRow
 
 from tidemark.streaming.errors import BadSetting, Refused, Slow, TidemarkError, Unavailable
+from tidemark.streaming.session_settings import BACKEND, SessionConnection, hidden_rows
 
 Connection = psycopg.Connection[TupleRow]
 
@@ -34,6 +35,7 @@ _DEFAULTS = {
     "keepalives_interval": "5",
     "keepalives_count": "3",
     "tcp_user_timeout": "15000",
+    "client_encoding": "UTF8",
 }
 
 # SQLSTATE classes and codes that the world mends: lost connections, resources, rolled back by the server, restarts.
@@ -66,8 +68,8 @@ class DatabaseUse:
     """What one part of Tidemark needs of a database, and what a person has to mend where it does not get it.
 
     `setting` names the place of the address, and `password` what else may hold a password. `refusals`: SQLSTATE, or its
-    class -> what to do. `options` are set in every session. `pooled`: what to do where a pooler hands out sessions by
-    transaction; empty where that is as good.
+    class -> what to do. `options` are set in every session, after `SESSION_SETTINGS`. `pooled`: what to do where a
+    pooler hands out sessions by transaction; empty where that is as good.
     """
 
     setting: str
@@ -75,18 +77,6 @@ class DatabaseUse:
     password: str = ""
     options: tuple[tuple[str, str], ...] = ()
     pooled: str = ""
-
-
-BACKEND = "select pg_backend_pid()"
-
-
-def unprepared_where_pooled(
-    connection: "psycopg.Connection[Any] | psycopg.AsyncConnection[Any]", backend: TupleRow | None
-) -> None:
-    """Prepare no statements behind a pooler, which gives its clients process IDs of its own: of one that lends sessions
-    for a transaction each, the next may not know what was prepared in the last. `backend`: the answer to `BACKEND`."""
-    if backend != (connection.info.backend_pid,):
-        connection.prepare_threshold = None
 
 
 def address(dsn: str, setting: str = "dsn") -> str:
@@ -100,12 +90,16 @@ def conninfo(dsn: str, application: str, setting: str = "dsn") -> str:
     return make_conninfo(**{**_DEFAULTS, "application_name": application, **_parsed(dsn, setting)})
 
 
-def explained(error: psycopg.Error, where: str, refusals: Mapping[str, str]) -> TidemarkError | psycopg.Error:
+def explained(
+    error: psycopg.Error, where: str, refusals: Mapping[str, str], role: str = ""
+) -> TidemarkError | psycopg.Error:
     """The error to raise instead; `error` itself where it is neither waited out nor refused.
 
-    `refusals`: SQLSTATE, or its class -> what a person has to do about it.
+    `refusals`: SQLSTATE, or its class -> what a person has to do about it. `role`: the session's user.
     """
     code = error.sqlstate
+    if (hidden := hidden_rows(error, role)) is not None:
+        return Refused("Postgres", where, *hidden)
     if code is None:
         lost = isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
         return Unavailable("Postgres", where, first_line(error)) if lost else error
@@ -147,8 +141,6 @@ def _is_pooled(connection: Connection, wanted: str) -> bool:
     session of its own do so too: hence the second look.
     """
     first = _process(connection)
-    if first == connection.info.backend_pid:
-        return False
     for _ in range(_LOOKS):
         with psycopg.connect(wanted) as other:
             if _process(other) == first or _process(connection) != first:
@@ -178,6 +170,7 @@ class PostgresSession:
         self.where = address(self._current(), database.setting)
         self._worked = False
         self._connection: Connection | None = None
+        self._role = ""
         self._lock = threading.RLock()
         self._process = os.getpid()
 
@@ -194,7 +187,7 @@ class PostgresSession:
             try:
                 yield self._live()
             except psycopg.Error as error:
-                raise explained(error, self.where, self._database.refusals) from error
+                raise explained(error, self.where, self._database.refusals, self._role) from error
 
     def another(self) -> "PostgresSession":
         """A second session at the same address."""
@@ -212,24 +205,23 @@ class PostgresSession:
             self._process, self._connection = os.getpid(), None  # of the process that we are a fork of: it goes on
         if self._connection is None or self._connection.closed or self._connection.broken:
             made = self._connect()
-            if self._database.pooled and _is_pooled(made, self._wanted()):
-                made.close()
-                problem = "a pooler hands out its sessions by transaction"
-                raise Refused("Postgres", self.where, problem, self._database.pooled)
-            unprepared_where_pooled(made, made.execute(BACKEND).fetchone())
-            for option, value in self._database.options:
-                made.execute(f"set {option} = {value}".encode())
-            self._connection = made
+            if self._database.pooled and made.is_pooled:
+                if _is_pooled(made, self._wanted()):
+                    made.close()
+                    problem = "a pooler hands out its sessions by transaction"
+                    raise Refused("Postgres", self.where, problem, self._database.pooled)
+                made.keep(dict(self._database.options))
+            self._connection, self._role = made, made.role
             self._worked = True
         return self._connection
 
-    def _connect(self) -> Connection:
+    def _connect(self) -> SessionConnection:
         setting, password = self._database.setting, self._database.password
-        wanted = self._wanted()
+        wanted, options = self._wanted(), dict(self._database.options)
         try:
-            return psycopg.connect(wanted, autocommit=True)
+            return SessionConnection.open(wanted, options)
         except psycopg.OperationalError as error:
-            if self._worked:
+            if self._worked or error.sqlstate is not None:
                 raise
             if _DISTRUST.search(str(error)):
                 do = f"check sslmode, sslrootcert, sslcert and sslkey in {setting}"
@@ -238,7 +230,7 @@ class PostgresSession:
                 raise
         # The server answers, but not us; or it came up between the two calls, hence once more.
         try:
-            return psycopg.connect(wanted, autocommit=True)
+            return SessionConnection.open(wanted, options)
         except psycopg.OperationalError as error:
             do = f"check user, password and database in {setting}" + (f", or {password}" if password else "")
             raise Refused("Postgres", self.where, first_line(error), do) from error

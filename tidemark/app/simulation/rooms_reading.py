@@ -31,6 +31,7 @@ from tidemark.sources.simulator.rooms import MEMBERS as READERS
 from tidemark.sources.simulator.service import together
 from tidemark.streaming.errors import NotReached, Retry, StreamNotKnown, TokenFromTheFuture
 from tidemark.streaming.postgres_session import Connection
+from tidemark.streaming.session_settings import SessionConnection
 
 SYNCING = (*READERS, COMER, GUEST)
 """The members for whom clients sync, by line and by vector."""
@@ -212,8 +213,8 @@ class _Client:
     def _connections(self, stack: ExitStack) -> tuple[Connection, "_Answers"]:
         """To the services' database, and where its answers are kept."""
         stack.enter_context(lost(psycopg.OperationalError, psycopg.InterfaceError))
-        facts = stack.enter_context(psycopg.connect(self._servers.facts, autocommit=True))
-        effects = stack.enter_context(psycopg.connect(self._servers.effects, autocommit=True))
+        facts = stack.enter_context(SessionConnection.open(self._servers.facts))
+        effects = stack.enter_context(SessionConnection.open(self._servers.effects))
         return facts, _Answers(effects, self._kind, self._role.kept, incarnation(facts))
 
     def _now(self, stream: str) -> Upto | None:

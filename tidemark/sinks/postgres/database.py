@@ -24,7 +24,6 @@ _USE = DatabaseUse(
         " tidemark_operator too), or run `tidemark migrate` as a user who may create a schema",
     },
     password="TIDEMARK_POSTGRES_PASSWORD",
-    options=(("lock_timeout", "'10s'"),),  # nobody waits in silence for whoever has locked the tables
 )
 
 SCHEMA = Migrations("tidemark.sinks.postgres", "schema_version", "tidemark migrate")

@@ -8,7 +8,8 @@ its own readers is concerned by what follows. Only the owner of the tables may d
 Each step may be interrupted, and is found by the next call where it was left.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 
@@ -16,6 +17,7 @@ from psycopg import sql
 from psycopg.errors import LockNotAvailable
 
 from tidemark.streaming.postgres_session import Connection
+from tidemark.streaming.session_settings import SessionConnection
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +40,28 @@ class Tidied:
 
 def drop_before(connection: Connection, day: date) -> Tidied:
     """Drop what is older than `day`, but for what somebody reads: that waits for another call."""
+    with _patience(connection, "2s"):
+        return _drop_before(connection, day)
+
+
+@contextmanager
+def _patience(connection: Connection, lock_timeout: str) -> Iterator[None]:
+    """Wait for no lock any longer, and put the session's own limit back. Of a pooler's session it stays as it is."""
+    if _is_pooled(connection):
+        yield
+        return
+    row = connection.execute("show lock_timeout").fetchone()
+    connection.execute("select set_config('lock_timeout', %s, false)", (lock_timeout,))
+    try:
+        yield
+    finally:
+        if row is not None and not connection.closed:
+            connection.execute("select set_config('lock_timeout', %s, false)", row)
+
+
+def _drop_before(connection: Connection, day: date) -> Tidied:
     dropped: list[str] = []
     in_use: dict[str, str] = {}
-    connection.execute("set lock_timeout = '2s'")
     held_up: set[str | None] = set()  # tables of which one partition has to wait: then all others have to
     for old in _before(connection, day):
         if old.parent is not None and old.parent in held_up:
@@ -71,7 +92,8 @@ def _before(connection: Connection, day: date) -> list[Day]:
 
 def _dropped(connection: Connection, old: Day, day: date) -> list[str]:
     name = sql.Identifier("tidemark", old.name)
-    if not old.ours:
+    needs_session = old.parent is not None and not old.pending  # CONCURRENTLY is refused in a transaction
+    if not old.ours or (needs_session and _is_pooled(connection)):
         return [gone for (gone,) in connection.execute("select tidemark.drop_history_before(%s)", (day,))]
     if old.parent is not None:
         how = sql.SQL("finalize" if old.pending else "concurrently")
@@ -79,6 +101,10 @@ def _dropped(connection: Connection, old: Day, day: date) -> list[str]:
         connection.execute(sql.SQL("alter table {} detach partition {} {}").format(parent, name, how))
     connection.execute(sql.SQL("drop table {}").format(name))
     return [old.name]
+
+
+def _is_pooled(connection: Connection) -> bool:
+    return isinstance(connection, SessionConnection) and connection.is_pooled
 
 
 def _readers(connection: Connection, old: Day) -> str:

@@ -24,7 +24,7 @@ from tidemark.sinks.reader.io import (
 from tidemark.sinks.reader.read import Portion, ReadConfig, Reading
 from tidemark.sinks.reader.table import Table
 from tidemark.sinks.reader.token import ZERO, Token
-from tidemark.streaming.postgres_session import BACKEND, unprepared_where_pooled
+from tidemark.streaming.session_settings import BACKEND, AsyncSessionConnection, unprepared_where_pooled
 
 AsyncConnection = psycopg.AsyncConnection[TupleRow]
 
@@ -122,7 +122,7 @@ class AsyncReader(AsyncIterator[ReadBatch[AsyncConnection]]):
     async def _on_databases(self, request: RunSql | BeginTransaction | CommitTransaction) -> Answer:
         match request:
             case RunSql(role, statement):
-                with self._databases.translated(role):
+                with self._databases.translated(role, self._sessions):
                     async with (await self._session(role)).cursor(row_factory=dict_row) as cursor:
                         await cursor.execute(statement)
                         try:
@@ -130,14 +130,14 @@ class AsyncReader(AsyncIterator[ReadBatch[AsyncConnection]]):
                         except Exception as error:
                             raise unreadable(cursor, request, error) from error
             case BeginTransaction():
-                with self._databases.translated("place"):
+                with self._databases.translated("place", self._sessions):
                     transaction = psycopg.AsyncTransaction(await self._session("place"))
                     await transaction.__aenter__()
                     self._transaction = transaction
             case CommitTransaction():
                 assert self._transaction is not None
                 transaction, self._transaction = self._transaction, None
-                with self._databases.translated("place"):
+                with self._databases.translated("place", self._sessions):
                     await transaction.__aexit__(None, None, None)
         return None
 
@@ -145,8 +145,11 @@ class AsyncReader(AsyncIterator[ReadBatch[AsyncConnection]]):
         if role not in self._sessions:
             try:
                 conninfo = self._databases.conninfo(role, self._config.reader)
-                made = await psycopg.AsyncConnection.connect(conninfo, autocommit=True)
-                unprepared_where_pooled(made, await (await made.execute(BACKEND)).fetchone())
+                if role == "place":  # the batch's connection: its settings are those of the database
+                    made = await psycopg.AsyncConnection.connect(conninfo, autocommit=True)
+                    unprepared_where_pooled(made, await (await made.execute(BACKEND)).fetchone())
+                else:
+                    made = await AsyncSessionConnection.open(conninfo)
             except psycopg.OperationalError as error:
                 if role not in self._trusted:
                     await asyncio.to_thread(self._databases.refuse, role, error)

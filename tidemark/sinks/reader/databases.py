@@ -7,7 +7,7 @@ where the primary is once the position is known: what a replica has to replay be
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import psycopg
 import structlog
@@ -18,6 +18,7 @@ from tidemark.sinks.reader.io import Answer, Pause, Request, Role, Row, RunSql, 
 from tidemark.streaming.errors import Refused, RowUnreadable
 from tidemark.streaming.postgres_session import address, answers, conninfo, explained, first_line
 
+AnyConnection: TypeAlias = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
 AnyCursor: TypeAlias = psycopg.Cursor[Row] | psycopg.AsyncCursor[Row]
 
 _REFUSALS: Mapping[str, str] = {
@@ -45,12 +46,13 @@ class Databases:
         return conninfo(self._dsn(role), f"tidemark reader {reader}")
 
     @contextmanager
-    def translated(self, role: Role) -> Iterator[None]:
+    def translated(self, role: Role, sessions: Mapping[Role, AnyConnection]) -> Iterator[None]:
         """Turn what psycopg raises into `Unavailable` (go on from the place that is kept) and `Refused`."""
         try:
             yield
         except psycopg.Error as error:
-            raise explained(error, address(self._dsn(role)), _REFUSALS) from error
+            user = getattr(sessions.get(role), "role", "")
+            raise explained(error, address(self._dsn(role)), _REFUSALS, user) from error
 
     def refuse(self, role: Role, error: psycopg.OperationalError) -> None:
         """Raise `Refused` where the server answers, but not us. For the first connection only: later, the server may

@@ -12,7 +12,8 @@ from tidemark.sinks.reader.events import Place
 from tidemark.sinks.reader.follow import Mode
 from tidemark.sinks.reader.io import Answer, Request, Row, RunSql, rows
 from tidemark.sinks.reader.table import Range
-from tidemark.streaming.errors import BatchEnded, ReaderModeChanged
+from tidemark.streaming.errors import BatchEnded, ReaderModeChanged, Refused
+from tidemark.streaming.session_settings import hidden_from
 
 _SCHEMA = (
     "do $schema$ begin\n"
@@ -60,8 +61,10 @@ class Ledger:
         if not found[0]["there"]:
             # Copies of a reader may make it at the same moment. No advisory lock: any other login could hold that.
             yield from self._rows(_SCHEMA)
+        yield from self._check_visible()
         places = yield from self._rows(
-            "select * from tidemark_reader.places where reader = {reader} and stream = {stream}"
+            "select version, mode, linear, positions, late, late_part, owed, is_settled from tidemark_reader.places"
+            " where reader = {reader} and stream = {stream}"
         )
         if not places:
             yield from self._rows(
@@ -91,6 +94,8 @@ class Ledger:
             "select version, txid_current()::text as transaction from tidemark_reader.places"
             " where reader = {reader} and stream = {stream} for update skip locked"
         )
+        if not found:
+            yield from self._check_visible()
         return (found[0]["version"], found[0]["transaction"]) if found else None
 
     def save(
@@ -117,6 +122,7 @@ class Ledger:
             owed=Jsonb([(it.writer, it.prev, it.id) for it in kept.owed]),
         )
         if not written:
+            yield from self._check_visible()
             raise BatchEnded(self.reader, self._stream)
         added = [*more]
         if added:
@@ -145,6 +151,19 @@ class Ledger:
             id=id,
             reason=reason,
         )
+
+    def _check_visible(self) -> Generator[Request, Answer, None]:
+        """Raises `Refused` if row level security hides rows of our tables from this user. The connection is that of the
+        service's own statements, so `row_security` stays as the service has it."""
+        hidden = yield from self._rows(
+            "select relname as name, current_user::text as role, current_database()::text as database,"
+            " pg_has_role(relowner, 'usage') as is_owner from pg_class"
+            " where relnamespace = to_regnamespace('tidemark_reader') and relkind = 'r' and row_security_active(oid)"
+            " order by relname limit 1"
+        )
+        for it in hidden:
+            problem, do = hidden_from(it["role"], f"tidemark_reader.{it['name']}", is_owner=it["is_owner"])
+            raise Refused("Postgres", f"database {it['database']}", problem, do)
 
     def _rows(self, query: LiteralString, **values: object) -> Generator[Request, Answer, list[Row]]:
         return (yield from rows(RunSql("place", self._statement(query, **values))))

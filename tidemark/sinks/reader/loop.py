@@ -28,7 +28,7 @@ from tidemark.sinks.reader.read import Portion, ReadConfig, Reading
 from tidemark.sinks.reader.sync import Positions, until_handed
 from tidemark.sinks.reader.table import Table
 from tidemark.sinks.reader.token import ZERO, Token
-from tidemark.streaming.postgres_session import BACKEND, unprepared_where_pooled
+from tidemark.streaming.session_settings import BACKEND, SessionConnection, unprepared_where_pooled
 
 Connection = psycopg.Connection[TupleRow]
 
@@ -127,21 +127,24 @@ class Reader(Iterator[ReadBatch[Connection]]):
     def _carry_out(self, request: Request) -> Answer:
         match request:
             case RunSql(role, statement):
-                with self._databases.translated(role), self._session(role).cursor(row_factory=dict_row) as cursor:
+                with (
+                    self._databases.translated(role, self._sessions),
+                    self._session(role).cursor(row_factory=dict_row) as cursor,
+                ):
                     cursor.execute(statement)
                     try:
                         return cursor.fetchall() if cursor.description else []
                     except Exception as error:
                         raise unreadable(cursor, request, error) from error
             case BeginTransaction():
-                with self._databases.translated("place"):
+                with self._databases.translated("place", self._sessions):
                     transaction = psycopg.Transaction(self._session("place"))
                     transaction.__enter__()
                     self._transaction = transaction
             case CommitTransaction():
                 assert self._transaction is not None
                 transaction, self._transaction = self._transaction, None
-                with self._databases.translated("place"):
+                with self._databases.translated("place", self._sessions):
                     transaction.__exit__(None, None, None)
             case CloseSessions():
                 self._drop()
@@ -152,8 +155,12 @@ class Reader(Iterator[ReadBatch[Connection]]):
     def _session(self, role: Role) -> Connection:
         if role not in self._sessions:
             try:
-                made = psycopg.connect(self._databases.conninfo(role, self._config.reader), autocommit=True)
-                unprepared_where_pooled(made, made.execute(BACKEND).fetchone())
+                conninfo = self._databases.conninfo(role, self._config.reader)
+                if role == "place":  # the batch's connection: its settings are those of the database
+                    made = psycopg.connect(conninfo, autocommit=True)
+                    unprepared_where_pooled(made, made.execute(BACKEND).fetchone())
+                else:
+                    made = SessionConnection.open(conninfo)
             except psycopg.OperationalError as error:
                 if role not in self._trusted:
                     self._databases.refuse(role, error)

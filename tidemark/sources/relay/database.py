@@ -19,16 +19,8 @@ _USE = DatabaseUse(
         "22021": "move to a database WITH ENCODING 'UTF8'",
     },
     options=(
-        # Nobody waits in silence for whoever has locked the tables; the relay's own limit is `relay.LOCK_TIMEOUT`.
-        ("lock_timeout", "'10s'"),
-        # Rows are sent as the bytes that come (`looks.page`).
-        ("client_encoding", "'UTF8'"),
         # Its commits stand for what is announced, so they are durable whatever the database's default is.
         ("synchronous_commit", "on"),
-        # A row that is not there is evidence: a policy that hides rows is an error.
-        ("row_security", "off"),
-        # The order of its looks is the proof, and each look needs a snapshot of its own.
-        ("default_transaction_isolation", "'read committed'"),
         # The outbox is empty most of the time, so a planner with statistics would scan it, dead rows and all.
         ("enable_seqscan", "off"),
         ("enable_bitmapscan", "off"),

@@ -23,11 +23,7 @@ _USE = DatabaseUse(
     },
     options=(
         ("synchronous_commit", "on"),
-        # The order of its looks is the proof, and each look needs a snapshot of its own.
-        ("default_transaction_isolation", "'read committed'"),
         ("jit", "off"),
-        # A row that is not there is evidence. So rows that a policy hides are an error, and never just missing.
-        ("row_security", "off"),
     ),
     # A server that crashed would not be noticed.
     pooled="give the bridge a direct connection to the server",

@@ -28,12 +28,7 @@ _USE = DatabaseUse(
         "42P01": f"run `{COMMAND}`",
         "42501": "let the user read and write the tables tidemark.synapse_..., without row level security",
     },
-    options=(
-        ("lock_timeout", "'10s'"),
-        ("synchronous_commit", "on"),
-        ("default_transaction_isolation", "'read committed'"),
-        ("row_security", "off"),
-    ),
+    options=(("synchronous_commit", "on"),),
     # Its lock belongs to a session.
     pooled="give the bridge a direct connection to the server",
 )

@@ -1,0 +1,119 @@
+"""Readers on databases with other defaults, and on databases that hide rows; both forms."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+import pytest
+
+from tests.hidden import login, switch_rls
+from tests.odd_settings import ODD, make_odd
+from tests.sinks.reader.given import Pipeline
+from tests.sinks.reader.service import ReadingService
+from tests.waiting import eventually
+from tidemark.sinks.reader import Positions, Reader
+from tidemark.sinks.reader.history import History
+from tidemark.streaming.errors import Refused
+
+pytestmark = pytest.mark.parametrize("form", ["threads", "asyncio"])
+
+
+@pytest.fixture
+def three(service: ReadingService, pipeline: Pipeline, form: str) -> ReadingService:
+    service.form = form
+    service.write(1, 2, 3)
+    pipeline.move("w", 0, 3)
+    return service
+
+
+@pytest.fixture
+def limited(three: ReadingService, dsn: str, sql: psycopg.Connection) -> Iterator[ReadingService]:
+    """Its user owns neither the table nor the schema tidemark_reader, which an administrator made."""
+    with login(sql, dsn, "reading", "tidemark_reader") as address:
+        three.until(lambda: three.ids() == [1, 2, 3])
+        sql.execute("grant usage on schema tidemark_reader to reading")
+        sql.execute("grant select, insert, update, delete on all tables in schema tidemark_reader to reading")
+        sql.execute("grant select on facts to reading")
+        sql.execute("grant insert on effects to reading")
+        three.dsn = address
+        yield three
+
+
+def test_reader_reads_whatever_the_database_defaults_to(three: ReadingService, pipeline: Pipeline, dsn: str) -> None:
+    """Dates of the table come in UTC; the connection of the batch stays as the service's database has it."""
+    three.sql.execute(
+        "alter table facts add at timestamptz default '2026-03-04 05:06:07+00', add took interval default '2h'"
+    )
+    make_odd(dsn)
+    three.until(lambda: three.ids() == [1, 2, 3])
+    three.write(4)
+    pipeline.move("w", 3, 4)
+    with Positions(three.redis, dsn) as positions, Reader(positions, "s", **three.arguments(name="looker")) as reader:
+        batch = next(reader)
+        assert {(row["at"].isoformat(), row["took"]) for row in batch.rows} == {
+            ("2026-03-04T05:06:07+00:00", timedelta(hours=2))
+        }
+        for name in ("DateStyle", "TimeZone", "IntervalStyle", "row_security", "lock_timeout"):
+            assert batch.connection.execute(f"show {name}".encode()).fetchone() == (ODD[name],)
+
+
+def refused(service: ReadingService, **more: Any) -> str:
+    """What the reader ends with."""
+    with pytest.raises(Refused) as caught:
+        service.until(lambda: False, **more)
+    assert "\n" not in str(caught.value)
+    return caught.value.problem
+
+
+def test_reader_refuses_a_table_whose_rows_are_hidden(limited: ReadingService, pipeline: Pipeline) -> None:
+    """Not even a policy that shows every row will do. Nothing is passed: once it is off, all rows are read."""
+    limited.sql.execute("alter table facts enable row level security")
+    limited.sql.execute("create policy everything on facts using (true)")
+    limited.write(4)
+    pipeline.move("w", 3, 4)
+    assert 'hides rows of table "facts" from role "reading"' in refused(limited)
+    limited.sql.execute("alter table facts disable row level security")
+    limited.until(lambda: limited.ids() == [1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("table", ["places", "delivered", "parked"])
+def test_reader_refuses_a_place_that_is_hidden(limited: ReadingService, pipeline: Pipeline, table: str) -> None:
+    """It would begin anew, or forget what it handed over. The handler's connection keeps its own setting."""
+    switch_rls(limited.sql, "tidemark_reader", "enable", f"^{table}$")
+    limited.write(4)
+    pipeline.move("w", 3, 4)
+    assert f'hides rows of table "tidemark_reader"."{table}" from role "reading"' in refused(limited)
+    switch_rls(limited.sql, "tidemark_reader", "disable")
+    limited.until(lambda: limited.ids() == [1, 2, 3, 4])
+
+
+def test_place_that_is_hidden_while_the_reader_runs_is_noticed(limited: ReadingService, pipeline: Pipeline) -> None:
+    """It looks like a place that another copy has in hand."""
+
+    def run_and_hide() -> None:
+        with limited.running() as alive:
+            limited.write(4)
+            pipeline.move("w", 3, 4)
+            eventually(lambda: limited.ids() == [1, 2, 3, 4] or not alive())
+            switch_rls(limited.sql, "tidemark_reader", "enable", "^places$")
+            limited.write(5)
+            pipeline.move("w", 4, 5)
+            eventually(lambda: not alive())
+
+    with pytest.raises(Refused, match="hides rows"):
+        run_and_hide()
+    assert limited.ids() == [1, 2, 3, 4]
+    switch_rls(limited.sql, "tidemark_reader", "disable")
+    limited.until(lambda: limited.ids() == [1, 2, 3, 4, 5])
+
+
+def test_reader_refuses_positions_that_are_hidden(limited: ReadingService) -> None:
+    """Of Tidemark's Postgres, which it asks where Redis does not know."""
+    switch_rls(limited.sql, "tidemark", "enable")
+    history = History(limited.dsn)
+    with pytest.raises(Refused, match="hides rows of table"):
+        history.keys("s")
+    switch_rls(limited.sql, "tidemark", "disable")
+    assert history.keys("s").linear == 3
+    history.close()
