@@ -31,7 +31,8 @@ def test_who_holds_a_stream_is_told_once_and_when_it_changes() -> None:
     reports = Reports(TELLERS | {"items": ("shop", 7)})
     assert said(reports) == {"orders": [], "items": []}
     assert said(reports) == {}
-    line = "writer till, pid 7 since 2026-03-01 11:59:00+0000, idle in transaction, user web, application checkout"
+    process = "pid 7 since 2026-03-01 11:59:00+0000, idle in transaction, user web, application checkout"
+    line = f"writer till, {process}: insert ?"
     assert said(reports, held(7)) == {"orders": [line]}
     assert said(reports, held(7)) == {}
     assert said(reports, held(7), held(None)) == {
@@ -51,8 +52,8 @@ def test_what_transactions_usually_take_is_not_told() -> None:
     assert said(Reports(TELLERS), held(7, seconds=1)) == {"orders": []}
 
 
-def test_no_query_leaves_the_database() -> None:
-    """Its values are the service's own."""
+def test_no_value_of_a_query_leaves_the_database() -> None:
+    """They are the service's own; the query without them is named, so that people find it in the service's code."""
     assert "secret" not in str(said(Reports(TELLERS), held(7), held(None)))
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.streaming.builders import STREAM, Shard, forced, join, opened, packing, position, rdata, retire
-from tidemark.app.verbs import gaps
+from tidemark.app import open_ranges
 from tidemark.streaming import linear
 from tidemark.streaming.effects import Summary, summarize
 from tidemark.streaming.holders import Behind
@@ -109,7 +109,7 @@ def test_the_clock_of_a_writer_proves_nothing_of_its_life(time: int) -> None:
     behind = summarize(shard.stream()).behind
     assert behind is not None
     assert [it.seen for it in behind.holders] == [1_001_000]
-    assert [it.verdict for it in gaps.read(shard.states, 1030.0)] == ["alive"]
+    assert [it.verdict for it in open_ranges.read(shard.states, 1030.0)] == ["alive"]
 
 
 @pytest.mark.parametrize("few", [0, 32])

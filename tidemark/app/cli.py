@@ -170,13 +170,14 @@ def status(context: click.Context, stream: str | None, *, as_json: bool, check: 
 def gaps(context: click.Context, stream: str | None, *, as_json: bool, check: bool) -> None:
     """Show every gap and silent writer of all streams (or STREAM), and the command that would settle it."""
     settings = loaded()
+    from tidemark.app import open_ranges
     from tidemark.app.verbs import gaps
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
     with Postgres(PostgresConfig(settings.postgres)) as postgres:
         postgres.check_readable()
         stored = postgres.states(None if stream is None else [stream])
-        found = gaps.of(postgres, stored, time.time(), settings.policy_defaults)
+        found = open_ranges.of(postgres, stored, time.time(), settings.policy_defaults)
     if stream is not None and not stored:
         raise CommandFailed(no_stream(stream))
     if as_json:

@@ -132,7 +132,7 @@ def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises Stop where a person must decide."""
     sys.setswitchinterval(TURN_SECONDS)
     gc.set_threshold(*CYCLES)
-    servers = ReadSideConfig(settings.redis, settings.postgres)
+    servers = ReadSideConfig(settings.redis, settings.postgres, settings.policy_defaults)
     limits = Limits(settings.sidecar_held, settings.sidecar_wait_seconds, settings.labelled_streams)
     hosts = settings.sidecar_names or (THIS_MACHINE if is_loopback(settings.sidecar_host) else ())
     config = SiteConfig(settings.sidecar_tokens, settings.sidecar_origins, hosts, limits, settings.sidecar_note)

@@ -24,10 +24,11 @@ class Reports:
     def due(self, found: Sequence[OpenTransaction], now: datetime) -> Iterator[Open]:
         """What is to be told of the transactions that hold streams now, the oldest first."""
         for name, (writer, epoch) in self.tellers.items():
-            named = _named([it for it in found if it.stream == name], now)
-            if self._named.get(name) != named:
-                self._named[name] = named
-                yield Open(stream=name, writer=writer, epoch=epoch, transactions=named)
+            old = [it for it in found if it.stream == name and is_old(it, now)]
+            known = [it.process for it in old]  # a query is named, but the next one is nothing new
+            if self._named.get(name) != known:
+                self._named[name] = known
+                yield Open(stream=name, writer=writer, epoch=epoch, transactions=_named(old))
 
 
 class OldestOpen:
@@ -52,9 +53,9 @@ def is_old(transaction: OpenTransaction, now: datetime) -> bool:
     return transaction.since is None or now - transaction.since >= WORTH_TELLING
 
 
-def _named(found: Sequence[OpenTransaction], now: datetime) -> list[str]:
-    old = [it.who[:LONGEST_TRANSACTION] for it in found if is_old(it, now)]
-    if len(old) <= MOST_TRANSACTIONS:
-        return old
-    shown = old[: MOST_TRANSACTIONS - 1]
-    return [*shown, f"and {len(old) - len(shown)} more"]
+def _named(old: Sequence[OpenTransaction]) -> list[str]:
+    lines = [it.who[:LONGEST_TRANSACTION] for it in old]
+    if len(lines) <= MOST_TRANSACTIONS:
+        return lines
+    shown = lines[: MOST_TRANSACTIONS - 1]
+    return [*shown, f"and {len(lines) - len(shown)} more"]

@@ -3,6 +3,7 @@
 For the relay and the bridge, each of which reads what others have committed and says what they have not.
 """
 
+import re
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -68,11 +69,16 @@ def durable(connection: Connection) -> str:
     return str(row[0])
 
 
+_VALUE = re.compile(r"""[eE]?'(?:[^'\\]|''|\\.)*'?|\$(\w*)\$.*?(?:\$\1\$|$)|\b\d+(?:\.\d+)?\b""", re.DOTALL)
+"""A literal in a query; one that is cut off reaches to the end."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpenTransaction:
     """`pid` is None for a prepared one, which `gid` names. What this user may not see is empty.
 
     `writer`: in whose name it has appended, several where they share a lock; empty where no fact of that name was told.
+    `database`: where it runs.
     """
 
     stream: str
@@ -84,27 +90,31 @@ class OpenTransaction:
     state: str
     since: datetime | None
     query: str
+    database: str = ""
 
     def age(self, now: datetime) -> float:
         """Seconds; 0 where this user may not see since when."""
         return 0.0 if self.since is None else (now - self.since).total_seconds()
 
     def __str__(self) -> str:
-        return f"{self.stream}: {self.who}" + (f": {self.query or '-'}" if self.pid is not None else "")
+        writer = f"writer {self.writer or 'not told yet'}"
+        return f"{self.stream}: {writer}, {self.process}" + (f": {self.query or '-'}" if self.pid is not None else "")
 
     @property
     def who(self) -> str:
-        """Without its query, whose values are the service's own."""
-        return f"writer {self.writer or 'not told yet'}, {self.process}"
+        """For an OPEN record: the query without its values, which are the service's own."""
+        query = f": {_VALUE.sub('?', self.query)}" if self.pid is not None and self.query else ""
+        return f"writer {self.writer or 'not told yet'}, {self.process}{query}"
 
     @property
     def process(self) -> str:
         """As the database knows it."""
         since = "" if self.since is None else f" since {self.since:%Y-%m-%d %H:%M:%S%z}"
+        place = f" in database {self.database}" if self.database else ""
         if self.pid is None:
-            return f"prepared transaction {self.gid or '?'}{since}, user {self.user or '-'}"
+            return f"prepared transaction {self.gid or '?'}{place}{since}, user {self.user or '-'}"
         who = f"user {self.user or '-'}, application {self.application or '-'}"
-        return f"pid {self.pid}{since}, {self.state or 'state not shown'}, {who}"
+        return f"pid {self.pid}{place}{since}, {self.state or 'state not shown'}, {who}"
 
     @property
     def ending(self) -> str:

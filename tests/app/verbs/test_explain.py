@@ -94,9 +94,11 @@ def test_an_operator_who_let_it_go_is_named_with_the_reason(explain: Explain) ->
 def test_of_a_stream_that_a_bridge_tells_its_own_verb_is_shown(explain: Explain, pipeline: Pipeline, dsn: str) -> None:
     """Below why the line stands."""
     told(pipeline, [join("a", 0), join("b", 0)], [rdata("b", 3, 0, epoch=1)])
-    assert 'if it is gone for good: tidemark retire --id=0 --by "$USER"' in explain().output
+    assert 'If it is gone for good: tidemark retire --id=0 --by "$USER"' in explain().output
     begun_by_a_bridge(dsn, STREAM, "a", "b")
-    assert explain().output.splitlines()[-1] == "    start it; if it is gone for good: tidemark synapse retire a events"
+    assert explain().output.splitlines()[-1] == (
+        "    Start a, or the relay of its database. If it is gone for good: tidemark synapse retire a events"
+    )
 
 
 @pytest.mark.usefixtures("eventful")

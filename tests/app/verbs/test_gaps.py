@@ -4,6 +4,7 @@ import json
 import shlex
 
 from tests.streaming.builders import STREAM, Shard, join, opened, position, rdata
+from tidemark.app import open_ranges
 from tidemark.app.verbs import gaps
 from tidemark.app.verbs.acts import attempt
 from tidemark.streaming.policies import Policies
@@ -14,10 +15,11 @@ def test_a_dead_writer_is_listed_without_a_gap_with_what_settles_it() -> None:
     """The command that is shown is one that the state takes, and the line goes on by it."""
     shard = Shard()
     shard.left_by_a_dead_writer()
-    (found,) = gaps.read(shard.states, 302.0)
+    (found,) = open_ranges.read(shard.states, 302.0)
     assert gaps.as_text([found], 302.0).splitlines() == [
         "events: w1 (epoch 1) has told nothing beyond 7, for 5 min: silent, last seen 5 min ago",
-        '    start it; if it is gone for good: tidemark retire --id=7 --by "$USER" --why "gone for good" events w1',
+        "    Start w1, or the relay of its database. If it is gone for good:"
+        ' tidemark retire --id=7 --by "$USER" --why "gone for good" events w1',
     ]
     act = Retire(stream=STREAM, writer="w1", epoch=1, id=7, by="ann", why="gone")
     assert attempt(shard.states[STREAM], act, 302.0).done.linear == 20
@@ -27,26 +29,26 @@ def test_who_was_not_heard_of_since_the_line_waits_is_silent_at_once() -> None:
     """Not only after a minute; one that was heard of meanwhile lives, and waits for something."""
     shard = Shard()
     shard.left_by_a_dead_writer()
-    assert [it.verdict for it in gaps.read(shard.states, 13.0)] == ["silent"]
+    assert [it.verdict for it in open_ranges.read(shard.states, 13.0)] == ["silent"]
     shard.next_offset = 5000  # which is its time too
     shard.now = 9000
     shard.feed(position("w1", 0, 7, epoch=1))
-    assert [it.verdict for it in gaps.read(shard.states, 13.0)] == ["alive"]
+    assert [it.verdict for it in open_ranges.read(shard.states, 13.0)] == ["alive"]
 
 
 def test_whose_epoch_an_operator_began_is_fenced_until_the_writer_is_heard_of() -> None:
     """Who would start it is told that this needs a higher epoch."""
     shard = Shard()
     shard.left_by_a_dead_writer()
-    (found,) = gaps.read(shard.states, 302.0, begun={(STREAM, "w1", 1), (STREAM, "w2", 2)})
+    (found,) = open_ranges.read(shard.states, 302.0, begun={(STREAM, "w1", 1), (STREAM, "w2", 2)})
     assert gaps.as_text([found], 302.0).splitlines() == [
         "events: w1 (epoch 1) has told nothing beyond 7, for 5 min: fenced, last seen 5 min ago",
-        "    start it, in an epoch above 1; if it is gone for good:"
+        "    Start w1, in an epoch above 1. If it is gone for good:"
         ' tidemark retire --id=7 --by "$USER" --why "gone for good" events w1',
     ]
-    assert [it.verdict for it in gaps.read(shard.states, 302.0, begun={("other", "w1", 1), (STREAM, "w1", 2)})] == [
-        "silent"
-    ]
+    assert [
+        it.verdict for it in open_ranges.read(shard.states, 302.0, begun={("other", "w1", 1), (STREAM, "w1", 2)})
+    ] == ["silent"]
 
 
 def test_how_long_a_writer_may_be_silent_its_streams_policy_says() -> None:
@@ -54,7 +56,7 @@ def test_how_long_a_writer_may_be_silent_its_streams_policy_says() -> None:
     shard = Shard()
     shard.feed(join("w", 0), rdata("w", 3, 2, epoch=1))
     hourly = Policies({STREAM: {"silent_seconds": 3600}})
-    assert [[it.verdict for it in gaps.read(shard.states, now, hourly)] for now in (3599.0, 3602.0)] == [
+    assert [[it.verdict for it in open_ranges.read(shard.states, now, hourly)] for now in (3599.0, 3602.0)] == [
         ["alive"],
         ["silent"],
     ]
@@ -64,18 +66,18 @@ def test_each_gap_tells_what_waits_behind_it() -> None:
     """IDs and facts above it, up to the end of the chain; the writer lives, or says whose transaction it is."""
     shard = Shard()
     shard.feed(join("a", 0), rdata("a", 3, 2, epoch=1), rdata("a", 5, 4, epoch=1), position("a", 5, 9, epoch=1))
-    found = gaps.read(shard.states, 11.0)
+    found = open_ranges.read(shard.states, 11.0)
     assert [(it.low, it.top, it.waiting, it.facts, it.verdict) for it in found] == [
         (0, 2, 3, 2, "alive"),
         (3, 4, 2, 1, "alive"),
     ]
     shard.feed(opened("a", "pid 7: insert"))
-    lines = gaps.as_text(gaps.read(shard.states, 11.0), 11.0).splitlines()
+    lines = gaps.as_text(open_ranges.read(shard.states, 11.0), 11.0).splitlines()
     assert lines == [
         "events: a (epoch 1) owes 1..2, for 10 s: open transaction, last seen 9 s ago; 3 IDs wait, 2 with a fact",
         "events: a (epoch 1) owes 4, for 10 s: open transaction, last seen 9 s ago; 2 IDs wait, 1 with a fact",
         "    open: pid 7: insert",
-        "    tidemark relay blockers",
+        "    End the transaction, by this statement in its own database: select pg_terminate_backend(7)",
     ]
 
 
@@ -83,37 +85,41 @@ def test_of_a_stream_that_a_bridge_tells_the_bridges_own_verbs_are_shown() -> No
     """It proves from Synapse's tables what an operator's word would skip."""
     shard = Shard()
     shard.left_by_a_dead_writer()
-    (found,) = gaps.read(shard.states, 302.0, bridged={STREAM})
+    (found,) = open_ranges.read(shard.states, 302.0, bridged={STREAM})
     assert gaps.as_text([found], 302.0).splitlines()[1:] == [
-        "    start it; if it is gone for good: tidemark synapse retire w1 events"
+        "    Start w1, or the relay of its database. If it is gone for good: tidemark synapse retire w1 events"
     ]
     shard.feed(opened("w1", "pid 7"))
-    (found,) = gaps.read(shard.states, 302.0, bridged={STREAM})
-    assert gaps.as_text([found], 302.0).splitlines()[1:] == ["    open: pid 7", "    tidemark synapse blockers"]
+    (found,) = open_ranges.read(shard.states, 302.0, bridged={STREAM})
+    assert gaps.as_text([found], 302.0).splitlines()[1:] == [
+        "    open: pid 7",
+        "    End the transaction, by this statement in its own database: select pg_terminate_backend(7)",
+    ]
 
 
 def test_of_a_stream_that_a_bridge_tells_a_transaction_holds_what_nobody_has_told() -> None:
     """Nothing is told beyond it, so nobody is seen to wait."""
     shard = Shard()
     shard.feed(join("a", 0), rdata("a", 2, 0, epoch=1), opened("a", "pid 7"))
-    assert gaps.read(shard.states, 11.0) == []
-    assert gaps.as_text(gaps.read(shard.states, 11.0, bridged={STREAM}), 11.0).splitlines() == [
+    assert open_ranges.read(shard.states, 11.0) == []
+    assert gaps.as_text(open_ranges.read(shard.states, 11.0, bridged={STREAM}), 11.0).splitlines() == [
         "events: a (epoch 1) has told nothing beyond 2: open transaction, last seen 10 s ago",
         "    open: pid 7",
-        "    tidemark synapse blockers",
+        "    End the transaction, by this statement in its own database: select pg_terminate_backend(7)",
     ]
     shard.feed(opened("a"))
-    assert gaps.read(shard.states, 11.0, bridged={STREAM}) == []
+    assert open_ranges.read(shard.states, 11.0, bridged={STREAM}) == []
 
 
 def test_of_a_silent_writers_gap_both_ways_out_are_shown() -> None:
     """Where it is gone, and where it lives on without these IDs; the command reads the range as it stands there."""
     shard = Shard()
     shard.feed(join("a", -2), rdata("a", -5, -4, epoch=1), rdata("a", -9, -5, epoch=1))
-    lines = gaps.as_text(gaps.read(shard.states, 100.0), 100.0).splitlines()
+    lines = gaps.as_text(open_ranges.read(shard.states, 100.0), 100.0).splitlines()
     assert lines[1:] == [
-        '    start it; if it is gone for good: tidemark retire --id=-9 --by "$USER" --why "gone for good" events a',
-        '    if it lives on and these IDs are lost: tidemark skip --by "$USER" --why "lost" -- events a -3..-4',
+        "    Start a, or the relay of its database. If it is gone for good:"
+        ' tidemark retire --id=-9 --by "$USER" --why "gone for good" events a',
+        '    If it lives on and these IDs are lost: tidemark skip --by "$USER" --why "lost" -- events a -3..-4',
     ]
 
 
@@ -122,7 +128,7 @@ def test_a_writer_that_never_joined_is_listed_with_its_epoch() -> None:
     shard = Shard()
     shard.feed(join("a", 0))
     shard.feed(rdata("-new", -7, -6, epoch=4))
-    found = gaps.read(shard.states, 100.0)
+    found = open_ranges.read(shard.states, 100.0)
     assert [(it.writer, it.verdict, it.waiting, it.facts, it.low) for it in found if it.verdict == "unknown"] == [
         ("-new", "unknown", 1, 1, None)
     ]
@@ -137,7 +143,7 @@ def test_many_gaps_of_a_writer_are_counted_in_the_text_and_all_in_the_json() -> 
     """Ten lines and a number; a program gets each."""
     shard = Shard()
     shard.feed(join("a", 0), *(rdata("a", id, epoch=1) for id in range(2, 60, 2)))
-    found = gaps.read(shard.states, 5.0)
+    found = open_ranges.read(shard.states, 5.0)
     assert gaps.as_text(found, 5.0).splitlines()[10] == "events: a has 19 gaps more"
     assert len(json.loads(gaps.as_json(found))["gaps"]) == 29
 
@@ -146,6 +152,6 @@ def test_a_quiet_or_busy_stream_has_nothing_to_show() -> None:
     """Nor a line that waits no longer than a transaction takes."""
     shard = Shard()
     shard.feed(join("a", 0), join("b", 0), position("a", 0, 4, epoch=1), position("b", 0, 4, epoch=1))
-    assert gaps.read(shard.states, 9000.0) == []
+    assert open_ranges.read(shard.states, 9000.0) == []
     shard.feed(position("a", 4, 9, epoch=1))
-    assert gaps.read(shard.states, 5.0) == []
+    assert open_ranges.read(shard.states, 5.0) == []

@@ -1,11 +1,15 @@
 """Postgres, as this process reads it, on threads: positions where Redis does not have them, and details always."""
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from tidemark.app import open_ranges
+from tidemark.app.open_ranges import OpenRange
 from tidemark.app.read_side.circuit_breaker import CircuitBreaker
 from tidemark.app.versions import require_neighbour
 from tidemark.sinks.postgres.recalls import RecallStatus
@@ -18,6 +22,8 @@ from tidemark.streaming import state
 from tidemark.streaming.effects import Blocker, blockers, summarize
 from tidemark.streaming.errors import Slow, StateTooNew, Unavailable
 from tidemark.streaming.holders import Behind
+from tidemark.streaming.plain import at_rest
+from tidemark.streaming.policies import Policies
 from tidemark.streaming.stream import StreamState
 
 T = TypeVar("T")
@@ -36,7 +42,8 @@ class Details:
     (ms) of its newest record, where one was noted. `regressed` names writers whose source was set back: their gaps
     below their position hold the linear position back. `transactions`: who holds the open IDs of a writer, by its own
     word. `put_off`: writers, and their epochs, of whom records found no room and wait in Kafka; `recalls`, what of that
-    is on its way back, or gone. `bridged`: `tidemark synapse` tells it.
+    is on its way back, or gone. `bridged`: `tidemark synapse` tells it. `open_ranges`: what holds positions back, with
+    what settles it.
     """
 
     epochs: Mapping[str, int]
@@ -53,6 +60,7 @@ class Details:
     put_off: Sequence[tuple[str, int]]
     recalls: Sequence[RecallStatus]
     bridged: bool
+    open_ranges: Sequence[OpenRange] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +75,11 @@ class ReadSoFar:
 class Durable:
     """For one event loop. Methods raise `Unavailable` and `Refused`; all may be called again."""
 
-    def __init__(self, postgres: Postgres, history: History) -> None:
+    def __init__(self, postgres: Postgres, history: History, policy_defaults: Mapping[str, int] = {}) -> None:
         self.circuit_breaker = CircuitBreaker("Postgres")
         self._postgres = postgres
         self._history = history
+        self._policy_defaults = policy_defaults
         # Of its own: who reads the past keeps nobody waiting who asks for the present.
         self._past = ThreadPoolExecutor(1, "history")
         self._reading: set[asyncio.Future[Any]] = set()
@@ -100,7 +109,7 @@ class Durable:
 
     async def details(self, streams: Collection[str]) -> dict[str, Details]:
         """Without streams that do not exist, or whose state a later Tidemark wrote."""
-        return await self._read(lambda: _read_details(self._postgres, streams))
+        return await self._read(lambda: _read_details(self._postgres, streams, self._policy_defaults))
 
     async def condition(self) -> Condition:
         """Of the pipeline."""
@@ -163,19 +172,34 @@ def _read_so_far(postgres: Postgres, topic: str) -> ReadSoFar:
     return ReadSoFar(offsets, allocated)
 
 
-def _read_details(postgres: Postgres, streams: Collection[str]) -> dict[str, Details]:
+def _read_details(postgres: Postgres, streams: Collection[str], defaults: Mapping[str, int]) -> dict[str, Details]:
     states, asked = postgres.states(streams), postgres.conditions
     late, recalls, bridges = asked.late(streams), asked.recalls(), asked.bridges()
+    ranges = [*_open_ranges(postgres, states, bridges, defaults)]
     found = {}
     for name, stored in states.items():
         try:
             decoded = state.decode(stored)
         except StateTooNew:
             continue
-        found[name] = _details(
-            decoded, late.get(name), [it for it in recalls if it.stream == name], bridged=name in bridges
+        found[name] = replace(
+            _details(decoded, late.get(name), [it for it in recalls if it.stream == name], bridged=name in bridges),
+            open_ranges=[it for it in ranges if it.stream == name],
         )
     return found
+
+
+def _open_ranges(
+    postgres: Postgres, states: Mapping[str, bytes], bridges: Collection[str], defaults: Mapping[str, int]
+) -> Iterator[OpenRange]:
+    """Of the streams that have any; Postgres is asked for policies only if one has."""
+    busy = {name: stored for name, stored in states.items() if at_rest(stored) is None}
+    if not busy:
+        return
+    policies, begun, now = Policies(postgres.policies.given(), defaults), postgres.conditions.begun(), time.time()
+    for name, stored in busy.items():
+        with suppress(StateTooNew):
+            yield from open_ranges.read({name: stored}, now, policies, begun, bridges)
 
 
 def _details(stream: StreamState, late: LateCount | None, recalls: Sequence[RecallStatus], *, bridged: bool) -> Details:

@@ -1,7 +1,7 @@
 """The read side of one process, put together: both servers, what was learned from them, and who follows streams."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -25,6 +25,8 @@ class ReadSideConfig:
 
     redis: str | RedisAddress = field(repr=False)
     postgres: Dsn = field(repr=False)
+    policy_defaults: Mapping[str, int] = field(default_factory=dict)
+    """Of streams without a policy: see `streaming.policies`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ async def opened(config: ReadSideConfig) -> AsyncIterator[ReadSide]:
     live = Live(redis_address(config.redis))
     postgres = Postgres(PostgresConfig(config.postgres))
     history = History(config.postgres)
-    durable = Durable(postgres, history)
+    durable = Durable(postgres, history, config.policy_defaults)
     try:
         snapshots = Snapshots(live, durable, Highest(), time.monotonic)
         notifications = Notifications(live)

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from tidemark.app.behind import BehindAnswer, Name, StreamId, behind_answer, last_seen, moment
 from tidemark.app.read_side.durable import Details
 from tidemark.app.read_side.snapshots import Known, Snapshot
+from tidemark.app.remedies import Verdict
 from tidemark.app.sidecar.answers import Source, State
 from tidemark.sinks.postgres.status import Condition
 from tidemark.streaming.direction import beyond, farther
@@ -63,6 +64,16 @@ class UnknownWriterAnswer(msgspec.Struct, frozen=True):
     since: datetime
 
 
+class RemedyAnswer(msgspec.Struct, frozen=True):
+    """What ends the waiting for one writer: `tidemark gaps` says the same."""
+
+    writer: Name
+    epoch: Count
+    verdict: Verdict
+    advice: str
+    command: Annotated[str, Meta(description="What to type, in a shell or in the writer's database; may be empty.")]
+
+
 class LateSummaryAnswer(msgspec.Struct, frozen=True):
     count: Annotated[int, Meta(ge=1, description="Late completions; 100 stands for that many or more.")]
     newest: datetime
@@ -92,6 +103,7 @@ class WatchedStreamAnswer(msgspec.Struct, frozen=True, kw_only=True, tag_field="
             description="Who holds the linear position below what is allocated; null too while Postgres was not read."
         ),
     ]
+    remedies: Annotated[list[RemedyAnswer], Meta(description="Of each writer that holds a position back.")]
     late: LateSummaryAnswer | None
     bridged: Annotated[bool, Meta(description="`tidemark synapse` tells it: verbs of the bridge end what holds it.")]
     copies: Annotated[CopiesAnswer | None, Meta(description="Where they differ; a moment of it is a batch under way.")]
@@ -175,6 +187,7 @@ def watched(snapshot: Snapshot) -> WatchedStreamAnswer:
         ],
         unknown_writers=[] if details is None else _unknown_writers(details),
         behind=None if details is None else behind_answer(details.behind),
+        remedies=[] if details is None else _remedies(details),
         late=None
         if details is None or details.late is None
         else LateSummaryAnswer(details.late.count, details.late.newest),
@@ -240,6 +253,13 @@ def _gaps(blockers: Iterable[Blocker], floor: int) -> list[GapAnswer]:
         GapAnswer(farther(gap.low, floor), gap.top, moment(gap.since)) for gap in blockers if beyond(gap.top, floor)
     ]
     return sorted(found, key=lambda gap: abs(gap.low))
+
+
+def _remedies(details: Details) -> list[RemedyAnswer]:
+    found = {(it.writer, it.epoch): it for it in reversed(details.open_ranges)}
+    return [
+        RemedyAnswer(writer, epoch, it.verdict, it.advice, it.verb) for (writer, epoch), it in sorted(found.items())
+    ]
 
 
 def _unknown_writers(details: Details) -> list[UnknownWriterAnswer]:

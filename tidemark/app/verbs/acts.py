@@ -11,9 +11,11 @@ from typing import Any, Final
 
 import msgspec
 
+from tidemark.app import open_ranges
 from tidemark.app.behind import last_seen
-from tidemark.app.verbs import gaps
-from tidemark.app.verbs.gaps import NO_POLICIES, SHOWN, OpenRange, Verdict, silence
+from tidemark.app.open_ranges import NO_POLICIES, OpenRange, silence
+from tidemark.app.remedies import Verdict
+from tidemark.app.verbs.gaps import SHOWN
 from tidemark.app.verbs.status import aged, ids_between
 from tidemark.streaming import records, runs, state
 from tidemark.streaming.batch import advance
@@ -90,7 +92,7 @@ class Trial:
             yield self.act.writer, self._verdict(seen, open_), seen
 
     def _verdict(self, seen: datetime | None, transactions: Sequence[str]) -> Verdict:
-        return gaps.verdict(seen, transactions, self.now, self.silent)
+        return open_ranges.verdict(seen, transactions, self.now, self.silent)
 
     def dangers(self) -> Iterator[str]:
         """Why an epoch may not be ended by hand, whatever the operator says."""
@@ -206,7 +208,7 @@ def attempt(stored: bytes, act: records.Marker, now: float, policies: Policies =
     act = msgspec.structs.replace(act, epoch=forced.epoch)
     waiting = [
         it
-        for it in gaps.read({act.stream: stored}, now, policies)
+        for it in open_ranges.read({act.stream: stored}, now, policies)
         if (it.verdict == "unknown" if act.writer == EVERYBODY else (it.writer == act.writer and it.epoch <= act.epoch))
     ]
     trial = Trial(
@@ -220,13 +222,19 @@ def attempt(stored: bytes, act: records.Marker, now: float, policies: Policies =
 def _in_the_way(act: records.Marker, before: StreamState, now: float, silent: float) -> str | None:
     """Why this writer cannot retire there, and what to do; None where it is no RETIRE of a writer that has joined."""
     known = before.writers.get(act.writer)
-    if known is None or not isinstance(act, records.Retire):
+    if not isinstance(act, records.Retire):
+        return None
+    if (held := before.held.get((act.writer, act.epoch))) is not None:
+        reach = before.direction.signed(max(held.chain.reach, 0))
+        done = f"{act.writer} never joined in epoch {act.epoch} and has completed IDs up to {reach}"
+        return f"{done}: --id={reach} settles them"
+    if known is None:
         return None
     signed, seen = before.direction.signed, last_seen(known.seen)
     if known.retired is not None:
         return f"{act.writer} has retired, at {signed(known.position)}"
     settles = f"--id={signed(known.chain.reach)} settles what is open below what it has completed"
-    if gaps.verdict(seen, before.transactions.get(act.writer, []), now, silent) == "silent":
+    if open_ranges.verdict(seen, before.transactions.get(act.writer, []), now, silent) == "silent":
         return settles
     return f"{act.writer} is alive, {_heard(seen, now)}: stop it first; then {settles}"
 

@@ -79,6 +79,7 @@ def explain(stream: str, at: datetime | None, between: tuple[datetime, datetime]
     if at is not None and between is not None:
         raise click.UsageError("--at and --between cannot be given together")
     settings = loaded()
+    from tidemark.app import open_ranges
     from tidemark.app.verbs import explain, gaps
     from tidemark.sinks.postgres.past import StreamPast
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
@@ -110,7 +111,7 @@ def explain(stream: str, at: datetime | None, between: tuple[datetime, datetime]
     click.echo(explain.as_text(found, now) if found else "the line never waited for ten seconds or longer")
     if at is None and between is None:
         with Postgres(PostgresConfig(settings.postgres)) as postgres:
-            open_now = gaps.of(postgres, {stream: encoded}, now.timestamp(), settings.policy_defaults)
+            open_now = open_ranges.of(postgres, {stream: encoded}, now.timestamp(), settings.policy_defaults)
         if open_now:
             click.echo(gaps.as_text(open_now, now.timestamp()))
 
@@ -156,7 +157,7 @@ def wait(stream: str, token: str, writer: str | None, timeout: float, *, as_json
 def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -> None:
     """Show what `tidemark status` and `tidemark gaps` say, live; a server that is away is waited for."""
     settings = loaded()
-    from tidemark.app import health
+    from tidemark.app import health, open_ranges
     from tidemark.app.verbs import gaps, status
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 
@@ -168,7 +169,7 @@ def top(stream: str | None, every: float, times: int | None, *, as_json: bool) -
                 how = health.read(postgres, settings.kafka, settings.redis)
                 now = time.time()
                 found = status.of(postgres, stored)
-                held = gaps.of(postgres, stored, now, settings.policy_defaults)
+                held = open_ranges.of(postgres, stored, now, settings.policy_defaults)
             except Unavailable as problem:
                 click.echo(str(problem), err=True)
             else:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.request import urlopen
 
-from tidemark.app import config, health
+from tidemark.app import config, health, open_ranges
 from tidemark.app.printed import as_object, one_line
 from tidemark.app.settings import Settings
 from tidemark.app.verbs import gaps, status
@@ -154,7 +154,7 @@ def _status(settings: Settings, postgres: Postgres) -> str:
 
 
 def _gaps(settings: Settings, postgres: Postgres) -> str:
-    return gaps.as_json(gaps.of(postgres, postgres.states(), time.time(), settings.policy_defaults))
+    return gaps.as_json(open_ranges.of(postgres, postgres.states(), time.time(), settings.policy_defaults))
 
 
 def _redis(settings: Settings) -> str:

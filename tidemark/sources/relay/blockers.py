@@ -22,7 +22,7 @@ def blockers(connection: Connection) -> list[OpenTransaction]:
             held.pid, prepared.gid, coalesce(activity.usename, prepared.owner, ''),
             coalesce(activity.application_name, ''), coalesce(activity.state, ''),
             coalesce(activity.xact_start, prepared.prepared),
-            coalesce(regexp_replace(left(activity.query, 300), '\\s+', ' ', 'g'), '')
+            coalesce(regexp_replace(left(activity.query, 300), '\\s+', ' ', 'g'), ''), current_database()
         from pg_locks held
         join tidemark.append_streams streams on %s + streams.number = held.classid::bigint
         left join pg_stat_activity activity on activity.pid = held.pid

@@ -29,28 +29,16 @@ function gaps(stream) {
     since: Math.min(...it.gaps.map((gap) => seconds(gap.since))),
     what: `owes ${range(it.gaps[0].low, it.gaps[0].top)}`,
     more: further(it),
-    ...(named(it) ?? {
-      how: `A transaction of ${it.writer} is still open, or its process is gone: start that again. In its database, this names who holds it:`,
-      verb: `tidemark ${stream.bridged ? "synapse" : "relay"} blockers`,
-    }),
+    ...remedy(stream, it.writer),
   }));
 }
 
-// Who holds the open IDs of `writer`; null where it does not tell.
-function named(writer) {
-  return writer?.transactions.length ? { how: `Open: ${writer.transactions.join("; ")}` } : null;
-}
-
-// Names as a shell takes them for one argument each, and none for an option.
-function words(...names) {
-  const quoted = names.map((it) => (/^[\w@%+=:,./-]+$/.test(it) ? it : `'${it.replaceAll("'", "'\\''")}'`));
-  return [...(names.some((it) => it.startsWith("-")) ? ["--"] : []), ...quoted].join(" ");
-}
-
-// What ends a writer that is gone for good. Of a worker of Synapse the bridge proves what an operator could only say.
-function retire(stream, writer, options = "") {
-  if (stream.bridged) return `tidemark synapse retire ${words(writer, stream.stream)}`;
-  return `tidemark retire ${options}--by "$USER" --why "gone for good" ${words(stream.stream, writer)}`;
+// What ends the waiting for a writer, as the sidecar says it: `tidemark gaps` prints the same.
+function remedy(stream, writer, epoch = null) {
+  const open = stream.writers.find((it) => it.writer === writer)?.transactions ?? [];
+  const found = stream.remedies.find((it) => it.writer === writer && (epoch === null || it.epoch === epoch));
+  const who = open.length ? `Open: ${open.join("; ")}. ` : "";
+  return { how: who + (found?.advice ?? ""), verb: found?.command ?? "" };
 }
 
 function further(writer) {
@@ -71,8 +59,7 @@ function unknownWriters(stream) {
     since: seconds(it.since),
     what: `has not joined with epoch ${it.epoch}`,
     more: "its records are held, and the linear position with them",
-    how: "The linear position moves again once it has joined. If it is gone for good:",
-    verb: retire(stream, it.writer, `--epoch ${it.epoch} `),
+    ...remedy(stream, it.writer, it.epoch),
   }));
 }
 
@@ -102,10 +89,7 @@ function silent(stream, motion, now) {
     since: it.since ? seconds(it.since) : motion.still,
     what: `has said nothing beyond ${grouped(it.position)}`,
     more: `the linear position waits for it, gap or no gap; ${it.last_seen ? `last seen ${age(now - seconds(it.last_seen))} ago` : "no record of it was noted"}`,
-    ...(named(known.get(it.writer)) ?? {
-      how: `Is ${it.writer} running, or the ${stream.bridged ? "bridge to Synapse" : "relay of its database"}? If it is gone for good:`,
-      verb: retire(stream, it.writer),
-    }),
+    ...remedy(stream, it.writer),
   })).filter((it) => now - it.since >= HELD_AFTER);
 }
 
