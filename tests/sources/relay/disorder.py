@@ -4,6 +4,7 @@ Every committed fact is published once, or late, or its stream is held and named
 are known by tokens, which are their rows.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 import psycopg
@@ -72,13 +73,13 @@ class DisorderedWorld(World):
 
     def finish(self) -> None:
         """Everything ends and is mended as the messages say. Then no fact is missing."""
-        self.secure(on=False)
         self.make_again()
         for service in [*self.services, self.bystander]:
             service.run("commit")
             service.end()
         for gid in [*self.prepared]:
             self.resolve(gid, "commit")
+        self.secure(on=False)
         self.options(FIT)
         self._admin.execute(
             f"select setval('{self.sequence}', {self._sign} * greatest(abs(last_value),"
@@ -111,11 +112,11 @@ class DisorderedWorld(World):
         deciders = [relay._decider for relay in self.relays]
         return "; ".join(str(it.held.get(self.stream)) for it in deciders if isinstance(it, Decider))
 
-    def secure(self, *, on: bool) -> None:
-        """A house rule: row level security on every table, and no policy."""
-        for table in TABLES:
+    def secure(self, *, on: bool, tables: Sequence[str] = TABLES) -> None:
+        """A house rule: row level security on every table, and no policy; not on one that a transaction has locked."""
+        for table in tables:
             how = "enable" if on else "disable"
-            self._admin.execute(f"alter table tidemark.{table} {how} row level security".encode())
+            self._alter(f"alter table tidemark.{table} {how} row level security")
 
     def options(self, options: str) -> None:
         """Of the sequence; nothing where a transaction is in its way."""
@@ -150,6 +151,26 @@ class DisorderedWorld(World):
                     [number, id, [str(token)]],
                 )
                 self._admin.execute("insert into truth values (%s, %s, 1, '', %s)", [self.stream, id, token])
+
+    def hole(self) -> None:
+        """An ID is declared void, and a row comes there before the floor passes it."""
+        service, relay = self.services[0], self.relays[0]
+        service.begin("read committed", "on")
+        id, token = service.append(self.stream, 1), service.token()
+        service.run("rollback")
+        service.end()
+        while id not in self.core.voids:
+            relay.round()
+        with self._admin.transaction():
+            self._admin.execute(
+                "insert into tidemark.append_outbox (number, id, rows, bytes)"
+                " select number, %s, %s, 10 from tidemark.append_streams where stream = %s",
+                [id, [str(token)], self.stream],
+            )
+            self._admin.execute("insert into truth values (%s, %s, 1, '', %s)", [self.stream, id, token])
+        while relay.unacknowledged:
+            relay.acknowledge()
+        relay.settle()
 
     def save(self) -> None:
         """What a backup of the rows and of the sequence holds."""

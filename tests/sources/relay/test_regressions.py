@@ -223,30 +223,9 @@ def test_rows_that_are_hidden_are_not_missing(world: DisorderedWorld) -> None:
 def test_a_row_that_came_after_its_void_is_not_deleted(world: DisorderedWorld) -> None:
     """Above the floor, at an ID that was declared void: the floor passes it, and it is late."""
     published(world, 1)
-    holding = world.services[2]
-    holding.begin("read committed", "on")
-    holding.append(world.stream, 1)
-    world.services[0].begin("read committed", "on")
-    world.services[0].append(world.stream, 1)
-    world.services[0].run("rollback")
-    world.services[0].end()
-    for _ in range(25):
-        world.relays[0].round()
-    token = world.services[0].token()
-    with world._admin.transaction():
-        number = world._admin.execute(
-            "select number from tidemark.append_streams where stream = %s", [world.stream]
-        ).fetchone()
-        assert number is not None
-        id = 3 * world._sign
-        world._admin.execute(
-            "insert into tidemark.append_outbox (number, id, rows, bytes) values (%s, %s, %s, 10)",
-            [number[0], id, [str(token)]],
-        )
-        world._admin.execute("insert into truth values (%s, %s, 1, '', %s)", [world.stream, id, token])
-    holding.run("commit")
-    holding.end()
+    world.hole()
     looked(world)
+    assert world.core.voids
     assert world.tokens == world.core.published | world.core.named
     world.finish()
 
