@@ -20,6 +20,7 @@ from tidemark.sources.synapse.channel import ChannelEvent, SynapseChannel
 from tidemark.sources.synapse.evidence import HeadSamples
 from tidemark.sources.synapse.looks import TableWriter
 from tidemark.sources.synapse.metrics import BridgeMetrics
+from tidemark.sources.synapse.oversized import OversizedRecords
 from tidemark.sources.synapse.state import SCHEMA, SynapseServer
 from tidemark.sources.synapse.streams import BridgedStream, StreamTelling
 from tidemark.sources.transactions import OpenTransaction, durable, end_one, history, running
@@ -75,6 +76,7 @@ class SynapseBridge:
         """By stream the highest number of the outbox that was sent on this connection."""
         self._done: list[int] = []
         self._flying = 0
+        self._oversized = OversizedRecords(metrics.oversized)
         self._reports = Reports({})
         self._watches = 0
         self._asked, self._patience = 0.0, _ASKED_AFTER
@@ -128,6 +130,7 @@ class SynapseBridge:
             self._producer = self._make_producer()
             self._connected = True
         self._sent, self._done, self._flying = dict.fromkeys(self._names, 0), [], 0
+        self._oversized.forget()
         found = history(synapse, self._synapse.where, "events")
         looks.check_server(synapse, self._channel.name)
         server = SynapseServer(found.database, durable(synapse), self._channel.name)
@@ -195,7 +198,7 @@ class SynapseBridge:
                 each.decider.look(heads[name], frozenset(it.number for it in who if name in it.streams))
         moved = False
         for each in self._tellings.values():
-            if each.held:
+            if each.held or each.of.name in self._oversized:
                 continue
             before = each.known
             for advance in each.round(synapse, own):
@@ -215,7 +218,8 @@ class SynapseBridge:
         return heads
 
     def _send(self, own: Connection) -> None:
-        for each in outbox.unsent(own, self._sent):
+        sent = {name: number for name, number in self._sent.items() if name not in self._oversized}
+        for each in self._oversized.fitting(outbox.unsent(own, sent), self._producer, time.monotonic()):
             self._sent[each.stream] = each.number
             self._flying += 1
             self._producer.send_all(each.stream, [each.value], partial(self._acknowledged, each.number))
@@ -233,6 +237,11 @@ class SynapseBridge:
         """For people: who holds which stream, and what they ordered. Everybody is asked where somebody seems missed."""
         self._metrics.listening.set(self._channel.connected)
         self._metrics.lines.set(self._channel.lines)
+        if (producer := self._oversized.larger(self._make_producer, time.monotonic())) is not None:
+            self._producer.deliver(_PATIENCE)
+            self._producer = producer
+            self._oversized.forget()
+            self._send(own)
         self._look_back(synapse, own)
         heads = self._see(synapse, self._tellings.values())
         now, held = time.monotonic(), set[str]()
@@ -260,18 +269,13 @@ class SynapseBridge:
     def _look_back(self, synapse: Connection, own: Connection) -> None:
         """Whether the database is still the one that was told of, and no fact came where everything was told.
 
-        Raises `Unavailable` where it is another one, `SequenceUnfit` is kept by stream."""
+        Raises `Unavailable` if it is another one."""
         if history(synapse, self._synapse.where, "events").database != self._server.database:
             raise Unavailable("Postgres", self._synapse.where, "the database is another one than a moment ago")
         clock, deep = looks.now(synapse), self._watches % _DEEP_EVERY == 0
         self._watches += 1
         for each in self._tellings.values():
-            unfit = looks.unfit(synapse, each.of.stream)
-            if unfit != each.held:
-                each.held = unfit
-                log.error("A stream of Synapse is held", stream=each.of.name, problem=unfit) if unfit else log.info(
-                    "A stream of Synapse goes on", stream=each.of.name
-                )
+            each.check_sequence(synapse)
             each.age(synapse, own, clock)
             late = each.audit(synapse, own, None if deep else _NEWEST)
             self._metrics.late.labels(each.of.name).inc(len(late))

@@ -11,13 +11,15 @@ MASTER = "master"
 class StreamFact:
     """`rows` are JSON, at least one. `writer` is empty where the table does not say whose it is.
 
-    `marks`: a hash of each row's identity; none of a fact that was heard and is in no table.
+    `marks`: a hash of each row's identity; none of a fact that was heard and is in no table. `is_proof`: no other
+    history has a fact of these marks.
     """
 
     id: int
     writer: str
     rows: Sequence[str]
     marks: frozenset[int] = field(default=frozenset(), compare=False)
+    is_proof: bool = field(default=True, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

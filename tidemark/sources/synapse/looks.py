@@ -125,11 +125,12 @@ def identities(connection: Connection, stream: SynapseStream, low: int, top: int
     every = " union all ".join(question.identities() for question in stream.questions)
     rows = connection.execute(
         f"""
-        select abs(id), coalesce(max(writer), ''), array_agg(mark) from ({every}) as found group by 1 order by 1
+        select abs(id), coalesce(max(writer), ''), array_agg(mark), bool_or(is_proof) from ({every}) as found
+        group by 1 order by 1
         """.encode(),
         {"low": first, "high": last},
     ).fetchall()
-    return [StreamFact(id, writer, (), frozenset(marks)) for id, writer, marks in rows]
+    return [StreamFact(id, writer, (), frozenset(marks), is_proof) for id, writer, marks, is_proof in rows]
 
 
 def now(connection: Connection) -> int:

@@ -60,6 +60,13 @@ class BridgeMetrics:
             ["stream"],
             registry=registry,
         )
+        self.oversized = Gauge(
+            "tidemark_synapse_oversized",
+            "1 for a stream whose next record is above the topic's max.message.bytes: it waits, the log names the"
+            " record with its ID and size. Raise max.message.bytes of the topic.",
+            ["stream"],
+            registry=registry,
+        )
         self.behind = Gauge(
             "tidemark_synapse_behind_ids",
             "IDs that are given out and not told, by the writer that has not gone past them. Staying above 0: that"

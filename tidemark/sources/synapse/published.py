@@ -47,12 +47,12 @@ class PublishedFacts:
         return [it for it in table if self._marks.get(it.id) and not self.knows(it)]
 
     def agreed(self, table: Iterable[StreamFact], told: Mapping[str, int]) -> int | None:
-        """Up to where the table surely has the history that was published: the highest fact of both that is below every
-        fact that only the table has. No ID up to there is given out again. None: no fact shows it."""
+        """Up to where the table surely has the history that was published: the highest fact of both that is a proof and
+        lies below every fact that only the table has. No ID up to there is given out again. None: no fact shows it."""
         found = None
         for fact in sorted(table, key=lambda fact: fact.id):
             if self.knows(fact):
-                found = fact.id
+                found = fact.id if fact.is_proof else found
             elif self._marks.get(fact.id) or self.since < fact.id <= told.get(fact.writer, 0):
                 break
         return found

@@ -136,6 +136,15 @@ class StreamTelling:
             self._introduced(own)
         return advances
 
+    def check_sequence(self, synapse: Connection) -> None:
+        """Hold the stream while its sequence does not give out IDs one by one, in order."""
+        if (unfit := looks.unfit(synapse, self.of.stream)) != self.held:
+            self.held = unfit
+            if unfit:
+                log.error("A stream of Synapse is held", stream=self.of.name, problem=unfit)
+            else:
+                log.info("A stream of Synapse goes on", stream=self.of.name)
+
     def age(self, synapse: Connection, own: Connection, now: int) -> None:
         """Rows that Synapse may have deleted by `now`, the clock of its server in ms, prove nothing."""
         if self.of.stream.kept_for is not None:

@@ -13,13 +13,17 @@ from tidemark.streaming.direction import Direction
 @dataclass(frozen=True, slots=True)
 class TableQuestion:
     """`id` is its column of stream IDs, `row` an expression of JSON over `table`, which may be a join. `identity` is an
-    expression of text that is the same for as long as the row is there, and another one for any other row, whatever its
-    ID; so of rows that do not say what they are about, the transaction that wrote them is a part."""
+    expression of text that is the same for as long as the row is there, and another one for another row of that ID.
+
+    `is_proof`: no other history of the database has a row of the same identity. Rows that only say that something of a
+    user has changed are none: they may come again as they were, even in a transaction of the same number.
+    """
 
     table: str
     id: str
     row: str
     identity: str
+    is_proof: bool = True
 
     @property
     def name(self) -> str:
@@ -39,9 +43,11 @@ class TableQuestion:
         return self._select("0 as place")
 
     def _select(self, more: str) -> str:
+        identity = f"coalesce({self.alias}.instance_name, '') || {self.identity}"
         return (
             f"select {self.alias}.{self.id} as id, {self.alias}.instance_name as writer,"
-            f" ('x' || left(md5({self.identity}), 16))::bit(64)::bigint as mark, {more}"
+            f" ('x' || left(md5({identity}), 16))::bit(64)::bigint as mark,"
+            f" {self.is_proof} as is_proof, {more}"
             f" from {self.table} where {self.alias}.{self.id} between %(low)s and %(high)s"
         )
 
@@ -93,14 +99,15 @@ _STATE = TableQuestion(
 )
 
 
+_WRITTEN_BY = "t.xmin::text"
+"""The transaction that wrote the row: nearly always another one in a history in which the ID was given out again."""
+
+
 def _question(table: str, row: str, identity: str = "") -> TableQuestion:
     """`identity`: what is more of it than the row has."""
     more = f", {identity}" if identity else ""
-    return TableQuestion(f"{table} t", "stream_id", f"json_build_array({row})", f"json_build_array({row}{more})::text")
-
-
-_WRITTEN_BY = "t.xmin::text"
-"""The transaction that wrote the row: another one in a history in which the ID was given out again."""
+    whole = f"json_build_array({row}{more})::text"
+    return TableQuestion(f"{table} t", "stream_id", f"json_build_array({row})", whole, _WRITTEN_BY not in more)
 
 
 _KNOWN = (

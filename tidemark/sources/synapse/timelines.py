@@ -100,7 +100,7 @@ def _agreed(connection: Connection, known: ToldWriters, published: PublishedFact
     if (found := published.agreed(table(published.since, known.reach), told)) is not None:
         return max(found, known.floor)
     for anchor in evidence.anchors(connection, known.name, published.since):
-        if any(fact.marks <= anchor.marks for fact in table(anchor.id - 1, anchor.id)):
+        if any(fact.is_proof and fact.marks <= anchor.marks for fact in table(anchor.id - 1, anchor.id)):
             return max(anchor.id, known.floor)
     return known.floor
 
