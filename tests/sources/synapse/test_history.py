@@ -50,7 +50,8 @@ def begun(site: SynapseSite) -> str:
 
 def test_fact_that_completes_below_what_was_published_is_late(site: SynapseSite) -> None:
     """As of a second process with the name of a worker, whose transaction nobody spoke of."""
-    room, core = begun(site), site.follower.core
+    begun(site)
+    room, core = site.room_of("event2"), site.follower.core
     row = site.sql.execute("select nextval('events_stream_seq')").fetchone()
     assert row is not None
     site.server.send(room, "alice", "goes on")

@@ -278,7 +278,9 @@ class SynapseBridge:
             each.check_sequence(synapse)
             each.age(synapse, own, clock)
             late = each.audit(synapse, own, None if deep else _NEWEST)
-            self._metrics.late.labels(each.of.name).inc(len(late))
+            if late:
+                self._metrics.late.labels(each.of.name).inc(len(late))
+                self._send(own)
             each.name_contradictions()
 
     def _report(self, found: Sequence[TableWriter]) -> None:
