@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.app.environments import variables
 from tidemark.streaming.environment import (
     LOCALE,
     Foreign,
@@ -25,7 +26,7 @@ MISLEADING = {
 ALL = [name for names in MISLEADING.values() for name in names]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", sorted({*ALL, *variables(Path())}))
 def test_no_child_inherits_a_variable_for_other_servers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a server of the stack nor a process of Tidemark sees it."""
     monkeypatch.setenv(name, "anything")

@@ -7,9 +7,10 @@ from typing import ClassVar
 
 import pytest
 
+from tidemark.app.settings import load
 from tidemark.app.stack import server as server_module
 from tidemark.app.stack.home import AlreadyRunning, Home
-from tidemark.app.stack.members import Supervisor
+from tidemark.app.stack.members import Members, Supervisor
 from tidemark.app.stack.server import ServerProcess, StartFailed, free_port, listens
 
 
@@ -192,3 +193,28 @@ def test_servers_see_nothing_of_the_shell(own_home: Home, monkeypatch: pytest.Mo
     assert said.count("PATH=") == 2
     assert "PGSSLMODE" not in said
     assert "JAVA_TOOL_OPTIONS" not in said
+
+
+def test_settings_for_other_servers_do_not_reach_the_stack(own_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passwords, certificates and addresses of a user's own installation are in many a shell."""
+    mine = {
+        "TIDEMARK_POSTGRES_DSN": "postgresql://production/tidemark",
+        "TIDEMARK_POSTGRES_PASSWORD_FILE": "/run/secrets/postgres",
+        "TIDEMARK_REDIS_PASSWORD": "secret",
+        "TIDEMARK_REDIS_CA_FILE": "/etc/ca.pem",
+        "TIDEMARK_KAFKA_SECURITY_PROTOCOL": "SASL_SSL",
+        "TIDEMARK_KAFKA_SASL_MECHANISM": "PLAIN",
+        "TIDEMARK_KAFKA_USERNAME": "me",
+        "TIDEMARK_KAFKA_PASSWORD": "secret",
+        "TIDEMARK_CHECKPOINT_STORE": "s3a://bucket/tidemark",
+    }
+    members = Members(own_home, load(), "java")
+    for name, text in mine.items():
+        monkeypatch.setenv(name, text)
+    for process in (members.pipeline(), members.relay(), members.sidecar()):
+        environment = process.environment()
+        assert environment["TIDEMARK_POSTGRES_DSN"] == members.postgres.dsn()
+        assert [name for name in mine if environment.get(name) == mine[name]] == []
+    sourced = 'set -a; . "$0"; echo "${TIDEMARK_REDIS_PASSWORD-}${TIDEMARK_POSTGRES_PASSWORD_FILE-}"'
+    done = subprocess.run(["sh", "-c", sourced, str(members.write_stack_env())], capture_output=True, check=True)
+    assert done.stdout == b"\n"

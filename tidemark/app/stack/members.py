@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tidemark.app.connections import Connections, variable
 from tidemark.app.settings import Settings
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.jars import BROKER, JDBC
@@ -50,18 +51,18 @@ class Members:
         return [self.kafka, self.postgres, self.redis]
 
     def pipeline(self) -> PipelineProcess:
-        return PipelineProcess(self.home, self._metrics_port, self.variables())
+        return PipelineProcess(self.home, self._metrics_port, self._own())
 
     def sidecar(self, note: str = "") -> SidecarProcess:
         told = {"TIDEMARK_SIDECAR_NOTE": note} if note else {}
-        return SidecarProcess(self.home, self._sidecar_port, {**self.variables(), **told})
+        return SidecarProcess(self.home, self._sidecar_port, {**self._own(), **told})
 
     def relay(self) -> RelayProcess:
-        return RelayProcess(self.home, free_port(), self.variables())
+        return RelayProcess(self.home, free_port(), self._own())
 
     def demo(self) -> list[ServerProcess]:
         payments = PaymentsProcess(self.home, self.postgres.libpq, java=self._java, jars=self.home.jars / JDBC)
-        return [DemoProcess(self.home, 0, self.variables()), payments]
+        return [DemoProcess(self.home, 0, self._own()), payments]
 
     def require_free_ports(self) -> None:
         """Raises `PortTaken`."""
@@ -97,12 +98,24 @@ class Members:
             "TIDEMARK_CHECKPOINT": str(self.home.data("pipeline") / "checkpoint"),
         }
 
+    def _own(self) -> Mapping[str, str]:
+        """The settings of a process of the stack: those that lead to servers of the user's own are empty."""
+        return {**dict.fromkeys(_leading_elsewhere(), ""), **self.variables()}
+
     def write_stack_env(self) -> Path:
         """Lines for a shell to source. For the owner's eyes: it holds the password of Postgres."""
         path = self.home.stack_env
         variables = {**self.variables(), **self.postgres.libpq}
-        write_stack_env(path, variables, [name for name in libpq_variables() if name not in variables])
+        elsewhere = [*libpq_variables(), *(f"{name}{end}" for name in _leading_elsewhere() for end in ("", "_FILE"))]
+        write_stack_env(path, variables, [name for name in elsewhere if name not in variables])
         return path
+
+
+def _leading_elsewhere() -> list[str]:
+    """Variables of settings about servers that are not the stack's: their passwords, certificates and addresses."""
+    kept = {"kafka_create_topics", "kafka_partitions", "otlp_url", "synapse_dsn", "synapse_redis_url"}
+    names = [name for name in Connections.model_fields if name not in kept and not name.endswith("_topic")]
+    return [*map(variable, names), variable("checkpoint_store")]
 
 
 LONGEST_PAUSE = 30.0
