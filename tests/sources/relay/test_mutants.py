@@ -104,9 +104,9 @@ class Hasty(Decider):
 class Deleting(Decider):
     """Raises the floor over what was told of lines and is not in Kafka."""
 
-    def settle(self):  # type: ignore[no-untyped-def]
+    def settle(self, most=None):  # type: ignore[no-untyped-def]
         with patch.object(Lines, "floor", lambda _, reached: reached):
-            yield from super().settle()
+            yield from super().settle(most)
 
 
 class Remembering(Decider):

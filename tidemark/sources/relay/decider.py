@@ -23,6 +23,10 @@ from tidemark.streaming.postgres_session import Connection
 Steps = Generator[str, None, "list[Decided]"]
 """The name of each step before it is taken: between any two of them others may do whatever they like."""
 
+PAGES_AT_ONCE = 500
+"""Streams that are read in one round: what they hold is sent before others are read, also by a relay that is killed
+every few seconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decided:
@@ -89,6 +93,8 @@ class Decider:
     def __init__(self, connection: Connection, told: Iterable[Told]) -> None:
         self._connection = connection
         self._strays = StrayLooks()
+        self._paged = self._settled = 0
+        """Numbers of the streams whose pages were read, and whose floors were raised last: the next ones follow."""
         self._streams = {each.stream.number: _begun(each) for each in told}
         self.outrun = False
         """Streams, writers, epochs or floors are others than these: begin anew."""
@@ -153,12 +159,14 @@ class Decider:
         for each in looked:
             number = each.told.stream.number
             each.evidence.look(heads[number], running, None if held is None else held.get(number, frozenset()))
-        decided, left = list[Decided](), most_bytes
-        for each in looked:
-            if left > 0 and (asked := each.evidence.unread()):
+        decided, left, pages = list[Decided](), most_bytes, 0
+        for each in _from(looked, self._paged + 1):
+            if left > 0 and pages < PAGES_AT_ONCE and (asked := each.evidence.unread()):
                 yield "page"
                 page = looks.page(self._connection, each.told.stream, asked, left)
                 left -= page.bytes
+                pages += 1
+                self._paged = each.told.stream.number
                 decided += self._decide(each, asked, page)
             if each.lines is not None and (announced := each.lines.announce(each.open_to)):
                 decided.append(Decided(each.told, [], EMPTY, announced))
@@ -234,17 +242,23 @@ class Decider:
             for writer, ids in edges(decided.announced).items():
                 each.lines.acknowledged(writer, ids)
 
-    def settle(self) -> Generator[str]:
-        """Raise the floors to where everything is in Kafka, and delete the rows below.
+    def settle(self, most: int | None = None) -> Generator[str]:
+        """Raise the floors to where everything is in Kafka, and delete the rows below; of `most` streams, if given, and
+        of the others in the next calls.
 
         A writer that ended there is to be retired: begin anew.
         """
-        for each in self._streams.values():
+        settled = 0
+        for each in _from([*self._streams.values()], self._settled + 1):
+            if settled == most:
+                break
             floor = each.evidence.floor
             reached = each.acknowledged.reach(floor)
             if each.lines is not None:
                 reached = each.lines.floor(reached)
             if reached > floor:
+                settled += 1
+                self._settled = each.told.stream.number
                 yield "settle"
                 rows, version = each.rows_sent.upto(reached), each.told.version
                 if not looks.raise_floor(self._connection, each.told.stream, version, floor, reached, rows):
@@ -256,6 +270,11 @@ class Decider:
                 if each.lines is not None:
                     each.lines.settled(reached)
                 self.outrun |= any(id <= reached for id in each.ended.values())
+
+
+def _from(streams: Sequence[_Stream], number: int) -> list[_Stream]:
+    """The same streams, those with this number and higher ones first."""
+    return sorted(streams, key=lambda each: (each.told.stream.number < number, each.told.stream.number))
 
 
 def _begun(told: Told) -> _Stream:

@@ -18,6 +18,8 @@ from tidemark.streaming.direction import Direction
 from tidemark.streaming.errors import SequenceUnfit
 from tidemark.streaming.postgres_session import Connection
 
+HEADS_AT_ONCE = 1000
+"""Sequences that one statement reads: it takes a lock on each of them, out of a table that all sessions share."""
 # Not `select last_value`, which reads without the sequence's lock: while `nextval` writes its log it stands up to 32
 # higher there for a moment.
 _LAST = """
@@ -41,7 +43,8 @@ _HEADS = f"""
     from tidemark.append_streams as known
     join tidemark.append_progress as progress on progress.number = known.number
     left join pg_sequence on seqrelid = ids
-    where ids is not null
+    where ids is not null and known.number > $1
+    order by known.number limit {HEADS_AT_ONCE}
 """.replace("%%", "%").encode()
 _prepared: WeakSet[Connection] = WeakSet()
 """The sessions that know `_HEADS`."""
@@ -120,14 +123,17 @@ def heads(connection: Connection) -> dict[AppendStream, StreamLook]:
     if connection not in _prepared:
         _sound(connection, server.prepare(b"tidemark_heads", _HEADS))
         _prepared.add(connection)
-    found = _sound(connection, server.exec_prepared(b"tidemark_heads", None))
-    encoding, looked = connection.info.encoding, dict[AppendStream, StreamLook]()
-    for row in range(found.ntuples):
-        texts = [found.get_value(row, column) for column in range(found.nfields)]
-        number, stream, sign, name, unfit, last, *numbers = [text and text.decode(encoding) for text in texts]
-        sequence = SequenceLook(name or "", unfit or "", None if last is None else int(last))
-        of = AppendStream(int(number or 0), stream or "", Direction(int(sign or 0)))
-        looked[of] = StreamLook(sequence, *(int(each or 0) for each in numbers))
+    encoding, looked, above, rows = connection.info.encoding, dict[AppendStream, StreamLook](), 0, HEADS_AT_ONCE
+    while rows == HEADS_AT_ONCE:
+        found = _sound(connection, server.exec_prepared(b"tidemark_heads", [b"%d" % above]))
+        rows = found.ntuples
+        for row in range(rows):
+            texts = [found.get_value(row, column) for column in range(found.nfields)]
+            number, stream, sign, name, unfit, last, *numbers = [text and text.decode(encoding) for text in texts]
+            sequence = SequenceLook(name or "", unfit or "", None if last is None else int(last))
+            of = AppendStream(int(number or 0), stream or "", Direction(int(sign or 0)))
+            looked[of] = StreamLook(sequence, *(int(each or 0) for each in numbers))
+            above = of.number
     return looked
 
 
