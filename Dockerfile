@@ -37,7 +37,7 @@ RUN apt-get update \
 # Each role's dependencies, and what of them nobody here loads taken out again: helm/tools/trim.
 FROM base AS build-services
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE helm/tools/requirements helm/tools/trim ./
+COPY pyproject.toml constraints.txt README.md LICENSE NOTICE helm/tools/requirements helm/tools/trim ./
 RUN python3 -m venv --without-pip /opt/tidemark \
     && python3 requirements relay reader sidecar >runtime.txt \
     && python3 -m pip --python /opt/tidemark/bin/python install --no-cache-dir --constraint constraints.txt --requirement runtime.txt \
@@ -60,6 +60,7 @@ LABEL org.opencontainers.image.title="tidemark-services" \
     org.opencontainers.image.revision="${REVISION}"
 COPY --from=build-services /root-of-image /
 COPY --from=build-services /opt/tidemark /opt/tidemark
+COPY LICENSE NOTICE /usr/share/doc/tidemark/
 ENV PATH=/opt/tidemark/bin:/usr/local/bin:/usr/bin:/bin \
     LANG=C.UTF-8 \
     TIDEMARK_HOME=/var/lib/tidemark \
@@ -73,7 +74,7 @@ CMD ["--help"]
 
 FROM java AS build
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE helm/tools/requirements helm/tools/trim ./
+COPY pyproject.toml constraints.txt README.md LICENSE NOTICE helm/tools/requirements helm/tools/trim ./
 # What changes seldom comes first: with the dependencies in a layer of their own, a new version of ours builds in seconds.
 RUN python3 -m venv --without-pip /opt/tidemark \
     && python3 requirements relay reader pipeline sidecar otel >runtime.txt \
@@ -107,6 +108,7 @@ LABEL org.opencontainers.image.title="tidemark" \
 COPY --from=build /root-of-image /
 COPY --from=runtime /opt/java /opt/java
 COPY --from=build /opt/tidemark /opt/tidemark
+COPY LICENSE NOTICE /usr/share/doc/tidemark/
 ENV PATH=/opt/tidemark/bin:/opt/java/bin:/usr/local/bin:/usr/bin:/bin \
     LANG=C.UTF-8 \
     TIDEMARK_HOME=/var/lib/tidemark \

@@ -1,11 +1,14 @@
 """One client with few rights attacks a sidecar, and honest clients of other addresses notice nothing of it."""
 
 import re
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
+import redis
 
 from tests.app.attacked import STREAMS, HonestClients, attacked, check, ended
 from tests.app.lines.given import LineClient, client
@@ -40,6 +43,13 @@ class Sidecar(SidecarProcess):
     @property
     def lines_port(self) -> int:
         return host_port(self.lines)[1]
+
+    def command(self) -> Sequence[str]:
+        """With the limits of open files that `ulimit` sets, if there are any."""
+        words = super().command()
+        return ["sh", "-c", f"ulimit {self.ulimit}; exec " + shlex.join(words)] if self.ulimit else words
+
+    ulimit = ""
 
     def log(self) -> str:
         return self.home.log(self.name).read_text()
@@ -125,3 +135,45 @@ def test_connections_of_one_address_leave_places_for_others(process: Sidecar, ho
     late = LineClient(address)
     assert late.line() == "SERVER tidemark"
     late.close()
+
+
+@pytest.mark.parametrize(
+    ("ulimit", "places"), [("-n 1024", "The process may open few files"), ("-Sn 1024", "Open files")]
+)
+def test_few_files_keep_probes_alive(
+    tmp_path: Path, redis_url: str, dsn: str, pipeline: Pipeline, ulimit: str, places: str
+) -> None:
+    """A soft limit of open files is raised. If the hard one is too low, fewer clients are served, as is said at the
+    start: 1,100 streams of events leave probes, Postgres and Redis their files."""
+    process = Sidecar(tmp_path, redis_url, dsn)
+    process.ulimit = ulimit
+    process.start()
+    try:
+        honest = HonestClients(process, pipeline)
+        honest.publish()
+        assert places in process.log()
+        before = honest.measure(SECONDS)
+        with attacked(process, process.lines_port, "one_address", crowd=1100):
+            check(before, honest.measure(2 * SECONDS))
+            with httpx.Client(base_url=process.url, timeout=30) as one:
+                assert one.get("/readyz").json() == {"ready": True, "problems": []}
+    finally:
+        process.stop()
+    assert "Postgres" not in process.log()
+
+
+def test_forged_message_moves_no_position(process: Sidecar, honest: HonestClients, redis_url: str) -> None:
+    """A message on a stream's channel is a wake-up: whoever may publish in Redis moves nobody with it."""
+    with ExitStack() as stack:
+        keys = stack.enter_context(redis.Redis.from_url(redis_url))
+        one = stack.enter_context(httpx.Client(base_url=process.url, timeout=30))
+        events = stack.enter_context(one.stream("GET", "/v1/events?stream=s0")).iter_text()
+        assert any("snapshot" in text for text in events)
+        lines = stack.enter_context(client(host_port(process.lines), "REPLICATE"))
+        assert lines.said() == "POSITION s0 w 1 1"
+        for text in ("POSITION s0 w 1 999", "POSITION s0 w 999 999", "RDATA s0 w 2 {}", "\x00"):
+            assert keys.publish("tidemark:{s0}", text) > 0
+        assert one.get("/v1/streams/s0/wait", params={"token": "m2", "timeout": 1}).status_code in (409, 412)
+        assert one.get("/v1/streams/s0").json()["linear"] == 1
+        honest.publish()
+        assert '"prev":1,"id":2' in next(text for text in events if "event: advance" in text)

@@ -191,3 +191,17 @@ def test_head_without_end_fills_no_memory(url: str) -> None:
                 it.sendall(b"a: " + b"b" * 65_000 + b"\r\n")
         eventually(lambda: is_ended(it))
     assert psutil.Process().memory_info().rss - before < 10_000_000
+
+
+def test_metrics_on_this_machine_are_not_for_other_sites(url: str) -> None:
+    """A page whose name leads to 127.0.0.1 reads none of them; probes are asked by any name."""
+    port = url.rpartition(":")[2]
+    for host, path, status in (
+        (f"localhost:{port}", "/metrics", b"200"),
+        (f"[::1]:{port}", "/metrics", b"200"),
+        ("elsewhere.example", "/metrics", b"421"),
+        ("elsewhere.example", "/livez", b"200"),
+    ):
+        with socket.create_connection(("127.0.0.1", int(port)), timeout=60) as it:
+            it.sendall(f"GET {path} HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())
+            assert it.makefile("rb").readline().split()[1] == status, (host, path)

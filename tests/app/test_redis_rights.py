@@ -1,12 +1,14 @@
 """The rights in Redis that docs/deploying.md asks for, held to what pipeline, readers and sidecars do there."""
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from tests.app.lines.given import client as line_client
 from tests.app.lines.given import served
@@ -16,6 +18,9 @@ from tests.waiting import eventually
 from tidemark.app.lines.channel import Channel
 from tidemark.app.lines.speaker import ChannelConfig
 from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.stack.home import Home
+from tidemark.app.stack.server import free_port
+from tidemark.app.stack.servers import RedisServer
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.reader import Advance, Positions, Standing
@@ -23,26 +28,76 @@ from tidemark.sinks.redis.publish import Redis, RedisConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "deploying.md").read_text()
 RIGHTS = {user.strip(): rights.split() for user, rights in re.findall(r"^([a-z ]+)(~tidemark.*)$", PAGE, re.MULTILINE)}
+SELECTORS = {"sidecar": "(+publish &tidemark:lines:*)", "speaker on name": "(+publish &name)"}
 NAME = "name"  # of the channel, as the page has it
 
 As = Callable[[str], str]
 
+SERVERS = {"6.2": None, "7": "redis-server", "valkey": "valkey-server"}
+"""Programs by the server that they are; None is the one of the local stack."""
+
+
+class OtherServer(RedisServer):
+    """A Redis or Valkey that this machine has beside that of the local stack."""
+
+    def __init__(self, home: Home, program: str) -> None:
+        super().__init__(home, free_port())
+        self._program = program
+
+    def command(self) -> Sequence[str]:
+        return [self._program, *super().command()[1:], "--save", ""]
+
+
+@pytest.fixture(params=SERVERS)
+def version(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
 
 @pytest.fixture
-def as_user(redis_url: str, keys: Any) -> Iterator[As]:
-    """The URL of Redis for who has the rights of a line of the page. Nothing is denied to any of them."""
+def redis_url(version: str, redis_server: RedisServer, tmp_path: Path) -> Iterator[str]:
+    """Of each kind of server that is here; empty as the test begins."""
+    if (name := SERVERS[version]) is None:
+        with redis.Redis.from_url(redis_server.url) as client:
+            client.flushall()
+        yield redis_server.url
+        return
+    program = shutil.which(name)
+    if program is None:
+        pytest.skip(f"no {name} here")
+    server = OtherServer(Home(tmp_path / "other"), program)
+    server.start()
+    try:
+        yield server.url
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def user_url(redis_url: str, keys: Any, version: str) -> Iterator[As]:
+    """The URL of Redis for a user with the rights of a line of the page, as the page has them for this server."""
     made: list[str] = []
 
     def url(user: str) -> str:
         made.append(f"user{len(made)}")
-        keys.execute_command("ACL", "SETUSER", made[-1], "on", ">secret", "resetkeys", "resetchannels", *RIGHTS[user])
+        rights = [*RIGHTS[user]]
+        if version != "6.2" and user in SELECTORS:
+            rights[rights.index("+publish")] = SELECTORS[user]
+        begin = ["on", ">secret", "resetkeys", "resetchannels", "-@all"]
+        keys.execute_command("ACL", "SETUSER", made[-1], *begin, *rights)
         return redis_url.replace("://", f"://{made[-1]}:secret@")
 
-    keys.acl_log_reset()
     yield url
-    # What redis-py says of itself is an administrator's word in Redis 6, and it minds no refusal.
-    denied = [entry for entry in keys.acl_log() if entry["object"] != "client"]
     keys.acl_deluser(*made)
+
+
+@pytest.fixture
+def as_user(user_url: As, keys: Any) -> Iterator[As]:
+    """The same, of processes to which nothing is denied."""
+    keys.acl_log_reset()
+    yield user_url
+    # What redis-py says of itself (CLIENT SETINFO) is denied to them, and it minds no refusal.
+    denied = [entry for entry in keys.acl_log() if not entry["object"].startswith("client")]
     assert denied == []
 
 
@@ -102,3 +157,66 @@ def test_sidecars_may_do_what_they_do(
         assert other.said() == "USER_IP a"
         if channel:
             eventually(lambda: keys.exists(f"tidemark:lines:{{{channel}}}:told"))
+
+
+EVERYBODYS_HARM = [
+    "CLIENT PAUSE 1",
+    "CLIENT KILL TYPE pubsub",
+    "CLIENT LIST",
+    "FLUSHALL",
+    "FLUSHDB",
+    "CONFIG GET *",
+    "CONFIG SET maxmemory 1",
+    "ACL LIST",
+    "ACL SETUSER x on",
+    "KEYS *",
+    "SCAN 0",
+    "MONITOR",
+    "SHUTDOWN NOSAVE",
+    "REPLICAOF NO ONE",
+    "SCRIPT FLUSH",
+    "EVAL return(1) 0",
+    "INFO",
+    "SAVE",
+    "RENAME tidemark:{s}:linear tidemark:{t}:linear",
+    "GET other",
+    "SUBSCRIBE other",
+    "PUBLISH other x",
+]
+READERS_HARM = [
+    "PUBLISH tidemark:{s} x",
+    "SET tidemark:{s}:linear 9",
+    "HSET tidemark:{s}:positions w 9",
+    "DEL tidemark:{s}:linear",
+    "XADD tidemark:{s}:advances * a b",
+    "XTRIM tidemark:{s}:advances MAXLEN 0",
+    "EVALSHA 0 0",
+    "SCRIPT LOAD x",
+]
+
+
+@pytest.mark.parametrize("user", ["pipeline", "reader", "sidecar", "speaker on name"])
+def test_nobody_may_do_more(user_url: As, keys: Any, version: str, user: str) -> None:
+    """No user can pause the server, disconnect others, or see or change what is not Tidemark's. Readers and sidecars
+    change no position and, but for a sidecar on Redis 6.2, publish nothing on a stream's channel."""
+    denied = [*EVERYBODYS_HARM]
+    if user in ("reader", "sidecar"):
+        denied += READERS_HARM
+    if user == "sidecar" and version == "6.2":
+        denied.remove("PUBLISH tidemark:{s} x")
+    if user == "speaker on name" and version != "6.2":
+        denied.append("PUBLISH tidemark:{s} x")
+    allowed = []
+    with redis.Redis.from_url(user_url(user)) as client:
+        for command in denied:
+            try:
+                client.execute_command(*command.split(" "))
+            except redis.exceptions.NoPermissionError:
+                continue
+            except redis.exceptions.ResponseError as problem:
+                with suppress(redis.exceptions.RedisError):
+                    client.connection_pool.disconnect()
+                allowed.append(f"{command}: {problem}")
+            else:
+                allowed.append(command)
+    assert allowed == []

@@ -238,6 +238,33 @@ def test_no_password_in_an_address_is_ever_shown(monkeypatch: pytest.MonkeyPatch
         assert "hunter" not in shown, value
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://hunter2@otel.example:4318",
+        "https://ada:hunter2@otel.example:4318/",
+        "https://otel.example:4318/v1/hunter2",
+        "https://otel.example:4318?api-key=hunter2",
+        "https://otel.example:4318#hunter2",
+    ],
+)
+def test_key_in_the_address_of_a_collector_is_never_shown(setenv: SetEnv, url: str) -> None:
+    """Wherever it stands: of the address of a web service only host and port are shown."""
+    setenv("OTLP_URL", url)
+    shown = "\n".join(config.lines(load())) + repr(load())
+    assert "hunter" not in shown
+    assert "https://otel.example:4318" in shown
+
+
+def test_trusted_proxies_are_addresses_or_networks(setenv: SetEnv) -> None:
+    """As uvicorn takes them; a name would be trusted in silence by nobody."""
+    setenv("SIDECAR_TRUSTED_PROXIES", "10.0.0.7, 10.1.0.0/16,2001:db8::/32")
+    assert load().sidecar_proxies == ["10.0.0.7", "10.1.0.0/16", "2001:db8::/32"]
+    setenv("SIDECAR_TRUSTED_PROXIES", "proxy.example")
+    with pytest.raises(BadSetting, match="TIDEMARK_SIDECAR_TRUSTED_PROXIES"):
+        load()
+
+
 def test_config_points_at_a_typing_error(setenv: SetEnv) -> None:
     """A variable that is no setting is named, with the setting that was probably meant."""
     setenv("SHARD", "8")

@@ -24,7 +24,7 @@ Connect = Callable[[], asyncio.Protocol]
 """Makes the protocol of a connection, as `loop.create_server` asks for it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HandshakesConfig:
     """`open` at once, each of which takes `seconds` at most."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from tidemark.app.connections import Shown, masked
+from tidemark.app.connections import Shown, masked, masked_url
 from tidemark.app.settings import Settings, origin_of, unknown_variables, variable_of
 
 
@@ -31,7 +31,9 @@ def _shown(name: str, value: Any) -> str:
         case None:
             return "-"
         case SecretStr():
-            is_address = Shown() in Settings.model_fields[name].metadata
-            return masked(value.get_secret_value()) if is_address else "***"
+            shown = [it for it in Settings.model_fields[name].metadata if isinstance(it, Shown)]
+            if not shown:
+                return "***"
+            return (masked_url if shown[0].web else masked)(value.get_secret_value())
         case _:
             return masked(str(value)).replace("\n", "\\n")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -32,6 +33,13 @@ def host_port(text: str) -> tuple[str, int]:
 
 
 LOOPBACK = ("127.0.0.1", "::1")
+THIS_MACHINE = ("localhost", *LOOPBACK)
+
+
+def host_name(field: str) -> str:
+    """The name in a field `Host`, in small letters and without its port."""
+    text = field.lower()
+    return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
 
 
 def is_loopback(host: str) -> bool:
@@ -67,6 +75,21 @@ def masked(text: str) -> str:
     return _NAMED_PASSWORD.sub(r"\1***", _URL_PASSWORD.sub(r"\1***@", text))
 
 
+def _without_path(text: str) -> str:
+    """A URL whose path, query and user may be a key: only where it leads."""
+    parts = urlsplit(text)
+    rest = parts.path.strip("/") or parts.query or parts.fragment
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{'/***' if rest else ''}"
+
+
+def masked_url(text: str) -> str:
+    """The address of a web service, without whatever may be a key."""
+    try:
+        return _without_path(text)
+    except ValueError:
+        return "***"
+
+
 def _is_web_url(secret: SecretStr | None) -> SecretStr | None:
     if secret is not None and not re.match(r"https?://", secret.get_secret_value()):
         raise ValueError("not a URL (https://...)")
@@ -75,7 +98,10 @@ def _is_web_url(secret: SecretStr | None) -> SecretStr | None:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Of a secret: an address that may be shown, but for the passwords in it."""
+    """Of a secret: an address that may be shown, but for the passwords in it; of a `web` one only where it leads, since
+    a key may be anywhere in it."""
+
+    web: bool = False
 
 
 def _is_no_or_conninfo(secret: SecretStr | None) -> SecretStr | None:
@@ -86,7 +112,7 @@ def _is_no_or_redis_url(secret: SecretStr | None) -> SecretStr | None:
     return None if secret is None else _is_redis_url(secret)
 
 
-WebUrl = Annotated[SecretStr | None, AfterValidator(_is_web_url), Shown()]
+WebUrl = Annotated[SecretStr | None, AfterValidator(_is_web_url), Shown(web=True)]
 PostgresDsn = Annotated[SecretStr, AfterValidator(_is_conninfo), Shown()]
 RedisUrl = Annotated[SecretStr, AfterValidator(_is_redis_url), Shown()]
 OtherDsn = Annotated[SecretStr | None, AfterValidator(_is_no_or_conninfo), Shown()]

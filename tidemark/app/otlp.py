@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_context
 
-from tidemark.app.connections import masked
+from tidemark.app.connections import masked_url
 from tidemark.app.tracing import BatchTrace, Trace
 from tidemark.app.versions import OURS
 
@@ -50,7 +50,7 @@ def collector(endpoint: str, owner: str, token: int) -> Iterator[Trace]:
     ids = _BatchIds()
     provider = TracerProvider(resource=Resource.create(named), id_generator=ids, shutdown_on_exit=False)
     exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=SECONDS)
-    provider.add_span_processor(BatchSpanProcessor(_Exporter(exporter, masked(endpoint))))
+    provider.add_span_processor(BatchSpanProcessor(_Exporter(exporter, masked_url(endpoint))))
     try:
         yield partial(_batch, provider.get_tracer("tidemark", OURS), ids, token)
     finally:

@@ -21,6 +21,7 @@ from wsgiref.simple_server import WSGIRequestHandler
 from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
+from tidemark.app.connections import THIS_MACHINE, host_name, is_loopback
 from tidemark.app.crowd import Waiting, crowding
 from tidemark.streaming.errors import BadSetting
 
@@ -68,7 +69,7 @@ def served(
         server = _ProbesServer(address, bounds or ProbesConfig())
     except OSError as error:
         raise BadSetting(setting, f"cannot listen on {host}:{port}: {error.strerror}") from None
-    server.set_app(_application(health, now))
+    server.set_app(_application(health, now, is_local=is_loopback(host)))
     thread = threading.Thread(target=server.serve_forever, name="probes", daemon=True)
     thread.start()
     try:
@@ -85,7 +86,7 @@ def reading(gauge: Gauge) -> float:
     return float(family.samples[0].value)
 
 
-def _application(health: Health, now: Callable[[], float]) -> "WSGIApplication":
+def _application(health: Health, now: Callable[[], float], *, is_local: bool) -> "WSGIApplication":
     scrape = make_wsgi_app(health.registry)
 
     def answer(environ: "WSGIEnvironment", start_response: "StartResponse") -> list[bytes]:
@@ -94,6 +95,10 @@ def _application(health: Health, now: Callable[[], float]) -> "WSGIApplication":
                 return _verdict(start_response, health.hangs(now()))
             case "/readyz":
                 return _verdict(start_response, health.lacks())
+            case _ if is_local and host_name(environ.get("HTTP_HOST", "localhost")) not in THIS_MACHINE:
+                # A page of another site, in the browser of somebody on this machine, by a name that leads here.
+                start_response("421 Misdirected Request", [("Content-Type", "text/plain; charset=utf-8")])
+                return [b"this process is not called so\n"]
             case _:
                 answered: list[bytes] = scrape(environ, start_response)
                 return answered

@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 import structlog
 import uvicorn
 
-from tidemark.app.accepting import Acceptor
+from tidemark.app.accepting import Acceptor, HandshakesConfig
 from tidemark.app.connections import host_port, is_loopback
 from tidemark.app.encryption import Certificate
 from tidemark.app.lines.channel import Channel
@@ -24,6 +24,7 @@ from tidemark.app.lines.connection import LineServerConfig
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer
 from tidemark.app.lines.speaker import ChannelConfig
+from tidemark.app.open_files import ServedClients, provided
 from tidemark.app.read_side.opened import ReadSide, ReadSideConfig, opened
 from tidemark.app.read_side.tasks import ended
 from tidemark.app.settings import Settings
@@ -93,9 +94,15 @@ def _end_at_last() -> None:
 
 @asynccontextmanager
 async def lines(
-    settings: Settings, read_side: ReadSide, listening: socket.socket, stopping: asyncio.Event, acceptor: Acceptor
+    settings: Settings,
+    read_side: ReadSide,
+    listening: socket.socket,
+    stopping: asyncio.Event,
+    acceptor: Acceptor,
+    clients: int,
 ) -> AsyncIterator[None]:
-    """The line protocol, on a socket that listens, among sidecars, and on the channel of Redis where there is one."""
+    """The line protocol, for so many clients, on a socket that listens, among sidecars, and on the channel of Redis
+    where there is one."""
 
     def tail() -> Tail:
         return Tail(settings.kafka, settings.kafka_facts_topic)
@@ -104,7 +111,7 @@ async def lines(
     if not is_loopback(host):
         log.warning("Whoever reaches the line protocol may read, and send what is relayed", host=host, port=port)
     hub = Hub(read_side, tail, settings.sidecar_rows_mib << 20)
-    server = LineServer(hub, LineServerConfig(settings.sidecar_name, settings.sidecar_tcp_connections))
+    server = LineServer(hub, LineServerConfig(settings.sidecar_name, clients))
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(hub.open())
         await stack.enter_async_context(server.serving(listening, acceptor))
@@ -121,11 +128,12 @@ async def _tell(server: LineServer, stopping: asyncio.Event) -> None:
     server.stop()
 
 
-def _acceptor(settings: Settings) -> Acceptor:
+def _acceptor(settings: Settings, handshakes: int) -> Acceptor:
     """Raises `BadSetting`."""
     if settings.sidecar_certificate_file is None or settings.sidecar_key_file is None:
         return Acceptor()
-    return Acceptor(Certificate(settings.sidecar_certificate_file, settings.sidecar_key_file))
+    certificate = Certificate(settings.sidecar_certificate_file, settings.sidecar_key_file)
+    return Acceptor(certificate, HandshakesConfig(open=handshakes))
 
 
 def run(settings: Settings) -> None:
@@ -133,10 +141,19 @@ def run(settings: Settings) -> None:
     sys.setswitchinterval(TURN_SECONDS)
     gc.set_threshold(*CYCLES)
     servers = ReadSideConfig(settings.redis, settings.postgres, settings.policy_defaults)
-    limits = Limits(settings.sidecar_held, settings.sidecar_wait_seconds, settings.labelled_streams)
+    encrypted = settings.sidecar_certificate_file is not None
+    places = provided(
+        ServedClients(
+            settings.sidecar_connections,
+            settings.sidecar_held,
+            settings.sidecar_tcp_connections,
+            HandshakesConfig.open if encrypted else 0,
+        )
+    )
+    limits = Limits(places.held, settings.sidecar_wait_seconds, settings.labelled_streams)
     hosts = settings.sidecar_names or (THIS_MACHINE if is_loopback(settings.sidecar_host) else ())
     config = SiteConfig(settings.sidecar_tokens, settings.sidecar_origins, hosts, limits, settings.sidecar_note)
-    acceptor = _acceptor(settings)
+    acceptor = _acceptor(settings, places.handshakes)
     stopping = asyncio.Event()
     asyncio.run(_require_welcome(servers))
     # What uvicorn complains of reaches the client, or our log, in another way.
@@ -150,7 +167,7 @@ def run(settings: Settings) -> None:
             log.warning("Whoever reaches this address may read; TIDEMARK_SIDECAR_TOKENS keeps them out")
 
         def beside(read_side: ReadSide) -> AbstractAsyncContextManager[None]:
-            return lines(settings, read_side, lines_listening, stopping, acceptor)
+            return lines(settings, read_side, lines_listening, stopping, acceptor, places.lines)
 
         uvicorn_config = uvicorn.Config(
             site(servers, config, stopping, beside),
@@ -159,7 +176,7 @@ def run(settings: Settings) -> None:
             ws="none",
             server_header=False,
             proxy_headers=False,  # admission asks them, before anything waits
-            http=admission(AdmissionConfig(settings.sidecar_connections, trusted_proxies=settings.sidecar_proxies)),
+            http=admission(AdmissionConfig(places.connections, trusted_proxies=settings.sidecar_proxies)),
             timeout_graceful_shutdown=LAST_SECONDS,
         )
         log.info("The sidecar listens", host=host, port=port, tls=acceptor.certificate is not None)

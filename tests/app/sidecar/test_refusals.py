@@ -167,3 +167,19 @@ def test_every_type_of_problem_is_documented() -> None:
     ours = {each.type: int(each.status) for each in Problem.__subclasses__()}
     theirs = {phrase(HTTPStatus(status)).lower().replace(" ", "-"): status for status in http}
     assert told == {**ours, **theirs, "internal": 500}
+
+
+def test_metrics_want_a_token_and_the_right_host(tmp_path: Path) -> None:
+    """They name streams and positions, so who may not read these may not scrape; probes tell nothing, and answer
+    anybody by any name."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text("ours\n")
+    site = SiteConfig(tokens, hosts=["127.0.0.1"])
+    with sidecar(NOWHERE, site) as client:
+        given = {"Authorization": "Bearer ours"}
+        assert is_problem(client.get("/metrics"), 401, "unauthorized")
+        assert client.get("/metrics", headers=given).status_code == 200
+        elsewhere = {"Host": "elsewhere.example"}
+        assert is_problem(client.get("/metrics", headers=given | elsewhere), 421, "wrong-host")
+        assert client.get("/livez", headers=elsewhere).status_code == 200
+        assert client.get("/readyz", headers=elsewhere).status_code == 503

@@ -53,7 +53,7 @@ class Operation:
     @property
     def guarded(self) -> bool:
         """Whether it needs a bearer token, where tokens are set."""
-        return self.path.startswith("/v1/")
+        return self.path.startswith("/v1/") or self.path == "/metrics"
 
     @property
     def tagged(self) -> bool:

@@ -286,5 +286,5 @@ OPERATIONS = [
         answers.HealthAnswer,
         others={503: answers.HealthAnswer},
     ),
-    Operation("/metrics", "metrics", "For Prometheus.", scrape, str, media=PLAIN),
+    Operation("/metrics", "metrics", "For Prometheus.", scrape, str, media=PLAIN, problems=(Unauthorized,)),
 ]

@@ -101,6 +101,10 @@ Your containers then ask http://127.0.0.1:9480 (https with sidecar.tls). The pod
 {{/* How it is scraped, as part of an endpoint of a monitor. */}}
 {{- define "tidemark.sidecar.scraped" -}}
 scheme: {{ include "tidemark.sidecar.scheme" . }}
+{{- if .Values.sidecar.tokensSecret.name }}
+authorization:
+  credentials: {name: {{ .Values.monitoring.sidecarTokenSecret.name }}, key: {{ .Values.monitoring.sidecarTokenSecret.key }}}
+{{- end }}
 {{- if .Values.sidecar.tls.secret.name }}
 tlsConfig:
   serverName: {{ include "tidemark.sidecar.serverName" . }}
