@@ -1,5 +1,6 @@
-"""NOTICE: the software of others that the images carry, with its licenses. `python helm/tools/notice.py` writes it, from what
-is installed of each role's dependencies."""
+"""NOTICE: the software of others that the images carry, with its licenses.
+
+`python helm/tools/notice.py` writes it, from what is installed of each role's dependencies."""
 
 import re
 from importlib.metadata import PackageNotFoundError, distribution
@@ -12,13 +13,15 @@ Tidemark
 
 This product is licensed under the Apache License, Version 2.0 (LICENSE).
 
-Its container images carry software of others under licenses of their own. The texts of these lie beside the software: in
-the folders *.dist-info below /opt/tidemark/lib of each Python package, in /opt/java/legal of Java, and in the packages of
-Debian. `make sbom` lists every file's package and version.
+Its container images carry software of others under licenses of their own. The texts of these lie
+beside the software: in the folders *.dist-info below /opt/tidemark/lib of each Python package, in
+/opt/java/legal of Java, and in the packages of Debian. `make sbom` lists every file's package and
+version.
 
-Python (PSF-2.0), tini (MIT), and in the larger image OpenJDK (GPL-2.0 with the Classpath Exception), bash (GPL-3.0-or-later),
-coreutils (GPL-3.0-or-later) and nss_wrapper (BSD-3-Clause). What they load of Debian, such as the GNU C library (LGPL-2.1-or-later)
-and OpenSSL (Apache-2.0), is as Debian distributes it. pyspark brings the jars of Apache Spark and of what Spark needs, whose
+Python (PSF-2.0), tini (MIT), and in the larger image OpenJDK (GPL-2.0 with the Classpath
+Exception), bash (GPL-3.0-or-later), coreutils (GPL-3.0-or-later) and nss_wrapper (BSD-3-Clause).
+What they load of Debian, such as the GNU C library (LGPL-2.1-or-later) and OpenSSL (Apache-2.0), is
+as Debian distributes it. pyspark brings the jars of Apache Spark and of what Spark needs, whose
 notices are in its own folder.
 
 Python packages:
