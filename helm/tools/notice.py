@@ -52,7 +52,7 @@ def page() -> str:
 
 
 def _is_of(requirement: str, roles: tuple[str, ...]) -> bool:
-    extra = re.search(r"extra == ['\"]([a-z]+)['\"]", requirement)
+    extra = re.search(r"extra == ['\"]([^'\"]+)['\"]", requirement)
     return extra is None or extra[1] in roles
 
 
