@@ -5,6 +5,7 @@
 import re
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 ROLES = ("relay", "reader", "pipeline", "sidecar", "otel")
@@ -57,9 +58,9 @@ def _is_of(requirement: str, roles: tuple[str, ...]) -> bool:
 
 
 def _license(name: str) -> str:
-    about = distribution(name).metadata
+    about: Any = distribution(name).metadata
     if expression := about.get("License-Expression"):
-        return expression
+        return str(expression)
     classified = [it.rpartition(" :: ")[2] for it in about.get_all("Classifier") or [] if it.startswith("License ::")]
     named = (about.get("License") or "").strip().splitlines()
     return ", ".join(classified) or (named[0] if named else "as its folder says")
