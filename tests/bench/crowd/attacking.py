@@ -22,6 +22,7 @@ from tests.bench.crowd.talk import say
 from tidemark.app.sidecar import cursor
 from tidemark.sinks.reader.events import Place
 
+CROWD_PAUSE = 1.0  # seconds after which one of a crowd of hundreds comes back
 PAUSE = 0.05  # seconds after an attack that was ended by the sidecar
 
 
@@ -163,7 +164,7 @@ async def again_and_again(
             await act(attack, done)
         except (OSError, TimeoutError):
             done["cut off"] += 1
-        await asyncio.sleep(PAUSE)
+        await asyncio.sleep(CROWD_PAUSE if act in _CROWDS else PAUSE)
 
 
 async def run(attack: Attack) -> None:

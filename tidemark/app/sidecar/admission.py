@@ -7,24 +7,24 @@ and requests that come all at once begin by turns that go round by address, so t
 the probes nor other clients.
 """
 
-from asyncio import AbstractEventLoop, Future, Protocol, TimerHandle, Transport
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from asyncio import Protocol, TimerHandle, Transport
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
+from itertools import islice
 from typing import Any, cast
 
 from starlette.types import Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tidemark.app.crowd import AllTaken, Places, Waiting, crowding, network_of
+from tidemark.app.crowd import SHARE, AllTaken, Places, network_of
 from tidemark.app.sidecar.problems import Busy, phrase, response
+from tidemark.app.sidecar.turns import Turns
 
 PROBES = (b"/livez", b"/readyz", b"/metrics")
 SPARE = 64  # connections beyond the places: for probes, and to tell whoever is one too many
-_A_TURN = 4  # requests that begin at one turn of the event loop
 _UNSENT = 16 << 10  # bytes that may wait for a client, besides what it is sent at once: there are thousands
 _PIPELINED = 16  # requests that a client may send before the first of them is answered
 
@@ -44,35 +44,7 @@ class AdmissionConfig:
 
 def admission(bounds: AdmissionConfig) -> type[Protocol]:
     """For uvicorn, in place of its own class of connections."""
-    return cast(type[Protocol], partial(AdmittedConnection, bounds, Places(bounds.places), Turns()))
-
-
-class Turns:
-    """By which requests begin: those of one address in order, and one of each address in turn. For one event loop."""
-
-    def __init__(self) -> None:
-        self._waiting: OrderedDict[str, deque[Future[None]]] = OrderedDict()
-
-    async def next(self, loop: AbstractEventLoop, address: str) -> None:
-        """Return when it is the caller's turn: the loop's next one if few came since the last."""
-        turn: Future[None] = loop.create_future()
-        if not self._waiting:
-            loop.call_soon(self._begin, loop)
-        self._waiting.setdefault(network_of(address), deque()).append(turn)
-        await turn
-
-    def _begin(self, loop: AbstractEventLoop) -> None:
-        for _ in range(_A_TURN):
-            if not self._waiting:
-                return
-            network, turns = self._waiting.popitem(last=False)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[network] = turns
-            if not turn.done():  # who waited may be gone
-                turn.set_result(None)
-        if self._waiting:
-            loop.call_soon(self._begin, loop)
+    return cast(type[Protocol], partial(AdmittedConnection, bounds, Places(bounds.places), Turns(), Crowds()))
 
 
 class _Admitted:
@@ -93,8 +65,11 @@ class _Admitted:
 class AdmittedConnection(HttpToolsProtocol):
     """`waits_since` is when it began to wait for a head (s, of the loop's clock); None while a request is served."""
 
-    def __init__(self, bounds: AdmissionConfig, places: "Places[_Admitted]", turns: Turns, **given: Any) -> None:
+    def __init__(
+        self, bounds: AdmissionConfig, places: "Places[_Admitted]", turns: Turns, crowds: "Crowds", **given: Any
+    ) -> None:
         super().__init__(**given)
+        self._crowds = crowds
         self.waits_since: float | None = None
         self._bounds = bounds
         self._places = places
@@ -114,22 +89,21 @@ class AdmittedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= self._bounds.places:
-            _make_room(cast(Iterable[AdmittedConnection], self.connections), self._bounds.places)
-        if len(self.connections) >= self._bounds.places + SPARE:
-            self.transport = transport
-            transport.abort()
-            return
+            self._crowds.make_room(self._bounds.places)
         super().connection_made(transport)
+        self._crowds.add(self)
         transport.set_write_buffer_limits(_UNSENT)
         self._wait()
         self._deadline = self.loop.call_later(self._bounds.seconds, self.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait_no_more()
+        self._crowds.remove(self)
         super().connection_lost(exc)
 
     def abort(self) -> None:
         self.connections.discard(self)
+        self._crowds.remove(self)
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -251,18 +225,58 @@ class AdmittedConnection(HttpToolsProtocol):
 
     def _wait(self) -> None:
         self.waits_since, self._came = self.loop.time(), 0
+        self._crowds.waits(self)
 
     def _wait_no_more(self) -> None:
         self.waits_since, self._came = None, 0
+        self._crowds.waits_no_more(self)
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
 
-def _make_room(connections: Iterable[AdmittedConnection], places: int) -> None:
-    waiting = [Waiting(it, it.address, it.waits_since) for it in connections if it.waits_since is not None]
-    for oldest in crowding(waiting, places):
-        oldest.abort()
+class Crowds:
+    """The connections by address, of which the largest crowd gives way. For one thread."""
+
+    def __init__(self) -> None:
+        self._all: dict[str, dict[AdmittedConnection, None]] = {}
+        self._waiting: dict[str, dict[AdmittedConnection, None]] = {}  # those that wait longest first
+        self._count = 0
+
+    def add(self, connection: AdmittedConnection) -> None:
+        self._all.setdefault(network_of(connection.address), {})[connection] = None
+        self._count += 1
+
+    def remove(self, connection: AdmittedConnection) -> None:
+        self.waits_no_more(connection)
+        self._count -= _taken(self._all, connection)
+
+    def waits(self, connection: AdmittedConnection) -> None:
+        """For the head of its next request."""
+        self.waits_no_more(connection)
+        self._waiting.setdefault(network_of(connection.address), {})[connection] = None
+
+    def waits_no_more(self, connection: AdmittedConnection) -> None:
+        _taken(self._waiting, connection)
+
+    def make_room(self, places: int) -> None:
+        """Of the address that has most connections, those that wait longest for a head give way, and no other's. Beyond
+        the spare places one gives way that does not wait."""
+        network, largest = max(self._all.items(), key=lambda item: len(item[1]), default=("", {}))
+        found = [*islice(self._waiting.get(network, ()), max(1, places // SHARE))]
+        if not found and self._count >= places + SPARE:
+            found = [next(reversed(largest))]
+        for oldest in found:
+            oldest.abort()
+
+
+def _taken(of: dict[str, dict[AdmittedConnection, None]], connection: AdmittedConnection) -> bool:
+    network = network_of(connection.address)
+    here = of.get(network, {})
+    found = here.pop(connection, ...) is None
+    if not here:
+        of.pop(network, None)
+    return found
 
 
 async def _busy(scope: Scope, receive: Receive, send: Send) -> None:
