@@ -62,7 +62,7 @@ def run(site: BenchSite, plan: AttackPlan) -> dict[str, Any]:
         "peace": _followed(site, plan, "in peace"),
         "beside": _followed(site, plan, "beside another that is attacked", attacking.ACTS, elsewhere=True),
         "attack": _followed(site, plan, "attacked", attacking.ACTS),
-        "alone": {act: _followed(site, half, act, [act]) for act in attacking.ACTS},
+        "alone": {act: _followed(site, half, act, [act]) for act in (*attacking.ACTS, *attacking.CROWDS)},
         "beside_alone": {_HEAVIEST: _followed(site, half, f"beside {_HEAVIEST}", [_HEAVIEST], elsewhere=True)},
         "back": _returned(site, plan),
         "many": _many(site, plan),
@@ -212,9 +212,13 @@ def render(figures: Mapping[str, Any]) -> list[str]:
         f"{figures['clients']} clients of `/v1/events`, each of which checks every move, while {peace['rate']:,}"
         f" advances a second of {figures['streams']} streams with {figures['writers']} writers each pass for"
         f" {figures['seconds']:.0f} s: in peace, and while one sidecar is sent newlines without end, endless and"
-        " half-open heads, small and large pages of the history, tokens of 60 KB, and clients that come and go from the"
-        " beginning of the history, all at once. Attackers, clients and servers share the machine, so the same is shown"
-        " while another sidecar on it is attacked instead. Then each attack alone, for half as long. Nobody lost a"
+        " half-open heads, small and large pages of the history, tokens of 60 KB, thousands of unknown names in one"
+        " request, names of 60 KB on the line protocol, and clients that come and go from the beginning of the history,"
+        " all at once, from one address of their own. Attackers, clients and servers share the machine, so"
+        " the same is shown"
+        " while another sidecar on it is attacked instead. Then each attack alone, for half as long, and as many event"
+        " streams, silent connections and connections with a name as one address can open (`one_address`,"
+        " `silent_lines`, `named_lines`). Nobody lost a"
         " move.",
         "",
         *table(

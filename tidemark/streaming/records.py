@@ -171,7 +171,13 @@ Record = Rdata | Void | Position | FactRun | Open | Marker
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
-_NAME = re.compile(rf"[^\s\x00-\x1f\x7f-\x9f]{{1,{LONGEST_NAME}}}")
+# What Unicode calls Default_Ignorable_Code_Point (zero-width characters, and those that turn the direction of a text),
+# and marks that no font shows: two names that differ in them alone look the same.
+_INVISIBLE = (
+    "\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u2800\u3164"
+    "\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
+)
+_NAME = re.compile(rf"[^\s\x00-\x1f\x7f-\x9f{_INVISIBLE}]{{1,{LONGEST_NAME}}}")
 
 
 def kind_of(record: Record) -> Kind:
@@ -207,7 +213,10 @@ def is_writer(name: str) -> bool:
 def why_no_name(name: str) -> str:
     """For people: what is wrong with a name that is none of a stream's or a writer's."""
     begin = name[: LONGEST_NAME + 1]
-    return f"{begin!r} is not 1 to {LONGEST_NAME} characters without white space or controls, or is `{EVERYBODY}`"
+    return (
+        f"{begin!r} is not 1 to {LONGEST_NAME} characters without white space, controls and invisible ones, or is"
+        f" `{EVERYBODY}`"
+    )
 
 
 def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:

@@ -10,7 +10,7 @@ from tidemark.app import relay
 from tidemark.sources.relay import looks, sequences
 from tidemark.sources.relay.database import SCHEMA, session_of
 from tidemark.streaming.errors import BadSetting, Refused, Unavailable
-from tidemark.streaming.records import is_name
+from tidemark.streaming.records import is_name, is_writer
 
 
 @pytest.fixture
@@ -247,6 +247,18 @@ def test_a_stream_may_have_every_name_that_a_record_may_have(sql: psycopg.Connec
     assert one(sql, "select tidemark.create_stream(repeat('x', 255))::text") == ""
     with pytest.raises(errors.CheckViolation):
         sql.execute("select tidemark.create_stream(repeat('x', 256))")
+
+
+def test_a_writer_may_have_every_name_that_a_record_may_have(sql: psycopg.Connection) -> None:
+    """Every character of Unicode's first planes and of its tags: no writer looks like another for want of a mark."""
+    sql.execute(
+        "create function pg_temp.taken(_name text) returns boolean language plpgsql as"
+        " $$ begin perform tidemark.append_writer(_name); return true; exception when others then return false; end $$"
+    )
+    codes = [*range(1, 0x3100), *range(0xFE00, 0x10000), *range(0x1BC90, 0x1BCB0), *range(0x1D170, 0x1D180)]
+    every = [chr(code) for code in (*codes, *range(0xE0000, 0xE0200))]
+    found = sql.execute("select writer from unnest(%s::text[]) as given (writer) where pg_temp.taken(writer)", [every])
+    assert {name for (name,) in found.fetchall()} == {name for name in every if is_writer(name)}
 
 
 def test_who_may_append_may_do_nothing_else(sql: psycopg.Connection) -> None:
