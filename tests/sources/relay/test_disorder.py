@@ -157,7 +157,7 @@ MUTANTS: list[tuple[Scene, list[tuple[ModuleType, str, object]]]] = [
     (restored_under, [(regressions, "find", lambda _: [])]),
     (cached, [(sequences, "heads", careless), (sequences, "unfit", lambda *_: {})]),
     (filled_in, [(looks, "raise_floor", thorough)]),
-    (filtered, [(database, "_USE", replace(database._USE, options=()))]),
+    (filtered, [(database, "_USE", replace(database._USE, options=(("row_security", "on"),)))]),
 ]
 
 
