@@ -58,6 +58,8 @@ def fetch_jars(
     found or is being downloaded, a few times a second. `environment` is that of Ivy; without it Ivy inherits ours.
     Raises `JarsUnavailable`.
     """
+    if _is_filled(directory, wanted):  # possibly by another user, for all
+        return
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -71,18 +73,28 @@ def _fill(
     wanted: JarList,
     environment: Mapping[str, str] | None,
 ) -> None:
+    if _is_filled(directory, wanted):
+        return
     text = wanted.description.read_bytes()
     description = directory / wanted.description.name
-    marker = description.with_suffix(".sha256")
-    hashed = hashlib.sha256(text).hexdigest()
-    if marker.exists() and marker.read_text() == hashed:
-        return
+    marker = _marker(directory, wanted)
     marker.unlink(missing_ok=True)
     for stale in wanted.configurations:
         shutil.rmtree(directory / stale, ignore_errors=True)
     description.write_bytes(text)
     _retrieve(description, java, progress, environment)
-    marker.write_text(hashed)
+    marker.write_text(hashlib.sha256(text).hexdigest())
+
+
+def _is_filled(directory: Path, wanted: JarList) -> bool:
+    marker = _marker(directory, wanted)
+    hashed = hashlib.sha256(wanted.description.read_bytes()).hexdigest()
+    return marker.exists() and marker.read_text() == hashed
+
+
+def _marker(directory: Path, wanted: JarList) -> Path:
+    """A file in which the hash of the description is, once the directories of `wanted` are filled."""
+    return (directory / wanted.description.name).with_suffix(".sha256")
 
 
 def _retrieve(
