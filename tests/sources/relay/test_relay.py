@@ -183,7 +183,11 @@ def test_who_holds_a_stream_is_told(
 
     with open_transaction(ready) as held:
         append(sql)
-        eventually(lambda: any(f"pid {held.info.backend_pid} since" in line for line in transactions()))
+        eventually(
+            lambda: any(
+                f"pid {held.info.backend_pid} in database {held.info.dbname} since" in line for line in transactions()
+            )
+        )
         held.commit()
     eventually(lambda: transactions() == [])
     eventually(lambda: settled(sql))
@@ -431,7 +435,9 @@ def test_command_line(ready: str, kafka: KafkaServer, topic: str, judge: Judge) 
         try:
             with open_transaction(ready) as held:
                 line = said("blockers")
-                assert line.startswith(f"orders: writer not told yet, pid {held.info.backend_pid} since 20")
+                assert line.startswith(
+                    f"orders: writer not told yet, pid {held.info.backend_pid} in database {held.info.dbname} since 20"
+                )
                 assert "idle in transaction, user postgres, application checkout: select tidemark.append_many" in line
                 held.commit()
                 eventually(lambda: settled(held))
