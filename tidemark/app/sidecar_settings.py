@@ -64,7 +64,9 @@ class SidecarSettings(BaseSettings):
         "tidemark", description="Name of the server, which the line protocol begins with; sidecars of one name relay."
     )
     sidecar_channel: Annotated[str | None, Field(pattern=r"^\S{1,255}$")] = Field(
-        None, description="Channel of Redis on which sidecars speak the line protocol too; without it they do not."
+        None,
+        description="Channel of Redis on which sidecars speak the line protocol too, with /n behind in database n, if"
+        " that is not 0; without it they do not.",
     )
     sidecar_rows_mib: Positive = Field(
         64, description="MiB of rows that wait for positions; past it, clients of the line protocol fetch."

@@ -28,6 +28,7 @@ from tidemark.app.lines.server import LineServer
 from tidemark.app.lines.speaker import ANSWER_EVERY, ChannelConfig
 from tidemark.app.read_side.opened import ReadSide, ReadSideConfig
 from tidemark.app.stack.servers import RedisServer
+from tidemark.sinks.postgres.database import migrate
 from tidemark.sinks.redis.names import lines_channel
 from tidemark.streaming.environment import child_environment
 
@@ -191,6 +192,44 @@ def test_relayed_commands_reach_the_clients_of_every_sidecar(servers: ReadSideCo
         assert beside.quiet(0.1)
         assert stranger.quiet(0.1)
         assert worker.hears(0.1) is None
+
+
+def test_databases_of_one_redis_do_not_hear_each_other(
+    pipeline: Pipeline, servers: ReadSideConfig, worker: ChannelWorker, another_database: str
+) -> None:
+    """Pub/sub knows no databases: of two installations with the same names each says its own positions alone, and
+    passes on what its own clients send."""
+    migrate(another_database)
+    beside = ReadSideConfig(f"{str(servers.redis).removesuffix('/0')}/7", another_database)
+    pipeline.move("w", 0, 7)
+    with (
+        speaking(servers, worker) as one,
+        served(beside, beside=spoken) as two,
+        client(one) as first,
+        client(two) as other,
+    ):
+        eventually(lambda: worker.redis.pubsub_numsub(f"{TERMS.channel}/7")[0][1] == 1)
+        worker.hears_last("POSITION s w 7 7")
+        assert all(it.line() for it in (first, other))
+        worker.redis.publish(f"{TERMS.channel}/7", "USER_IP c")
+        assert other.said() == "USER_IP c"
+        pipeline.move("w", 7, 8)
+        first.send("USER_IP b")
+        assert {worker.hears(), worker.hears()} == {"POSITION s w 8 8", "USER_IP b"}
+        assert worker.hears(0.2) is None
+        assert first.quiet(0.1)
+        assert other.quiet(0.1)
+    with (
+        served(servers, beside=relayed) as one,
+        served(beside, beside=relayed) as two,
+        client(one) as first,
+        client(two) as other,
+    ):
+        listeners(worker, "tidemark", 1)
+        eventually(lambda: worker.redis.pubsub_numsub("tidemark:lines:tidemark/7")[0][1] == 1)
+        assert all(it.line() for it in (first, other))
+        first.send("USER_IP b")
+        assert other.quiet(0.3)
 
 
 def test_relayed_commands_do_not_grow_old(

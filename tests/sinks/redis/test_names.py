@@ -5,10 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.crc import key_slot
 
-from tidemark.sinks.redis.names import CHANNELS, channel, key, stream_of, tag
+from tidemark.sinks.redis.names import channel, channels, key, stream_of, tag
 
 NAMES = st.one_of(st.text("{}<>%:a", min_size=1, max_size=6), st.text(min_size=1, max_size=20))
-PREFIX, SUFFIX = CHANNELS.split("*")
 
 
 @given(NAMES)
@@ -18,9 +17,19 @@ def test_the_keys_of_a_stream_lie_in_one_slot_and_lead_back_to_it(name: str) -> 
     assert inner
     assert "}" not in inner
     assert len({key_slot(key(name, what).encode("utf-8", "replace")) for what in ("positions", "linear", "token")}) == 1
-    assert channel(name).startswith(PREFIX)
-    assert channel(name).endswith(SUFFIX)
-    assert stream_of(channel(name)) == name
+    for database in (0, 1, 13):
+        assert matching(channel(name, database)) == [database]
+        assert stream_of(channel(name, database)) == name
+
+
+def matching(name: str) -> list[int]:
+    """The databases of Redis whose clients hear this channel."""
+    found = []
+    for number in (0, 1, 3, 13):
+        prefix, suffix = channels(number).split("*")
+        if name.startswith(prefix) and name.endswith(suffix):
+            found.append(number)
+    return found
 
 
 @given(NAMES, NAMES)

@@ -55,6 +55,20 @@ def test_the_head_never_goes_back(shown: Redis, keys: Any, sign: int) -> None:
         assert keys.get(key("s", "allocated")) == str(sign * there)
 
 
+def test_databases_of_one_server_have_channels_of_their_own(shown: Redis, keys: Any, redis_url: str) -> None:
+    """Pub/sub knows no databases: whoever follows a stream of database 0 must not be moved by its namesake in 7."""
+    with keys.pubsub(ignore_subscribe_messages=True) as heard, Redis(RedisConfig(redis_url[:-1] + "7")) as other:
+        heard.psubscribe("*")
+        publish(other, Change("s", "3", [entry("w", 0, 3)]))
+        publish(shown, Change("s", "2", [entry("w", 0, 2)]))
+        channels: list[tuple[str, str]] = []
+        while len(channels) < 2:
+            message = heard.get_message(timeout=60)
+            if message is not None:
+                channels.append((message["channel"], message["data"]))
+    assert channels == [("tidemark:{s}/7", "POSITION s w 3 3"), ("tidemark:{s}", "POSITION s w 2 2")]
+
+
 def test_change_is_shown_in_every_key(shown: Redis, keys: Any) -> None:
     """Positions, line, token and the list of advances follow from one call; the fence holds the lease's token."""
     publish(shown, Change("s", "7", [entry("second", 0, 7), entry("first", 0, 9)], [("third", "3")]))

@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -21,7 +22,8 @@ from tidemark.app.read_side.notifications import listen
 from tidemark.app.read_side.tasks import ended
 from tidemark.app.repeated_log import RepeatedLog
 from tidemark.sinks.reader.redis import translated
-from tidemark.sinks.redis.names import lines_channel
+from tidemark.sinks.redis.client import database_of
+from tidemark.sinks.redis.names import in_database, lines_channel
 from tidemark.streaming.commands import RelayedCommand, ReplicateCommand, parse
 from tidemark.streaming.errors import BadCommand, Stop, Unavailable
 
@@ -33,12 +35,15 @@ WAITING_CHARACTERS = 8 << 20  # of all of these together: one command may have 6
 
 class Channel:
     """For one event loop; `client` is of redis.asyncio and decodes what it reads. Without a `config` it is a channel of
-    the sidecars' own, for what they relay: of those that call themselves by one name."""
+    the sidecars' own, for what they relay: of those that call themselves by one name, in one database of Redis."""
 
     def __init__(self, hub: Hub, server: LineServer, client: Any, config: ChannelConfig | None) -> None:
         self._server = server
         self._client = client
-        self._name = lines_channel(server.config.name) if config is None else config.channel
+        database = database_of(client)
+        if config is not None:
+            config = replace(config, channel=in_database(config.channel, database))
+        self._name = lines_channel(server.config.name, database) if config is None else config.channel
         self._speaker = None if config is None else Speaker(hub, client, config)
         self._outgoing: asyncio.Queue[str] = asyncio.Queue(WAITING)
         self._waiting = 0  # characters in the queue

@@ -15,7 +15,8 @@ from redis.exceptions import RedisError
 from tidemark.app.read_side.live import Live
 from tidemark.app.read_side.tasks import ended
 from tidemark.sinks.reader.redis import translated
-from tidemark.sinks.redis.names import CHANNELS, stream_of
+from tidemark.sinks.redis.client import database_of
+from tidemark.sinks.redis.names import channels, stream_of
 from tidemark.streaming.errors import Stop, Unavailable
 
 PAUSE = 1.0  # seconds until a lost subscription is made again; less than the client's time-out
@@ -65,9 +66,9 @@ class Notifications:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(
-            listen(self._live.client, lambda channels: channels.psubscribe(CHANNELS), self._received)
-        )
+        client = self._live.client
+        pattern = channels(database_of(client))
+        task = asyncio.create_task(listen(client, lambda pubsub: pubsub.psubscribe(pattern), self._received))
         try:
             yield
         finally:

@@ -194,6 +194,12 @@ def _sentinels(client: Any) -> list[Any]:
     return [] if manager is None else list(manager.sentinels)
 
 
+def database_of(client: Any) -> int:
+    """The number of the database of any of redis-py's clients; a Cluster has one."""
+    pool = getattr(client, "connection_pool", None)
+    return 0 if pool is None else int(pool.connection_kwargs.get("db") or 0)
+
+
 def whereabouts(client: Any) -> str:
     """The address of any of redis-py's clients, fit for a message: no user, no password."""
     pool = getattr(client, "connection_pool", None)

@@ -15,7 +15,7 @@ from tidemark.sinks.postgres.history import PastAdvance
 from tidemark.sinks.postgres.store import Postgres, StreamPositions
 from tidemark.sinks.redis.changes import Change, of_batch, of_history
 from tidemark.sinks.redis.held import RedisPositions
-from tidemark.sinks.redis.names import channel
+from tidemark.sinks.redis.names import beside_keys
 from tidemark.sinks.redis.publish import Mode, Redis
 from tidemark.streaming.errors import LeaseLost
 
@@ -62,7 +62,7 @@ class Mirror:
 
     def faults(self) -> dict[str, str]:
         return {
-            stream: f"{problem}; delete its keys, {channel(stream)}:*, and they are filled again from Postgres"
+            stream: f"{problem}; delete its keys, {beside_keys(stream)}:*, and they are filled again from Postgres"
             for stream, problem in self._redis.faults.copy().items()
         }
 

@@ -6,8 +6,6 @@ which a `}` would end it: there `{` is written `{<` and `}` is written `{>`. A n
 
 STREAMS = "tidemark:streams"
 SENTINEL = "tidemark:sentinel"
-CHANNELS = "tidemark:{*}"
-"""The pattern that all channels of streams match, and nothing else of ours."""
 
 
 def tag(name: str) -> str:
@@ -16,18 +14,37 @@ def tag(name: str) -> str:
 
 
 def key(stream: str, name: str) -> str:
-    return f"{channel(stream)}:{name}"
+    return f"{beside_keys(stream)}:{name}"
 
 
-def channel(stream: str) -> str:
+def beside_keys(stream: str) -> str:
+    """What all keys of the stream begin with, and the channel too."""
     return f"tidemark:{tag(stream)}"
 
 
-def lines_channel(server: str) -> str:
+def in_database(channel: str, database: int) -> str:
+    """The name of a channel for clients of one database of Redis, whose channels belong to the server as a whole."""
+    return f"{channel}{database_suffix(database)}"
+
+
+def database_suffix(database: int) -> str:
+    return f"/{database}" if database else ""
+
+
+def channel(stream: str, database: int = 0) -> str:
+    return in_database(beside_keys(stream), database)
+
+
+def channels(database: int = 0) -> str:
+    """The pattern that the channels of all streams match, and nothing else of ours."""
+    return in_database("tidemark:{*}", database)
+
+
+def lines_channel(server: str, database: int = 0) -> str:
     """Where sidecars of the line protocol that call themselves `server` pass commands on to each other."""
-    return f"tidemark:lines:{server}"
+    return in_database(f"tidemark:lines:{server}", database)
 
 
 def stream_of(channel: str) -> str:
-    """The stream of a channel that matches `CHANNELS`."""
-    return channel.removeprefix("tidemark:{").removesuffix("}").replace("{>", "}").replace("{<", "{")
+    """The stream of a channel that matches `channels`."""
+    return channel.removeprefix("tidemark:{").rpartition("}")[0].replace("{>", "}").replace("{<", "{")

@@ -2,7 +2,8 @@
 --
 -- KEYS  of each stream the positions, beside which its other keys are (one hash tag); behind those of all, in a Cluster,
 --       the others too
--- ARGV  lease token, entries kept, of each stream its mode and change (msgpack of sinks.redis.publish.Change)
+-- ARGV  lease token, entries kept, of each stream its mode and change (msgpack of sinks.redis.publish.Change), what the
+--       names of channels end with (names.database_suffix)
 --
 -- Modes: 'new'    the stream may be unknown here
 --        'known'  we have published it before: where it is gone, or a move does not join, nothing is written
@@ -13,7 +14,7 @@
 -- tables, each of which Redis would send by itself. An error may be of any of them, and those before it are done.
 -- IDs are compared as text, by magnitude: they have up to 63 bits and a number here has 53.
 
-local lease, kept = ARGV[1], ARGV[2]
+local lease, kept, suffix = ARGV[1], ARGV[2], ARGV[4]
 local byte, sub = string.byte, string.sub
 
 -- Of the stream in hand.
@@ -24,9 +25,10 @@ local moved, order -- writer -> what to tell the channel; in the order of their 
 local listed -- whether the list of advances is known to be one
 
 local function take(key, call)
-    CHANNEL = sub(key, 1, -11) -- without ':positions'
-    POSITIONS, LINEAR, TOKEN = key, CHANNEL .. ':linear', CHANNEL .. ':token'
-    ADVANCES, FENCE, ALLOCATED = CHANNEL .. ':advances', CHANNEL .. ':fence', CHANNEL .. ':allocated'
+    local base = sub(key, 1, -11) -- without ':positions'
+    CHANNEL = base .. suffix
+    POSITIONS, LINEAR, TOKEN = key, base .. ':linear', base .. ':token'
+    ADVANCES, FENCE, ALLOCATED = base .. ':advances', base .. ':fence', base .. ':allocated'
     local change
     mode, change = unpack(call)
     stream, linear, entries, positions, late, dropped, allocated = unpack(change)

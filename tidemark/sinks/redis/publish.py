@@ -12,10 +12,10 @@ from typing import Any, Literal, Self
 import msgspec
 
 from tidemark.sinks.redis.changes import Change
-from tidemark.sinks.redis.client import RedisAddress, RedisSession, redis_address
+from tidemark.sinks.redis.client import RedisAddress, RedisSession, database_of, redis_address
 from tidemark.sinks.redis.errors import Remedies, StreamFault, of_stream, sound
 from tidemark.sinks.redis.held import RedisPositions, entry_time, fencing_token, held
-from tidemark.sinks.redis.names import SENTINEL, STREAMS
+from tidemark.sinks.redis.names import SENTINEL, STREAMS, database_suffix
 from tidemark.sinks.redis.scripts import Script, slots, together
 from tidemark.streaming.errors import LeaseLost
 
@@ -146,12 +146,13 @@ class Redis:
                 yield call[0][1], answer if isinstance(answer, Exception) else answer[0]
 
     def _answers(self, client: Any, token: int, calls: Sequence[Sequence[_Call]]) -> list[Any]:
+        suffix = database_suffix(database_of(client))
         answers = _SCRIPT.answers(
             client,
             (
                 (
                     [change.stream for _, change in call],
-                    (str(token), str(self._kept), msgspec.msgpack.encode(call)),
+                    (str(token), str(self._kept), msgspec.msgpack.encode(call), suffix),
                 )
                 for call in calls
             ),
