@@ -148,6 +148,10 @@ BAD = {
         b"undead",
         b'{"kind":"SKIP","stream":"undead","writer":"x","prev":0,"id":2,"by":"me","why":"so"}',
     ),
+    "bad_text": (
+        b"undead",
+        b'{"kind":"SKIP","stream":"undead","writer":"w","prev":6,"id":7,"by":"me","why":"x\\u0000y"}',
+    ),
 }
 """Of each reason that one record alone, or one after the good ones below, may have: key and value."""
 
@@ -163,7 +167,7 @@ def test_every_kind_of_bad_record_arrives_unchanged_in_the_dead_letters(shared: 
     producer = Producer(shared.kafka.producer())
     sent = {**BAD, "no value": (b"strange", None)}
     for reason, (key, value) in sent.items():
-        topic = shared.control if reason == "unknown_writer" else shared.facts
+        topic = shared.control if reason in ("unknown_writer", "bad_text") else shared.facts
         producer.produce(topic, key=key, value=value, headers=[("trace", reason.encode()), ("raw", b"\x00\xff")])
     assert producer.flush(30) == 0
     shared.send(Join(stream="strange", writer="first", epoch=1, id=1))  # it is no stream's only writer after all that

@@ -23,8 +23,8 @@ from tidemark.sinks.publisher import Publisher
 from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.names import key
 from tidemark.sinks.redis.publish import Redis, RedisConfig
-from tidemark.streaming.effects import ShardEffects
-from tidemark.streaming.errors import LeaseLost, Stopping
+from tidemark.streaming.effects import Forced, ShardEffects
+from tidemark.streaming.errors import ContentRefused, LeaseLost, Stopping
 
 NEVER = threading.Event()
 NOWHERE = {"bootstrap.servers": "127.0.0.1:1"}  # no record is rejected here, so nothing connects
@@ -181,6 +181,35 @@ def test_redis_that_dies_is_waited_for(
     assert store.last_batch() == ("query", 2)
     redis_server.start()
     waiting.join(60)
+    assert_undisturbed(store, keys, 3)
+
+
+@pytest.mark.parametrize("by_whom", ["psycopg", "a constraint", "a trigger"])
+def test_content_that_postgres_refuses_is_no_outage(
+    publisher: Publisher, store: Postgres, sql: Any, keys: Any, by_whom: str
+) -> None:
+    """Rule 5: it is refused some times, and not for ever; nothing of the batch is there, and the next one goes on."""
+    if by_whom == "a constraint":
+        sql.execute("alter table tidemark.skips add constraint odd check (why <> 'odd')")
+    elif by_whom == "a trigger":
+        sql.execute("create function odd() returns trigger language plpgsql as $$ begin raise 'odd'; end $$")
+        sql.execute(
+            "create constraint trigger odd after insert on tidemark.skips deferrable initially deferred"
+            " for each row when (new.why = 'odd') execute function odd()"
+        )
+    publisher.publish("query", 1, effects(1))
+    forced = [Forced("w", 1, "SKIP", 20, 21, "ann", "o\0d" if by_whom == "psycopg" else "odd")]
+    (good,) = effects(2)
+    bad = shard(*good.streams, stream("odd", advance("w", 0, 1), linear=1, forced=forced), offset=200)
+    with pytest.raises(ContentRefused, match="NUL" if by_whom == "psycopg" else "odd"):
+        publisher.publish("query", 2, [bad], ("query", 1))
+    assert store.last_batch() == ("query", 1)
+    token = publisher._lease.token
+    assert store.refusal(Batch("query", 2, token, [bad]))
+    assert store.refusal(Batch("query", 2, token, [good])) is None
+    assert store.last_batch() == ("query", 1)
+    for number in (2, 3):
+        publisher.publish("query", number, effects(number), ("query", number - 1))
     assert_undisturbed(store, keys, 3)
 
 

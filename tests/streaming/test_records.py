@@ -232,6 +232,17 @@ def test_an_operator_must_say_who_and_why(record: dict[str, Any], name: str) -> 
 
 
 @pytest.mark.parametrize("kind", ["JOIN", "RETIRE", "SKIP"])
+@pytest.mark.parametrize("field", ["by", "why"])
+def test_no_text_that_postgres_cannot_store_is_taken(kind: str, field: str) -> None:
+    """The audit table has them; a newline, or any other character, is as good there as anywhere."""
+    assert reason(raw({**SKIP, "kind": kind}, **{field: "x\0y"}), topic=Topic.CONTROL) == Reason.BAD_TEXT
+    assert read(raw({**SKIP, "kind": kind}, **{field: "x\n\x01\u2028\U0001f600y"}), topic=Topic.CONTROL)
+    for name in ("stream", "writer"):
+        nul = raw({**SKIP, "kind": kind}, **{name: "x\0y"})
+        assert reason(nul, key=b"x\0y" if name == "stream" else b"events", topic=Topic.CONTROL) == Reason.BAD_NAME
+
+
+@pytest.mark.parametrize("kind", ["JOIN", "RETIRE", "SKIP"])
 def test_only_an_operators_record_without_an_epoch_means_the_writer_as_it_lives(kind: str) -> None:
     """On the facts topic it is epoch 0, as ever; and nobody can send the number that stands for it."""
     assert read(raw({**SKIP, "kind": kind}), topic=Topic.CONTROL).epoch == records.LIVING

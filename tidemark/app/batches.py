@@ -7,7 +7,7 @@ callback raises into a text, so the error itself is kept here for the pipeline t
 import gc
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from tidemark.app.tracing import BatchTrace, Trace
 from tidemark.sinks.publisher import Publisher
 from tidemark.sources.start import RememberedTopic
 from tidemark.streaming.effects import ShardEffects
-from tidemark.streaming.errors import BatchCut, PartitionsChanged, QueryFailed, Stopping, TidemarkError
+from tidemark.streaming.errors import BatchCut, ContentRefused, PartitionsChanged, QueryFailed, Stopping, TidemarkError
 from tidemark.streaming.query import collect, decoded
 
 log = structlog.get_logger(__name__)
@@ -44,7 +44,7 @@ class _Collected:
 
 class Batches:
     """The query's sink. `seed` is what its batches began with; `topics` are those that are read; `trace` is told of
-    each.
+    each. `isolate` says what to raise for a batch whose content Postgres refuses (`app.isolation`).
 
     One batch is published at a time, in their order, and none after a `failure`. After `finish` those in hand are
     completed and none begins.
@@ -57,12 +57,14 @@ class Batches:
         seed: Seed,
         topics: Mapping[str, RememberedTopic],
         trace: Trace,
+        isolate: Callable[[int, list[ShardEffects], ContentRefused], TidemarkError] = lambda *given: given[-1],
     ) -> None:
         self._publisher = publisher
         self._board = board
         self._seed = seed
         self._topics = topics
         self._trace = trace
+        self._isolate = isolate
         self._finishing = threading.Event()
         self._in_hand = threading.Lock()
         self._publishing: threading.Thread | None = None
@@ -130,7 +132,10 @@ class Batches:
 
     def _publish(self, batch: _Collected) -> None:
         line, before = self._seed.lineage, self._seed.before(batch.number)
-        published = self._publisher.publish(line, batch.number, batch.effects, before)
+        try:
+            published = self._publisher.publish(line, batch.number, batch.effects, before)
+        except ContentRefused as error:
+            raise self._isolate(batch.number, batch.effects, error) from error
         batch.trace.published(published)
         self._board.update(batch.effects)
         seconds = time.monotonic() - batch.began

@@ -18,7 +18,7 @@ from tidemark.app.settings import Settings
 from tidemark.app.start import Start
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.streaming import checkpoint, kafka_source
-from tidemark.streaming.compact import MOST_FACTS
+from tidemark.streaming.compact import MOST_FACTS, RefusedPlaces
 from tidemark.streaming.errors import BadSetting, QueryFailed, SparkDied, Stopping
 from tidemark.streaming.executors import Cluster, Pods, address_towards
 from tidemark.streaming.failure_cause import failure_cause
@@ -84,8 +84,15 @@ class Engine:
             self._session.set_exception(error)
 
 
-def packets(spark: SparkSession, settings: Settings, kafka: KafkaConnection, start: Start, records: int) -> DataFrame:
-    """What the query reads, compacted: of Kafka's records at most so many in the first batch."""
+def packets(
+    spark: SparkSession,
+    settings: Settings,
+    kafka: KafkaConnection,
+    start: Start,
+    records: int,
+    refused: RefusedPlaces,
+) -> DataFrame:
+    """What the query reads, compacted: of Kafka's records at most so many in the first batch, and none at `refused`."""
     facts, control = settings.kafka_facts_topic, settings.kafka_control_topic
     config = KafkaConfig(
         client=kafka.carried(),
@@ -98,6 +105,7 @@ def packets(spark: SparkSession, settings: Settings, kafka: KafkaConnection, sta
         interval=settings.batch_interval_ms / 1000,
         keys=keys_of(settings.shards, int(spark.conf.get(TASKS) or 1)),
         most=MOST_FACTS,
+        refused={topic: {number: [*offsets] for number, offsets in by.items()} for topic, by in refused.items()},
     )
     return kafka_source.packets(spark, config)
 

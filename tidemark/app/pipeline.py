@@ -21,6 +21,7 @@ from tidemark.app import engine, metrics, probes
 from tidemark.app.batches import Batches
 from tidemark.app.board import Board
 from tidemark.app.end_offsets import EndOffsets
+from tidemark.app.isolation import Isolation
 from tidemark.app.policies import PolicyWatch
 from tidemark.app.settings import Settings
 from tidemark.app.signals import told_to_end
@@ -44,18 +45,22 @@ from tidemark.sources.start import Acceptance
 from tidemark.sources.topics import Topics
 from tidemark.streaming import query
 from tidemark.streaming.checkpoint import apart, folder, locked
+from tidemark.streaming.compact import RefusedPlaces
 from tidemark.streaming.errors import (
     BatchCut,
     ChainBroken,
+    ContentRefused,
     LeaseLost,
     Outdated,
     QueryFailed,
+    RecordsRefused,
     Refused,
     Retry,
     Stopping,
     Unavailable,
 )
 from tidemark.streaming.jvm import is_local
+from tidemark.streaming.records import Topic
 from tidemark.streaming.spark import executors
 
 log = structlog.get_logger(__name__)
@@ -94,8 +99,9 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
     ):
         failures = highest_token = 0
         most = settings.max_records_per_batch
+        refused: dict[str, dict[int, list[int]]] = {}
         while not stopping.is_set():
-            attempt = Attempt(settings, spark, board, health, stopping, highest_token, most)
+            attempt = Attempt(settings, spark, board, health, stopping, highest_token, most, refused)
             most = settings.max_records_per_batch
             try:
                 attempt.run(accept)
@@ -110,8 +116,10 @@ def run(settings: Settings, accept: Set[Acceptance]) -> None:
                 if isinstance(error, LeaseLost):
                     highest_token = max(highest_token, error.held, error.now)
                     board.forget()
-                if isinstance(error, BatchCut):
+                if isinstance(error, BatchCut | ContentRefused):
                     most = error.fewer
+                if isinstance(error, RecordsRefused):
+                    _add(error.places, refused)
                 if isinstance(error, QueryFailed | ChainBroken) and failures >= FAILURES:
                     raise
                 pause = min(LONGEST_PAUSE, 0.25 * 2**failures)
@@ -136,8 +144,10 @@ class Attempt:
         stopping: threading.Event,
         highest_token: int,
         most: int,
+        refused: RefusedPlaces,
     ) -> None:
         self._settings = settings
+        self._refused = refused
         self._most = most  # records of a batch
         self._spark = spark
         self._board = board
@@ -215,7 +225,10 @@ class Attempt:
             waits = stack.enter_context(WaitWatch(postgres.waits, lease))
             watching = stack.enter_context(PolicyWatch(postgres.policies, lease, start.policies, self._board.follow))
             trace = stack.enter_context(tracing(settings.secret("otlp_url"), settings.owner, lease.token))
-            self._batches = Batches(publisher, self._board, start.seed, start.topics, trace)
+            names = {Topic.FACTS: settings.kafka_facts_topic, Topic.CONTROL: settings.kafka_control_topic}
+            bounds, line = start.policies.bounds(), start.seed.lineage
+            isolation = Isolation(postgres, lease, line, kafka.carried(), names, start.offsets, bounds)
+            self._batches = Batches(publisher, self._board, start.seed, start.topics, trace, isolation.find)
             spark, store = self._spark.session(stopping), settings.checkpoint_store
             location = stack.enter_context(apart(settings.checkpoint) if store is None else folder(spark, store))
             running = stack.enter_context(self._query(spark, start, location, self._batches, lease))
@@ -232,7 +245,7 @@ class Attempt:
         self, spark: SparkSession, start: Start, location: str, batches: Batches, lease: Lease
     ) -> Iterator[StreamingQuery]:
         try:
-            packets = engine.packets(spark, self._settings, self._kafka, start, self._most)
+            packets = engine.packets(spark, self._settings, self._kafka, start, self._most, self._refused)
             seeds = spark.sparkContext.broadcast(start.seed.states)
             bounds, shards = start.policies.bounds(), self._settings.shards
             effects = query.positions(packets, shards=shards, seeds=seeds, bounds=bounds, line=start.seed.lineage)
@@ -294,6 +307,12 @@ class Attempt:
                     log.warning("No batch can run", problem=lacks)
                 self._health.stands(lacks)
             self._stopping.wait(0.5)
+
+
+def _add(places: RefusedPlaces, known: dict[str, dict[int, list[int]]]) -> None:
+    for topic, by in places.items():
+        for partition, offsets in by.items():
+            known.setdefault(topic, {}).setdefault(partition, []).extend(offsets)
 
 
 def _leave_late() -> None:

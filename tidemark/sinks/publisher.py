@@ -13,19 +13,25 @@ from functools import partial
 from types import EllipsisType
 from typing import TypeVar
 
+import psycopg
 import structlog
 
 from tidemark.sinks.dead_letters import DeadLettered, DeadLetters
 from tidemark.sinks.port import Batch, Committed, Sink
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
+from tidemark.sinks.postgres.transaction import is_about_content
 from tidemark.sinks.retry import wait_out
 from tidemark.streaming.effects import ShardEffects
-from tidemark.streaming.errors import LeaseLost, Unavailable
+from tidemark.streaming.errors import ContentRefused, LeaseLost, Stopping, Unavailable
+from tidemark.streaming.postgres_session import first_line
 
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
+
+CONTENT_ATTEMPTS = 3  # of which Postgres refuses each for the same reason
+CONTENT_PAUSE = 0.2  # seconds between two of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +83,13 @@ class Publisher:
         """Bring batch `number` of `query` to all sinks, waiting out those that are away for as long as it takes.
 
         Raises `Stopping` soon after the event is set while it waits, `LeaseLost` once another query owns the lease, and
-        errors of the kind `Stop`. Raises `ChainBroken` where Postgres has not applied `after` last (`port.Batch`). The
+        errors of the kind `Stop`. Raises `ContentRefused` if Postgres refuses the content of the batch.
+        Raises `ChainBroken` where Postgres has not applied `after` last (`port.Batch`). The
         query must begin anew after each of them.
         """
         batch = Batch(query, number, self._lease.token, effects, after)
         seconds: dict[str, float] = {}
-        committed, seconds["postgres"] = self._patiently(lambda: self.commit(batch))
+        committed, seconds["postgres"] = self._patiently(lambda: self._commit_content(batch))
         streams = 0
         for sink in self._sinks:
             changed, seconds[sink.name] = self._patiently(partial(self.show, sink, batch, committed))
@@ -90,6 +97,24 @@ class Publisher:
         published_at = time.time()
         dead_lettered, seconds["dead_letters"] = self._patiently(lambda: self.dead_letter(batch))
         return Published(number, committed.repeated, streams, dead_lettered, published_at, seconds)
+
+    def _commit_content(self, batch: Batch) -> Committed:
+        """`commit`; raises `ContentRefused` if Postgres refuses what is in the batch, for the same reason each time."""
+        problems: list[str] = []
+        while True:
+            try:
+                return self.commit(batch)
+            except psycopg.Error as error:
+                if not is_about_content(error):
+                    raise
+                problem = first_line(error)
+                problems = [*(it for it in problems if it == problem), problem]
+                if len(problems) >= CONTENT_ATTEMPTS:
+                    records = sum(sum(s.counts.values()) for _, s in batch.streams())
+                    raise ContentRefused(batch.number, problem, max(1, records // 2)) from error
+                log.warning("Postgres refuses the content of a batch", batch=batch.number, problem=problem)
+            if self._stopping.wait(CONTENT_PAUSE):
+                raise Stopping("told to stop while Postgres refused a batch")
 
     def commit(self, batch: Batch) -> Committed:
         committed = self._postgres.apply(batch)

@@ -14,7 +14,7 @@ says so in its packets, and how far it came. What it left is read again by a que
 
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, itemgetter
 
 import msgspec
@@ -45,20 +45,32 @@ _BYTES = 1 << 20  # that are handed to the JVM together
 _encoder = msgspec.msgpack.Encoder()
 
 
+RefusedPlaces = Mapping[str, Mapping[int, Sequence[int]]]
+"""Offsets by topic and partition: of records from which something follows that the database refuses."""
+
 RangesRead = tuple[Sequence[PlannedRange], Iterable[tuple[PlannedRange, Fetched]]]
 """Ranges that are read together, and their records as they come."""
 
 
 def compact(
-    read: Iterable[RangesRead], *, keys: Sequence[int], names: dict[Topic, str], most: int
+    read: Iterable[RangesRead],
+    *,
+    keys: Sequence[int],
+    names: dict[Topic, str],
+    most: int,
+    refused: RefusedPlaces | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Rows, a packet each, for each range and shard that has anything to say; each range speaks at least once, and says
     how far it was read. That is to its end, but where the task held `most` facts more than records, or still more.
-    `keys` are those of the shards (`streaming.shards`).
+    `keys` are those of the shards (`streaming.shards`). Records at `refused` places are rejected as not storable.
     """
+    places = refused or {}
     held = 0  # facts beside one for each record
     for ranges, records in read:
-        decoders = {wanted: Decoder(wanted.topic) for wanted in ranges}
+        decoders = {
+            wanted: Decoder(wanted.topic, places.get(names[wanted.topic], {}).get(wanted.partition, ()))
+            for wanted in ranges
+        }
         cut = False
         for wanted, part in records:
             if cut := held >= most:

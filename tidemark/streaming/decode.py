@@ -5,7 +5,7 @@ one by one to `records.read`, which alone gives reasons. Both say the same of ea
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import pairwise
 from typing import ClassVar
 
@@ -26,15 +26,17 @@ class Decoder:
     """The records of a task from one Kafka partition, decoded batch by batch. Not for use by several threads.
 
     `markers` come with their offsets and times, `rejected` gives the offsets for each reason, `refused` those whose
-    facts they may be.
+    facts they may be. Records at the offsets that it is given as `refused` are rejected as not storable, whatever they
+    say.
     """
 
     FEW: ClassVar[int] = 64 << 10
     """Bytes of records: fewer are read one by one in a millisecond and a half, and a process that never has more never
     loads what is compiled, which takes a second."""
 
-    def __init__(self, topic: Topic) -> None:
+    def __init__(self, topic: Topic, refused: Collection[int] = ()) -> None:
         self.topic = topic
+        self._refused = frozenset(refused)
         self.incarnations = Incarnations()
         self.markers: list[tuple[records.Marker | records.Open, int, int]] = []
         self.rejected: dict[Reason, list[int]] = defaultdict(list)
@@ -61,7 +63,8 @@ class Decoder:
     def add(self, fetched: Fetched) -> None:
         """Decode what came of one partition, at least one record."""
         left: Iterable[int] = range(fetched.size)
-        if self.topic is Topic.FACTS and len(fetched.values) >= self.FEW:
+        apart = bool(self._refused) and not self._refused.isdisjoint(fetched.offsets.tolist())
+        if self.topic is Topic.FACTS and len(fetched.values) >= self.FEW and not apart:
             left = self._scan(fetched)
         for at in left:
             self._take(fetched, at)
@@ -89,6 +92,8 @@ class Decoder:
         """What `records.read` says of a record."""
         value, key, offset, time = fetched.value(at), fetched.key(at), int(fetched.offsets[at]), int(fetched.times[at])
         try:
+            if offset in self._refused:
+                raise BadRecord(Reason.NOT_STORABLE, "the database refused what followed from it")
             record = records.read(value, key, self.topic)
         except BadRecord as bad:
             self.rejected[Reason(bad.reason)].append(offset)

@@ -1,7 +1,7 @@
 """Every error of Tidemark, by who must act. The text of an error stands above its class, with its fields in braces."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from tidemark.streaming.error_text import says
@@ -88,6 +88,22 @@ class NotReached(Retry):
     @property
     def found(self) -> str:
         return f"it stands at {self.stands}" if self.stands else "Redis knows nothing of it"
+
+
+@says("""Postgres refuses what follows from batch {batch}, and not because it is away: {problem}; no single record of it
+    is refused, so the next batch reads at most {fewer} records""")
+class ContentRefused(Retry):
+    batch: int
+    problem: str
+    fewer: int
+
+
+@says("""Postgres refuses what follows from {records} records: {problem}; they go to the dead letters as not_storable,
+    and their batch is read again without them""")
+class RecordsRefused(Retry):
+    records: int
+    problem: str
+    places: Mapping[str, Mapping[int, Sequence[int]]]  # offsets by topic and partition
 
 
 @says("the query begins anew: {what} changed while it ran")

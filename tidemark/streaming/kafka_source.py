@@ -35,7 +35,7 @@ _OPTION = "secret"  # Spark shows no option of such a name
 class KafkaConfig(msgspec.Struct, frozen=True):
     """`client` are librdkafka's settings, with which any host can connect; `start` holds the next offset to read of
     every partition. `records`: of the first batch at most; `limit`: of any. A batch of fewer than `few` begins
-    `interval` seconds after the one before or later. `most` as of `streaming.compact`.
+    `interval` seconds after the one before or later. `most` and `refused` as of `streaming.compact`.
     """
 
     client: dict[str, str]
@@ -48,6 +48,7 @@ class KafkaConfig(msgspec.Struct, frozen=True):
     interval: float
     keys: list[int]
     most: int
+    refused: dict[str, dict[int, list[int]]] = {}
 
     @property
     def names(self) -> dict[Topic, str]:
@@ -138,7 +139,7 @@ class PacketReader(DataSourceStreamReader):
         freeze()
         with no_collection(), _reader(config) as reader:
             read = ((ranges, reader.read(ranges)) for ranges in together(partition.ranges))
-            yield from compact(read, keys=config.keys, names=config.names, most=config.most)
+            yield from compact(read, keys=config.keys, names=config.names, most=config.most, refused=config.refused)
 
     def stop(self) -> None:
         if self._ends is not None:

@@ -60,6 +60,7 @@ class Reason(StrEnum):
     KEY_MISMATCH = "key_mismatch"
     WRONG_TOPIC = "wrong_topic"
     UNEVEN_RUN = "uneven_run"
+    BAD_TEXT = "bad_text"
     # found while decoding or against the stream's direction
     MIXED_SIGN = "mixed_sign"
     # found against the stream's state
@@ -69,6 +70,8 @@ class Reason(StrEnum):
     BEYOND_ALLOCATED = "beyond_allocated"
     WRONG_PARTITION = "wrong_partition"
     HELD_OVERFLOW = "held_overflow"
+    # found by the database
+    NOT_STORABLE = "not_storable"
 
 
 class Rejected(msgspec.Struct, array_like=True, frozen=True, gc=False):

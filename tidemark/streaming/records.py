@@ -223,7 +223,7 @@ def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
     """Decode and check one message. Raises `BadRecord` with its one reason; pure, so asking again changes nothing.
 
     Where several reasons hold, the first in this order is given: the JSON itself, its fields (missing before wrong
-    before out of range), names, key, topic, the order of `prev` and `id`.
+    before out of range), names, key, topic, texts, the order of `prev` and `id`.
     """
     record = decode(value)
     of_everybody = isinstance(record, Retire) and topic is Topic.CONTROL and record.writer == EVERYBODY
@@ -279,6 +279,9 @@ def _check_topic(record: Record, topic: Topic) -> None:
     elif topic is Topic.CONTROL:
         if not ((record.by or "").strip() and (record.why or "").strip()):
             raise BadRecord(Reason.MISSING_FIELD, f"{kind} on the control topic must say `by` whom and `why`")
+        for field, text in (("by", record.by), ("why", record.why)):
+            if text is not None and "\0" in text:
+                raise BadRecord(Reason.BAD_TEXT, f"{field} has the character NUL, which Postgres stores in no text")
     elif isinstance(record, Skip) or record.by is not None or record.why is not None:
         raise BadRecord(Reason.WRONG_TOPIC, f"{kind} by an operator belongs on the control topic")
 

@@ -46,7 +46,8 @@ def write_positions(connection: Connection, batch: Batch) -> Cursor[TupleRow] | 
             select stream, writer, epoch, case when known > 0 then stands else prev end as prev, id, facts,
                 empty - least(empty, known - least(unseen, known)) as empty,
                 unseen - least(unseen, known) as unseen,
-                skipped - least(skipped, known - least(unseen + empty, known)) as skipped,
+                skipped - least(skipped, known - least(unseen, known) - least(empty, known - least(unseen, known)))
+                    as skipped,
                 linear, place, number, before, stands, prev as claimed, position
             from new
         ), named as (

@@ -108,9 +108,17 @@ class Postgres:
         return (row[0] or "") if row else ""
 
     def apply(self, batch: Batch) -> Committed:
-        """Commit the batch. After `Unavailable` the commit may have happened: calling again finds that out."""
+        """Commit the batch. After `Unavailable` the commit may have happened: calling again finds that out.
+
+        Raises psycopg's error if the server refuses the batch's content (`transaction.is_about_content`).
+        """
         with self._batches.use() as connection, self.waits.of(connection):
             return apply(connection, batch)
+
+    def refusal(self, batch: Batch) -> str | None:
+        """What the server says against the batch's content; None if it would take it. Writes nothing."""
+        with self._batches.use() as connection, self.waits.of(connection):
+            return transaction.refusal(connection, batch)
 
     def set_late_numbers_ahead(self) -> None:
         """For a new owner, before its first batch: a database that went back would give the numbers of late completions

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import msgspec
+import psycopg
 from psycopg import Cursor
 from psycopg.rows import TupleRow
 from psycopg.types.json import Jsonb
@@ -20,7 +21,7 @@ from tidemark.sinks.postgres.lease import session_name
 from tidemark.sinks.postgres.recalls import add_recalls
 from tidemark.streaming.errors import ChainBroken, LeaseLost
 from tidemark.streaming.model import Rejected
-from tidemark.streaming.postgres_session import Connection
+from tidemark.streaming.postgres_session import Connection, first_line
 
 _decoder = msgspec.msgpack.Decoder(list[Rejected])
 
@@ -77,6 +78,30 @@ def apply(connection: Connection, batch: Batch) -> Committed:
         _write_progress(connection, batch)
         found = positions.fetchall() if positions else []
         return Committed(settled=settled(found), positions=standing(found), late=_numbers(late))
+
+
+def refusal(connection: Connection, batch: Batch) -> str | None:
+    """What Postgres says against the content of `batch`; None if it takes it. Nothing is kept of it in any case."""
+    try:
+        with connection.transaction(force_rollback=True):
+            apply(connection, batch)
+            connection.execute("set constraints all immediate")
+    except psycopg.Error as error:
+        if is_about_content(error):
+            return first_line(error)
+        raise
+    return None
+
+
+# SQLSTATE classes: wrong cardinality, data, constraints (also those of a trigger), check options, limits of a value.
+_CONTENT = ("21", "22", "23", "44", "54", "P0")
+
+
+def is_about_content(error: psycopg.Error) -> bool:
+    """Whether the server, or its client, refused what was to be written, and would refuse it again."""
+    if error.sqlstate is None:  # of what psycopg itself cannot send, such as the character NUL in a text
+        return isinstance(error, psycopg.DataError)
+    return error.sqlstate[:2] in _CONTENT
 
 
 def _applied_before(connection: Connection, batch: Batch) -> bool:
