@@ -33,8 +33,8 @@ def refuse(site: Site, constraint: str) -> None:
 
 
 def test_a_record_that_postgres_refuses_is_set_aside_and_all_others_count_once(site: Site) -> None:
-    """Rules 3, 5 and 9: the streams of its batch go on, each fact once. Its own linear position is held, as the record's
-    writer is not known; the writer's next JOIN frees it."""
+    """Rules 3, 5 and 9: the streams of its batch go on, each fact once. The linear position of its own stream is held,
+    as the record's writer is not known; the writer's next JOIN frees it."""
     refuse(site, "stream_positions add constraint odd check (writer <> 'odd')")
     refuse(site, "skips add constraint odd check (why <> 'odd')")
     site.send(*(Join(stream=stream, writer="shop", epoch=1, id=0) for stream in STREAMS))

@@ -14,7 +14,7 @@ from confluent_kafka import KafkaError, KafkaException, Message
 
 from tidemark.sinks.kafka_copy import Headers, KafkaConnections, Outbox, Outgoing
 from tidemark.streaming.errors import BadRecord, TidemarkError, TopicMissing
-from tidemark.streaming.model import Rejected
+from tidemark.streaming.model import Reason, Rejected
 from tidemark.streaming.records import FactRun, Topic, read
 
 log = structlog.get_logger(__name__)
@@ -142,6 +142,8 @@ def _detail(value: bytes | None, key: bytes | None, reason: str, id: int) -> str
 
     `id` is the first that does not fit what its stream holds, 0 where the record shows its fault by itself.
     """
+    if reason == Reason.NOT_STORABLE:
+        return "Postgres refused what followed from it: the pipeline's log has its answer"
     for topic in Topic:
         try:
             record = read(value, key, topic)

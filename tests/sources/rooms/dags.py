@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tidemark.sources.rooms.memory import MemoryRooms
 from tidemark.sources.rooms.model import Truth
-from tidemark.sources.rooms.rules import MEMBER, HeldAs, RoomEvent
+from tidemark.sources.rooms.rules import DEEPEST_EVENT, MEMBER, HeldAs, RoomEvent, depth_after
 
 ROOM = "!tea"
 _KEPT = [HeldAs.REGULAR] * 6 + [HeldAs.SOFT_FAILED, HeldAs.REJECTED]
@@ -19,28 +19,42 @@ def an_event(
     id: str, *prevs: RoomEvent, key: str | None = None, held_as: HeldAs = HeldAs.REGULAR, room: str = ROOM
 ) -> RoomEvent:
     """One that follows `prevs`."""
-    depth = 1 + max((prev.depth for prev in prevs), default=0)
+    depth = depth_after(prev.known for prev in prevs)
     return RoomEvent(id, room, "topic", "@ada", tuple(prev.id for prev in prevs), depth, key, held_as=held_as)
 
 
 @st.composite
-def dags(draw: st.DrawFn, most: int = 25) -> list[RoomEvent]:
-    """Events in an order in which each comes after those that it names: forks, merges, state, members, bad ones."""
+def dags(draw: st.DrawFn, most: int = 25, *, odd: bool = False) -> list[RoomEvent]:
+    """Events in an order in which each comes after those that it names: forks, merges, state, members, bad ones.
+
+    `odd`: some say a false depth (`lies`), and the room may begin right below the deepest depth there is, upon an event
+    that nobody has.
+    """
     events: list[RoomEvent] = [an_event("e00", key="a")]
+    if odd and draw(st.booleans()):
+        events = [replace(events[0], prevs=("gone",), depth=DEEPEST_EVENT - draw(st.integers(0, 4)))]
     for number in range(1, draw(st.integers(1, most))):
         prevs = draw(st.lists(st.sampled_from(events[-6:]), min_size=1, max_size=3, unique_by=lambda event: event.id))
         key = draw(st.sampled_from([None, None, *_KEYS, *MEMBER_NAMES]))
         event = an_event(f"e{number:02}", *prevs, key=key, held_as=draw(st.sampled_from(_KEPT)))
         if key in MEMBER_NAMES:
             event = replace(event, type=MEMBER, content={"membership": draw(st.sampled_from(_MEMBERSHIPS))})
+        if odd and draw(st.integers(0, 5)) == 0:
+            event = replace(event, depth=max(1, event.depth - draw(st.integers(1, 3))))
         events.append(event)
     return events
 
 
+def lies(event: RoomEvent, everything: list[RoomEvent]) -> bool:
+    """Whether its depth is not the one after that of its deepest prev event."""
+    known = {it.id: it.known for it in everything}
+    return "gone" not in event.prevs and event.depth != depth_after(known[id] for id in event.prevs)
+
+
 @st.composite
-def arrivals(draw: st.DrawFn) -> tuple[list[RoomEvent], list[RoomEvent]]:
+def arrivals(draw: st.DrawFn, *, odd: bool = False) -> tuple[list[RoomEvent], list[RoomEvent]]:
     """All events of a room, and some of them in any order."""
-    everything = draw(dags())
+    everything = draw(dags(odd=odd))
     order = draw(st.permutations(everything))
     return everything, order[: draw(st.integers(1, len(order)))]
 

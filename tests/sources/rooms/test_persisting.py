@@ -1,8 +1,10 @@
 """Events in Postgres: the tables say what the rules in memory say, and a refused event leaves nothing."""
 
 import json
+import re
 import threading
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 from hypothesis import given, settings
@@ -14,8 +16,8 @@ from tidemark.sources.rooms.cached_reading import current_state
 from tidemark.sources.rooms.memory import MemoryRooms
 from tidemark.sources.rooms.model import Truth
 from tidemark.sources.rooms.persisting import RoomStore, RoomStreams, SqlAppender, WriterAppender, following
-from tidemark.sources.rooms.reading import joined_rooms, members_of
-from tidemark.sources.rooms.rules import MEMBER, BadEvent, HeldAs, RoomEvent
+from tidemark.sources.rooms.reading import Upto, joined_rooms, members_of, messages, state_at
+from tidemark.sources.rooms.rules import DEEPEST_EVENT, MEMBER, BadEvent, HeldAs, RoomEvent
 from tidemark.sources.rooms.states import LONGEST_CHAIN
 from tidemark.sources.rooms.tables import PostgresGroups
 from tidemark.streaming.postgres_session import Connection
@@ -51,26 +53,35 @@ def in_room(event: RoomEvent, room: str) -> RoomEvent:
 
 
 @settings(max_examples=examples(12), suppress_health_check=SHARING)
-@given(arrivals())
+@given(arrivals(odd=True))
 def test_the_tables_say_what_the_rules_say(rooms: Connection, given: tuple[list[RoomEvent], list[RoomEvent]]) -> None:
-    """Random rooms in any order of arrival: extremities, states, timelines; then again after compaction."""
+    """Random rooms in any order of arrival: extremities, states, timelines; then again after compaction. False depths,
+    and the deepest depth, are among them."""
     everything, order = given
     room = f"!{rooms.execute('select count(*) from rooms.rooms').fetchall()[0][0]}"
     named = {event.id: in_room(event, room) for event in everything}
     memory, truth = MemoryRooms(), Truth(named.values(), {})
+    turns: dict[str, int] = {}
     for number, event in enumerate(named[event.id] for event in order):
         before = [holder.id for holder in truth.state_before(event).values()]
         with rooms.transaction():
             for id in (id for id in before if id not in memory.events):
                 memory.persist(replace(truth.everything[id], held_as=HeldAs.OUTLIER))
                 STORE.persist(rooms, replace(truth.everything[id], held_as=HeldAs.OUTLIER))
-            memory.persist(event, given=before)
-            assert (OWN if number % 2 else STORE).persist(rooms, event, given=before)
+            store = OWN if number % 2 else STORE
+            try:
+                memory.persist(event, given=before)
+            except BadEvent as bad:
+                with pytest.raises(BadEvent, match=re.escape(str(bad))):
+                    store.persist(rooms, event, given=before)
+                continue
+            assert store.persist(rooms, event, given=before)
+            turns[event.id] = number
         assert {*tables.forward_extremities(rooms, room)} == {*memory.rooms[room].forward}
         assert {*tables.backward_extremities(rooms, room)} == memory.rooms[room].backward
     for _ in range(2):
         held = tables.events_of(rooms, [event.id for event in named.values()])
-        truth = Truth(named.values(), {id: event.held_as for id, (event, _) in held.items()})
+        truth = Truth(named.values(), {id: event.held_as for id, (event, _) in held.items()}, turns)
         assert current_state(rooms, room)[1] == truth.current
         states = {id: tables.state_of(rooms, group) for id, (_, group) in held.items() if group is not None}
         assert states == {id: truth.state_at(id) for id in truth.placed}
@@ -124,7 +135,7 @@ REFUSED = [
     (replace(ROOT, id="deep", depth=2**63), "its depth 9223372036854775808"),
     (an_event("gap", replace(ROOT, id="unknown")), "no state before it is given"),
     (an_event("second", replace(ROOT, id="first", depth=5)), "a cycle: it and first name each other"),
-    (replace(an_event("second", ROOT), prevs=("third",), depth=7), "a cycle, or a wrong depth"),
+    (replace(an_event("second", ROOT), prevs=("third",), depth=5), "its depth is 5, and an event after these"),
     (replace(ROOT, id="nul", content={"text": "\0"}), "the character NUL"),
     (replace(ROOT, id="nul", content={"text": "\\\0"}), "the character NUL"),
     (replace(ROOT, id="stray", content={"text": "\ud800"}), "no JSON"),
@@ -226,3 +237,47 @@ def test_memberships_and_invalidations_follow_the_current_state(rooms: Connectio
     STORE.persist(rooms, far, given=[member.id for member in crowd])
     assert invalidations(rooms)[-2:] == [("*room", [ROOM]), ("rooms_of", None)]
     assert len(members_of(rooms, ROOM)) == 13
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_a_soft_failed_event_between_leaves_no_extremity_behind(rooms: Connection, order: tuple[int, ...]) -> None:
+    """A <- soft-failed <- regular, again and again: one forward extremity, in whichever order they arrive; and the
+    state at a position before the last event came is that of what was an extremity then."""
+    last = ROOT
+    STORE.persist(rooms, last)
+    for number in range(20):
+        between = replace(an_event(f"s{number}", last), held_as=HeldAs.SOFT_FAILED)
+        further = replace(an_event(f"t{number}", between), held_as=HeldAs.REJECTED)
+        upon = an_event(f"u{number}", further, key=f"k{number % 3}")
+        before = state_at(rooms, ROOM, Upto(1000))
+        given = [holder.id for holder in before.values()]
+        ids = [STORE.persist(rooms, (between, further, upon)[place], given=given) for place in order]
+        assert state_at(rooms, ROOM, Upto((ids[order.index(2)] or 0) - 1)) == before
+        last = upon
+    assert [*tables.forward_extremities(rooms, ROOM)] == ["u19"]
+
+
+def test_who_said_a_false_depth_gives_way(rooms: Connection) -> None:
+    """Its genuine prev event is taken, whenever it comes, and the liar's edge to it is gone."""
+    first = an_event("first", ROOT)
+    genuine = an_event("genuine", first)
+    for event in (ROOT, first):
+        STORE.persist(rooms, event)
+    STORE.persist(rooms, replace(an_event("liar", genuine), depth=3), given=[])
+    assert tables.backward_extremities(rooms, ROOM) == ["genuine"]
+    assert STORE.persist(rooms, genuine)
+    assert tables.backward_extremities(rooms, ROOM) == []
+    assert {*tables.forward_extremities(rooms, ROOM)} == {"liar", "genuine"}
+
+
+def test_a_room_goes_on_at_the_deepest_depth(rooms: Connection) -> None:
+    """One event of depth 2^63 - 1 does not end it: its state changes, and what follows replaces what it follows."""
+    STORE.persist(rooms, replace(an_event("last", ROOT), prevs=("unknown",), depth=DEEPEST_EVENT), given=[])
+    for id in ("z", "y", "x"):
+        prevs, depth = following(rooms, ROOM)
+        assert depth == DEEPEST_EVENT
+        STORE.persist(rooms, RoomEvent(id, ROOM, "topic", "@ada", prevs, depth, "a"))
+        assert [*tables.forward_extremities(rooms, ROOM)] == [id]
+        assert [holder.id for holder in current_state(rooms, ROOM)[1].values()] == [id]
+    page, _ = messages(rooms, ROOM, Upto(1000))
+    assert [row.event for row in page] == ["x", "y", "z", "last"]

@@ -2,37 +2,45 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.sources.rooms.dags import MEMBER_NAMES, ROOM, an_event, arrivals, arrive, dags, told_by_definition
+from tests.sources.rooms.dags import MEMBER_NAMES, ROOM, an_event, arrivals, arrive, dags, lies, told_by_definition
 from tidemark.sources.rooms.memory import MemoryRooms
 from tidemark.sources.rooms.model import Truth
 from tidemark.sources.rooms.rules import DEEPEST_EVENT, MEMBER, MOST_PREVS, BadEvent, HeldAs, RoomEvent, depth_after
 
 
 @settings(max_examples=examples(60))
-@given(arrivals())
+@given(arrivals(odd=True))
 def test_whatever_comes_in_whichever_order_is_as_the_definitions_say(
     given: tuple[list[RoomEvent], list[RoomEvent]],
 ) -> None:
     """Forward and backward extremities, the state at each event and the room's, after each arrival: forks, merges,
-    missing events, outliers that become regular, soft-failed and rejected events."""
+    missing events, outliers that become regular, soft-failed and rejected events, false depths, the deepest depth. Only
+    what lies is refused, and nothing is refused for what another event said."""
     everything, order = given
-    rooms = MemoryRooms()
+    rooms, placed = MemoryRooms(), []
     for event in order:
-        arrive(rooms, event, Truth(everything, {}))
-        truth = Truth(everything, {id: held.held_as for id, held in rooms.events.items()})
+        try:
+            arrive(rooms, event, Truth(everything, {}))
+        except BadEvent:
+            assert lies(event, everything)
+            continue
+        placed.append(event)
+        turns = {it.id: turn for turn, it in enumerate(placed)}
+        truth = Truth(everything, {id: held.held_as for id, held in rooms.events.items()}, turns)
         room = rooms.rooms[ROOM]
         assert {*room.forward} == truth.forward
         assert room.backward == truth.backward
         assert room.groups.state(rooms.group_of[event.id]) == truth.state_at(event.id)
         assert (room.group is None) == (not truth.forward)
         assert room.group is None or room.groups.state(room.group) == truth.current
-    assert [event for id, event in enumerate(rooms.live, 1) if id not in rooms.sent] == [event.id for event in order]
+    assert [event for id, event in enumerate(rooms.live, 1) if id not in rooms.sent] == [event.id for event in placed]
 
 
 @settings(max_examples=examples(60))
@@ -152,7 +160,7 @@ ROOT = an_event("root")
         (replace(ROOT, id="whole", depth=True), "its depth True is not"),
         (
             replace(an_event("lies", ROOT), depth=7),
-            "its depth is 7, and one more than that of its deepest prev event is 2",
+            "its depth is 7, and an event after these prev events has 2",
         ),
         (replace(an_event("twice", ROOT), prevs=("root", "root")), "names a prev event twice"),
         (replace(ROOT, id=""), "its ID: '' is not 1 to 255 characters"),
@@ -176,7 +184,7 @@ def test_a_bad_event_is_refused_with_one_clear_error(event: RoomEvent, says: str
 
 
 def test_a_cycle_is_refused_whichever_event_comes_first() -> None:
-    """Of two that name each other, and of three."""
+    """Of two that name each other. Of three none is made: the one that lied of its depth gives way."""
     rooms = MemoryRooms()
     rooms.persist(ROOT)
     first = replace(an_event("first", ROOT), prevs=("root", "second"), depth=5)
@@ -184,17 +192,60 @@ def test_a_cycle_is_refused_whichever_event_comes_first() -> None:
     refused(rooms, replace(an_event("second", first)), "a cycle: it and first name each other")
     third = an_event("third", first)
     rooms.persist(third)
-    refused(
-        rooms, an_event("second", third), "its depth is 7, and first, which names it, has 5: a cycle, or a wrong depth"
-    )
+    rooms.persist(an_event("second", third))
+    assert {*rooms.rooms[ROOM].forward} == {"second"}
+    assert "first" not in rooms.rooms[ROOM].naming["second"]
 
 
-def test_the_room_ends_at_the_deepest_depth() -> None:
-    """2^63 - 1 is a depth; what follows it would be past it."""
+def test_a_prev_event_is_kept_and_who_said_a_false_depth_gives_way() -> None:
+    """As with events of another room: the liar misses what it named, for good, and follows nothing of it."""
+    rooms = MemoryRooms()
+    first = an_event("first", ROOT)
+    genuine = an_event("genuine", first)
+    liar = replace(an_event("liar", genuine), depth=3)
+    for event in (ROOT, first):
+        rooms.persist(event)
+    rooms.persist(liar, given=[])
+    assert rooms.rooms[ROOM].backward == {"genuine"}
+    rooms.persist(genuine)
+    assert {*rooms.rooms[ROOM].forward} == {"liar", "genuine"}
+    assert rooms.rooms[ROOM].backward == set()
+    refused(rooms, replace(liar, id="again"), "its depth is 3, and an event after these prev events has 4")
+    rooms.persist(an_event("both", liar, genuine))
+    assert {*rooms.rooms[ROOM].forward} == {"both"}
+
+
+def test_a_room_goes_on_at_the_deepest_depth() -> None:
+    """2^63 - 1 is the depth of all that follows an event of that depth; state and extremities go on by arrival."""
     rooms = MemoryRooms()
     last = replace(an_event("last", ROOT), prevs=("unknown",), depth=DEEPEST_EVENT)
     rooms.persist(last, given=[])
-    refused(rooms, an_event("past", last), "is not from 1 to 9223372036854775807")
+    for id in ("z", "y", "x"):
+        prevs = rooms.extremities(ROOM)
+        assert depth_after(prevs) == DEEPEST_EVENT
+        rooms.persist(an_event(id, *(rooms.events[it.id] for it in prevs), key="a"))
+        room = rooms.rooms[ROOM]
+        assert {*room.forward} == {id}
+        assert room.group is not None
+        assert [holder.id for holder in room.groups.state(room.group).values()] == [id]
+    refused(rooms, replace(an_event("past", last), depth=DEEPEST_EVENT + 1), "is not from 1 to 9223372036854775807")
+
+
+@pytest.mark.parametrize("held_as", [HeldAs.SOFT_FAILED, HeldAs.REJECTED])
+@pytest.mark.parametrize("order", list(permutations("abc")))
+def test_a_soft_failed_event_between_leaves_no_extremity_behind(order: tuple[str, ...], held_as: HeldAs) -> None:
+    """A <- soft-failed <- regular, a hundred times: one forward extremity, in whichever order the three arrive."""
+    rooms = MemoryRooms()
+    last = ROOT
+    rooms.persist(last)
+    for number in range(100):
+        between = replace(an_event(f"s{number}", last), held_as=held_as)
+        further = replace(an_event(f"t{number}", between), held_as=held_as)
+        upon = an_event(f"u{number}", further)
+        for name in order:
+            rooms.persist({"a": between, "b": further, "c": upon}[name], given=[])
+        last = upon
+    assert {*rooms.rooms[ROOM].forward} == {"u99"}
 
 
 def test_state_that_is_given_must_be_held() -> None:
@@ -254,7 +305,7 @@ def test_a_new_event_takes_the_ten_deepest_extremities() -> None:
 
 @pytest.mark.parametrize("held_as", [HeldAs.SOFT_FAILED, HeldAs.REJECTED])
 def test_a_soft_failed_or_rejected_event_neither_is_an_extremity_nor_removes_one(held_as: HeldAs) -> None:
-    """New events are built on what was there before it; those that name it are regular all the same. Of its state key
+    """New events are built on what was there before it, until a regular one is built on itself. Of its state key
     they know it where it is soft-failed, and nobody where it is rejected."""
     rooms = MemoryRooms()
     rooms.persist(ROOT)
@@ -265,6 +316,6 @@ def test_a_soft_failed_or_rejected_event_neither_is_an_extremity_nor_removes_one
     assert room.group is not None
     assert not room.groups.state(room.group)
     rooms.persist(an_event("upon", bad))
-    assert {*room.forward} == {"root", "upon"}
+    assert {*room.forward} == {"upon"}
     state = room.groups.state(room.group)
     assert [holder.id for holder in state.values()] == ["bad"] * (held_as is HeldAs.SOFT_FAILED)

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from tidemark.sources.rooms.rules import (
+    DEEPEST_EVENT,
     MEMBER,
     Around,
     HeldAs,
@@ -27,10 +28,18 @@ class MemoryRoom:
     backward: set[str] = field(default_factory=set)
     groups: MemoryGroups = field(default_factory=MemoryGroups)
     group: int | None = None
-    naming: dict[str, list[KnownEvent]] = field(default_factory=lambda: defaultdict(list))
-    """Edges backwards: who names an event, held or not."""
+    naming: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
+    """Edges backwards: who names an event, held or not, with their depths."""
+    counting: set[str] = field(default_factory=set)
+    """Events whose edges count."""
     joined: dict[str, int] = field(default_factory=dict)
     """Of each who has joined the turn in which the stay began."""
+
+    def named_by(self, room: str, id: str) -> list[KnownEvent]:
+        return [
+            KnownEvent(other, room, depth, HeldAs.REGULAR if other in self.counting else HeldAs.SOFT_FAILED)
+            for other, depth in self.naming.get(id, {}).items()
+        ]
 
 
 class MemoryRooms:
@@ -58,7 +67,7 @@ class MemoryRooms:
         """
         room = self.rooms.get(event.room) or MemoryRoom()
         prevs = {id: self._known[id] for id in event.prevs if id in self._known}
-        around = Around(self.events.get(event.id), prevs, room.naming.get(event.id, ()))
+        around = Around(self.events.get(event.id), prevs, room.named_by(event.room, event.id))
         change = persisted(event, around, timeline)
         before = given_state(event, change, given, self.events)
         self.rooms[event.room] = room
@@ -96,18 +105,32 @@ class MemoryRooms:
         self.group_of[event.id] = group
         room.backward.discard(event.id)
         room.backward.update(change.missing)
-        known = event.known
+        for id in change.untrue:
+            del room.naming[event.id][id]
         for id in change.edges:
-            room.naming[id].append(known)
-            if change.counts:
-                room.forward.pop(id, None)
+            room.naming[id][event.id] = event.depth
         if change.extremity:
-            room.forward[event.id] = known
+            room.forward[event.id] = event.known
         if change.counts:
+            self._count(event, room)
             before = room.group
-            room.group = self._current(room, group if change.extremity else None)
+            replaces = change.extremity and event.depth < DEEPEST_EVENT
+            room.group = self._current(room, group if replaces else None)
             if room.group is not None and room.group != before:
                 self._move(event, room, before, room.group)
+
+    def _count(self, event: RoomEvent, room: MemoryRoom) -> None:
+        """The event's edges count, and with them those of events that it follows and that are no extremities."""
+        counting = [event]
+        while counting:
+            at = counting.pop()
+            room.counting.add(at.id)
+            for id in at.prevs:
+                if at.id in room.naming[id]:
+                    room.forward.pop(id, None)
+                    prev = self.events[id] if id in self.group_of else None
+                    if prev and prev.room == event.room and not prev.held_as.counts and id not in room.counting:
+                        counting.append(prev)
 
     def _move(self, event: RoomEvent, room: MemoryRoom, before: int | None, after: int) -> None:
         changed = room.groups.changed(before, after)
@@ -122,7 +145,7 @@ class MemoryRooms:
 
     def _current(self, room: MemoryRoom, newest: int | None) -> int | None:
         """The group of the current state, which resolves those of the forward extremities. `newest` is the group of the
-        one that came last: its state holds the states of those that it replaced."""
+        one that came last, if its state holds the states of those that it replaced: not so at the deepest depth."""
         groups = dict.fromkeys(self.group_of[id] for id in room.forward)
         if newest is not None and room.group is not None and len(groups) > 1:
             groups = dict.fromkeys([room.group, newest])

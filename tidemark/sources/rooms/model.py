@@ -3,25 +3,32 @@
 Pure. It knows all events, also those that a store does not hold, and nothing of the order in which they came.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 
-from tidemark.sources.rooms.rules import MEMBER, HeldAs, RoomEvent
+from tidemark.sources.rooms.rules import DEEPEST_EVENT, MEMBER, HeldAs, RoomEvent
 from tidemark.sources.rooms.states import KeyHolder, StateKey
 from tidemark.sources.rooms.stays import joins
 
 
 class Truth:
-    """One room. `everything` says of its events what they are, rejected or not; `held` as what they are held."""
+    """One room. `everything` says of its events what they are, rejected or not; `held` as what they are held, and
+    `turns` when they were placed, which counts among events of the deepest depth. An event that names one which is no
+    less deep has said a false depth, and that name counts for nothing.
+    """
 
-    def __init__(self, everything: Iterable[RoomEvent], held: Mapping[str, HeldAs]) -> None:
+    def __init__(
+        self, everything: Iterable[RoomEvent], held: Mapping[str, HeldAs], turns: Mapping[str, int] | None = None
+    ) -> None:
         self.everything = {event.id: event for event in everything}
         self._held = held
+        self._turns = turns or {}
         self._states: dict[str, dict[StateKey, KeyHolder]] = {}
 
     def part(self, held: Collection[str]) -> "Truth":
         """The same room, were only these of its events held."""
-        part = Truth((), {id: kept for id, kept in self._held.items() if id in held})
+        part = Truth((), {id: kept for id, kept in self._held.items() if id in held}, self._turns)
         part.everything, part._states = self.everything, self._states
         return part
 
@@ -32,9 +39,23 @@ class Truth:
 
     @property
     def forward(self) -> set[str]:
-        """Regular events that no regular event names."""
+        """Regular events that no regular event follows, be it by way of events that are none."""
         regular = {id for id, kept in self._held.items() if kept is HeldAs.REGULAR}
-        return regular - {prev for id in regular for prev in self.everything[id].prevs}
+        followed: set[str] = set()
+        through = [*regular]
+        while through:
+            event = self.everything[through.pop()]
+            found = {prev for prev in event.prevs if prev in self.placed and self._follows(event, prev)} - followed
+            followed |= found
+            through += found - regular
+        return regular - followed
+
+    def _follows(self, event: RoomEvent, prev: str) -> bool:
+        """Whether `event`, which names `prev`, truly does so."""
+        depth = self.everything[prev].depth
+        if event.depth == DEEPEST_EVENT == depth:
+            return self._turns[prev] < self._turns[event.id]
+        return depth < event.depth
 
     @property
     def backward(self) -> set[str]:
@@ -46,22 +67,27 @@ class Truth:
         open_ones = [id]
         while open_ones:
             event = self.everything[open_ones[-1]]
-            waits_for = [prev for prev in event.prevs if prev not in self._states]
+            waits_for = [prev for prev in self._known(event) if prev not in self._states]
             if waits_for:
                 open_ones += waits_for
                 continue
             open_ones.pop()
             found = self.state_before(event)
             if event.key is not None and event.held_as is not HeldAs.REJECTED:
-                _deepen(found, {event.key: KeyHolder(event.depth, event.id)})
+                found[event.key] = KeyHolder(event.depth, event.id)
             self._states[event.id] = found
         return self._states[id]
 
     def state_before(self, event: RoomEvent) -> dict[StateKey, KeyHolder]:
         found: dict[StateKey, KeyHolder] = {}
-        for prev in event.prevs:
+        for prev in self._known(event):
             _deepen(found, self.state_at(prev) if prev not in self._states else self._states[prev])
         return found
+
+    def _known(self, event: RoomEvent) -> list[str]:
+        """Those prev events that anybody knows, and whose depth fits."""
+        known = [prev for prev in event.prevs if prev in self.everything]
+        return [prev for prev in known if self.everything[prev].depth < event.depth or event.depth == DEEPEST_EVENT]
 
     @property
     def current(self) -> dict[StateKey, KeyHolder]:
@@ -75,12 +101,8 @@ class Truth:
         last one, and the event of the membership that ended it; None while it lasts."""
         found: list[tuple[str, int, int | None, str | None]] = []
         since: dict[str, int] = {}
-        named: set[str] = set()
-        forward: set[str] = set()
-        for id, turn in placed:
-            if self._held[id] is HeldAs.REGULAR:
-                named.update(self.everything[id].prevs)
-                forward = (forward | {id}) - named
+        listed = [*placed]
+        for turn, forward in zip((turn for _, turn in listed), self._forward_after_each(listed), strict=True):
             current: dict[StateKey, KeyHolder] = {}
             for last in forward:
                 _deepen(current, self.state_at(last))
@@ -91,6 +113,32 @@ class Truth:
                 elif kind == MEMBER and member in since:
                     found.append((member, since.pop(member), turn, holder.id))
         return [*found, *((member, turn, None, None) for member, turn in since.items())]
+
+    def _forward_after_each(self, placed: Iterable[tuple[str, int]]) -> Iterator[set[str]]:
+        """The forward extremities after each of these events was placed."""
+        forward: set[str] = set()
+        there: set[str] = set()
+        counting: set[str] = set()
+        named_by: dict[str, list[RoomEvent]] = defaultdict(list)
+        for id, _ in placed:
+            there.add(id)
+            event, is_regular = self.everything[id], self._held[id] is HeldAs.REGULAR
+            named_by[id] = [other for other in named_by[id] if other.depth > event.depth]
+            is_followed = any(other.id in counting for other in named_by[id])
+            if is_regular and not is_followed:
+                forward.add(id)
+            for prev in event.prevs:
+                named_by[prev].append(event)
+            through = [event] if is_regular or is_followed else []
+            while through:
+                at = through.pop()
+                counting.add(at.id)
+                for prev in at.prevs:
+                    if any(other.id == at.id for other in named_by[prev]):
+                        forward.discard(prev)
+                        if prev in there and prev not in counting and self._held[prev] is not HeldAs.REGULAR:
+                            through.append(self.everything[prev])
+            yield forward
 
 
 def _deepen(found: dict[StateKey, KeyHolder], state: Mapping[StateKey, KeyHolder]) -> None:

@@ -17,6 +17,7 @@ from tidemark.sources.client import Writer
 from tidemark.sources.rooms import tables
 from tidemark.sources.rooms.caches import ALL_OF_ROOM, ROOMS_OF, STATE
 from tidemark.sources.rooms.rules import (
+    DEEPEST_EVENT,
     MEMBER,
     Around,
     BadEvent,
@@ -148,7 +149,8 @@ class RoomStore:
             recipient = event.state_key if event.held_as is HeldAs.OUT_OF_BAND else None
             id = self._tell(connection, event.known, change.timeline, room.turn, recipient, reserved)
         if change.counts:
-            self._renew(connection, event.room, room, groups, group if change.extremity else None)
+            replaces = change.extremity and event.depth < DEEPEST_EVENT
+            self._renew(connection, event.room, room, groups, group if replaces else None)
         return id
 
     def _tell(
@@ -249,6 +251,11 @@ def _change(connection: Connection, event: RoomEvent, change: RoomChange) -> Non
     if event.held_as.outlier:
         return
     edges = [*change.edges]
+    if change.untrue:
+        connection.execute(
+            "delete from rooms.edges where room = %s and prev = %s and event = any(%s)",
+            [event.room, event.id, [*change.untrue]],
+        )
     connection.execute(
         "insert into rooms.edges (room, prev, event, depth, counts)"
         " select %s, prev, %s, %s, %s from unnest(%s::text[]) as prev",
@@ -261,9 +268,7 @@ def _change(connection: Connection, event: RoomEvent, change: RoomChange) -> Non
             [event.room, [*change.missing]],
         )
     if change.counts:
-        connection.execute(
-            "delete from rooms.forward_extremities where room = %s and event = any(%s)", [event.room, edges]
-        )
+        tables.end_extremities(connection, event.room, edges)
     if change.extremity:
         connection.execute(
             "insert into rooms.forward_extremities (room, event) values (%s, %s)", [event.room, event.id]

@@ -232,20 +232,29 @@ def state_at(connection: Connection, room: str, now: Upto) -> State:
     """The room's state at a position: that of what were the forward extremities, had nothing come after it."""
     groups = connection.execute(
         f"""
-        with later as (
+        with recursive later as (
             select event from rooms.timeline
             where room = %(room)s and recipient is null and stream_ordering > %(linear)s
-        ), candidates as (
+        ), candidates (event) as (
             select event from rooms.forward_extremities where room = %(room)s
             union select unnest(prevs) from later join rooms.events using (event)
+            union
+            select unnest(held.prevs) from candidates join rooms.events as held using (event)
+            where held.room = %(room)s and held.held_as in ('soft-failed', 'rejected')
+        ), following (event, last, held_as) as (
+            select event, event, 'soft-failed'::text from candidates
+            union
+            select following.event, edge.event, held.held_as
+            from following join rooms.edges as edge on edge.room = %(room)s and edge.prev = following.last
+            join rooms.events as held on held.event = edge.event
+            join rooms.timeline as naming on naming.event = edge.event
+            where following.held_as <> 'regular' and naming.recipient is null and {_passed("naming")}
         )
         select distinct held.state_group
         from candidates join rooms.events as held using (event) join rooms.timeline as told using (event)
         where held.held_as = 'regular' and told.recipient is null and {_passed("told")}
             and not exists (
-                select from rooms.edges as edge join rooms.timeline as naming using (event)
-                where edge.room = %(room)s and edge.prev = held.event and edge.counts
-                    and naming.recipient is null and {_passed("naming")}
+                select from following where following.event = held.event and following.held_as = 'regular'
             )
         """.encode(),
         {"room": room, **_bounds(now)},

@@ -49,7 +49,7 @@ class HeldAs(StrEnum):
 
     @property
     def counts(self) -> bool:
-        """Whether it is a forward extremity until another such event names it."""
+        """Whether it is a forward extremity until another such event follows it."""
         return self is HeldAs.REGULAR
 
 
@@ -93,7 +93,7 @@ class RoomEvent:
 @dataclass(frozen=True, slots=True)
 class Around:
     """What is held around an event: itself, those of its prev events that are (of any room, held as whatever), and the
-    events of its room with an edge to it."""
+    events of its room with an edge to it, as regular ones if that edge counts."""
 
     itself: RoomEvent | None = None
     prevs: Mapping[str, KnownEvent] = field(default_factory=dict)
@@ -105,8 +105,10 @@ class RoomChange:
     """What persisting does. `timeline` is where it is told, None for an outlier that nobody is sent (whoever is sent
     one reads `events`).
 
-    `extremity`: it becomes a forward extremity, and its prev events cease to be where it `counts`. It ceases to be a
-    backward extremity where it has edges, and `missing` of its prev events become ones.
+    `extremity`: it becomes a forward extremity. If its edges `count`, its prev events cease to be forward extremities,
+    and so do those that soft-failed and rejected events among them name: from then on the edges of these count, too.
+    It ceases to be a backward extremity where it has edges, and `missing` of its prev events become ones. The edges
+    to it from the events `untrue` are taken away: these said a depth that is false.
     """
 
     edges: tuple[str, ...]
@@ -114,6 +116,7 @@ class RoomChange:
     extremity: bool
     missing: tuple[str, ...]
     timeline: Timeline | None
+    untrue: tuple[str, ...] = ()
 
 
 def persisted(event: RoomEvent, around: Around, timeline: Timeline = "events") -> RoomChange:
@@ -125,13 +128,15 @@ def persisted(event: RoomEvent, around: Around, timeline: Timeline = "events") -
         told: Timeline | None = "events" if event.held_as is HeldAs.OUT_OF_BAND else None
         return RoomChange((), counts=False, extremity=False, missing=(), timeline=told)
     _check_place(event, around)
-    counts = event.held_as.counts
+    true = [other for other in around.named_by if other.depth > event.depth]
+    is_followed = any(other.held_as.counts for other in true)
     return RoomChange(
         edges=event.prevs,
-        counts=counts,
-        extremity=counts and not any(other.held_as.counts for other in around.named_by),
+        counts=event.held_as.counts or is_followed,
+        extremity=event.held_as.counts and not is_followed,
         missing=tuple(id for id in event.prevs if _is_missing(around.prevs.get(id))),
         timeline=timeline,
+        untrue=tuple(other.id for other in around.named_by if other.depth <= event.depth),
     )
 
 
@@ -142,7 +147,8 @@ def chosen_prevs(extremities: Iterable[KnownEvent]) -> tuple[KnownEvent, ...]:
 
 
 def depth_after(prevs: Iterable[KnownEvent]) -> int:
-    return 1 + max((known.depth for known in prevs), default=0)
+    """One more than that of the deepest; behind the deepest depth there is, the same."""
+    return min(DEEPEST_EVENT, 1 + max((known.depth for known in prevs), default=0))
 
 
 def _is_missing(known: KnownEvent | None) -> bool:
@@ -191,20 +197,19 @@ def _check_again(event: RoomEvent, held: RoomEvent) -> None:
 
 
 def _check_place(event: RoomEvent, around: Around) -> None:
-    """Edges stay in the room and go from deeper events to less deep ones: so there is no cycle."""
+    """Edges stay in the room and go from deeper events to less deep ones, or among the deepest to events that came
+    before: so there is no cycle. An event that named this one and is no deeper has said a false depth, and gives way.
+    """
     for known in around.prevs.values():
         _require(event, known.room == event.room, f"its prev event {known.id} is of another room, {known.room}")
     least = depth_after(around.prevs.values())
+    deepest = max((known.depth for known in around.prevs.values()), default=0)
     if len(around.prevs) == len(event.prevs):
-        right = f"one more than that of its deepest prev event is {least}"
+        right = f"an event after these prev events has {least}"
         _require(event, event.depth == least, f"its depth is {event.depth}, and {right}")
-    _require(event, event.depth >= least, f"its depth is {event.depth}, and a prev event's is {least - 1}")
+    _require(event, event.depth >= least, f"its depth is {event.depth}, and a prev event's is {deepest}")
     for other in around.named_by:
         _require(event, other.id not in around.prevs, f"a cycle: it and {other.id} name each other")
-        problem = (
-            f"its depth is {event.depth}, and {other.id}, which names it, has {other.depth}: a cycle, or a wrong depth"
-        )
-        _require(event, other.depth > event.depth, problem)
 
 
 def _require(event: RoomEvent, fine: bool, problem: str) -> None:  # noqa: FBT001 - a condition, not a switch

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from tidemark.sources.rooms.rules import BadEvent, HeldAs, RoomChange, RoomEvent
+from tidemark.sources.rooms.rules import DEEPEST_EVENT, BadEvent, HeldAs, RoomChange, RoomEvent
 
 LONGEST_CHAIN = 100
 """Groups from one to the last that it stands on, both counted."""
@@ -72,7 +72,7 @@ def given_state(
         other = held.get(id)
         if other is None or other.room != event.room or other.held_as is HeldAs.REJECTED or other.key is None:
             raise BadEvent(event.id, f"the state before it names {id}, which is held as no state event of its room")
-        if other.key in state or other.depth >= event.depth:
+        if other.key in state or (other.depth >= event.depth and event.depth < DEEPEST_EVENT):
             raise BadEvent(event.id, f"the state before it names {id}, which is no less deep, or the second of its key")
         state[other.key] = KeyHolder(other.depth, other.id)
     return state

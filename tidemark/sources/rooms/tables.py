@@ -102,7 +102,7 @@ def _event(row: Sequence[Any]) -> RoomEvent:
 
 
 def named_by(connection: Connection, room: str, id: str) -> list[KnownEvent]:
-    """The events with an edge to one; those that do not count as soft-failed ones."""
+    """The events with an edge to one; as soft-failed ones if that edge does not count."""
     rows = connection.execute("select event, depth, counts from rooms.edges where room = %s and prev = %s", [room, id])
     return [
         KnownEvent(event, room, depth, HeldAs.REGULAR if counts else HeldAs.SOFT_FAILED)
@@ -118,6 +118,32 @@ def forward_extremities(connection: Connection, room: str) -> dict[str, tuple[Kn
         [room],
     )
     return {id: (KnownEvent(id, room, depth, HeldAs(held)), group) for id, depth, held, group in rows.fetchall()}
+
+
+def end_extremities(connection: Connection, room: str, events: Sequence[str]) -> None:
+    """Events that an event follows whose edges count. The edges of soft-failed and rejected ones among them count from
+    then on, and so forth.
+    """
+    connection.execute(
+        """
+        with recursive followed (event) as (
+            select unnest(%(events)s::text[])
+            union
+            select edge.prev from followed
+            join rooms.events as held using (event) cross join unnest(held.prevs) as named (prev)
+            join rooms.edges as edge on (edge.room, edge.prev, edge.event) = (held.room, named.prev, held.event)
+            where held.room = %(room)s and held.held_as in ('soft-failed', 'rejected') and not edge.counts
+        ), counting as (
+            update rooms.edges as edge set counts = true
+            from followed join rooms.events as held using (event)
+            where held.room = %(room)s and held.held_as in ('soft-failed', 'rejected')
+                and edge.room = held.room and edge.event = held.event and edge.prev = any(held.prevs)
+                and not edge.counts
+        )
+        delete from rooms.forward_extremities where room = %(room)s and event in (select event from followed)
+        """,
+        {"room": room, "events": [*events]},
+    )
 
 
 def backward_extremities(connection: Connection, room: str) -> list[str]:
