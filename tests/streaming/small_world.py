@@ -21,6 +21,7 @@ Clause = Literal[
     "an announcement is read while no reservation is out",
     "who lost its database joins again",
     "a void is named only where nothing was committed",
+    "an edge leaves out no ID of its own writer",
 ]
 """What a writer promises (docs/design.md 4)."""
 
@@ -216,6 +217,9 @@ def _reserves(world: World, at: int, process: Process, size: Size) -> Iterator[S
     if size.broken == "an announcement is read while no reservation is out":
         record = Record("POSITION", WRITERS[at], process.epoch, process.last, id)
     yield world._replace(head=id)._with(at, reserved, fresh=record is None), record
+    if size.broken == "an edge leaves out no ID of its own writer" and process.open:
+        over = reserved._replace(open=(*process.open, (process.open[-1][0], id)))
+        yield world._replace(head=id)._with(at, over, fresh=True), None
 
 
 def _completes(world: World, at: int, process: Process, size: Size) -> Iterator[Step]:

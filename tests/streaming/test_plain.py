@@ -117,7 +117,20 @@ def calm(draw: st.DrawFn) -> list[Record]:
 def disturbed(draw: st.DrawFn) -> list[Record]:
     """The same with some records that do not keep it, in two streams."""
     log = draw(calm())
-    changes = ["again", "writer", "epoch", "partition", "sign", "void", "position", "further", "skip", "retire", "lost"]
+    changes = [
+        "again",
+        "writer",
+        "epoch",
+        "partition",
+        "sign",
+        "void",
+        "position",
+        "further",
+        "inside",
+        "skip",
+        "retire",
+    ]
+    changes.append("lost")
     for name, at, near, change in draw(
         st.lists(
             st.tuples(st.sampled_from(WRITERS), st.integers(1, 10), st.integers(0, 80), st.sampled_from(changes)),
@@ -138,6 +151,7 @@ def disturbed(draw: st.DrawFn) -> list[Record]:
             "void": replace(it, kind="VOID"),
             "position": replace(it, kind="POSITION"),
             "further": replace(it, kind="POSITION", prev=it.id, id=it.id + 3 * (1 if it.id > 0 else -1)),
+            "inside": replace(it, kind="RDATA", id=it.prev + (1 if it.id > 0 else -1)),
             "skip": skip(it.writer, it.prev, it.id, it.epoch),
             "retire": forced(retire(it.writer, it.id, it.epoch)),
         }
