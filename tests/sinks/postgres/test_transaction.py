@@ -134,6 +134,14 @@ def test_rejoined_writer_is_cut_to_what_was_open(store: Postgres, sql: psycopg.C
     assert store.positions(["s"])["s"].forgotten == frozenset()
 
 
+def test_counts_as_wide_as_ids_go_are_cut_too(store: Postgres, sql: psycopg.Connection, token: int) -> None:
+    """Rule 5: of spans that were divided each count may be as wide as the range; no sum of them leaves 64 bits."""
+    store.apply(batch(1, stream("s", advance("w", 0, 9)), token=token))
+    widest = advance("w", 0, LARGEST, empty=LARGEST, unseen=LARGEST, skipped=LARGEST)
+    store.apply(batch(2, stream("s", widest, linear=9), token=token))
+    assert history(sql, "prev, id, empty, unseen, skipped")[1:] == [(9, LARGEST, LARGEST, LARGEST - 9, LARGEST)]
+
+
 def test_the_retired_writers_of_a_stream_that_rests_are_forgotten(
     store: Postgres, sql: psycopg.Connection, token: int
 ) -> None:
