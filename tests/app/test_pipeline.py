@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client import CollectorRegistry
 from psycopg import sql
+from psycopg.conninfo import make_conninfo
 
 from tests.app.collector import Collector, attributes, collecting
 from tests.app.prometheus import IS_THERE, scraping
@@ -90,6 +91,23 @@ def test_one_writer_holds_the_line_and_not_the_other(shared: Site) -> None:
     shared.reaches("pair", A=4, B=5, linear=4)
     shared.send(Void(stream="pair", writer="A", epoch=1, prev=4, id=5))
     shared.reaches("pair", A=5, B=5, linear=5)
+
+
+def test_a_batch_that_waits_for_a_lock_is_named(shared: Site) -> None:
+    """Readiness and `tidemark status` turn red with who holds it, and green again; advisory locks hold nobody back."""
+    with psycopg.connect(make_conninfo(shared.dsn, application_name="nightly-job"), autocommit=True) as other:
+        other.execute("select pg_advisory_lock(hashtextextended('tidemark.history', 0))")
+        shared.send(fact("locked", 1))
+        shared.reaches("locked", first=1)
+        other.execute("begin; lock table tidemark.stream_positions in exclusive mode")
+        shared.send(fact("locked", 2))
+        eventually(lambda: shared.first.metric("tidemark_pipeline_ready") == 0)
+        eventually(lambda: "nightly-job" in CliRunner(env=shared.variables).invoke(main, ["status"]).stdout)
+        assert CliRunner(env=shared.variables).invoke(main, ["status", "--check"]).exit_code == 3
+        other.execute("rollback")
+        shared.reaches("locked", first=2)
+        eventually(lambda: shared.first.metric("tidemark_pipeline_ready") == 1)
+    shared.first.says("application nightly-job")
 
 
 def test_facts_that_come_in_one_record_count_one_by_one(shared: Site) -> None:
