@@ -18,9 +18,11 @@ from tidemark.streaming.commands import (
     parse,
 )
 from tidemark.streaming.errors import BadCommand
-from tidemark.streaming.records import MAX_ID
+from tidemark.streaming.records import MAX_ID, is_name
 
-names = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zs", "Zl", "Zp"]), min_size=1, max_size=40)
+names = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zs", "Zl", "Zp"]), min_size=1, max_size=40).filter(
+    is_name
+)
 ids = st.integers(-MAX_ID, MAX_ID)
 texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=40)
 commands = st.one_of(
