@@ -12,7 +12,9 @@ from tidemark.streaming.errors import BatchCut as BatchCut
 from tidemark.streaming.errors import BatchEnded as BatchEnded
 from tidemark.streaming.errors import ChainBroken as ChainBroken
 from tidemark.streaming.errors import CheckpointNotWritable as CheckpointNotWritable
+from tidemark.streaming.errors import ContentRefused as ContentRefused
 from tidemark.streaming.errors import ExtraMissing as ExtraMissing
+from tidemark.streaming.errors import FactsReplaced as FactsReplaced
 from tidemark.streaming.errors import FactUnfit as FactUnfit
 from tidemark.streaming.errors import LateNeedsWriter as LateNeedsWriter
 from tidemark.streaming.errors import LateUnknown as LateUnknown
@@ -26,12 +28,14 @@ from tidemark.streaming.errors import QueryFailed as QueryFailed
 from tidemark.streaming.errors import ReaderModeChanged as ReaderModeChanged
 from tidemark.streaming.errors import RecordsBeyondEnd as RecordsBeyondEnd
 from tidemark.streaming.errors import RecordsGone as RecordsGone
+from tidemark.streaming.errors import RecordsRefused as RecordsRefused
 from tidemark.streaming.errors import Refused as Refused
 from tidemark.streaming.errors import Reject as Reject
 from tidemark.streaming.errors import Retry as Retry
 from tidemark.streaming.errors import RowUnreadable as RowUnreadable
 from tidemark.streaming.errors import SchemaMismatch as SchemaMismatch
 from tidemark.streaming.errors import SequenceUnfit as SequenceUnfit
+from tidemark.streaming.errors import SequenceWentBack as SequenceWentBack
 from tidemark.streaming.errors import ShardsChanged as ShardsChanged
 from tidemark.streaming.errors import Slow as Slow
 from tidemark.streaming.errors import SparkDied as SparkDied

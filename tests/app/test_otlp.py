@@ -78,9 +78,7 @@ def test_a_collector_that_takes_nothing_is_told_once_and_holds_nobody_up(collect
         for _ in range(2):
             with tracing(address, "me", 41) as trace:
                 publish(trace)
-    assert [(it["log_level"], it["endpoint"]) for it in told] == [
-        ("warning", collector.address.replace("//", "//me:***@"))
-    ] * 2
+    assert [(it["log_level"], it["endpoint"]) for it in told] == [("warning", collector.address)] * 2
     with capture_logs() as told, tracing("http://127.0.0.1:9", "me", 41) as trace:
         publish(trace)
     assert [it["event"] for it in told] == ["The collector takes no traces; they are left out"]

@@ -206,9 +206,9 @@ def test_every_kind_of_bad_record_arrives_unchanged_in_the_dead_letters(shared: 
     }
 
 
-def act(site: Site, *words: str) -> tuple[int, str]:
+def act(site: Site, *words: str, **variables: str) -> tuple[int, str]:
     """By an operator at no terminal; its exit code, and all that it says."""
-    done = CliRunner(env=site.variables).invoke(main, [*words, "--by", "ada", "--why", "host is gone"])
+    done = CliRunner(env={**site.variables, **variables}).invoke(main, [*words, "--by", "ada", "--why", "host is gone"])
     return done.exit_code, done.output
 
 
@@ -251,17 +251,15 @@ def test_an_operator_skips_a_gap_and_takes_back_a_skip_that_went_too_far(shared:
 
 def test_a_writer_that_cannot_be_stopped_is_fenced(shared: Site) -> None:
     """Rule 1: what it left open is settled by the act, nothing counts any more that its old process sends, and its next
-    start goes on. Who was heard of within a minute is left alone, whatever is forced."""
+    start goes on. A writer with a record within TIDEMARK_SILENT_SECONDS is left alone, whatever is forced."""
     edge = Rdata(stream="fenced", writer="A", epoch=1, prev=3, id=4, row=NOTHING)
     joins = [Join(stream="fenced", writer=name, epoch=1, id=0) for name in "AB"]
-    long_ago = int((time.time() - 120) * 1000)
-    producer = Producer(shared.kafka.producer())
-    told: list[Record] = [*joins, replace(edge, prev=0, id=2), edge, replace(edge, writer="B", prev=0, id=5)]
-    for record in told:
-        producer.produce(shared.facts, key=b"fenced", value=encode(record), timestamp=long_ago)
-    assert producer.flush(30) == 0
+    shared.send(*joins, replace(edge, prev=0, id=2), edge, replace(edge, writer="B", prev=0, id=5))
     shared.reaches("fenced", A=2, B=5, linear=2)
-    code, said = act(shared, "fence", "fenced", "A", "--yes")
+    code, said = act(shared, "fence", "fenced", "A", "--yes", "--force")
+    assert (code, "A is alive" in said) == (1, True)
+    time.sleep(1.0)
+    code, said = act(shared, "fence", "fenced", "A", "--yes", TIDEMARK_SILENT_SECONDS="1")
     assert (code, said.splitlines()[-1]) == (0, "applied: A is at 4, the line is at 5"), said
     with Postgres(PostgresConfig(shared.dsn)) as postgres:
         assert {it for it in postgres.conditions.begun() if it[0] == "fenced"} == {("fenced", "A", 2)}
