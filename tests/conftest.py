@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tidemark.streaming.environment import Foreign, bypass_proxies_for_loopback, forget
+from tidemark.common.environment import Foreign, bypass_proxies_for_loopback, forget
 
 # A developer's own settings for Postgres, and a proxy, are not for the servers of the tests.
 forget([Foreign.POSTGRES])

@@ -29,11 +29,11 @@ from tests.waiting import eventually
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer, RedisServer
+from tidemark.common.errors import Unavailable
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.topics import Topics, plans
-from tidemark.streaming.errors import Unavailable
-from tidemark.streaming.records import Record, encode
+from tidemark.streaming.wire.records import Record, encode
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[1]

@@ -6,7 +6,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from tidemark.app import class_archive
-from tidemark.streaming.spark import SparkSettings, start
+from tidemark.streaming.engine.spark import SparkSettings, start
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from tests.shadows import shadowed
 from tests.waiting import eventually
 from tidemark.app.stack.home import Home
 from tidemark.app.stack_env import read_stack_env
-from tidemark.streaming.environment import child_environment
+from tidemark.common.environment import child_environment
 
 _TIDEMARK = (sys.executable, "-P", "-m", "tidemark")  # as the installed command, which does not look around itself
 READY_SECONDS = 300.0  # with other tests on the same cores

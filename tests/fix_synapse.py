@@ -14,9 +14,9 @@ from tests.services.synapse import NAME, Homeserver, NoSynapse, programs
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import LOOPBACK, ServerProcess, free_port, listens
+from tidemark.common.environment import child_environment
 from tidemark.sources.synapse import state
 from tidemark.sources.synapse.tables import STREAMS
-from tidemark.streaming.environment import child_environment
 
 DATABASE = "synapse"
 READER = "tidemark_bridge"

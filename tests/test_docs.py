@@ -9,8 +9,8 @@ import click
 import pytest
 
 from tidemark.app.cli import main
-from tidemark.streaming.model import Reason
-from tidemark.streaming.records import Record
+from tidemark.streaming.values.limits import Reason
+from tidemark.streaming.wire.records import Record
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("app", "sinks", "sources", "streaming", "tests")
@@ -91,7 +91,7 @@ def test_rules_that_are_cited_exist() -> None:
 
 
 def test_files_that_pages_name_exist() -> None:
-    """`streaming/stream.py` in backticks is a file or a folder."""
+    """`streaming/core/stream.py` in backticks is a file or a folder."""
     for page, text in PAGES.items():
         if page.parts[:2] == ("docs", "decisions") or page.name == "CHANGELOG.md":
             continue  # they tell of their time

@@ -10,7 +10,7 @@ from tests.play.simulation import Simulation
 from tests.play.stream import SimulatedStream
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import RecordProducer
-from tidemark.streaming.records import Record, encode
+from tidemark.streaming.wire.records import Record, encode
 
 
 class PlayFeed:

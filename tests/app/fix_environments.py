@@ -15,7 +15,7 @@ from tests.app.environments import UID, Case, private
 from tests.fix_stack import READY_SECONDS
 from tests.waiting import eventually
 from tidemark.app.stack.postgres import postgres_program
-from tidemark.streaming.environment import child_environment
+from tidemark.common.environment import child_environment
 
 TIDEMARK = (sys.executable, "-P", "-m", "tidemark")
 SERVERS = ("KAFKA", "POSTGRES", "REDIS", "METRICS", "SIDECAR", "SIDECAR_TCP")

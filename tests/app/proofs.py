@@ -19,16 +19,16 @@ from tests.streaming.builders import packed
 from tests.waiting import eventually
 from tidemark.app.verbs import verify
 from tidemark.app.verbs.copies import RedisKeys, RedisTokens
+from tidemark.common.errors import Unavailable
 from tidemark.sinks.postgres.audit import Audit
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics
-from tidemark.streaming.batch import advance
-from tidemark.streaming.effects import ShardEffects
-from tidemark.streaming.errors import Unavailable
-from tidemark.streaming.model import Bounds
-from tidemark.streaming.records import Topic
-from tidemark.streaming.states import States
+from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.effects import ShardEffects
+from tidemark.streaming.core.store import States
+from tidemark.streaming.values.limits import Bounds
+from tidemark.streaming.wire.records import Topic
 
 
 class HistoryRow(NamedTuple):

@@ -11,11 +11,11 @@ from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.recorded import Recorded
 from tidemark.sources.topics import Topics, plans
-from tidemark.streaming import records
-from tidemark.streaming.batch import advance
-from tidemark.streaming.model import Bounds
-from tidemark.streaming.records import FactRun, Join, Position, Rdata, Record, Topic, row
-from tidemark.streaming.states import States
+from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.store import States
+from tidemark.streaming.values.limits import Bounds
+from tidemark.streaming.wire import records
+from tidemark.streaming.wire.records import FactRun, Join, Position, Rdata, Record, Topic, row
 
 STREAM = "events"
 

@@ -11,13 +11,13 @@ from tidemark.app.batches import LET_GO_AFTER, Batches
 from tidemark.app.board import Board
 from tidemark.app.start import Seed
 from tidemark.app.tracing import untraced
+from tidemark.common.errors import BatchCut, LeaseLost, QueryFailed, Stopping, TidemarkError
+from tidemark.common.gc_tuning import no_collection
 from tidemark.sinks.dead_letters import DeadLettered
 from tidemark.sinks.publisher import Published, Publisher
 from tidemark.sources.start import RememberedTopic
-from tidemark.streaming import effects
-from tidemark.streaming.collection import no_collection
-from tidemark.streaming.effects import Progress, ShardEffects
-from tidemark.streaming.errors import BatchCut, LeaseLost, QueryFailed, Stopping, TidemarkError
+from tidemark.streaming.core import effects
+from tidemark.streaming.core.effects import Progress, ShardEffects
 
 
 class _Empty:

@@ -18,24 +18,24 @@ from tidemark.app.board import Board
 from tidemark.app.board_entries import BoardEntry
 from tidemark.app.end_offsets import EndOffsets
 from tidemark.app.stack.servers import KafkaServer
+from tidemark.common.errors import TopicMissing, TopicReplaced
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.start import RememberedTopic
 from tidemark.sources.topics import TopicPlan, Topics
-from tidemark.streaming import state
-from tidemark.streaming.chain import Chain, Span
-from tidemark.streaming.direction import Direction
-from tidemark.streaming.effects import Progress, ShardEffects, StreamEffects, Summary, WriterRow
-from tidemark.streaming.errors import TopicMissing, TopicReplaced
-from tidemark.streaming.joined import Writers
-from tidemark.streaming.linear import LinearPosition
-from tidemark.streaming.model import Evidence
-from tidemark.streaming.policies import Policies
-from tidemark.streaming.query import by_shard
-from tidemark.streaming.states import ShardedStates
-from tidemark.streaming.stream import StreamState
-from tidemark.streaming.writers import WriterState
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.core.chain import Chain, Span
+from tidemark.streaming.core.effects import Progress, ShardEffects, StreamEffects, Summary, WriterRow
+from tidemark.streaming.core.linear import LinearPosition
+from tidemark.streaming.core.store import ShardedStates
+from tidemark.streaming.core.stream import StreamState
+from tidemark.streaming.core.writer_table import Writers
+from tidemark.streaming.core.writers import WriterState
+from tidemark.streaming.engine.query import by_shard
+from tidemark.streaming.values.direction import Direction
+from tidemark.streaming.values.limits import Evidence
+from tidemark.streaming.values.policies import Policies
 
 
 def a_backward_stream() -> StreamState:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tidemark.app.class_archive import archive, make, options, spark_archive
-from tidemark.streaming.environment import child_environment
+from tidemark.common.environment import child_environment
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tidemark.app.cli import main
 from tidemark.app.commands import confirmed
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import free_port
-from tidemark.streaming.environment import child_environment
+from tidemark.common.environment import child_environment
 
 COMMANDS = [
     name

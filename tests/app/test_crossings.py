@@ -7,10 +7,10 @@ from structlog.testing import capture_logs
 from tests.streaming.builders import Shard, join, position, rdata
 from tidemark.app.board import Board
 from tidemark.app.crossings import SINGLE, Crossings
-from tidemark.streaming.model import Bounds
-from tidemark.streaming.policies import Policies
-from tidemark.streaming.query import by_shard
-from tidemark.streaming.states import ShardedStates
+from tidemark.streaming.core.store import ShardedStates
+from tidemark.streaming.engine.query import by_shard
+from tidemark.streaming.values.limits import Bounds
+from tidemark.streaming.values.policies import Policies
 
 
 class Watched:

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import (
 from tests.fix_tls import Authority, Pem
 from tidemark.app.encryption import Certificate, trusting
 from tidemark.app.stack.server import LOOPBACK
-from tidemark.streaming.errors import BadSetting
+from tidemark.common.errors import BadSetting
 
 
 @pytest.fixture

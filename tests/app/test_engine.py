@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tidemark.app.engine import cause, properties
-from tidemark.streaming.errors import BadSetting
+from tidemark.common.errors import BadSetting
 
 
 def test_properties_are_read_as_spark_reads_them(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ pyspark.errors.exceptions.captured.PythonException:
 Traceback (most recent call last):
   File "kafka_ranges.py", line 1, in read
     raise self._errors.explain(error)
-tidemark.streaming.errors.Unavailable: Kafka at k:9092: it is gone
+tidemark.common.errors.Unavailable: Kafka at k:9092: it is gone
 
 \tat org.apache.spark.api.python.PythonException.throw(PythonRunner.scala:1)
 Caused by: org.apache.spark.SparkException: Job aborted
@@ -54,7 +54,7 @@ Caused by: org.apache.spark.SparkException: Job aborted
     ("text", "found"),
     [
         (OF_JAVA, "java.io.IOException: no space left"),
-        (OF_PYTHON, "tidemark.streaming.errors.Unavailable: Kafka at k:9092: it is gone"),
+        (OF_PYTHON, "tidemark.common.errors.Unavailable: Kafka at k:9092: it is gone"),
         ("one line", "one line"),
         ("", "no cause given"),
     ],

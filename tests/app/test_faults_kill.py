@@ -11,7 +11,7 @@ from tests.app.running import PATIENCE, Running
 from tests.fix_pipeline import Site
 from tests.play.cast import Cast
 from tests.waiting import eventually
-from tidemark.streaming.records import Join, Rdata, row
+from tidemark.streaming.wire.records import Join, Rdata, row
 
 
 def overfull(site: Site) -> None:

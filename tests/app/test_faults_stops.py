@@ -13,7 +13,7 @@ from tests.fix_pipeline import PARTITIONS, Site
 from tests.waiting import eventually
 from tidemark.sinks.postgres.database import SCHEMA
 from tidemark.sources.topics import Topics
-from tidemark.streaming.records import Join, Rdata, Record, encode, row
+from tidemark.streaming.wire.records import Join, Rdata, Record, encode, row
 
 NOTHING = row({})
 

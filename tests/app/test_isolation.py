@@ -6,7 +6,7 @@ from tests.app.proofs import dead_letters, verified
 from tests.app.running import PATIENCE
 from tests.fix_pipeline import Site
 from tests.waiting import eventually
-from tidemark.streaming.records import Join, Rdata, Record, Skip, encode, row
+from tidemark.streaming.wire.records import Join, Rdata, Record, Skip, encode, row
 
 STREAMS = [f"s{number}" for number in range(10)]
 FACTS = 40

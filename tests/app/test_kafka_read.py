@@ -7,7 +7,7 @@ from tests.fix_pipeline import PARTITIONS, Site
 from tests.waiting import eventually
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.topics import Topics
-from tidemark.streaming.records import Join, Rdata, Record, Skip, encode, row
+from tidemark.streaming.wire.records import Join, Rdata, Record, Skip, encode, row
 
 
 def fact(id: int, prev: int) -> Record:

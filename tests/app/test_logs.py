@@ -11,7 +11,7 @@ from threading import Thread
 
 import pytest
 
-from tidemark.streaming.environment import child_environment
+from tidemark.common.environment import child_environment
 
 _ASK = """
 import sys

@@ -5,8 +5,8 @@ from tests.streaming.builders import Shard, join, skip
 from tidemark.app.metrics import REGISTRY, count_batch
 from tidemark.sinks.dead_letters import DeadLettered
 from tidemark.sinks.publisher import Published
-from tidemark.streaming.effects import NewTimeline, ShardEffects
-from tidemark.streaming.model import Reason
+from tidemark.streaming.core.effects import NewTimeline, ShardEffects
+from tidemark.streaming.values.limits import Reason
 
 
 def test_what_may_be_counted_stands_at_0_before() -> None:

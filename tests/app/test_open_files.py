@@ -3,7 +3,7 @@
 import pytest
 
 from tidemark.app.open_files import RESERVE, ServedClients, within
-from tidemark.streaming.errors import BadSetting
+from tidemark.common.errors import BadSetting
 
 WANTED = ServedClients(connections=5000, held=2500, lines=1000)
 

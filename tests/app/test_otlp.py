@@ -12,9 +12,9 @@ from structlog.testing import capture_logs
 from tests.app.collector import Collector, attributes, collecting
 from tidemark.app.otlp import trace_of
 from tidemark.app.tracing import Trace, tracing
+from tidemark.common.errors import QueryFailed
 from tidemark.sinks.dead_letters import DeadLettered
 from tidemark.sinks.publisher import Published
-from tidemark.streaming.errors import QueryFailed
 
 SECONDS = {"postgres": 0.25, "redis": 0.5, "dead_letters": 0.0}
 DONE = Published(7, repeated=False, streams=1, dead_lettered=DeadLettered(), published_at=0.0, seconds=SECONDS)

@@ -36,11 +36,11 @@ from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer, RedisServer
+from tidemark.common.environment import child_environment
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.synapse.metrics import BridgeMetrics
-from tidemark.streaming.environment import child_environment
-from tidemark.streaming.records import FactRun, Join, Position, Rdata, Record, Void, encode, row
+from tidemark.streaming.wire.records import FactRun, Join, Position, Rdata, Record, Void, encode, row
 
 NOTHING = row({})
 

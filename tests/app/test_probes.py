@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from tests.waiting import eventually
 from tidemark.app import metrics, probes, relay
+from tidemark.common.errors import BadSetting
 from tidemark.sources.relay.metrics import RelayMetrics
-from tidemark.streaming.errors import BadSetting
 
 NOW = 1_000_000.0
 ANYWHERE = ("127.0.0.1", 0)

@@ -4,10 +4,10 @@ import pytest
 
 from tidemark.app.produce import Produced, produce
 from tidemark.app.stack.servers import KafkaServer
+from tidemark.common.errors import TopicMissing
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics, plans
-from tidemark.streaming.errors import TopicMissing
-from tidemark.streaming.records import Topic
+from tidemark.streaming.wire.records import Topic
 
 FACT = b'{"kind":"RDATA","stream":"orders","writer":"shop","id":%d,"row":{}}\n'
 RUN = b'{"kind":"RUN","stream":"orders","writer":"shop","prev":0,"ids":[1,4],"rows":[[{}],[]]}\n'

@@ -16,7 +16,7 @@ from tidemark.app.cli import main
 from tidemark.app.open_ranges import OpenRange
 from tidemark.app.remedies import remedy
 from tidemark.sources.transactions import OpenTransaction
-from tidemark.streaming.records import Timeline
+from tidemark.streaming.wire.records import Timeline
 
 NEVER_JOINED = (rdata("desk", 4, epoch=3),)
 SILENT = (join("a", 0), join("b", 0), rdata("a", 3, 2, epoch=1), position("b", 0, 9, epoch=1))

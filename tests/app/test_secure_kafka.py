@@ -20,15 +20,15 @@ from tests.fix_pipeline import Site, made_site
 from tests.fix_tls import Authority
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.servers import RedisServer
+from tidemark.common.errors import Refused
+from tidemark.common.kafka_errors import ErrorListener
+from tidemark.common.partition_reader import PartitionReader
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.topics import TopicPlan, Topics
-from tidemark.streaming.errors import Refused
-from tidemark.streaming.fetched import PlannedRange
-from tidemark.streaming.kafka_errors import ErrorListener
-from tidemark.streaming.kafka_ranges import Ends, RangeReader
-from tidemark.streaming.partition_reader import PartitionReader
-from tidemark.streaming.records import Rdata, Topic, encode, row
+from tidemark.streaming.ingest.ranges import Ends, RangeReader
+from tidemark.streaming.ingest.record_batch import PlannedRange
+from tidemark.streaming.wire.records import Rdata, Topic, encode, row
 
 WAYS = ["scram", "mutual", "tokens"]
 

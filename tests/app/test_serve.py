@@ -26,7 +26,7 @@ from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.server import LOOPBACK, free_port
 from tidemark.app.stack.servers import RedisServer, SidecarProcess
-from tidemark.streaming.environment import child_environment
+from tidemark.common.environment import child_environment
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 
 from tidemark.app import config
 from tidemark.app.settings import Settings, is_secret, load, variable_of
-from tidemark.streaming.environment import child_environment
-from tidemark.streaming.errors import BadSetting
+from tidemark.common.environment import child_environment
+from tidemark.common.errors import BadSetting
 
 
 @pytest.fixture(autouse=True)

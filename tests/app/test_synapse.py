@@ -11,11 +11,11 @@ from tests.fix_synapse import begun_by_a_bridge
 from tests.waiting import eventually
 from tidemark.app.cli import main
 from tidemark.app.synapse import BridgePlan
+from tidemark.common.errors import BadSetting
 from tidemark.sinks.postgres.status import BridgeStatus
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sources.synapse import state
 from tidemark.sources.synapse.channel import SynapseChannel
-from tidemark.streaming.errors import BadSetting
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 from tidemark.app.versions import OURS, require_neighbour, require_successor
-from tidemark.streaming.errors import VersionSkew
+from tidemark.common.errors import VersionSkew
 
 
 @pytest.mark.parametrize("pipeline", ["", OURS, "0.4.0", "0.5.9", "0.6.0rc1", "unheard of"])

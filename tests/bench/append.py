@@ -20,12 +20,12 @@ from confluent_kafka import Consumer, TopicPartition
 from tests.bench.site import BenchSite
 from tests.bench.table import table
 from tidemark.app.stack.postgres import postgres_program
+from tidemark.common.environment import child_environment
 from tidemark.sources.client import Writer
 from tidemark.sources.relay.database import SCHEMA, session_of
 from tidemark.sources.topics import TopicPlan, Topics
-from tidemark.streaming import records
-from tidemark.streaming.environment import child_environment
-from tidemark.streaming.records import Rdata
+from tidemark.streaming.wire import records
+from tidemark.streaming.wire.records import Rdata
 
 WANTED = {"share": 0.75, "many": 0.5, "latency": 25.0, "drain": 50_000}
 _FACT = {"total": 40, "items": ["pen", "paper"], "customer": "ada"}

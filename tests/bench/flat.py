@@ -13,17 +13,17 @@ import psutil
 from tests.bench.table import mib, rate, table
 from tests.bench.whole import WrongResult
 from tests.bench.workload import Completions, Rendering, Shape, WritersAtWork
-from tidemark.streaming import state
-from tidemark.streaming.batch import advance
-from tidemark.streaming.compact import MOST_FACTS, compact
-from tidemark.streaming.fetched import Fetched, PlannedRange
-from tidemark.streaming.model import Bounds
-from tidemark.streaming.records import Topic
-from tidemark.streaming.runs import Packet
-from tidemark.streaming.states import States
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.store import States
+from tidemark.streaming.ingest.compact import MOST_FACTS, compact
+from tidemark.streaming.ingest.record_batch import Fetched, PlannedRange
+from tidemark.streaming.values.limits import Bounds
+from tidemark.streaming.wire.records import Topic
+from tidemark.streaming.wire.runs import Packet
 
 _TOPIC = "facts"
-_AT_ONCE = 2_000  # as streaming.kafka_ranges has them
+_AT_ONCE = 2_000  # as streaming.ingest.ranges has them
 _packets = msgspec.msgpack.Decoder(Packet)
 _SHAPE = Shape(streams=1, writers=8)
 

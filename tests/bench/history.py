@@ -20,7 +20,7 @@ from tests.bench.table import table
 from tests.sinks.given import NOW, batch, stream
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-from tidemark.streaming.effects import StreamEffects, WriterAdvance, WriterRow
+from tidemark.streaming.core.effects import StreamEffects, WriterAdvance, WriterRow
 
 BATCHES_A_SECOND = 3
 _DAY = 86_400

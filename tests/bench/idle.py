@@ -26,8 +26,8 @@ from tests.bench.topic import create
 from tests.bench.usage import KINDS, sampled
 from tests.bench.whole import Whole, WrongResult, not_begun
 from tests.streaming.builders import Record, Shard, packets, sent
-from tidemark.streaming.effects import StreamEffects
-from tidemark.streaming.model import shard_of
+from tidemark.streaming.core.effects import StreamEffects
+from tidemark.streaming.values.limits import shard_of
 
 _FEW = 1000
 _VARIANTS, _PARTITIONS, _SHARDS = 1000, 4, 16

@@ -12,13 +12,13 @@ import psycopg
 
 from tests.bench.site import BenchSite
 from tests.bench.table import rate, table
+from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.database import session_of
 from tidemark.sources.rooms.memory import MemoryRooms
 from tidemark.sources.rooms.reading import Upto, sync
 from tidemark.sources.rooms.rules import RoomEvent, depth_after
 from tidemark.sources.rooms.states import LONGEST_CHAIN
 from tidemark.sources.rooms.tables import SCHEMA
-from tidemark.streaming.postgres_session import Connection
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from tests.streaming.builders import Record, Shard, join, packets, rdata, retire
 from tidemark.sinks.port import Batch
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-from tidemark.streaming.effects import ShardEffects
+from tidemark.streaming.core.effects import ShardEffects
 
 _PENDING, _RETIRED = "10 000 spans of another writer pending", "9 999 retired writers"
 _STRANGERS = 900

@@ -1,7 +1,7 @@
 """The streams of the bench are what it says of them."""
 
 from tests.bench import idle
-from tidemark.streaming.plain import AtRest, at_rest
+from tidemark.streaming.core.fast_path import AtRest, at_rest
 
 
 def test_its_streams_are_at_rest() -> None:

@@ -4,7 +4,7 @@ import pytest
 from tests.bench.competitors.gaps import GapBuffer
 from tests.bench.latency import MoveTimes
 from tests.bench.workload import Completions, Rendering, Shape, WritersAtWork
-from tidemark.streaming.records import FactRun, Topic, read
+from tidemark.streaming.wire.records import FactRun, Topic, read
 
 SHAPES = [Shape(streams=3, writers=4), Shape(streams=50, writers=2, in_flight=0.5), Shape(streams=1, writers=1)]
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from tests.helm.tools import CHART
 from tidemark.app.cli import main
 from tidemark.app.settings import Settings, called, variable_of
-from tidemark.streaming.errors import TopicMissing
+from tidemark.common.errors import TopicMissing
 
 NAMES: dict[str, str] = json.loads((CHART / "files/names.json").read_text())
 

@@ -55,7 +55,7 @@ def test_everything_that_the_libraries_offer_is_offered() -> None:
 def test_every_error_can_be_caught() -> None:
     """What `tidemark.errors` offers are the errors that are raised and the way a program ends by one, and it offers
     nothing else."""
-    from tidemark.streaming import errors as raised
+    from tidemark.common import errors as raised
 
     tree = {name: value for name, value in vars(raised).items() if _is_error(value)}
     offered = {name: value for name, value in vars(errors).items() if not name.startswith("__")}

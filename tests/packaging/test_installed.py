@@ -148,11 +148,11 @@ def test_editable_installation_follows_the_checkout(base_install: Environment, t
     tree = copy_of_the_tree(tmp_path / "tree")
     wheel = build(tree, "wheel:editable", tmp_path)
     editable = base_install.with_also(tmp_path / "environment", "--force-reinstall", "--no-deps", wheel)
-    with (tree / "tidemark/streaming/model.py").open("a") as module:
+    with (tree / "tidemark/streaming/values/limits.py").open("a") as module:
         module.write("\nCHANGED = 'yes'\n")
-    program = "from tidemark.streaming import model; print(model.CHANGED, model.__file__)"
+    program = "from tidemark.streaming.values import limits as model; print(model.CHANGED, model.__file__)"
     done = editable.run(editable.python, "-c", program, cwd=tmp_path)
-    assert done.stdout == f"yes {tree / 'tidemark/streaming/model.py'}\n"
+    assert done.stdout == f"yes {tree / 'tidemark/streaming/values/limits.py'}\n"
     _mypy_knows_every_name(editable, tmp_path)
 
 

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
-from tidemark.streaming.records import Record
+from tidemark.streaming.wire.records import Record
 
 Action: TypeAlias = Callable[[float], list[Record]]
 """Called with the time for which it was planned; gives the records that go to Kafka then."""

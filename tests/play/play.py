@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tests.play.agenda import Action, Agenda
 from tests.play.cast import Habits
 from tests.play.stream import PlayReservation, SimulatedStream, SimulatedWriter
-from tidemark.streaming.records import Record
+from tidemark.streaming.wire.records import Record
 
 HEARTBEAT_SECONDS = 1.0
 

@@ -7,7 +7,7 @@ from typing import Any
 import redis
 
 from tests.play.stream import SimulatedStream
-from tidemark.streaming.errors import Refused, Unavailable
+from tidemark.common.errors import Refused, Unavailable
 
 
 @dataclass(frozen=True, slots=True)

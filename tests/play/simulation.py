@@ -12,7 +12,7 @@ from tests.play.agenda import Agenda
 from tests.play.cast import Cast, direction
 from tests.play.play import Held, StreamPlay
 from tests.play.stream import SimulatedStream, SimulatedWriter
-from tidemark.streaming.records import Record
+from tidemark.streaming.wire.records import Record
 
 
 class Simulation:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from tests.play.truth import StreamTruth
-from tidemark.streaming.records import Join, Position, Rdata, Record, Retire, Void, row
+from tidemark.streaming.wire.records import Join, Position, Rdata, Record, Retire, Void, row
 
 
 class _Signature(TypedDict):

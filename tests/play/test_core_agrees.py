@@ -8,11 +8,11 @@ import pytest
 from tests.play.cast import Cast, Habits
 from tests.play.simulation import Simulation
 from tests.streaming.builders import IN_FACTS, packed
-from tidemark.streaming.batch import advance
-from tidemark.streaming.effects import ShardEffects
-from tidemark.streaming.model import Bounds
-from tidemark.streaming.records import Record, encode
-from tidemark.streaming.states import States
+from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.effects import ShardEffects
+from tidemark.streaming.core.store import States
+from tidemark.streaming.values.limits import Bounds
+from tidemark.streaming.wire.records import Record, encode
 
 WILD = Habits(
     duration=0.3,

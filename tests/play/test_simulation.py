@@ -7,7 +7,7 @@ import pytest
 
 from tests.play.cast import CALM, Cast, Habits
 from tests.play.simulation import Simulation
-from tidemark.streaming.records import Join, Position, Rdata, Record, Retire, Topic, Void, encode, read
+from tidemark.streaming.wire.records import Join, Position, Rdata, Record, Retire, Topic, Void, encode, read
 
 WILD = Habits(
     duration=0.2,

@@ -15,10 +15,10 @@ from psycopg.conninfo import conninfo_to_dict
 from tests.sources.relay.judge import Judge
 from tests.waiting import eventually
 from tidemark.app.stack.servers import KafkaServer
+from tidemark.common.environment import child_environment
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import TopicPlan, Topics
-from tidemark.streaming.environment import child_environment
-from tidemark.streaming.records import Rdata, Record
+from tidemark.streaming.wire.records import Rdata, Record
 
 PAGE = (Path(__file__).parents[2] / "docs/writing.md").read_text()
 STREAM = "orders"

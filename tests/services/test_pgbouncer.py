@@ -12,7 +12,7 @@ from tests.waiting import eventually
 from tidemark import Writer
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.servers import KafkaServer
-from tidemark.streaming.environment import child_environment
+from tidemark.common.environment import child_environment
 
 CLIENTS, EACH = 24, 12
 PLACE = """

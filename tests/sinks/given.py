@@ -9,9 +9,9 @@ import numpy as np
 
 from tidemark.sinks.port import Batch
 from tidemark.sinks.redis.names import key
-from tidemark.streaming.direction import Direction
-from tidemark.streaming.effects import Progress, ShardEffects, StreamEffects, Summary, WriterAdvance, WriterRow
-from tidemark.streaming.model import Rejected
+from tidemark.streaming.core.effects import Progress, ShardEffects, StreamEffects, Summary, WriterAdvance, WriterRow
+from tidemark.streaming.values.direction import Direction
+from tidemark.streaming.values.limits import Rejected
 
 NOW = 1_790_000_000_000  # ms; some day in 2026
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from tidemark.common.errors import LeaseLost, Unavailable
 from tidemark.sinks.port import Batch, Committed, Fence, Refilled
 from tidemark.sinks.postgres.store import Postgres
-from tidemark.streaming.errors import LeaseLost, Unavailable
 
 _SCHEMA = """
 create table if not exists lines (stream text primary key, linear integer not null);

@@ -18,6 +18,7 @@ from tests.sinks.given import NOW, advance, batch, entries, stream
 from tests.sinks.sqlite import SqliteSink
 from tests.sinks.test_publisher import DEAD_LETTERS, NEVER, effects
 from tests.waiting import eventually
+from tidemark.common.errors import LeaseLost
 from tidemark.sinks.dead_letters import DeadLetters
 from tidemark.sinks.maintenance import Maintenance, MaintenanceConfig
 from tidemark.sinks.port import Batch, Committed, Fence, Sink
@@ -27,8 +28,7 @@ from tidemark.sinks.publisher import Publisher
 from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.names import STREAMS, key
 from tidemark.sinks.redis.publish import Redis
-from tidemark.streaming.effects import LateCompletion, StreamEffects
-from tidemark.streaming.errors import LeaseLost
+from tidemark.streaming.core.effects import LateCompletion, StreamEffects
 
 NAMES = ("s", "back", "far")
 

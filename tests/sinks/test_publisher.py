@@ -15,6 +15,7 @@ from tests.processes import forked
 from tests.sinks.given import advance, entries, shard, stream
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.servers import RedisServer
+from tidemark.common.errors import ContentRefused, LeaseLost, Stopping
 from tidemark.sinks.dead_letters import DeadLettered, DeadLetters, DeadLettersConfig
 from tidemark.sinks.port import Batch, Committed, Sink
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
@@ -23,8 +24,7 @@ from tidemark.sinks.publisher import Publisher
 from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.names import key
 from tidemark.sinks.redis.publish import Redis, RedisConfig
-from tidemark.streaming.effects import Forced, ShardEffects
-from tidemark.streaming.errors import ContentRefused, LeaseLost, Stopping
+from tidemark.streaming.core.effects import Forced, ShardEffects
 
 NEVER = threading.Event()
 NOWHERE = {"bootstrap.servers": "127.0.0.1:1"}  # no record is rejected here, so nothing connects

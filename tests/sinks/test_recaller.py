@@ -17,8 +17,8 @@ from tidemark.sinks.postgres.recalls import KeptRecall, RecallStatus
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.recaller import Recaller, RecallerConfig
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.streaming.effects import Recall, WriterRow
-from tidemark.streaming.records import FactRun, Join, Position, Rdata, Record, Retire, Void, encode, row
+from tidemark.streaming.core.effects import Recall, WriterRow
+from tidemark.streaming.wire.records import FactRun, Join, Position, Rdata, Record, Retire, Void, encode, row
 
 HEADERS = [("own", b"1")]
 

@@ -4,8 +4,8 @@ import time
 import pytest
 from structlog.testing import capture_logs
 
+from tidemark.common.errors import LeaseLost, Stopping, Unavailable
 from tidemark.sinks.retry import wait_out
-from tidemark.streaming.errors import LeaseLost, Stopping, Unavailable
 
 
 class Flaky:

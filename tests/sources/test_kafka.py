@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tidemark.common.errors import BadSetting
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.streaming.errors import BadSetting
 
 SECURE = KafkaConnection("k:9093", "SASL_SSL", "SCRAM-SHA-512", "tide", 'a"b\\c')
 

@@ -10,10 +10,10 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 
 from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer
+from tidemark.common.errors import Refused, TidemarkError, Unavailable
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import FOR_EVER, RecordProducer, topic_producer
 from tidemark.sources.topics import TopicPlan, Topics
-from tidemark.streaming.errors import Refused, TidemarkError, Unavailable
 
 # From the JVM client's own test of its hash, modulo 4 partitions.
 JAVA_PARTITIONS = {"21": 0, "foobar": 2, "a-little-bit-longer-string": 3}

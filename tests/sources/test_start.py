@@ -2,6 +2,14 @@
 
 import pytest
 
+from tidemark.common.errors import (
+    PartitionsChanged,
+    RecordsBeyondEnd,
+    RecordsGone,
+    Stop,
+    TopicCompacted,
+    TopicReplaced,
+)
 from tidemark.sources.start import (
     Acceptance,
     Partition,
@@ -9,14 +17,6 @@ from tidemark.sources.start import (
     TopicState,
     require_uncompacted,
     starting_offsets,
-)
-from tidemark.streaming.errors import (
-    PartitionsChanged,
-    RecordsBeyondEnd,
-    RecordsGone,
-    Stop,
-    TopicCompacted,
-    TopicReplaced,
 )
 
 AS_BEFORE = RememberedTopic("id-1", 2)

@@ -11,10 +11,10 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer
+from tidemark.common.errors import Refused, TopicCompacted, TopicMissing, Unavailable
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.start import Partition, require_uncompacted
 from tidemark.sources.topics import TopicPlan, Topics, plans
-from tidemark.streaming.errors import Refused, TopicCompacted, TopicMissing, Unavailable
 
 
 def test_missing_topics_are_made_once_with_the_planned_settings(connection: KafkaConnection, prefix: str) -> None:

@@ -8,7 +8,7 @@ from tests.app.sidecar.test_page import browser
 from tests.stories.drawn import COLUMN, page, panels
 from tests.stories.pages import FOLDER
 from tests.stories.scene import Scene
-from tidemark.streaming.records import Join
+from tidemark.streaming.wire.records import Join
 
 __all__ = ["browser"]
 

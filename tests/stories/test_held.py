@@ -7,7 +7,7 @@ from confluent_kafka import Producer
 
 from tests.fix_pipeline import Site
 from tests.stories.scene import Scene
-from tidemark.streaming.records import Join, Rdata, Record, encode, row
+from tidemark.streaming.wire.records import Join, Rdata, Record, encode, row
 
 NOTHING = row({})
 

@@ -15,7 +15,7 @@ from tests.stories.test_held import NOTHING, fact
 from tests.waiting import eventually
 from tidemark.app.cli import main
 from tidemark.sources.producer import RecordProducer
-from tidemark.streaming.records import Join, Rdata, encode
+from tidemark.streaming.wire.records import Join, Rdata, encode
 
 
 def test_a_writer_that_never_joined(scene: Scene) -> None:

@@ -9,7 +9,7 @@ from tests.app.running import PATIENCE
 from tests.stories.scene import PIPELINE, SECOND, Scene
 from tests.stories.test_held import fact
 from tests.waiting import eventually
-from tidemark.streaming.records import Join
+from tidemark.streaming.wire.records import Join
 
 
 def test_a_lost_checkpoint(scene: Scene) -> None:

@@ -9,7 +9,7 @@ from tests.stories.scene import Scene
 from tests.stories.test_held import fact
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.servers import KafkaServer, RedisServer
-from tidemark.streaming.records import Join
+from tidemark.streaming.wire.records import Join
 
 
 def test_a_lost_redis(scene: Scene, redis_server: RedisServer) -> None:

@@ -12,18 +12,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from tidemark.streaming import joined, state
-from tidemark.streaming.batch import advance
-from tidemark.streaming.compact import MOST_FACTS, RangesRead, compact
-from tidemark.streaming.direction import Direction
-from tidemark.streaming.effects import ShardEffects, StreamEffects
-from tidemark.streaming.fetched import Fetched, PlannedRange
-from tidemark.streaming.model import Bounds
-from tidemark.streaming.packed_runs import PackedRun, PackedRuns
-from tidemark.streaming.records import LIVING, Kind, Timeline, Topic
-from tidemark.streaming.runs import BatchRows, Marker, Packet
-from tidemark.streaming.states import States
-from tidemark.streaming.stream import StreamState
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import writer_table as joined
+from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.effects import ShardEffects, StreamEffects
+from tidemark.streaming.core.store import States
+from tidemark.streaming.core.stream import StreamState
+from tidemark.streaming.ingest.compact import MOST_FACTS, RangesRead, compact
+from tidemark.streaming.ingest.record_batch import Fetched, PlannedRange
+from tidemark.streaming.values.direction import Direction
+from tidemark.streaming.values.limits import Bounds
+from tidemark.streaming.wire.records import LIVING, Kind, Timeline, Topic
+from tidemark.streaming.wire.run_codec import PackedRun, PackedRuns
+from tidemark.streaming.wire.runs import BatchRows, Marker, Packet
 
 STREAM = "events"
 STATE_OF_FORMAT_5 = bytes.fromhex(

@@ -5,15 +5,15 @@ from dataclasses import dataclass, field
 
 from tests.streaming.builders import CONTROL, EDGES, FACTS, STREAM, Record, packets, sent
 from tests.streaming.small_world import WRITERS, Size, World
-from tidemark.streaming.batch import StreamBatch
-from tidemark.streaming.chain import Chain
-from tidemark.streaming.effects import StreamEffects
-from tidemark.streaming.inbox import Fact, Inbox
-from tidemark.streaming.model import Bounds, Evidence
-from tidemark.streaming.packed_runs import RunColumns
-from tidemark.streaming.runs import Marker
-from tidemark.streaming.stream import StreamState
-from tidemark.streaming.writers import WriterState
+from tidemark.streaming.core.batch import StreamBatch
+from tidemark.streaming.core.chain import Chain
+from tidemark.streaming.core.effects import StreamEffects
+from tidemark.streaming.core.stream import StreamState
+from tidemark.streaming.core.stream_input import Fact, Inbox
+from tidemark.streaming.core.writers import WriterState
+from tidemark.streaming.values.limits import Bounds, Evidence
+from tidemark.streaming.wire.run_codec import RunColumns
+from tidemark.streaming.wire.runs import Marker
 
 NOW = 1000  # of every batch, so that states differ by what happened and not by when
 BOUNDS = Bounds()

@@ -10,9 +10,9 @@ from tests.streaming.builders import contents
 from tests.waiting import eventually
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import TopicPlan, Topics
-from tidemark.streaming.fetched import Fetched
-from tidemark.streaming.kafka_ranges import Ends
-from tidemark.streaming.librdkafka import Messages, RawConsumer
+from tidemark.streaming.ingest.consumer import Messages, RawConsumer
+from tidemark.streaming.ingest.ranges import Ends
+from tidemark.streaming.ingest.record_batch import Fetched
 
 PARTITIONS = 2
 

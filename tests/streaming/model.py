@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from tests.streaming.builders import Record
-from tidemark.streaming.records import LIVING, Timeline
+from tidemark.streaming.wire.records import LIVING, Timeline
 
 # How an ID was settled. BARE: it lies strictly inside somebody's edge, so it is another writer's, or nobody's.
 FACTS, EMPTY, UNSEEN, SKIPPED, BARE = "facts", "empty", "unseen", "skipped", "bare"

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from tidemark.streaming import records
-from tidemark.streaming.direction import Direction
-from tidemark.streaming.errors import BadRecord
-from tidemark.streaming.records import Kind, Topic
-from tidemark.streaming.runs import Packet
+from tidemark.common.errors import BadRecord
+from tidemark.streaming.values.direction import Direction
+from tidemark.streaming.wire import records
+from tidemark.streaming.wire.records import Kind, Topic
+from tidemark.streaming.wire.runs import Packet
 
 FACTS, CONTROL = "tidemark.facts", "tidemark.control"
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from tests.streaming.builders import Record, join, position, rdata, retire, void
-from tidemark.streaming.records import Timeline
+from tidemark.streaming.wire.records import Timeline
 
 
 @dataclass

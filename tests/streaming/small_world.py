@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from tests.streaming.builders import Record
-from tidemark.streaming.records import LIVING, Timeline
+from tidemark.streaming.wire.records import LIVING, Timeline
 
 WRITERS = ("a", "b")
 

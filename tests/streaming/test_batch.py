@@ -22,11 +22,12 @@ from tests.streaming.builders import (
     sent,
     skip,
 )
-from tidemark.streaming import effects, state
-from tidemark.streaming.model import Rejected
-from tidemark.streaming.packed_runs import PackedRuns
-from tidemark.streaming.records import Topic
-from tidemark.streaming.runs import Packet
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import effects
+from tidemark.streaming.values.limits import Rejected
+from tidemark.streaming.wire.records import Topic
+from tidemark.streaming.wire.run_codec import PackedRuns
+from tidemark.streaming.wire.runs import Packet
 
 
 def test_order_comes_from_offsets_and_not_from_arrival() -> None:

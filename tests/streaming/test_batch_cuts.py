@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.streaming.builders import Record, Sent, Shard, compacted, packets, packing, rejections, sent
 from tests.streaming.protocol import Database
-from tidemark.streaming import compact, effects, joined
-from tidemark.streaming.stream import StreamState
+from tidemark.streaming.core import effects
+from tidemark.streaming.core import writer_table as joined
+from tidemark.streaming.core.stream import StreamState
+from tidemark.streaming.ingest import compact
 
 WRITERS = ("a", "b", "c")
 

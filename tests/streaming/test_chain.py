@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.streaming.builders import Shard, join, rdata, skip
-from tidemark.streaming.chain import NOWHERE, Chain, Span
-from tidemark.streaming.model import Evidence
+from tidemark.streaming.core.chain import NOWHERE, Chain, Span
+from tidemark.streaming.values.limits import Evidence
 
 FACT = Evidence(facts=1)
 

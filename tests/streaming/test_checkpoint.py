@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tidemark.streaming.checkpoint import apart, locked
-from tidemark.streaming.errors import CheckpointNotWritable, Stopping
+from tidemark.common.errors import CheckpointNotWritable, Stopping
+from tidemark.streaming.engine.checkpoint import apart, locked
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from tidemark.streaming.checkpoint import folder
-from tidemark.streaming.errors import CheckpointNotWritable, Unavailable
+from tidemark.common.errors import CheckpointNotWritable, Unavailable
+from tidemark.streaming.engine.checkpoint import folder
 
 
 def test_each_query_has_a_folder_that_goes_with_it(spark: SparkSession, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ def test_a_collection_after_a_task_passes_over_what_is_loaded_by_then() -> None:
     """Rule 8: Spark has the worker collect after each task, for ever; what an earlier task loaded is not looked at."""
     program = """
 import gc
-from tidemark.streaming.collection import freeze
+from tidemark.common.gc_tuning import freeze
 freeze()
 settled = len(gc.get_objects())
 import numba
@@ -24,7 +24,7 @@ def test_nothing_is_collected_while_no_module_comes() -> None:
     """A collection for each task would cost what it spares."""
     program = """
 import gc
-from tidemark.streaming.collection import freeze
+from tidemark.common.gc_tuning import freeze
 freeze()
 before = gc.get_stats()[2]["collections"]
 for _ in range(9):

@@ -16,17 +16,18 @@ from tests.streaming import naive_compact as naive
 from tests.streaming.builders import Shard, Taken, fetched, packed, ranges
 from tests.streaming.naive_compact import CONTROL, FACTS, Message, message
 from tests.streaming.test_records import BAD, GOOD
-from tidemark.streaming import link, records
-from tidemark.streaming.compact import MOST_FACTS, RangesRead, compact
-from tidemark.streaming.decode import Decoder
-from tidemark.streaming.direction import Direction
-from tidemark.streaming.effects import ShardEffects
-from tidemark.streaming.errors import BadRecord
-from tidemark.streaming.fetched import PlannedRange
-from tidemark.streaming.model import Bounds, Reason, shard_of
-from tidemark.streaming.packed_runs import PackedRuns
-from tidemark.streaming.records import Topic
-from tidemark.streaming.runs import Packet
+from tidemark.common.errors import BadRecord
+from tidemark.streaming.core.effects import ShardEffects
+from tidemark.streaming.ingest import link
+from tidemark.streaming.ingest.compact import MOST_FACTS, RangesRead, compact
+from tidemark.streaming.ingest.decode import Decoder
+from tidemark.streaming.ingest.record_batch import PlannedRange
+from tidemark.streaming.values.direction import Direction
+from tidemark.streaming.values.limits import Bounds, Reason, shard_of
+from tidemark.streaming.wire import records
+from tidemark.streaming.wire.records import Topic
+from tidemark.streaming.wire.run_codec import PackedRuns
+from tidemark.streaming.wire.runs import Packet
 
 SHARDS = 5
 NAMES = {Topic.FACTS: FACTS, Topic.CONTROL: CONTROL}

@@ -12,9 +12,9 @@ import pytest
 from numba.core.registry import cpu_target
 
 from tests.programs import printed
-from tidemark.streaming import compiled as module
-from tidemark.streaming.compiled import CodeFiles, compiled, places
-from tidemark.streaming.executors import package
+from tidemark.streaming.engine.executors import package
+from tidemark.streaming.ingest import jit_cache as module
+from tidemark.streaming.ingest.jit_cache import CodeFiles, compiled, places
 
 STEP = 1
 
@@ -156,7 +156,7 @@ def test_nobody_needs_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_is_compiled_whatever_numba_is_told() -> None:
     """Numbers of numpy's own overflow in Python, and every record would be left, at a hundred times the price."""
-    done = printed("from tidemark.streaming import scan; print(type(scan.scan).__name__)", NUMBA_DISABLE_JIT="1")
+    done = printed("from tidemark.streaming.ingest import scan; print(type(scan.scan).__name__)", NUMBA_DISABLE_JIT="1")
     assert done == ["CPUDispatcher"]
 
 
@@ -164,9 +164,9 @@ def test_executors_find_what_the_installation_compiled(tmp_path: Path) -> None:
     """The code of an archive is that of the installation; a home that is empty, two processes."""
     program = (
         "import sys; sys.path.insert(0, sys.argv[1]);"
-        "from tests.streaming.test_scan import VOID, raw, scanned; from tidemark.streaming import scan;"
+        "from tests.streaming.test_scan import VOID, raw, scanned; from tidemark.streaming.ingest import scan;"
         "scanned([(b'events', raw(VOID))]);"
-        "print(scan.__file__.split('/')[-4], sum(scan.scan.stats.cache_hits.values()))"
+        "print(scan.__file__.split('/')[-5], sum(scan.scan.stats.cache_hits.values()))"
     )
     archive = str(package(tmp_path))
     outcomes = [printed(program, archive, TIDEMARK_HOME=str(tmp_path / "home")) for _ in range(2)]
@@ -178,10 +178,12 @@ def test_who_has_few_records_loads_no_compiler() -> None:
     program = """
 import sys
 from tidemark.app import pipeline
-from tidemark.streaming import kafka_source, librdkafka, query
-from tidemark.streaming.decode import Decoder
-from tidemark.streaming.fetched import Fetched
-from tidemark.streaming.records import Topic
+from tidemark.streaming.ingest import source as kafka_source
+from tidemark.streaming.ingest import consumer as librdkafka
+from tidemark.streaming.engine import query
+from tidemark.streaming.ingest.decode import Decoder
+from tidemark.streaming.ingest.record_batch import Fetched
+from tidemark.streaming.wire.records import Topic
 import numpy as np
 zero = np.zeros(1, np.int64)
 Decoder(Topic.FACTS).add(Fetched.of([b"events"], [b" " * (Decoder.FEW - 1)], zero, zero))

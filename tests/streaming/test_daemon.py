@@ -15,8 +15,8 @@ from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StringType, StructField, StructType
 
 from tests.programs import printed
-from tidemark.streaming.jvm import without_archives
-from tidemark.streaming.spark import LOCAL, SparkSettings, configuration
+from tidemark.streaming.engine.jvm import without_archives
+from tidemark.streaming.engine.spark import LOCAL, SparkSettings, configuration
 
 _FOR_PYTHON = "spark.executorEnv."
 
@@ -25,7 +25,8 @@ def test_nothing_that_is_imported_before_the_fork_starts_a_thread() -> None:
     """A thread would be missing after the fork, with whatever it held locked."""
     told = {name.removeprefix(_FOR_PYTHON): it for name, it in LOCAL.items() if name.startswith(_FOR_PYTHON)}
     program = (
-        "import psutil; from pyspark import daemon, worker; from tidemark.streaming import kafka_source, query;"
+        "import psutil; from pyspark import daemon, worker;"
+        "import tidemark.streaming.engine.query, tidemark.streaming.ingest.source;"
         "print(psutil.Process().num_threads())"
     )
     assert printed(program, **told) == ["1"]
@@ -42,7 +43,7 @@ def test_workers_begin_with_what_they_need(spark: SparkSession) -> None:
             yield pa.RecordBatch.from_pydict({"parent": [parent], "pyspark": [pyspark.__file__]})
 
     [row] = spark.range(1).mapInArrow(seen, "parent string, pyspark string").collect()
-    assert "-m tidemark.streaming.daemon" in row["parent"]
+    assert "-m tidemark.streaming.engine.daemon" in row["parent"]
     assert Path(row["pyspark"]).is_file()
 
 

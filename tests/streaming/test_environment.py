@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.app.environments import variables
-from tidemark.streaming.environment import (
+from tidemark.common.environment import (
     LOCALE,
     Foreign,
     bypass_proxies_for_loopback,

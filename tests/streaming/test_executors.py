@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from pyspark.serializers import CloudPickleSerializer
 
-from tidemark.streaming.compact import compact
-from tidemark.streaming.executors import Cluster, Pods, address_towards, package
+from tidemark.streaming.engine.executors import Cluster, Pods, address_towards, package
+from tidemark.streaming.ingest.compact import compact
 
 
 def test_what_a_task_runs_is_found_in_the_package_by_its_name(tmp_path: Path) -> None:
@@ -19,13 +19,16 @@ def test_what_a_task_runs_is_found_in_the_package_by_its_name(tmp_path: Path) ->
     program = (
         "import os, pickle, sys;"
         "sys.path = [sys.argv[1], *(path for path in sys.path if not os.path.exists(f'{path}/tidemark'))];"
-        "import tidemark.streaming.query;"
-        "print(pickle.loads(sys.stdin.buffer.read()).func.__module__, tidemark.streaming.query.__file__)"
+        "import tidemark.streaming.engine.query;"
+        "print(pickle.loads(sys.stdin.buffer.read()).func.__module__, tidemark.streaming.engine.query.__file__)"
     )
     done = subprocess.run(
         [sys.executable, "-I", "-c", program, str(archive)], input=function, capture_output=True, check=True, timeout=60
     )
-    assert done.stdout.decode().split() == ["tidemark.streaming.compact", f"{archive}/tidemark/streaming/query.py"]
+    assert done.stdout.decode().split() == [
+        "tidemark.streaming.ingest.compact",
+        f"{archive}/tidemark/streaming/engine/query.py",
+    ]
 
 
 def test_executors_are_as_many_and_as_large_on_every_kind_of_cluster() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tidemark.streaming.failure_cause import LONGEST, failure_cause
+from tidemark.common.failure_cause import LONGEST, failure_cause
 
 SPARK = """\
 NOTE: Picked up JDK_JAVA_OPTIONS: -XX:+UseSerialGC

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.streaming.builders import Record, Shard, join, position, rdata, void
-from tidemark.streaming.chain import ANNOUNCED_KEPT
-from tidemark.streaming.effects import StreamEffects
+from tidemark.streaming.core.chain import ANNOUNCED_KEPT
+from tidemark.streaming.core.effects import StreamEffects
 
 
 def late(done: StreamEffects) -> list[tuple[str, int, int, int, str]]:

@@ -4,10 +4,10 @@ import pytest
 
 from tests.streaming.builders import STREAM, Shard, forced, join, opened, packing, position, rdata, retire
 from tidemark.app import open_ranges
-from tidemark.streaming import linear
-from tidemark.streaming.effects import Summary, summarize
-from tidemark.streaming.holders import Behind
-from tidemark.streaming.linear import LinearPosition
+from tidemark.streaming.core import linear
+from tidemark.streaming.core.effects import Summary, summarize
+from tidemark.streaming.core.linear import LinearPosition
+from tidemark.streaming.core.linear_lag import Behind
 
 
 def held(summary: Summary) -> list[tuple[str, str, int | None]]:

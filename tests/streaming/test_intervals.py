@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.streaming.intervals import EMPTY, Ascending, Intervals, extended, last_of
-from tidemark.streaming.records import MAX_ID
+from tidemark.streaming.values.intervals import EMPTY, Ascending, Intervals, extended, last_of
+from tidemark.streaming.wire.records import MAX_ID
 
 Pairs = list[tuple[int, int]]
 

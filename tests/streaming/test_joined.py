@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.streaming.builders import STREAM, Record, Sent, Shard, join, packets, packing, position, rdata, retire
-from tidemark.streaming.batch import StreamBatch
-from tidemark.streaming.chain import Chain
-from tidemark.streaming.effects import blockers
-from tidemark.streaming.inbox import inboxes_of
-from tidemark.streaming.joined import Writers
-from tidemark.streaming.model import NOTHING, Bounds
-from tidemark.streaming.packed import PackedTable, StoredWriter, Straggler
-from tidemark.streaming.packed_runs import RunColumns
-from tidemark.streaming.runs import EVERYTHING
-from tidemark.streaming.states import States
-from tidemark.streaming.writers import WriterState
+from tidemark.streaming.core.batch import StreamBatch
+from tidemark.streaming.core.chain import Chain
+from tidemark.streaming.core.effects import blockers
+from tidemark.streaming.core.store import States
+from tidemark.streaming.core.stream_input import inboxes_of
+from tidemark.streaming.core.writer_codec import PackedTable, StoredWriter, Straggler
+from tidemark.streaming.core.writer_table import Writers
+from tidemark.streaming.core.writers import WriterState
+from tidemark.streaming.values.limits import NOTHING, Bounds
+from tidemark.streaming.wire.run_codec import RunColumns
+from tidemark.streaming.wire.runs import EVERYTHING
 
 Tracer = Callable[[FrameType, str, Any], Any]
 NAMES = [f"writer-{number}" for number in range(12)]

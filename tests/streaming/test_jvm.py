@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tidemark.streaming.environment import LOCALE
-from tidemark.streaming.jvm import set_environment
-from tidemark.streaming.spark import SparkSettings, configuration
+from tidemark.common.environment import LOCALE
+from tidemark.streaming.engine.jvm import set_environment
+from tidemark.streaming.engine.spark import SparkSettings, configuration
 
 DYING = """
 import logging, sys
 from pathlib import Path
 import structlog
-from tidemark.streaming.errors import SparkDied
-from tidemark.streaming.jvm import DRIVER_OPTIONS, Jvm
-from tidemark.streaming.spark import SparkSettings, configuration
+from tidemark.common.errors import SparkDied
+from tidemark.streaming.engine.jvm import DRIVER_OPTIONS, Jvm
+from tidemark.streaming.engine.spark import SparkSettings, configuration
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
 directory, memory, options = sys.argv[1:]
 try:

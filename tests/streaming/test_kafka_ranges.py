@@ -12,12 +12,12 @@ from tests.streaming.builders import contents
 from tests.streaming.kafka_log import PARTITIONS, Log, Seen, values
 from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer
+from tidemark.common.errors import Refused, Unavailable
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.streaming import librdkafka
-from tidemark.streaming.errors import Refused, Unavailable
-from tidemark.streaming.fetched import PlannedRange
-from tidemark.streaming.kafka_ranges import Ends, RangeReader
-from tidemark.streaming.records import Topic
+from tidemark.streaming.ingest import consumer as librdkafka
+from tidemark.streaming.ingest.ranges import Ends, RangeReader
+from tidemark.streaming.ingest.record_batch import PlannedRange
+from tidemark.streaming.wire.records import Topic
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
-from tidemark.streaming.fetched import PlannedRange
-from tidemark.streaming.kafka_ranges import Ends, Places
-from tidemark.streaming.kafka_source import (
+from tidemark.streaming.ingest.ranges import Ends, Places
+from tidemark.streaming.ingest.record_batch import PlannedRange
+from tidemark.streaming.ingest.source import (
     ONE_TASK,
     KafkaConfig,
     Pace,
@@ -24,7 +24,7 @@ from tidemark.streaming.kafka_source import (
     tasks,
     together,
 )
-from tidemark.streaming.records import Topic
+from tidemark.streaming.wire.records import Topic
 
 CONFIG = KafkaConfig(
     client={"bootstrap.servers": "nowhere:1", "sasl.password": "well-kept"},

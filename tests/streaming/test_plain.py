@@ -31,12 +31,14 @@ from tests.streaming.builders import (
 )
 from tests.streaming.protocol import Database
 from tests.streaming.test_batch_cuts import WRITERS, anything, cut, cuts
-from tidemark.streaming import batch as batches
-from tidemark.streaming import effects, joined, state
-from tidemark.streaming.chain import ANNOUNCED_KEPT
-from tidemark.streaming.model import Bounds
-from tidemark.streaming.plain import advance_plain, at_rest
-from tidemark.streaming.records import MAX_ID
+from tidemark.streaming.core import batch as batches
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import effects
+from tidemark.streaming.core import writer_table as joined
+from tidemark.streaming.core.chain import ANNOUNCED_KEPT
+from tidemark.streaming.core.fast_path import advance_plain, at_rest
+from tidemark.streaming.values.limits import Bounds
+from tidemark.streaming.wire.records import MAX_ID
 
 
 class Twins:

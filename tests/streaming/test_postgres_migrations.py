@@ -13,13 +13,13 @@ from structlog.testing import capture_logs
 
 from tests.waiting import eventually
 from tidemark.app.cli import main
+from tidemark.common import lock_waits
+from tidemark.common.errors import OthersFirst
+from tidemark.common.migrations import Migrations
 from tidemark.sinks.postgres import database as sink
 from tidemark.sources.relay import database as relay
 from tidemark.sources.rooms import tables as rooms
 from tidemark.sources.synapse import state as synapse
-from tidemark.streaming import lock_waits
-from tidemark.streaming.errors import OthersFirst
-from tidemark.streaming.postgres_migrations import Migrations
 
 SCHEMAS = [sink.SCHEMA, relay.SCHEMA, synapse.SCHEMA, rooms.SCHEMA]
 

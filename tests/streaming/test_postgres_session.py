@@ -8,9 +8,9 @@ from psycopg.conninfo import make_conninfo
 
 from tests.fix_tls import SSL_REQUEST, Authority, tls_front
 from tidemark.app.stack.postgres import PostgresServer
+from tidemark.common.errors import BadSetting, Refused, Unavailable
+from tidemark.common.postgres_session import address
 from tidemark.sinks.postgres.database import session_of
-from tidemark.streaming.errors import BadSetting, Refused, Unavailable
-from tidemark.streaming.postgres_session import address
 
 
 def test_a_server_is_known_by_its_certificate(

@@ -23,10 +23,11 @@ from tests.streaming.builders import (
     void,
 )
 from tests.streaming.protocol import Database
-from tidemark.streaming import put_off, state
-from tidemark.streaming.effects import Recall, StreamEffects, summarize
-from tidemark.streaming.model import Bounds
-from tidemark.streaming.put_off import PutOff, is_edge, united
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import deferred as put_off
+from tidemark.streaming.core.deferred import PutOff, is_edge, united
+from tidemark.streaming.core.effects import Recall, StreamEffects, summarize
+from tidemark.streaming.values.limits import Bounds
 
 A1 = [join("a", 0)]
 

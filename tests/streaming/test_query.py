@@ -9,10 +9,11 @@ import pandas as pd
 import pytest
 
 from tests.streaming.builders import STREAM, Shard, join, packets, rdata, sent
-from tidemark.streaming import effects, query
-from tidemark.streaming.effects import StreamEffects
-from tidemark.streaming.model import Bounds
-from tidemark.streaming.query import advance_shard, by_shard
+from tidemark.streaming.core import effects
+from tidemark.streaming.core.effects import StreamEffects
+from tidemark.streaming.engine import query
+from tidemark.streaming.engine.query import advance_shard, by_shard
+from tidemark.streaming.values.limits import Bounds
 
 
 @dataclass

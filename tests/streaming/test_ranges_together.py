@@ -3,12 +3,12 @@
 import pytest
 
 from tests.streaming.kafka_log import Log, Seen, values
+from tidemark.common.errors import Unavailable
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.streaming import librdkafka
-from tidemark.streaming.errors import Unavailable
-from tidemark.streaming.fetched import PlannedRange
-from tidemark.streaming.kafka_ranges import RangeReader
-from tidemark.streaming.records import Topic
+from tidemark.streaming.ingest import consumer as librdkafka
+from tidemark.streaming.ingest.ranges import RangeReader
+from tidemark.streaming.ingest.record_batch import PlannedRange
+from tidemark.streaming.wire.records import Topic
 
 
 @pytest.mark.parametrize("few", [1, 100_000])

@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from tidemark.streaming import records
-from tidemark.streaming.errors import BadRecord
-from tidemark.streaming.model import Reason
-from tidemark.streaming.records import MAX_ID, Topic
+from tidemark.common.errors import BadRecord
+from tidemark.streaming.values.limits import Reason
+from tidemark.streaming.wire import records
+from tidemark.streaming.wire.records import MAX_ID, Topic
 
 NUMBERED = {"kind": "RDATA", "stream": "events", "writer": "w1", "epoch": 3, "prev": 4, "id": 7, "row": {}}
 VOID = {"kind": "VOID", "stream": "events", "writer": "w1", "prev": 4, "id": 7}

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.streaming.test_records import BAD, GOOD, NUMBERED, RUN, VOID, raw
-from tidemark.streaming import json_values, scan
-from tidemark.streaming.decode import Decoder
-from tidemark.streaming.edges import Edges
-from tidemark.streaming.fetched import Fetched
-from tidemark.streaming.incarnations import Incarnations, Met
-from tidemark.streaming.records import ROW, Topic, read
+from tidemark.streaming.ingest import json_scan as json_values
+from tidemark.streaming.ingest import scan
+from tidemark.streaming.ingest.decode import Decoder
+from tidemark.streaming.ingest.edges import Edges
+from tidemark.streaming.ingest.incarnations import Incarnations, Met
+from tidemark.streaming.ingest.record_batch import Fetched
+from tidemark.streaming.wire.records import ROW, Topic, read
 
 ODD = [*(value or b"" for value, _ in BAD.values()), *GOOD.values()]
 Record = tuple[bytes | None, bytes | None]

@@ -15,15 +15,16 @@ from tests.examples import QUICK
 from tests.streaming.explored import Exploration
 from tests.streaming.judged import Broken
 from tests.streaming.small_world import Clause, Size
-from tidemark.streaming import batch, inbox, segments, stream, timelines, writers
-from tidemark.streaming.chain import Chain
-from tidemark.streaming.changes import Changes
-from tidemark.streaming.intervals import EMPTY, Intervals
-from tidemark.streaming.linear import LinearPosition
-from tidemark.streaming.model import Evidence
-from tidemark.streaming.runs import Marker, Run
-from tidemark.streaming.stream import StreamState
-from tidemark.streaming.writers import Mark, WriterState
+from tidemark.streaming.core import batch, segments, stream, timelines, writers
+from tidemark.streaming.core import stream_input as inbox
+from tidemark.streaming.core.chain import Chain
+from tidemark.streaming.core.linear import LinearPosition
+from tidemark.streaming.core.outcome import Changes
+from tidemark.streaming.core.stream import StreamState
+from tidemark.streaming.core.writers import Mark, WriterState
+from tidemark.streaming.values.intervals import EMPTY, Intervals
+from tidemark.streaming.values.limits import Evidence
+from tidemark.streaming.wire.runs import Marker, Run
 
 pytestmark = pytest.mark.long
 

@@ -17,16 +17,16 @@ from tests.streaming.builders import (
     retire,
     skip,
 )
-from tidemark.streaming import state
-from tidemark.streaming.direction import Direction
-from tidemark.streaming.effects import Recall, summarize
-from tidemark.streaming.errors import StateTooNew
-from tidemark.streaming.model import Bounds
-from tidemark.streaming.packed_runs import PackedRun, PackedRuns
-from tidemark.streaming.put_off import PutOff
-from tidemark.streaming.records import Topic
-from tidemark.streaming.runs import Packet
-from tidemark.streaming.state import FORMAT
+from tidemark.common.errors import StateTooNew
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.core.codec import FORMAT
+from tidemark.streaming.core.deferred import PutOff
+from tidemark.streaming.core.effects import Recall, summarize
+from tidemark.streaming.values.direction import Direction
+from tidemark.streaming.values.limits import Bounds
+from tidemark.streaming.wire.records import Topic
+from tidemark.streaming.wire.run_codec import PackedRun, PackedRuns
+from tidemark.streaming.wire.runs import Packet
 
 UP = Direction.FORWARD
 

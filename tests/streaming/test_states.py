@@ -9,11 +9,12 @@ from tests.examples import examples
 from tests.streaming.builders import Record, Shard, join, packets, rdata, sent
 from tests.streaming.test_batch_cuts import cut, cuts
 from tests.streaming.test_plain import logs
-from tidemark.streaming import effects, states
-from tidemark.streaming.batch import advance
-from tidemark.streaming.model import Bounds
-from tidemark.streaming.query import by_shard
-from tidemark.streaming.states import NONE, UNREAD, PackedStates, States
+from tidemark.streaming.core import effects
+from tidemark.streaming.core import store as states
+from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.store import NONE, UNREAD, PackedStates, States
+from tidemark.streaming.engine.query import by_shard
+from tidemark.streaming.values.limits import Bounds
 
 names = st.text(max_size=3) | st.sampled_from(["a", "ab", "é", "\U0001f600", "￿"])
 dictionaries = st.dictionaries(names, st.sampled_from([UNREAD, b"1", b"22", b"333"]), max_size=12)

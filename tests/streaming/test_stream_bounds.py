@@ -1,8 +1,8 @@
 """What a state may hold: past each bound Tidemark holds or turns away, and never moves (docs/design.md, rule 9)."""
 
 from tests.streaming.builders import Shard, join, position, rdata, retire, row
-from tidemark.streaming.effects import Recall
-from tidemark.streaming.model import Bounds
+from tidemark.streaming.core.effects import Recall
+from tidemark.streaming.values.limits import Bounds
 
 
 def test_an_edge_past_the_bound_of_pending_spans_is_put_off() -> None:

@@ -1,7 +1,7 @@
 """Writers that come and go: JOIN, RETIRE, epochs, zombies, and those that never joined."""
 
 from tests.streaming.builders import Shard, forced, join, position, rdata, retire, row, void
-from tidemark.streaming.effects import StreamEffects
+from tidemark.streaming.core.effects import StreamEffects
 
 
 def moves(done: StreamEffects) -> list[tuple[str, int, int, int, int, int, int]]:

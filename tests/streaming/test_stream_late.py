@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.streaming.builders import Record, Shard, forced, join, position, rdata, retire, skip, void
-from tidemark.streaming.effects import StreamEffects
-from tidemark.streaming.records import LIVING
+from tidemark.streaming.core.effects import StreamEffects
+from tidemark.streaming.wire.records import LIVING
 
 
 def late(done: StreamEffects) -> list[tuple[str, int, int, int, str]]:

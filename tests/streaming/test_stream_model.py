@@ -13,10 +13,11 @@ from tests.examples import examples
 from tests.streaming.builders import EDGES, Record, Sent, Shard, compacted, forced, packets, packing, rejections
 from tests.streaming.model import EMPTY, FACTS, SKIPPED, UNSEEN, Model
 from tests.streaming.protocol import Database
-from tidemark.streaming import joined, state
-from tidemark.streaming.effects import ShardEffects, StreamEffects
-from tidemark.streaming.records import LIVING
-from tidemark.streaming.stream import StreamState
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.core import writer_table as joined
+from tidemark.streaming.core.effects import ShardEffects, StreamEffects
+from tidemark.streaming.core.stream import StreamState
+from tidemark.streaming.wire.records import LIVING
 
 WRITERS = ("a", "b", "c")
 writers = st.sampled_from(WRITERS)

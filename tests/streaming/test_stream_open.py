@@ -3,8 +3,8 @@
 import pytest
 
 from tests.streaming.builders import STREAM, Record, Shard, join, opened, rdata, retire
-from tidemark.streaming.effects import summarize
-from tidemark.streaming.model import Reason
+from tidemark.streaming.core.effects import summarize
+from tidemark.streaming.values.limits import Reason
 
 
 def shown(shard: Shard) -> dict[str, list[str]]:

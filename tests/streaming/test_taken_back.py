@@ -8,9 +8,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from tests.examples import examples
 from tests.streaming.builders import Record, Shard, forced, join, position, rdata, retire, skip, void
 from tests.streaming.protocol import Database
-from tidemark.streaming.effects import StreamEffects
-from tidemark.streaming.model import Bounds
-from tidemark.streaming.records import LIVING, Timeline
+from tidemark.streaming.core.effects import StreamEffects
+from tidemark.streaming.values.limits import Bounds
+from tidemark.streaming.wire.records import LIVING, Timeline
 
 FAR = 2_000_000_000
 WRITERS = ("a", "b", "c")

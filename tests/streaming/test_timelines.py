@@ -9,10 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from tests.streaming.builders import Record, Shard, forced, join, position, rdata, retire, skip, void
 from tests.streaming.protocol import Database
-from tidemark.streaming import state
-from tidemark.streaming.effects import StreamEffects
-from tidemark.streaming.model import Bounds, Reason
-from tidemark.streaming.records import Timeline
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.core.effects import StreamEffects
+from tidemark.streaming.values.limits import Bounds, Reason
+from tidemark.streaming.wire.records import Timeline
 
 WRITERS = ("a", "b", "c")
 writers = st.sampled_from(WRITERS)

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from tests.streaming.builders import STREAM, Shard, packed, rejections
-from tidemark.streaming.effects import StreamEffects
-from tidemark.streaming.model import Bounds
-from tidemark.streaming.records import Topic
+from tidemark.streaming.core.effects import StreamEffects
+from tidemark.streaming.values.limits import Bounds
+from tidemark.streaming.wire.records import Topic
 
 
 @dataclass(frozen=True)

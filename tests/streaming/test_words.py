@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.streaming.test_scan import ODD, written
-from tidemark.streaming.compiled import compiled
-from tidemark.streaming.decode import Decoder
-from tidemark.streaming.fetched import Bytes, Fetched, read_only
-from tidemark.streaming.records import Topic
-from tidemark.streaming.words import peek, plain, word
+from tidemark.streaming.ingest.decode import Decoder
+from tidemark.streaming.ingest.jit_cache import compiled
+from tidemark.streaming.ingest.native_bytes import peek, plain, word
+from tidemark.streaming.ingest.record_batch import Bytes, Fetched, read_only
+from tidemark.streaming.wire.records import Topic
 
 PAGE = mmap.PAGESIZE
 _NOBODY = 0  # PROT_NONE

@@ -21,13 +21,13 @@ from pyspark.sql.types import StructType
 from tidemark.app.class_archive import SILENT, make, spark_archive
 from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
-from tidemark.streaming import query
-from tidemark.streaming.compact import MOST_FACTS, compact
-from tidemark.streaming.jvm import Jvm
-from tidemark.streaming.kafka_ranges import Places
-from tidemark.streaming.kafka_source import KafkaConfig, PacketReader, PacketSource
-from tidemark.streaming.model import Bounds
-from tidemark.streaming.spark import SparkSettings, configuration, connect
+from tidemark.streaming.engine import query
+from tidemark.streaming.engine.jvm import Jvm
+from tidemark.streaming.engine.spark import SparkSettings, configuration, connect
+from tidemark.streaming.ingest.compact import MOST_FACTS, compact
+from tidemark.streaming.ingest.ranges import Places
+from tidemark.streaming.ingest.source import KafkaConfig, PacketReader, PacketSource
+from tidemark.streaming.values.limits import Bounds
 
 _BATCHES = 2
 _KEYS = [0, 1, 2, 3]

@@ -18,11 +18,11 @@ from tidemark.app import metrics
 from tidemark.app.board import Board
 from tidemark.app.start import Seed
 from tidemark.app.tracing import BatchTrace, Trace
+from tidemark.common.errors import BatchCut, ContentRefused, PartitionsChanged, QueryFailed, Stopping, TidemarkError
 from tidemark.sinks.publisher import Publisher
 from tidemark.sources.start import RememberedTopic
-from tidemark.streaming.effects import ShardEffects
-from tidemark.streaming.errors import BatchCut, ContentRefused, PartitionsChanged, QueryFailed, Stopping, TidemarkError
-from tidemark.streaming.query import collect, decoded
+from tidemark.streaming.core.effects import ShardEffects
+from tidemark.streaming.engine.query import collect, decoded
 
 log = structlog.get_logger(__name__)
 

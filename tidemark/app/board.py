@@ -17,10 +17,10 @@ from tidemark.app import metrics
 from tidemark.app.board_entries import QUIET, BoardEntries, BoardEntry
 from tidemark.app.metrics import STREAM_GAUGES
 from tidemark.sinks.port import Sink
-from tidemark.streaming.effects import ShardEffects, Summary
-from tidemark.streaming.holders import HELD_AFTER, Holder
-from tidemark.streaming.policies import Policies
-from tidemark.streaming.states import ShardedStates
+from tidemark.streaming.core.effects import ShardEffects, Summary
+from tidemark.streaming.core.linear_lag import HELD_AFTER, Holder
+from tidemark.streaming.core.store import ShardedStates
+from tidemark.streaming.values.policies import Policies
 
 log = structlog.get_logger(__name__)
 

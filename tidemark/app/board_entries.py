@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from heapq import merge, nsmallest
 
-from tidemark.streaming import state
-from tidemark.streaming.effects import StreamEffects, Summary, summarize
-from tidemark.streaming.plain import at_rest
-from tidemark.streaming.states import ShardedStates
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.core.effects import StreamEffects, Summary, summarize
+from tidemark.streaming.core.fast_path import at_rest
+from tidemark.streaming.core.store import ShardedStates
 
 QUIET = Summary(0, 0, None, [], 0, None)
 """Of a stream of which nothing is to be told: one for all of them."""

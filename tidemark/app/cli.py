@@ -233,7 +233,7 @@ def produce(file: BinaryIO, *, control: bool) -> None:
     """
     settings = loaded()
     from tidemark.app.produce import produce
-    from tidemark.streaming.records import Topic
+    from tidemark.streaming.wire.records import Topic
 
     topic = settings.kafka_control_topic if control else settings.kafka_facts_topic
     role = Topic.CONTROL if control else Topic.FACTS

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 import click
 
 from tidemark.app.printed import one_line
-from tidemark.streaming.environment import Foreign, bypass_proxies_for_loopback, forget
-from tidemark.streaming.errors import ExtraMissing, Refused, Stop, TidemarkError, Unavailable
+from tidemark.common.environment import Foreign, bypass_proxies_for_loopback, forget
+from tidemark.common.errors import ExtraMissing, Refused, Stop, TidemarkError, Unavailable
 
 if TYPE_CHECKING:
     from tidemark.app.settings import Settings

@@ -9,12 +9,13 @@ import sys
 
 import numpy as np
 
-from tidemark.streaming import compiled, memory
-from tidemark.streaming.arrange import arrange
-from tidemark.streaming.decode import Decoder
-from tidemark.streaming.edges import Edges
-from tidemark.streaming.fetched import Fetched
-from tidemark.streaming.records import Topic
+from tidemark.streaming.ingest import jit_cache as compiled
+from tidemark.streaming.ingest import native_kafka as memory
+from tidemark.streaming.ingest.arrange import arrange
+from tidemark.streaming.ingest.decode import Decoder
+from tidemark.streaming.ingest.edges import Edges
+from tidemark.streaming.ingest.record_batch import Fetched
+from tidemark.streaming.wire.records import Topic
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import structlog
 
-from tidemark.streaming.errors import BadSetting
+from tidemark.common.errors import BadSetting
 
 log = structlog.get_logger(__name__)
 

@@ -14,9 +14,9 @@ from tidemark.app import metrics
 from tidemark.app.board import Board
 from tidemark.app.crossings import Crossings
 from tidemark.app.partition_lag import LagTracker, Partition, PartitionLag
+from tidemark.common.errors import Retry, Stop, TopicMissing
 from tidemark.sources.start import RememberedTopic, require_same, require_uncompacted
 from tidemark.sources.topics import Topics
-from tidemark.streaming.errors import Retry, Stop, TopicMissing
 
 log = structlog.get_logger(__name__)
 

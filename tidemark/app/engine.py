@@ -16,16 +16,17 @@ from tidemark.app import class_archive
 from tidemark.app.java import find_java
 from tidemark.app.settings import Settings
 from tidemark.app.start import Start
+from tidemark.common.errors import BadSetting, QueryFailed, SparkDied, Stopping
+from tidemark.common.failure_cause import failure_cause
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.streaming import checkpoint, kafka_source
-from tidemark.streaming.compact import MOST_FACTS, RefusedPlaces
-from tidemark.streaming.errors import BadSetting, QueryFailed, SparkDied, Stopping
-from tidemark.streaming.executors import Cluster, Pods, address_towards
-from tidemark.streaming.failure_cause import failure_cause
-from tidemark.streaming.jvm import Jvm, is_local
-from tidemark.streaming.kafka_source import KafkaConfig
-from tidemark.streaming.shards import keys_of
-from tidemark.streaming.spark import TASKS, SparkSettings, configuration, connect
+from tidemark.streaming.engine import checkpoint
+from tidemark.streaming.engine.executors import Cluster, Pods, address_towards
+from tidemark.streaming.engine.jvm import Jvm, is_local
+from tidemark.streaming.engine.spark import TASKS, SparkSettings, configuration, connect
+from tidemark.streaming.ingest import source as kafka_source
+from tidemark.streaming.ingest.compact import MOST_FACTS, RefusedPlaces
+from tidemark.streaming.ingest.source import KafkaConfig
+from tidemark.streaming.values.shards import keys_of
 
 _RAISED = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)+(\S.*)")
 _PROPERTY = re.compile(r"(?P<name>spark\.[^\s=:]+)(\s*[=:]\s*|\s+)(?P<value>.*)")

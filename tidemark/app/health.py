@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidemark.app.printed import counted, one_line
+from tidemark.common.errors import TidemarkError
 from tidemark.sinks.postgres.kafka_lag import LaggingPartition
 from tidemark.sinks.postgres.status import Condition
 from tidemark.sinks.postgres.store import Postgres
@@ -16,7 +17,6 @@ from tidemark.sinks.redis.client import RedisAddress
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics
-from tidemark.streaming.errors import TidemarkError
 
 PATIENCE = 3.0  # seconds for Kafka, and for Redis: people wait for the answer
 QUIET_AFTER = 60.0  # seconds without a batch that are none of a healthy pipeline for which records wait

@@ -3,7 +3,7 @@
 A batch is one transaction of all streams, so without this one record stops them all. First the streams are halved until
 it is known of which the effects are refused. Then the records of such a stream are read again from Kafka and fed to the
 state machine, over the states that Postgres has, until it is known behind which of them the refusal begins. Nothing is
-written here: the query begins anew and rejects those records as it reads them (`streaming.compact`), so that order,
+written here: the query begins anew and rejects those records as it reads them (`ingest.compact`), so that order,
 fencing and counts are those of any rejected record.
 """
 
@@ -16,18 +16,18 @@ import msgspec
 import numpy as np
 import structlog
 
+from tidemark.common.errors import ContentRefused, QueryFailed, RecordsRefused, TidemarkError
 from tidemark.sinks.port import Batch, Fence
 from tidemark.sinks.postgres.store import Postgres
-from tidemark.streaming.batch import advance
-from tidemark.streaming.compact import MOST_FACTS, compact
-from tidemark.streaming.effects import ShardEffects
-from tidemark.streaming.errors import ContentRefused, QueryFailed, RecordsRefused, TidemarkError
-from tidemark.streaming.fetched import Fetched, PlannedRange
-from tidemark.streaming.kafka_ranges import Places, RangeReader
-from tidemark.streaming.model import Bounds
-from tidemark.streaming.records import Join, Rdata, Record, Skip, Topic, encode, row
-from tidemark.streaming.runs import Packet
-from tidemark.streaming.states import States
+from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.effects import ShardEffects
+from tidemark.streaming.core.store import States
+from tidemark.streaming.ingest.compact import MOST_FACTS, compact
+from tidemark.streaming.ingest.ranges import Places, RangeReader
+from tidemark.streaming.ingest.record_batch import Fetched, PlannedRange
+from tidemark.streaming.values.limits import Bounds
+from tidemark.streaming.wire.records import Join, Rdata, Record, Skip, Topic, encode, row
+from tidemark.streaming.wire.runs import Packet
 
 log = structlog.get_logger(__name__)
 

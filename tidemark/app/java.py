@@ -5,8 +5,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tidemark.streaming.environment import server_environment
-from tidemark.streaming.errors import Stop
+from tidemark.common.environment import server_environment
+from tidemark.common.errors import Stop
 
 OLDEST = 17
 

@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from tidemark.app.histogram import BatchHistogram
 from tidemark.app.probes import reading
 from tidemark.sinks.publisher import Published
-from tidemark.streaming.effects import ShardEffects
-from tidemark.streaming.model import Reason
+from tidemark.streaming.core.effects import ShardEffects
+from tidemark.streaming.values.limits import Reason
 
 REGISTRY = CollectorRegistry()
 

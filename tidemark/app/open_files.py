@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from tidemark.streaming.errors import BadSetting
+from tidemark.common.errors import BadSetting
 
 log = structlog.get_logger(__name__)
 

@@ -10,11 +10,11 @@ from datetime import datetime
 from tidemark.app.behind import last_seen, moment
 from tidemark.app.remedies import Verdict, remedy
 from tidemark.sinks.postgres.store import Postgres
-from tidemark.streaming import state
-from tidemark.streaming.holders import behind, is_brief
-from tidemark.streaming.policies import Policies
-from tidemark.streaming.stream import StreamState
-from tidemark.streaming.writers import HeldWriter, WriterState
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.core.linear_lag import behind, is_brief
+from tidemark.streaming.core.stream import StreamState
+from tidemark.streaming.core.writers import HeldWriter, WriterState
+from tidemark.streaming.values.policies import Policies
 
 NO_POLICIES = Policies()
 

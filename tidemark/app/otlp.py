@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from tidemark.sinks.publisher import Published
-    from tidemark.streaming.effects import ShardEffects
+    from tidemark.streaming.core.effects import ShardEffects
 
 log = structlog.get_logger(__name__)
 

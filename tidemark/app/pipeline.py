@@ -28,6 +28,19 @@ from tidemark.app.signals import told_to_end
 from tidemark.app.start import Start, prepare
 from tidemark.app.tracing import tracing
 from tidemark.app.versions import OURS, require_successor
+from tidemark.common.errors import (
+    BatchCut,
+    ChainBroken,
+    ContentRefused,
+    LeaseLost,
+    Outdated,
+    QueryFailed,
+    RecordsRefused,
+    Refused,
+    Retry,
+    Stopping,
+    Unavailable,
+)
 from tidemark.sinks.dead_letters import DeadLetters, DeadLettersConfig
 from tidemark.sinks.leased_thread import LeasedThread
 from tidemark.sinks.maintenance import Maintenance, MaintenanceConfig
@@ -43,25 +56,12 @@ from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sources.producer import producer_settings
 from tidemark.sources.start import Acceptance
 from tidemark.sources.topics import Topics
-from tidemark.streaming import query
-from tidemark.streaming.checkpoint import apart, folder, locked
-from tidemark.streaming.compact import RefusedPlaces
-from tidemark.streaming.errors import (
-    BatchCut,
-    ChainBroken,
-    ContentRefused,
-    LeaseLost,
-    Outdated,
-    QueryFailed,
-    RecordsRefused,
-    Refused,
-    Retry,
-    Stopping,
-    Unavailable,
-)
-from tidemark.streaming.jvm import is_local
-from tidemark.streaming.records import Topic
-from tidemark.streaming.spark import executors
+from tidemark.streaming.engine import query
+from tidemark.streaming.engine.checkpoint import apart, folder, locked
+from tidemark.streaming.engine.jvm import is_local
+from tidemark.streaming.engine.spark import executors
+from tidemark.streaming.ingest.compact import RefusedPlaces
+from tidemark.streaming.wire.records import Topic
 
 log = structlog.get_logger(__name__)
 

@@ -1,15 +1,15 @@
-"""The pipeline follows the policies of its streams (`streaming.policies`), as they are changed while it runs."""
+"""The pipeline follows the policies of its streams (`streaming.values.policies`), as they are changed while it runs."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
 import structlog
 
+from tidemark.common.errors import Outdated, Unavailable
 from tidemark.sinks.leased_thread import LeasedThread
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.policies import PolicyTable
-from tidemark.streaming.errors import Outdated, Unavailable
-from tidemark.streaming.policies import Policies
+from tidemark.streaming.values.policies import Policies
 
 log = structlog.get_logger(__name__)
 

@@ -23,7 +23,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 from tidemark.app.connections import THIS_MACHINE, host_name, is_loopback
 from tidemark.app.crowd import Waiting, crowding
-from tidemark.streaming.errors import BadSetting
+from tidemark.common.errors import BadSetting
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment

@@ -6,11 +6,11 @@ Every line is checked as the pipeline will check it, so that a mistake shows her
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from tidemark.common.errors import BadRecord
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import topic_producer
 from tidemark.sources.topics import Topics
-from tidemark.streaming import records
-from tidemark.streaming.errors import BadRecord
+from tidemark.streaming.wire import records
 
 DELIVERY_SECONDS = 30.0
 

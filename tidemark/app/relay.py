@@ -13,6 +13,9 @@ from tidemark.app import probes
 from tidemark.app.connections import host_port
 from tidemark.app.settings import Settings
 from tidemark.app.signals import told_to_end
+from tidemark.common.errors import BadSetting, OthersFirst, Refused, Stopping, TopicMissing, Unavailable
+from tidemark.common.lock_waits import run_locking
+from tidemark.common.postgres_session import Connection, Dsn, PostgresSession, first_line
 from tidemark.sinks.retry import wait_out
 from tidemark.sources.producer import FOR_EVER, topic_producer
 from tidemark.sources.relay import blockers as found_blockers
@@ -21,11 +24,8 @@ from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.sources.relay.relay import AppendRelay
 from tidemark.sources.relay.told import MOST_FACTS
 from tidemark.sources.topics import Topics
-from tidemark.streaming.direction import DirectionName
-from tidemark.streaming.errors import BadSetting, OthersFirst, Refused, Stopping, TopicMissing, Unavailable
-from tidemark.streaming.lock_waits import run_locking
-from tidemark.streaming.postgres_session import Connection, Dsn, PostgresSession, first_line
-from tidemark.streaming.records import is_name, why_no_name
+from tidemark.streaming.values.direction import DirectionName
+from tidemark.streaming.wire.records import is_name, why_no_name
 
 Say = Callable[[str], None]
 

@@ -33,8 +33,8 @@ from tidemark.app.sidecar.hosts import THIS_MACHINE
 from tidemark.app.sidecar.service import Limits
 from tidemark.app.sidecar.site import SiteConfig, site
 from tidemark.app.signals import told_to_end
+from tidemark.common.errors import BadSetting, Unavailable
 from tidemark.sources.tail import Tail
-from tidemark.streaming.errors import BadSetting, Unavailable
 
 log = structlog.get_logger(__name__)
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import structlog
 
 from tidemark.app.settings import Settings
+from tidemark.common.errors import ShardsChanged
 from tidemark.sinks.postgres.store import Postgres, RememberedSetup
 from tidemark.sources.kafka import Offsets
 from tidemark.sources.start import Acceptance, RememberedTopic, TopicState, require_uncompacted, starting_offsets
 from tidemark.sources.topics import Topics, plans
-from tidemark.streaming import state
-from tidemark.streaming.errors import ShardsChanged
-from tidemark.streaming.policies import Policies
-from tidemark.streaming.query import by_shard
-from tidemark.streaming.states import ShardedStates
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.core.store import ShardedStates
+from tidemark.streaming.engine.query import by_shard
+from tidemark.streaming.values.policies import Policies
 
 log = structlog.get_logger(__name__)
 
@@ -45,7 +45,7 @@ def ready(settings: Settings, topics: Topics) -> dict[str, TopicState]:
 @dataclass(frozen=True, slots=True)
 class Seed:
     """What a line of batches begins with: its name, the batch that Postgres applied last (lineage and number, None
-    where none ever was), and the states as of `streaming.query.by_shard`.
+    where none ever was), and the states as of `streaming.engine.query.by_shard`.
     """
 
     lineage: str

@@ -13,6 +13,8 @@ from tidemark.app import probes
 from tidemark.app.relay import LoopHealth, find_topic, metrics_address
 from tidemark.app.settings import Settings
 from tidemark.app.signals import told_to_end
+from tidemark.common.errors import BadSetting, OthersFirst, Stopping
+from tidemark.common.postgres_session import PostgresSession
 from tidemark.sinks.redis.client import RedisAddress
 from tidemark.sinks.retry import wait_out
 from tidemark.sources.producer import FOR_EVER, topic_producer
@@ -25,9 +27,7 @@ from tidemark.sources.synapse.metrics import BridgeMetrics
 from tidemark.sources.synapse.state import SCHEMA, state_session
 from tidemark.sources.synapse.streams import BridgedStream
 from tidemark.sources.synapse.tables import REFUSED, STREAMS
-from tidemark.streaming.errors import BadSetting, OthersFirst, Stopping
-from tidemark.streaming.postgres_session import PostgresSession
-from tidemark.streaming.records import is_name, is_writer, why_no_name
+from tidemark.streaming.wire.records import is_name, is_writer, why_no_name
 
 REDIS_SECONDS = 5.0
 

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from tidemark.streaming.errors import ExtraMissing
+from tidemark.common.errors import ExtraMissing
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
     from tidemark.sinks.publisher import Published
-    from tidemark.streaming.effects import ShardEffects
+    from tidemark.streaming.core.effects import ShardEffects
 
 
 class BatchTrace:

@@ -1,12 +1,12 @@
 """Which versions may run side by side: pipeline, sidecar and schema differ by one minor version at most.
 
-The schema says itself what works with it (`streaming.postgres_migrations`); states carry a format (`streaming.state`).
+The schema says itself what works with it (`common.migrations`); states carry a format (`streaming.core.codec`).
 Here it is the versions of the processes, as a change of what stands in Redis needs no schema."""
 
 import re
 from importlib.metadata import version
 
-from tidemark.streaming.errors import VersionSkew
+from tidemark.common.errors import VersionSkew
 
 OURS = version("tidemark-streams")
 _NUMBERS = re.compile(r"(\d+)\.(\d+)")

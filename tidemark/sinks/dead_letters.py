@@ -12,10 +12,10 @@ import numpy as np
 import structlog
 from confluent_kafka import KafkaError, KafkaException, Message
 
+from tidemark.common.errors import BadRecord, TidemarkError, TopicMissing
 from tidemark.sinks.kafka_copy import Headers, KafkaConnections, Outbox, Outgoing
-from tidemark.streaming.errors import BadRecord, TidemarkError, TopicMissing
-from tidemark.streaming.model import Reason, Rejected
-from tidemark.streaming.records import FactRun, Topic, read
+from tidemark.streaming.values.limits import Reason, Rejected
+from tidemark.streaming.wire.records import FactRun, Topic, read
 
 log = structlog.get_logger(__name__)
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from confluent_kafka import KafkaError, Message, Producer
 
-from tidemark.streaming.kafka_errors import ErrorListener
-from tidemark.streaming.partition_reader import PartitionReader
+from tidemark.common.kafka_errors import ErrorListener
+from tidemark.common.partition_reader import PartitionReader
 
 Headers = Sequence[tuple[str, Any]]
 ANY_PARTITION = -1

@@ -4,8 +4,8 @@ import threading
 from abc import ABC, abstractmethod
 from typing import Self
 
+from tidemark.common.errors import LeaseLost
 from tidemark.sinks.postgres.lease import Lease
-from tidemark.streaming.errors import LeaseLost
 
 
 class LeasedThread(ABC):

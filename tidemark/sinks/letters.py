@@ -9,7 +9,7 @@ from confluent_kafka import KafkaException, Message
 
 from tidemark.sinks.dead_letters import DeadLettersConfig
 from tidemark.sinks.kafka_copy import KafkaConnections
-from tidemark.streaming.model import printable
+from tidemark.streaming.values.limits import printable
 
 
 @dataclass(frozen=True, slots=True)

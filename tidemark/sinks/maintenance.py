@@ -11,11 +11,11 @@ from functools import partial
 
 import structlog
 
+from tidemark.common.errors import LeaseLost, Stop, TidemarkError
 from tidemark.sinks.leased_thread import LeasedThread
 from tidemark.sinks.port import Sink
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
-from tidemark.streaming.errors import LeaseLost, Stop, TidemarkError
 
 log = structlog.get_logger(__name__)
 

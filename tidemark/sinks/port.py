@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import Protocol
 
-from tidemark.streaming.effects import ShardEffects, StreamEffects, WriterAdvance
-from tidemark.streaming.model import Rejected
+from tidemark.streaming.core.effects import ShardEffects, StreamEffects, WriterAdvance
+from tidemark.streaming.values.limits import Rejected
 
 
 @dataclass(frozen=True, slots=True)

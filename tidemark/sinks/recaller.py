@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 import structlog
 from confluent_kafka import KafkaException
 
+from tidemark.common.errors import LeaseLost, TidemarkError, Unavailable
 from tidemark.sinks.kafka_copy import KafkaConnections, Outbox, Outgoing
 from tidemark.sinks.leased_thread import LeasedThread
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.recalls import KeptRecall
 from tidemark.sinks.postgres.store import Postgres
-from tidemark.streaming.errors import LeaseLost, TidemarkError, Unavailable
-from tidemark.streaming.put_off import is_edge
+from tidemark.streaming.core.deferred import is_edge
 
 log = structlog.get_logger(__name__)
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import structlog
 
-from tidemark.streaming.errors import Stopping, Unavailable
+from tidemark.common.errors import Stopping, Unavailable
 
 log = structlog.get_logger(__name__)
 

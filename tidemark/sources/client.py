@@ -19,11 +19,11 @@ import msgspec
 import psycopg
 from psycopg.rows import tuple_row
 
-from tidemark.streaming.errors import BadRow, BadSetting, NotReserved, Refused
-from tidemark.streaming.postgres_session import address, first_line
-from tidemark.streaming.records import is_name, is_writer, why_no_name
-from tidemark.streaming.records import row as encoded
-from tidemark.streaming.session_settings import hidden_rows
+from tidemark.common.errors import BadRow, BadSetting, NotReserved, Refused
+from tidemark.common.postgres_session import address, first_line
+from tidemark.common.session_settings import hidden_rows
+from tidemark.streaming.wire.records import is_name, is_writer, why_no_name
+from tidemark.streaming.wire.records import row as encoded
 
 MOST_BYTES = 900_000
 """JSON of a row: what Kafka takes by default (1 MB) less room for the rest of the record."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from tidemark.streaming.errors import BadSetting
+from tidemark.common.errors import BadSetting
 
 Offsets: TypeAlias = dict[str, dict[int, int]]
 """The next offset to read, by topic and partition."""

@@ -5,10 +5,10 @@ from functools import partial
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
+from tidemark.common.errors import Stop, Unavailable
+from tidemark.common.kafka_errors import ErrorListener, kafka_error
 from tidemark.sources.kafka import MAX_MESSAGE_BYTES, KafkaConnection
 from tidemark.sources.topics import Topics
-from tidemark.streaming.errors import Stop, Unavailable
-from tidemark.streaming.kafka_errors import ErrorListener, kafka_error
 
 FOR_EVER = 0.0
 _FRAME_BYTES = 150

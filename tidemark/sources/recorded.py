@@ -7,9 +7,9 @@ from typing import Self
 
 from confluent_kafka import KafkaException
 
+from tidemark.common.kafka_errors import ErrorListener
+from tidemark.common.partition_reader import PartitionReader
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.streaming.kafka_errors import ErrorListener
-from tidemark.streaming.partition_reader import PartitionReader
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from prometheus_client import Gauge
 
 from tidemark.sources.transactions import OpenTransaction
-from tidemark.streaming.records import LONGEST_TRANSACTION, MOST_TRANSACTIONS, Open
+from tidemark.streaming.wire.records import LONGEST_TRANSACTION, MOST_TRANSACTIONS, Open
 
 WORTH_TELLING = timedelta(seconds=2)
 """How long a transaction is open before it is told: what they usually take is nobody's business."""

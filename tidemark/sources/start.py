@@ -10,8 +10,8 @@ from typing import Literal
 
 import structlog
 
+from tidemark.common.errors import PartitionsChanged, RecordsBeyondEnd, RecordsGone, TopicCompacted, TopicReplaced
 from tidemark.sources.kafka import Offsets
-from tidemark.streaming.errors import PartitionsChanged, RecordsBeyondEnd, RecordsGone, TopicCompacted, TopicReplaced
 
 log = structlog.get_logger(__name__)
 

@@ -10,10 +10,10 @@ from typing import Self
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
+from tidemark.common.errors import BadRecord, TopicMissing, Unavailable
+from tidemark.common.kafka_errors import ErrorListener, concerns_group
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.streaming.errors import BadRecord, TopicMissing, Unavailable
-from tidemark.streaming.kafka_errors import ErrorListener, concerns_group
-from tidemark.streaming.records import FactRun, Rdata, Record, Topic, Void, read
+from tidemark.streaming.wire.records import FactRun, Rdata, Record, Topic, Void, read
 
 AT_ONCE = 2_000
 """Records that one call gives at most: a RUN has any number, and who takes them has other things to do."""

@@ -11,10 +11,10 @@ from typing import Any
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigEntry, ConfigResource, NewTopic, OffsetSpec, TopicDescription
 
+from tidemark.common.errors import TopicMissing, Unavailable
+from tidemark.common.kafka_errors import ErrorListener, kafka_error
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.start import Partition, RememberedTopic, TopicState
-from tidemark.streaming.errors import TopicMissing, Unavailable
-from tidemark.streaming.kafka_errors import ErrorListener, kafka_error
 
 _DAY_MS = 24 * 3600 * 1000
 

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from datetime import datetime
 
-from tidemark.streaming.errors import Unavailable
-from tidemark.streaming.postgres_session import Connection
+from tidemark.common.errors import Unavailable
+from tidemark.common.postgres_session import Connection
 
 
 @dataclass(frozen=True, slots=True)

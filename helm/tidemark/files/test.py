@@ -13,7 +13,7 @@ from urllib.request import Request, urlopen
 from tidemark.app.produce import produce
 from tidemark.app.settings import load
 from tidemark.sinks.reader import Positions, Standing
-from tidemark.streaming.records import Topic
+from tidemark.streaming.wire.records import Topic
 
 STREAM, WRITER = "helm-test", "helm-test"
 PATIENCE = 120.0

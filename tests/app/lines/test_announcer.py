@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemark.app.lines.announcer import AnnouncedPositions, Announcement
-from tidemark.streaming.commands import PositionCommand, RdataCommand
+from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand
 
 W = ("s", "w")
 

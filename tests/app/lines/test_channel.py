@@ -28,9 +28,9 @@ from tidemark.app.lines.server import LineServer
 from tidemark.app.lines.speaker import ANSWER_EVERY, ChannelConfig
 from tidemark.app.read_side.opened import ReadSide, ReadSideConfig
 from tidemark.app.stack.servers import RedisServer
+from tidemark.common.environment import child_environment
 from tidemark.sinks.postgres.database import migrate
 from tidemark.sinks.redis.names import lines_channel
-from tidemark.streaming.environment import child_environment
 
 TERMS = ChannelConfig("example.org")
 

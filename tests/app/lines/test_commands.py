@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.streaming.commands import (
+from tidemark.common.errors import BadCommand
+from tidemark.streaming.wire.line_protocol import (
     Command,
     ErrorCommand,
     NameCommand,
@@ -17,8 +18,7 @@ from tidemark.streaming.commands import (
     Splitter,
     parse,
 )
-from tidemark.streaming.errors import BadCommand
-from tidemark.streaming.records import MAX_ID, is_name
+from tidemark.streaming.wire.records import MAX_ID, is_name
 
 names = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zs", "Zl", "Zp"]), min_size=1, max_size=40).filter(
     is_name

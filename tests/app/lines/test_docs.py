@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-from tidemark.streaming.commands import RELAYED
+from tidemark.streaming.wire.line_protocol import RELAYED
 
 PAGE = Path("docs/protocol.md").read_text()
 HERE = Path(__file__).parent

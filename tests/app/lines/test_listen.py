@@ -26,7 +26,8 @@ from tidemark.app.lines import listen
 from tidemark.app.lines.connection import LineServerConfig
 from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.stack.server import LOOPBACK
-from tidemark.streaming.commands import (
+from tidemark.common.environment import child_environment
+from tidemark.streaming.wire.line_protocol import (
     Command,
     ErrorCommand,
     PositionCommand,
@@ -35,7 +36,6 @@ from tidemark.streaming.commands import (
     ReplicateCommand,
     ServerCommand,
 )
-from tidemark.streaming.environment import child_environment
 
 
 @contextmanager

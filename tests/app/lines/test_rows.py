@@ -14,12 +14,12 @@ from tests.streaming.builders import IN_FACTS, packed
 from tidemark.app.lines.announcer import Announcement, Announcer
 from tidemark.app.lines.rows import RowBuffer, Writer
 from tidemark.sinks.reader import events
-from tidemark.streaming.batch import advance
-from tidemark.streaming.commands import PositionCommand, RdataCommand
-from tidemark.streaming.direction import beyond
-from tidemark.streaming.model import Evidence
-from tidemark.streaming.records import Join, Rdata, Record, Retire, Topic, Void, encode, read, row
-from tidemark.streaming.states import States
+from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.store import States
+from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.limits import Evidence
+from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand
+from tidemark.streaming.wire.records import Join, Rdata, Record, Retire, Topic, Void, encode, read, row
 
 BIG = 1 << 30
 

@@ -16,7 +16,7 @@ from tidemark.app.stack.servers import KafkaServer
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.topics import TopicPlan, Topics
-from tidemark.streaming.records import Join, Rdata, Record, encode, row
+from tidemark.streaming.wire.records import Join, Rdata, Record, encode, row
 
 
 class FactsOfTest:

@@ -7,9 +7,9 @@ import pytest
 from tests.sinks.given import advance, batch, stream
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.read_side.durable import Durable, ReadSoFar
+from tidemark.common.errors import Unavailable
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.reader.history import History
-from tidemark.streaming.errors import Unavailable
 
 
 def test_how_far_the_pipeline_has_read(pipeline: Pipeline, store: Postgres, dsn: str) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tidemark.app.read_side.live import TOGETHER, Live
+from tidemark.common.errors import Refused
 from tidemark.sinks.reader.io import KeysFound, ReadNewest
 from tidemark.sinks.redis.client import redis_address
-from tidemark.streaming.errors import Refused
 
 
 def test_reading_of_many_streams_lets_others_have_their_turn(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

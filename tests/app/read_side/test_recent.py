@@ -8,7 +8,7 @@ from tidemark.app.read_side.slices import Slice
 from tidemark.sinks.postgres.tail import DurableMark
 from tidemark.sinks.reader.events import Advance, Late, Place
 from tidemark.sinks.reader.merge import Joining
-from tidemark.streaming.model import Evidence
+from tidemark.streaming.values.limits import Evidence
 
 MARK = DurableMark(1, 5)
 

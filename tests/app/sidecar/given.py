@@ -19,17 +19,17 @@ from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.serve import StoppedServer
 from tidemark.app.sidecar.admission import AdmissionConfig, admission
 from tidemark.app.sidecar.site import SiteConfig, site
-from tidemark.streaming import state
-from tidemark.streaming.chain import Chain, Span
-from tidemark.streaming.direction import Direction
-from tidemark.streaming.effects import StreamEffects
-from tidemark.streaming.intervals import EMPTY
-from tidemark.streaming.joined import Writers
-from tidemark.streaming.linear import LinearPosition
-from tidemark.streaming.model import Evidence
-from tidemark.streaming.put_off import PutOff
-from tidemark.streaming.stream import StreamState
-from tidemark.streaming.writers import WriterState
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.core.chain import Chain, Span
+from tidemark.streaming.core.deferred import PutOff
+from tidemark.streaming.core.effects import StreamEffects
+from tidemark.streaming.core.linear import LinearPosition
+from tidemark.streaming.core.stream import StreamState
+from tidemark.streaming.core.writer_table import Writers
+from tidemark.streaming.core.writers import WriterState
+from tidemark.streaming.values.direction import Direction
+from tidemark.streaming.values.intervals import EMPTY
+from tidemark.streaming.values.limits import Evidence
 
 
 class SidecarClient(httpx.Client):

@@ -11,8 +11,8 @@ from tests.app.sidecar.given import At, SidecarClient, moved
 from tests.app.sidecar.test_page import browser, opened
 from tests.sinks.given import batch, rejected
 from tests.sinks.reader.given import Pipeline
-from tidemark.streaming.effects import LateCompletion, StreamEffects
-from tidemark.streaming.model import Rejected
+from tidemark.streaming.core.effects import LateCompletion, StreamEffects
+from tidemark.streaming.values.limits import Rejected
 
 __all__ = ["browser"]
 

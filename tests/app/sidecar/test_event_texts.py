@@ -6,7 +6,7 @@ from tidemark.app.read_side.resumption import PAGE, MissedMoves, SharedReading
 from tidemark.app.sidecar.event_texts import missed_moves
 from tidemark.sinks.postgres.tail import Moved
 from tidemark.sinks.reader.events import Advance, Place
-from tidemark.streaming.model import Evidence
+from tidemark.streaming.values.limits import Evidence
 
 MANY = 3 * PAGE + 1
 

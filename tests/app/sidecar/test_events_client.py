@@ -6,7 +6,7 @@ from typing import Any
 from tidemark.app.read_side.slices import Begun, Listener, Slice
 from tidemark.app.sidecar.events_client import JOINS, EventsClient
 from tidemark.sinks.reader.events import Advance, Place
-from tidemark.streaming.model import Evidence
+from tidemark.streaming.values.limits import Evidence
 
 NOBODY: Any = None  # to read from
 

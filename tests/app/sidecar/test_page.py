@@ -23,7 +23,7 @@ from tests.streaming.builders import Shard, position, rdata
 from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.sidecar.site import SiteConfig
 from tidemark.app.stack.server import free_port
-from tidemark.streaming.effects import LateCompletion
+from tidemark.streaming.core.effects import LateCompletion
 
 PATIENCE = 60_000  # ms; also of `expect` without a word
 expect.set_options(timeout=PATIENCE)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tidemark.app.sidecar.site import LOOK_EVERY, Tokens
-from tidemark.streaming.errors import BadSetting
+from tidemark.common.errors import BadSetting
 
 
 class Clock:

@@ -17,7 +17,7 @@ from tidemark.app.sidecar.service import Limits
 from tidemark.app.sidecar.site import SiteConfig
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.servers import RedisServer
-from tidemark.streaming.effects import LateCompletion
+from tidemark.streaming.core.effects import LateCompletion
 
 
 class Watching:

@@ -12,6 +12,7 @@ from tests.sources.rooms.test_persisting import STORE, a_member
 from tidemark.app.simulation.rooms_comparison import RoomCount
 from tidemark.app.simulation.rooms_reading import ANSWERS
 from tidemark.app.simulation.rooms_verification import RoomsVerification
+from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.database import session_of
 from tidemark.sources.rooms.cached_reading import current_state, joined_with_version
 from tidemark.sources.rooms.persisting import following
@@ -21,7 +22,6 @@ from tidemark.sources.rooms.tables import SCHEMA
 from tidemark.sources.simulator import tables
 from tidemark.sources.simulator.rooms import REMOTE, played, room_streams
 from tidemark.sources.simulator.script import Successor
-from tidemark.streaming.postgres_session import Connection
 
 ROOM = "!tea"
 

@@ -24,6 +24,8 @@ from tests.streaming.builders import STREAM, Shard, join, rdata
 from tidemark.app.cli import main
 from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer
+from tidemark.common.environment import child_environment
+from tidemark.common.errors import BadRecord
 from tidemark.sinks.port import Batch
 from tidemark.sinks.postgres.acts import Acts
 from tidemark.sinks.postgres.database import session_of
@@ -31,10 +33,8 @@ from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics, plans
-from tidemark.streaming.effects import Forced, Progress, ShardEffects
-from tidemark.streaming.environment import child_environment
-from tidemark.streaming.errors import BadRecord
-from tidemark.streaming.records import Record, Skip, Topic, read
+from tidemark.streaming.core.effects import Forced, Progress, ShardEffects
+from tidemark.streaming.wire.records import Record, Skip, Topic, read
 
 BY = ("--by", "ada", "--why", "host is gone")
 

@@ -11,9 +11,9 @@ from tests.streaming.builders import STREAM, Shard, rdata
 from tidemark.app.cli import main
 from tidemark.app.verbs import acts
 from tidemark.app.verbs.act_commands import IdRange
-from tidemark.streaming.errors import BadRecord
-from tidemark.streaming.policies import Policies
-from tidemark.streaming.records import LIVING, Join, Marker, Retire, Skip, Timeline
+from tidemark.common.errors import BadRecord
+from tidemark.streaming.values.policies import Policies
+from tidemark.streaming.wire.records import LIVING, Join, Marker, Retire, Skip, Timeline
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from tests.sinks.reader.given import Pipeline
 from tidemark.app.cli import main
 from tidemark.sinks.postgres.acts import Acts, NotedAct
 from tidemark.sinks.postgres.database import session_of
-from tidemark.streaming.effects import Forced
+from tidemark.streaming.core.effects import Forced
 
 SKIP = Forced("w", 1, "SKIP", 2, 4, "ann", "lost")
 TWIN = Forced("w", 1, "SKIP", 2, 4, "bob", "also lost")

@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 from tests.app.sidecar.given import At, moved
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.cli import main
+from tidemark.common.environment import child_environment
 from tidemark.sinks.postgres.dump import TABLES
-from tidemark.streaming.environment import child_environment
 
 NOWHERE = "http://127.0.0.1:1/metrics"
 ALL_AWAY = {

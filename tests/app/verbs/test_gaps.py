@@ -7,8 +7,8 @@ from tests.streaming.builders import STREAM, Shard, join, opened, position, rdat
 from tidemark.app import open_ranges
 from tidemark.app.verbs import gaps
 from tidemark.app.verbs.acts import attempt
-from tidemark.streaming.policies import Policies
-from tidemark.streaming.records import Retire
+from tidemark.streaming.values.policies import Policies
+from tidemark.streaming.wire.records import Retire
 
 
 def test_a_dead_writer_is_listed_without_a_gap_with_what_settles_it() -> None:

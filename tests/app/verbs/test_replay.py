@@ -14,7 +14,7 @@ from tidemark.app.cli import main
 from tidemark.app.verbs.recordings import as_line, from_lines
 from tidemark.sinks.postgres.past_batches import past_batches
 from tidemark.sources.recorded import RecordedMessage
-from tidemark.streaming.records import Retire, Skip
+from tidemark.streaming.wire.records import Retire, Skip
 
 
 def run(recording: Recording, *words: str) -> Result:

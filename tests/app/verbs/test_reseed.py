@@ -13,7 +13,7 @@ from tidemark.app.cli import main
 from tidemark.app.verbs import reseed as reseeding
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres, RememberedSetup
-from tidemark.streaming import state
+from tidemark.streaming.core import codec as state
 
 
 def reseed(dsn: str, *words: str, shards: int = 8) -> Result:

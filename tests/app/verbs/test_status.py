@@ -9,7 +9,7 @@ from tidemark.app.health import PipelineCondition
 from tidemark.app.verbs import status
 from tidemark.sinks.postgres.recalls import RecallStatus
 from tidemark.sinks.postgres.status import BridgeStatus, Condition, SinkFault
-from tidemark.streaming.model import Bounds
+from tidemark.streaming.values.limits import Bounds
 
 WELL = PipelineCondition(Condition("host:1", 12.0, 1.0, []), {("facts", 0): 0}, None)
 

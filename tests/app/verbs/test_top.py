@@ -15,7 +15,7 @@ from tests.app.sidecar.given import At, moved
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.cli import main
 from tidemark.app.verbs.ask_commands import fitting
-from tidemark.streaming.environment import child_environment
+from tidemark.common.environment import child_environment
 
 
 def test_each_look_shows_what_is_held_before_what_stands(pipeline: Pipeline, dsn: str) -> None:

@@ -12,7 +12,7 @@ from tests.app.recording import STREAM, Recording, fact
 from tidemark.app.cli import main
 from tidemark.app.stack.server import free_port
 from tidemark.app.verbs.trace import said
-from tidemark.streaming.records import FactRun, Join, Rdata, Record, Retire, Skip, Void, row
+from tidemark.streaming.wire.records import FactRun, Join, Rdata, Record, Retire, Skip, Void, row
 
 S = STREAM
 

@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame
 
 from tests.bench.competitors.task import Task
 from tests.bench.rate import Meter
-from tidemark.streaming.spark import SparkSettings, start
+from tidemark.streaming.engine.spark import SparkSettings, start
 
 ROOT = Path(__file__).parents[3]
 _POLL_SECONDS = 0.5  # each look is work of the JVM that is measured

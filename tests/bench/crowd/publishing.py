@@ -19,15 +19,15 @@ from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.publish import Redis, RedisConfig
-from tidemark.streaming import state
-from tidemark.streaming.chain import Chain
-from tidemark.streaming.direction import Direction
-from tidemark.streaming.effects import ShardEffects, StreamEffects, Summary, WriterAdvance, WriterRow
-from tidemark.streaming.intervals import EMPTY
-from tidemark.streaming.joined import Writers
-from tidemark.streaming.linear import LinearPosition
-from tidemark.streaming.stream import StreamState
-from tidemark.streaming.writers import WriterState
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.core.chain import Chain
+from tidemark.streaming.core.effects import ShardEffects, StreamEffects, Summary, WriterAdvance, WriterRow
+from tidemark.streaming.core.linear import LinearPosition
+from tidemark.streaming.core.stream import StreamState
+from tidemark.streaming.core.writer_table import Writers
+from tidemark.streaming.core.writers import WriterState
+from tidemark.streaming.values.direction import Direction
+from tidemark.streaming.values.intervals import EMPTY
 
 BATCHES_PER_SECOND = 5  # as a pipeline under light traffic has
 

@@ -4,7 +4,7 @@ import psycopg
 import pytest
 
 from tidemark.sinks.postgres.database import execute
-from tidemark.streaming.direction import Direction
+from tidemark.streaming.values.direction import Direction
 
 
 def test_columns_arrive_as_they_were(database: str) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import psycopg
 import pytest
 
+from tidemark.common.errors import Refused, SchemaMismatch
+from tidemark.common.postgres_session import Connection
 from tidemark.sinks.postgres.database import READABLE, SCHEMA, migrate, session_of
-from tidemark.streaming.errors import Refused, SchemaMismatch
-from tidemark.streaming.postgres_session import Connection
 
 WANTED = SCHEMA.wanted
 

@@ -22,8 +22,8 @@ from tidemark.sinks.postgres.database import SCHEMA, migrate, session_of
 from tidemark.sinks.postgres.history import PageBounds, PastPage, Retention
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-from tidemark.streaming.effects import Forced, Gap, GapClosed, LateCompletion, WriterAdvance
-from tidemark.streaming.model import Evidence
+from tidemark.streaming.core.effects import Forced, Gap, GapClosed, LateCompletion, WriterAdvance
+from tidemark.streaming.values.limits import Evidence
 
 LARGEST = 2**63 - 1
 DAY = timedelta(days=1)

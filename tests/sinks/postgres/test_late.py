@@ -9,12 +9,12 @@ from click.testing import CliRunner, Result
 
 from tests.sinks.given import batch, stream
 from tidemark.app.cli import main
+from tidemark.common.errors import BadRecord, StreamNotKnown
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.late import LateCompletions
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
-from tidemark.streaming.effects import LateCompletion
-from tidemark.streaming.errors import BadRecord, StreamNotKnown
+from tidemark.streaming.core.effects import LateCompletion
 
 
 @pytest.fixture

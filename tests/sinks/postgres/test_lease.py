@@ -14,9 +14,9 @@ from tests.processes import forked
 from tests.sinks.given import batch, lines
 from tests.waiting import eventually
 from tidemark.app.stack.postgres import PostgresServer
+from tidemark.common.errors import LeaseLost, Stopping
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig, next_token
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-from tidemark.streaming.errors import LeaseLost, Stopping
 
 NEVER = threading.Event()
 

@@ -9,12 +9,12 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
+from tidemark.common.errors import BadRecord
+from tidemark.common.postgres_session import PostgresSession
 from tidemark.sinks.postgres.acts import Acts, NotedAct
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.policies import PolicyTable
-from tidemark.streaming.effects import Forced
-from tidemark.streaming.errors import BadRecord
-from tidemark.streaming.postgres_session import PostgresSession
+from tidemark.streaming.core.effects import Forced
 
 SKIP = Forced("w", 1, "SKIP", 5, 6, "eve", "it hangs")
 

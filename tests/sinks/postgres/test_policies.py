@@ -9,9 +9,9 @@ from psycopg.conninfo import make_conninfo
 
 from tests.sinks.given import batch, stream
 from tidemark.app.cli import main
+from tidemark.common.errors import BadRecord
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
-from tidemark.streaming.errors import BadRecord
 
 BY = ("--by", "ada", "--why", "long imports", "--yes")
 

@@ -8,7 +8,7 @@ from tests.sinks.given import NOW, advance, batch, rejected, stream
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.status import LATE_COUNTED, Conditions
 from tidemark.sinks.postgres.store import Postgres
-from tidemark.streaming.effects import LateCompletion
+from tidemark.streaming.core.effects import LateCompletion
 
 
 @pytest.fixture

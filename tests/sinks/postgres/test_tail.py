@@ -11,7 +11,7 @@ from tidemark.sinks.postgres.history import Retention
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.postgres.tail import DurableMark, PastMoves
-from tidemark.streaming.effects import LateCompletion
+from tidemark.streaming.core.effects import LateCompletion
 
 MINUTE = 60_000
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from tests.examples import SHARING
 from tests.sinks.given import NOW, advance, batch, stream
+from tidemark.common.errors import ChainBroken, LeaseLost
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig, RememberedSetup
-from tidemark.streaming.effects import (
+from tidemark.streaming.core.effects import (
     Forced,
     Gap,
     GapClosed,
@@ -24,8 +25,7 @@ from tidemark.streaming.effects import (
     WriterAdvance,
     WriterRow,
 )
-from tidemark.streaming.errors import ChainBroken, LeaseLost
-from tidemark.streaming.model import Encoded
+from tidemark.streaming.values.limits import Encoded
 
 LARGEST = 2**63 - 1
 

@@ -16,11 +16,11 @@ from tests.fix_sinks import LEASE
 from tests.sinks.given import NOW, advance, batch, stream
 from tests.waiting import eventually
 from tidemark.app.health import PipelineCondition
+from tidemark.common.errors import Unavailable
 from tidemark.sinks.postgres.database import migrate
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.postgres.waits import WaitWatch
-from tidemark.streaming.errors import Unavailable
 
 DAY = 86_400_000
 

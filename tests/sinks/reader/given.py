@@ -14,7 +14,7 @@ from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.reader import Event, Follow
 from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.publish import Redis
-from tidemark.streaming.effects import StreamEffects
+from tidemark.streaming.core.effects import StreamEffects
 
 
 class Pipeline:

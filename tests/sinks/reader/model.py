@@ -19,7 +19,7 @@ from tidemark.sinks.reader.io import (
     Request,
 )
 from tidemark.sinks.reader.redis import parse
-from tidemark.streaming.direction import beyond
+from tidemark.streaming.values.direction import beyond
 
 Fields = dict[str, str]
 

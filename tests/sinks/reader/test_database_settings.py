@@ -12,9 +12,9 @@ from tests.odd_settings import ODD, make_odd
 from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import ReadingService
 from tests.waiting import eventually
+from tidemark.common.errors import Refused
 from tidemark.sinks.reader import Positions, Reader
 from tidemark.sinks.reader.history import History
-from tidemark.streaming.errors import Refused
 
 pytestmark = pytest.mark.parametrize("form", ["threads", "asyncio"])
 

@@ -26,7 +26,7 @@ from tidemark.sinks.reader import (
 )
 from tidemark.sinks.redis.names import key
 from tidemark.sinks.redis.publish import Redis, RedisConfig
-from tidemark.streaming.effects import LateCompletion as LateEffect
+from tidemark.streaming.core.effects import LateCompletion as LateEffect
 
 
 def ranges(events: list[Event], writer: str = "w") -> list[tuple[int, int]]:

@@ -20,7 +20,7 @@ from tests.sinks.reader.model import StreamModel
 from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, Reread
 from tidemark.sinks.reader.follow import CaughtUp, Following
 from tidemark.sinks.reader.io import AwaitEntry, Driver, Request
-from tidemark.streaming.direction import beyond
+from tidemark.streaming.values.direction import beyond
 
 NAMES = ("a", "b", "c")
 WHATS = ("fact", "fact", "void", "announced")

@@ -13,10 +13,10 @@ from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.sinks.reader.service import ReadingService, effect
 from tests.waiting import eventually
+from tidemark.common.errors import BatchEnded, Refused, RowUnreadable
 from tidemark.sinks.reader import AsyncPositions, AsyncReader, Place, Positions, Reader, Table, Token
 from tidemark.sinks.reader.batch import Parking
 from tidemark.sinks.reader.ledger import Ledger
-from tidemark.streaming.errors import BatchEnded, Refused, RowUnreadable
 
 
 @pytest.fixture

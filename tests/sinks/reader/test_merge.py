@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from tidemark.sinks.reader.events import Advance, LinearMove, Reread
 from tidemark.sinks.reader.merge import LinearEvidence
-from tidemark.streaming.model import Evidence
+from tidemark.streaming.values.limits import Evidence
 
 
 def moved(writer: str, prev: int, id: int, facts: int = 0) -> Advance:

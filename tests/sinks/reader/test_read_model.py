@@ -11,7 +11,7 @@ from tests.sinks.reader.service import ReadingService, effect
 from tests.sinks.reader.test_follow_model import FollowWorld
 from tidemark.sinks.reader import Positions, Reader
 from tidemark.sinks.reader.io import Answer, AwaitEntry, Pause, Request
-from tidemark.streaming.direction import beyond
+from tidemark.streaming.values.direction import beyond
 
 
 class Idle(Exception):

@@ -10,7 +10,7 @@ from psycopg import sql
 
 from tests.examples import SHARING
 from tidemark.sinks.reader.table import Range, Table
-from tidemark.streaming.direction import beyond
+from tidemark.streaming.values.direction import beyond
 
 NAMES = ("a", "b", "c")
 WRITERS = (*NAMES, None)

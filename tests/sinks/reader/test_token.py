@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import SHARING
+from tidemark.common.errors import BadToken
 from tidemark.sinks.reader import ZERO, Order, Token
 from tidemark.sinks.redis.changes import Change
 from tidemark.sinks.redis.names import key
 from tidemark.sinks.redis.publish import Redis
-from tidemark.streaming.errors import BadToken
 
 WRITERS = ("a", "b", "c.1", "d~e", "f%", "%7E", "é", "B")
 NAMES = st.sampled_from(WRITERS)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tidemark import interval_text, parse_intervals
 from tidemark.errors import BadToken
-from tidemark.streaming.direction import DirectionName
-from tidemark.streaming.intervals import Intervals
+from tidemark.streaming.values.direction import DirectionName
+from tidemark.streaming.values.intervals import Intervals
 
 SETS = st.dictionaries(
     st.sampled_from(("first", "second-1", "a:b", "c,d", "5-7", "100%")),

@@ -12,9 +12,7 @@ import redis
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline, later
 from tidemark.app.stack.servers import RedisServer
-from tidemark.sinks.reader import AsyncPositions, Positions, Recovering, Standing, Token
-from tidemark.sinks.redis.names import key
-from tidemark.streaming.errors import (
+from tidemark.common.errors import (
     BadSetting,
     BadToken,
     NotReached,
@@ -23,6 +21,8 @@ from tidemark.streaming.errors import (
     TokenFromTheFuture,
     Unavailable,
 )
+from tidemark.sinks.reader import AsyncPositions, Positions, Recovering, Standing, Token
+from tidemark.sinks.redis.names import key
 
 
 class Both:

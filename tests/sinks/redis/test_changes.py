@@ -3,7 +3,7 @@
 from tests.sinks.given import NOW, advance, batch, stream
 from tidemark.sinks.port import Committed
 from tidemark.sinks.redis.changes import AdvanceEntry, of_batch
-from tidemark.streaming.effects import WriterRow
+from tidemark.streaming.core.effects import WriterRow
 
 
 def test_a_position_to_which_an_entry_leads_is_told_once() -> None:

@@ -15,13 +15,13 @@ from tests.waiting import eventually
 from tidemark.app.read_side.live import Live
 from tidemark.app.read_side.notifications import Notifications, wait_for_notification
 from tidemark.app.stack.servers import RedisServer
+from tidemark.common.errors import BadSetting, Refused, Unavailable
 from tidemark.sinks.reader import AsyncPositions, Positions, Standing
 from tidemark.sinks.reader.io import ReadNewest
 from tidemark.sinks.redis.changes import Change
 from tidemark.sinks.redis.client import RedisAddress
 from tidemark.sinks.redis.names import channel, key
 from tidemark.sinks.redis.publish import Redis, RedisConfig
-from tidemark.streaming.errors import BadSetting, Refused, Unavailable
 
 # In a Cluster of three, some on each; the last ones are names that could break a hash tag.
 STREAMS = [*(f"stream{number}" for number in range(12)), "}x", "{}", "a}:linear", "{<", "100%"]

@@ -5,8 +5,8 @@ from redis import exceptions as problems
 from redis._parsers.base import BaseParser
 from redis.exceptions import RedisClusterException
 
+from tidemark.common.errors import Refused, Unavailable
 from tidemark.sinks.redis.errors import Remedies, of_stream, redis_error
-from tidemark.streaming.errors import Refused, Unavailable
 
 REMEDIES = Remedies(access="access", transport="transport", rights="rights")
 

@@ -14,6 +14,7 @@ from tests.sinks.given import advance, entries, stream
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.stack.servers import RedisServer
+from tidemark.common.errors import LeaseLost
 from tidemark.sinks.maintenance import Maintenance, MaintenanceConfig
 from tidemark.sinks.port import Refilled, Sink
 from tidemark.sinks.postgres.history import Retention
@@ -21,8 +22,7 @@ from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.redis.names import SENTINEL, STREAMS, key
 from tidemark.sinks.redis.publish import Redis
-from tidemark.streaming.effects import LateCompletion, StreamEffects, WriterRow
-from tidemark.streaming.errors import LeaseLost
+from tidemark.streaming.core.effects import LateCompletion, StreamEffects, WriterRow
 
 
 @pytest.fixture

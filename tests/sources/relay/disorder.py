@@ -13,9 +13,9 @@ from psycopg.conninfo import make_conninfo
 from tests.sources.relay.world import Core, World
 from tidemark.sources.relay.decider import Decider
 from tidemark.sources.tail import singles
-from tidemark.streaming import records
-from tidemark.streaming.effects import StreamEffects
-from tidemark.streaming.records import Rdata
+from tidemark.streaming.core.effects import StreamEffects
+from tidemark.streaming.wire import records
+from tidemark.streaming.wire.records import Rdata
 
 TABLES = ("append_streams", "append_outbox", "append_progress", "append_writers", "append_told", "relay_schema_version")
 SAVED = (

@@ -10,12 +10,12 @@ from tests.streaming.builders import IN_FACTS, packed
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.tail import singles
 from tidemark.sources.topics import Topics
-from tidemark.streaming import state
-from tidemark.streaming.batch import advance
-from tidemark.streaming.effects import StreamEffects
-from tidemark.streaming.model import Bounds
-from tidemark.streaming.records import FactRun, Open, Rdata, Record, Topic, read
-from tidemark.streaming.states import States
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.effects import StreamEffects
+from tidemark.streaming.core.store import States
+from tidemark.streaming.values.limits import Bounds
+from tidemark.streaming.wire.records import FactRun, Open, Rdata, Record, Topic, read
 
 
 @dataclass

@@ -16,6 +16,7 @@ from tests.sources.relay.running import Run, settled
 from tests.waiting import eventually
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.server import free_port
+from tidemark.common.errors import Unavailable
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay import decider as deciding
 from tidemark.sources.relay import join, sequences
@@ -23,8 +24,7 @@ from tidemark.sources.relay import relay as relaying
 from tidemark.sources.relay.database import SCHEMA, session_of
 from tidemark.sources.relay.decider import Decider
 from tidemark.sources.transactions import history
-from tidemark.streaming.errors import Unavailable
-from tidemark.streaming.records import Join
+from tidemark.streaming.wire.records import Join
 
 T = TypeVar("T")
 STREAMS = [f"stream-{number}" for number in range(7)]

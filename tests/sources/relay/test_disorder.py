@@ -12,11 +12,11 @@ from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 from tests.examples import examples
 from tests.sources.relay.disorder import FIT, DisorderedWorld
 from tests.sources.relay.test_decider import Appending, relays
+from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay import database, looks, regressions, sequences
 from tidemark.sources.relay.looks import AppendStream
 from tidemark.sources.relay.sequences import StreamLook
-from tidemark.streaming.intervals import Intervals
-from tidemark.streaming.postgres_session import Connection
+from tidemark.streaming.values.intervals import Intervals
 
 
 class Disordered(Appending):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tidemark.sources.relay.evidence import Holder, StreamEvidence, ids_of
 from tidemark.sources.relay.lines import Lines
-from tidemark.streaming.intervals import Intervals
+from tidemark.streaming.values.intervals import Intervals
 
 OWN, BEAT, NAMES = "0", "-1", ("0", "1", "2")
 """Writers; two may have one number of locks."""

@@ -7,10 +7,10 @@ import pytest
 from psycopg import conninfo, errors
 
 from tidemark.app import relay
+from tidemark.common.errors import BadSetting, Refused, Unavailable
 from tidemark.sources.relay import looks, sequences
 from tidemark.sources.relay.database import SCHEMA, session_of
-from tidemark.streaming.errors import BadSetting, Refused, Unavailable
-from tidemark.streaming.records import is_name, is_writer
+from tidemark.streaming.wire.records import is_name, is_writer
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ from dataclasses import replace
 import psycopg
 import pytest
 
+from tidemark.common.errors import BadSetting
 from tidemark.sources.relay import join, looks
 from tidemark.sources.relay.join import Told
 from tidemark.sources.relay.relay import OUTBOX
 from tidemark.sources.transactions import ServerHistory, history
-from tidemark.streaming.errors import BadSetting
-from tidemark.streaming.intervals import EMPTY
+from tidemark.streaming.values.intervals import EMPTY
 
 XID = "pg_current_xact_id()::xid"
 

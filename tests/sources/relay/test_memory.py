@@ -13,7 +13,7 @@ from tests.fix_servers import away
 from tests.sources.relay.running import append, settled
 from tests.waiting import eventually
 from tidemark.app.stack.servers import KafkaServer
-from tidemark.streaming.environment import child_environment
+from tidemark.common.environment import child_environment
 
 log = structlog.get_logger(__name__)
 

@@ -10,14 +10,14 @@ import psycopg
 import pytest
 
 from tests.sources.relay.world import WRITER, MakeDecider, World
+from tidemark.common.postgres_session import Connection
 from tidemark.sources import transactions
 from tidemark.sources.relay import join, looks, sequences
 from tidemark.sources.relay.decider import Decided, Decider, Steps, _Stream
 from tidemark.sources.relay.evidence import Holder, StreamEvidence
 from tidemark.sources.relay.lines import Lines
 from tidemark.sources.relay.looks import AppendStream, Page
-from tidemark.streaming.intervals import EMPTY, Intervals
-from tidemark.streaming.postgres_session import Connection
+from tidemark.streaming.values.intervals import EMPTY, Intervals
 
 
 class HeadLast(Decider):

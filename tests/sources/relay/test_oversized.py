@@ -13,7 +13,7 @@ from tests.sources.relay.judge import Judge
 from tests.sources.relay.running import Run, settled
 from tests.waiting import eventually
 from tidemark.sources.relay import oversized
-from tidemark.streaming.records import Rdata
+from tidemark.streaming.wire.records import Rdata
 
 
 def limited(admin: AdminClient, topic: str, max_bytes: int) -> None:

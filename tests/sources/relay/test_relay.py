@@ -20,6 +20,8 @@ from tests.waiting import eventually
 from tidemark.app.cli import main
 from tidemark.app.stack.postgres import postgres_program
 from tidemark.app.stack.servers import KafkaServer
+from tidemark.common.environment import child_environment
+from tidemark.common.errors import BadSetting, FactUnfit, Refused
 from tidemark.sources import reports
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.relay import looks
@@ -28,11 +30,9 @@ from tidemark.sources.relay.database import SILENT_SECONDS, silence
 from tidemark.sources.relay.decider import Decider
 from tidemark.sources.relay.told import MOST_FACTS
 from tidemark.sources.topics import TopicPlan, Topics
-from tidemark.streaming import state
-from tidemark.streaming.environment import child_environment
-from tidemark.streaming.errors import BadSetting, FactUnfit, Refused
-from tidemark.streaming.records import FactRun
-from tidemark.streaming.stream import StreamState
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.core.stream import StreamState
+from tidemark.streaming.wire.records import FactRun
 
 
 def rolled_back(sql: psycopg.Connection) -> None:

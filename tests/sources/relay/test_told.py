@@ -13,9 +13,9 @@ from tidemark.sources.relay.lines import Announced
 from tidemark.sources.relay.looks import BEAT, AppendedFact, AppendStream
 from tidemark.sources.relay.told import MOST_BYTES, MOST_FACTS, told
 from tidemark.sources.tail import singles
-from tidemark.streaming.direction import Direction
-from tidemark.streaming.intervals import EMPTY, Intervals
-from tidemark.streaming.records import FactRun, Position, Rdata, Record, Timeline, Topic, encode, read, start
+from tidemark.streaming.values.direction import Direction
+from tidemark.streaming.values.intervals import EMPTY, Intervals
+from tidemark.streaming.wire.records import FactRun, Position, Rdata, Record, Timeline, Topic, encode, read, start
 
 
 def of(direction: Direction = Direction.FORWARD) -> Told:

@@ -12,10 +12,10 @@ from tests.sources.relay.judge import Judge
 from tests.sources.relay.running import Run, append, settled
 from tests.waiting import eventually
 from tidemark.app.stack.servers import KafkaServer
+from tidemark.common.errors import Unavailable
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay import relay as relaying
 from tidemark.sources.relay import waiting
-from tidemark.streaming.errors import Unavailable
 
 
 def test_a_relay_that_waits_for_another_names_it(sql: psycopg.Connection, run: Run) -> None:

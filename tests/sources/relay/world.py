@@ -13,6 +13,8 @@ import psycopg
 
 from tests.streaming.builders import IN_FACTS, packed
 from tests.waiting import eventually
+from tidemark.common.errors import Refused, Unavailable
+from tidemark.common.postgres_session import Connection, PostgresSession
 from tidemark.sources.relay import join
 from tidemark.sources.relay.database import SCHEMA, session_of
 from tidemark.sources.relay.decider import Decided, Decider
@@ -21,15 +23,13 @@ from tidemark.sources.relay.relay import OUTBOX
 from tidemark.sources.relay.told import told
 from tidemark.sources.tail import singles
 from tidemark.sources.transactions import history
-from tidemark.streaming import records
-from tidemark.streaming.batch import advance
-from tidemark.streaming.effects import StreamEffects
-from tidemark.streaming.errors import Refused, Unavailable
-from tidemark.streaming.model import Bounds
-from tidemark.streaming.postgres_session import Connection, PostgresSession
-from tidemark.streaming.records import Join, Rdata, Void
-from tidemark.streaming.state import decode
-from tidemark.streaming.states import States
+from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.codec import decode
+from tidemark.streaming.core.effects import StreamEffects
+from tidemark.streaming.core.store import States
+from tidemark.streaming.values.limits import Bounds
+from tidemark.streaming.wire import records
+from tidemark.streaming.wire.records import Join, Rdata, Void
 
 WRITER = "shop"
 MakeDecider = Callable[[Connection, list[Told]], Decider]

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import psycopg
 import pytest
 
+from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay import database as relay
 from tidemark.sources.rooms.tables import SCHEMA
-from tidemark.streaming.postgres_session import Connection
 
 
 @pytest.fixture

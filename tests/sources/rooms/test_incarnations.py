@@ -9,9 +9,9 @@ import pytest
 from tests.sources.rooms.dags import ROOM, an_event
 from tests.sources.rooms.test_persisting import OWN, ROOT, STORE
 from tests.waiting import eventually
+from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms.persisting import SqlAppender
 from tidemark.sources.rooms.reading import Upto, incarnation, messages, opened, sync
-from tidemark.streaming.postgres_session import Connection
 
 MARGIN = 10_000
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from tests.examples import SHARING, examples
 from tests.sources.rooms.dags import ROOM, an_event, arrivals
+from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms import tables
 from tidemark.sources.rooms.cached_reading import current_state
 from tidemark.sources.rooms.memory import MemoryRooms
@@ -20,7 +21,6 @@ from tidemark.sources.rooms.reading import Upto, joined_rooms, members_of, messa
 from tidemark.sources.rooms.rules import DEEPEST_EVENT, MEMBER, BadEvent, HeldAs, RoomEvent
 from tidemark.sources.rooms.states import LONGEST_CHAIN
 from tidemark.sources.rooms.tables import PostgresGroups
-from tidemark.streaming.postgres_session import Connection
 
 STORE = RoomStore(WriterAppender("web"), RoomStreams())
 OWN = RoomStore(SqlAppender("service"), RoomStreams())

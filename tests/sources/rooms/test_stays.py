@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from tests.examples import SHARING, examples
 from tests.sources.rooms.dags import MEMBER_NAMES, ROOM, arrivals, told_by_definition
 from tests.sources.rooms.test_persisting import OWN, STORE, a_member
+from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms import tables
 from tidemark.sources.rooms.model import Truth
 from tidemark.sources.rooms.persisting import SqlAppender, following
 from tidemark.sources.rooms.reading import Upto, sync
 from tidemark.sources.rooms.rules import HeldAs, RoomEvent
-from tidemark.streaming.postgres_session import Connection
 
 
 @dataclass

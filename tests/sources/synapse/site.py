@@ -26,9 +26,9 @@ from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.synapse.state import SCHEMA, state_session
 from tidemark.sources.synapse.tables import STREAMS
 from tidemark.sources.topics import TopicPlan, Topics
-from tidemark.streaming import records
-from tidemark.streaming.effects import StreamEffects
-from tidemark.streaming.records import Open
+from tidemark.streaming.core.effects import StreamEffects
+from tidemark.streaming.wire import records
+from tidemark.streaming.wire.records import Open
 
 EVENTS = "select stream_ordering, coalesce(instance_name, 'master') from events where stream_ordering > 0"
 

@@ -11,7 +11,7 @@ from tests.sources.synapse.site import SynapseSite
 from tests.waiting import eventually
 from tidemark.sinks.reader import Positions, Reader, Table
 from tidemark.sources.synapse import outbox
-from tidemark.streaming.records import Rdata
+from tidemark.streaming.wire.records import Rdata
 
 WRITERS = ("--writers", "events=event1,event2")
 COPY = """

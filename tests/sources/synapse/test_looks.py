@@ -6,9 +6,9 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
+from tidemark.common.errors import Refused
 from tidemark.sources.synapse import looks
 from tidemark.sources.synapse.tables import STREAMS
-from tidemark.streaming.errors import Refused
 
 RULES = STREAMS["push_rules"]
 TABLES = """

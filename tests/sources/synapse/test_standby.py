@@ -16,7 +16,7 @@ from tidemark.sources.synapse.state import SynapseServer
 from tidemark.sources.synapse.streams import BridgedStream, StreamTelling
 from tidemark.sources.synapse.tables import STREAMS
 from tidemark.sources.transactions import durable, history
-from tidemark.streaming.commands import PositionCommand
+from tidemark.streaming.wire.line_protocol import PositionCommand
 
 pytestmark = pytest.mark.postgres
 

@@ -7,6 +7,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from tests.sources.relay.world import Core
+from tidemark.common.errors import BadSetting, OthersFirst, Refused
 from tidemark.sources.synapse import evidence, looks, outbox, retirement, state, timelines
 from tidemark.sources.synapse import published as published_facts
 from tidemark.sources.synapse.decider import UNBOUNDED
@@ -14,7 +15,6 @@ from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact
 from tidemark.sources.synapse.published import PublishedFacts
 from tidemark.sources.synapse.state import SynapseServer, ToldWriters
 from tidemark.sources.synapse.tables import STREAMS
-from tidemark.streaming.errors import BadSetting, OthersFirst, Refused
 
 EVENTS = STREAMS["events"]
 SERVER = SynapseServer("one", "0/100", "one.test")

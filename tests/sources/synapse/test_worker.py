@@ -15,9 +15,9 @@ from tidemark.app.stack.home import Home
 from tidemark.app.stack.server import LOOPBACK, free_port
 from tidemark.app.stack.servers import SidecarProcess
 from tidemark.sources.synapse.tables import STREAMS
-from tidemark.streaming import records
-from tidemark.streaming.commands import RdataCommand, parse
-from tidemark.streaming.records import Rdata
+from tidemark.streaming.wire import records
+from tidemark.streaming.wire.line_protocol import RdataCommand, parse
+from tidemark.streaming.wire.records import Rdata
 
 WORDS = [word for stream in STREAMS for word in ("--stream", stream)]
 Rows = dict[tuple[str, int], list[Any]]

@@ -14,8 +14,8 @@ from typing import Literal
 
 from tidemark.app.lines.rows import Lacking, RowBuffer, UnannouncedFact, Writer
 from tidemark.sinks.reader.events import Advance
-from tidemark.streaming.commands import PositionCommand, RdataCommand
-from tidemark.streaming.direction import beyond, farther
+from tidemark.streaming.values.direction import beyond, farther
+from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,11 @@ from tidemark.app.lines.speaker import ChannelConfig, Speaker
 from tidemark.app.read_side.notifications import listen
 from tidemark.app.read_side.tasks import ended
 from tidemark.app.repeated_log import RepeatedLog
+from tidemark.common.errors import BadCommand, Stop, Unavailable
 from tidemark.sinks.reader.redis import translated
 from tidemark.sinks.redis.client import database_of
 from tidemark.sinks.redis.names import in_database, lines_channel
-from tidemark.streaming.commands import RelayedCommand, ReplicateCommand, parse
-from tidemark.streaming.errors import BadCommand, Stop, Unavailable
+from tidemark.streaming.wire.line_protocol import RelayedCommand, ReplicateCommand, parse
 
 log = structlog.get_logger(__name__)
 

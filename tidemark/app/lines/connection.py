@@ -16,8 +16,8 @@ from tidemark.app.lines.conversation import (
     SendPositions,
 )
 from tidemark.app.read_side import metrics
-from tidemark.streaming.commands import Command, ErrorCommand, Splitter, encoded
-from tidemark.streaming.errors import BadCommand
+from tidemark.common.errors import BadCommand
+from tidemark.streaming.wire.line_protocol import Command, ErrorCommand, Splitter, encoded
 
 if TYPE_CHECKING:
     from tidemark.app.lines.server import LineServer

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tidemark.app.repeated_log import shortened
-from tidemark.streaming import commands
-from tidemark.streaming.commands import (
+from tidemark.common.errors import BadCommand
+from tidemark.streaming.wire import line_protocol as commands
+from tidemark.streaming.wire.line_protocol import (
     Command,
     ErrorCommand,
     NameCommand,
@@ -18,7 +19,6 @@ from tidemark.streaming.commands import (
     ReplicateCommand,
     ServerCommand,
 )
-from tidemark.streaming.errors import BadCommand
 
 
 @dataclass(frozen=True, slots=True)

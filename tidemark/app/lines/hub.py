@@ -18,12 +18,12 @@ from tidemark.app.read_side import metrics
 from tidemark.app.read_side.opened import ReadSide
 from tidemark.app.read_side.slices import Begun, Item, Listener, Slice
 from tidemark.app.read_side.tasks import ended
+from tidemark.common.errors import Stop, TidemarkError, Unavailable
 from tidemark.sinks.reader.events import Advance, Event, Reread
 from tidemark.sources.tail import Tail
-from tidemark.streaming.commands import PositionCommand
-from tidemark.streaming.direction import beyond
-from tidemark.streaming.errors import Stop, TidemarkError, Unavailable
-from tidemark.streaming.records import Record
+from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.wire.line_protocol import PositionCommand
+from tidemark.streaming.wire.records import Record
 
 log = structlog.get_logger(__name__)
 

@@ -14,8 +14,9 @@ import click
 import msgspec
 
 from tidemark.app.encryption import CA
+from tidemark.common.errors import BadCommand, Stop, Unavailable
 from tidemark.sinks.retry import Patience
-from tidemark.streaming.commands import (
+from tidemark.streaming.wire.line_protocol import (
     Command,
     ErrorCommand,
     NameCommand,
@@ -29,7 +30,6 @@ from tidemark.streaming.commands import (
     encoded,
     parse,
 )
-from tidemark.streaming.errors import BadCommand, Stop, Unavailable
 
 PING_EVERY = 4.0  # seconds; the protocol asks for 5
 SILENCE = 15.0  # seconds after which the server is gone

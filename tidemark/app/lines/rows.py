@@ -1,6 +1,6 @@
 """Rows that were read from Kafka before a position passed their IDs, of all writers, within a bound. Pure.
 
-Whether a row counts is the pipeline's to say (`streaming.stream`), and it says so by its advances. Here an advance
+Whether a row counts is the pipeline's to say (`streaming.core.stream`), and it says so by its advances. Here an advance
 is matched with edges that were read: rows are handed out only where edges of the right epoch tile the advance exactly,
 with as many facts as it counts. Everything else is `LOST`, and clients fetch: a zombie's row, one of an ID that was
 settled without it, or half of a fact is never handed out. Past the bound the writers with the most rows lose theirs,
@@ -15,8 +15,8 @@ from enum import Enum
 from heapq import heappop, heappush
 
 from tidemark.sinks.reader.events import Advance
-from tidemark.streaming import records
-from tidemark.streaming.direction import beyond, farther
+from tidemark.streaming.values.direction import beyond, farther
+from tidemark.streaming.wire import records
 
 OVERHEAD = 200  # bytes that an edge takes besides its rows, about
 

@@ -20,7 +20,7 @@ from tidemark.app.lines.hub import Hub
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.tasks import ended
 from tidemark.app.repeated_log import RepeatedLog
-from tidemark.streaming.commands import RelayedCommand, encoded
+from tidemark.streaming.wire.line_protocol import RelayedCommand, encoded
 
 log = structlog.get_logger(__name__)
 

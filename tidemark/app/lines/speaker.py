@@ -25,10 +25,10 @@ from tidemark.app.lines.hub import FORGET_EVERY, Hub
 from tidemark.app.lines.rows import Writer
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.tasks import ended
+from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.reader.redis import translated
 from tidemark.sinks.redis.names import tag
-from tidemark.streaming.commands import PositionCommand, RdataCommand
-from tidemark.streaming.errors import Stop, Unavailable
+from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand
 
 log = structlog.get_logger(__name__)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from tidemark.streaming.direction import beyond
+from tidemark.streaming.values.direction import beyond
 
 NAMES: Final = ("redis", "postgres")
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import structlog
 
-from tidemark.streaming.errors import Slow, Stop, TidemarkError, Unavailable
+from tidemark.common.errors import Slow, Stop, TidemarkError, Unavailable
 
 log = structlog.get_logger(__name__)
 

@@ -12,19 +12,19 @@ from tidemark.app import open_ranges
 from tidemark.app.open_ranges import OpenRange
 from tidemark.app.read_side.circuit_breaker import CircuitBreaker
 from tidemark.app.versions import require_neighbour
+from tidemark.common.errors import Slow, StateTooNew, Unavailable
 from tidemark.sinks.postgres.recalls import RecallStatus
 from tidemark.sinks.postgres.status import Condition, LateCount
 from tidemark.sinks.postgres.store import Postgres, StreamPositions
 from tidemark.sinks.postgres.tail import ChangesSince, DurableMark
 from tidemark.sinks.reader.history import History, Missed
 from tidemark.sinks.reader.io import HistoryFound, ReadHistory
-from tidemark.streaming import state
-from tidemark.streaming.effects import Blocker, blockers, summarize
-from tidemark.streaming.errors import Slow, StateTooNew, Unavailable
-from tidemark.streaming.holders import Behind
-from tidemark.streaming.plain import at_rest
-from tidemark.streaming.policies import Policies
-from tidemark.streaming.stream import StreamState
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.core.effects import Blocker, blockers, summarize
+from tidemark.streaming.core.fast_path import at_rest
+from tidemark.streaming.core.linear_lag import Behind
+from tidemark.streaming.core.stream import StreamState
+from tidemark.streaming.values.policies import Policies
 
 T = TypeVar("T")
 

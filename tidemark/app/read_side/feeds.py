@@ -20,6 +20,7 @@ from tidemark.app.read_side.sentinel import Sentinel
 from tidemark.app.read_side.slices import Appeared, Begun, Item, Listener, Slice, ToldUpTo, settle
 from tidemark.app.read_side.snapshots import Known, Snapshots
 from tidemark.app.read_side.tasks import ended
+from tidemark.common.errors import Refused, SchemaMismatch, Unavailable
 from tidemark.sinks.postgres.tail import ChangesSince, DurableMark, Moved
 from tidemark.sinks.reader.events import Event, Place
 from tidemark.sinks.reader.follow import CaughtUp, Following
@@ -33,8 +34,7 @@ from tidemark.sinks.reader.io import (
     ReadNewest,
     Request,
 )
-from tidemark.streaming.direction import beyond
-from tidemark.streaming.errors import Refused, SchemaMismatch, Unavailable
+from tidemark.streaming.values.direction import beyond
 
 log = structlog.get_logger(__name__)
 

@@ -8,12 +8,12 @@ from redis.exceptions import ResponseError
 
 from tidemark.app.read_side.circuit_breaker import CircuitBreaker
 from tidemark.app.read_side.coalescer import Coalescer
+from tidemark.common.errors import Refused
 from tidemark.sinks.reader.io import KeysFound, ReadKeys, ReadList, ReadNewest
 from tidemark.sinks.reader.redis import REMEDIES, queue, reply, seen, translated
 from tidemark.sinks.redis.client import RedisAddress, aclose
 from tidemark.sinks.redis.errors import StreamFault, sound
 from tidemark.sinks.redis.names import STREAMS
-from tidemark.streaming.errors import Refused
 
 TIMEOUT = 2.0  # seconds for a connection or an answer: then Postgres is asked
 TOGETHER = 200  # streams in one transaction: bounds how long other clients of Redis wait

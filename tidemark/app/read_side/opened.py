@@ -12,11 +12,11 @@ from tidemark.app.read_side.notifications import Notifications
 from tidemark.app.read_side.requests import RequestHandler
 from tidemark.app.read_side.resumption import Resumptions
 from tidemark.app.read_side.snapshots import Highest, Snapshots
+from tidemark.common.errors import Stop, Unavailable
+from tidemark.common.postgres_session import Dsn
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.reader.history import History
 from tidemark.sinks.redis.client import RedisAddress, redis_address
-from tidemark.streaming.errors import Stop, Unavailable
-from tidemark.streaming.postgres_session import Dsn
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class ReadSideConfig:
     redis: str | RedisAddress = field(repr=False)
     postgres: Dsn = field(repr=False)
     policy_defaults: Mapping[str, int] = field(default_factory=dict)
-    """Of streams without a policy: see `streaming.policies`."""
+    """Of streams without a policy: see `streaming.values.policies`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from tidemark.app.read_side.slices import Slice
 from tidemark.sinks.postgres.tail import DurableMark
 from tidemark.sinks.reader.events import Place
-from tidemark.streaming.direction import beyond
+from tidemark.streaming.values.direction import beyond
 
 SECONDS = 15.0
 MOVES = 40_000  # that are kept, of all streams: some 20 MB, and 8 s at 5000 a second

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from tidemark.app.read_side.durable import Durable
 from tidemark.app.read_side.live import Live
+from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.postgres.tail import Moved
 from tidemark.sinks.reader.events import Event, Place
 from tidemark.sinks.reader.follow import CaughtUp, Following
@@ -25,7 +26,6 @@ from tidemark.sinks.reader.io import (
     Request,
 )
 from tidemark.sinks.reader.token import Token
-from tidemark.streaming.errors import Stop, Unavailable
 
 NOTHING = KeysFound(None, {})
 

@@ -17,10 +17,10 @@ from weakref import WeakSet
 from tidemark.app.read_side.coalescer import Coalescer
 from tidemark.app.read_side.durable import Durable
 from tidemark.app.read_side.requests import Past, RequestHandler
+from tidemark.common.errors import TidemarkError
 from tidemark.sinks.postgres.tail import DurableMark, Moved
 from tidemark.sinks.reader.events import Event, Place
-from tidemark.streaming.direction import nearer
-from tidemark.streaming.errors import TidemarkError
+from tidemark.streaming.values.direction import nearer
 
 NEAR = 10_000  # IDs: who stands farther back must not make others read so much
 NEAR_MARKS = 5_000  # ms, likewise

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tidemark.sinks.reader.io import Answer, KeysFound, ListEntry, ReadList, ReadNewest
-from tidemark.streaming.direction import beyond
+from tidemark.streaming.values.direction import beyond
 
 FaultKind = Literal["hole", "overlap", "regress", "empty"]
 FAULT_KINDS: tuple[FaultKind, ...] = ("hole", "overlap", "regress", "empty")

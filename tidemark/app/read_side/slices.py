@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from tidemark.sinks.postgres.tail import DurableMark
 from tidemark.sinks.reader.events import Event, Place
-from tidemark.streaming.direction import beyond
+from tidemark.streaming.values.direction import beyond
 
 T = TypeVar("T")
 

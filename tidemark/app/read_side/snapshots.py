@@ -18,9 +18,9 @@ from tidemark.app.read_side.apart import Apart, Divergence
 from tidemark.app.read_side.coalescer import Coalescer
 from tidemark.app.read_side.durable import Details, Durable
 from tidemark.app.read_side.live import Live
+from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.postgres.tail import Moved
-from tidemark.streaming.direction import beyond, farther
-from tidemark.streaming.errors import Stop, Unavailable
+from tidemark.streaming.values.direction import beyond, farther
 
 DETAILS_AGE = 1.0  # seconds for which details are not read again: they take decoding
 BESIDE_AGE = 1.0  # seconds for which Postgres is not asked again for what Redis tells

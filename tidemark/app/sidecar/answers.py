@@ -16,7 +16,7 @@ from tidemark.app.behind import BehindAnswer, Name, StreamId, behind_answer, mom
 from tidemark.app.read_side.durable import Details
 from tidemark.app.read_side.snapshots import Snapshot
 from tidemark.sinks.reader.token import Token
-from tidemark.streaming.effects import Blocker
+from tidemark.streaming.core.effects import Blocker
 
 Age = Annotated[float, Meta(ge=0, description="Seconds since this was read from a server.")]
 State = Annotated[

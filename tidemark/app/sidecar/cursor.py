@@ -11,10 +11,10 @@ import msgspec
 
 from tidemark.app.behind import StreamId
 from tidemark.app.sidecar.problems import BadRequest
+from tidemark.common.errors import BadToken
 from tidemark.sinks.postgres.tail import DurableMark
 from tidemark.sinks.reader.events import Place
 from tidemark.sinks.reader.token import Token
-from tidemark.streaming.errors import BadToken
 
 LONGEST = 1 << 20  # bytes that a cursor may unpack to: a hostile one must not fill the memory
 

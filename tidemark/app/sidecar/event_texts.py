@@ -15,7 +15,7 @@ from tidemark.app.sidecar.sse import block
 from tidemark.sinks.reader import events
 from tidemark.sinks.reader.events import Place
 from tidemark.sinks.reader.merge import Joining
-from tidemark.streaming.direction import beyond
+from tidemark.streaming.values.direction import beyond
 
 AT_ONCE = 100  # streams whose snapshots are read: others have their turn in between
 SHARED_FOR = 5.0  # seconds

@@ -25,7 +25,7 @@ from tidemark.app.sidecar.problems import BadRequest, Busy, RecoveringProblem, U
 from tidemark.app.sidecar.sse import MEDIA_TYPE, EventStream
 from tidemark.app.sidecar.watch import Watch, Watcher
 from tidemark.app.sidecar.watched import PipelineAnswer, WatchedStreamAnswer
-from tidemark.streaming.records import is_name
+from tidemark.streaming.wire.records import is_name
 
 NAMES = 200  # streams that one request may name
 STALLED = 30.0  # seconds that one text for a watcher may take to be sent

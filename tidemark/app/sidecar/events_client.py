@@ -14,9 +14,9 @@ from tidemark.app.read_side.opened import ReadSide
 from tidemark.app.read_side.resumption import MissedPage, SharedReading, identity
 from tidemark.app.read_side.slices import Appeared, Begun, Item, Listener, Slice, ToldUpTo
 from tidemark.app.sidecar import cursor, event_texts
+from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.postgres.tail import DurableMark
 from tidemark.sinks.reader.events import Place
-from tidemark.streaming.errors import Stop, Unavailable
 
 KEEP_ALIVE = 15.0  # seconds without an event, after which a comment shows that the connection lives
 RETRY = 1000, 3000  # ms after which a client comes back: not all of them at once

@@ -32,11 +32,11 @@ from tidemark.app.sidecar.problems import (
     UnknownStream,
 )
 from tidemark.app.sidecar.watched import PipelineAnswer
+from tidemark.common.errors import BadToken, Slow, Stop, Unavailable
 from tidemark.sinks.reader.io import LONGEST_WAIT
 from tidemark.sinks.reader.token import Token
 from tidemark.sinks.reader.wait import GRACE
-from tidemark.streaming.direction import beyond
-from tidemark.streaming.errors import BadToken, Slow, Stop, Unavailable
+from tidemark.streaming.values.direction import beyond
 
 PLAIN = "text/plain"
 TOKEN = r"m-?[0-9]{1,19}(~[^~]+\.-?[0-9]{1,19})*"  # told, and not held to: our own words say better what is wrong

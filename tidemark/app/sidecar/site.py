@@ -42,8 +42,8 @@ from tidemark.app.sidecar.problems import (
     unexpected,
 )
 from tidemark.app.sidecar.service import Limits, Service, serving
-from tidemark.streaming.errors import BadSetting
-from tidemark.streaming.records import is_name
+from tidemark.common.errors import BadSetting
+from tidemark.streaming.wire.records import is_name
 
 log = structlog.get_logger(__name__)
 

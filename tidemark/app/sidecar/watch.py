@@ -16,8 +16,8 @@ from tidemark.app.read_side.opened import ReadSide
 from tidemark.app.read_side.tasks import ended
 from tidemark.app.sidecar.sse import block
 from tidemark.app.sidecar.watched import PipelineAnswer, pipeline, watched
+from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.postgres.status import Condition
-from tidemark.streaming.errors import Stop, Unavailable
 
 log = structlog.get_logger(__name__)
 

@@ -18,8 +18,8 @@ from tidemark.app.read_side.snapshots import Known, Snapshot
 from tidemark.app.remedies import Verdict
 from tidemark.app.sidecar.answers import Source, State
 from tidemark.sinks.postgres.status import Condition
-from tidemark.streaming.direction import beyond, farther
-from tidemark.streaming.effects import Blocker
+from tidemark.streaming.core.effects import Blocker
+from tidemark.streaming.values.direction import beyond, farther
 
 GAPS = 50  # of one writer that are shown, the nearest
 

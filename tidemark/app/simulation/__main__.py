@@ -16,8 +16,8 @@ from tidemark.app.settings import load
 from tidemark.app.signals import told_to_end
 from tidemark.app.simulation import reading, rooms_reading
 from tidemark.app.simulation.company import Part
+from tidemark.common.errors import TidemarkError
 from tidemark.sources.simulator import rooms, service
-from tidemark.streaming.errors import TidemarkError
 
 
 def main() -> None:

@@ -32,13 +32,13 @@ from tidemark.app.simulation.simulate import (
     services_server,
 )
 from tidemark.app.stack.home import Home
+from tidemark.common.errors import Unavailable
 from tidemark.sources.relay.database import session_of
 from tidemark.sources.rooms.tables import SCHEMA
 from tidemark.sources.simulator import tables
 from tidemark.sources.simulator.rooms import REMOTE, RoomServiceRole, played, room_streams
 from tidemark.sources.simulator.script import PlayedStream
 from tidemark.sources.topics import Topics
-from tidemark.streaming.errors import Unavailable
 
 CLIENTS = {
     "rooms-sync": (ClientKind.LINE, ClientKind.VECTOR),

@@ -19,6 +19,9 @@ import msgspec
 import psycopg
 
 from tidemark.app.simulation.reading import ReaderServers
+from tidemark.common.errors import NotReached, Retry, StreamNotKnown, TokenFromTheFuture
+from tidemark.common.postgres_session import Connection
+from tidemark.common.session_settings import SessionConnection
 from tidemark.sinks.reader import Positions, Standing
 from tidemark.sources.rooms.cached_reading import current_state, invalidated, joined_with_version, members_with_version
 from tidemark.sources.rooms.caches import ALL_OF_ROOM, MEMBERS, ROOMS_OF, STATE, Caches
@@ -29,9 +32,6 @@ from tidemark.sources.simulator.drivers import BrokenOff, lost
 from tidemark.sources.simulator.rooms import COMER, GUEST, ROOMS, SPEAKERS
 from tidemark.sources.simulator.rooms import MEMBERS as READERS
 from tidemark.sources.simulator.service import together
-from tidemark.streaming.errors import NotReached, Retry, StreamNotKnown, TokenFromTheFuture
-from tidemark.streaming.postgres_session import Connection
-from tidemark.streaming.session_settings import SessionConnection
 
 SYNCING = (*READERS, COMER, GUEST)
 """The members for whom clients sync, by line and by vector."""

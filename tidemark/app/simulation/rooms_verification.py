@@ -15,6 +15,8 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from tidemark.app.simulation.rooms_comparison import HeldRooms, RoomCount, judged, synced
 from tidemark.app.simulation.rooms_reading import SYNCING, ClientKind
+from tidemark.common.errors import TidemarkError, Unavailable
+from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.database import session_of
 from tidemark.sources.rooms import caches, tables
 from tidemark.sources.rooms.cached_reading import current_state
@@ -24,8 +26,6 @@ from tidemark.sources.rooms.rules import MEMBER, HeldAs, RoomEvent
 from tidemark.sources.rooms.states import LONGEST_CHAIN, KeyHolder, State
 from tidemark.sources.rooms.stays import Stay
 from tidemark.sources.simulator.script import Successor
-from tidemark.streaming.errors import TidemarkError, Unavailable
-from tidemark.streaming.postgres_session import Connection
 
 APPLICATION = "tidemark simulate --verify"
 BEHIND = 1000

@@ -23,8 +23,8 @@ from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.replica import Replica
 from tidemark.app.stack.server import free_port, process_of
+from tidemark.common.errors import TidemarkError
 from tidemark.sources.simulator.script import Successor
-from tidemark.streaming.errors import TidemarkError
 
 
 class Whose(StrEnum):

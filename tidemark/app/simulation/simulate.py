@@ -20,13 +20,13 @@ from tidemark.app.simulation.comparison import Count, table
 from tidemark.app.simulation.director import Director
 from tidemark.app.simulation.verification import EffectsDiffer, Verification
 from tidemark.app.stack.home import Home
+from tidemark.common.errors import Stop, TidemarkError, Unavailable
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.reader import Positions, Standing
 from tidemark.sources.simulator import tables
 from tidemark.sources.simulator.script import OF_DATABASES, Fault, PlayedStream, Players, script
 from tidemark.sources.topics import Topics
-from tidemark.streaming.errors import Stop, TidemarkError, Unavailable
-from tidemark.streaming.state import decode
+from tidemark.streaming.core.codec import decode
 
 if TYPE_CHECKING:  # it needs what comes with the local stack
     from tidemark.app.simulation.servers import Servers, ServicesPostgres

@@ -13,12 +13,12 @@ from typing import Any, Self
 from psycopg import sql
 
 from tidemark.app.simulation.comparison import Comparison, Count, FactRow, HandedRow, Stand
+from tidemark.common.errors import TidemarkError
+from tidemark.common.postgres_session import Connection
 from tidemark.sinks.reader.follow import Mode
 from tidemark.sources.relay.database import session_of
 from tidemark.sources.simulator import tables
 from tidemark.sources.simulator.script import PlayedStream, Successor
-from tidemark.streaming.errors import TidemarkError
-from tidemark.streaming.postgres_session import Connection
 
 READERS: tuple[Mode, ...] = ("vector", "linear")
 APPLICATION = "tidemark simulate --verify"

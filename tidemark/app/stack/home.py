@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidemark.streaming.errors import Stop
+from tidemark.common.errors import Stop
 
 
 class AlreadyRunning(Stop):

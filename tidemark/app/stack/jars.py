@@ -15,7 +15,7 @@ from importlib.resources.abc import Traversable
 from importlib.util import find_spec
 from pathlib import Path
 
-from tidemark.streaming.errors import Stop
+from tidemark.common.errors import Stop
 
 _STEP = re.compile(r"\tfound (\S+) in |downloading \S*/(\S+) \.\.\.")
 # Ivy's output holds the reason as the end of a line about one address, or as `:: module: not found`.

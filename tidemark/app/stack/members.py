@@ -21,7 +21,7 @@ from tidemark.app.stack.servers import (
     SidecarProcess,
 )
 from tidemark.app.stack_env import write_stack_env
-from tidemark.streaming.errors import Stop
+from tidemark.common.errors import Stop
 
 
 class PortTaken(Stop):

@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tidemark.streaming.environment import server_environment
-from tidemark.streaming.errors import Stop
+from tidemark.common.environment import server_environment
+from tidemark.common.errors import Stop
 
 _LIBRARIES = ("usr/lib/libnss_wrapper.so", "usr/lib64/libnss_wrapper.so", "usr/lib/*/libnss_wrapper.so")
 

@@ -20,8 +20,8 @@ from psycopg.pq import Conninfo
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.named_user import named_user
 from tidemark.app.stack.server import LOOPBACK, ServerProcess, installed, listens
-from tidemark.streaming.environment import server_environment
-from tidemark.streaming.errors import Stop
+from tidemark.common.environment import server_environment
+from tidemark.common.errors import Stop
 
 DATABASE = "tidemark"
 _USER = "postgres"

@@ -17,7 +17,7 @@ import psycopg
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.postgres import PostgresServer, as_ordinary_user, postgres_program
 from tidemark.app.stack.server import StartFailed, free_port, process_of
-from tidemark.streaming.environment import server_environment
+from tidemark.common.environment import server_environment
 
 POLL_SECONDS = 0.05
 STREAMING_SECONDS = 30.0

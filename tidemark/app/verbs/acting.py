@@ -12,13 +12,13 @@ from tidemark.app.printed import as_object
 from tidemark.app.produce import produce
 from tidemark.app.verbs.acts import Trial, standing
 from tidemark.app.verbs.letters import Replay
+from tidemark.common.errors import BadRecord, TidemarkError
 from tidemark.sinks.postgres.acts import Acts, NotedAct
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import Topics
-from tidemark.streaming import records
-from tidemark.streaming.errors import BadRecord, TidemarkError
-from tidemark.streaming.records import Topic
+from tidemark.streaming.wire import records
+from tidemark.streaming.wire.records import Topic
 
 Outcome = Literal["applied", "refused", "settled before", "not seen"]
 LOOK_EVERY: Final = 0.2  # seconds

@@ -17,16 +17,17 @@ from tidemark.app.open_ranges import NO_POLICIES, OpenRange, silence
 from tidemark.app.remedies import Verdict
 from tidemark.app.verbs.gaps import SHOWN
 from tidemark.app.verbs.status import aged, ids_between
-from tidemark.streaming import records, runs, state
-from tidemark.streaming.batch import advance
-from tidemark.streaming.effects import Forced, StreamEffects
-from tidemark.streaming.errors import BadRecord
-from tidemark.streaming.model import Bounds, Reason
-from tidemark.streaming.packed_runs import PackedRuns
-from tidemark.streaming.policies import Policies
-from tidemark.streaming.records import EVERYBODY, Topic
-from tidemark.streaming.states import States
-from tidemark.streaming.stream import StreamState
+from tidemark.common.errors import BadRecord
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.effects import Forced, StreamEffects
+from tidemark.streaming.core.store import States
+from tidemark.streaming.core.stream import StreamState
+from tidemark.streaming.values.limits import Bounds, Reason
+from tidemark.streaming.values.policies import Policies
+from tidemark.streaming.wire import records, runs
+from tidemark.streaming.wire.records import EVERYBODY, Topic
+from tidemark.streaming.wire.run_codec import PackedRuns
 
 KINDS: Final[dict[str, type[records.Marker]]] = {
     "SKIP": records.Skip,

@@ -17,7 +17,7 @@ import click
 import msgspec
 
 from tidemark.app.commands import Amount, CommandFailed, CommandStopped, OurCommand, loaded, no_stream
-from tidemark.streaming.errors import NotReached, Reject, StreamNotKnown, Unavailable
+from tidemark.common.errors import NotReached, Reject, StreamNotKnown, Unavailable
 
 
 @click.command("verify", cls=OurCommand, extra="sidecar")

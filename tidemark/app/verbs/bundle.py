@@ -18,12 +18,12 @@ from tidemark.app import config, health, open_ranges
 from tidemark.app.printed import as_object, one_line
 from tidemark.app.settings import Settings
 from tidemark.app.verbs import gaps, status
+from tidemark.common.errors import TidemarkError, Unavailable
 from tidemark.sinks.postgres import dump
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sources.topics import Topics
-from tidemark.streaming.errors import TidemarkError, Unavailable
 
 PATIENCE = 3.0  # seconds for a server that does not answer
 _PACKAGES = (

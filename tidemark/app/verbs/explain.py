@@ -20,11 +20,11 @@ from tidemark.sinks.postgres.past import (
     StandingWriter,
     StreamPast,
 )
-from tidemark.streaming import state
-from tidemark.streaming.direction import beyond
-from tidemark.streaming.holders import HELD_AFTER
-from tidemark.streaming.model import Evidence
-from tidemark.streaming.stream import StreamState
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.core.linear_lag import HELD_AFTER
+from tidemark.streaming.core.stream import StreamState
+from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.limits import Evidence
 
 STANDS = 20  # between two times: the first ones
 SHOWN = 10  # writers and gaps of one of them

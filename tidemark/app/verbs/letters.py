@@ -14,17 +14,18 @@ import numpy as np
 from tidemark.app.printed import as_lines
 from tidemark.app.verbs.acts import moved
 from tidemark.app.verbs.status import aged
+from tidemark.common.errors import BadRecord
 from tidemark.sinks.letters import DeadLetter
-from tidemark.streaming import records, state
-from tidemark.streaming.batch import advance
-from tidemark.streaming.direction import Direction
-from tidemark.streaming.effects import Forced, StreamEffects
-from tidemark.streaming.errors import BadRecord
-from tidemark.streaming.model import Bounds
-from tidemark.streaming.packed_runs import PackedRun, PackedRuns
-from tidemark.streaming.records import FactRun, Kind, Topic
-from tidemark.streaming.runs import Packet
-from tidemark.streaming.states import States
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.effects import Forced, StreamEffects
+from tidemark.streaming.core.store import States
+from tidemark.streaming.values.direction import Direction
+from tidemark.streaming.values.limits import Bounds
+from tidemark.streaming.wire import records
+from tidemark.streaming.wire.records import FactRun, Kind, Topic
+from tidemark.streaming.wire.run_codec import PackedRun, PackedRuns
+from tidemark.streaming.wire.runs import Packet
 
 HEADINGS: Final = ("OFFSET", "AGE", "REASON", "STREAM", "RECORD", "REPLAYED", "DETAIL")
 _SETTLED: Final = {"duplicate", "put_off"}  # what a record counts as that comes once more

@@ -9,8 +9,8 @@ import click
 from tidemark.app.commands import CommandFailed, CommandGroup, confirmed, loaded, tell
 from tidemark.app.printed import as_lines, as_object
 from tidemark.app.verbs.act_commands import answering
-from tidemark.streaming.model import fitting
-from tidemark.streaming.policies import POLICY_SETTINGS, Policies
+from tidemark.streaming.values.limits import fitting
+from tidemark.streaming.values.policies import POLICY_SETTINGS, Policies
 
 if TYPE_CHECKING:
     from tidemark.app.settings import Settings

@@ -151,8 +151,8 @@ def replay(context: click.Context, source: str | None, stream: str | None, recor
     settings = loaded()
     from tidemark.app.verbs import replay, replay_text
     from tidemark.sinks.postgres.past_batches import past_batches
-    from tidemark.streaming.policies import Policies
-    from tidemark.streaming.records import Topic
+    from tidemark.streaming.values.policies import Policies
+    from tidemark.streaming.wire.records import Topic
 
     file = source is not None and (source == "-" or Path(source).is_file())
     if source is not None and not file and re.fullmatch(r"[\w.-]{1,249}", source, re.ASCII) is None:

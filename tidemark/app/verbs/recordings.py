@@ -14,9 +14,9 @@ from msgspec import Meta
 
 from tidemark.app.printed import printable
 from tidemark.app.verbs.explain import clock
+from tidemark.common.errors import BadRecord
 from tidemark.sources.recorded import RecordedMessage
-from tidemark.streaming import records
-from tidemark.streaming.errors import BadRecord
+from tidemark.streaming.wire import records
 
 LINE: Final = 200  # characters of a record
 

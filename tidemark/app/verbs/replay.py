@@ -12,13 +12,13 @@ from typing import Final
 from tidemark.app.verbs.explain import clock
 from tidemark.app.verbs.replay_start import ReplayStart, start_of
 from tidemark.app.verbs.replayed import NOTHING, Replayed, by_stream
+from tidemark.common.errors import BadRecord
 from tidemark.sinks.postgres.past_batches import AppliedAct, PastBatch, PastBatches, PastStream
 from tidemark.sources.recorded import RecordedMessage
-from tidemark.streaming import records
-from tidemark.streaming.direction import beyond
-from tidemark.streaming.errors import BadRecord
-from tidemark.streaming.model import Bounds, Evidence
-from tidemark.streaming.records import Topic
+from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.limits import Bounds, Evidence
+from tidemark.streaming.wire import records
+from tidemark.streaming.wire.records import Topic
 
 AT_ONCE: Final = 4096  # records that are tried together while the history is far ahead
 

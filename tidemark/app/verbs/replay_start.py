@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tidemark.app.verbs.replayed import Replayed
+from tidemark.common.errors import BadRecord
 from tidemark.sinks.postgres.past import BatchAdvance
 from tidemark.sinks.postgres.past_batches import PastBatch, PastStream
 from tidemark.sources.recorded import RecordedMessage
-from tidemark.streaming import records
-from tidemark.streaming.direction import beyond
-from tidemark.streaming.errors import BadRecord
-from tidemark.streaming.model import Bounds
-from tidemark.streaming.records import FactRun, Join, Rdata, Record, Retire, Topic
+from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.limits import Bounds
+from tidemark.streaming.wire import records
+from tidemark.streaming.wire.records import FactRun, Join, Rdata, Record, Retire, Topic
 
 
 @dataclass(frozen=True, slots=True)

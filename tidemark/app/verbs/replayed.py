@@ -10,15 +10,15 @@ import numpy as np
 
 from tidemark.sinks.postgres.past_batches import PastBatch
 from tidemark.sources.recorded import RecordedMessage
-from tidemark.streaming.batch import advance
-from tidemark.streaming.compact import pack
-from tidemark.streaming.decode import Decoder
-from tidemark.streaming.direction import beyond
-from tidemark.streaming.fetched import Fetched
-from tidemark.streaming.model import Bounds, Evidence
-from tidemark.streaming.records import Topic
-from tidemark.streaming.runs import Packet
-from tidemark.streaming.states import States
+from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.store import States
+from tidemark.streaming.ingest.compact import pack
+from tidemark.streaming.ingest.decode import Decoder
+from tidemark.streaming.ingest.record_batch import Fetched
+from tidemark.streaming.values.direction import beyond
+from tidemark.streaming.values.limits import Bounds, Evidence
+from tidemark.streaming.wire.records import Topic
+from tidemark.streaming.wire.runs import Packet
 
 NOTHING: Final = Evidence()
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from tidemark.app.settings import Settings
 from tidemark.app.versions import OURS, require_successor
+from tidemark.common.errors import OthersFirst, Stopping
 from tidemark.sinks.postgres.acts import EVERY_STREAM, Acts
 from tidemark.sinks.postgres.database import session_of
 from tidemark.sinks.postgres.lease import Lease, LeaseConfig
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig, RememberedSetup
-from tidemark.streaming import state
-from tidemark.streaming.effects import Forced
-from tidemark.streaming.errors import OthersFirst, Stopping
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.core.effects import Forced
 
 PATIENCE = 5.0  # seconds: what a pipeline that was killed holds is given up sooner
 

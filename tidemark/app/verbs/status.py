@@ -13,9 +13,9 @@ from tidemark.app.printed import as_lines, as_object, for_people
 from tidemark.sinks.postgres.recalls import RecallStatus
 from tidemark.sinks.postgres.status import BridgeStatus, SinkFault
 from tidemark.sinks.postgres.store import Postgres
-from tidemark.streaming import state
-from tidemark.streaming.effects import Blocker, Summary, summarize
-from tidemark.streaming.holders import Behind, Holder, is_brief
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.core.effects import Blocker, Summary, summarize
+from tidemark.streaming.core.linear_lag import Behind, Holder, is_brief
 
 HEADINGS = ("STREAM", "LINEAR", "WRITER", "EPOCH", "POSITION", "PENDING", "LAST SEEN", "OLDEST GAP")
 NUMBERS = {"LINEAR", "EPOCH", "POSITION", "PENDING"}

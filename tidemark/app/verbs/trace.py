@@ -11,16 +11,17 @@ from datetime import datetime
 from typing import Final, Literal
 
 from tidemark.app.behind import moment
+from tidemark.common.errors import BadRecord, TidemarkError
 from tidemark.sinks.letters import DeadLetter
 from tidemark.sinks.postgres.acts import ListedAct
 from tidemark.sinks.postgres.late import LateFact
 from tidemark.sinks.postgres.life import IdPast, LinePassed
 from tidemark.sinks.postgres.past import BatchAdvance, OffsetRange, PastGap
 from tidemark.sources.recorded import Recorded, RecordedMessage
-from tidemark.streaming import records, state
-from tidemark.streaming.direction import Direction
-from tidemark.streaming.errors import BadRecord, TidemarkError
-from tidemark.streaming.stream import StreamState
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.core.stream import StreamState
+from tidemark.streaming.values.direction import Direction
+from tidemark.streaming.wire import records
 
 KEPT: Final = 100  # records
 LONGEST: Final = 16_384  # characters of a record

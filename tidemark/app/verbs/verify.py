@@ -12,10 +12,10 @@ from typing import Literal
 
 from tidemark.app.printed import as_object, one_line
 from tidemark.app.verbs.copies import Copy, CopyPositions
+from tidemark.common.errors import TidemarkError
 from tidemark.sinks.postgres.audit import Audit, AuditedStream, HistoryFault
-from tidemark.streaming import state
-from tidemark.streaming.direction import beyond
-from tidemark.streaming.errors import TidemarkError
+from tidemark.streaming.core import codec as state
+from tidemark.streaming.values.direction import beyond
 
 AT_ONCE = 500  # streams
 MOST = 1000  # faults of the history that are listed

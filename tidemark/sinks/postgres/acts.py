@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, Literal, LiteralString
 
-from tidemark.streaming.effects import Forced
-from tidemark.streaming.errors import BadRecord
-from tidemark.streaming.postgres_session import PostgresSession
+from tidemark.common.errors import BadRecord
+from tidemark.common.postgres_session import PostgresSession
+from tidemark.streaming.core.effects import Forced
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 from psycopg import Cursor
 from psycopg.rows import TupleRow
 
+from tidemark.common.errors import ChainBroken
+from tidemark.common.postgres_session import Connection
 from tidemark.sinks.port import Batch
 from tidemark.sinks.postgres.database import execute
 from tidemark.sinks.postgres.history import place
-from tidemark.streaming.effects import WriterAdvance
-from tidemark.streaming.errors import ChainBroken
-from tidemark.streaming.postgres_session import Connection
+from tidemark.streaming.core.effects import WriterAdvance
 
 _Row = tuple[str, str, int, int | None, bool, int, int, int, int, int, int, int, int, int, int]
 

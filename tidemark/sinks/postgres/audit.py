@@ -4,9 +4,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, LiteralString, Self
 
+from tidemark.common.postgres_session import Connection, Dsn
 from tidemark.sinks.postgres.database import SCHEMA, session_of
 from tidemark.sinks.postgres.history import advances_since
-from tidemark.streaming.postgres_session import Connection, Dsn
 
 PACKED = 7  # the schema since which the history is packed
 STATES: LiteralString = """

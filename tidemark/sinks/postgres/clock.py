@@ -6,7 +6,7 @@ history that is not past its time.
 
 from datetime import UTC, datetime
 
-from tidemark.streaming.postgres_session import PostgresSession
+from tidemark.common.postgres_session import PostgresSession
 
 _NOW = """
 select least(

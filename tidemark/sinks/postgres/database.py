@@ -1,6 +1,6 @@
 """Tidemark's own database, as the pipeline and its readers use it: sessions, the schema, and many rows in a statement.
 
-The schema `tidemark` is made by the files in `migrations/`; see `streaming.postgres_migrations`.
+The schema `tidemark` is made by the files in `migrations/`; see `common.migrations`.
 """
 
 from collections.abc import Iterable
@@ -9,9 +9,9 @@ from typing import Any, LiteralString, TypeAlias
 from psycopg import Cursor
 from psycopg.rows import TupleRow
 
+from tidemark.common.migrations import Migrations
+from tidemark.common.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
 from tidemark.sinks.postgres.arrays import as_array
-from tidemark.streaming.postgres_migrations import Migrations
-from tidemark.streaming.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
 
 _USE = DatabaseUse(
     "TIDEMARK_POSTGRES_DSN",

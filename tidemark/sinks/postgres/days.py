@@ -16,8 +16,8 @@ from datetime import date
 from psycopg import sql
 from psycopg.errors import LockNotAvailable
 
-from tidemark.streaming.postgres_session import Connection
-from tidemark.streaming.session_settings import SessionConnection
+from tidemark.common.postgres_session import Connection
+from tidemark.common.session_settings import SessionConnection
 
 
 @dataclass(frozen=True, slots=True)

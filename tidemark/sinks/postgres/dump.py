@@ -2,7 +2,7 @@
 
 from typing import Final, LiteralString
 
-from tidemark.streaming.postgres_session import PostgresSession
+from tidemark.common.postgres_session import PostgresSession
 
 MOST: Final = 1000
 """Rows of a table."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta
 from typing import Literal, LiteralString
 
+from tidemark.common.postgres_session import Connection
 from tidemark.sinks.postgres.database import execute
-from tidemark.streaming.effects import LateCompletion, WriterAdvance
-from tidemark.streaming.postgres_session import Connection
+from tidemark.streaming.core.effects import LateCompletion, WriterAdvance
 
 TOGETHER = 200  # more in a row are no smaller, and each costs more to read
 _PARTS = 4096  # rows of one batch that are told apart; beyond, a place names several, and the IDs tell which
@@ -224,7 +224,7 @@ def forget(connection: Connection, today: date, retention: Retention) -> None:
     """Delete what is past its time, but for days of advances, which are dropped as a whole. Outside a transaction."""
     hide(connection, today, retention)
     oldest, audited = oldest_kept(connection, today, retention), today - timedelta(days=retention.audit)
-    # The most particular policy counts, as in `streaming.policies`.
+    # The most particular policy counts, as in `streaming.values.policies`.
     past_its_time: LiteralString = """ < %s - coalesce((
         select value from tidemark.policies p where setting = 'history_days'
             and (p.stream = g.stream or p.stream like '%%*' and starts_with(g.stream, left(p.stream, -1)))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from tidemark.streaming.postgres_session import Connection
+from tidemark.common.postgres_session import Connection
 
 
 @dataclass(frozen=True, slots=True)

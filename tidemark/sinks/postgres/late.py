@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import LiteralString
 
+from tidemark.common.errors import BadRecord, StreamNotKnown
+from tidemark.common.postgres_session import PostgresSession
 from tidemark.sinks.postgres.acts import Acts
-from tidemark.streaming.effects import Forced
-from tidemark.streaming.errors import BadRecord, StreamNotKnown
-from tidemark.streaming.postgres_session import PostgresSession
+from tidemark.streaming.core.effects import Forced
 
 _FOUND: LiteralString = (
     "select l.number, stream, writer, epoch, prev, id, facts, why, time, r.act"

@@ -21,10 +21,10 @@ from typing import LiteralString, Self
 import structlog
 from psycopg.errors import LockNotAvailable
 
+from tidemark.common.errors import LeaseLost, Stopping, TidemarkError, Unavailable
+from tidemark.common.lock_waits import run_locking, sessions_of
+from tidemark.common.postgres_session import Connection, Dsn, PostgresSession
 from tidemark.sinks.postgres.database import session_of
-from tidemark.streaming.errors import LeaseLost, Stopping, TidemarkError, Unavailable
-from tidemark.streaming.lock_waits import run_locking, sessions_of
-from tidemark.streaming.postgres_session import Connection, Dsn, PostgresSession
 
 log = structlog.get_logger(__name__)
 

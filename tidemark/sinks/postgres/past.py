@@ -6,11 +6,11 @@ from datetime import datetime, timedelta
 from itertools import starmap
 from typing import Any, LiteralString, Self
 
+from tidemark.common.postgres_session import Connection, Dsn
 from tidemark.sinks.postgres.audit import STATES
 from tidemark.sinks.postgres.database import SCHEMA, session_of
-from tidemark.streaming.direction import farther
-from tidemark.streaming.model import Evidence
-from tidemark.streaming.postgres_session import Connection, Dsn
+from tidemark.streaming.values.direction import farther
+from tidemark.streaming.values.limits import Evidence
 
 LINE_MOVES = 16  # the schema since which a line that moves alone is noted
 OTHER_CLOCK = timedelta(minutes=1)  # by which the database's may be behind the pipeline's

@@ -7,11 +7,11 @@ from datetime import datetime
 from itertools import groupby, starmap
 from operator import attrgetter
 
+from tidemark.common.postgres_session import Connection, Dsn, PostgresSession
 from tidemark.sinks.postgres.audit import PACKED
 from tidemark.sinks.postgres.database import SCHEMA, session_of
 from tidemark.sinks.postgres.past import ADVANCES, GAPS, BatchAdvance, PastGap
 from tidemark.sinks.postgres.policies import PolicyTable
-from tidemark.streaming.postgres_session import Connection, Dsn, PostgresSession
 
 
 @dataclass(frozen=True, slots=True)

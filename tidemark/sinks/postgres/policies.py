@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from psycopg.errors import NoDataFound
 
-from tidemark.streaming.errors import BadRecord
-from tidemark.streaming.postgres_session import PostgresSession, first_line
+from tidemark.common.errors import BadRecord
+from tidemark.common.postgres_session import PostgresSession, first_line
 
 
 class PolicyTable:

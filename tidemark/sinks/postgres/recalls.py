@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
+from tidemark.common.postgres_session import Connection
 from tidemark.sinks.postgres.database import execute
-from tidemark.streaming.effects import Recall
-from tidemark.streaming.postgres_session import Connection
+from tidemark.streaming.core.effects import Recall
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from tidemark.common.postgres_session import BRIDGE_LOCK, Connection, PostgresSession
 from tidemark.sinks.postgres.kafka_lag import LaggingPartition, lagging
 from tidemark.sinks.postgres.recalls import RecallStatus, unfinished
-from tidemark.streaming.postgres_session import BRIDGE_LOCK, Connection, PostgresSession
 
 ACTS_SHOWN = 5
 LATE_COUNTED = 100  # late completions of one stream are counted up to here: nobody waits for more

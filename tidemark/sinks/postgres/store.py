@@ -12,6 +12,7 @@ from typing import Self
 import msgspec
 import structlog
 
+from tidemark.common.postgres_session import Dsn
 from tidemark.sinks.port import Batch, Committed
 from tidemark.sinks.postgres import history, recalls, tail, transaction
 from tidemark.sinks.postgres.advances import forget_retired
@@ -27,9 +28,8 @@ from tidemark.sinks.postgres.status import Conditions, note_faults
 from tidemark.sinks.postgres.tail import ChangesSince, DurableMark, PastMoves
 from tidemark.sinks.postgres.transaction import UnsentDeadLetters, apply
 from tidemark.sinks.postgres.waits import BatchWait
-from tidemark.streaming.effects import Recall
-from tidemark.streaming.model import Bounds, Encoded
-from tidemark.streaming.postgres_session import Dsn
+from tidemark.streaming.core.effects import Recall
+from tidemark.streaming.values.limits import Bounds, Encoded
 
 log = structlog.get_logger(__name__)
 

@@ -11,10 +11,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import LiteralString
 
+from tidemark.common.postgres_session import Connection
 from tidemark.sinks.postgres.history import PastAdvance, PastLate
-from tidemark.streaming.direction import beyond
-from tidemark.streaming.effects import LateCompletion, WriterAdvance
-from tidemark.streaming.postgres_session import Connection
+from tidemark.streaming.core.effects import LateCompletion, WriterAdvance
+from tidemark.streaming.values.direction import beyond
 
 OTHER_CLOCK = 60_000  # ms by which the clock of another pipeline may be behind
 

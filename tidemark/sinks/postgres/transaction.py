@@ -14,14 +14,14 @@ from psycopg import Cursor
 from psycopg.rows import TupleRow
 from psycopg.types.json import Jsonb
 
+from tidemark.common.errors import ChainBroken, LeaseLost
+from tidemark.common.postgres_session import Connection, first_line
 from tidemark.sinks.port import Batch, Committed
 from tidemark.sinks.postgres.advances import settled, standing, write_positions
 from tidemark.sinks.postgres.database import execute
 from tidemark.sinks.postgres.lease import session_name
 from tidemark.sinks.postgres.recalls import add_recalls
-from tidemark.streaming.errors import ChainBroken, LeaseLost
-from tidemark.streaming.model import Rejected
-from tidemark.streaming.postgres_session import Connection, first_line
+from tidemark.streaming.values.limits import Rejected
 
 _decoder = msgspec.msgpack.Decoder(list[Rejected])
 

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 import structlog
 from psycopg.errors import LockNotAvailable
 
+from tidemark.common.errors import TidemarkError
+from tidemark.common.lock_waits import sessions_of
+from tidemark.common.postgres_session import Connection, PostgresSession
 from tidemark.sinks.leased_thread import LeasedThread
 from tidemark.sinks.postgres.lease import Lease
-from tidemark.streaming.errors import TidemarkError
-from tidemark.streaming.lock_waits import sessions_of
-from tidemark.streaming.postgres_session import Connection, PostgresSession
 
 log = structlog.get_logger(__name__)
 

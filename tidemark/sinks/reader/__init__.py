@@ -12,7 +12,7 @@ from tidemark.sinks.reader.sync import Follow, Positions
 from tidemark.sinks.reader.table import Table
 from tidemark.sinks.reader.token import ZERO, Order, Token, interval_text, parse_intervals
 from tidemark.sinks.reader.wait import Recovering, Standing
-from tidemark.streaming.model import Evidence
+from tidemark.streaming.values.limits import Evidence
 
 __all__ = [
     "ZERO",

@@ -6,6 +6,7 @@ from typing import Any, Self, TypeVar
 
 import redis.asyncio
 
+from tidemark.common.errors import Unavailable
 from tidemark.sinks.reader.events import Event, Place
 from tidemark.sinks.reader.follow import CaughtUp, Following, Mode
 from tidemark.sinks.reader.history import History
@@ -27,7 +28,6 @@ from tidemark.sinks.reader.token import Token
 from tidemark.sinks.reader.wait import GRACE, LastTold, Recovering, Standing, WaitConfig, getting, target, waiting
 from tidemark.sinks.redis.client import RedisAddress, aclose, redis_address
 from tidemark.sinks.retry import Patience
-from tidemark.streaming.errors import Unavailable
 
 R = TypeVar("R")
 

@@ -7,6 +7,7 @@ from typing import Self
 import psycopg
 from psycopg.rows import TupleRow, dict_row
 
+from tidemark.common.session_settings import BACKEND, AsyncSessionConnection, unprepared_where_pooled
 from tidemark.sinks.reader.aio import AsyncPositions, until_handed
 from tidemark.sinks.reader.batch import ReadBatch
 from tidemark.sinks.reader.databases import Databases, unreadable
@@ -24,7 +25,6 @@ from tidemark.sinks.reader.io import (
 from tidemark.sinks.reader.read import Portion, ReadConfig, Reading
 from tidemark.sinks.reader.table import Table
 from tidemark.sinks.reader.token import ZERO, Token
-from tidemark.streaming.session_settings import BACKEND, AsyncSessionConnection, unprepared_where_pooled
 
 AsyncConnection = psycopg.AsyncConnection[TupleRow]
 

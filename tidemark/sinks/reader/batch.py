@@ -10,11 +10,11 @@ from typing import Any, Generic, TypeVar
 import psycopg
 import structlog
 
+from tidemark.common.errors import Retry, Stop
+from tidemark.common.postgres_session import explained, first_line
 from tidemark.sinks.reader.events import Late
 from tidemark.sinks.reader.io import Row
 from tidemark.sinks.reader.ledger import Ledger
-from tidemark.streaming.errors import Retry, Stop
-from tidemark.streaming.postgres_session import explained, first_line
 
 log = structlog.get_logger(__name__)
 

@@ -14,9 +14,9 @@ import structlog
 from psycopg import sql
 from psycopg.adapt import Transformer
 
+from tidemark.common.errors import Refused, RowUnreadable
+from tidemark.common.postgres_session import address, answers, conninfo, explained, first_line
 from tidemark.sinks.reader.io import Answer, Pause, Request, Role, Row, RunSql, rows
-from tidemark.streaming.errors import Refused, RowUnreadable
-from tidemark.streaming.postgres_session import address, answers, conninfo, explained, first_line
 
 AnyConnection: TypeAlias = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
 AnyCursor: TypeAlias = psycopg.Cursor[Row] | psycopg.AsyncCursor[Row]

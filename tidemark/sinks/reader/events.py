@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tidemark.sinks.reader.token import Token
-from tidemark.streaming.model import Evidence
+from tidemark.streaming.values.limits import Evidence
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from typing import Any, Generic, Literal, TypeVar
 
 from psycopg.sql import Composed
 
+from tidemark.common.errors import Unavailable
 from tidemark.sinks.reader.events import Advance, Late, Place
 from tidemark.sinks.retry import Patience
-from tidemark.streaming.errors import Unavailable
 
 LONGEST_WAIT = 1.0  # seconds between two readings: the line may move without an entry on the list (a writer retires)
 

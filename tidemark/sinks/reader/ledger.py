@@ -8,12 +8,12 @@ from typing import LiteralString
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
+from tidemark.common.errors import BatchEnded, ReaderModeChanged, Refused
+from tidemark.common.session_settings import hidden_from
 from tidemark.sinks.reader.events import Place
 from tidemark.sinks.reader.follow import Mode
 from tidemark.sinks.reader.io import Answer, Request, Row, RunSql, rows
 from tidemark.sinks.reader.table import Range
-from tidemark.streaming.errors import BatchEnded, ReaderModeChanged, Refused
-from tidemark.streaming.session_settings import hidden_from
 
 _SCHEMA = (
     "do $schema$ begin\n"

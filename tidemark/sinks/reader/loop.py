@@ -11,6 +11,7 @@ from typing import Self
 import psycopg
 from psycopg.rows import TupleRow, dict_row
 
+from tidemark.common.session_settings import BACKEND, SessionConnection, unprepared_where_pooled
 from tidemark.sinks.reader.batch import ReadBatch
 from tidemark.sinks.reader.databases import Databases, unreadable
 from tidemark.sinks.reader.follow import Mode
@@ -28,7 +29,6 @@ from tidemark.sinks.reader.read import Portion, ReadConfig, Reading
 from tidemark.sinks.reader.sync import Positions, until_handed
 from tidemark.sinks.reader.table import Table
 from tidemark.sinks.reader.token import ZERO, Token
-from tidemark.streaming.session_settings import BACKEND, SessionConnection, unprepared_where_pooled
 
 Connection = psycopg.Connection[TupleRow]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from tidemark.sinks.reader.events import Advance, Late, LateLost, LinearMove, Place, Reread
-from tidemark.streaming.direction import beyond, farther
+from tidemark.streaming.values.direction import beyond, farther
 
 
 class LinearEvidence:

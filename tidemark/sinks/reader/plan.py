@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, Reread
 from tidemark.sinks.reader.ledger import Delivered, Kept
 from tidemark.sinks.reader.table import Range
-from tidemark.streaming.direction import beyond, farther
+from tidemark.streaming.values.direction import beyond, farther
 
 
 @dataclass(frozen=True, slots=True)

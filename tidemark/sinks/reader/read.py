@@ -7,6 +7,7 @@ lock on the place's row: so what comes of a portion is done once, whatever is ki
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tidemark.common.errors import BadSetting, LateNeedsWriter, LateUnknown, Unavailable
 from tidemark.sinks.reader.databases import caught_up
 from tidemark.sinks.reader.events import Event, Late, Place
 from tidemark.sinks.reader.follow import CaughtUp, Following, Mode
@@ -27,8 +28,7 @@ from tidemark.sinks.reader.plan import hands_over, owes, plan, still_owed
 from tidemark.sinks.reader.table import Range, Table, TablePage, table_page
 from tidemark.sinks.reader.token import ZERO, Token
 from tidemark.sinks.retry import Patience
-from tidemark.streaming.direction import beyond
-from tidemark.streaming.errors import BadSetting, LateNeedsWriter, LateUnknown, Unavailable
+from tidemark.streaming.values.direction import beyond
 
 RANGES = 64  # in one query
 

@@ -20,7 +20,7 @@ from tidemark.sinks.reader.io import AwaitEntry, KeysFound, ListEntry, ReadKeys,
 from tidemark.sinks.redis.client import whereabouts
 from tidemark.sinks.redis.errors import FOREIGN, Remedies, redis_error
 from tidemark.sinks.redis.names import SENTINEL, STREAMS, key
-from tidemark.streaming.model import Evidence
+from tidemark.streaming.values.limits import Evidence
 
 TIMEOUT = 5.0  # seconds for a connection or an answer
 

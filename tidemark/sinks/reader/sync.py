@@ -7,6 +7,7 @@ from typing import Any, Self, TypeVar
 
 import redis
 
+from tidemark.common.errors import Unavailable
 from tidemark.sinks.reader.events import Event, Place
 from tidemark.sinks.reader.follow import CaughtUp, Following, Mode
 from tidemark.sinks.reader.history import History
@@ -28,7 +29,6 @@ from tidemark.sinks.reader.token import Token
 from tidemark.sinks.reader.wait import GRACE, LastTold, Recovering, Standing, WaitConfig, getting, target, waiting
 from tidemark.sinks.redis.client import RedisAddress, RedisSession, redis_address
 from tidemark.sinks.retry import Patience
-from tidemark.streaming.errors import Unavailable
 
 R = TypeVar("R")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from psycopg import sql
 
 from tidemark.sinks.reader.io import Answer, Request, Row, RunSql, rows
-from tidemark.streaming.direction import beyond, farther, nearer
+from tidemark.streaming.values.direction import beyond, farther, nearer
 
 
 @dataclass(frozen=True, slots=True)

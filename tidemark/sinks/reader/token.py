@@ -17,8 +17,8 @@ from enum import Enum
 from typing import Self
 from urllib.parse import unquote
 
-from tidemark.streaming.direction import Direction, DirectionName, beyond, farther, nearer
-from tidemark.streaming.errors import BadToken
+from tidemark.common.errors import BadToken
+from tidemark.streaming.values.direction import Direction, DirectionName, beyond, farther, nearer
 
 _ID = re.compile(r"0|-?[1-9][0-9]{0,18}")
 _IDS = re.compile(rf"(?:{_ID.pattern})(?:~(?:{_ID.pattern}))*")

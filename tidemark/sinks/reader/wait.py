@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 
+from tidemark.common.errors import NotReached, Reject, StreamNotKnown, TokenFromTheFuture, Unavailable
 from tidemark.sinks.reader.io import (
     LONGEST_WAIT,
     Answer,
@@ -18,8 +19,7 @@ from tidemark.sinks.reader.io import (
     Request,
 )
 from tidemark.sinks.reader.token import Token
-from tidemark.streaming.direction import beyond, farther
-from tidemark.streaming.errors import NotReached, Reject, StreamNotKnown, TokenFromTheFuture, Unavailable
+from tidemark.streaming.values.direction import beyond, farther
 
 GRACE = 5.0
 PAUSE = 0.2  # seconds until a Redis that is away is asked again

@@ -10,7 +10,7 @@ import msgspec
 from tidemark.sinks.port import Batch, Committed
 from tidemark.sinks.postgres.history import PastAdvance, PastLate
 from tidemark.sinks.postgres.store import StreamPositions
-from tidemark.streaming.effects import LateCompletion, StreamEffects, WriterAdvance
+from tidemark.streaming.core.effects import LateCompletion, StreamEffects, WriterAdvance
 
 
 class AdvanceEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -19,8 +19,8 @@ from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.retry import Retry
 
+from tidemark.common.errors import BadSetting
 from tidemark.sinks.redis.errors import FOREIGN, Remedies, redis_error
-from tidemark.streaming.errors import BadSetting
 
 Secret: TypeAlias = Callable[[], str | None]
 """Called at every new connection, because secrets rotate."""

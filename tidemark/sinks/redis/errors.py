@@ -8,7 +8,7 @@ from typing import Any
 
 from redis import exceptions as problems
 
-from tidemark.streaming.errors import Refused, TidemarkError, Unavailable
+from tidemark.common.errors import Refused, TidemarkError, Unavailable
 
 FOREIGN = (problems.RedisError, problems.RedisClusterException)
 """All that redis-py raises."""

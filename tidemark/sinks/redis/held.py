@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 
+from tidemark.common.errors import BadToken
 from tidemark.sinks.reader.token import Token
 from tidemark.sinks.redis.errors import StreamFault, sound
 from tidemark.sinks.redis.names import STREAMS, key
 from tidemark.sinks.redis.scripts import Script, slots, together
-from tidemark.streaming.errors import BadToken
 
 _PAGE = 1000  # entries of a list in one reading
 _AT_ONCE = 100  # streams in one call, for less than a millisecond of which nobody else has his turn

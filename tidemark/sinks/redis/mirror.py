@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
+from tidemark.common.errors import LeaseLost
 from tidemark.sinks.port import Batch, Committed, Fence, Refilled
 from tidemark.sinks.postgres.history import PastAdvance
 from tidemark.sinks.postgres.store import Postgres, StreamPositions
@@ -17,7 +18,6 @@ from tidemark.sinks.redis.changes import Change, of_batch, of_history
 from tidemark.sinks.redis.held import RedisPositions
 from tidemark.sinks.redis.names import beside_keys
 from tidemark.sinks.redis.publish import Mode, Redis
-from tidemark.streaming.errors import LeaseLost
 
 log = structlog.get_logger(__name__)
 

@@ -11,13 +11,13 @@ from typing import Any, Literal, Self
 
 import msgspec
 
+from tidemark.common.errors import LeaseLost
 from tidemark.sinks.redis.changes import Change
 from tidemark.sinks.redis.client import RedisAddress, RedisSession, database_of, redis_address
 from tidemark.sinks.redis.errors import Remedies, StreamFault, of_stream, sound
 from tidemark.sinks.redis.held import RedisPositions, entry_time, fencing_token, held
 from tidemark.sinks.redis.names import SENTINEL, STREAMS, database_suffix
 from tidemark.sinks.redis.scripts import Script, slots, together
-from tidemark.streaming.errors import LeaseLost
 
 STREAMS_AT_ONCE = 500  # in one pipeline: bounds the memory of both sides
 MOVES_AT_ONCE = 200  # in one call, for some milliseconds of which nobody else has his turn; one stream may have more

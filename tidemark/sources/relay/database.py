@@ -1,10 +1,10 @@
 """The service's own database, as the relay uses it: its session, and what `tidemark.append` needs there.
 
-The schema is made by the files in `migrations/` and has a version of its own; see `streaming.postgres_migrations`.
+The schema is made by the files in `migrations/` and has a version of its own; see `common.migrations`.
 """
 
-from tidemark.streaming.postgres_migrations import Migrations
-from tidemark.streaming.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
+from tidemark.common.migrations import Migrations
+from tidemark.common.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
 
 COMMAND = "tidemark relay migrate"
 SCHEMA = Migrations("tidemark.sources.relay", "relay_schema_version", COMMAND)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from tidemark.common.errors import SequenceUnfit
+from tidemark.common.postgres_session import Connection
 from tidemark.sources import transactions
 from tidemark.sources.relay import looks, sequences
 from tidemark.sources.relay.evidence import StreamEvidence
@@ -16,9 +18,7 @@ from tidemark.sources.relay.join import Told
 from tidemark.sources.relay.lines import Announced, Lines, edges
 from tidemark.sources.relay.looks import BEAT, AppendedFact, AppendStream, Page
 from tidemark.sources.relay.sequences import StrayLooks, StrayRows, StreamLook
-from tidemark.streaming.errors import SequenceUnfit
-from tidemark.streaming.intervals import EMPTY, Intervals
-from tidemark.streaming.postgres_session import Connection
+from tidemark.streaming.values.intervals import EMPTY, Intervals
 
 Steps = Generator[str, None, "list[Decided]"]
 """The name of each step before it is taken: between any two of them others may do whatever they like."""

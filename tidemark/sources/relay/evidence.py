@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tidemark.streaming.intervals import EMPTY, Intervals
+from tidemark.streaming.values.intervals import EMPTY, Intervals
 
 Holder = tuple[int, int | None]
 """A transaction, and the number of the writer whose lock it holds: None where nobody has asked."""

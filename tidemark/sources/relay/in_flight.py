@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay.decider import Decided
 from tidemark.sources.relay.told import MOST_BYTES, told
-from tidemark.streaming.intervals import EMPTY, Intervals
+from tidemark.streaming.values.intervals import EMPTY, Intervals
 
 _VOIDS_AT_ONCE = 10_000
 _VOID_BYTES = 200

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tidemark.common.errors import BadSetting
+from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay import regressions
 from tidemark.sources.relay.looks import BEAT, AppendStream
 from tidemark.sources.relay.regressions import Regression
 from tidemark.sources.transactions import ServerHistory
-from tidemark.streaming.direction import Direction
-from tidemark.streaming.errors import BadSetting
-from tidemark.streaming.postgres_session import Connection
-from tidemark.streaming.records import Join, Retire, Timeline
+from tidemark.streaming.values.direction import Direction
+from tidemark.streaming.wire.records import Join, Retire, Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from tidemark.streaming.intervals import EMPTY, Intervals
+from tidemark.streaming.values.intervals import EMPTY, Intervals
 
 
 class Announced(NamedTuple):

@@ -10,10 +10,10 @@ from psycopg.abc import Buffer
 from psycopg.adapt import Loader
 from psycopg.pq import Format
 
+from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.evidence import Holder
-from tidemark.streaming.direction import Direction
-from tidemark.streaming.intervals import Intervals
-from tidemark.streaming.postgres_session import Connection
+from tidemark.streaming.values.direction import Direction
+from tidemark.streaming.values.intervals import Intervals
 
 LOCK = 1414087749
 """With the stream's number added the first half of its advisory locks, the second is the writer's hash; the functions

@@ -12,12 +12,12 @@ import structlog
 from msgspec import Raw
 from prometheus_client import Gauge
 
+from tidemark.common.errors import Unavailable
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay.decider import Decided
 from tidemark.sources.relay.looks import AppendedFact
-from tidemark.streaming import records
-from tidemark.streaming.errors import Unavailable
-from tidemark.streaming.records import Rdata
+from tidemark.streaming.wire import records
+from tidemark.streaming.wire.records import Rdata
 
 log = structlog.get_logger(__name__)
 

@@ -6,10 +6,10 @@ is committed there is published, and late, and nothing of it is taken for void.
 
 from dataclasses import dataclass
 
+from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay import sequences
 from tidemark.sources.relay.looks import AppendStream
 from tidemark.sources.relay.sequences import StrayRows
-from tidemark.streaming.postgres_session import Connection
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,9 @@ from typing import Any
 
 import structlog
 
+from tidemark.common.errors import BadSetting, Refused, Retry
+from tidemark.common.lock_waits import with_lockers
+from tidemark.common.postgres_session import Connection, PostgresSession
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay import in_flight, join, looks
 from tidemark.sources.relay.blockers import blockers
@@ -25,11 +28,8 @@ from tidemark.sources.relay.oversized import OversizedFacts
 from tidemark.sources.relay.waiting import KafkaWait, OtherRelayWait
 from tidemark.sources.reports import Reports
 from tidemark.sources.transactions import history
-from tidemark.streaming import records
-from tidemark.streaming.errors import BadSetting, Refused, Retry
-from tidemark.streaming.lock_waits import with_lockers
-from tidemark.streaming.postgres_session import Connection, PostgresSession
-from tidemark.streaming.records import Join, is_writer, why_no_name
+from tidemark.streaming.wire import records
+from tidemark.streaming.wire.records import Join, is_writer, why_no_name
 
 log = structlog.get_logger(__name__)
 

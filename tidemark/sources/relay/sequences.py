@@ -13,10 +13,10 @@ import psycopg
 from psycopg.pq import ExecStatus
 from psycopg.pq.abc import PGresult
 
+from tidemark.common.errors import SequenceUnfit
+from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay.looks import AppendStream
-from tidemark.streaming.direction import Direction
-from tidemark.streaming.errors import SequenceUnfit
-from tidemark.streaming.postgres_session import Connection
+from tidemark.streaming.values.direction import Direction
 
 HEADS_AT_ONCE = 1000
 """Sequences that one statement reads: it takes a lock on each of them, out of a table that all sessions share."""

@@ -10,12 +10,12 @@ from itertools import pairwise
 import msgspec
 from msgspec import Raw
 
+from tidemark.common.errors import FactUnfit
 from tidemark.sources.relay.decider import Decided
 from tidemark.sources.relay.evidence import ids_of
 from tidemark.sources.relay.lines import Announced
-from tidemark.streaming import records
-from tidemark.streaming.errors import FactUnfit
-from tidemark.streaming.records import FactRun, Position, Rdata, Void
+from tidemark.streaming.wire import records
+from tidemark.streaming.wire.records import FactRun, Position, Rdata, Void
 
 MOST_FACTS = 200
 MOST_BYTES = 256 * 1024

@@ -4,10 +4,10 @@ import time
 
 import structlog
 
+from tidemark.common.lock_waits import sessions_of
+from tidemark.common.postgres_session import Connection
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay.looks import TURN_HOLDERS
-from tidemark.streaming.lock_waits import sessions_of
-from tidemark.streaming.postgres_session import Connection
 
 log = structlog.get_logger(__name__)
 

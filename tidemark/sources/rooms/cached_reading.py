@@ -1,11 +1,11 @@
 """What caches of rooms hold, each value with its version, and what they are to forget between two positions."""
 
+from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms.caches import ROOMS_OF
 from tidemark.sources.rooms.reading import Upto
 from tidemark.sources.rooms.states import KeyHolder, State
 from tidemark.sources.rooms.stays import JOINED
 from tidemark.sources.rooms.tables import as_json
-from tidemark.streaming.postgres_session import Connection
 
 
 def current_state(connection: Connection, room: str) -> tuple[int, State]:

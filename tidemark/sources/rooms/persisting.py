@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 import psycopg
 
+from tidemark.common.postgres_session import Connection
 from tidemark.sources.client import Writer
 from tidemark.sources.rooms import tables
 from tidemark.sources.rooms.caches import ALL_OF_ROOM, ROOMS_OF, STATE
@@ -33,7 +34,6 @@ from tidemark.sources.rooms.rules import (
 from tidemark.sources.rooms.states import KeyHolder, State, difference, given_state, group_at, merged
 from tidemark.sources.rooms.stays import moved
 from tidemark.sources.rooms.tables import LockedRoom, PostgresGroups
-from tidemark.streaming.postgres_session import Connection
 
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # not where the backslash is itself a character
 MOST_MEMBERS = 10

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms.states import State, resolved
 from tidemark.sources.rooms.stays import JOINED, Stay
 from tidemark.sources.rooms.tables import as_json, state_of
-from tidemark.streaming.postgres_session import Connection
 
 
 @dataclass(frozen=True, slots=True)

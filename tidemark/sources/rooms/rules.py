@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
-from tidemark.streaming.error_text import says
-from tidemark.streaming.errors import Reject
-from tidemark.streaming.records import is_name, why_no_name
+from tidemark.common.error_text import says
+from tidemark.common.errors import Reject
+from tidemark.streaming.wire.records import is_name, why_no_name
 
 MOST_PREVS = 10
 """Prev events of an event that is made here."""

@@ -14,6 +14,7 @@ from uuid import uuid4
 import msgspec
 import psycopg
 
+from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms import tables
 from tidemark.sources.rooms.persisting import Appender, RoomStore, RoomStreams, SqlAppender, WriterAppender, following
 from tidemark.sources.rooms.rules import MEMBER, HeldAs, RoomEvent
@@ -21,7 +22,6 @@ from tidemark.sources.rooms.states import KeyHolder, State, resolved
 from tidemark.sources.simulator.drivers import Undone, lost
 from tidemark.sources.simulator.script import Fault, PlayedStream
 from tidemark.sources.simulator.service import ROLLBACKS, dwell, together
-from tidemark.streaming.postgres_session import Connection
 
 ROOMS = 12
 MEMBERS = ("@ada", "@bob")

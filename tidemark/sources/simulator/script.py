@@ -10,8 +10,8 @@ from enum import StrEnum
 from heapq import heapify, heapreplace
 from random import Random
 
-from tidemark.streaming.direction import DirectionName
-from tidemark.streaming.errors import BadSetting
+from tidemark.common.errors import BadSetting
+from tidemark.streaming.values.direction import DirectionName
 
 NAMES = ("events", "backfill", "account_data", "to_device", "caches")
 BACKWARD = "backfill"

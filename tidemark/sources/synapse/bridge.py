@@ -13,6 +13,8 @@ from functools import partial
 
 import structlog
 
+from tidemark.common.errors import Refused, Retry, Unavailable
+from tidemark.common.postgres_session import Connection, PostgresSession
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.reports import Reports
 from tidemark.sources.synapse import looks, outbox, state, timelines
@@ -24,9 +26,7 @@ from tidemark.sources.synapse.oversized import OversizedRecords
 from tidemark.sources.synapse.state import SCHEMA, SynapseServer
 from tidemark.sources.synapse.streams import BridgedStream, StreamTelling
 from tidemark.sources.transactions import OpenTransaction, durable, end_one, history, running
-from tidemark.streaming import records
-from tidemark.streaming.errors import Refused, Retry, Unavailable
-from tidemark.streaming.postgres_session import Connection, PostgresSession
+from tidemark.streaming.wire import records
 
 log = structlog.get_logger(__name__)
 

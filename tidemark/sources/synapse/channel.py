@@ -16,8 +16,8 @@ from typing import Any
 import redis
 import structlog
 
-from tidemark.streaming.commands import PositionCommand, RdataCommand, ReplicateCommand, parse
-from tidemark.streaming.errors import BadCommand
+from tidemark.common.errors import BadCommand
+from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand, ReplicateCommand, parse
 
 log = structlog.get_logger(__name__)
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from tidemark.sources.synapse.facts import MASTER, ProvenAdvance, StreamFact
 from tidemark.sources.synapse.synapse_writer import Barrier, SynapseWriter
-from tidemark.streaming.intervals import Intervals
+from tidemark.streaming.values.intervals import Intervals
 
 Told = Iterable[tuple[str, int]]
 MOST_IDS = 5000

@@ -8,10 +8,10 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from tidemark.common.postgres_session import Connection
 from tidemark.sources.synapse.decider import UNBOUNDED
 from tidemark.sources.synapse.facts import StreamFact
 from tidemark.sources.synapse.published import Marks, PublishedFacts
-from tidemark.streaming.postgres_session import Connection
 
 _ANCHOR_EVERY = 500
 """Of so many older facts one is remembered, chosen by its mark."""

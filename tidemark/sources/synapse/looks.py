@@ -7,12 +7,12 @@ log, by which all before it is on the disk.
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from tidemark.common.errors import BadSetting
+from tidemark.common.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
 from tidemark.sources.synapse.facts import MASTER, StreamFact
 from tidemark.sources.synapse.tables import SynapseStream
 from tidemark.sources.transactions import OpenTransaction
-from tidemark.streaming.direction import Direction
-from tidemark.streaming.errors import BadSetting
-from tidemark.streaming.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
+from tidemark.streaming.values.direction import Direction
 
 _USE = DatabaseUse(
     "TIDEMARK_SYNAPSE_DSN",

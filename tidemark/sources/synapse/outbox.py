@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tidemark.streaming import records
-from tidemark.streaming.postgres_session import Connection
-from tidemark.streaming.records import Record
+from tidemark.common.postgres_session import Connection
+from tidemark.streaming.wire import records
+from tidemark.streaming.wire.records import Record
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 import structlog
 from prometheus_client import Gauge
 
+from tidemark.common.errors import Unavailable
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.synapse.outbox import Unsent
-from tidemark.streaming import records
-from tidemark.streaming.errors import Unavailable
-from tidemark.streaming.records import Rdata
+from tidemark.streaming.wire import records
+from tidemark.streaming.wire.records import Rdata
 
 log = structlog.get_logger(__name__)
 

@@ -1,7 +1,7 @@
 """Workers that a person says are gone for good: ordered in the bridge's own database, done by whichever speaks."""
 
-from tidemark.streaming.errors import BadSetting
-from tidemark.streaming.postgres_session import Connection
+from tidemark.common.errors import BadSetting
+from tidemark.common.postgres_session import Connection
 
 
 def ordered(connection: Connection, name: str) -> list[str]:

@@ -9,15 +9,15 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tidemark.common.errors import OthersFirst
+from tidemark.common.migrations import Migrations
+from tidemark.common.postgres_session import BRIDGE_LOCK, Connection, DatabaseUse, Dsn, PostgresSession
 from tidemark.sources.synapse import evidence, outbox
 from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact
 from tidemark.sources.synapse.published import PublishedFacts
 from tidemark.sources.synapse.tables import SynapseStream
 from tidemark.sources.synapse.told import WriterTeller
-from tidemark.streaming.errors import OthersFirst
-from tidemark.streaming.postgres_migrations import Migrations
-from tidemark.streaming.postgres_session import BRIDGE_LOCK, Connection, DatabaseUse, Dsn, PostgresSession
-from tidemark.streaming.records import Record, Timeline
+from tidemark.streaming.wire.records import Record, Timeline
 
 COMMAND = "tidemark synapse migrate"
 SCHEMA = Migrations("tidemark.sources.synapse", "synapse_schema_version", COMMAND)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import structlog
 
+from tidemark.common.errors import FactsReplaced, SequenceWentBack
+from tidemark.common.postgres_session import Connection
 from tidemark.sources.synapse import evidence, looks, retirement, state
 from tidemark.sources.synapse.decider import StreamDecider
 from tidemark.sources.synapse.evidence import HeadSamples
@@ -13,9 +15,7 @@ from tidemark.sources.synapse.published import PublishedFacts
 from tidemark.sources.synapse.state import SynapseServer, ToldWriters
 from tidemark.sources.synapse.tables import SynapseStream
 from tidemark.sources.transactions import durable
-from tidemark.streaming.commands import PositionCommand, RdataCommand
-from tidemark.streaming.errors import FactsReplaced, SequenceWentBack
-from tidemark.streaming.postgres_session import Connection
+from tidemark.streaming.wire.line_protocol import PositionCommand, RdataCommand
 
 log = structlog.get_logger(__name__)
 

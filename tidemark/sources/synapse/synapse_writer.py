@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from tidemark.streaming.intervals import EMPTY, Intervals
+from tidemark.streaming.values.intervals import EMPTY, Intervals
 
 
 @dataclass(frozen=True, slots=True)

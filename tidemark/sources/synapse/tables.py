@@ -7,7 +7,7 @@ one fact the later question's come last.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tidemark.streaming.direction import Direction
+from tidemark.streaming.values.direction import Direction
 
 
 @dataclass(frozen=True, slots=True)

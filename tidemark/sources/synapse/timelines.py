@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 import structlog
 
+from tidemark.common.errors import BadSetting
+from tidemark.common.postgres_session import Connection
 from tidemark.sources.synapse import evidence, outbox, state
 from tidemark.sources.synapse.facts import StreamFact
 from tidemark.sources.synapse.published import MOST_FACTS, PublishedFacts
 from tidemark.sources.synapse.state import SynapseServer, ToldWriters
 from tidemark.sources.synapse.tables import SynapseStream
-from tidemark.streaming.errors import BadSetting
-from tidemark.streaming.postgres_session import Connection
-from tidemark.streaming.records import Timeline
+from tidemark.streaming.wire.records import Timeline
 
 log = structlog.get_logger(__name__)
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from msgspec import Raw
 
 from tidemark.sources.synapse.facts import ProvenAdvance
-from tidemark.streaming.direction import Direction
-from tidemark.streaming.records import Join, Position, Rdata, Record, Retire, Timeline
+from tidemark.streaming.values.direction import Direction
+from tidemark.streaming.wire.records import Join, Position, Rdata, Record, Retire, Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,242 @@
+"""One session to Postgres: opened when needed, opened again after it broke, its errors told apart by who must act.
+
+Not a pool: each of our threads owns a session, or takes its turn on one.
+"""
+
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Self, TypeAlias
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.pq import Conninfo, PGconn, Ping
+from psycopg.rows import TupleRow
+
+from tidemark.common.errors import BadSetting, Refused, Slow, TidemarkError, Unavailable
+from tidemark.common.session_settings import BACKEND, SessionConnection, hidden_rows
+
+Connection = psycopg.Connection[TupleRow]
+
+BRIDGE_LOCK = 1414087748
+"""The first half of the advisory locks by which `tidemark synapse` speaks, and people are told that it does; the second
+is the hash of a stream's name."""
+
+Dsn: TypeAlias = str | Callable[[], str]
+"""An address, or who knows it: called at every new connection, because passwords rotate."""
+
+# A peer that vanished without a word (its host died) must not hold a batch for the two hours that TCP would.
+_DEFAULTS = {
+    "connect_timeout": "5",
+    "keepalives_idle": "5",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "15000",
+    "client_encoding": "UTF8",
+}
+
+# SQLSTATE classes and codes that the world mends: lost connections, resources, rolled back by the server, restarts.
+_RETRIED_CLASSES = ("08", "40", "53", "58")
+_SLOW = "57014"  # statement time-out
+_RETRIED_CODES = {
+    "25006",  # read only: a replica that is about to be promoted, or a server in maintenance
+    "25P03",  # idle in transaction for too long
+    "25P04",  # transaction for too long
+    "55P03",  # lock not available
+    "57P01",  # administrator's shutdown
+    "57P02",  # crash of another backend
+    "57P03",  # starting up or shutting down
+    "57P05",  # idle session
+}
+
+# What libpq says where the two sides do not trust each other; it has no code for it.
+_DISTRUST = re.compile(
+    r"certificate verify failed|does not match host name|not support SSL|(root )?certificate file|private key file"
+    r"|alert (unknown ca|certificate required|bad certificate)|requires a valid client certificate"
+)
+
+
+_LOOKS = 5
+"""Other clients of a pooler may have taken a session just then."""
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseUse:
+    """What one part of Tidemark needs of a database, and what a person has to mend where it does not get it.
+
+    `setting` names the place of the address, and `password` what else may hold a password. `refusals`: SQLSTATE, or its
+    class -> what to do. `options` are set in every session, after `SESSION_SETTINGS`. `pooled`: what to do where a
+    pooler hands out sessions by transaction; empty where that is as good.
+    """
+
+    setting: str
+    refusals: Mapping[str, str]
+    password: str = ""
+    options: tuple[tuple[str, str], ...] = ()
+    pooled: str = ""
+
+
+def address(dsn: str, setting: str = "dsn") -> str:
+    """Host, port and database of `dsn`, fit for a message: no user, no password."""
+    parts = {**_of_the_environment(), **_parsed(dsn, setting)}
+    return f"{parts.get('host') or 'localhost'}:{parts.get('port') or 5432}/{parts.get('dbname') or ''}"
+
+
+def conninfo(dsn: str, application: str, setting: str = "dsn") -> str:
+    """`dsn` with what a session of ours needs where it says nothing else."""
+    return make_conninfo(**{**_DEFAULTS, "application_name": application, **_parsed(dsn, setting)})
+
+
+def explained(
+    error: psycopg.Error, where: str, refusals: Mapping[str, str], role: str = ""
+) -> TidemarkError | psycopg.Error:
+    """The error to raise instead; `error` itself where it is neither waited out nor refused.
+
+    `refusals`: SQLSTATE, or its class -> what a person has to do about it. `role`: the session's user.
+    """
+    code = error.sqlstate
+    if (hidden := hidden_rows(error, role)) is not None:
+        return Refused("Postgres", where, *hidden)
+    if code is None:
+        lost = isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
+        return Unavailable("Postgres", where, first_line(error)) if lost else error
+    if code[:2] in _RETRIED_CLASSES or code in _RETRIED_CODES:
+        return Unavailable("Postgres", where, first_line(error))
+    if code == _SLOW:
+        return Slow("Postgres", where, first_line(error))
+    do = refusals.get(code) or refusals.get(code[:2])
+    return Refused("Postgres", where, first_line(error), do) if do else error
+
+
+def first_line(error: psycopg.Error) -> str:
+    return error.diag.message_primary or (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def answers(dsn: str) -> bool:
+    """Whether a server answers there, whatever it says of our user."""
+    return PGconn.ping(dsn.encode()) == Ping.OK
+
+
+def _of_the_environment() -> dict[str, str]:
+    """What libpq takes where an address leaves it out (`PGHOST` and others)."""
+    return {it.keyword.decode(): it.val.decode() for it in Conninfo.get_defaults() if it.val}
+
+
+def _parsed(dsn: str, setting: str) -> dict[str, str]:
+    try:
+        return {name: str(value) for name, value in conninfo_to_dict(dsn).items() if value is not None}
+    except psycopg.ProgrammingError:
+        # Its text would quote the address, password and all.
+        what = "is not a Postgres address; write postgresql://user:password@host:5432/database"
+        raise BadSetting(setting, what) from None
+
+
+def _is_pooled(connection: Connection, wanted: str) -> bool:
+    """Whether another connection to the same address may be given the session of this one. Leaves nothing in either.
+
+    A pooler answers a login itself, so the process that it named is none of the server's. Some that give each client a
+    session of its own do so too: hence the second look.
+    """
+    first = _process(connection)
+    for _ in range(_LOOKS):
+        with psycopg.connect(wanted) as other:
+            if _process(other) == first or _process(connection) != first:
+                return True
+    return False
+
+
+def _process(connection: Connection) -> int:
+    row = connection.execute(BACKEND, prepare=False).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+class PostgresSession:
+    """A connection in autocommit that heals; a context manager. Transactions are begun by who needs them.
+
+    `use()` hands the connection to one thread at a time, and turns what psycopg raises into `Unavailable` (retry the
+    whole transaction: nothing of it was kept, or the commit's answer was lost) or `Refused`. A refusal counts only
+    until the first success: credentials that worked a minute ago are waited for, because libpq does not tell a wrong
+    password from a server that is out of connections.
+    """
+
+    def __init__(self, dsn: Dsn, application: str, database: DatabaseUse) -> None:
+        self._dsn = dsn
+        self._application = application
+        self._database = database
+        self.where = address(self._current(), database.setting)
+        self._worked = False
+        self._connection: Connection | None = None
+        self._role = ""
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @contextmanager
+    def use(self) -> Iterator[Connection]:
+        """The connection, outside a transaction."""
+        with self._lock:
+            try:
+                yield self._live()
+            except psycopg.Error as error:
+                raise explained(error, self.where, self._database.refusals, self._role) from error
+
+    def another(self) -> "PostgresSession":
+        """A second session at the same address."""
+        return PostgresSession(self._dsn, self._application, self._database)
+
+    def close(self) -> None:
+        """Close the connection; the next `use()` would open another."""
+        with self._lock:
+            if self._connection is not None and self._process == os.getpid():
+                self._connection.close()
+            self._connection = None
+
+    def _live(self) -> Connection:
+        if self._process != os.getpid():
+            self._process, self._connection = os.getpid(), None  # of the process that we are a fork of: it goes on
+        if self._connection is None or self._connection.closed or self._connection.broken:
+            made = self._connect()
+            if self._database.pooled and made.is_pooled:
+                if _is_pooled(made, self._wanted()):
+                    made.close()
+                    problem = "a pooler hands out its sessions by transaction"
+                    raise Refused("Postgres", self.where, problem, self._database.pooled)
+                made.keep(dict(self._database.options))
+            self._connection, self._role = made, made.role
+            self._worked = True
+        return self._connection
+
+    def _connect(self) -> SessionConnection:
+        setting, password = self._database.setting, self._database.password
+        wanted, options = self._wanted(), dict(self._database.options)
+        try:
+            return SessionConnection.open(wanted, options)
+        except psycopg.OperationalError as error:
+            if self._worked or error.sqlstate is not None:
+                raise
+            if _DISTRUST.search(str(error)):
+                do = f"check sslmode, sslrootcert, sslcert and sslkey in {setting}"
+                raise Refused("Postgres", self.where, first_line(error), do) from error
+            if not answers(wanted):
+                raise
+        # The server answers, but not us; or it came up between the two calls, hence once more.
+        try:
+            return SessionConnection.open(wanted, options)
+        except psycopg.OperationalError as error:
+            do = f"check user, password and database in {setting}" + (f", or {password}" if password else "")
+            raise Refused("Postgres", self.where, first_line(error), do) from error
+
+    def _wanted(self) -> str:
+        return conninfo(self._current(), self._application, self._database.setting)
+
+    def _current(self) -> str:
+        return self._dsn if isinstance(self._dsn, str) else self._dsn()

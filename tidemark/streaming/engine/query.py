@@ -1,0 +1,94 @@
+"""The query: packets -> state per shard -> effects.
+
+The functions here run in Spark's Python workers. They are found by name there, so whatever they are given travels in a
+`functools.partial` as plain bytes.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import msgspec
+import pandas as pd
+from pyspark.core.broadcast import Broadcast
+from pyspark.sql import DataFrame
+from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
+
+from tidemark.common.gc_tuning import freeze, no_collection
+from tidemark.streaming.core import effects
+from tidemark.streaming.core.batch import advance
+from tidemark.streaming.core.store import NONE, PackedStates, States
+from tidemark.streaming.values.limits import Bounds, shard_of
+from tidemark.streaming.wire.runs import Packet
+
+EFFECTS = "shard int, effects binary"
+STATE = "streams binary"
+
+_packets = msgspec.msgpack.Decoder(Packet)
+
+
+_read: dict[str, dict[int, bytes]] = {}
+"""In a worker, the seeds of the line of batches that it has to do with."""
+
+
+def _seeds_of(line: str, seeds: "Broadcast[dict[int, bytes]]") -> dict[int, bytes]:
+    """Spark takes a broadcast from a worker with each task that does not use it, as those that read Kafka do not: the
+    next one that does would read all of it again."""
+    if line not in _read:
+        _read.clear()
+        _read[line] = seeds.value
+    return _read[line]
+
+
+def by_shard(states: dict[str, bytes], shards: int) -> dict[int, bytes]:
+    """Streams' states, as `streaming.core.store` packs them, per shard: the seeds of a query."""
+    parted: dict[int, dict[str, bytes]] = {}
+    for stream, state in states.items():
+        parted.setdefault(shard_of(stream, shards), {})[stream] = state
+    return {shard: bytes(PackedStates.of(streams).data) for shard, streams in sorted(parted.items())}
+
+
+def advance_shard(
+    key: tuple[int],
+    frames: Iterator[pd.DataFrame],
+    state: GroupState,
+    *,
+    shards: int,
+    seeds: "Broadcast[dict[int, bytes]]",
+    bounds: Bounds,
+    line: str,
+) -> Iterator[pd.DataFrame]:
+    """One batch of one shard. Spark keeps the states that have changed since the query's `line` of batches began, and
+    each worker the seeds, in which the others are found."""
+    freeze()
+    shard = int(key[0]) % shards  # `streaming.values.shards`
+    seed = _seeds_of(line, seeds).get(shard)
+    states = States.kept(state.get[0] if state.exists else None, NONE if seed is None else PackedStates(seed))
+    with no_collection():
+        packets = [_packets.decode(data) for frame in frames for data in frame["packet"]]
+        done = effects.encode(advance(shard, states, packets, state.getCurrentProcessingTimeMs(), bounds))
+    state.update((states.keep(),))
+    yield pd.DataFrame({"shard": [shard], "effects": [done]})
+
+
+def positions(
+    packets: DataFrame, *, shards: int, seeds: "Broadcast[dict[int, bytes]]", bounds: Bounds, line: str
+) -> DataFrame:
+    """From packets (`streaming.ingest.source`) to one row of effects per shard and batch (`EFFECTS`). `seeds` are of
+    `by_shard`, and of this `line` of batches for ever."""
+    return packets.groupBy("key").applyInPandasWithState(
+        partial(advance_shard, shards=shards, seeds=seeds, bounds=bounds, line=line),
+        outputStructType=EFFECTS,
+        stateStructType=STATE,
+        outputMode="append",
+        timeoutConf=GroupStateTimeout.NoTimeout,
+    )
+
+
+def collect(batch: DataFrame) -> list[bytes]:
+    """Run the batch; effects by shard, encoded: they may have to wait, and as objects they take far more memory."""
+    return [bytes(row["effects"]) for row in batch.collect()]
+
+
+def decoded(collected: list[bytes]) -> list[effects.ShardEffects]:
+    """By shard, ascending."""
+    return sorted(map(effects.decode, collected), key=lambda done: done.shard)

@@ -1,0 +1,232 @@
+"""Where JSON values end in an array of bytes (RFC 8259), by compiled code: values that are passed over unread.
+
+Each function but `are_same` begins at `at` and says where what it knows ends; -1 where nothing ends before `end` that
+is certain to be JSON in UTF-8. So it is too for what is legal and seldom: very long numbers, and values that are nested
+very deep.
+"""
+
+from typing import Final
+
+import numpy as np
+
+from tidemark.streaming.ingest.jit_cache import compiled
+from tidemark.streaming.ingest.native_bytes import BACKSLASH, QUOTE, peek, plain, word
+from tidemark.streaming.ingest.record_batch import Bytes
+
+COLON, COMMA, MINUS, POINT = map(ord, ":,-.")
+OPEN_LIST, CLOSE_LIST, OPEN_OBJECT, CLOSE_OBJECT = map(ord, "[]{}")
+NINE, ZERO = ord("9"), ord("0")
+_SPACE, _TAB, _LINE_FEED, _RETURN = map(ord, " \t\n\r")
+_T, _F, _U, _E, _PLUS = map(ord, "tfue+")
+_LOWER: Final = 0x20  # the bit by which lower letters differ from upper ones
+_TRUE, _FALSE, _NULL = (int.from_bytes(it, "little") for it in (b"true", b"alse", b"null"))
+_ESCAPED: Final = np.zeros(256, np.bool_)
+_ESCAPED[[*b'"\\/bfnrt']] = True
+_HEX: Final = np.full(256, -1)
+for _written in (b"0123456789abcdef", b"0123456789ABCDEF"):
+    _HEX[[*_written]] = range(16)
+_PLAIN: Final = np.arange(256) < 0x80  # as `words.plain` has it
+_PLAIN[:_SPACE] = False
+_PLAIN[[QUOTE, BACKSLASH]] = False
+
+_DEEPEST: Final = 60
+_LONGEST: Final = 300
+
+
+@compiled(inline=True)
+def are_same(left: Bytes, left_at: int, left_end: int, right: Bytes, right_at: int, right_end: int) -> bool:
+    """Whether the same bytes stand at two places."""
+    if left_end - left_at != right_end - right_at:
+        return False
+    while left_at < left_end:
+        count = min(8, left_end - left_at)
+        if word(left, left_at, count) != word(right, right_at, count):
+            return False
+        left_at += count
+        right_at += count
+    return True
+
+
+@compiled(inline=True)
+def space(data: Bytes, at: int, end: int) -> int:
+    """Behind any white space: always somewhere, but where -1 is given."""
+    while 0 <= at < end and peek(data, at) in (_SPACE, _LINE_FEED, _RETURN, _TAB):
+        at += 1
+    return at
+
+
+@compiled()
+def character(data: Bytes, at: int, end: int) -> int:
+    """Behind a character of several bytes (RFC 3629)."""
+    first, low, high, more = peek(data, at), 0x80, 0xBF, 1
+    if first >= 0xF0:
+        more = 3
+        low = 0x90 if first == 0xF0 else low
+        high = 0x8F if first == 0xF4 else high
+    elif first >= 0xE0:
+        more = 2
+        low = 0xA0 if first == 0xE0 else low
+        high = 0x9F if first == 0xED else high
+    if not 0xC2 <= first <= 0xF4 or at + more >= end or not low <= peek(data, at + 1) <= high:
+        return -1
+    for place in range(at + 2, at + more + 1):
+        if not 0x80 <= peek(data, place) <= 0xBF:
+            return -1
+    return at + more + 1
+
+
+@compiled(inline=True)
+def _unit(data: Bytes, at: int, end: int) -> int:
+    """The number that `u` and four hexadecimal digits write, -1 where they do not stand here."""
+    if at + 5 > end or peek(data, at) != _U:
+        return -1
+    unit = 0
+    for place in range(at + 1, at + 5):
+        if _HEX[peek(data, place)] < 0:
+            return -1
+        unit = unit << 4 | _HEX[peek(data, place)]
+    return unit
+
+
+@compiled()
+def _escape(data: Bytes, at: int, end: int) -> int:
+    """Behind what follows a backslash."""
+    if at < end and _ESCAPED[peek(data, at)]:
+        return at + 1
+    unit = _unit(data, at, end)
+    if unit >> 11 != 0xD800 >> 11:
+        return at + 5 if unit >= 0 else -1
+    # The first half of a surrogate pair, and the second must follow.
+    if unit >> 10 == 0xD800 >> 10 and at + 5 < end and peek(data, at + 5) == BACKSLASH:
+        return at + 11 if _unit(data, at + 6, end) >> 10 == 0xDC00 >> 10 else -1
+    return -1
+
+
+@compiled(inline=True)
+def plain_end(data: Bytes, at: int, end: int) -> int:
+    """Behind any characters of a string that stand for themselves, one byte each. It may be behind the end."""
+    while at + 16 <= len(data):
+        count = plain(data, at)
+        at += count
+        if count < 16 or at >= end:
+            return at
+    while at < end and _PLAIN[peek(data, at)]:
+        at += 1
+    return at
+
+
+@compiled(inline=True)
+def string(data: Bytes, at: int, end: int) -> int:
+    """Behind the quote that ends a string whose content begins here."""
+    while at >= 0:
+        at = plain_end(data, at, end)
+        if at >= end or peek(data, at) < _SPACE:
+            return -1
+        if peek(data, at) == QUOTE:
+            return at + 1
+        at = _escape(data, at + 1, end) if peek(data, at) == BACKSLASH else character(data, at, end)
+    return -1
+
+
+@compiled(inline=True)
+def _digits(data: Bytes, at: int, end: int) -> int:
+    """Behind any digits: always somewhere."""
+    while at < end and ZERO <= peek(data, at) <= NINE:
+        at += 1
+    return at
+
+
+@compiled(inline=True)
+def number(data: Bytes, at: int, end: int) -> int:
+    """Behind a number. What follows is for the caller to judge."""
+    whole = at + 1 if at < end and peek(data, at) == MINUS else at
+    behind = _digits(data, whole, end)
+    if behind == whole or (peek(data, whole) == ZERO and behind > whole + 1):
+        return -1
+    if behind < end and peek(data, behind) == POINT:
+        fraction = behind + 1
+        behind = _digits(data, fraction, end)
+        if behind == fraction:
+            return -1
+    if behind < end and peek(data, behind) | _LOWER == _E:
+        signed = behind + 1 < end and (peek(data, behind + 1) == MINUS or peek(data, behind + 1) == _PLUS)
+        exponent = behind + 2 if signed else behind + 1
+        behind = _digits(data, exponent, end)
+        if behind == exponent:
+            return -1
+    return behind if behind - at <= _LONGEST else -1
+
+
+@compiled(inline=True)
+def _literal(data: Bytes, at: int, end: int, letters: int) -> int:
+    return at + 4 if at + 4 <= end and word(data, at, 4) == letters else -1
+
+
+@compiled(inline=True)
+def _key(data: Bytes, at: int, end: int) -> int:
+    """Behind the colon after a key, which may have white space before it."""
+    at = space(data, at, end)
+    if at >= end or peek(data, at) != QUOTE:
+        return -1
+    at = string(data, at + 1, end)
+    if at < 0:
+        return -1
+    at = space(data, at, end)
+    return at + 1 if at < end and peek(data, at) == COLON else -1
+
+
+@compiled()
+def value(data: Bytes, at: int, end: int) -> int:
+    """Behind any value, which may have white space before it."""
+    depth, objects = 0, 0  # a bit for each list and object that we are in: which of them are objects
+    while True:
+        at = space(data, at, end)
+        if at >= end:
+            return -1
+        first = peek(data, at)
+        if first in (OPEN_OBJECT, OPEN_LIST):
+            inside = space(data, at + 1, end)
+            if inside >= end or depth == _DEEPEST:
+                return -1
+            if peek(data, inside) == first + 2:  # as } and ] stand behind { and [ in ASCII
+                at = inside + 1
+            else:
+                depth += 1
+                objects <<= 1
+                at = inside
+                if first == OPEN_OBJECT:
+                    objects |= 1
+                    at = _key(data, at, end)
+                    if at < 0:
+                        return -1
+                continue
+        elif first == QUOTE:
+            at = string(data, at + 1, end)
+        elif first == MINUS or ZERO <= first <= NINE:
+            at = number(data, at, end)
+        elif first == _T:
+            at = _literal(data, at, end, _TRUE)
+        elif first == _F:
+            at = _literal(data, at + 1, end, _FALSE)
+        else:
+            at = _literal(data, at, end, _NULL)
+        if at < 0:
+            return -1
+        while depth:
+            at = space(data, at, end)
+            if at >= end:
+                return -1
+            if peek(data, at) == COMMA:
+                at += 1
+                if objects & 1:
+                    at = _key(data, at, end)
+                    if at < 0:
+                        return -1
+                break
+            if peek(data, at) != (CLOSE_OBJECT if objects & 1 else CLOSE_LIST):
+                return -1
+            at += 1
+            depth -= 1
+            objects >>= 1
+        else:
+            return at

@@ -1,0 +1,300 @@
+"""The records on Kafka (docs/design.md 3), one at a time: typed structs, encoding, and decoding with one exact reason.
+
+What `read` says about a record is the truth. `streaming.ingest.decode` decodes whole batches on a shortcut that takes a
+record only where `read` would have taken it, with the same content; everything else it leaves to `read`.
+
+Integers are JSON integers: `1.0` and `1e3` are of the wrong type. Fields that a kind does not have are ignored,
+whatever they hold. IDs keep their sign here.
+"""
+
+import re
+from enum import Enum, IntEnum
+from itertools import pairwise
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, UnsetType
+
+from tidemark.common.errors import BadRecord
+from tidemark.streaming.values.limits import Reason
+
+MAX_ID: Final = 2**63 - 1
+
+EVERYBODY: Final = "*"
+"""In an operator's RETIRE in place of a writer: all that never joined. No writer's name."""
+
+LIVING: Final = -1
+"""In an operator's record in place of an epoch: that of the writer as it lives now. No epoch that can be sent."""
+
+LONGEST_NAME: Final = 255
+"""Characters of a stream's name or a writer's."""
+
+MOST_TRANSACTIONS: Final = 10
+LONGEST_TRANSACTION: Final = 500
+"""Lines of an OPEN, and characters of a line."""
+
+Id = Annotated[int, Meta(ge=-MAX_ID, le=MAX_ID)]
+Epoch = Annotated[int, Meta(ge=0, le=MAX_ID)]
+
+
+class Topic(Enum):
+    """Which of the two topics a record came from: writers write to the one, operators to the other."""
+
+    FACTS = "facts"
+    CONTROL = "control"
+
+
+class Kind(IntEnum):
+    """The kinds of records (docs/design.md 3): `kind` on Kafka is the name; columns, runs and markers hold the number.
+
+    Up to POSITION they are edges, and from JOIN on markers, OPEN and RUN apart. 3 is `ROW`.
+    """
+
+    RDATA = 0
+    VOID = 1
+    POSITION = 2
+    JOIN = 4
+    RETIRE = 5
+    SKIP = 6
+    OPEN = 8
+    RUN = 9
+
+
+ROW: Final = 3
+"""The code in columns of a batch row, which is a record of the kind RDATA."""
+
+
+class _Record(msgspec.Struct, kw_only=True, frozen=True, gc=False, omit_defaults=True, tag_field="kind"):
+    stream: str
+    writer: str
+
+
+class _EdgeRecord(_Record, kw_only=True, frozen=True):
+    epoch: Epoch = 0
+
+
+class _ActRecord(_Record, kw_only=True, frozen=True):
+    """What may be forced, with `by` and `why`, on the control topic.
+
+    Without `epoch` it means the writer as it lives now, and on the facts topic epoch 0. `beyond`: `id` may lie past
+    what the stream has allocated; without meaning on the facts topic, where a writer knows what it took.
+    """
+
+    epoch: Epoch = LIVING
+    by: str | None = None
+    why: str | None = None
+    beyond: bool = False
+
+
+class Rdata(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.RDATA.name):
+    """The fact `id` completed; `"batch"`: one of several rows of a fact, the last of which carries the number."""
+
+    prev: Id | UnsetType = UNSET
+    id: Id | Literal["batch"]
+    row: Raw
+
+
+class Void(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.VOID.name):
+    """`id` was rolled back."""
+
+    prev: Id
+    id: Id
+
+
+class Position(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.POSITION.name):
+    """Nothing of the writer's lies in `(prev, id]`."""
+
+    prev: Id
+    id: Id
+
+
+class FactRun(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.RUN.name):
+    """A chain of edges in one record, which means what its edges mean one by one: edge `i` is `(ids[i-1], ids[i]]`, the
+    first `(prev, ids[0]]`. `rows[i]` are the rows of that fact, one or several; none: the ID was rolled back.
+    """
+
+    prev: Id
+    ids: Annotated[list[Id], Meta(min_length=1)]
+    rows: list[list[Raw]]
+
+
+class Timeline(msgspec.Struct, frozen=True):
+    """Which history of its database a writer joined in.
+
+    `database`: system identifier and Postgres timeline, or whatever else changes when the database goes back; None
+    where that is not known. `start`: a new token that this start left in the database; `after`: the one that it found
+    there, of the writer's start before. A start that does not follow the last one known comes from a database that went
+    back. One that begins again what broke off says the same two.
+    """
+
+    database: str | None
+    start: str
+    after: str | None = None
+
+
+class Join(_ActRecord, kw_only=True, frozen=True, tag=Kind.JOIN.name):
+    """A new epoch begins; all of the writer's up to `id` is complete. `unseen`: it may hold facts never announced.
+
+    `told`: its epochs before have told nothing beyond it, as far as its database knows, where none of what they told up
+    to there is lost; the new one tells what lies beyond `id` again.
+    """
+
+    id: Id
+    unseen: bool = False
+    told: Id | None = None
+    timeline: Timeline | None = None
+
+
+class Retire(_ActRecord, kw_only=True, frozen=True, tag=Kind.RETIRE.name):
+    """All of the writer's up to `id` is complete and nothing will follow."""
+
+    id: Id
+
+
+class Skip(_ActRecord, kw_only=True, frozen=True, tag=Kind.SKIP.name):
+    """An operator settles `(prev, id]` without evidence."""
+
+    prev: Id
+    id: Id
+
+
+class Open(_EdgeRecord, kw_only=True, frozen=True, tag=Kind.OPEN.name):
+    """Who holds the writer's open IDs, for people: a line for each, none where nobody does any more. Moves nothing."""
+
+    transactions: Annotated[
+        list[Annotated[str, Meta(max_length=LONGEST_TRANSACTION)]], Meta(max_length=MOST_TRANSACTIONS)
+    ]
+
+
+Marker = Join | Retire | Skip
+Record = Rdata | Void | Position | FactRun | Open | Marker
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
+# What Unicode calls Default_Ignorable_Code_Point (zero-width characters, and those that turn the direction of a text),
+# and marks that no font shows: two names that differ in them alone look the same.
+_INVISIBLE = (
+    "\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u2800\u3164"
+    "\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
+)
+_NAME = re.compile(rf"[^\s\x00-\x1f\x7f-\x9f{_INVISIBLE}]{{1,{LONGEST_NAME}}}")
+
+
+def kind_of(record: Record) -> Kind:
+    return Kind[str(record.__struct_config__.tag)]
+
+
+def row(value: object) -> Raw:
+    """Any JSON value as the opaque `row` of an RDATA."""
+    return Raw(_encoder.encode(value))
+
+
+def in_one_line(row: Raw) -> str:
+    """The JSON of a row without newlines: it may have been sent with some between its parts, never inside a string."""
+    text = bytes(row)
+    return (msgspec.json.format(text, indent=-1) if b"\n" in text or b"\r" in text else text).decode()
+
+
+def encode(record: Record) -> bytes:
+    """The value of the Kafka message; the key is the stream's name in UTF-8. Defaults are left out."""
+    return _encoder.encode(record)
+
+
+def is_name(name: str) -> bool:
+    """Whether a stream may be called so."""
+    return _NAME.fullmatch(name) is not None
+
+
+def is_writer(name: str) -> bool:
+    """Whether a writer may be called so."""
+    return name != EVERYBODY and is_name(name)
+
+
+def why_no_name(name: str) -> str:
+    """For people: what is wrong with a name that is none of a stream's or a writer's."""
+    begin = name[: LONGEST_NAME + 1]
+    return (
+        f"{begin!r} is not 1 to {LONGEST_NAME} characters without white space, controls and invisible ones, or is"
+        f" `{EVERYBODY}`"
+    )
+
+
+def read(value: bytes | None, key: bytes | None, topic: Topic) -> Record:
+    """Decode and check one message. Raises `BadRecord` with its one reason; pure, so asking again changes nothing.
+
+    Where several reasons hold, the first in this order is given: the JSON itself, its fields (missing before wrong
+    before out of range), names, key, topic, texts, the order of `prev` and `id`.
+    """
+    record = decode(value)
+    of_everybody = isinstance(record, Retire) and topic is Topic.CONTROL and record.writer == EVERYBODY
+    for field, name, fits in (
+        ("stream", record.stream, is_name(record.stream)),
+        ("writer", record.writer, of_everybody or is_writer(record.writer)),
+    ):
+        if not fits:
+            raise BadRecord(Reason.BAD_NAME, f"{field} {why_no_name(name)}")
+    if isinstance(record, Marker) and record.epoch == LIVING and topic is Topic.FACTS:
+        record = msgspec.structs.replace(record, epoch=0)
+    if key != record.stream.encode():
+        raise BadRecord(Reason.KEY_MISMATCH, f"the key is {key!r} and the stream {record.stream!r}")
+    _check_topic(record, topic)
+    if isinstance(record, Void | Position | Skip):
+        _check_range(record.prev, record.id)
+    elif isinstance(record, Rdata) and record.id != "batch":
+        _check_range(start(record), record.id)
+    elif isinstance(record, FactRun):
+        _check_chain(record)
+    elif isinstance(record, Join) and (record.told or 0) * record.id < 0:
+        raise BadRecord(Reason.MIXED_SIGN, f"told {record.told} and id {record.id} lie on different sides of 0")
+    return record
+
+
+def start(record: Rdata) -> int:
+    """The `prev` of an RDATA with a number: as given, or the neighbour of its `id` towards 0."""
+    if isinstance(record.id, str):
+        raise ValueError("a batch row has no place in the stream")
+    if record.prev is not UNSET:
+        return record.prev
+    return record.id - 1 if record.id > 0 else record.id + 1
+
+
+def decode(value: bytes | None) -> Record:
+    """Decode one message without looking at its key, its topic or its names; raises `BadRecord` as `read` does."""
+    if value is None:
+        raise BadRecord(Reason.NOT_JSON, "the message has no value")
+    try:
+        value.decode()  # msgspec does not look for UTF-8 in what it passes over
+        return _decoder.decode(value)
+    except (ValueError, RecursionError) as error:
+        from tidemark.streaming.wire.decode_error import diagnosis  # noqa: PLC0415  # it needs the kinds from here
+
+        raise diagnosis(value, error) from None
+
+
+def _check_topic(record: Record, topic: Topic) -> None:
+    kind = kind_of(record).name
+    if not isinstance(record, Marker):
+        if topic is Topic.CONTROL:
+            raise BadRecord(Reason.WRONG_TOPIC, f"{kind} belongs on the facts topic")
+    elif topic is Topic.CONTROL:
+        if not ((record.by or "").strip() and (record.why or "").strip()):
+            raise BadRecord(Reason.MISSING_FIELD, f"{kind} on the control topic must say `by` whom and `why`")
+        for field, text in (("by", record.by), ("why", record.why)):
+            if text is not None and "\0" in text:
+                raise BadRecord(Reason.BAD_TEXT, f"{field} has the character NUL, which Postgres stores in no text")
+    elif isinstance(record, Skip) or record.by is not None or record.why is not None:
+        raise BadRecord(Reason.WRONG_TOPIC, f"{kind} by an operator belongs on the control topic")
+
+
+def _check_chain(run: FactRun) -> None:
+    if len(run.rows) != len(run.ids):
+        raise BadRecord(Reason.UNEVEN_RUN, f"there are {len(run.ids)} ids and rows for {len(run.rows)}")
+    for index, (prev, id) in enumerate(pairwise([run.prev, *run.ids])):
+        _check_range(prev, id, f"ids[{index}]")
+
+
+def _check_range(prev: int, top: int, name: str = "id") -> None:
+    if prev * top < 0:
+        raise BadRecord(Reason.MIXED_SIGN, f"prev {prev} and {name} {top} lie on different sides of 0")
+    if abs(top) <= abs(prev):
+        raise BadRecord(Reason.ID_NOT_BEYOND_PREV, f"{name} {top} is not beyond prev {prev}")

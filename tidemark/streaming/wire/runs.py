@@ -1,0 +1,234 @@
+"""Packets: what compaction hands to the state function for one task and one shard; and runs, unpacked to arrays. Pure.
+
+All edges of a run (`streaming.wire.run_codec`) lie in one *segment*: between two neighbouring JOIN or RETIRE records of
+the stream.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tidemark.streaming.values.direction import Direction
+from tidemark.streaming.values.intervals import EMPTY, Ids, Intervals
+from tidemark.streaming.values.limits import Evidence, Rejected
+from tidemark.streaming.wire import records
+from tidemark.streaming.wire.records import MAX_ID, Kind, Timeline, Topic
+from tidemark.streaming.wire.run_codec import PackedRun, PackedRuns
+
+RDATA, VOID, POSITION = map(int, (Kind.RDATA, Kind.VOID, Kind.POSITION))
+"""As `Run.kinds` holds them: numpy takes ten times as long for a number that is an enum's."""
+
+EVERYTHING = MAX_ID
+"""How far the fact in a refused record may reach where nobody can tell."""
+
+
+class BatchRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """RDATA with `"id": "batch"`: counted, moves nothing. `offsets` are uint32 above `first_offset`, ascending."""
+
+    stream: str
+    writer: str
+    epoch: int
+    offsets: bytes
+    first_offset: int
+    last_offset: int
+
+
+class Marker(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A JOIN, RETIRE, SKIP or OPEN; `by` and `why` are set where it came from the control topic, else None.
+
+    `epoch` is LIVING where an operator gave none. `prev` is only of meaning for a SKIP. `direction` is unknown where
+    `id` and `told` are 0. `beyond`: an operator knows that `id` lies past what the stream has allocated.
+    `transactions` are those of an OPEN, which has no `id`. `told` is that of a JOIN, if it says one.
+    """
+
+    stream: str
+    writer: str
+    epoch: int
+    kind: Kind
+    prev: int
+    id: int
+    direction: Direction
+    unseen: bool
+    by: str | None
+    why: str | None
+    offset: int
+    time: int
+    timeline: Timeline | None = None
+    beyond: bool = False
+    transactions: list[str] = []
+    told: int | None = None
+
+    @classmethod
+    def of(cls, record: records.Marker | records.Open, offset: int, time: int) -> "Marker":
+        if isinstance(record, records.Open):
+            return cls(
+                record.stream,
+                record.writer,
+                record.epoch,
+                Kind.OPEN,
+                prev=0,
+                id=0,
+                direction=Direction.UNKNOWN,
+                unseen=False,
+                by=None,
+                why=None,
+                offset=offset,
+                time=time,
+                transactions=record.transactions,
+            )
+        told = record.told if isinstance(record, records.Join) and record.by is None else None
+        return cls(
+            record.stream,
+            record.writer,
+            record.epoch,
+            records.kind_of(record),
+            abs(record.prev) if isinstance(record, records.Skip) else 0,
+            abs(record.id),
+            Direction.of(record.id or told or 0),
+            record.unseen if isinstance(record, records.Join) else False,
+            record.by,
+            record.why,
+            offset,
+            time,
+            record.timeline if isinstance(record, records.Join) else None,
+            record.beyond,
+            told=None if told is None else abs(told),
+        )
+
+
+class TurnedAway(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Rejected records that may be facts of `writer` up to `reach`, or None: of any writer of the stream.
+
+    `first_offset` is that of the first between two markers of the stream. `only_known`: nothing but the key names the
+    stream, and its value another one.
+    """
+
+    stream: str
+    writer: str | None
+    epoch: int
+    reach: int
+    first_offset: int
+    only_known: bool = False
+
+
+class Packet(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What one task (an offset range of one Kafka partition) saw of one shard.
+
+    `next_offset` is one more than the highest offset that the task read; it is the same in all packets of a task.
+    Rejected records and tasks without any good record travel with the shard `partition % shards`; `refused` tells the
+    streams of those whose facts they may be. `cut`: the task left the rest of its range, as it held too many facts.
+    """
+
+    topic: str
+    partition: int
+    role: Topic
+    next_offset: int
+    runs: PackedRuns
+    rows: list[BatchRows]
+    markers: list[Marker]
+    rejected: list[Rejected]
+    refused: list[TurnedAway] = []
+    cut: bool = False
+
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Edge `i` is `(prevs[i], ids[i]]` and came with the record at `offsets[i]`; `ids` ascend strictly.
+
+    `oldest` is the Kafka time (ms) of the run's oldest record.
+    """
+
+    writer: str
+    epoch: int
+    direction: Direction
+    start: int
+    ids: Ids
+    kinds: npt.NDArray[np.uint8]
+    offsets: Ids
+    first_offset: int
+    oldest: int
+
+    @classmethod
+    def unpack(cls, packed: PackedRun) -> "Run":
+        offsets = np.frombuffer(packed.offsets, np.uint32).astype(np.int64) + packed.first_offset
+        ids, kinds = np.frombuffer(packed.ids, np.int64), np.frombuffer(packed.kinds, np.uint8)
+        return cls(
+            packed.writer,
+            packed.epoch,
+            Direction(packed.direction),
+            packed.start,
+            ids,
+            kinds,
+            offsets,
+            packed.first_offset,
+            packed.oldest,
+        )
+
+    @property
+    def end(self) -> int:
+        return int(self.ids[-1])
+
+    @property
+    def prevs(self) -> Ids:
+        return np.concatenate(([self.start], self.ids[:-1]))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def overlapping(self, low: int, high: int) -> tuple[int, int]:
+        """The edges `first .. stop - 1` that overlap `(low, high]`; none where `first >= stop`."""
+        if self.start >= high:
+            return 0, 0
+        stop = min(int(np.searchsorted(self.ids, high, side="left")) + 1, len(self.ids))
+        return int(np.searchsorted(self.ids, low, side="right")), stop
+
+    def part(self, first: int, stop: int) -> "Run":
+        """The edges `first .. stop - 1`."""
+        if first == 0 and stop == len(self.ids):
+            return self
+        start = int(self.ids[first - 1]) if first else self.start
+        offsets = self.offsets[first:stop]
+        return replace(
+            self,
+            start=start,
+            ids=self.ids[first:stop],
+            kinds=self.kinds[first:stop],
+            offsets=offsets,
+            first_offset=int(offsets.min()),
+        )
+
+    def parts(self, chosen: Mask) -> Iterator["Run"]:
+        """The longest parts in which every edge is chosen."""
+        steps = np.flatnonzero(np.diff(chosen, prepend=False, append=False))
+        for first, stop in zip(steps[::2].tolist(), steps[1::2].tolist(), strict=True):
+            yield self.part(first, stop)
+
+    def evidence(self) -> Evidence:
+        """Facts count one each, a void ID counts one, an announcement counts its width."""
+        facts, announced = self.facts, self.kinds == POSITION
+        empty = len(self) - facts
+        if announced.any():
+            empty += int((self.ids - self.prevs - 1)[announced].sum())
+        return Evidence(facts, empty)
+
+    @property
+    def completes(self) -> Mask:
+        """Which IDs are known to be complete: of facts and voids. An announced ID may be another writer's."""
+        completes: Mask = self.kinds != POSITION
+        return completes
+
+    @property
+    def facts(self) -> int:
+        return int(np.count_nonzero(self.kinds == RDATA))
+
+    def empty(self) -> Intervals:
+        """Where its writer says that it has no facts: void IDs, ranges of announcements, and what lies inside edges."""
+        prevs, highs = self.prevs, self.ids - (self.kinds == RDATA)
+        declared = prevs < highs
+        return Intervals.between(prevs[declared], highs[declared]) if declared.any() else EMPTY
