@@ -55,11 +55,11 @@ environments-test: setup ## Start the local stack in each kind of shell, home an
 	$(BIN)/pytest -n 0 -o faulthandler_timeout=900 tests/app/check_environments.py
 
 .PHONY: languages-test
-languages-test: setup ## Run the services of docs/writing.md in Go, Java and Node, and the rivals of the benchmark in Java; skips what is not installed
+languages-test: setup ## Run the services of docs/how-to/write-facts.md in Go, Java and Node, and the rivals of the benchmark in Java; skips what is not installed
 	$(BIN)/pytest tests/services/check_registries.py tests/bench/check_rivals.py
 
 .PHONY: stories
-stories: setup ## Tell the twelve stories of docs/operations on real servers, alerts included (nine minutes; needs Prometheus; STORIES_WRITE=1 writes the pages anew)
+stories: setup ## Tell the twelve stories of docs/how-to/runbooks on real servers, alerts included (nine minutes; needs Prometheus; STORIES_WRITE=1 writes the pages anew)
 	$(BIN)/pytest -n 0 -o faulthandler_timeout=600 tests/stories/test_*.py
 
 .PHONY: torture
@@ -96,7 +96,7 @@ format: setup ## Put the code into its one format
 
 .PHONY: docs
 docs: setup chart-docs ## Write the pages that are made from code
-	$(BIN)/python -c 'from tidemark.app.metrics_page import page; print(page(), end="")' > docs/metrics.md
+	$(BIN)/python -c 'from tidemark.app.metrics_page import page; print(page(), end="")' > docs/reference/metrics.md
 	$(BIN)/python -m tests.sources.rooms.picture
 
 .PHONY: pictures
@@ -143,13 +143,13 @@ KUBE_RUN :=
 IMAGE_LOAD := kind load docker-image
 
 .PHONY: kube-test
-kube-test: setup ## Install the trial on the cluster of the current context, break it, upgrade it; docs/kubernetes.md
+kube-test: setup ## Install the trial on the cluster of the current context, break it, upgrade it; docs/how-to/kubernetes.md
 	helm/tools/install helm
 	$(BIN)/python -m tests.helm.cluster --run "$(KUBE_RUN)" --build "$(IMAGE_BUILD)" --load "$(IMAGE_LOAD)" $(KUBE_TEST)
 
 ##@ Measure
 .PHONY: bench
-bench: setup ## Measure Tidemark beside its alternatives, on the JVM too where Maven is, and write docs/benchmarks.md (an hour and a quarter)
+bench: setup ## Measure Tidemark beside its alternatives, on the JVM too where Maven is, and write docs/explanation/benchmarks.md (an hour and a quarter)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS),bench]'
 	$(BIN)/python -m tests.bench
 

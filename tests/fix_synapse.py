@@ -20,7 +20,7 @@ from tidemark.sources.synapse.tables import STREAMS
 
 DATABASE = "synapse"
 READER = "tidemark_bridge"
-"""The user as whom the bridge reads, with the rights that docs/synapse.md gives it."""
+"""The user as whom the bridge reads, with the rights that docs/how-to/synapse.md gives it."""
 
 
 class BridgeProcess(ServerProcess):

@@ -362,7 +362,7 @@ def test_a_batch_is_traced_from_kafka_to_the_dead_letters(shared: Site, collecto
     told = attributes(root)
     applied = "select 1 from tidemark.applied_batches where (query, batch) = (%s, %s)"
     assert shared.sql(applied, told["tidemark.query"], told["tidemark.batch"]) == [(1,)]
-    named = "select encode(substr(sha256(convert_to(%s || '/' || %s, 'UTF8')), 1, 16), 'hex')"  # docs/deploying.md
+    named = "select encode(substr(sha256(convert_to(%s || '/' || %s, 'UTF8')), 1, 16), 'hex')"  # docs/how-to/deploy.md
     assert shared.sql(named, told["tidemark.query"], str(told["tidemark.batch"])) == [(root.trace_id.hex(),)]
     assert shared.sql("select token from tidemark.query_lease")[0][0] >= told["tidemark.lease_token"]
     assert told["tidemark.streams"] >= 1

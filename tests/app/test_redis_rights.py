@@ -1,4 +1,4 @@
-"""The rights in Redis that docs/deploying.md asks for, held to what pipeline, readers and sidecars do there."""
+"""The rights in Redis that docs/how-to/deploy.md asks for, held to what pipeline, readers and sidecars do there."""
 
 import re
 import shutil
@@ -27,7 +27,7 @@ from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.reader import Advance, Positions, Standing
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 
-PAGE = (Path(__file__).parents[2] / "docs" / "deploying.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/how-to/deploy.md").read_text()
 RIGHTS = {user.strip(): rights.split() for user, rights in re.findall(r"^([a-z ]+)(~tidemark.*)$", PAGE, re.MULTILINE)}
 SELECTORS = {"sidecar": "(+publish &tidemark:lines:*)", "speaker on name": "(+publish &name)"}
 NAME = "name"  # of the channel, as the page has it

@@ -75,7 +75,7 @@ def _no_groups(guarded_kafka: GuardedKafka) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_no_groups")
 def test_a_user_who_may_use_no_group_reads(guarded_kafka: GuardedKafka, prefix: str) -> None:
-    """What docs/deploying.md asks of brokers is enough."""
+    """What docs/how-to/deploy.md asks of brokers is enough."""
     connection = guarded_kafka.scram
     Topics(connection).create_missing([TopicPlan(prefix, 1, 3_600_000)])
     producer = RecordProducer(connection, prefix, give_up_after=60)

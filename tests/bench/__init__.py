@@ -1,4 +1,4 @@
-"""The benchmark: `python -m tests.bench` measures Tidemark beside its alternatives and writes docs/benchmarks.md.
+"""The benchmark: `python -m tests.bench` compares Tidemark with alternatives, for docs/explanation/benchmarks.md.
 
 Everything runs on this machine, against servers started for it; each thing measured is a process of its own.
 """

@@ -39,7 +39,7 @@ Run = Callable[[BenchSite], dict[str, Any]]
 @click.group(invoke_without_command=True, context_settings={"show_default": True})
 @click.pass_context
 def main(context: click.Context) -> None:
-    """Measure Tidemark and write docs/benchmarks.md."""
+    """Measure Tidemark and write docs/explanation/benchmarks.md."""
     logs.configure(Settings(log_level="warning"))
     if context.invoked_subcommand is None:
         context.invoke(everything)

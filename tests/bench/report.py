@@ -1,4 +1,4 @@
-"""docs/benchmarks.md, made from the results that are there."""
+"""docs/explanation/benchmarks.md, made from the results that are there."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ from tests.bench import (
     standing,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+PAGE = Path(__file__).parents[2] / "docs/explanation/benchmarks.md"
 
 Renderer = Callable[[Mapping[str, Any]], list[str]]
 

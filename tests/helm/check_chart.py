@@ -108,7 +108,7 @@ def test_every_variable_is_a_setting(example: str) -> None:
 
 
 def test_sidecar_can_be_put_beside_containers_of_others(tmp_path: Path) -> None:
-    """The named templates that docs/kubernetes.md shows, in a chart that depends on ours."""
+    """The named templates that docs/how-to/kubernetes.md shows, in a chart that depends on ours."""
     (tmp_path / "charts").mkdir()
     (tmp_path / "charts/tidemark").symlink_to(CHART)
     (tmp_path / "templates").mkdir()

@@ -1,6 +1,6 @@
 """`make kube-test`, its second half: Tidemark beside servers of one's own, with the mistakes that people make.
 
-It is installed word for word as docs/kubernetes.md says; what is looked at is what people are told. A second release,
+It is installed word for word as docs/how-to/kubernetes.md says; the checks read what users see. A second release,
 the trial without its pipeline, plays the servers.
 """
 
@@ -21,7 +21,7 @@ SOMEBODY = 1_000_650_000
 
 
 def documented(page: str) -> list[str]:
-    """The first block of commands on docs/kubernetes.md, but for the making of the image: one command an entry."""
+    """The first block of commands on docs/how-to/kubernetes.md, without the image build: one command an entry."""
     [block, *_] = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     commands = block.replace("\\\n", " ").splitlines()
     return [command for command in commands if not command.startswith("make image")]
@@ -84,7 +84,7 @@ class Installs:
         shop = ["name=shop", "dsn=host=postgres dbname=shop user=shop", "passwordSecret.name=shop"]
         shop += ["migrate.dsnSecret.name=shop", "migrate.streams[0]=orders"]
         more = [*user, "podSecurityContext.runAsGroup=0", *(f"relay.databases[0].{one}" for one in shop)]
-        for command in documented((ROOT / "docs/kubernetes.md").read_text()):
+        for command in documented((ROOT / "docs/how-to/kubernetes.md").read_text()):
             if "create secret" in command:
                 continue
             options = [*self.images, *(word for one in more for word in ("--set", one))] if "install" in command else []
@@ -128,12 +128,16 @@ class Installs:
 
     def _secret(self, password: str) -> None:
         self.kube.kubectl("delete", "secret", "tidemark-postgres", "--ignore-not-found")
-        [command] = [one for one in documented((ROOT / "docs/kubernetes.md").read_text()) if "create secret" in one]
+        [command] = [
+            one for one in documented((ROOT / "docs/how-to/kubernetes.md").read_text()) if "create secret" in one
+        ]
         done = self._said(command.replace("...", password))
         assert done.returncode == 0, done
 
     def _documented_install_fails(self, *more: str) -> str:
-        [command] = [one for one in documented((ROOT / "docs/kubernetes.md").read_text()) if "helm install" in one]
+        [command] = [
+            one for one in documented((ROOT / "docs/how-to/kubernetes.md").read_text()) if "helm install" in one
+        ]
         done = self._said(command, *self.images, *more)
         assert done.returncode != 0, f"it should have failed: {command} {more}"
         return done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""The programs that docs/writing.md shows: each places an order, takes one back, and places another."""
+"""The programs that docs/how-to/write-facts.md shows: each places an order, takes one back, and places another."""
 
 import subprocess
 from collections.abc import Mapping, Sequence

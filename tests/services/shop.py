@@ -1,4 +1,4 @@
-"""A service's database with the table and the stream of docs/writing.md, a relay beside it, and what Kafka was told."""
+"""A database with the table and the stream of docs/how-to/write-facts.md, a relay, and the records on Kafka."""
 
 import re
 import subprocess
@@ -20,7 +20,7 @@ from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming.wire.records import Rdata, Record
 
-PAGE = (Path(__file__).parents[2] / "docs/writing.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/how-to/write-facts.md").read_text()
 STREAM = "orders"
 WRITER = "shop"
 TIDEMARK = (sys.executable, "-P", "-m", "tidemark")

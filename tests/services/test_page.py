@@ -1,4 +1,4 @@
-"""docs/writing.md shows the programs that run here."""
+"""docs/how-to/write-facts.md shows the programs that run here."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The pages of docs/operations that tell the stories: each shows what a run of its story printed, command by command.
+"""The pages of docs/how-to/runbooks with worked incidents: each shows the output of a run, command by command.
 
 A console block of such a page is a list of entries. An entry begins with a line `$ command`, or `alert: name`, and what
 follows up to the next one was printed. The prose around the blocks is written by hand.
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = Path(__file__).parents[2] / "docs/operations"
+FOLDER = Path(__file__).parents[2] / "docs/how-to/runbooks"
 _BLOCK = re.compile(r"(?<=^```console\n).*?(?=^```$)", re.DOTALL | re.MULTILINE)
 _ENTRY = re.compile(r"^(?:\$|alert:) .*\n", re.MULTILINE)
 

@@ -35,4 +35,4 @@ def test_the_dashboard_is_taken(scene: Scene, browser: Browser) -> None:
             time.sleep(1)
     taken = browser.new_page(viewport={"width": 24 * COLUMN, "height": 900})
     taken.set_content(page(scene.prometheus, panels(), "streams", began, time.time()))
-    taken.screenshot(path=FOLDER.parent / "dashboard.png", full_page=True)
+    taken.screenshot(path=FOLDER.parents[1] / "pictures/dashboard.png", full_page=True)

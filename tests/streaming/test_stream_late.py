@@ -99,7 +99,7 @@ def test_an_act_beyond_what_is_allocated_is_refused_unless_it_says_so(shard: Sha
 
 @pytest.mark.parametrize("restarts", [True, False])
 def test_past_a_skip_that_went_too_far_facts_count_again(restarts: bool, shard: Shard) -> None:
-    """docs/operations/join.md: once the sequence is past the ID, nothing is late and no timeline begins."""
+    """docs/how-to/runbooks/join.md: once the sequence is past the ID, nothing is late and no timeline begins."""
     far = 2_000_000_000
     shard.feed(join("b", 6), rdata("b", 7, 6, epoch=1), skip("a", 0, far, beyond=True))
     assert late(shard.feed(rdata("a", 8, 6, epoch=1))) == [("a", 6, 8, 1, "skipped")]

@@ -253,7 +253,7 @@ def produce(file: BinaryIO, *, control: bool) -> None:
     type=click.Choice(["streams", "rooms"]),
     default="streams",
     show_default=True,
-    help="rooms: a chat server's (docs/rooms.md); --streams is not for them.",
+    help="rooms: a chat server's (docs/explanation/rooms.md); --streams is not for them.",
 )
 @click.option("--prefix", default="", help="Begins each stream's and writer's name.")
 @click.option("--seed", type=int, help="Repeat the script that had this seed; the interleaving is never the same.")

@@ -1,6 +1,6 @@
 """Every metric of the pipeline: its name, its kind, what it means and what to do when it moves.
 
-`docs/metrics.md` shows them (`make docs`). They are moved on the driver only: nothing scrapes Spark's Python workers.
+`docs/reference/metrics.md` shows them (`make docs`). Only the driver changes them: nothing scrapes Spark's workers.
 What is known of each stream comes from `app.board` at the time of the scrape.
 """
 

@@ -1,4 +1,4 @@
-"""`docs/metrics.md`, made from the metrics themselves: of pipeline, sidecar, relay and bridge."""
+"""`docs/reference/metrics.md`, made from the metrics themselves: of pipeline, sidecar, relay and bridge."""
 
 from collections.abc import Iterable, Sequence
 
@@ -26,19 +26,19 @@ def page() -> str:
         "",
         "## The sidecar",
         "",
-        "[The sidecar](sidecar.md) serves them beside its answers, at `/metrics`.",
+        "[The sidecar](../how-to/read-over-http.md) serves them beside its answers, at `/metrics`.",
         "",
         *_table(_rows(vars(sidecar).values())),
         "",
         "## The relay",
         "",
-        "[`tidemark relay`](writing.md) serves them at the address of `--metrics`.",
+        "[`tidemark relay`](../how-to/write-facts.md) serves them at the address of `--metrics`.",
         "",
         *_table(_rows(vars(RelayMetrics(CollectorRegistry())).values())),
         "",
         "## The bridge to Synapse",
         "",
-        "[`tidemark synapse`](synapse.md) serves them at the address of `--metrics`.",
+        "[`tidemark synapse`](../how-to/synapse.md) serves them at the address of `--metrics`.",
         "",
         *_table(_rows(vars(BridgeMetrics(CollectorRegistry())).values())),
     ]

@@ -148,7 +148,7 @@ class BadToken(Reject):
 
 
 class BadCommand(Reject):
-    """A line of the replication protocol that is no command (docs/protocol.md)."""
+    """A line of the replication protocol that is no command (docs/reference/protocol.md)."""
 
 
 @says("{token} is ahead of stream {stream}, whose writers have come to {allocated}: of another stream or database")

@@ -1,4 +1,4 @@
-"""Facts out of Python, on the caller's own connection and in its transaction: the SQL functions of docs/writing.md.
+"""Write facts from Python, in the caller's transaction: the SQL functions of docs/how-to/write-facts.md.
 
     writer = Writer("checkout")
     with psycopg.connect(...) as connection:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tidemark.streaming.wire.line_protocol import RELAYED
 
-PAGE = Path("docs/protocol.md").read_text()
+PAGE = Path("docs/reference/protocol.md").read_text()
 HERE = Path(__file__).parent
 
 

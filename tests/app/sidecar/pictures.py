@@ -16,7 +16,7 @@ from tidemark.streaming.values.limits import Rejected
 
 __all__ = ["browser"]
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[3] / "docs/pictures"
 NAMES = (
     *("events", "account_data", "backfill", "caches", "device_lists", "federation", "presence", "push_rules"),
     *("receipts", "room_state", "to_device", "typing"),

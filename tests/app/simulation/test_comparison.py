@@ -43,7 +43,7 @@ def test_what_may_still_come_late_is_missed_in_the_end_only() -> None:
 
 
 def test_late_news_of_what_was_read_meanwhile_comes_again() -> None:
-    """docs/reader.md allows that after a database went back, beyond that ID and once; all else is doubled."""
+    """docs/how-to/read-facts.md allows repeats after a database went back, beyond that ID, once; others are doubled."""
     twice = handed(3, of="new") + handed(3, of="new", late=True)
     now = facts(3, of="new")
     assert compared(now, twice, 3, back=2).count().again == 1

@@ -18,7 +18,9 @@ from tests.waiting import eventually
 def test_the_examples_run_as_they_stand(pipeline: Pipeline, redis_url: str, dsn: str, sql: psycopg.Connection) -> None:
     """The service sums three orders and ends when told to, and parks one where it may; tokens and
     advances are shown."""
-    loop, parking, look, follow = re.findall(r"```python\n(.*?)```", Path("docs/reader.md").read_text(), re.DOTALL)
+    loop, parking, look, follow = re.findall(
+        r"```python\n(.*?)```", Path("docs/how-to/read-facts.md").read_text(), re.DOTALL
+    )
     named = {"SHOP_DSN": dsn, "BOOKS_DSN": dsn, "TIDEMARK_REDIS_URL": redis_url, "TIDEMARK_POSTGRES_DSN": dsn}
     environment = {**os.environ, **named}
     sql.execute("create table orders (id bigint primary key, total integer not null)")

@@ -98,7 +98,7 @@ def test_what_is_published_is_read_by_all(address: RedisAddress) -> None:
 
 @pytest.mark.redis
 def test_a_reader_of_a_cluster_needs_few_rights(clustered: RedisAddress, redis_cluster: list[Node]) -> None:
-    """Those of docs/reader.md."""
+    """Those of docs/how-to/read-facts.md."""
     with Redis(RedisConfig(clustered)) as sink:
         publish(sink)
     rights = "+@read +multi +exec +eval +command +cluster|slots +cluster|shards +readonly"

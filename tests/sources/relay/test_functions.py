@@ -348,7 +348,7 @@ def test_a_database_without_an_encoding_is_refused(sql: psycopg.Connection, read
 
 
 def test_a_database_with_another_encoding_is_refused(sql: psycopg.Connection, ready: str) -> None:
-    """The limits on names and sizes hold for UTF-8; docs/writing.md says so, and nothing is made in the database."""
+    """The limits on names and sizes hold for UTF-8, and nothing is made in the database."""
     sql.execute("drop database if exists latin")
     sql.execute("create database latin encoding 'LATIN1' template template0 lc_collate 'C' lc_ctype 'C'")
     dsn = conninfo.make_conninfo(ready, dbname="latin")

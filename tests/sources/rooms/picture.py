@@ -1,4 +1,4 @@
-"""The picture of docs/rooms.md: one room by depth and by arrival, as the rules make it. `make docs` draws it."""
+"""The picture of docs/explanation/rooms.md: one room by depth and by arrival. `make docs` draws it."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

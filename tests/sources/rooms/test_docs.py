@@ -1,4 +1,4 @@
-"""docs/rooms.md names tests that are there."""
+"""docs/explanation/rooms.md names tests that are there."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[3]
 
 def test_each_statement_has_its_test() -> None:
     """Every test that the page names, in a file of this tree."""
-    named = {*re.findall(r"`(test_\w+)`", (ROOT / "docs/rooms.md").read_text())}
+    named = {*re.findall(r"`(test_\w+)`", (ROOT / "docs/explanation/rooms.md").read_text())}
     folders = (ROOT / "tests/sources/rooms", ROOT / "tests/app/simulation")
     found = {
         name

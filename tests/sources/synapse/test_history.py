@@ -119,7 +119,7 @@ def test_record_that_is_too_large_holds_its_stream_alone(site: SynapseSite) -> N
 def test_outlier_that_becomes_regular_reaches_the_documented_reader(
     site: SynapseSite, redis_url: str, dsn: str
 ) -> None:
-    """Its second stream ID is in a table of its own (docs/synapse.md), in the order of all events."""
+    """Its second stream ID is in a table of its own (docs/how-to/synapse.md), in the order of all events."""
     room, core = begun(site), site.follower.core
     row = site.sql.execute(
         "insert into ex_outlier_stream (event_stream_ordering, event_id, state_group, instance_name)"

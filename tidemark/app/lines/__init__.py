@@ -1,4 +1,4 @@
-"""The line protocol: positions and rows as one command a line, over TCP and over a channel of Redis (docs/protocol.md).
+"""The line protocol: positions and rows as lines of text, over TCP or a Redis channel (docs/reference/protocol.md).
 
 Runs in the sidecar's process, on its event loop. `commands`, `conversation`, `announcer` and `rows` are pure;
 `hub`, `server`, `channel` and `speaker` hold the sockets; `listen` is a client.

@@ -1,1 +1,1 @@
-"""What operators type: each verb's command, and what it does. docs/operations/ has a page for each."""
+"""What operators type: each verb's command, and what it does. docs/how-to/runbooks/ has a page for each."""

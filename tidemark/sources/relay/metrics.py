@@ -1,4 +1,4 @@
-"""The relay's metrics. `docs/metrics.md` is made from this file too."""
+"""The relay's metrics. `docs/reference/metrics.md` is made from this file too."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 

@@ -1,1 +1,1 @@
-"""A Synapse with workers as a source: its tables, read by the word of its replication channel (docs/synapse.md)."""
+"""Synapse with workers as a source: its tables and its replication channel (docs/how-to/synapse.md)."""

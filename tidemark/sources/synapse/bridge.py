@@ -1,4 +1,4 @@
-"""`tidemark synapse`: what the workers of a Synapse write, told to Kafka as they complete it (docs/synapse.md).
+"""`tidemark synapse`: what the workers of a Synapse write, told to Kafka as they complete it (docs/how-to/synapse.md).
 
 While a server is away it waits, for as long as that takes. What it holds in memory is bounded: the rest waits in
 Synapse's database. One of several speaks, the others wait for its session to end.

@@ -1,4 +1,4 @@
-"""How far each writer of one stream of Synapse may be told, and with which facts (docs/synapse.md). Pure; magnitudes.
+"""How far each writer of one Synapse stream has got, and with which facts (docs/how-to/synapse.md). Pure; magnitudes.
 
 Three kinds of evidence, of which no two are enough:
 

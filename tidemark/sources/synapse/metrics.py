@@ -1,4 +1,4 @@
-"""The metrics of `tidemark synapse`. `docs/metrics.md` is made from this file too."""
+"""The metrics of `tidemark synapse`. `docs/reference/metrics.md` is made from this file too."""
 
 from collections.abc import Mapping
 

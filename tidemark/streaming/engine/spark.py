@@ -1,6 +1,6 @@
 """The Spark session in its JVM (`streaming.engine.jvm`).
 
-Each setting stands with its reason; figures without a source are in docs/benchmarks.md.
+Each setting stands with its reason; figures without a source are in docs/explanation/benchmarks.md.
 """
 
 import sys
@@ -27,7 +27,7 @@ _JAVA = " ".join(
     ["-XX:TieredStopAtLevel=1", *(["-XX:+UseTransparentHugePages"] if sys.platform.startswith("linux") else [])]
 )
 
-# Where measured: docs/engine.md 3 and 4.
+# Where measured: docs/explanation/engine.md 3 and 4.
 SETTINGS = {
     "spark.app.name": "tidemark",
     "spark.ui.enabled": "false",

@@ -1,4 +1,4 @@
--- The rooms of a server, in the service's own database (docs/rooms.md). What was told on a stream stands in
+-- The rooms of a server, in the service's own database (docs/explanation/rooms.md). What was told on a stream stands in
 -- rooms.timeline or rooms.invalidations with its stream ID, and never changes.
 
 create schema rooms;

@@ -1,4 +1,4 @@
--- Who is told the events of a room: each stay of a member, by the turns of its first and last event (docs/rooms.md).
+-- Who is told the events of a room: each stay of a member, by the turns of its first and last event (docs/explanation/rooms.md).
 -- What was told before this file has turn 0, and goes to whoever is a member now.
 
 alter table rooms.rooms add column turn bigint not null default 0;

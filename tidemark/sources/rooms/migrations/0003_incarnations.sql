@@ -1,4 +1,4 @@
--- What clients hold of the rooms is of one incarnation of their database (docs/rooms.md).
+-- What clients hold of the rooms is of one incarnation of their database (docs/explanation/rooms.md).
 
 create table rooms.incarnations (began bigint primary key);
 comment on table rooms.incarnations is 'When the database was opened again after it went back: microseconds since 1970; 0: the first one';

@@ -1,4 +1,4 @@
--- What `tidemark synapse` remembers of what it said (docs/synapse.md). It lies in Tidemark's own database, never in Synapse's.
+-- What `tidemark synapse` remembers of what it said (docs/how-to/synapse.md). It lies in Tidemark's own database, never in Synapse's.
 
 create table tidemark.synapse_streams (
     stream      text        primary key,
