@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         parse_intervals,
     )
     from tidemark.sinks.redis.client import RedisAddress
-    from tidemark.sources.client import AsyncWriter, Writer
+    from tidemark.sources.writer import AsyncWriter, Writer
 
 __all__ = [
     "ZERO",
@@ -70,9 +70,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncWriter": "tidemark.sources.client",
+    "AsyncWriter": "tidemark.sources.writer",
     "RedisAddress": "tidemark.sinks.redis.client",
-    "Writer": "tidemark.sources.client",
+    "Writer": "tidemark.sources.writer",
 }
 
 

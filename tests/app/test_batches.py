@@ -15,7 +15,7 @@ from tidemark.common.errors import BatchCut, LeaseLost, QueryFailed, Stopping, T
 from tidemark.common.gc_tuning import no_collection
 from tidemark.sinks.dead_letters import DeadLettered
 from tidemark.sinks.publisher import Published, Publisher
-from tidemark.sources.start import RememberedTopic
+from tidemark.sources.topic_checks import RememberedTopic
 from tidemark.streaming.core import effects
 from tidemark.streaming.core.effects import Progress, ShardEffects
 

@@ -22,7 +22,7 @@ from tidemark.common.errors import TopicMissing, TopicReplaced
 from tidemark.sinks.postgres.lease import Lease
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.start import RememberedTopic
+from tidemark.sources.topic_checks import RememberedTopic
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.chain import Chain, Span

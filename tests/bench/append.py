@@ -21,9 +21,9 @@ from tests.bench.site import BenchSite
 from tests.bench.table import table
 from tidemark.app.stack.postgres import postgres_program
 from tidemark.common.environment import child_environment
-from tidemark.sources.client import Writer
 from tidemark.sources.relay.database import SCHEMA, session_of
 from tidemark.sources.topics import TopicPlan, Topics
+from tidemark.sources.writer import Writer
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Rdata
 

@@ -9,7 +9,7 @@ import pytest
 import tidemark
 from tidemark import errors
 from tidemark.sinks import reader
-from tidemark.sources import client
+from tidemark.sources import writer
 
 HEAVY = {"confluent_kafka", "numpy", "pandas", "psycopg", "pyarrow", "pydantic", "pyspark", "redis"}
 
@@ -49,7 +49,7 @@ def test_everything_that_the_libraries_offer_is_offered() -> None:
     assert set(tidemark.__all__) == offered
     assert all(getattr(tidemark, name) for name in offered)
     assert dir(tidemark) == sorted(tidemark.__all__)
-    assert tidemark.Writer is client.Writer
+    assert tidemark.Writer is writer.Writer
 
 
 def test_every_error_can_be_caught() -> None:

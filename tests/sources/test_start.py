@@ -10,7 +10,7 @@ from tidemark.common.errors import (
     TopicCompacted,
     TopicReplaced,
 )
-from tidemark.sources.start import (
+from tidemark.sources.topic_checks import (
     Acceptance,
     Partition,
     RememberedTopic,

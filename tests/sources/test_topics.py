@@ -13,7 +13,7 @@ from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer
 from tidemark.common.errors import Refused, TopicCompacted, TopicMissing, Unavailable
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.start import Partition, require_uncompacted
+from tidemark.sources.topic_checks import Partition, require_uncompacted
 from tidemark.sources.topics import TopicPlan, Topics, plans
 
 

@@ -20,7 +20,7 @@ from tidemark.app.start import Seed
 from tidemark.app.tracing import BatchTrace, Trace
 from tidemark.common.errors import BatchCut, ContentRefused, PartitionsChanged, QueryFailed, Stopping, TidemarkError
 from tidemark.sinks.publisher import Publisher
-from tidemark.sources.start import RememberedTopic
+from tidemark.sources.topic_checks import RememberedTopic
 from tidemark.streaming.core.effects import ShardEffects
 from tidemark.streaming.engine.query import collect, decoded
 

@@ -15,7 +15,7 @@ from tidemark.app.board import Board
 from tidemark.app.crossings import Crossings
 from tidemark.app.partition_lag import LagTracker, Partition, PartitionLag
 from tidemark.common.errors import Retry, Stop, TopicMissing
-from tidemark.sources.start import RememberedTopic, require_same, require_uncompacted
+from tidemark.sources.topic_checks import RememberedTopic, require_same, require_uncompacted
 from tidemark.sources.topics import Topics
 
 log = structlog.get_logger(__name__)

@@ -54,7 +54,7 @@ from tidemark.sinks.recaller import Recaller, RecallerConfig
 from tidemark.sinks.redis.mirror import Mirror
 from tidemark.sinks.redis.publish import Redis, RedisConfig
 from tidemark.sources.producer import producer_settings
-from tidemark.sources.start import Acceptance
+from tidemark.sources.topic_checks import Acceptance
 from tidemark.sources.topics import Topics
 from tidemark.streaming.engine import query
 from tidemark.streaming.engine.checkpoint import apart, folder, locked

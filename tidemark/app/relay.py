@@ -20,9 +20,9 @@ from tidemark.sinks.retry import wait_out
 from tidemark.sources.producer import FOR_EVER, topic_producer
 from tidemark.sources.relay import blockers as found_blockers
 from tidemark.sources.relay.database import SCHEMA, session_of
+from tidemark.sources.relay.encode import MOST_FACTS
 from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.sources.relay.relay import AppendRelay
-from tidemark.sources.relay.told import MOST_FACTS
 from tidemark.sources.topics import Topics
 from tidemark.streaming.values.direction import DirectionName
 from tidemark.streaming.wire.records import is_name, why_no_name

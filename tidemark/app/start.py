@@ -13,7 +13,7 @@ from tidemark.app.settings import Settings
 from tidemark.common.errors import ShardsChanged
 from tidemark.sinks.postgres.store import Postgres, RememberedSetup
 from tidemark.sources.kafka import Offsets
-from tidemark.sources.start import Acceptance, RememberedTopic, TopicState, require_uncompacted, starting_offsets
+from tidemark.sources.topic_checks import Acceptance, RememberedTopic, TopicState, require_uncompacted, starting_offsets
 from tidemark.sources.topics import Topics, plans
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.store import ShardedStates

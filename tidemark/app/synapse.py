@@ -22,8 +22,8 @@ from tidemark.sources.reports import is_old
 from tidemark.sources.synapse import retirement
 from tidemark.sources.synapse.bridge import SynapseBridge
 from tidemark.sources.synapse.channel import SynapseChannel
-from tidemark.sources.synapse.looks import synapse_session, table_writers
 from tidemark.sources.synapse.metrics import BridgeMetrics
+from tidemark.sources.synapse.queries import synapse_session, table_writers
 from tidemark.sources.synapse.state import SCHEMA, state_session
 from tidemark.sources.synapse.streams import BridgedStream
 from tidemark.sources.synapse.tables import REFUSED, STREAMS

@@ -1,6 +1,6 @@
 """The topics as the brokers know them: made where that is allowed, described, and measured. Decides nothing.
 
-What a finding means for the start of the query is decided in `sources.start`.
+What a finding means for the start of the query is decided in `sources.topic_checks`.
 """
 
 import time
@@ -14,7 +14,7 @@ from confluent_kafka.admin import AdminClient, ConfigEntry, ConfigResource, NewT
 from tidemark.common.errors import TopicMissing, Unavailable
 from tidemark.common.kafka_errors import ErrorListener, kafka_error
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.start import Partition, RememberedTopic, TopicState
+from tidemark.sources.topic_checks import Partition, RememberedTopic, TopicState
 
 _DAY_MS = 24 * 3600 * 1000
 

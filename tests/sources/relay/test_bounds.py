@@ -19,7 +19,7 @@ from tidemark.app.stack.server import free_port
 from tidemark.common.errors import Unavailable
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay import decider as deciding
-from tidemark.sources.relay import join, sequences
+from tidemark.sources.relay import epochs, sequences
 from tidemark.sources.relay import relay as relaying
 from tidemark.sources.relay.database import SCHEMA, session_of
 from tidemark.sources.relay.decider import Decider
@@ -48,8 +48,8 @@ def test_a_round_reads_some_streams_and_the_next_round_the_others(
     """Also if the first ones have something new each time: nobody is passed over for ever."""
     monkeypatch.setattr(deciding, "PAGES_AT_ONCE", 3)
     with session_of(ready, "test") as session, session.use() as connection:
-        told = join.begin(connection, history(connection, session.where, "tidemark.append_outbox"), "shop")
-        join.acknowledged(connection, told)
+        told = epochs.begin(connection, history(connection, session.where, "tidemark.append_outbox"), "shop")
+        epochs.acknowledged(connection, told)
         decider = Decider(connection, told)
         reached = Counter[str]()
         for _ in range(3):

@@ -10,7 +10,7 @@ from tests.sources.relay.judge import Judge
 from tests.sources.relay.running import Run, agrees, append, settled
 from tests.waiting import eventually
 from tidemark.common.errors import Refused
-from tidemark.sources.client import Writer
+from tidemark.sources.writer import Writer
 
 
 def test_facts_are_sent_whatever_the_database_defaults_to(

@@ -13,8 +13,8 @@ from tests.examples import examples
 from tests.sources.relay.disorder import FIT, DisorderedWorld
 from tests.sources.relay.test_decider import Appending, relays
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.relay import database, looks, regressions, sequences
-from tidemark.sources.relay.looks import AppendStream
+from tidemark.sources.relay import database, queries, regressions, sequences
+from tidemark.sources.relay.queries import AppendStream
 from tidemark.sources.relay.sequences import StreamLook
 from tidemark.streaming.values.intervals import Intervals
 
@@ -81,7 +81,7 @@ def filtered(world: DisorderedWorld) -> None:
 
 
 def set_back(world: DisorderedWorld) -> None:
-    """The sequence goes back, facts come, and it goes beyond what was published, all between two looks."""
+    """The sequence goes back, facts come, and it goes beyond what was published, all between two queries."""
     world.move(-4)
     world.services[0].append(world.stream, 1)
     world.move(9)
@@ -148,7 +148,7 @@ def thorough(connection: Connection, stream: AppendStream, version: int, old: in
     return real_raise_floor(connection, stream, version, old, new, Intervals.of([(old, new)]))
 
 
-real_heads, real_raise_floor = sequences.heads, looks.raise_floor
+real_heads, real_raise_floor = sequences.heads, queries.raise_floor
 
 Scene = Callable[[DisorderedWorld], None]
 MUTANTS: list[tuple[Scene, list[tuple[ModuleType, str, object]]]] = [
@@ -156,7 +156,7 @@ MUTANTS: list[tuple[Scene, list[tuple[ModuleType, str, object]]]] = [
     (restored, [(sequences, "heads", trusting)]),
     (restored_under, [(regressions, "find", lambda _: [])]),
     (cached, [(sequences, "heads", careless), (sequences, "unfit", lambda *_: {})]),
-    (filled_in, [(looks, "raise_floor", thorough)]),
+    (filled_in, [(queries, "raise_floor", thorough)]),
     (filtered, [(database, "_USE", replace(database._USE, options=(("row_security", "on"),)))]),
 ]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tidemark.sources.relay.evidence import Holder, StreamEvidence, ids_of
-from tidemark.sources.relay.lines import Lines
+from tidemark.sources.relay.writer_chains import Lines
 from tidemark.streaming.values.intervals import Intervals
 
 OWN, BEAT, NAMES = "0", "-1", ("0", "1", "2")

@@ -8,7 +8,7 @@ from psycopg import conninfo, errors
 
 from tidemark.app import relay
 from tidemark.common.errors import BadSetting, Refused, Unavailable
-from tidemark.sources.relay import looks, sequences
+from tidemark.sources.relay import queries, sequences
 from tidemark.sources.relay.database import SCHEMA, session_of
 from tidemark.streaming.wire.records import is_name, is_writer
 
@@ -183,12 +183,12 @@ def test_a_rolled_back_savepoint_gives_its_lock_back(sql: psycopg.Connection) ->
             " and database = (select oid from pg_database where datname = current_database())"
             " and classid::bigint = %s + %s and objid = hashtext('')::oid"
         )
-        assert one(sql, held, looks.LOCK, number) == 0
+        assert one(sql, held, queries.LOCK, number) == 0
         with sql.transaction():
             sql.execute("select tidemark.append('orders', '1')")
         with sql.transaction(force_rollback=True):
             sql.execute("select tidemark.append('orders', '1')")
-        assert one(sql, held, looks.LOCK, number) == 1
+        assert one(sql, held, queries.LOCK, number) == 1
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ import pytest
 from tests.sources.relay.world import WRITER, MakeDecider, World
 from tidemark.common.postgres_session import Connection
 from tidemark.sources import transactions
-from tidemark.sources.relay import join, looks, sequences
+from tidemark.sources.relay import epochs, queries, sequences
 from tidemark.sources.relay.decider import Decided, Decider, Steps, _Stream
 from tidemark.sources.relay.evidence import Holder, StreamEvidence
-from tidemark.sources.relay.lines import Lines
-from tidemark.sources.relay.looks import AppendStream, Page
+from tidemark.sources.relay.queries import AppendStream, Page
+from tidemark.sources.relay.writer_chains import Lines
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 
 
@@ -39,7 +39,7 @@ class OutboxFirst(Decider):
         pages: dict[int, Page] = {}
         for each in self._streams.values():
             asked = Intervals.of([(each.evidence.floor, 2**62)])
-            pages[each.told.stream.number] = looks.page(self._connection, each.told.stream, asked, most_bytes)
+            pages[each.told.stream.number] = queries.page(self._connection, each.told.stream, asked, most_bytes)
         yield "heads"
 
         def page(connection: Connection, stream: AppendStream, asked: Intervals, most_bytes: int) -> Page:
@@ -47,7 +47,7 @@ class OutboxFirst(Decider):
             facts = [fact for fact in old.facts if asked.within(fact.id - 1, fact.id)]
             return Page(facts, int(asked.highs[-1]), old.floor, old.version, 0)
 
-        with patch.object(looks, "page", page):
+        with patch.object(queries, "page", page):
             return (yield from super().round(most_bytes))
 
 
@@ -131,7 +131,7 @@ def sessions_only(connection: Connection, running: Collection[int]) -> dict[int,
     }
 
 
-real_holders = looks.holders
+real_holders = queries.holders
 
 
 def unnoticed(connection: Connection, number: int, found: Mapping[str, int]) -> None:
@@ -151,7 +151,7 @@ def at_the_floor(connection: Connection, number: int, found: Mapping[str, int]) 
     real_introduce(connection, number, dict.fromkeys(found, 0))
 
 
-real_introduce = join._introduce
+real_introduce = epochs._introduce
 
 
 def head_first(world: World) -> None:
@@ -490,8 +490,8 @@ DECIDERS: list[tuple[Scene, MakeDecider]] = [
 ]
 LOOKS: list[tuple[Scene, ModuleType, str, Any]] = [
     (open_long, transactions, "end_one", lambda _: None),
-    (prepared_long, looks, "holders", sessions_only),
-    (crashed_after_telling, looks, "note_told", lambda *_: None),
+    (prepared_long, queries, "holders", sessions_only),
+    (crashed_after_telling, queries, "note_told", lambda *_: None),
 ]
 FUNCTIONS = [
     (open_long, "append_fact", "perform pg_advisory_xact_lock_shared(1414087749 + _number, hashtext(_writer));", ""),
@@ -577,5 +577,5 @@ def test_functions(ready: str, scene: Scene, name: str, line: str, instead: str)
 @pytest.mark.parametrize(("scene", "name", "wrong"), JOINS, ids=[wrong.__name__ for *_, wrong in JOINS])
 def test_joins(ready: str, scene: Scene, name: str, wrong: object) -> None:
     """A writer that other relays do not notice, or that does not join, has a line with a hole."""
-    with patch.object(join, name, wrong):
+    with patch.object(epochs, name, wrong):
         caught(ready, scene)

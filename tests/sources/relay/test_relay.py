@@ -24,11 +24,11 @@ from tidemark.common.environment import child_environment
 from tidemark.common.errors import BadSetting, FactUnfit, Refused
 from tidemark.sources import reports
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.relay import looks
+from tidemark.sources.relay import queries
 from tidemark.sources.relay import relay as relaying
 from tidemark.sources.relay.database import SILENT_SECONDS, silence
 from tidemark.sources.relay.decider import Decider
-from tidemark.sources.relay.told import MOST_FACTS
+from tidemark.sources.relay.encode import MOST_FACTS
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.stream import StreamState
@@ -405,7 +405,7 @@ def test_a_relay_of_another_name_stops(sql: psycopg.Connection, run: Run) -> Non
 def test_whoever_keeps_a_relay_from_its_turn_is_named(sql: psycopg.Connection, run: Run) -> None:
     """Any login may hold the relay's lock, so the log tells which session does."""
     sql.execute("set application_name = 'attacker'")
-    sql.execute("select pg_advisory_lock(%s, 0)", [looks.LOCK])
+    sql.execute("select pg_advisory_lock(%s, 0)", [queries.LOCK])
     with capture_logs() as logged:
         run()
         holder = eventually(lambda: next((it["holder"] for it in logged if "Another relay" in it["event"]), None))

@@ -15,12 +15,12 @@ from tests.streaming.builders import IN_FACTS, packed
 from tests.waiting import eventually
 from tidemark.common.errors import Refused, Unavailable
 from tidemark.common.postgres_session import Connection, PostgresSession
-from tidemark.sources.relay import join
+from tidemark.sources.relay import epochs
 from tidemark.sources.relay.database import SCHEMA, session_of
 from tidemark.sources.relay.decider import Decided, Decider
-from tidemark.sources.relay.join import Told
+from tidemark.sources.relay.encode import told
+from tidemark.sources.relay.epochs import Told
 from tidemark.sources.relay.relay import OUTBOX
-from tidemark.sources.relay.told import told
 from tidemark.sources.tail import singles
 from tidemark.sources.transactions import history
 from tidemark.streaming.core.batch import advance
@@ -232,7 +232,7 @@ class SteppedRelay:
             self._session = self._session or session_of(self._dsn, "relay")
             with self._session.use() as connection:
                 found = self._acted(connection)
-                join.acknowledged(connection, found)
+                epochs.acknowledged(connection, found)
                 self._decider = self._make(connection, [each for each in found if each.writers])
         return self._decider
 
@@ -254,7 +254,7 @@ class SteppedRelay:
         self.die()
 
     def _acted(self, connection: Connection) -> list[Told]:
-        found = join.begin(connection, history(connection, "here", OUTBOX), WRITER, self._strangers)
+        found = epochs.begin(connection, history(connection, "here", OUTBOX), WRITER, self._strangers)
         self._strangers = {}
         self._sent([records.encode(record) for each in found for record in each.acts()])
         return found

@@ -10,7 +10,7 @@ from tests.fix_servers import own_postgres
 from tests.sources.relay.world import Core
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.replica import Replica
-from tidemark.sources.synapse import looks, outbox, state, timelines
+from tidemark.sources.synapse import outbox, queries, state, timelines
 from tidemark.sources.synapse.evidence import HeadSamples
 from tidemark.sources.synapse.state import SynapseServer
 from tidemark.sources.synapse.streams import BridgedStream, StreamTelling
@@ -61,8 +61,8 @@ class Bridged:
         self.reconnect()
         found = history(self.synapse, "here", self._stream.questions[0].name)
         server = SynapseServer(found.database, durable(self.synapse), "one.test")
-        head = looks.head(self.synapse, self._stream)
-        table = partial(looks.identities, self.synapse, self._stream)
+        head = queries.head(self.synapse, self._stream)
+        table = partial(queries.identities, self.synapse, self._stream)
         known = timelines.begin(self._own, self._stream, self._stream.name, server, head, table)
         of = BridgedStream(self._stream, self._stream.name, WRITERS)
         self.telling = StreamTelling(of, server, known, WRITERS, head, HeadSamples(self._stream.name))
@@ -77,7 +77,7 @@ class Bridged:
 
     def follow(self) -> None:
         """Both workers say that they are as far as the sequence."""
-        head = looks.head(self.synapse, self._stream)
+        head = queries.head(self.synapse, self._stream)
         for name in WRITERS:
             self.telling.hear(PositionCommand(self._stream.name, name, head, head))
         self.telling.decider.look(head, frozenset())

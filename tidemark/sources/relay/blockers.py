@@ -1,7 +1,7 @@
 """Who holds a stream: the open transactions that have appended to it, by the lock that each of them has."""
 
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.relay.looks import LOCK
+from tidemark.sources.relay.queries import LOCK
 from tidemark.sources.transactions import OpenTransaction
 
 

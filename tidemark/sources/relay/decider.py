@@ -12,12 +12,12 @@ import numpy as np
 from tidemark.common.errors import SequenceUnfit
 from tidemark.common.postgres_session import Connection
 from tidemark.sources import transactions
-from tidemark.sources.relay import looks, sequences
+from tidemark.sources.relay import queries, sequences
+from tidemark.sources.relay.epochs import Told
 from tidemark.sources.relay.evidence import StreamEvidence
-from tidemark.sources.relay.join import Told
-from tidemark.sources.relay.lines import Announced, Lines, edges
-from tidemark.sources.relay.looks import BEAT, AppendedFact, AppendStream, Page
+from tidemark.sources.relay.queries import BEAT, AppendedFact, AppendStream, Page
 from tidemark.sources.relay.sequences import StrayLooks, StrayRows, StreamLook
+from tidemark.sources.relay.writer_chains import Announced, Lines, edges
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 
 Steps = Generator[str, None, "list[Decided]"]
@@ -155,7 +155,7 @@ class Decider:
         held = None
         if any(each.evidence.lingers for each in looked):
             yield "holders"
-            held = looks.holders(self._connection, running)
+            held = queries.holders(self._connection, running)
         for each in looked:
             number = each.told.stream.number
             each.evidence.look(heads[number], running, None if held is None else held.get(number, frozenset()))
@@ -163,7 +163,7 @@ class Decider:
         for each in _from(looked, self._paged + 1):
             if left > 0 and pages < PAGES_AT_ONCE and (asked := each.evidence.unread()):
                 yield "page"
-                page = looks.page(self._connection, each.told.stream, asked, left)
+                page = queries.page(self._connection, each.told.stream, asked, left)
                 left -= page.bytes
                 pages += 1
                 self._paged = each.told.stream.number
@@ -174,7 +174,7 @@ class Decider:
             yield "durable"
             streams = {each.told.stream for each in decided}
             heads_told = {it.told.stream: it.evidence.head for it in looked if it.told.stream in streams}
-            looks.note_told(self._connection, heads_told)
+            queries.note_told(self._connection, heads_told)
         return decided
 
     def _head(self, each: _Stream, look: StreamLook | None) -> int:
@@ -228,7 +228,7 @@ class Decider:
         for each in self._streams.values():
             if each.lines is not None and each.lines.behind(each.evidence.head):
                 yield "beat"
-                looks.beat(self._connection, each.told.stream)
+                queries.beat(self._connection, each.told.stream)
 
     def acknowledged(self, decided: Decided) -> None:
         """Kafka has all of it."""
@@ -261,7 +261,7 @@ class Decider:
                 self._settled = each.told.stream.number
                 yield "settle"
                 rows, version = each.rows_sent.upto(reached), each.told.version
-                if not looks.raise_floor(self._connection, each.told.stream, version, floor, reached, rows):
+                if not queries.raise_floor(self._connection, each.told.stream, version, floor, reached, rows):
                     self.outrun = True
                     continue
                 each.evidence.floor = reached

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay.decider import Decided
-from tidemark.sources.relay.told import MOST_BYTES, told
+from tidemark.sources.relay.encode import MOST_BYTES, told
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 
 _VOIDS_AT_ONCE = 10_000

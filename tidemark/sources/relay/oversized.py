@@ -15,7 +15,7 @@ from prometheus_client import Gauge
 from tidemark.common.errors import Unavailable
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay.decider import Decided
-from tidemark.sources.relay.looks import AppendedFact
+from tidemark.sources.relay.queries import AppendedFact
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Rdata
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay import sequences
-from tidemark.sources.relay.looks import AppendStream
+from tidemark.sources.relay.queries import AppendStream
 from tidemark.sources.relay.sequences import StrayRows
 
 

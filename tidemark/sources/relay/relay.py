@@ -18,7 +18,7 @@ from tidemark.common.errors import BadSetting, Refused, Retry
 from tidemark.common.lock_waits import with_lockers
 from tidemark.common.postgres_session import Connection, PostgresSession
 from tidemark.sources.producer import RecordProducer
-from tidemark.sources.relay import in_flight, join, looks
+from tidemark.sources.relay import epochs, in_flight, queries
 from tidemark.sources.relay.blockers import blockers
 from tidemark.sources.relay.database import SCHEMA, SILENT_SECONDS, silence
 from tidemark.sources.relay.decider import Decided, Decider
@@ -91,7 +91,7 @@ class AppendRelay:
         self._reports = Reports({})
         self._problem = ""
         """What facts wait for; empty while they go out."""
-        self._other_relay = OtherRelayWait(looks.LOCK)
+        self._other_relay = OtherRelayWait(queries.LOCK)
         self._kafka_wait = KafkaWait()
         self._oversized = OversizedFacts(metrics.oversized)
 
@@ -134,7 +134,7 @@ class AppendRelay:
     def _has_its_turn(self, connection: Connection) -> bool:
         """Wait until no other relay of this database is connected. Not in the server: that would hold a snapshot."""
         while not self._halt.is_set():
-            row = connection.execute("select pg_try_advisory_lock(%s, 0)", [looks.LOCK]).fetchone()
+            row = connection.execute("select pg_try_advisory_lock(%s, 0)", [queries.LOCK]).fetchone()
             if row is not None and row[0]:
                 self._metrics.standby.set(0)
                 self._other_relay.over()
@@ -160,12 +160,12 @@ class AppendRelay:
             finally:
                 self._strangers = decider.strangers
 
-    def _joined(self, connection: Connection) -> list[join.Told]:
+    def _joined(self, connection: Connection) -> list[epochs.Told]:
         found_history = history(connection, self._session.where, OUTBOX)
         self._writer = self._given or connection.info.dbname
         if not is_writer(self._writer):
             raise BadSetting("writer", why_no_name(self._writer))
-        found = join.begin(connection, found_history, self._writer, self._strangers)
+        found = epochs.begin(connection, found_history, self._writer, self._strangers)
         for each in found:
             if each.regression:
                 log.warning(REGRESSED, stream=each.stream.name, floor=each.floor, why=each.regression)
@@ -177,7 +177,7 @@ class AppendRelay:
                 what = "Joining" if isinstance(record, Join) else "Retiring"
                 log.info(what, stream=record.stream, writer=record.writer, epoch=record.epoch, id=record.id)
             self._deliver()
-            join.acknowledged(connection, together)
+            epochs.acknowledged(connection, together)
         return [each for each in found if each.writers]
 
     def _deliver(self) -> None:

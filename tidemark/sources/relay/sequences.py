@@ -15,7 +15,7 @@ from psycopg.pq.abc import PGresult
 
 from tidemark.common.errors import SequenceUnfit
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.relay.looks import AppendStream
+from tidemark.sources.relay.queries import AppendStream
 from tidemark.streaming.values.direction import Direction
 
 HEADS_AT_ONCE = 1000

@@ -7,7 +7,7 @@ import structlog
 from tidemark.common.lock_waits import sessions_of
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.producer import RecordProducer
-from tidemark.sources.relay.looks import TURN_HOLDERS
+from tidemark.sources.relay.queries import TURN_HOLDERS
 
 log = structlog.get_logger(__name__)
 

@@ -14,7 +14,6 @@ import msgspec
 import psycopg
 
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.client import Writer
 from tidemark.sources.rooms import tables
 from tidemark.sources.rooms.caches import ALL_OF_ROOM, ROOMS_OF, STATE
 from tidemark.sources.rooms.rules import (
@@ -34,6 +33,7 @@ from tidemark.sources.rooms.rules import (
 from tidemark.sources.rooms.states import KeyHolder, State, difference, given_state, group_at, merged
 from tidemark.sources.rooms.stays import moved
 from tidemark.sources.rooms.tables import LockedRoom, PostgresGroups
+from tidemark.sources.writer import Writer
 
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # not where the backslash is itself a character
 MOST_MEMBERS = 10

@@ -13,7 +13,7 @@ import psycopg
 from msgspec import json
 from psycopg.conninfo import conninfo_to_dict
 
-from tidemark.sources.client import Writer
+from tidemark.sources.writer import Writer
 
 T = TypeVar("T")
 

@@ -17,12 +17,12 @@ from tidemark.common.errors import Refused, Retry, Unavailable
 from tidemark.common.postgres_session import Connection, PostgresSession
 from tidemark.sources.producer import RecordProducer
 from tidemark.sources.reports import Reports
-from tidemark.sources.synapse import looks, outbox, state, timelines
+from tidemark.sources.synapse import outbox, queries, state, timelines
 from tidemark.sources.synapse.channel import ChannelEvent, SynapseChannel
 from tidemark.sources.synapse.evidence import HeadSamples
-from tidemark.sources.synapse.looks import TableWriter
 from tidemark.sources.synapse.metrics import BridgeMetrics
 from tidemark.sources.synapse.oversized import OversizedRecords
+from tidemark.sources.synapse.queries import TableWriter
 from tidemark.sources.synapse.state import SCHEMA, SynapseServer
 from tidemark.sources.synapse.streams import BridgedStream, StreamTelling
 from tidemark.sources.transactions import OpenTransaction, durable, end_one, history, running
@@ -132,17 +132,17 @@ class SynapseBridge:
         self._sent, self._done, self._flying = dict.fromkeys(self._names, 0), [], 0
         self._oversized.forget()
         found = history(synapse, self._synapse.where, "events")
-        looks.check_server(synapse, self._channel.name)
+        queries.check_server(synapse, self._channel.name)
         server = SynapseServer(found.database, durable(synapse), self._channel.name)
         self._server = server
         self._tellings = {}
         for each in self._streams:
-            head = looks.head(synapse, each.stream)
-            read = partial(looks.identities, synapse, each.stream)
+            head = queries.head(synapse, each.stream)
+            read = partial(queries.identities, synapse, each.stream)
             seen = self._heads.get(each.name, 0)
             known = timelines.begin(own, each.stream, each.name, server, head, read, seen)
             self._heads[each.name] = head
-            writers = {*each.writers} or looks.writers(synapse, each.stream)
+            writers = {*each.writers} or queries.writers(synapse, each.stream)
             samples = HeadSamples.load(own, each.name)
             self._tellings[each.stream.name] = StreamTelling(each, server, known, writers, head, samples)
         self._send(own)
@@ -192,7 +192,7 @@ class SynapseBridge:
             heads = self._see(synapse, asked)
             end_one(synapse)
             runs = running(synapse)
-            who = looks.table_writers(synapse, [each.of.stream for each in asked], runs) if runs else []
+            who = queries.table_writers(synapse, [each.of.stream for each in asked], runs) if runs else []
             for each in asked:
                 name = each.of.stream.name
                 each.decider.look(heads[name], frozenset(it.number for it in who if name in it.streams))
@@ -211,7 +211,7 @@ class SynapseBridge:
     def _see(self, synapse: Connection, tellings: Iterable[StreamTelling]) -> dict[str, int]:
         """How far IDs are given out, by stream. Raises `SequenceWentBack`."""
         found = {each.of.stream.name: each for each in tellings}
-        heads = looks.heads(synapse, [each.of.stream for each in found.values()])
+        heads = queries.heads(synapse, [each.of.stream for each in found.values()])
         for name, each in found.items():
             self._heads[each.of.name] = max(heads[name], each.head)
             each.see(heads[name])
@@ -264,7 +264,7 @@ class SynapseBridge:
             for each in self._tellings.values():
                 if not each.founded:
                     log.info("Waiting for the word of every writer", stream=each.of.name, silent=each.silent)
-        self._report(looks.table_writers(synapse, [self._tellings[name].of.stream for name in held]) if held else [])
+        self._report(queries.table_writers(synapse, [self._tellings[name].of.stream for name in held]) if held else [])
 
     def _look_back(self, synapse: Connection, own: Connection) -> None:
         """Whether the database is still the one that was told of, and no fact came where everything was told.
@@ -272,7 +272,7 @@ class SynapseBridge:
         Raises `Unavailable` if it is another one."""
         if history(synapse, self._synapse.where, "events").database != self._server.database:
             raise Unavailable("Postgres", self._synapse.where, "the database is another one than a moment ago")
-        clock, deep = looks.now(synapse), self._watches % _DEEP_EVERY == 0
+        clock, deep = queries.now(synapse), self._watches % _DEEP_EVERY == 0
         self._watches += 1
         for each in self._tellings.values():
             each.check_sequence(synapse)

@@ -7,7 +7,7 @@ import structlog
 
 from tidemark.common.errors import FactsReplaced, SequenceWentBack
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.synapse import evidence, looks, retirement, state
+from tidemark.sources.synapse import evidence, queries, retirement, state
 from tidemark.sources.synapse.decider import StreamDecider
 from tidemark.sources.synapse.evidence import HeadSamples
 from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact
@@ -126,7 +126,7 @@ class StreamTelling:
             self._pay(synapse, own, writer)
         if (asked := self.decider.asked()) is None:
             return []
-        head, facts = looks.facts(synapse, self.of.stream, *asked)
+        head, facts = queries.facts(synapse, self.of.stream, *asked)
         self.see(head)
         advances = self.decider.read(asked, head, facts)
         if advances:
@@ -138,7 +138,7 @@ class StreamTelling:
 
     def check_sequence(self, synapse: Connection) -> None:
         """Hold the stream while its sequence does not give out IDs one by one, in order."""
-        if (unfit := looks.unfit(synapse, self.of.stream)) != self.held:
+        if (unfit := queries.unfit(synapse, self.of.stream)) != self.held:
             self.held = unfit
             if unfit:
                 log.error("A stream of Synapse is held", stream=self.of.name, problem=unfit)
@@ -160,14 +160,14 @@ class StreamTelling:
         assert self.published is not None
         low = self.published.since if newest is None else self.published.above(newest)
         told = {writer: at for writer, at in self.known.all_told.items() if writer not in self.known.owed}
-        table = self.decider.owned(looks.identities(synapse, self.of.stream, low, self.known.reach))
+        table = self.decider.owned(queries.identities(synapse, self.of.stream, low, self.known.reach))
         self.decider.meet(fact.writer for fact in table)
         if other := self.published.replaced(table):
             raise FactsReplaced(self.of.name, other[0].id)
         found = {fact.id for fact in self.published.unpublished(table, told)}
         late = list[StreamFact]()
         for id in sorted(found)[:MOST_LATE]:
-            late += self.decider.owned(looks.facts(synapse, self.of.stream, id - 1, id)[1])
+            late += self.decider.owned(queries.facts(synapse, self.of.stream, id - 1, id)[1])
         if late:
             durable(synapse)
             state.publish_late(own, self.known, self.published, late)
@@ -198,7 +198,7 @@ class StreamTelling:
             self.decider.introduce(stranger, 0)
         if self.decider.floor() is None or not self.decider.words.keys() >= {*self.of.writers}:
             return
-        self.see(looks.head(synapse, self.of.stream))
+        self.see(queries.head(synapse, self.of.stream))
         self.decider.check(self.head)
         if (floor := self.decider.floor()) is None:
             return  # somebody announces what is not given out
@@ -224,7 +224,7 @@ class StreamTelling:
     def _pay(self, synapse: Connection, own: Connection, writer: str) -> None:
         assert self.known is not None
         assert self.published is not None
-        _, facts = looks.facts(synapse, self.of.stream, self.known.owed[writer], self.known.told[writer], writer)
+        _, facts = queries.facts(synapse, self.of.stream, self.known.owed[writer], self.known.told[writer], writer)
         durable(synapse)
         self.known = state.pay(own, self.known, self.published, writer, facts)
         self.decider.paid(writer)

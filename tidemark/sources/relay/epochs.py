@@ -14,7 +14,7 @@ from typing import Literal
 from tidemark.common.errors import BadSetting
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.relay import regressions
-from tidemark.sources.relay.looks import BEAT, AppendStream
+from tidemark.sources.relay.queries import BEAT, AppendStream
 from tidemark.sources.relay.regressions import Regression
 from tidemark.sources.transactions import ServerHistory
 from tidemark.streaming.values.direction import Direction

@@ -13,7 +13,7 @@ from msgspec import Raw
 from tidemark.common.errors import FactUnfit
 from tidemark.sources.relay.decider import Decided
 from tidemark.sources.relay.evidence import ids_of
-from tidemark.sources.relay.lines import Announced
+from tidemark.sources.relay.writer_chains import Announced
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import FactRun, Position, Rdata, Void
 
