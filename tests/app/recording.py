@@ -8,8 +8,8 @@ from tests.sinks.reader.given import Pipeline
 from tidemark.app.verbs.replayed import packed
 from tidemark.sinks.port import Batch
 from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.kafka_lookup import Recorded
 from tidemark.sources.producer import RecordProducer
-from tidemark.sources.recorded import Recorded
 from tidemark.sources.topics import Topics, plans
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.store import States

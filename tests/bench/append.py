@@ -21,7 +21,7 @@ from tests.bench.site import BenchSite
 from tests.bench.table import table
 from tidemark.app.stack.postgres import postgres_program
 from tidemark.common.environment import child_environment
-from tidemark.sources.relay.database import SCHEMA, session_of
+from tidemark.sources.relay.queries import SCHEMA, session_of
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.sources.writer import Writer
 from tidemark.streaming.wire import records

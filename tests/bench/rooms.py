@@ -12,9 +12,9 @@ import psycopg
 
 from tests.bench.site import BenchSite
 from tests.bench.table import rate, table
+from tests.sources.rooms.memory import MemoryRooms
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.relay.database import session_of
-from tidemark.sources.rooms.memory import MemoryRooms
+from tidemark.sources.relay.queries import session_of
 from tidemark.sources.rooms.reading import Upto, sync
 from tidemark.sources.rooms.rules import RoomEvent, depth_after
 from tidemark.sources.rooms.states import LONGEST_CHAIN

@@ -17,7 +17,7 @@ from tidemark.common import lock_waits
 from tidemark.common.errors import OthersFirst
 from tidemark.common.migrations import Migrations
 from tidemark.sinks.postgres import database as sink
-from tidemark.sources.relay import database as relay
+from tidemark.sources.relay import queries as relay
 from tidemark.sources.rooms import tables as rooms
 from tidemark.sources.synapse import state as synapse
 

@@ -15,7 +15,7 @@ from tidemark.common.errors import Refused
 from tidemark.common.postgres_session import PostgresSession
 from tidemark.common.session_settings import SESSION_SETTINGS, AsyncSessionConnection, SessionConnection
 from tidemark.sinks.postgres.database import session_of
-from tidemark.sources.relay.database import session_of as relay_session
+from tidemark.sources.relay.queries import session_of as relay_session
 
 SHOWN = "select " + ", ".join(f"current_setting('{name}')" for name in SESSION_SETTINGS)
 DATED = "select timestamptz '2026-03-04 05:06:07+00', interval '1 day 2 hours'"

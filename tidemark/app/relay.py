@@ -18,10 +18,10 @@ from tidemark.common.lock_waits import run_locking
 from tidemark.common.postgres_session import Connection, Dsn, PostgresSession, first_line
 from tidemark.sinks.retry import wait_out
 from tidemark.sources.producer import FOR_EVER, topic_producer
-from tidemark.sources.relay import blockers as found_blockers
-from tidemark.sources.relay.database import SCHEMA, session_of
+from tidemark.sources.relay import queries
 from tidemark.sources.relay.encode import MOST_FACTS
 from tidemark.sources.relay.metrics import RelayMetrics
+from tidemark.sources.relay.queries import SCHEMA, session_of
 from tidemark.sources.relay.relay import AppendRelay
 from tidemark.sources.topics import Topics
 from tidemark.streaming.values.direction import DirectionName
@@ -192,7 +192,7 @@ def blockers(dsn: str, say: Say) -> None:
     """Say which open transactions hold a stream."""
     with session_of(dsn, "tidemark relay blockers") as session, session.use() as connection:
         SCHEMA.check(connection)
-        found = found_blockers.blockers(connection)
+        found = queries.blockers(connection)
     for each in found:
         say(str(each))
     if not found:

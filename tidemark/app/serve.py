@@ -34,7 +34,7 @@ from tidemark.app.sidecar.service import Limits
 from tidemark.app.sidecar.site import SiteConfig, site
 from tidemark.app.signals import told_to_end
 from tidemark.common.errors import BadSetting, Unavailable
-from tidemark.sources.tail import Tail
+from tidemark.sources.kafka_lookup import Tail
 
 log = structlog.get_logger(__name__)
 

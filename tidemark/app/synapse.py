@@ -18,8 +18,7 @@ from tidemark.common.postgres_session import PostgresSession
 from tidemark.sinks.redis.client import RedisAddress
 from tidemark.sinks.retry import wait_out
 from tidemark.sources.producer import FOR_EVER, topic_producer
-from tidemark.sources.reports import is_old
-from tidemark.sources.synapse import retirement
+from tidemark.sources.synapse import state
 from tidemark.sources.synapse.bridge import SynapseBridge
 from tidemark.sources.synapse.channel import SynapseChannel
 from tidemark.sources.synapse.metrics import BridgeMetrics
@@ -27,6 +26,7 @@ from tidemark.sources.synapse.queries import synapse_session, table_writers
 from tidemark.sources.synapse.state import SCHEMA, state_session
 from tidemark.sources.synapse.streams import BridgedStream
 from tidemark.sources.synapse.tables import REFUSED, STREAMS
+from tidemark.sources.transactions import is_old
 from tidemark.streaming.wire.records import is_name, is_writer, why_no_name
 
 REDIS_SECONDS = 5.0
@@ -145,8 +145,8 @@ def retire(settings: Settings, gone: WorkerGone, halt: threading.Event, say: Cal
     with state_session(settings.postgres) as session:
         with session.use() as connection:
             SCHEMA.check(connection)
-            streams = retirement.order(connection, gone.writer, gone.stream)
-            known = retirement.active(connection, gone.stream)
+            streams = state.order(connection, gone.writer, gone.stream)
+            known = state.active(connection, gone.stream)
         for stream in streams:
             id = wait_out(partial(_retired, session, gone.writer, stream), halt, gone.wait)
             say(f"{gone.writer} ends at {id} of {stream}")
@@ -157,7 +157,7 @@ def retire(settings: Settings, gone: WorkerGone, halt: threading.Event, say: Cal
 
 def _retired(session: PostgresSession, writer: str, stream: str) -> int:
     with session.use() as connection:
-        found = retirement.retired_at(connection, writer, stream)
+        found = state.retired_at(connection, writer, stream)
     if found is None:
         problem = "it does as soon as a bridge runs and every other worker of the stream has answered"
         raise OthersFirst(f"the end of {writer}", session.where, problem)

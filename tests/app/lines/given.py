@@ -17,7 +17,7 @@ from tidemark.app.lines.server import LineServer
 from tidemark.app.read_side.opened import ReadSide, ReadSideConfig, opened
 from tidemark.app.stack.server import free_port
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.tail import Tail
+from tidemark.sources.kafka_lookup import Tail
 
 Address = tuple[str, int]
 NOWHERE = ReadSideConfig("redis://127.0.0.1:1/0", "postgresql://127.0.0.1:1/none")

@@ -13,10 +13,9 @@ from tidemark.app.simulation.rooms_comparison import RoomCount
 from tidemark.app.simulation.rooms_reading import ANSWERS
 from tidemark.app.simulation.rooms_verification import RoomsVerification
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.relay.database import session_of
-from tidemark.sources.rooms.cached_reading import current_state, joined_with_version
+from tidemark.sources.relay.queries import session_of
 from tidemark.sources.rooms.persisting import following
-from tidemark.sources.rooms.reading import Upto, incarnation, messages
+from tidemark.sources.rooms.reading import Upto, current_state, incarnation, joined_with_version, messages
 from tidemark.sources.rooms.rules import HeldAs, RoomEvent
 from tidemark.sources.rooms.tables import SCHEMA
 from tidemark.sources.simulator import tables

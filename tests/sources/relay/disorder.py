@@ -11,8 +11,8 @@ import psycopg
 from psycopg.conninfo import make_conninfo
 
 from tests.sources.relay.world import Core, World
+from tidemark.sources.kafka_lookup import singles
 from tidemark.sources.relay.decider import Decider
-from tidemark.sources.tail import singles
 from tidemark.streaming.core.effects import StreamEffects
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Rdata

@@ -8,7 +8,7 @@ from confluent_kafka import Consumer, Message, TopicPartition
 
 from tests.streaming.builders import IN_FACTS, packed
 from tidemark.sources.kafka import KafkaConnection
-from tidemark.sources.tail import singles
+from tidemark.sources.kafka_lookup import singles
 from tidemark.sources.topics import Topics
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.batch import advance

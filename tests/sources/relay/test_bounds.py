@@ -21,8 +21,8 @@ from tidemark.sources.producer import RecordProducer
 from tidemark.sources.relay import decider as deciding
 from tidemark.sources.relay import epochs, sequences
 from tidemark.sources.relay import relay as relaying
-from tidemark.sources.relay.database import SCHEMA, session_of
 from tidemark.sources.relay.decider import Decider
+from tidemark.sources.relay.queries import SCHEMA, session_of
 from tidemark.sources.transactions import history
 from tidemark.streaming.wire.records import Join
 

@@ -13,7 +13,7 @@ from tests.examples import examples
 from tests.sources.relay.disorder import FIT, DisorderedWorld
 from tests.sources.relay.test_decider import Appending, relays
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.relay import database, queries, regressions, sequences
+from tidemark.sources.relay import queries, sequences
 from tidemark.sources.relay.queries import AppendStream
 from tidemark.sources.relay.sequences import StreamLook
 from tidemark.streaming.values.intervals import Intervals
@@ -154,10 +154,10 @@ Scene = Callable[[DisorderedWorld], None]
 MUTANTS: list[tuple[Scene, list[tuple[ModuleType, str, object]]]] = [
     (set_back, [(sequences, "stray_rows", blind)]),
     (restored, [(sequences, "heads", trusting)]),
-    (restored_under, [(regressions, "find", lambda _: [])]),
+    (restored_under, [(sequences, "find_regressions", lambda _: [])]),
     (cached, [(sequences, "heads", careless), (sequences, "unfit", lambda *_: {})]),
     (filled_in, [(queries, "raise_floor", thorough)]),
-    (filtered, [(database, "_USE", replace(database._USE, options=(("row_security", "on"),)))]),
+    (filtered, [(queries, "_USE", replace(queries._USE, options=(("row_security", "on"),)))]),
 ]
 
 

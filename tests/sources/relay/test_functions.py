@@ -9,7 +9,7 @@ from psycopg import conninfo, errors
 from tidemark.app import relay
 from tidemark.common.errors import BadSetting, Refused, Unavailable
 from tidemark.sources.relay import queries, sequences
-from tidemark.sources.relay.database import SCHEMA, session_of
+from tidemark.sources.relay.queries import SCHEMA, session_of
 from tidemark.streaming.wire.records import is_name, is_writer
 
 

@@ -22,13 +22,13 @@ from tidemark.app.stack.postgres import postgres_program
 from tidemark.app.stack.servers import KafkaServer
 from tidemark.common.environment import child_environment
 from tidemark.common.errors import BadSetting, FactUnfit, Refused
-from tidemark.sources import reports
+from tidemark.sources import transactions
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.relay import queries
 from tidemark.sources.relay import relay as relaying
-from tidemark.sources.relay.database import SILENT_SECONDS, silence
 from tidemark.sources.relay.decider import Decider
 from tidemark.sources.relay.encode import MOST_FACTS
+from tidemark.sources.relay.queries import SILENT_SECONDS, silence
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.stream import StreamState
@@ -175,21 +175,22 @@ def test_who_holds_a_stream_is_told(
     ready: str, sql: psycopg.Connection, run: Run, judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pipeline learns which transaction keeps the position where it is, and when it does no more."""
-    monkeypatch.setattr(reports, "WORTH_TELLING", timedelta(0))
+    monkeypatch.setattr(transactions, "WORTH_TELLING", timedelta(0))
     run()
 
-    def transactions() -> list[str]:
+    def open_transactions() -> list[str]:
         return judge.verdict().transactions("orders").get("shop", [])
 
     with open_transaction(ready) as held:
         append(sql)
         eventually(
             lambda: any(
-                f"pid {held.info.backend_pid} in database {held.info.dbname} since" in line for line in transactions()
+                f"pid {held.info.backend_pid} in database {held.info.dbname} since" in line
+                for line in open_transactions()
             )
         )
         held.commit()
-    eventually(lambda: transactions() == [])
+    eventually(lambda: open_transactions() == [])
     eventually(lambda: settled(sql))
     agrees(judge, sql, {1, 2})
 

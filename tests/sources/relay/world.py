@@ -15,13 +15,13 @@ from tests.streaming.builders import IN_FACTS, packed
 from tests.waiting import eventually
 from tidemark.common.errors import Refused, Unavailable
 from tidemark.common.postgres_session import Connection, PostgresSession
+from tidemark.sources.kafka_lookup import singles
 from tidemark.sources.relay import epochs
-from tidemark.sources.relay.database import SCHEMA, session_of
 from tidemark.sources.relay.decider import Decided, Decider
 from tidemark.sources.relay.encode import told
 from tidemark.sources.relay.epochs import Told
+from tidemark.sources.relay.queries import SCHEMA, session_of
 from tidemark.sources.relay.relay import OUTBOX
-from tidemark.sources.tail import singles
 from tidemark.sources.transactions import history
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.codec import decode

@@ -6,7 +6,7 @@ import psycopg
 import pytest
 
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.relay import database as relay
+from tidemark.sources.relay import queries as relay
 from tidemark.sources.rooms.tables import SCHEMA
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tests.sources.rooms.dags import ROOM, an_event
-from tidemark.sources.rooms.memory import MemoryRooms
+from tests.sources.rooms.memory import MemoryRooms
 from tidemark.sources.rooms.rules import RoomEvent
 
 PICTURE = Path(__file__).parents[3] / "docs" / "pictures" / "room.svg"

@@ -12,10 +12,9 @@ from tests.sources.rooms.dags import an_event
 from tests.sources.rooms.test_persisting import OWN, STORE, a_member
 from tidemark.common.postgres_session import Connection
 from tidemark.sources.rooms import persisting
-from tidemark.sources.rooms.cached_reading import current_state, invalidated, joined_with_version, members_with_version
 from tidemark.sources.rooms.caches import ALL_OF_ROOM, MEMBERS, ROOMS_OF, STATE, Caches
 from tidemark.sources.rooms.persisting import RoomStore, following
-from tidemark.sources.rooms.reading import Upto
+from tidemark.sources.rooms.reading import Upto, current_state, invalidated, joined_with_version, members_with_version
 from tidemark.sources.rooms.rules import HeldAs, RoomEvent
 
 SLOW_ROOM, QUICK_ROOMS = "!slow", ("!one", "!two")

@@ -4,9 +4,9 @@ from dataclasses import replace
 from random import Random
 
 from tests.sources.rooms.dags import ROOM, an_event
+from tests.sources.rooms.memory import MemoryRooms
 from tests.sources.rooms.test_persisting import OWN, STORE, a_member
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.rooms.memory import MemoryRooms
 from tidemark.sources.rooms.model import Truth
 from tidemark.sources.rooms.persisting import following
 from tidemark.sources.rooms.reading import PageEnd, TimelineRow, Upto, messages, opened, sync

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.sources.rooms.dags import ROOM, an_event, dags
-from tidemark.sources.rooms.memory import MemoryRooms
+from tests.sources.rooms.memory import MemoryRooms
 from tidemark.sources.rooms.rules import RoomEvent
 from tidemark.sources.rooms.states import LONGEST_CHAIN, KeyHolder, MemoryGroups, Placed, State, compacted, resolved
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from tests.sources.synapse.world import ASKED, BEGINS, NAMES, Process, Transaction, Writers
 from tidemark.sources.synapse.decider import StreamDecider
+from tidemark.sources.synapse.evidence import PublishedFacts
 from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact
-from tidemark.sources.synapse.published import PublishedFacts
 
 FLOOR = 20
 MakeDecider = Callable[[Mapping[str, int]], StreamDecider]

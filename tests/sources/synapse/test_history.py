@@ -10,7 +10,7 @@ from tests.sources.relay.test_oversized import limited
 from tests.sources.synapse.site import SynapseSite
 from tests.waiting import eventually
 from tidemark.sinks.reader import Positions, Reader, Table
-from tidemark.sources.synapse import outbox
+from tidemark.sources.synapse import state
 from tidemark.streaming.wire.records import Rdata
 
 WRITERS = ("--writers", "events=event1,event2")
@@ -100,7 +100,7 @@ def test_record_that_is_too_large_holds_its_stream_alone(site: SynapseSite) -> N
     """It is named with its ID, other streams go on, and it goes out once the topic takes it."""
     large = Rdata(stream="receipts", writer="master", epoch=1, prev=1, id=7, row=Raw(b'"' + b"x" * 1_500_000 + b'"'))
     with psycopg.connect(site.variables["TIDEMARK_POSTGRES_DSN"], autocommit=True) as own:
-        outbox.leave(own, "receipts", [large])
+        state.leave(own, "receipts", [large])
         site.bridge(*WRITERS, "--stream", "events", "--stream", "receipts")
         room = site.room_of("event1")
         eventually(logged(site, "too large for the Kafka topic"), 60, site.known)
@@ -110,10 +110,10 @@ def test_record_that_is_too_large_holds_its_stream_alone(site: SynapseSite) -> N
         (line,) = (it for it in site.home.log("bridge-0").read_text().splitlines() if "too large for the Kafka" in it)
         assert "stream=receipts" in line
         assert "id=7" in line
-        assert [it.stream for it in outbox.unsent(own, {"events": 0, "receipts": 0})][:1] == ["receipts"]
+        assert [it.stream for it in state.unsent(own, {"events": 0, "receipts": 0})][:1] == ["receipts"]
         admin = AdminClient({"bootstrap.servers": site.variables["TIDEMARK_KAFKA_BOOTSTRAP_SERVERS"]})
         limited(admin, site.variables["TIDEMARK_KAFKA_FACTS_TOPIC"], 2_000_000)
-        eventually(lambda: not outbox.unsent(own, {"receipts": 0}), 60, site.known)
+        eventually(lambda: not state.unsent(own, {"receipts": 0}), 60, site.known)
 
 
 def test_outlier_that_becomes_regular_reaches_the_documented_reader(

@@ -10,7 +10,7 @@ from tests.fix_servers import own_postgres
 from tests.sources.relay.world import Core
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.replica import Replica
-from tidemark.sources.synapse import outbox, queries, state, timelines
+from tidemark.sources.synapse import queries, state, timelines
 from tidemark.sources.synapse.evidence import HeadSamples
 from tidemark.sources.synapse.state import SynapseServer
 from tidemark.sources.synapse.streams import BridgedStream, StreamTelling
@@ -84,7 +84,7 @@ class Bridged:
         for _ in range(3):
             self.telling.round(self.synapse, self._own)
         self.telling.audit(self.synapse, self._own)
-        unsent = outbox.unsent(self._own, {self._stream.name: self._sent})
+        unsent = state.unsent(self._own, {self._stream.name: self._sent})
         self.core.take([each.value for each in unsent])
         self._sent = max([self._sent, *(each.number for each in unsent)])
 

@@ -8,11 +8,11 @@ from psycopg.conninfo import make_conninfo
 
 from tests.sources.relay.world import Core
 from tidemark.common.errors import BadSetting, OthersFirst, Refused
-from tidemark.sources.synapse import evidence, outbox, queries, retirement, state, timelines
-from tidemark.sources.synapse import published as published_facts
+from tidemark.sources.synapse import evidence, queries, state, timelines
+from tidemark.sources.synapse import evidence as published_facts
 from tidemark.sources.synapse.decider import UNBOUNDED
+from tidemark.sources.synapse.evidence import PublishedFacts
 from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact
-from tidemark.sources.synapse.published import PublishedFacts
 from tidemark.sources.synapse.state import SynapseServer, ToldWriters
 from tidemark.sources.synapse.tables import STREAMS
 
@@ -33,7 +33,7 @@ def sql(database: str) -> Iterator[psycopg.Connection]:
 def told(sql: psycopg.Connection) -> Core:
     """What Tidemark makes of all that was left, in its order."""
     core = Core("events")
-    core.take([each.value for each in outbox.unsent(sql, {"events": 0})])
+    core.take([each.value for each in state.unsent(sql, {"events": 0})])
     return core
 
 
@@ -143,13 +143,13 @@ def test_what_nobody_waited_for_is_late(sql: psycopg.Connection) -> None:
 def test_a_writer_that_retired_is_waited_for_no_more(sql: psycopg.Connection) -> None:
     """The line goes on without it; heard again it joins in a later epoch, not below where it ended."""
     known = tell(sql, founded(sql), [advance("event1", 7, 12, 8), advance("event2", 7, 9, 9)], "0/200")
-    assert retirement.order(sql, "event1", None) == ["events"]
-    assert retirement.order(sql, "event2", "events") == []
-    assert (retirement.ordered(sql, "events"), retirement.retired_at(sql, "event1", "events")) == (["event1"], None)
+    assert state.order(sql, "event1", None) == ["events"]
+    assert state.order(sql, "event2", "events") == []
+    assert (state.ordered(sql, "events"), state.retired_at(sql, "event1", "events")) == (["event1"], None)
     known = state.retire(sql, known, "event1")
     assert begun(sql) == known
     assert (known.told, known.retired) == ({"event2": 9}, {"event1": 12})
-    assert (retirement.retired_at(sql, "event1", "events"), retirement.order(sql, "event1", None)) == (12, [])
+    assert (state.retired_at(sql, "event1", "events"), state.order(sql, "event1", None)) == (12, [])
     known = tell(sql, known, [advance("event2", 9, 15, 15)], "0/300")
     core = told(sql)
     assert (core.line, core.retired, core.rejected) == (15, {"event1"}, {})
@@ -165,10 +165,10 @@ def test_a_writer_that_retired_is_waited_for_no_more(sql: psycopg.Connection) ->
 def test_a_writer_that_was_heard_does_not_retire(sql: psycopg.Connection) -> None:
     """Whoever waits for its end is told so."""
     founded(sql)
-    retirement.order(sql, "event1", "events")
-    retirement.stays(sql, "events", "event1")
+    state.order(sql, "event1", "events")
+    state.stays(sql, "events", "event1")
     with pytest.raises(BadSetting, match=r"event1 lives: .* in events; stop it"):
-        retirement.retired_at(sql, "event1", "events")
+        state.retired_at(sql, "event1", "events")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tidemark.app.read_side.slices import Begun, Item, Listener, Slice
 from tidemark.app.read_side.tasks import ended
 from tidemark.common.errors import Stop, TidemarkError, Unavailable
 from tidemark.sinks.reader.events import Advance, Event, Reread
-from tidemark.sources.tail import Tail
+from tidemark.sources.kafka_lookup import Tail
 from tidemark.streaming.values.direction import beyond
 from tidemark.streaming.wire.line_protocol import PositionCommand
 from tidemark.streaming.wire.records import Record

@@ -33,7 +33,7 @@ from tidemark.app.simulation.simulate import (
 )
 from tidemark.app.stack.home import Home
 from tidemark.common.errors import Unavailable
-from tidemark.sources.relay.database import session_of
+from tidemark.sources.relay.queries import session_of
 from tidemark.sources.rooms.tables import SCHEMA
 from tidemark.sources.simulator import tables
 from tidemark.sources.simulator.rooms import REMOTE, RoomServiceRole, played, room_streams

@@ -12,7 +12,7 @@ from tidemark.app.simulation.comparison import ReadCount
 from tidemark.app.simulation.rooms_reading import ClientKind
 from tidemark.sources.rooms import caches
 from tidemark.sources.rooms.reading import TimelineRow, Upto
-from tidemark.sources.rooms.stays import Stay
+from tidemark.sources.rooms.rules import Stay
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,19 @@ from tidemark.common.errors import NotReached, Retry, StreamNotKnown, TokenFromT
 from tidemark.common.postgres_session import Connection
 from tidemark.common.session_settings import SessionConnection
 from tidemark.sinks.reader import Positions, Standing
-from tidemark.sources.rooms.cached_reading import current_state, invalidated, joined_with_version, members_with_version
 from tidemark.sources.rooms.caches import ALL_OF_ROOM, MEMBERS, ROOMS_OF, STATE, Caches
 from tidemark.sources.rooms.persisting import RoomStore, RoomStreams, WriterAppender, following
-from tidemark.sources.rooms.reading import Upto, incarnation, messages, opened, sync
+from tidemark.sources.rooms.reading import (
+    Upto,
+    current_state,
+    incarnation,
+    invalidated,
+    joined_with_version,
+    members_with_version,
+    messages,
+    opened,
+    sync,
+)
 from tidemark.sources.rooms.rules import RoomEvent
 from tidemark.sources.simulator.drivers import BrokenOff, lost
 from tidemark.sources.simulator.rooms import COMER, GUEST, ROOMS, SPEAKERS

@@ -17,14 +17,12 @@ from tidemark.app.simulation.rooms_comparison import HeldRooms, RoomCount, judge
 from tidemark.app.simulation.rooms_reading import SYNCING, ClientKind
 from tidemark.common.errors import TidemarkError, Unavailable
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.relay.database import session_of
+from tidemark.sources.relay.queries import session_of
 from tidemark.sources.rooms import caches, tables
-from tidemark.sources.rooms.cached_reading import current_state
 from tidemark.sources.rooms.model import Truth
-from tidemark.sources.rooms.reading import TimelineRow, Upto, incarnation
-from tidemark.sources.rooms.rules import MEMBER, HeldAs, RoomEvent
+from tidemark.sources.rooms.reading import TimelineRow, Upto, current_state, incarnation
+from tidemark.sources.rooms.rules import MEMBER, HeldAs, RoomEvent, Stay
 from tidemark.sources.rooms.states import LONGEST_CHAIN, KeyHolder, State
-from tidemark.sources.rooms.stays import Stay
 from tidemark.sources.simulator.script import Successor
 
 APPLICATION = "tidemark simulate --verify"

@@ -14,7 +14,7 @@ from tidemark.app.verbs.act_commands import MOST_ID
 if TYPE_CHECKING:
     from tidemark.app.settings import Settings
     from tidemark.sinks.letters import DeadLetter
-    from tidemark.sources.recorded import Recorded, RecordedMessage
+    from tidemark.sources.kafka_lookup import Recorded, RecordedMessage
 
 
 class StreamIdType(click.ParamType[int]):
@@ -48,7 +48,7 @@ def trace(context: click.Context, stream: str, id: int, records: int, *, as_json
     from tidemark.app.verbs.letter_commands import LOOKED
     from tidemark.sinks.postgres.life import IdPast
     from tidemark.sinks.redis.publish import Redis, RedisConfig
-    from tidemark.sources.recorded import Recorded
+    from tidemark.sources.kafka_lookup import Recorded
 
     with IdPast(settings.postgres, "tidemark trace") as past:
         encoded = past.state(stream)
@@ -91,7 +91,7 @@ def tail(stream: str | None, last: int, *, everything: bool, follow: bool, as_js
     """
     settings = loaded()
     from tidemark.app.verbs.recordings import as_line, as_text
-    from tidemark.sources.recorded import Recorded
+    from tidemark.sources.kafka_lookup import Recorded
 
     show = as_line if as_json else as_text
     key = None if stream is None else stream.encode()
@@ -190,7 +190,7 @@ def _from_file(name: str) -> "Iterator[RecordedMessage]":
 
 
 def _from_kafka(settings: "Settings", facts: str, most: int) -> "Iterator[RecordedMessage]":
-    from tidemark.sources.recorded import Recorded
+    from tidemark.sources.kafka_lookup import Recorded
 
     with Recorded(settings.kafka) as kafka:
         changed = settings.model_copy(update={"kafka_facts_topic": facts})

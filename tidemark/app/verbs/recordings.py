@@ -15,7 +15,7 @@ from msgspec import Meta
 from tidemark.app.printed import printable
 from tidemark.app.verbs.explain import clock
 from tidemark.common.errors import BadRecord
-from tidemark.sources.recorded import RecordedMessage
+from tidemark.sources.kafka_lookup import RecordedMessage
 from tidemark.streaming.wire import records
 
 LINE: Final = 200  # characters of a record

@@ -12,7 +12,7 @@ from tidemark.app.verbs.replayed import Replayed
 from tidemark.common.errors import BadRecord
 from tidemark.sinks.postgres.past import BatchAdvance
 from tidemark.sinks.postgres.past_batches import PastBatch, PastStream
-from tidemark.sources.recorded import RecordedMessage
+from tidemark.sources.kafka_lookup import RecordedMessage
 from tidemark.streaming.values.direction import beyond
 from tidemark.streaming.values.limits import Bounds
 from tidemark.streaming.wire import records

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from tidemark.sinks.postgres.past_batches import PastBatch
-from tidemark.sources.recorded import RecordedMessage
+from tidemark.sources.kafka_lookup import RecordedMessage
 from tidemark.streaming.core.batch import advance
 from tidemark.streaming.core.store import States
 from tidemark.streaming.ingest.compact import pack

@@ -17,7 +17,7 @@ from tidemark.sinks.postgres.acts import ListedAct
 from tidemark.sinks.postgres.late import LateFact
 from tidemark.sinks.postgres.life import IdPast, LinePassed
 from tidemark.sinks.postgres.past import BatchAdvance, OffsetRange, PastGap
-from tidemark.sources.recorded import Recorded, RecordedMessage
+from tidemark.sources.kafka_lookup import Recorded, RecordedMessage
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.stream import StreamState
 from tidemark.streaming.values.direction import Direction

@@ -13,9 +13,9 @@ from typing import Literal
 
 from tidemark.common.errors import BadSetting
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.relay import regressions
+from tidemark.sources.relay import sequences
 from tidemark.sources.relay.queries import BEAT, AppendStream
-from tidemark.sources.relay.regressions import Regression
+from tidemark.sources.relay.sequences import Regression
 from tidemark.sources.transactions import ServerHistory
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.wire.records import Join, Retire, Timeline
@@ -108,7 +108,7 @@ def begin(
     Raises `BadSetting` where the streams are known to Tidemark by another name.
     """
     with connection.transaction():
-        back = regressions.find(connection)
+        back = sequences.find_regressions(connection)
         _turn(connection, history, writer, back)
         for number, names in (strangers or {}).items():
             _introduce(connection, number, names)

@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from tidemark.sources.reports import OldestOpen
+from tidemark.sources.transactions import OldestOpen
 
 
 class RelayMetrics:

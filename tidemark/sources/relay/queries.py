@@ -10,8 +10,10 @@ from psycopg.abc import Buffer
 from psycopg.adapt import Loader
 from psycopg.pq import Format
 
-from tidemark.common.postgres_session import Connection
+from tidemark.common.migrations import Migrations
+from tidemark.common.postgres_session import Connection, DatabaseUse, Dsn, PostgresSession
 from tidemark.sources.relay.evidence import Holder
+from tidemark.sources.transactions import OpenTransaction
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.intervals import Intervals
 
@@ -240,3 +242,88 @@ def signed(stream: AppendStream, ranges: Intervals) -> tuple[list[int], list[int
     if stream.towards is Direction.FORWARD:
         return [low + 1 for low in lows], highs
     return [-high for high in highs], [-low - 1 for low in lows]
+
+
+COMMAND = "tidemark relay migrate"
+SCHEMA = Migrations("tidemark.sources.relay", "relay_schema_version", COMMAND)
+
+_USE = DatabaseUse(
+    "dsn",
+    refusals={
+        "3F": f"run `{COMMAND}`",
+        "42P01": f"run `{COMMAND}`",
+        "42883": f"run `{COMMAND}`",
+        "42501": "grant the user the role tidemark_relay",
+        "22021": "move to a database WITH ENCODING 'UTF8'",
+    },
+    options=(
+        # Its commits stand for what is announced, so they are durable whatever the database's default is.
+        ("synchronous_commit", "on"),
+        # The outbox is empty most of the time, so a planner with statistics would scan it, dead rows and all.
+        ("enable_seqscan", "off"),
+        ("enable_bitmapscan", "off"),
+        ("jit", "off"),
+    ),
+    # A server that crashed would not be noticed, and what it took back would be told as void.
+    pooled="give the relay a direct connection to the server",
+)
+
+SILENT_SECONDS = 600.0
+"""How long a host that died without closing its connections may hold a stream without a word of warning."""
+_LINUX = 7200 + 9 * 75
+
+
+def silence(connection: Connection) -> float:
+    """Seconds for which the server takes a transaction for open whose host has died, as far as its settings say here.
+
+    Where the server leaves keepalives to its system, these are Linux's.
+    """
+    row = connection.execute(
+        """
+        select current_setting('tcp_keepalives_idle')::float, current_setting('tcp_keepalives_interval')::float,
+            current_setting('tcp_keepalives_count')::float,
+            (select setting::float / 1000 from pg_settings where name = 'idle_in_transaction_session_timeout')
+        """
+    ).fetchone()
+    assert row is not None
+    idle, interval, count, timeout = row
+    keepalives = idle + interval * count if idle and interval and count else _LINUX
+    return min(keepalives, timeout or keepalives)
+
+
+def session_of(dsn: Dsn, application: str) -> PostgresSession:
+    """The relay's session; `application` is its name among the sessions of the server."""
+    return PostgresSession(dsn, application, _USE)
+
+
+def blockers(connection: Connection) -> list[OpenTransaction]:
+    """The open transactions that hold a stream, the oldest first."""
+    rows = connection.execute(
+        """
+        select streams.stream,
+            coalesce((
+                select string_agg(known.writer, ' or ' order by known.writer)
+                from (
+                    select writer, writer as called from tidemark.append_writers where number = streams.number
+                    union all
+                    select told.writer, '' from tidemark.append_progress as told where number = streams.number
+                ) as known
+                where hashtext(known.called)::oid = held.objid
+            ), ''),
+            held.pid, prepared.gid, coalesce(activity.usename, prepared.owner, ''),
+            coalesce(activity.application_name, ''), coalesce(activity.state, ''),
+            coalesce(activity.xact_start, prepared.prepared),
+            coalesce(regexp_replace(left(activity.query, 300), '\\s+', ' ', 'g'), ''), current_database()
+        from pg_locks held
+        join tidemark.append_streams streams on %s + streams.number = held.classid::bigint
+        left join pg_stat_activity activity on activity.pid = held.pid
+        left join pg_locks own on held.pid is null and own.virtualtransaction = held.virtualtransaction
+            and own.pid is null and own.locktype = 'transactionid' and own.mode = 'ExclusiveLock'
+        left join pg_prepared_xacts prepared on prepared.transaction = own.transactionid
+        where held.locktype = 'advisory' and held.objsubid = 2 and held.granted
+            and held.database = (select oid from pg_database where datname = current_database())
+        order by 8 nulls first, 1, 2
+        """,
+        [LOCK],
+    ).fetchall()
+    return [OpenTransaction(*row) for row in rows]

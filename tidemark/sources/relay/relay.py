@@ -18,16 +18,14 @@ from tidemark.common.errors import BadSetting, Refused, Retry
 from tidemark.common.lock_waits import with_lockers
 from tidemark.common.postgres_session import Connection, PostgresSession
 from tidemark.sources.producer import RecordProducer
-from tidemark.sources.relay import epochs, in_flight, queries
-from tidemark.sources.relay.blockers import blockers
-from tidemark.sources.relay.database import SCHEMA, SILENT_SECONDS, silence
+from tidemark.sources.relay import encode, epochs, queries
 from tidemark.sources.relay.decider import Decided, Decider
-from tidemark.sources.relay.in_flight import InFlight, parts
+from tidemark.sources.relay.encode import InFlight, parts
 from tidemark.sources.relay.metrics import RelayMetrics
 from tidemark.sources.relay.oversized import OversizedFacts
+from tidemark.sources.relay.queries import SCHEMA, SILENT_SECONDS, blockers, silence
 from tidemark.sources.relay.waiting import KafkaWait, OtherRelayWait
-from tidemark.sources.reports import Reports
-from tidemark.sources.transactions import history
+from tidemark.sources.transactions import Reports, history
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Join, is_writer, why_no_name
 
@@ -239,7 +237,7 @@ class AppendRelay:
 
     def _send(self, decided: Decided) -> None:
         fitting = self._oversized.without(decided, self._producer, time.monotonic())
-        self._flying.append(in_flight.send(self._producer, fitting, self._most_facts))
+        self._flying.append(encode.send(self._producer, fitting, self._most_facts))
 
     def _hear(self, decider: Decider) -> None:
         """Learn what Kafka has acknowledged."""

@@ -230,3 +230,40 @@ def unfit(connection: Connection, streams: Collection[int]) -> Mapping[int, str]
         [[*streams]],
     ).fetchall()
     return {number: why for number, why in rows if why}
+
+
+@dataclass(frozen=True, slots=True)
+class Regression:
+    """A stream goes back to `floor`; what was published beyond `upto` may come again (magnitudes). `version`: the one
+    that shows it, so that of several relays one takes it back."""
+
+    stream: AppendStream
+    version: int
+    floor: int
+    upto: int
+    why: str
+
+
+def find_regressions(connection: Connection) -> list[Regression]:
+    """The streams that went back. One whose sequence is unfit is left alone: nothing of it is decided until then."""
+    looked = heads(connection)
+    strays = stray_rows(connection)
+    found = list[Regression]()
+    for stream, look in looked.items():
+        stray = strays.get(stream.number, StrayRows(None, None))
+        given_out = head(connection, stream, look, look.reached)
+        if look.sequence.unfit or (stray.highest or 0) > given_out:
+            continue
+        signed, limits = stream.towards.signed, dict[int, str]()
+        if given_out < look.reached:
+            limits[given_out] = f"the sequence is at {signed(given_out)}, and was at {signed(look.reached)}"
+        if stray.lowest is not None:
+            id = signed(stray.lowest)
+            limits[stray.lowest - 1] = f"a row with ID {id} was committed below the floor {signed(look.floor)}"
+        if look.foreign:
+            limits.setdefault(given_out, "the rows were written by a restore or a replication")
+        if limits:
+            limit = min(limits)
+            floor, upto = min(look.floor, limit), min(look.upto, limit)
+            found.append(Regression(stream, look.version, floor, upto, "; ".join(limits.values())))
+    return found

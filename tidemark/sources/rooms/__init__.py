@@ -1,4 +1,4 @@
-"""The room DAG of a homeserver, small and correct: the reference workload of Tidemark (docs/explanation/rooms.md).
+"""The room DAG of a homeserver: the reference workload of Tidemark (docs/explanation/rooms.md).
 
-`rules`, `states` and `model` are pure; `memory` is a server's rooms without a database.
+`rules`, `states` and `model` are pure; the other modules keep the rooms in Postgres.
 """

@@ -28,10 +28,10 @@ from tidemark.sources.rooms.rules import (
     Timeline,
     chosen_prevs,
     depth_after,
+    moved,
     persisted,
 )
 from tidemark.sources.rooms.states import KeyHolder, State, difference, given_state, group_at, merged
-from tidemark.sources.rooms.stays import moved
 from tidemark.sources.rooms.tables import LockedRoom, PostgresGroups
 from tidemark.sources.writer import Writer
 

@@ -4,7 +4,7 @@ An event names its `prev_events`, and so the edges point back in time. `persiste
 event, so that a store looks up a few rows, whatever the room holds.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
@@ -215,3 +215,33 @@ def _check_place(event: RoomEvent, around: Around) -> None:
 def _require(event: RoomEvent, fine: bool, problem: str) -> None:  # noqa: FBT001 - a condition, not a switch
     if not fine:
         raise BadEvent(event.id, problem)
+
+
+JOINED = "join"
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """Of a member in a room: the turns of the first event and of the last one, None while it lasts.
+
+    `left_by` is the stream ID by which the member is told of its end. It was reserved in the turn of the last event, so
+    every event of the stay has a lower one.
+    """
+
+    room: str
+    began: int
+    ended: int | None = None
+    left_by: int | None = None
+
+    def covers(self, turn: int) -> bool:
+        return self.began <= turn and (self.ended is None or turn <= self.ended)
+
+
+def joins(event: RoomEvent) -> bool:
+    """Whether its user has joined where this membership holds; after a leave, a kick, a ban, an invite not."""
+    return event.content.get("membership") == JOINED
+
+
+def moved(before: Set[str], after: Set[str]) -> tuple[list[str], list[str]]:
+    """Whose stays begin and whose end, where these had joined before an event and those after it."""
+    return sorted(after - before), sorted(before - after)

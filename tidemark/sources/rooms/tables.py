@@ -7,9 +7,8 @@ import msgspec
 
 from tidemark.common.migrations import Migrations
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.rooms.rules import HeldAs, KnownEvent, RoomEvent
+from tidemark.sources.rooms.rules import JOINED, HeldAs, KnownEvent, RoomEvent
 from tidemark.sources.rooms.states import KeyHolder, Placed, State, StateKey, compacted
-from tidemark.sources.rooms.stays import JOINED
 
 SCHEMA = Migrations("tidemark.sources.rooms", "rooms_schema_version", "tidemark simulate --workload rooms")
 

@@ -7,7 +7,7 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.relay.database import SCHEMA, session_of
+from tidemark.sources.relay.queries import SCHEMA, session_of
 from tidemark.sources.simulator.script import PlayedStream
 
 APPLICATION = "tidemark simulate"

@@ -16,8 +16,7 @@ import structlog
 from tidemark.common.errors import Refused, Retry, Unavailable
 from tidemark.common.postgres_session import Connection, PostgresSession
 from tidemark.sources.producer import RecordProducer
-from tidemark.sources.reports import Reports
-from tidemark.sources.synapse import outbox, queries, state, timelines
+from tidemark.sources.synapse import queries, state, timelines
 from tidemark.sources.synapse.channel import ChannelEvent, SynapseChannel
 from tidemark.sources.synapse.evidence import HeadSamples
 from tidemark.sources.synapse.metrics import BridgeMetrics
@@ -25,7 +24,7 @@ from tidemark.sources.synapse.oversized import OversizedRecords
 from tidemark.sources.synapse.queries import TableWriter
 from tidemark.sources.synapse.state import SCHEMA, SynapseServer
 from tidemark.sources.synapse.streams import BridgedStream, StreamTelling
-from tidemark.sources.transactions import OpenTransaction, durable, end_one, history, running
+from tidemark.sources.transactions import OpenTransaction, Reports, durable, end_one, history, running
 from tidemark.streaming.wire import records
 
 log = structlog.get_logger(__name__)
@@ -219,7 +218,7 @@ class SynapseBridge:
 
     def _send(self, own: Connection) -> None:
         sent = {name: number for name, number in self._sent.items() if name not in self._oversized}
-        for each in self._oversized.fitting(outbox.unsent(own, sent), self._producer, time.monotonic()):
+        for each in self._oversized.fitting(state.unsent(own, sent), self._producer, time.monotonic()):
             self._sent[each.stream] = each.number
             self._flying += 1
             self._producer.send_all(each.stream, [each.value], partial(self._acknowledged, each.number))
@@ -231,7 +230,7 @@ class SynapseBridge:
     def _settle(self, own: Connection) -> None:
         if self._done:
             done, self._done = self._done, []
-            outbox.acknowledged(own, done)
+            state.acknowledged(own, done)
 
     def _watch(self, synapse: Connection, own: Connection) -> None:
         """For people: who holds which stream, and what they ordered. Everybody is asked where somebody seems missed."""

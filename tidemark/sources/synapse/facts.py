@@ -1,7 +1,12 @@
 """Facts of Synapse's streams, and what is proven of them. Pure; magnitudes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+from msgspec import Raw
+
+from tidemark.streaming.values.direction import Direction
+from tidemark.streaming.wire.records import Join, Position, Rdata, Record, Retire, Timeline
 
 MASTER = "master"
 """The main process, which older rows do not name."""
@@ -34,3 +39,45 @@ class ProvenAdvance:
     id: int
     facts: Sequence[StreamFact]
     unseen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WriterTeller:
+    """A writer in its epoch, as Tidemark knows it."""
+
+    stream: str
+    writer: str
+    epoch: int
+    towards: Direction
+    timeline: Timeline
+
+    def join(self, id: int, *, unseen: bool = False) -> Join:
+        signed = self.towards.signed(id)
+        return Join(
+            stream=self.stream,
+            writer=self.writer,
+            epoch=self.epoch,
+            id=signed,
+            unseen=unseen and id > 0,
+            timeline=self.timeline,
+        )
+
+    def retire(self, id: int) -> Retire:
+        return Retire(stream=self.stream, writer=self.writer, epoch=self.epoch, id=self.towards.signed(id))
+
+    def advance(self, advance: ProvenAdvance) -> Iterator[Record]:
+        """Each fact is an edge from the one before; what is left an announcement. Where more may be there, facts are
+        edges of one ID each, and the JOIN of the next epoch settles what lies between: `epoch` is one less."""
+        prev, signed = advance.prev, self.towards.signed
+        for fact in advance.facts:
+            if advance.unseen:
+                prev = fact.id - 1
+            *first, last = (Raw(row.encode()) for row in fact.rows)
+            for row in first:
+                yield Rdata(stream=self.stream, writer=self.writer, epoch=self.epoch, id="batch", row=row)
+            edge = {"prev": signed(prev), "id": signed(fact.id)}
+            yield Rdata(stream=self.stream, writer=self.writer, epoch=self.epoch, row=last, **edge)
+            prev = fact.id
+        if prev < advance.id and not advance.unseen:
+            edge = {"prev": signed(prev), "id": signed(advance.id)}
+            yield Position(stream=self.stream, writer=self.writer, epoch=self.epoch, **edge)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from tidemark.sources.reports import OldestOpen
+from tidemark.sources.transactions import OldestOpen
 
 
 class BridgeMetrics:

@@ -9,7 +9,7 @@ from prometheus_client import Gauge
 
 from tidemark.common.errors import Unavailable
 from tidemark.sources.producer import RecordProducer
-from tidemark.sources.synapse.outbox import Unsent
+from tidemark.sources.synapse.state import Unsent
 from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Rdata
 

@@ -9,15 +9,52 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tidemark.common.errors import OthersFirst
+from tidemark.common.errors import BadSetting, OthersFirst
 from tidemark.common.migrations import Migrations
 from tidemark.common.postgres_session import BRIDGE_LOCK, Connection, DatabaseUse, Dsn, PostgresSession
-from tidemark.sources.synapse import evidence, outbox
-from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact
-from tidemark.sources.synapse.published import PublishedFacts
+from tidemark.sources.synapse import evidence
+from tidemark.sources.synapse.evidence import PublishedFacts
+from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact, WriterTeller
 from tidemark.sources.synapse.tables import SynapseStream
-from tidemark.sources.synapse.told import WriterTeller
+from tidemark.streaming.wire import records
 from tidemark.streaming.wire.records import Record, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """A record that Kafka has not acknowledged."""
+
+    number: int
+    stream: str
+    value: bytes
+
+
+def unsent(connection: Connection, after: Mapping[str, int]) -> list[Unsent]:
+    """Those of each of these streams beyond its number, in order."""
+    rows = connection.execute(
+        "select number, stream, value from tidemark.synapse_outbox"
+        " join unnest(%s::text[], %s::bigint[]) as sent (stream, after) using (stream) where number > after"
+        " order by number",
+        [[*after], [*after.values()]],
+    ).fetchall()
+    return [Unsent(*row) for row in rows]
+
+
+def acknowledged(connection: Connection, numbers: Iterable[int]) -> None:
+    """Kafka has them."""
+    connection.execute("delete from tidemark.synapse_outbox where number = any (%s)", [[*numbers]])
+
+
+def leave(connection: Connection, stream: str, values: Iterable[Record]) -> None:
+    """Write them down, behind all that the stream has there."""
+    connection.execute(
+        """
+        insert into tidemark.synapse_outbox (stream, value)
+        select %s, value from unnest(%s::bytea[]) with ordinality as given (value, place) order by place
+        """,
+        [stream, [records.encode(value) for value in values]],
+    )
+
 
 COMMAND = "tidemark synapse migrate"
 SCHEMA = Migrations("tidemark.sources.synapse", "synapse_schema_version", COMMAND)
@@ -123,7 +160,7 @@ def found(
         )
         for writer in names:
             _add(connection, made, writer, floor)
-        outbox.leave(connection, name, [made.teller(writer).join(floor, unseen=True) for writer in names])
+        leave(connection, name, [made.teller(writer).join(floor, unseen=True) for writer in names])
         published = evidence.begin(connection, name, floor)
     return made, published
 
@@ -146,7 +183,7 @@ def introduce(connection: Connection, known: ToldWriters, writer: str, at: int, 
     with connection.transaction():
         _add(connection, more, writer, joined)
         unseen = joined > ended and (not known.stream.keeps or ended < kept_above)
-        outbox.leave(connection, known.name, [more.teller(writer).join(joined, unseen=unseen)])
+        leave(connection, known.name, [more.teller(writer).join(joined, unseen=unseen)])
     return more
 
 
@@ -173,7 +210,7 @@ def publish_late(
         tellers = replace(known, epochs=dict(rows))
         for fact in late:
             alone = ProvenAdvance(fact.writer, fact.id - 1, fact.id, [fact])
-            outbox.leave(connection, known.name, tellers.teller(fact.writer).advance(alone))
+            leave(connection, known.name, tellers.teller(fact.writer).advance(alone))
         evidence.remember(connection, known.name, published, late)
 
 
@@ -207,7 +244,7 @@ def tell(
             )
             if moved.rowcount != 1:
                 raise OthersFirst(f"telling stream {known.name}", "", "another bridge has told it meanwhile")
-            outbox.leave(connection, known.name, values)
+            leave(connection, known.name, values)
             told[each.writer] = each.id
         evidence.remember(connection, known.name, published, [fact for each in advances for fact in each.facts])
     return replace(known, told=told, epochs=epochs)
@@ -221,7 +258,7 @@ def retire(connection: Connection, known: ToldWriters, writer: str) -> ToldWrite
             "update tidemark.synapse_writers set state = 'retired' where (stream, writer) = (%s, %s)",
             [known.name, writer],
         )
-        outbox.leave(connection, known.name, [known.teller(writer).retire(at)])
+        leave(connection, known.name, [known.teller(writer).retire(at)])
     told, epochs = ({each: it[each] for each in it if each != writer} for it in (known.told, known.epochs))
     return replace(known, told=told, epochs=epochs, retired={**known.retired, writer: at})
 
@@ -242,3 +279,58 @@ def clock(connection: Connection) -> int:
     row = connection.execute("select (extract(epoch from clock_timestamp()) * 1000)::bigint").fetchone()
     assert row is not None
     return int(row[0])
+
+
+def ordered(connection: Connection, name: str) -> list[str]:
+    """Writers of the stream that a person wants to retire."""
+    rows = connection.execute(
+        "select writer from tidemark.synapse_writers where (stream, state) = (%s, 'retiring')", [name]
+    ).fetchall()
+    return [writer for (writer,) in rows]
+
+
+def order(connection: Connection, writer: str, stream: str | None) -> list[str]:
+    """Have the bridge end the writer, in this stream or in each; gives those where it is to retire now. The last writer
+    of a stream stays."""
+    rows = connection.execute(
+        """
+        update tidemark.synapse_writers ending set state = 'retiring'
+        where writer = %(writer)s and state <> 'retired' and (%(stream)s::text is null or stream = %(stream)s)
+            and exists (
+                select from tidemark.synapse_writers other
+                where other.stream = ending.stream and other.writer <> ending.writer and other.state = 'active'
+            )
+        returning stream
+        """,
+        {"writer": writer, "stream": stream},
+    ).fetchall()
+    return sorted(stream for (stream,) in rows)
+
+
+def active(connection: Connection, stream: str | None) -> list[str]:
+    """Writers of this stream, or of any, that are not gone."""
+    rows = connection.execute(
+        "select distinct writer from tidemark.synapse_writers"
+        " where state = 'active' and (%(stream)s::text is null or stream = %(stream)s) order by writer",
+        {"stream": stream},
+    ).fetchall()
+    return [writer for (writer,) in rows]
+
+
+def retired_at(connection: Connection, writer: str, stream: str) -> int | None:
+    """The ID at which it ended; None: it still is to. Raises `BadSetting`."""
+    row = connection.execute(
+        "select state, told from tidemark.synapse_writers where (stream, writer) = (%s, %s)", [stream, writer]
+    ).fetchone()
+    if row is None or row[0] == "active":
+        problem = f"{writer} lives: it was heard while it was to retire, and goes on in {stream}"
+        raise BadSetting("WRITER", f"{problem}; stop it and take it out of Synapse's stream_writers first")
+    return int(row[1]) if row[0] == "retired" else None
+
+
+def stays(connection: Connection, name: str, writer: str) -> None:
+    """It was to retire, and lives."""
+    connection.execute(
+        "update tidemark.synapse_writers set state = 'active' where (stream, writer, state) = (%s, %s, 'retiring')",
+        [name, writer],
+    )

@@ -7,11 +7,10 @@ import structlog
 
 from tidemark.common.errors import FactsReplaced, SequenceWentBack
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.synapse import evidence, queries, retirement, state
+from tidemark.sources.synapse import evidence, queries, state
 from tidemark.sources.synapse.decider import StreamDecider
-from tidemark.sources.synapse.evidence import HeadSamples
+from tidemark.sources.synapse.evidence import HeadSamples, PublishedFacts
 from tidemark.sources.synapse.facts import ProvenAdvance, StreamFact
-from tidemark.sources.synapse.published import PublishedFacts
 from tidemark.sources.synapse.state import SynapseServer, ToldWriters
 from tidemark.sources.synapse.tables import SynapseStream
 from tidemark.sources.transactions import durable
@@ -85,7 +84,7 @@ class StreamTelling:
 
     def retire(self, own: Connection) -> bool:
         """Begin with what people asked for. Whether everybody is to be asked now."""
-        asked = {*retirement.ordered(own, self.of.name)} if self.founded else set[str]()
+        asked = {*state.ordered(own, self.of.name)} if self.founded else set[str]()
         found = asked - self._retiring
         for writer in sorted(found):
             log.info("A writer of Synapse is to retire", stream=self.of.name, writer=writer)
@@ -99,7 +98,7 @@ class StreamTelling:
         found = self.decider.retiring
         for writer in sorted(self._retiring - found.keys()):
             log.warning("A writer of Synapse lives, and does not retire", stream=self.of.name, writer=writer)
-            retirement.stays(own, self.of.name, writer)
+            state.stays(own, self.of.name, writer)
         ended = [writer for writer, at in found.items() if at is not None]
         for writer in ended:
             self.known = state.retire(own, self.known, writer)

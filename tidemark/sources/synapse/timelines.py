@@ -13,9 +13,9 @@ import structlog
 
 from tidemark.common.errors import BadSetting
 from tidemark.common.postgres_session import Connection
-from tidemark.sources.synapse import evidence, outbox, state
+from tidemark.sources.synapse import evidence, state
+from tidemark.sources.synapse.evidence import MOST_FACTS, PublishedFacts
 from tidemark.sources.synapse.facts import StreamFact
-from tidemark.sources.synapse.published import MOST_FACTS, PublishedFacts
 from tidemark.sources.synapse.state import SynapseServer, ToldWriters
 from tidemark.sources.synapse.tables import SynapseStream
 from tidemark.streaming.wire.records import Timeline
@@ -159,5 +159,5 @@ def _turn(connection: Connection, known: ToldWriters, seen: SynapseServer, at: i
             "update tidemark.synapse_writers set epoch = %s where (stream, writer) = (%s, %s)",
             [epoch, known.name, writer],
         )
-    outbox.leave(connection, known.name, [anew.teller(writer).join(told) for writer, told in anew.told.items()])
+    state.leave(connection, known.name, [anew.teller(writer).join(told) for writer, told in anew.told.items()])
     return anew

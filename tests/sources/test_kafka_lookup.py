@@ -9,8 +9,8 @@ from tidemark.app.stack.server import free_port
 from tidemark.app.stack.servers import KafkaServer
 from tidemark.common.errors import TopicMissing, Unavailable
 from tidemark.sources.kafka import KafkaConnection
+from tidemark.sources.kafka_lookup import AT_ONCE, Tail
 from tidemark.sources.producer import RecordProducer
-from tidemark.sources.tail import AT_ONCE, Tail
 from tidemark.sources.topics import TopicPlan, Topics
 from tidemark.streaming.wire.records import FactRun, Rdata, Record, Void, encode, row
 

@@ -12,12 +12,14 @@ from tidemark.sources.rooms.rules import (
     KnownEvent,
     RoomChange,
     RoomEvent,
+    Stay,
     Timeline,
     chosen_prevs,
+    joins,
+    moved,
     persisted,
 )
 from tidemark.sources.rooms.states import MemoryGroups, State, given_state, group_at, merged
-from tidemark.sources.rooms.stays import Stay, joins, moved
 
 
 @dataclass

@@ -2,8 +2,7 @@
 
 from datetime import UTC, datetime, timedelta
 
-from tidemark.sources.reports import Reports
-from tidemark.sources.transactions import OpenTransaction
+from tidemark.sources.transactions import OpenTransaction, Reports
 from tidemark.streaming.wire.records import LONGEST_TRANSACTION, MOST_TRANSACTIONS
 
 NOW = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tidemark.sources.kafka_lookup import singles
 from tidemark.sources.relay.decider import Decided
 from tidemark.sources.relay.encode import MOST_BYTES, MOST_FACTS, told
 from tidemark.sources.relay.epochs import Told, ToldWriter
 from tidemark.sources.relay.queries import BEAT, AppendedFact, AppendStream
 from tidemark.sources.relay.writer_chains import Announced
-from tidemark.sources.tail import singles
 from tidemark.streaming.values.direction import Direction
 from tidemark.streaming.values.intervals import EMPTY, Intervals
 from tidemark.streaming.wire.records import FactRun, Position, Rdata, Record, Timeline, Topic, encode, read, start
