@@ -2,7 +2,7 @@
 
 import pytest
 
-from tidemark.app.crowd import AllTaken, Places, Waiting, crowding, network_of
+from tidemark.app.eviction import AllTaken, Places, Waiting, crowding, network_of
 
 
 def test_the_oldest_of_whoever_has_most_give_way() -> None:

@@ -12,7 +12,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from tests.waiting import eventually
-from tidemark.app import metrics, probes, relay
+from tidemark.app import http_health as probes
+from tidemark.app import metrics, relay
 from tidemark.common.errors import BadSetting
 from tidemark.sources.relay.metrics import RelayMetrics
 

@@ -17,7 +17,7 @@ from tests.app.sidecar.given import At, moved, sidecar
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.lines.channel import Channel
-from tidemark.app.lines.speaker import ChannelConfig
+from tidemark.app.lines.channel_leader import ChannelConfig
 from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.stack.home import Home
 from tidemark.app.stack.server import free_port

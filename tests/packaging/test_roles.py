@@ -8,7 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ENTRIES = {
-    "": ["app.config", "app.lines.listen", "app.logs", "sinks.postgres.database", "sources.client"],
+    "": ["app.config", "app.lines.client", "app.logs", "sinks.postgres.database", "sources.client"],
     "writer": ["sources.client"],
     "relay": ["app.produce", "app.relay"],
     "reader": ["sinks.reader"],

@@ -119,8 +119,8 @@ def listen(address: str | None, streams: tuple[str, ...], server: str | None, *,
 
     from tidemark.app.connections import host_port
     from tidemark.app.encryption import trusting
-    from tidemark.app.lines import listen
-    from tidemark.app.lines.listen import Listening
+    from tidemark.app.lines import client as listen
+    from tidemark.app.lines.client import Listening
 
     try:
         where = host_port(address or settings.sidecar_tcp)

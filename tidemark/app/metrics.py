@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tidemark.app.histogram import BatchHistogram
-from tidemark.app.probes import reading
+from tidemark.app.http_health import reading
 from tidemark.sinks.publisher import Published
 from tidemark.streaming.core.effects import ShardEffects
 from tidemark.streaming.values.limits import Reason

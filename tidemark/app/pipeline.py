@@ -1,7 +1,8 @@
 """`tidemark pipeline`: the composition root of the query, its source and its sinks.
 
 Its threads: this one supervises; Spark's callback publishes batches (`app.batches`); the lease renews itself; a guard
-refills Redis; others ask Kafka for its end offsets and Postgres for policies; `app.probes` answers scrapes and probes.
+refills Redis; others ask Kafka for its end offsets and Postgres for policies; `app.http_health` answers scrapes and
+probes.
 """
 
 import gc
@@ -17,7 +18,8 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from tidemark.app import engine, metrics, probes
+from tidemark.app import engine, metrics
+from tidemark.app import http_health as probes
 from tidemark.app.batches import Batches
 from tidemark.app.board import Board
 from tidemark.app.end_offsets import EndOffsets

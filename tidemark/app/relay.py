@@ -9,7 +9,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Gauge
 from psycopg import errors
 
-from tidemark.app import probes
+from tidemark.app import http_health as probes
 from tidemark.app.connections import host_port
 from tidemark.app.settings import Settings
 from tidemark.app.signals import told_to_end

@@ -16,23 +16,23 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 import structlog
 import uvicorn
 
-from tidemark.app.accepting import Acceptor, HandshakesConfig
 from tidemark.app.connections import host_port, is_loopback
 from tidemark.app.encryption import Certificate
 from tidemark.app.lines.channel import Channel
+from tidemark.app.lines.channel_leader import ChannelConfig
 from tidemark.app.lines.connection import LineServerConfig
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer
-from tidemark.app.lines.speaker import ChannelConfig
 from tidemark.app.open_files import ServedClients, provided
 from tidemark.app.read_side.opened import ReadSide, ReadSideConfig, opened
 from tidemark.app.read_side.tasks import ended
 from tidemark.app.settings import Settings
 from tidemark.app.sidecar.admission import AdmissionConfig, admission
+from tidemark.app.sidecar.app import SiteConfig, site
 from tidemark.app.sidecar.hosts import THIS_MACHINE
 from tidemark.app.sidecar.service import Limits
-from tidemark.app.sidecar.site import SiteConfig, site
 from tidemark.app.signals import told_to_end
+from tidemark.app.tls_listener import Acceptor, HandshakesConfig
 from tidemark.common.errors import BadSetting, Unavailable
 from tidemark.sources.kafka_lookup import Tail
 

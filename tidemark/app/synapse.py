@@ -9,7 +9,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from tidemark.app import probes
+from tidemark.app import http_health as probes
 from tidemark.app.relay import LoopHealth, find_topic, metrics_address
 from tidemark.app.settings import Settings
 from tidemark.app.signals import told_to_end

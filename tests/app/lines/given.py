@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import uvloop
 
-from tidemark.app.accepting import Acceptor
 from tidemark.app.lines.connection import LineServerConfig
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer
 from tidemark.app.read_side.opened import ReadSide, ReadSideConfig, opened
 from tidemark.app.stack.server import free_port
+from tidemark.app.tls_listener import Acceptor
 from tidemark.sources.kafka import KafkaConnection
 from tidemark.sources.kafka_lookup import Tail
 

@@ -19,13 +19,13 @@ from tests.fix_servers import deaf
 from tests.sinks.given import advance, stream
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
+from tidemark.app.lines import channel_leader as speaker_module
 from tidemark.app.lines import hub as hub_module
-from tidemark.app.lines import speaker as speaker_module
 from tidemark.app.lines.channel import Channel
+from tidemark.app.lines.channel_leader import ANSWER_EVERY, ChannelConfig
 from tidemark.app.lines.connection import LineServerConfig
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer
-from tidemark.app.lines.speaker import ANSWER_EVERY, ChannelConfig
 from tidemark.app.read_side.opened import ReadSide, ReadSideConfig
 from tidemark.app.stack.servers import RedisServer
 from tidemark.common.environment import child_environment

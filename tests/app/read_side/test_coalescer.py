@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 
 import pytest
 
-from tidemark.app.read_side.coalescer import PIECE, SMALL, Coalescer
+from tidemark.app.read_side.single_flight import PIECE, SMALL, Coalescer
 
 
 def test_what_a_read_raises_is_raised_to_all_who_asked() -> None:

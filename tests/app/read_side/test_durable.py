@@ -6,7 +6,7 @@ import pytest
 
 from tests.sinks.given import advance, batch, stream
 from tests.sinks.reader.given import Pipeline
-from tidemark.app.read_side.durable import Durable, ReadSoFar
+from tidemark.app.read_side.postgres_reader import Durable, ReadSoFar
 from tidemark.common.errors import Unavailable
 from tidemark.sinks.postgres.store import Postgres
 from tidemark.sinks.reader.history import History

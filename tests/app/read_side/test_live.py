@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tidemark.app.read_side.live import TOGETHER, Live
+from tidemark.app.read_side.redis_reader import TOGETHER, Live
 from tidemark.common.errors import Refused
-from tidemark.sinks.reader.io import KeysFound, ReadNewest
+from tidemark.sinks.reader.requests import KeysFound, ReadNewest
 from tidemark.sinks.redis.client import redis_address
 
 

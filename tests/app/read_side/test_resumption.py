@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemark.app.read_side.resumption import MOST, POSITION, TOLD, TOLD_FOR, Resumptions, ToldTexts, lowest
+from tidemark.app.read_side.replay import MOST, POSITION, TOLD, TOLD_FOR, Resumptions, ToldTexts, lowest
 from tidemark.sinks.postgres.tail import DurableMark
 from tidemark.sinks.reader.events import LateLost, Place
 from tidemark.sinks.reader.history import Missed

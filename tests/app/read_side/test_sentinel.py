@@ -3,7 +3,7 @@
 import pytest
 
 from tidemark.app.read_side.sentinel import ChainFault, Sentinel
-from tidemark.sinks.reader.io import KeysFound, ListEntry, ReadList, ReadNewest
+from tidemark.sinks.reader.requests import KeysFound, ListEntry, ReadList, ReadNewest
 
 
 def entry(number: int, prev: int, id: int, writer: str = "w", **evidence: int) -> ListEntry:

@@ -14,11 +14,11 @@ import uvicorn
 
 from tests.sinks.given import NOW, advance, stream
 from tests.waiting import eventually
-from tidemark.app.accepting import Acceptor
 from tidemark.app.read_side.opened import ReadSideConfig
 from tidemark.app.serve import StoppedServer
 from tidemark.app.sidecar.admission import AdmissionConfig, admission
-from tidemark.app.sidecar.site import SiteConfig, site
+from tidemark.app.sidecar.app import SiteConfig, site
+from tidemark.app.tls_listener import Acceptor
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.chain import Chain, Span
 from tidemark.streaming.core.deferred import PutOff

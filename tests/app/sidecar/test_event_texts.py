@@ -2,8 +2,8 @@
 
 import asyncio
 
-from tidemark.app.read_side.resumption import PAGE, MissedMoves, SharedReading
-from tidemark.app.sidecar.event_texts import missed_moves
+from tidemark.app.read_side.replay import PAGE, MissedMoves, SharedReading
+from tidemark.app.sidecar.event_stream import missed_moves
 from tidemark.sinks.postgres.tail import Moved
 from tidemark.sinks.reader.events import Advance, Place
 from tidemark.streaming.values.limits import Evidence

@@ -22,11 +22,11 @@ from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.read_side.opened import ReadSideConfig
-from tidemark.app.read_side.slices import PATIENCE, Appeared, Listener
 from tidemark.app.read_side.snapshots import Snapshot, Snapshots
+from tidemark.app.read_side.subscription import PATIENCE, Appeared, Listener
 from tidemark.app.sidecar import cursor
+from tidemark.app.sidecar.app import SiteConfig
 from tidemark.app.sidecar.service import Churn, Limits
-from tidemark.app.sidecar.site import SiteConfig
 from tidemark.app.sidecar.sse import EventStream
 from tidemark.app.stack.servers import RedisServer
 from tidemark.sinks.postgres.history import PageBounds, PastPage
@@ -366,7 +366,7 @@ def test_too_much_that_was_missed_is_told_as_snapshots(
     with sidecar(servers) as client, heard(client) as events:
         last = marked(events)
     grow_many(pipeline, 12, 1)
-    monkeypatch.setattr("tidemark.app.read_side.resumption.MOST", 11)
+    monkeypatch.setattr("tidemark.app.read_side.replay.MOST", 11)
     with sidecar(servers) as client, heard(client, last) as again:
         assert {again.next()[0] for _ in range(12)} == {"snapshot"}
 
@@ -452,7 +452,7 @@ def test_page_that_was_told_is_told_again_from_memory(
 ) -> None:
     """Whoever resumes where others did a moment ago costs Postgres no reading of that page; each is told every move,
     what came since included."""
-    monkeypatch.setattr("tidemark.app.read_side.resumption.PAGE", 5)
+    monkeypatch.setattr("tidemark.app.read_side.replay.PAGE", 5)
     grow(pipeline, 0, 12)
     with sidecar(servers) as client:
         for upto in range(12, 18):
@@ -467,8 +467,8 @@ def test_pages_of_the_past_grow_with_patience(
     pipeline: Pipeline, servers: ReadSideConfig, asked: list[PageAsked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who may go after the first page is read for no farther; who stays is read for by twice as much each time."""
-    monkeypatch.setattr("tidemark.app.read_side.resumption.PAGE", 2)
-    monkeypatch.setattr("tidemark.app.read_side.resumption.READ", 8)
+    monkeypatch.setattr("tidemark.app.read_side.replay.PAGE", 2)
+    monkeypatch.setattr("tidemark.app.read_side.replay.READ", 8)
     grow(pipeline, 0, 20)
     with sidecar(servers) as client, heard(client, beginning(), stream="s") as events:
         assert events.ranges(20) == [("s", id, id + 1) for id in range(20)]

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tests.app.sidecar.given import At, SidecarClient, moved, sidecar
 from tests.sinks.reader.given import Pipeline
 from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.sidecar.app import OPERATIONS, SiteConfig
 from tidemark.app.sidecar.openapi import BEARER, PATH, document
 from tidemark.app.sidecar.problems import MEDIA_TYPE as PROBLEM_TYPE
 from tidemark.app.sidecar.service import Limits
-from tidemark.app.sidecar.site import OPERATIONS, SiteConfig
 from tidemark.app.sidecar.sse import MEDIA_TYPE
 from tidemark.sinks.reader import Token
 

@@ -11,8 +11,8 @@ from tests.sinks.reader.given import Pipeline
 from tests.streaming.builders import Shard, behind_a_dead_writer
 from tests.waiting import eventually
 from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.sidecar.app import SiteConfig
 from tidemark.app.sidecar.service import Limits
-from tidemark.app.sidecar.site import SiteConfig
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.servers import RedisServer
 from tidemark.sinks.redis.names import STREAMS, key

@@ -12,8 +12,8 @@ from tests.fix_servers import away
 from tests.sinks.reader.given import Pipeline, later
 from tests.waiting import eventually
 from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.sidecar.app import SiteConfig
 from tidemark.app.sidecar.service import Limits
-from tidemark.app.sidecar.site import SiteConfig
 from tidemark.app.stack.servers import RedisServer
 
 WAIT = "/v1/streams/s/wait"

@@ -21,7 +21,7 @@ from tests.sinks.given import batch, rejected
 from tests.sinks.reader.given import Pipeline
 from tests.streaming.builders import Shard, position, rdata
 from tidemark.app.read_side.opened import ReadSideConfig
-from tidemark.app.sidecar.site import SiteConfig
+from tidemark.app.sidecar.app import SiteConfig
 from tidemark.app.stack.server import free_port
 from tidemark.streaming.core.effects import LateCompletion
 

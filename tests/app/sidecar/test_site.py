@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemark.app.sidecar.site import LOOK_EVERY, Tokens
+from tidemark.app.sidecar.app import LOOK_EVERY, Tokens
 from tidemark.common.errors import BadSetting
 
 

@@ -13,8 +13,8 @@ from tests.fix_servers import away, deaf
 from tests.sinks.reader.given import Pipeline
 from tests.waiting import eventually
 from tidemark.app.read_side.opened import ReadSideConfig
+from tidemark.app.sidecar.app import SiteConfig
 from tidemark.app.sidecar.service import Limits
-from tidemark.app.sidecar.site import SiteConfig
 from tidemark.app.stack.postgres import PostgresServer
 from tidemark.app.stack.servers import RedisServer
 from tidemark.streaming.core.effects import LateCompletion

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tidemark.sinks.reader.events import Advance, Late, Place
-from tidemark.sinks.reader.io import (
+from tidemark.sinks.reader.redis import parse
+from tidemark.sinks.reader.requests import (
     Answer,
     HistoryFound,
     KeysFound,
@@ -18,7 +19,6 @@ from tidemark.sinks.reader.io import (
     ReadNewest,
     Request,
 )
-from tidemark.sinks.reader.redis import parse
 from tidemark.streaming.values.direction import beyond
 
 Fields = dict[str, str]

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Generator
 from contextlib import suppress
 
-from tidemark.sinks.reader.aio import until_handed
-from tidemark.sinks.reader.io import Answer, Driver, Pause, Request
+from tidemark.sinks.reader.async_positions import until_handed
+from tidemark.sinks.reader.requests import Answer, Driver, Pause, Request
 
 
 def test_a_cancellation_that_a_client_swallows_ends_the_task_all_the_same() -> None:

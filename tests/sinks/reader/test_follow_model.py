@@ -19,7 +19,7 @@ from tests.examples import examples
 from tests.sinks.reader.model import StreamModel
 from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, Reread
 from tidemark.sinks.reader.follow import CaughtUp, Following
-from tidemark.sinks.reader.io import AwaitEntry, Driver, Request
+from tidemark.sinks.reader.requests import AwaitEntry, Driver, Request
 from tidemark.streaming.values.direction import beyond
 
 NAMES = ("a", "b", "c")

@@ -16,7 +16,7 @@ from tests.waiting import eventually
 from tidemark.common.errors import BatchEnded, Refused, RowUnreadable
 from tidemark.sinks.reader import AsyncPositions, AsyncReader, Place, Positions, Reader, Table, Token
 from tidemark.sinks.reader.batch import Parking
-from tidemark.sinks.reader.ledger import Ledger
+from tidemark.sinks.reader.checkpoint import Ledger
 
 
 @pytest.fixture

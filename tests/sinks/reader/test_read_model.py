@@ -10,7 +10,7 @@ from tests.examples import SHARING
 from tests.sinks.reader.service import ReadingService, effect
 from tests.sinks.reader.test_follow_model import FollowWorld
 from tidemark.sinks.reader import Positions, Reader
-from tidemark.sinks.reader.io import Answer, AwaitEntry, Pause, Request
+from tidemark.sinks.reader.requests import Answer, AwaitEntry, Pause, Request
 from tidemark.streaming.values.direction import beyond
 
 

@@ -12,12 +12,12 @@ from tests.fix_redis import Node, SentinelSetup
 from tests.fix_tls import Authority, tls_front
 from tests.sinks.redis.test_publish import entry
 from tests.waiting import eventually
-from tidemark.app.read_side.live import Live
 from tidemark.app.read_side.notifications import Notifications, wait_for_notification
+from tidemark.app.read_side.redis_reader import Live
 from tidemark.app.stack.servers import RedisServer
 from tidemark.common.errors import BadSetting, Refused, Unavailable
 from tidemark.sinks.reader import AsyncPositions, Positions, Standing
-from tidemark.sinks.reader.io import ReadNewest
+from tidemark.sinks.reader.requests import ReadNewest
 from tidemark.sinks.redis.changes import Change
 from tidemark.sinks.redis.client import RedisAddress
 from tidemark.sinks.redis.names import channel, key

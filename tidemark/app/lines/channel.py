@@ -15,9 +15,9 @@ from typing import Any
 
 import structlog
 
+from tidemark.app.lines.channel_leader import ChannelConfig, Speaker
 from tidemark.app.lines.hub import Hub
 from tidemark.app.lines.server import LineServer
-from tidemark.app.lines.speaker import ChannelConfig, Speaker
 from tidemark.app.read_side.notifications import listen
 from tidemark.app.read_side.tasks import ended
 from tidemark.app.repeated_log import RepeatedLog

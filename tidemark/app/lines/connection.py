@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, cast
 
-from tidemark.app.lines.conversation import (
+from tidemark.app.lines.protocol import (
     Act,
     Conversation,
     Disconnect,

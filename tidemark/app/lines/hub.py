@@ -16,7 +16,7 @@ from tidemark.app.lines.announcer import Announcement, Announcer
 from tidemark.app.lines.rows import RowBuffer, Writer
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.opened import ReadSide
-from tidemark.app.read_side.slices import Begun, Item, Listener, Slice
+from tidemark.app.read_side.subscription import Begun, Item, Listener, Slice
 from tidemark.app.read_side.tasks import ended
 from tidemark.common.errors import Stop, TidemarkError, Unavailable
 from tidemark.sinks.reader.events import Advance, Event, Reread

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 from redis.exceptions import RedisError
 
-from tidemark.app.read_side.live import Live
+from tidemark.app.read_side.redis_reader import Live
 from tidemark.app.read_side.tasks import ended
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.reader.redis import translated

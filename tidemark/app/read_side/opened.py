@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from tidemark.app.read_side.durable import Durable
-from tidemark.app.read_side.feeds import Feeds
-from tidemark.app.read_side.live import Live
+from tidemark.app.read_side.fallback import RequestHandler
+from tidemark.app.read_side.followers import Feeds
 from tidemark.app.read_side.notifications import Notifications
-from tidemark.app.read_side.requests import RequestHandler
-from tidemark.app.read_side.resumption import Resumptions
+from tidemark.app.read_side.postgres_reader import Durable
+from tidemark.app.read_side.redis_reader import Live
+from tidemark.app.read_side.replay import Resumptions
 from tidemark.app.read_side.snapshots import Highest, Snapshots
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.common.postgres_session import Dsn

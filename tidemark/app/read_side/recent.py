@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from tidemark.app.read_side.slices import Slice
+from tidemark.app.read_side.subscription import Slice
 from tidemark.sinks.postgres.tail import DurableMark
 from tidemark.sinks.reader.events import Place
 from tidemark.streaming.values.direction import beyond

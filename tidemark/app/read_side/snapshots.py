@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tidemark.app.read_side.apart import Apart, Divergence
-from tidemark.app.read_side.coalescer import Coalescer
-from tidemark.app.read_side.durable import Details, Durable
-from tidemark.app.read_side.live import Live
+from tidemark.app.read_side.postgres_reader import Details, Durable
+from tidemark.app.read_side.redis_reader import Live
+from tidemark.app.read_side.single_flight import Coalescer
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.postgres.tail import Moved
 from tidemark.streaming.values.direction import beyond, farther

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tidemark.app.crowd import SHARE, AllTaken, Places, network_of
+from tidemark.app.eviction import SHARE, AllTaken, Places, network_of
 from tidemark.app.sidecar.problems import Busy, phrase, response
 from tidemark.app.sidecar.turns import Turns
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from tidemark.app.behind import BehindAnswer, Name, StreamId, behind_answer, moment
-from tidemark.app.read_side.durable import Details
+from tidemark.app.read_side.postgres_reader import Details
 from tidemark.app.read_side.snapshots import Snapshot
 from tidemark.sinks.reader.token import Token
 from tidemark.streaming.core.effects import Blocker

@@ -16,7 +16,7 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from tidemark.app.read_side import metrics
-from tidemark.app.read_side.slices import Listener, settle
+from tidemark.app.read_side.subscription import Listener, settle
 from tidemark.app.sidecar import cursor
 from tidemark.app.sidecar.events_client import FEW, EventsClient
 from tidemark.app.sidecar.operation import Operation, OperationCall

@@ -11,9 +11,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from tidemark.app.read_side.opened import ReadSide
-from tidemark.app.read_side.resumption import MissedPage, SharedReading, identity
-from tidemark.app.read_side.slices import Appeared, Begun, Item, Listener, Slice, ToldUpTo
-from tidemark.app.sidecar import cursor, event_texts
+from tidemark.app.read_side.replay import MissedPage, SharedReading, identity
+from tidemark.app.read_side.subscription import Appeared, Begun, Item, Listener, Slice, ToldUpTo
+from tidemark.app.sidecar import cursor, event_stream
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.postgres.tail import DurableMark
 from tidemark.sinks.reader.events import Place
@@ -36,7 +36,7 @@ class EventsClient:
     def __init__(
         self,
         read_side: ReadSide,
-        snapshots: event_texts.SnapshotTexts,
+        snapshots: event_stream.SnapshotTexts,
         listener: Listener,
         stands: Mapping[str, Place] | DurableMark,
         joined: dict[str, Place],
@@ -63,8 +63,8 @@ class EventsClient:
             async for text in self._missed_since(self._stands, streams):
                 yield text
         others = [stream for stream in streams if stream not in self._places]
-        for start in range(0, len(others), event_texts.AT_ONCE):
-            yield b"".join(await self._snapshots(others[start : start + event_texts.AT_ONCE], self._came))
+        for start in range(0, len(others), event_stream.AT_ONCE):
+            yield b"".join(await self._snapshots(others[start : start + event_stream.AT_ONCE], self._came))
         self._count()
         text = await self._next()
         if not text and self._places and not self._listener.marks:
@@ -101,7 +101,7 @@ class EventsClient:
                 return
             key = identity(place)
             if key not in page.sent:
-                page.sent[key] = event_texts.page_taken(page, stream, place)
+                page.sent[key] = event_stream.page_taken(page, stream, place)
                 if not page.complete:
                     resumptions.told.keep(stream, place, *page.sent[key])
             text, place = page.sent[key]
@@ -128,7 +128,7 @@ class EventsClient:
                 continue
             if stream not in missed.told or missed.told[stream].abandoned:
                 place = Place(stands.linear, stands.vector, stands.late)
-                missed.told[stream] = SharedReading(event_texts.missed_moves(missed, stream, place))
+                missed.told[stream] = SharedReading(event_stream.missed_moves(missed, stream, place))
             # The same place for all: what was known before this was read is among the events.
             texts, self._places[stream] = await missed.told[stream].get()
             for text in texts:
@@ -169,21 +169,21 @@ class EventsClient:
         place = self._places[stream]
         if isinstance(item, Slice) and (place is item.before or place == item.before):
             self._places[stream] = item.after
-            return item.once(event_texts.blocks_of)
+            return item.once(event_stream.blocks_of)
         if isinstance(item, Begun) and place == item.place:
             self._places[stream] = item.place
             return ()
         if id(place) not in item.joins:
             if len(item.joins) >= JOINS:
                 item.joins.clear()
-            item.joins[id(place)] = place, event_texts.joined(stream, place, item)
+            item.joins[id(place)] = place, event_stream.joined(stream, place, item)
         found: tuple[list[bytes], Place] = item.joins[id(place)][1]
         self._places[stream] = found[1]
         return found[0]
 
     def _id(self, last: Item | None) -> bytes:
         if isinstance(last, Slice) and len(self._places) == 1 and last.after is self._places[last.stream]:
-            text = last.once(event_texts.id_behind)
+            text = last.once(event_stream.id_behind)
         else:
             text = cursor.of_places(self._places).encode()
         if len(text) > LONGEST_ID:

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from tidemark.app.behind import BehindAnswer, Name, StreamId, behind_answer, moment
-from tidemark.app.read_side.durable import Details
+from tidemark.app.read_side.postgres_reader import Details
 from tidemark.app.sidecar.answers import BlockerAnswer, blocker
 from tidemark.sinks.reader import events
 

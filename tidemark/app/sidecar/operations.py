@@ -14,8 +14,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from tidemark.app.read_side import metrics
+from tidemark.app.read_side.fallback import HistoryPage, Past
 from tidemark.app.read_side.notifications import wait_for_notification
-from tidemark.app.read_side.requests import HistoryPage, Past
 from tidemark.app.read_side.snapshots import Snapshot
 from tidemark.app.sidecar import answers, cursor, moves
 from tidemark.app.sidecar.answers import described, tag
@@ -33,7 +33,7 @@ from tidemark.app.sidecar.problems import (
 )
 from tidemark.app.sidecar.watched import PipelineAnswer
 from tidemark.common.errors import BadToken, Slow, Stop, Unavailable
-from tidemark.sinks.reader.io import LONGEST_WAIT
+from tidemark.sinks.reader.requests import LONGEST_WAIT
 from tidemark.sinks.reader.token import Token
 from tidemark.sinks.reader.wait import GRACE
 from tidemark.streaming.values.direction import beyond

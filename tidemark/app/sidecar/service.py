@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tidemark.app.crowd import AllTaken, Places, network_of
+from tidemark.app.eviction import AllTaken, Places, network_of
 from tidemark.app.read_side import metrics
 from tidemark.app.read_side.opened import ReadSide
 from tidemark.app.read_side.tasks import ended
-from tidemark.app.sidecar.event_texts import SnapshotTexts
+from tidemark.app.sidecar.event_stream import SnapshotTexts
 from tidemark.app.sidecar.problems import Busy
 from tidemark.app.sidecar.watch import Watch
 

@@ -3,7 +3,7 @@
 from asyncio import AbstractEventLoop, Future
 from collections import OrderedDict, deque
 
-from tidemark.app.crowd import network_of
+from tidemark.app.eviction import network_of
 
 _A_TURN = 4  # requests that begin at one turn of the event loop
 

@@ -13,7 +13,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from tidemark.app.behind import BehindAnswer, Name, StreamId, behind_answer, last_seen, moment
-from tidemark.app.read_side.durable import Details
+from tidemark.app.read_side.postgres_reader import Details
 from tidemark.app.read_side.snapshots import Known, Snapshot
 from tidemark.app.remedies import Verdict
 from tidemark.app.sidecar.answers import Source, State

@@ -12,9 +12,9 @@ import structlog
 
 from tidemark.common.errors import Retry, Stop
 from tidemark.common.postgres_session import explained, first_line
+from tidemark.sinks.reader.checkpoint import Ledger
 from tidemark.sinks.reader.events import Late
-from tidemark.sinks.reader.io import Row
-from tidemark.sinks.reader.ledger import Ledger
+from tidemark.sinks.reader.requests import Row
 
 log = structlog.get_logger(__name__)
 

@@ -16,7 +16,7 @@ from psycopg.adapt import Transformer
 
 from tidemark.common.errors import Refused, RowUnreadable
 from tidemark.common.postgres_session import address, answers, conninfo, explained, first_line
-from tidemark.sinks.reader.io import Answer, Pause, Request, Role, Row, RunSql, rows
+from tidemark.sinks.reader.requests import Answer, Pause, Request, Role, Row, RunSql, rows
 
 AnyConnection: TypeAlias = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
 AnyCursor: TypeAlias = psycopg.Cursor[Row] | psycopg.AsyncCursor[Row]

@@ -13,7 +13,9 @@ from typing import Literal
 import structlog
 
 from tidemark.sinks.reader.events import Advance, Event, Late, Place, Reread
-from tidemark.sinks.reader.io import (
+from tidemark.sinks.reader.merge import Joining, LinearEvidence
+from tidemark.sinks.reader.redis import parse
+from tidemark.sinks.reader.requests import (
     LONGEST_WAIT,
     Answer,
     AwaitEntry,
@@ -26,8 +28,6 @@ from tidemark.sinks.reader.io import (
     Request,
     patiently,
 )
-from tidemark.sinks.reader.merge import Joining, LinearEvidence
-from tidemark.sinks.reader.redis import parse
 from tidemark.sinks.reader.token import Token
 
 log = structlog.get_logger(__name__)

@@ -8,7 +8,7 @@ from tidemark.sinks.postgres.history import PageBounds, PastAdvance, PastLate
 from tidemark.sinks.postgres.store import Postgres, PostgresConfig
 from tidemark.sinks.postgres.tail import DurableMark, Moved
 from tidemark.sinks.reader.events import Advance, Late
-from tidemark.sinks.reader.io import HistoryFound, KeysFound, ReadHistory
+from tidemark.sinks.reader.requests import HistoryFound, KeysFound, ReadHistory
 
 NEWEST = 10_000  # advances of each writer that are told; what lies before them is to be read from the table
 SECONDS = 4.0  # that one statement may take: it is bounded, so more shows a server that has too much to do

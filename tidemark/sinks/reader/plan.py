@@ -13,8 +13,8 @@ where an operator skipped is remembered as well, until the writer's next epoch: 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tidemark.sinks.reader.checkpoint import Delivered, Kept
 from tidemark.sinks.reader.events import Advance, Event, Late, LateLost, LinearMove, Place, Reread
-from tidemark.sinks.reader.ledger import Delivered, Kept
 from tidemark.sinks.reader.table import Range
 from tidemark.streaming.values.direction import beyond, farther
 

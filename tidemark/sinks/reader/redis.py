@@ -16,7 +16,7 @@ import redis.asyncio
 from redis.commands import CoreCommands
 
 from tidemark.sinks.reader.events import Advance, Late
-from tidemark.sinks.reader.io import AwaitEntry, KeysFound, ListEntry, ReadKeys, ReadList, ReadNewest
+from tidemark.sinks.reader.requests import AwaitEntry, KeysFound, ListEntry, ReadKeys, ReadList, ReadNewest
 from tidemark.sinks.redis.client import whereabouts
 from tidemark.sinks.redis.errors import FOREIGN, Remedies, redis_error
 from tidemark.sinks.redis.names import SENTINEL, STREAMS, key

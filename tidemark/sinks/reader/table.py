@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from psycopg import sql
 
-from tidemark.sinks.reader.io import Answer, Request, Row, RunSql, rows
+from tidemark.sinks.reader.requests import Answer, Request, Row, RunSql, rows
 from tidemark.streaming.values.direction import beyond, farther, nearer
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 
 from tidemark.common.errors import NotReached, Reject, StreamNotKnown, TokenFromTheFuture, Unavailable
-from tidemark.sinks.reader.io import (
+from tidemark.sinks.reader.requests import (
     LONGEST_WAIT,
     Answer,
     AwaitEntry,

@@ -18,7 +18,7 @@ from tidemark.sinks.postgres.status import Condition, LateCount
 from tidemark.sinks.postgres.store import Postgres, StreamPositions
 from tidemark.sinks.postgres.tail import ChangesSince, DurableMark
 from tidemark.sinks.reader.history import History, Missed
-from tidemark.sinks.reader.io import HistoryFound, ReadHistory
+from tidemark.sinks.reader.requests import HistoryFound, ReadHistory
 from tidemark.streaming.core import codec as state
 from tidemark.streaming.core.effects import Blocker, blockers, summarize
 from tidemark.streaming.core.fast_path import at_rest

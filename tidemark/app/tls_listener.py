@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from tidemark.app.crowd import Waiting, crowding
 from tidemark.app.encryption import Certificate
+from tidemark.app.eviction import Waiting, crowding
 
 AT_ONCE = 64  # connections that are taken at one turn of the event loop
 ENCRYPTED_AT_ONCE = 8  # of those whose handshake takes a millisecond

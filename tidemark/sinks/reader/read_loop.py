@@ -8,10 +8,12 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tidemark.common.errors import BadSetting, LateNeedsWriter, LateUnknown, Unavailable
+from tidemark.sinks.reader.checkpoint import Delivered, Kept, Ledger
 from tidemark.sinks.reader.databases import caught_up
 from tidemark.sinks.reader.events import Event, Late, Place
 from tidemark.sinks.reader.follow import CaughtUp, Following, Mode
-from tidemark.sinks.reader.io import (
+from tidemark.sinks.reader.plan import hands_over, owes, plan, still_owed
+from tidemark.sinks.reader.requests import (
     Answer,
     BeginTransaction,
     CloseSessions,
@@ -23,8 +25,6 @@ from tidemark.sinks.reader.io import (
     RunSql,
     rows,
 )
-from tidemark.sinks.reader.ledger import Delivered, Kept, Ledger
-from tidemark.sinks.reader.plan import hands_over, owes, plan, still_owed
 from tidemark.sinks.reader.table import Range, Table, TablePage, table_page
 from tidemark.sinks.reader.token import ZERO, Token
 from tidemark.sinks.retry import Patience

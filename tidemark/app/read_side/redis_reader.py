@@ -7,10 +7,10 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from tidemark.app.read_side.circuit_breaker import CircuitBreaker
-from tidemark.app.read_side.coalescer import Coalescer
+from tidemark.app.read_side.single_flight import Coalescer
 from tidemark.common.errors import Refused
-from tidemark.sinks.reader.io import KeysFound, ReadKeys, ReadList, ReadNewest
 from tidemark.sinks.reader.redis import REMEDIES, queue, reply, seen, translated
+from tidemark.sinks.reader.requests import KeysFound, ReadKeys, ReadList, ReadNewest
 from tidemark.sinks.redis.client import RedisAddress, aclose
 from tidemark.sinks.redis.errors import StreamFault, sound
 from tidemark.sinks.redis.names import STREAMS

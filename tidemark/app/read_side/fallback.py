@@ -1,4 +1,4 @@
-"""The requests of a follower (`sinks.reader.io`), answered from Redis, or from Postgres while Redis is away.
+"""The requests of a follower (`sinks.reader.requests`), answered from Redis, or from Postgres while Redis is away.
 
 For a stream that Redis does not know, the answer from Postgres is a list of advances without entries: the follower then
 takes the advances from the history, so nothing is missing either way.
@@ -8,13 +8,13 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tidemark.app.read_side.durable import Durable
-from tidemark.app.read_side.live import Live
+from tidemark.app.read_side.postgres_reader import Durable
+from tidemark.app.read_side.redis_reader import Live
 from tidemark.common.errors import Stop, Unavailable
 from tidemark.sinks.postgres.tail import Moved
 from tidemark.sinks.reader.events import Event, Place
 from tidemark.sinks.reader.follow import CaughtUp, Following
-from tidemark.sinks.reader.io import (
+from tidemark.sinks.reader.requests import (
     Answer,
     AwaitEntry,
     Driver,

@@ -11,7 +11,8 @@ from tidemark.common.errors import Unavailable
 from tidemark.sinks.reader.events import Event, Place
 from tidemark.sinks.reader.follow import CaughtUp, Following, Mode
 from tidemark.sinks.reader.history import History
-from tidemark.sinks.reader.io import (
+from tidemark.sinks.reader.redis import REMEDIES, TIMEOUT, await_entry, is_filled, is_named, reply, seen, translated
+from tidemark.sinks.reader.requests import (
     Answer,
     AwaitEntry,
     Driver,
@@ -24,7 +25,6 @@ from tidemark.sinks.reader.io import (
     ReadNewest,
     Request,
 )
-from tidemark.sinks.reader.redis import REMEDIES, TIMEOUT, await_entry, is_filled, is_named, reply, seen, translated
 from tidemark.sinks.reader.token import Token
 from tidemark.sinks.reader.wait import GRACE, LastTold, Recovering, Standing, WaitConfig, getting, target, waiting
 from tidemark.sinks.redis.client import RedisAddress, RedisSession, redis_address

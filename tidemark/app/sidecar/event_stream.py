@@ -5,10 +5,10 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from tidemark.app.read_side.coalescer import Coalescer
-from tidemark.app.read_side.resumption import PAGE, MissedMoves, MissedPage
-from tidemark.app.read_side.slices import Begun, Slice
+from tidemark.app.read_side.replay import PAGE, MissedMoves, MissedPage
+from tidemark.app.read_side.single_flight import Coalescer
 from tidemark.app.read_side.snapshots import Snapshots
+from tidemark.app.read_side.subscription import Begun, Slice
 from tidemark.app.sidecar import cursor, moves
 from tidemark.app.sidecar.answers import described
 from tidemark.app.sidecar.sse import block

@@ -12,7 +12,7 @@ from tidemark.common.errors import BatchEnded, ReaderModeChanged, Refused
 from tidemark.common.session_settings import hidden_from
 from tidemark.sinks.reader.events import Place
 from tidemark.sinks.reader.follow import Mode
-from tidemark.sinks.reader.io import Answer, Request, Row, RunSql, rows
+from tidemark.sinks.reader.requests import Answer, Request, Row, RunSql, rows
 from tidemark.sinks.reader.table import Range
 
 _SCHEMA = (

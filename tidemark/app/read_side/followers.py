@@ -12,19 +12,19 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 import structlog
 
 from tidemark.app.read_side import metrics
-from tidemark.app.read_side.durable import Durable
+from tidemark.app.read_side.fallback import RequestHandler
 from tidemark.app.read_side.notifications import Notifications
+from tidemark.app.read_side.postgres_reader import Durable
 from tidemark.app.read_side.recent import Recalled, Recent
-from tidemark.app.read_side.requests import RequestHandler
 from tidemark.app.read_side.sentinel import Sentinel
-from tidemark.app.read_side.slices import Appeared, Begun, Item, Listener, Slice, ToldUpTo, settle
 from tidemark.app.read_side.snapshots import Known, Snapshots
+from tidemark.app.read_side.subscription import Appeared, Begun, Item, Listener, Slice, ToldUpTo, settle
 from tidemark.app.read_side.tasks import ended
 from tidemark.common.errors import Refused, SchemaMismatch, Unavailable
 from tidemark.sinks.postgres.tail import ChangesSince, DurableMark, Moved
 from tidemark.sinks.reader.events import Event, Place
 from tidemark.sinks.reader.follow import CaughtUp, Following
-from tidemark.sinks.reader.io import (
+from tidemark.sinks.reader.requests import (
     LONGEST_WAIT,
     Answer,
     AwaitEntry,

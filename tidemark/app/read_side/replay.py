@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
-from tidemark.app.read_side.coalescer import Coalescer
-from tidemark.app.read_side.durable import Durable
-from tidemark.app.read_side.requests import Past, RequestHandler
+from tidemark.app.read_side.fallback import Past, RequestHandler
+from tidemark.app.read_side.postgres_reader import Durable
+from tidemark.app.read_side.single_flight import Coalescer
 from tidemark.common.errors import TidemarkError
 from tidemark.sinks.postgres.tail import DurableMark, Moved
 from tidemark.sinks.reader.events import Event, Place

@@ -8,11 +8,12 @@ import psycopg
 from psycopg.rows import TupleRow, dict_row
 
 from tidemark.common.session_settings import BACKEND, AsyncSessionConnection, unprepared_where_pooled
-from tidemark.sinks.reader.aio import AsyncPositions, until_handed
+from tidemark.sinks.reader.async_positions import AsyncPositions, until_handed
 from tidemark.sinks.reader.batch import ReadBatch
 from tidemark.sinks.reader.databases import Databases, unreadable
 from tidemark.sinks.reader.follow import Mode
-from tidemark.sinks.reader.io import (
+from tidemark.sinks.reader.read_loop import Portion, ReadConfig, Reading
+from tidemark.sinks.reader.requests import (
     Answer,
     BeginTransaction,
     CloseSessions,
@@ -22,7 +23,6 @@ from tidemark.sinks.reader.io import (
     Role,
     RunSql,
 )
-from tidemark.sinks.reader.read import Portion, ReadConfig, Reading
 from tidemark.sinks.reader.table import Table
 from tidemark.sinks.reader.token import ZERO, Token
 

@@ -15,7 +15,9 @@ from tidemark.common.session_settings import BACKEND, SessionConnection, unprepa
 from tidemark.sinks.reader.batch import ReadBatch
 from tidemark.sinks.reader.databases import Databases, unreadable
 from tidemark.sinks.reader.follow import Mode
-from tidemark.sinks.reader.io import (
+from tidemark.sinks.reader.positions import Positions, until_handed
+from tidemark.sinks.reader.read_loop import Portion, ReadConfig, Reading
+from tidemark.sinks.reader.requests import (
     Answer,
     BeginTransaction,
     CloseSessions,
@@ -25,8 +27,6 @@ from tidemark.sinks.reader.io import (
     Role,
     RunSql,
 )
-from tidemark.sinks.reader.read import Portion, ReadConfig, Reading
-from tidemark.sinks.reader.sync import Positions, until_handed
 from tidemark.sinks.reader.table import Table
 from tidemark.sinks.reader.token import ZERO, Token
 
